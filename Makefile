@@ -1,0 +1,67 @@
+# make serve: the demo model, served. make test: everything that CI checks.
+# EXTRA=cuda installs the CUDA builds of PyTorch and FBGEMM instead of the CPU ones.
+
+EXTRA ?= cpu
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed-$(EXTRA)
+STORE ?= store
+HTTP_PORT ?= 8000
+GRPC_PORT ?= 8001
+TORCHREC := 1.8.0
+
+.PHONY: install serve test lint types contracts pytest test-gpu proto format bench clean
+
+install: $(INSTALLED)
+
+# torchrec requires fbgemm-gpu, the CUDA build, so on the CPU it comes without its dependencies:
+# pyproject.toml lists the others.
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+ifeq ($(EXTRA),cpu)
+	$(BIN)/python -m pip install --quiet --editable ".[server,cpu,dev]"
+	$(BIN)/python -m pip install --quiet --no-deps torchrec==$(TORCHREC)
+else
+	$(BIN)/python -m pip install --quiet --editable ".[server,$(EXTRA),dev]"
+endif
+	touch $@
+
+serve: install
+	$(BIN)/embedserve demo $(STORE) --if-missing
+	$(BIN)/embedserve serve $(STORE) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT)
+
+test: install lint types contracts pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: install
+	$(BIN)/mypy
+
+contracts: install
+	PYTHONPATH=server:model_store:clients:proto $(BIN)/lint-imports
+
+pytest: install
+	command -v kubectl > /dev/null || deploy/install-debian-packages.sh
+	$(BIN)/python -m pytest -q -m "not soak"
+
+test-gpu: install
+	$(BIN)/python -m pytest -q -m gpu
+
+# The generated code beside embedding.proto is committed; a test compares it.
+proto: install
+	cd proto && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. \
+	    --grpc_python_out=. embedserve_proto/embedding.proto
+
+bench: install
+	$(BIN)/python bench/small.py
+
+clean:
+	rm -rf $(VENV) store dist build

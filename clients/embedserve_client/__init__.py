@@ -1,0 +1,56 @@
+"""Clients of an embedserve server: pooled embeddings as numpy arrays, without torch.
+
+    from embedserve_client import EmbedClient, GrpcEmbedClient
+
+    with EmbedClient("http://127.0.0.1:8000") as client:
+        result = client.embed({"movie": [[101, 202], [], [303]], "user": np.array([7, 8, 9])})
+        result["movie"]             # float32 [3, dim], a view
+        result.values               # float32 [3, sum of all dims], as a KeyedTensor's values
+
+    with GrpcEmbedClient("127.0.0.1:8001") as client:
+        for answer in client.embed_stream({"user": users} for users in batches):
+            rank(answer.result())   # the result, or raises what went wrong with this item
+
+Features are lists, lists of lists, dense arrays, (ids, lengths) pairs of arrays, or one
+KeyedJaggedTensor in place of the mapping. AsyncEmbedClient and AsyncGrpcEmbedClient are the
+same with await. Every failure is an EmbedServeClientError; see `errors`.
+"""
+
+from embedserve_client.batch import Features, Weights
+from embedserve_client.errors import (
+    DeadlineExceeded,
+    EmbedServeClientError,
+    InvalidRequest,
+    Overloaded,
+    ServerError,
+    Unavailable,
+    UnknownModel,
+)
+from embedserve_client.models import ModelInfo, ModelList, TableInfo
+from embedserve_client.rest import AsyncEmbedClient, EmbedClient
+from embedserve_client.result import EmbedResult
+from embedserve_client.rpc import AsyncGrpcEmbedClient, GrpcEmbedClient
+from embedserve_client.stream import StreamAnswer, StreamItem, StreamRequest
+
+__all__ = [
+    "AsyncEmbedClient",
+    "AsyncGrpcEmbedClient",
+    "DeadlineExceeded",
+    "EmbedClient",
+    "EmbedResult",
+    "EmbedServeClientError",
+    "Features",
+    "GrpcEmbedClient",
+    "InvalidRequest",
+    "ModelInfo",
+    "ModelList",
+    "Overloaded",
+    "ServerError",
+    "StreamAnswer",
+    "StreamItem",
+    "StreamRequest",
+    "TableInfo",
+    "Unavailable",
+    "UnknownModel",
+    "Weights",
+]

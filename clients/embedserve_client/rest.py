@@ -1,0 +1,142 @@
+"""The REST clients: protobuf inside HTTP, over a pool of kept-alive connections.
+
+They send what `rest_calls` makes and let it read the answer; nothing else happens here.
+"""
+
+from types import TracebackType
+from typing import Self, TypeVar
+
+import httpx
+
+from embedserve_client.batch import Features, Weights
+from embedserve_client.models import ModelInfo, ModelList
+from embedserve_client.rest_calls import Call, RestCalls, check_base_url, httpx_errors
+from embedserve_client.result import EmbedResult
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT_S = 10.0
+DEFAULT_CONNECTIONS_MAX = 64
+
+
+class EmbedClient:
+    """Lookups over REST; safe to share between threads.
+
+    base_url: such as "http://127.0.0.1:8000".
+    timeout_s: of calls that give none; None waits for ever. The server gets it as a deadline;
+        on this side it limits connecting, sending and every wait for data, each alone.
+    connections_max: open at the same time; further calls wait for one within their timeout.
+    transport: an httpx transport of your own, for TLS settings or tests.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        connections_max: int = DEFAULT_CONNECTIONS_MAX,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self._calls = RestCalls(timeout_s)
+        self._http = httpx.Client(
+            base_url=check_base_url(base_url), limits=_limits(connections_max), transport=transport
+        )
+
+    def embed(
+        self,
+        features: Features,
+        *,
+        weights: Weights | None = None,
+        model: str | None = None,
+        timeout_s: float | None = None,
+    ) -> EmbedResult:
+        """Pooled vectors of a batch; raises EmbedServeClientError."""
+        return self._send(self._calls.embed(features, weights, model, timeout_s))
+
+    def models(self) -> ModelList:
+        """Every served model."""
+        return self._send(self._calls.models())
+
+    def model(self, name: str) -> ModelInfo:
+        """One served model; UnknownModel if there is none of that name."""
+        return self._send(self._calls.model(name))
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _send(self, call: Call[T]) -> T:
+        with httpx_errors():
+            response = self._http.request(**call.arguments())
+        return call.result(response)
+
+
+class AsyncEmbedClient:
+    """Lookups over REST from one event loop; arguments as `EmbedClient`."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        connections_max: int = DEFAULT_CONNECTIONS_MAX,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._calls = RestCalls(timeout_s)
+        self._http = httpx.AsyncClient(
+            base_url=check_base_url(base_url), limits=_limits(connections_max), transport=transport
+        )
+
+    async def embed(
+        self,
+        features: Features,
+        *,
+        weights: Weights | None = None,
+        model: str | None = None,
+        timeout_s: float | None = None,
+    ) -> EmbedResult:
+        """Pooled vectors of a batch; raises EmbedServeClientError."""
+        return await self._send(self._calls.embed(features, weights, model, timeout_s))
+
+    async def models(self) -> ModelList:
+        """Every served model."""
+        return await self._send(self._calls.models())
+
+    async def model(self, name: str) -> ModelInfo:
+        """One served model; UnknownModel if there is none of that name."""
+        return await self._send(self._calls.model(name))
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _send(self, call: Call[T]) -> T:
+        with httpx_errors():
+            response = await self._http.request(**call.arguments())
+        return call.result(response)
+
+
+def _limits(connections_max: int) -> httpx.Limits:
+    return httpx.Limits(max_connections=connections_max, max_keepalive_connections=connections_max)

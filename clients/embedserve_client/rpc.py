@@ -1,0 +1,187 @@
+"""The gRPC clients: one channel, single calls and streams.
+
+They call the generated stub; requests, answers and errors are `wire`'s, `stream`'s and
+`rpc_calls`'s.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from embedserve_client.batch import Features, Weights, batch_of
+from embedserve_client.deadline import check_timeout, timeout_of
+from embedserve_client.models import ModelInfo, ModelList, model_info_of, model_list_of
+from embedserve_client.result import EmbedResult
+from embedserve_client.rpc_calls import channel_options, grpc_errors
+from embedserve_client.stream import StreamAnswer, StreamItem, stream_answers, stream_answers_async
+from embedserve_client.wire import AnswerReader, request_of
+from embedserve_proto import embedding_pb2 as pb
+from embedserve_proto import embedding_pb2_grpc as pb_grpc
+
+DEFAULT_TIMEOUT_S = 10.0
+DEFAULT_RECEIVE_BYTES_MAX = 64 * 2**20
+
+
+class GrpcEmbedClient:
+    """Lookups over gRPC; safe to share between threads.
+
+    target: such as "127.0.0.1:8001".
+    timeout_s: of calls that give none; None waits for ever.
+    receive_bytes_max: the largest answer taken.
+    credentials: of a TLS channel; None is plain text.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        receive_bytes_max: int = DEFAULT_RECEIVE_BYTES_MAX,
+        credentials: Any = None,
+    ) -> None:
+        self._timeout_s = check_timeout(timeout_s)
+        self._answers = AnswerReader()
+        self._channel = _open_channel(grpc, target, receive_bytes_max, credentials)
+        self._stub = _stub_of(self._channel)
+
+    def embed(
+        self,
+        features: Features,
+        *,
+        weights: Weights | None = None,
+        model: str | None = None,
+        timeout_s: float | None = None,
+    ) -> EmbedResult:
+        """Pooled vectors of a batch; raises EmbedServeClientError."""
+        batch = batch_of(features, weights)
+        timeout_s = timeout_of(timeout_s, self._timeout_s)
+        with grpc_errors():
+            answer = self._stub.Embed(request_of(batch, model), timeout=timeout_s)
+        return self._answers.read(answer, batch.batch_size)
+
+    def embed_stream(
+        self, items: Iterable[StreamItem], *, timeout_s: float | None = None
+    ) -> Generator[StreamAnswer, None, None]:
+        """The answers to items (features, or StreamRequests), in order, as they come.
+
+        An item that failed gives its error in its place; `answer.result()` gives the result or
+        raises the error. items is read ahead, in another thread, as far as the server takes
+        requests. timeout_s limits the whole stream; None is no limit. The iterator raises only
+        what ends the stream, and what items itself raises; closing it cancels the rest.
+        """
+        open_call = partial(self._stub.EmbedStream, timeout=check_timeout(timeout_s))
+        return stream_answers(open_call, items, self._answers)
+
+    def models(self) -> ModelList:
+        """Every served model."""
+        with grpc_errors():
+            answer = self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s)
+        return model_list_of(answer)
+
+    def model(self, name: str) -> ModelInfo:
+        """One served model; UnknownModel if there is none of that name."""
+        with grpc_errors():
+            answer = self._stub.GetModel(pb.GetModelRequest(model=name), timeout=self._timeout_s)
+        return model_info_of(answer)
+
+    def close(self) -> None:
+        """Closes the channel; calls under way are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class AsyncGrpcEmbedClient:
+    """Lookups over gRPC from the event loop it is built in; arguments as `GrpcEmbedClient`."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        receive_bytes_max: int = DEFAULT_RECEIVE_BYTES_MAX,
+        credentials: Any = None,
+    ) -> None:
+        self._timeout_s = check_timeout(timeout_s)
+        self._answers = AnswerReader()
+        self._channel = _open_channel(grpc.aio, target, receive_bytes_max, credentials)
+        self._stub = _stub_of(self._channel)
+
+    async def embed(
+        self,
+        features: Features,
+        *,
+        weights: Weights | None = None,
+        model: str | None = None,
+        timeout_s: float | None = None,
+    ) -> EmbedResult:
+        """Pooled vectors of a batch; raises EmbedServeClientError."""
+        batch = batch_of(features, weights)
+        timeout_s = timeout_of(timeout_s, self._timeout_s)
+        with grpc_errors():
+            answer = await self._stub.Embed(request_of(batch, model), timeout=timeout_s)
+        return self._answers.read(answer, batch.batch_size)
+
+    def embed_stream(
+        self,
+        items: Iterable[StreamItem] | AsyncIterable[StreamItem],
+        *,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[StreamAnswer, None]:
+        """As `GrpcEmbedClient.embed_stream`; items may be async and is read in the event loop."""
+        open_call = partial(self._stub.EmbedStream, timeout=check_timeout(timeout_s))
+        return stream_answers_async(open_call, items, self._answers)
+
+    async def models(self) -> ModelList:
+        """Every served model."""
+        with grpc_errors():
+            answer = await self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s)
+        return model_list_of(answer)
+
+    async def model(self, name: str) -> ModelInfo:
+        """One served model; UnknownModel if there is none of that name."""
+        request = pb.GetModelRequest(model=name)
+        with grpc_errors():
+            answer = await self._stub.GetModel(request, timeout=self._timeout_s)
+        return model_info_of(answer)
+
+    async def close(self) -> None:
+        """Closes the channel; calls under way are cancelled."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+def _open_channel(flavour: Any, target: str, receive_bytes_max: int, credentials: Any) -> Any:
+    """A channel of grpc or of grpc.aio, which name the functions alike."""
+    options = channel_options(receive_bytes_max)
+    if credentials is None:
+        return flavour.insecure_channel(target, options=options)
+    return flavour.secure_channel(target, credentials, options=options)
+
+
+def _stub_of(channel: Any) -> Any:
+    """The generated stub, which has no types."""
+    make_stub: Any = pb_grpc.EmbeddingServiceStub
+    return make_stub(channel)

@@ -1,0 +1,83 @@
+"""gRPC's side of what needs no I/O: channel options, how a call ended, errors made ours.
+
+The sync and the async client share it; the messages themselves are `wire`'s.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from embedserve_client.errors import EmbedServeClientError, error_from
+
+_FAILED_WRITE = "Internal error from Core"
+# Between looks for the status that follows a failed write, which came within 10 ms.
+_PAUSES_S = (0.0, 0.001, 0.01, 0.1)
+
+
+def channel_options(receive_bytes_max: int) -> list[tuple[str, int]]:
+    """grpc refuses answers over 4 MiB by itself, less than 512 examples may take."""
+    return [("grpc.max_receive_message_length", receive_bytes_max)]
+
+
+@contextmanager
+def grpc_errors() -> Iterator[None]:
+    """The boundary at which grpc's exceptions become ours."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise _error_of(error) from error
+
+
+class Ending:
+    """How an aio call ended, as the server said it.
+
+    When a write fails because the call has just ended, grpc.aio puts a status of its own in
+    place of the server's (https://github.com/grpc/grpc/issues/36066). Either comes first: the
+    server's, which the done callback still sees, or grpc's, which the server's follows soon.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._first: tuple[Any, Any] = (None, _FAILED_WRITE)
+        call.add_done_callback(self._note)
+
+    async def status(self) -> tuple[grpc.StatusCode, str]:
+        """Code and details of the call, which has ended."""
+        code, details = self._first
+        for pause_s in _PAUSES_S:
+            if details != _FAILED_WRITE:
+                break
+            await asyncio.sleep(pause_s)
+            code, details = await self._call.code(), await self._call.details()
+        return code, details or ""
+
+    def _note(self, call: Any) -> None:
+        """The status is there, so that awaiting it does not wait."""
+        code = _at_once(call.code())
+        if code is not None:
+            self._first = code, _at_once(call.details())
+
+
+def _error_of(error: Any) -> EmbedServeClientError:
+    """What the status cannot say comes as trailing metadata, as HTTP has it in the answer."""
+    metadata = dict(error.trailing_metadata() or ())
+    retry_after = metadata.get("retry-after", "")
+    return error_from(
+        error.code().name,
+        error.details() or "",
+        field=str(metadata.get("embedserve-field", "")),
+        retry_after_s=float(retry_after) if str(retry_after).isdigit() else None,
+    )
+
+
+def _at_once(answer: Coroutine[Any, Any, Any]) -> Any:
+    """What a coroutine returns that has nothing to wait for; None if it would wait."""
+    try:
+        answer.send(None)
+    except StopIteration as returned:
+        return returned.value
+    answer.close()
+    return None

@@ -1,0 +1,109 @@
+"""The demo model: movie tables trained in seconds on bundled real ratings, then published.
+
+Hands a published version to whoever serves it, and a DemoReport to the command line. It
+prints nothing, and importing it does not import torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from embedserve_store.manifest import TableSpec
+    from embedserve_store.publish import Choice
+
+__all__ = ["DemoReport", "build_demo", "save_checkpoint"]
+
+
+@dataclass(frozen=True)
+class DemoReport:
+    """What build_demo made. Errors are in rating points (1 to 10), on the held-out ratings."""
+
+    path: Path
+    """The published version."""
+    tables: tuple[TableSpec, ...]
+    """As published: name, num_embeddings, embedding_dim, pooling, feature_names, dtype."""
+    train_ratings: int
+    held_out_ratings: int
+    """The last ones by time, not trained on."""
+    rmse: float
+    mae: float
+    constant_rmse: float
+    """Of always predicting the mean of the training ratings."""
+    constant_mae: float
+    candidate_correlation: float
+    """Of the held-out ratings with the score of the candidate's vector alone."""
+    train_s: float
+    total_s: float
+    """Reading the data, training and publishing."""
+
+
+def build_demo(
+    store: Path,
+    *,
+    model: str = "movies",
+    dtype: Choice = "float32",
+    sharding: Choice = "row_wise",
+    world_size: int = 2,
+    checkpoint: Path | None = None,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> DemoReport:
+    """Trains the demo model on the CPU and publishes its tables as a new version of ``model``.
+
+    Args:
+        dtype, sharding, world_size: as embedserve_store.publish takes them.
+        checkpoint: where to write the whole model's state dict too; nowhere if None.
+        progress: called after every step with the steps done, the steps in all and the loss.
+
+    Raises:
+        StoreError: the version cannot be published.
+    """
+    from embedserve_store import publish
+    from embedserve_store.demo.data import load
+    from embedserve_store.demo.train import train
+
+    start = time.perf_counter()
+    data = load()
+    training_start = time.perf_counter()
+    trained = train(data, progress=progress)
+    train_s = time.perf_counter() - training_start
+    if checkpoint is not None:
+        save_checkpoint(trained.model, checkpoint)
+    published = publish(
+        trained.model.ebc,
+        store,
+        model=model,
+        dtype=dtype,
+        sharding=sharding,
+        world_size=world_size,
+    )
+    return DemoReport(
+        path=published.path,
+        tables=published.manifest.tables,
+        train_ratings=len(trained.train),
+        held_out_ratings=len(trained.held_out),
+        rmse=trained.errors.rmse,
+        mae=trained.errors.mae,
+        constant_rmse=trained.constant_errors.rmse,
+        constant_mae=trained.constant_errors.mae,
+        candidate_correlation=trained.candidate_correlation,
+        train_s=train_s,
+        total_s=time.perf_counter() - start,
+    )
+
+
+def save_checkpoint(model: torch.nn.Module, path: Path) -> None:
+    """Writes the state dict of ``model``; torch.load reads it with weights_only=True.
+
+    Of the whole demo model the tables are ebc.embedding_bags.TABLE.weight, float32 [rows, dim];
+    of its EmbeddingBagCollection alone, embedding_bags.TABLE.weight.
+    """
+    import torch
+
+    torch.save(model.state_dict(), path)

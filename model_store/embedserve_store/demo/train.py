@@ -1,0 +1,132 @@
+"""Trains the demo's rating model on the earlier ratings and measures it on the later ones.
+
+Hands the trained model and its errors to build_demo. It draws nothing: a caller that wants
+to show progress passes a callback. The same settings give the same model. Imports torchrec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from embedserve_store.demo.data import MovieTweetings
+from embedserve_store.demo.examples import Examples, make_examples, split_by_time
+from embedserve_store.demo.measure import Errors, candidate_correlation, errors, predict
+from embedserve_store.demo.model import RatingModel, make_collection, to_kjt
+
+Progress = Callable[[int, int, float], None]
+"""Called after every step with the steps done, the steps in all and the step's loss."""
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Chosen on the last 15 % of the training ratings, not on the held-out ones."""
+
+    epochs: int = 12
+    batch_examples: int = 256
+    learning_rate: float = 0.005
+    penalty: float = 3.0
+    """Of the trained rows' squared length, in the sum of squared errors: pulls rare ids to zero.
+    Rows that no example uses stay as they began."""
+    held_out_share: float = 0.15
+    """The last ratings by time."""
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model and what it does on the ratings it has not seen."""
+
+    model: RatingModel
+    train: Examples
+    held_out: Examples
+    errors: Errors
+    """On the held-out ratings."""
+    constant_errors: Errors
+    """On the same ratings, of a predictor that always says the mean of the training ratings."""
+    candidate_correlation: float
+    """See measure.candidate_correlation."""
+
+
+def train(
+    data: MovieTweetings,
+    settings: TrainingSettings | None = None,
+    progress: Progress | None = None,
+) -> Trained:
+    """Trains on the CPU; leaves torch's random state and number of threads as they were."""
+    settings = settings or TrainingSettings()
+    earlier, held_out = split_by_time(make_examples(data), settings.held_out_share)
+    mean_rating = float(earlier.rating.mean())
+    with torch.random.fork_rng(devices=[]), _one_thread():
+        torch.manual_seed(settings.seed)
+        model = RatingModel(make_collection(data), mean_rating)
+        fit(model, earlier, settings, progress)
+    return Trained(
+        model=model,
+        train=earlier,
+        held_out=held_out,
+        errors=errors(predict(model, held_out), held_out.rating),
+        constant_errors=errors(np.full_like(held_out.rating, mean_rating), held_out.rating),
+        candidate_correlation=candidate_correlation(model, earlier, held_out),
+    )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Steps are so short that waiting for a second thread takes longer, on a busy host 3 times."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def fit(
+    model: RatingModel,
+    examples: Examples,
+    settings: TrainingSettings,
+    progress: Progress | None = None,
+) -> None:
+    """Minimizes squared error plus the penalty, with Adam, in ``settings.epochs`` passes."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
+    penalty = settings.penalty / len(examples)
+    steps = settings.epochs * -(-len(examples) // settings.batch_examples)
+    used = _rows_used(model, examples)
+    for step, batch in enumerate(_batches(examples, settings), start=1):
+        wrong = model(to_kjt(batch)) - torch.from_numpy(batch.rating)
+        squares = torch.stack(
+            [
+                bag.weight[used[table]].square().sum()
+                for table, bag in model.ebc.embedding_bags.items()
+            ]
+        )
+        loss = wrong.square().mean() + penalty * squares.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if progress:
+            progress(step, steps, loss.item())
+
+
+def _rows_used(model: RatingModel, examples: Examples) -> dict[str, torch.Tensor]:
+    """For each table the rows that ``examples`` look up, int64, ascending."""
+    return {
+        config.name: torch.from_numpy(
+            np.unique(np.concatenate([examples.jagged(f).values for f in config.feature_names]))
+        )
+        for config in model.ebc.embedding_bag_configs()
+    }
+
+
+def _batches(examples: Examples, settings: TrainingSettings) -> Iterator[Examples]:
+    """Every example once an epoch, in an order that the seed decides."""
+    order = np.random.default_rng(settings.seed)
+    for _ in range(settings.epochs):
+        shuffled = order.permutation(len(examples))
+        for start in range(0, len(shuffled), settings.batch_examples):
+            yield examples.take(shuffled[start : start + settings.batch_examples])

@@ -1,0 +1,15 @@
+"""The errors of the model store: what a person publishing or serving a model did wrong.
+
+Each message is one line for that person and names the file or table, and why.
+"""
+
+
+class StoreError(Exception):
+    """A store, model or version that cannot be used, or a publish that cannot be done.
+
+    The message names the file or folder that is wrong, and says why.
+    """
+
+
+class InvalidModelError(StoreError):
+    """A model, description or plan that cannot be published; names the table and the reason."""

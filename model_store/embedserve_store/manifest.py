@@ -1,0 +1,249 @@
+"""The manifest: what one published version contains, as frozen values and as JSON.
+
+Reads and writes manifest.json and checks that it makes sense by itself. It never looks at
+the other files of the version (load.py does) and never imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from embedserve_store.errors import StoreError
+
+FORMAT_VERSION = 1
+DTYPES = ("float32", "float16", "int8", "int4")
+POOLINGS = ("sum", "mean")
+CHECKED_FILES = ("plan.json", "goldens.safetensors")
+"""Files whose sha256 the manifest holds as a whole; tables.safetensors is checked by table."""
+SCALE_BIAS_BYTES = 4
+"""int8 and int4 rows begin with FBGEMM's scale and bias, float16 each."""
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """One embedding table as stored: a torchrec EmbeddingBagConfig and its row layout."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    feature_names: tuple[str, ...]
+    pooling: str
+    """sum or mean."""
+    dtype: str
+    """float32, float16, int8 or int4."""
+    sha256: str = ""
+    """Of the table's bytes in tables.safetensors, hexadecimal."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row in tables.safetensors: FBGEMM's inference layout, unpadded."""
+        return row_bytes(self.dtype, self.embedding_dim)
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_embeddings * self.row_bytes
+
+
+def row_bytes(dtype: str, embedding_dim: int) -> int:
+    """Bytes of one stored row: fbgemm_gpu's unpadded_row_size_in_bytes.
+
+    >>> row_bytes("float32", 64), row_bytes("int8", 64), row_bytes("int4", 64)
+    (256, 68, 36)
+    """
+    if dtype == "float32":
+        return 4 * embedding_dim
+    if dtype == "float16":
+        return 2 * embedding_dim
+    if dtype == "int8":
+        return embedding_dim + SCALE_BIAS_BYTES
+    if dtype == "int4":
+        return (embedding_dim + 1) // 2 + SCALE_BIAS_BYTES
+    raise ValueError(f"unknown dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+
+
+def answer_keys(tables: tuple[TableSpec, ...]) -> tuple[str, ...]:
+    """Keys of an answer, named as torchrec's EmbeddingBagCollection does: the feature, or
+    feature@table where several tables serve that feature."""
+    uses = Counter(feature for table in tables for feature in table.feature_names)
+    return tuple(
+        feature if uses[feature] == 1 else f"{feature}@{table.name}"
+        for table in tables
+        for feature in table.feature_names
+    )
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one version of a model is: its tables in order, and everything derived from them."""
+
+    model: str
+    version: int
+    tables: tuple[TableSpec, ...]
+    is_weighted: bool
+    """As the source EmbeddingBagCollection was built: its callers pass weights."""
+    source: dict[str, Any] = field(default_factory=dict)
+    """Where the model came from: kind of source, time, versions of the libraries."""
+    files: dict[str, str] = field(default_factory=dict)
+    """sha256 of plan.json and goldens.safetensors, hexadecimal."""
+
+    @cached_property
+    def features(self) -> tuple[str, ...]:
+        """Features that requests may name (KJT keys), in order of first use by a table."""
+        return tuple(dict.fromkeys(f for table in self.tables for f in table.feature_names))
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the answer, in table order."""
+        return answer_keys(self.tables)
+
+    @cached_property
+    def length_per_key(self) -> tuple[int, ...]:
+        return tuple(table.embedding_dim for table in self.tables for _ in table.feature_names)
+
+    @cached_property
+    def rows_per_feature(self) -> tuple[int, ...]:
+        """For each feature, ids are row numbers below this: the rows of its smallest table."""
+        return tuple(
+            min(table.num_embeddings for table in self.tables if feature in table.feature_names)
+            for feature in self.features
+        )
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(table.nbytes for table in self.tables)
+
+    def to_json(self) -> dict[str, Any]:
+        tables = [
+            asdict(table)
+            | {
+                "feature_names": list(table.feature_names),
+                "row_bytes": table.row_bytes,
+                "ids": {"rule": "rows"},
+            }
+            for table in self.tables
+        ]
+        return {
+            "format_version": FORMAT_VERSION,
+            "model": self.model,
+            "version": self.version,
+            "is_weighted": self.is_weighted,
+            "tables": tables,
+            "source": self.source,
+            "files": self.files,
+        }
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> Manifest:
+        """The manifest in ``data`` (parsed JSON). ``where`` names the file in errors.
+
+        Raises:
+            StoreError: a field is missing, of the wrong type or contradicts another, or the
+                format version is not one that this code reads.
+        """
+        if not isinstance(data, dict):
+            raise StoreError(f"{where}: expected a JSON object")
+        format_version = data.get("format_version")
+        if format_version != FORMAT_VERSION:
+            raise StoreError(
+                f"{where}: format_version is {format_version!r}, "
+                f"this embedserve reads format_version {FORMAT_VERSION}"
+            )
+        tables = typed(data, "tables", list, where)
+        manifest = cls(
+            model=typed(data, "model", str, where),
+            version=typed(data, "version", int, where),
+            is_weighted=typed(data, "is_weighted", bool, where),
+            tables=tuple(
+                _table_from_json(table, f"{where}: tables[{i}]") for i, table in enumerate(tables)
+            ),
+            source=typed(data, "source", dict, where),
+            files=_files_from_json(typed(data, "files", dict, where), where),
+        )
+        check_tables(manifest.tables, where)
+        return manifest
+
+
+def typed(data: dict[str, Any], key: str, kind: type, where: str) -> Any:
+    """``data[key]``, or StoreError, led by ``where``, unless it is of type ``kind``."""
+    value = data.get(key)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise StoreError(f"{where}: {key} is {value!r}, expected {kind.__name__}")
+    return value
+
+
+def _files_from_json(data: dict[str, Any], where: str) -> dict[str, str]:
+    for name in CHECKED_FILES:
+        typed(data, name, str, f"{where}: files")
+    return {name: data[name] for name in CHECKED_FILES}
+
+
+def _table_from_json(data: Any, where: str) -> TableSpec:
+    if not isinstance(data, dict):
+        raise StoreError(f"{where}: expected a JSON object")
+    features = typed(data, "feature_names", list, where)
+    if not all(isinstance(feature, str) for feature in features):
+        raise StoreError(f"{where}: feature_names is {features!r}, expected a list of names")
+    rule = typed(data, "ids", dict, where).get("rule")
+    if rule != "rows":
+        raise StoreError(f"{where}: ids.rule is {rule!r}, this embedserve knows 'rows'")
+    table = TableSpec(
+        name=typed(data, "name", str, where),
+        num_embeddings=typed(data, "num_embeddings", int, where),
+        embedding_dim=typed(data, "embedding_dim", int, where),
+        feature_names=tuple(features),
+        pooling=typed(data, "pooling", str, where),
+        dtype=typed(data, "dtype", str, where),
+        sha256=typed(data, "sha256", str, where),
+    )
+    check_table(table, where)
+    if data.get("row_bytes") != table.row_bytes:
+        raise StoreError(
+            f"{where}: row_bytes is {data.get('row_bytes')!r}, but a {table.dtype} row of "
+            f"{table.embedding_dim} dims has {table.row_bytes}"
+        )
+    return table
+
+
+def check_table(table: TableSpec, where: str) -> None:
+    """Raises StoreError, led by ``where``, unless this table can be stored and served."""
+    if not NAME_PATTERN.fullmatch(table.name):
+        raise StoreError(
+            f"{where}: table name {table.name!r}: use letters, digits, '_', '-' and '.', "
+            "and begin with a letter, digit or '_'"
+        )
+    if table.name == "__metadata__":
+        raise StoreError(f"{where}: table name '__metadata__' has a meaning in safetensors files")
+    if table.num_embeddings < 1:
+        raise StoreError(f"{where}: num_embeddings is {table.num_embeddings}, expected 1 or more")
+    if table.embedding_dim < 1:
+        raise StoreError(f"{where}: embedding_dim is {table.embedding_dim}, expected 1 or more")
+    if table.embedding_dim % 4:
+        raise StoreError(
+            f"{where}: embedding_dim is {table.embedding_dim}: FBGEMM's kernels take multiples of 4"
+        )
+    if table.dtype not in DTYPES:
+        raise StoreError(f"{where}: dtype is {table.dtype!r}, expected one of {', '.join(DTYPES)}")
+    if table.pooling not in POOLINGS:
+        raise StoreError(f"{where}: pooling is {table.pooling!r}, expected sum or mean")
+    if not table.feature_names or not all(table.feature_names):
+        raise StoreError(f"{where}: feature_names is {list(table.feature_names)}: name a feature")
+    if len(set(table.feature_names)) < len(table.feature_names):
+        raise StoreError(f"{where}: feature_names {list(table.feature_names)} has one twice")
+
+
+def check_tables(tables: tuple[TableSpec, ...], where: str) -> None:
+    """Raises StoreError unless there is a table and all names and keys differ."""
+    if not tables:
+        raise StoreError(f"{where}: no tables")
+    for name, count in Counter(table.name for table in tables).items():
+        if count > 1:
+            raise StoreError(f"{where}: {count} tables are named {name!r}")
+    for key, count in Counter(answer_keys(tables)).items():
+        if count > 1:
+            raise StoreError(f"{where}: {count} answers are called {key!r}: rename a feature")

@@ -1,0 +1,107 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class EmbedRequest(_message.Message):
+    __slots__ = ("model", "keys", "ids", "lengths", "weights", "ids_bytes", "lengths_bytes", "weights_bytes")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    IDS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    lengths: _containers.RepeatedScalarFieldContainer[int]
+    weights: _containers.RepeatedScalarFieldContainer[float]
+    ids_bytes: bytes
+    lengths_bytes: bytes
+    weights_bytes: bytes
+    def __init__(self, model: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ..., ids: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[float]] = ..., ids_bytes: _Optional[bytes] = ..., lengths_bytes: _Optional[bytes] = ..., weights_bytes: _Optional[bytes] = ...) -> None: ...
+
+class EmbedResponse(_message.Message):
+    __slots__ = ("model", "version", "keys", "length_per_key", "batch_size", "values", "error")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_PER_KEY_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    version: int
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    length_per_key: _containers.RepeatedScalarFieldContainer[int]
+    batch_size: int
+    values: bytes
+    error: Error
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ..., length_per_key: _Optional[_Iterable[int]] = ..., batch_size: _Optional[int] = ..., values: _Optional[bytes] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+
+class Error(_message.Message):
+    __slots__ = ("code", "message", "field")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    message: str
+    field: str
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ...) -> None: ...
+
+class ListModelsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListModelsResponse(_message.Message):
+    __slots__ = ("models", "default_model")
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_MODEL_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[Model]
+    default_model: str
+    def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., default_model: _Optional[str] = ...) -> None: ...
+
+class GetModelRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class Model(_message.Message):
+    __slots__ = ("model", "version", "features", "keys", "length_per_key", "tables")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_PER_KEY_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    version: int
+    features: _containers.RepeatedScalarFieldContainer[str]
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    length_per_key: _containers.RepeatedScalarFieldContainer[int]
+    tables: _containers.RepeatedCompositeFieldContainer[Table]
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., keys: _Optional[_Iterable[str]] = ..., length_per_key: _Optional[_Iterable[int]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ...) -> None: ...
+
+class Table(_message.Message):
+    __slots__ = ("name", "num_embeddings", "embedding_dim", "pooling", "dtype", "features", "sharding")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_DIM_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    SHARDING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    pooling: str
+    dtype: str
+    features: _containers.RepeatedScalarFieldContainer[str]
+    sharding: str
+    def __init__(self, name: _Optional[str] = ..., num_embeddings: _Optional[int] = ..., embedding_dim: _Optional[int] = ..., pooling: _Optional[str] = ..., dtype: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., sharding: _Optional[str] = ...) -> None: ...

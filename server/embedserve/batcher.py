@@ -1,0 +1,253 @@
+"""The batcher: joins waiting requests, looks the batch up, gives everyone their slice.
+
+Continuous, not timed: an idle engine takes what is there at the end of the event loop's turn;
+while it works, requests gather for the next batch. It runs on one event loop and never blocks
+it for long: small batches are looked up inline, large ones in a thread. Every accepted request
+gets exactly one answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from time import perf_counter
+from typing import Protocol
+
+import numpy as np
+
+from embedserve.batch import Batch, find_invalid, join
+from embedserve.config import Limits
+from embedserve.errors import (
+    DeadlineExceededError,
+    EmbedServeError,
+    EngineError,
+    OverloadedError,
+)
+from embedserve.metrics import ModelMetrics
+from embedserve.types import LookupRequest, LookupResult, ModelInfo
+
+logger = logging.getLogger(__name__)
+
+
+class LookupEngine(Protocol):
+    """What the batcher asks of an engine."""
+
+    def lookup(
+        self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None
+    ) -> np.ndarray: ...
+
+
+class Entry:
+    """A waiting request: its answer, when it came and until when it is wanted."""
+
+    __slots__ = ("answer", "arrived_s", "deadline_s", "request")
+
+    def __init__(
+        self,
+        request: LookupRequest,
+        answer: asyncio.Future[LookupResult],
+        arrived_s: float,
+        deadline_s: float,
+    ) -> None:
+        self.request = request
+        self.answer = answer
+        self.arrived_s = arrived_s
+        self.deadline_s = deadline_s
+
+
+class Batcher:
+    """The queue of one model and the loop that empties it.
+
+    Times are perf_counter seconds.
+    """
+
+    def __init__(
+        self,
+        engine: LookupEngine,
+        model: ModelInfo,
+        limits: Limits,
+        metrics: ModelMetrics,
+        executor: Executor,
+    ) -> None:
+        self.model = model
+        self._engine = engine
+        self._limits = limits
+        self._metrics = metrics
+        self._executor = executor
+        self._queue: deque[Entry] = deque()
+        self._queued_ids = 0
+        self._is_scheduled = False
+        self._is_working = False
+        self._output_bytes = 4 * sum(model.length_per_key)
+        self._row_bytes = 4 * max(model.length_per_key)
+
+    @property
+    def is_working(self) -> bool:
+        """Whether a batch is being looked up in the thread, so that answers take a while."""
+        return self._is_working
+
+    def submit(
+        self, request: LookupRequest, deadline_s: float = float("inf")
+    ) -> asyncio.Future[LookupResult]:
+        """Queues ``request`` (in the model's order); the future is its one answer.
+
+        Cancelling the future takes the request out before it costs a lookup.
+
+        Raises:
+            OverloadedError: the queue is full.
+        """
+        self._check_room(request)
+        loop = asyncio.get_running_loop()
+        entry = Entry(request, loop.create_future(), perf_counter(), deadline_s)
+        self._queue.append(entry)
+        self._queued_ids += request.ids.size
+        self._metrics.queued_requests += 1
+        self._metrics.queued_examples += request.batch_size
+        self._schedule(loop)
+        return entry.answer
+
+    def _check_room(self, request: LookupRequest) -> None:
+        """A lone request always has room: what one may hold is limited elsewhere."""
+        queued = self._metrics.queued_examples
+        if queued and queued + request.batch_size > self._limits.queue_examples_max:
+            raise OverloadedError(
+                f"the queue of {self.model.name!r} holds {queued} examples, "
+                f"{request.batch_size} more pass its limit of {self._limits.queue_examples_max}"
+            )
+        ids = self._queued_ids
+        if ids and ids + request.ids.size > self._limits.queue_ids_max:
+            raise OverloadedError(
+                f"the queue of {self.model.name!r} holds {ids} ids, "
+                f"{request.ids.size} more pass its limit of {self._limits.queue_ids_max}"
+            )
+
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._is_scheduled or self._is_working:
+            return
+        self._is_scheduled = True
+        if self._limits.delay_ms_max:
+            loop.call_later(self._limits.delay_ms_max / 1000, self._step, loop)
+        else:
+            loop.call_soon(self._step, loop)
+
+    def _step(self, loop: asyncio.AbstractEventLoop) -> None:
+        """One batch: take, join, look up, split."""
+        self._is_scheduled = False
+        entries = self._take()
+        if entries:
+            entries, batch = self._join(entries)
+            if batch is not None:
+                self._work(loop, entries, batch)
+        if self._queue:
+            self._schedule(loop)
+
+    def _take(self) -> list[Entry]:
+        """The requests of the next batch, without those that nobody waits for any more."""
+        now = perf_counter()
+        entries: list[Entry] = []
+        ids = output_bytes = 0
+        while self._queue:
+            request = self._queue[0].request
+            ids += request.ids.size
+            output_bytes += request.batch_size * self._output_bytes
+            if entries and (
+                ids > self._limits.batch_ids_max
+                or output_bytes > self._limits.batch_output_bytes_max
+            ):
+                break
+            entry = self._pop()
+            if _is_wanted(entry, now):
+                entries.append(entry)
+        self._metrics.wait_seconds.observe_many([now - entry.arrived_s for entry in entries])
+        return entries
+
+    def _pop(self) -> Entry:
+        entry = self._queue.popleft()
+        self._queued_ids -= entry.request.ids.size
+        self._metrics.queued_requests -= 1
+        self._metrics.queued_examples -= entry.request.batch_size
+        return entry
+
+    def _join(self, entries: list[Entry]) -> tuple[list[Entry], Batch | None]:
+        """The batch of the valid entries; the others are answered with their error."""
+        batch = join([entry.request for entry in entries], self.model)
+        if batch is not None:
+            return entries, batch
+        errors = find_invalid([entry.request for entry in entries], self.model)
+        for i, error in errors.items():
+            entries[i].answer.set_exception(error)
+        valid = [entry for i, entry in enumerate(entries) if i not in errors]
+        if not valid:
+            return [], None
+        return valid, join([entry.request for entry in valid], self.model)
+
+    def _work(self, loop: asyncio.AbstractEventLoop, entries: list[Entry], batch: Batch) -> None:
+        self._metrics.batch_examples.observe(batch.batch_size)
+        self._metrics.batch_ids.observe(batch.ids.size)
+        work_bytes = batch.ids.size * self._row_bytes + batch.batch_size * self._output_bytes
+        if work_bytes <= self._limits.inline_bytes_max:
+            self._finish(entries, self._look_up(batch))
+            return
+        self._is_working = True
+        future = loop.run_in_executor(self._executor, self._look_up, batch)
+        future.add_done_callback(lambda done: self._finish_in_loop(loop, entries, done))
+
+    def _finish_in_loop(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        entries: list[Entry],
+        done: asyncio.Future[tuple[np.ndarray | EmbedServeError, float]],
+    ) -> None:
+        self._is_working = False
+        self._finish(entries, done.result())
+        if self._queue:
+            self._schedule(loop)
+
+    def _look_up(self, batch: Batch) -> tuple[np.ndarray | EmbedServeError, float]:
+        """The pooled values, or what to answer instead; and the seconds it took."""
+        start = perf_counter()
+        try:
+            values: np.ndarray | EmbedServeError = self._engine.lookup(
+                batch.ids, batch.lengths, batch.weights
+            )
+        except Exception:
+            logger.exception(
+                "lookup of %d ids in %d examples of %r failed",
+                batch.ids.size,
+                batch.batch_size,
+                self.model.name,
+            )
+            values = EngineError("the lookup failed; the server's log says why")
+        return values, perf_counter() - start
+
+    def _finish(
+        self, entries: Sequence[Entry], looked_up: tuple[np.ndarray | EmbedServeError, float]
+    ) -> None:
+        """Gives every entry its rows of the values, or the error."""
+        values, seconds = looked_up
+        self._metrics.lookup_seconds.observe(seconds)
+        start = 0
+        for entry in entries:
+            end = start + entry.request.batch_size
+            if not entry.answer.done():  # its client may have gone meanwhile
+                if isinstance(values, EmbedServeError):
+                    entry.answer.set_exception(values)
+                else:
+                    entry.answer.set_result(LookupResult(self.model, values[start:end]))
+            start = end
+
+
+def _is_wanted(entry: Entry, now_s: float) -> bool:
+    """False for a client that went away, and for a deadline that passed (which is answered)."""
+    if entry.answer.done():
+        return False
+    if now_s < entry.deadline_s:
+        return True
+    waited_ms = (now_s - entry.arrived_s) * 1000
+    entry.answer.set_exception(
+        DeadlineExceededError(f"the deadline passed after {waited_ms:.1f} ms in the queue")
+    )
+    return False

@@ -1,0 +1,169 @@
+"""Says what is wrong with a JSON request that the fast path refused: the field and the value.
+
+Slow and thorough, run on bad input only. Never decides whether a request is good.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from typing import Any
+
+from embedserve.errors import InvalidRequestError
+
+QUOTED_CHARACTERS_MAX = 60
+INT64_MAX = 2**63 - 1
+FIELDS = ("features", "weights")
+
+
+def diagnose(body: bytes) -> InvalidRequestError | None:
+    """The first thing that is wrong with ``body``, or None if nothing is found."""
+    if not body.strip():
+        return _wrong("body", 'is empty: send JSON such as {"features": {"NAME": [[1, 2]]}}')
+    try:
+        # Python's json also reads NaN, so that a NaN is refused where it stands.
+        parsed = json.loads(body.decode())
+    except RecursionError:
+        return _wrong("body", "is nested too deeply")
+    except ValueError as error:
+        return _wrong("body", f"is not JSON: {error}")
+    if not isinstance(parsed, dict):
+        return _wrong("body", f"is {_quote(parsed)}, expected an object with the field 'features'")
+    for name in parsed:
+        if name not in FIELDS:
+            return _wrong(
+                name or '""', f"is not a field of a request; there are {' and '.join(FIELDS)}"
+            )
+    return _features(parsed) or _weights(parsed)
+
+
+def _features(parsed: dict[str, Any]) -> InvalidRequestError | None:
+    features = parsed.get("features")
+    if not isinstance(features, dict):
+        what = f"is {_quote(features)}" if "features" in parsed else "is missing"
+        return _wrong("features", f"{what}: expected an object from feature to lists of ids")
+    if not features:
+        return _wrong("features", "is {}: name at least one feature")
+    for name, bags in features.items():
+        if error := _jagged(f"features.{name}", bags, "ids", _check_id):
+            return error
+    return _batch_sizes(features)
+
+
+def _batch_sizes(features: dict[str, list[Any]]) -> InvalidRequestError | None:
+    """All features have as many bags; a flat list is one bag."""
+    if not any(features.values()):
+        field = f"features.{next(iter(features))}"
+        return _wrong(field, "is []: an empty batch; one example without ids is [[]]")
+    first_name, first = next(iter(features.items()))
+    for name, bags in features.items():
+        if _bags(bags) != _bags(first):
+            return _wrong(
+                f"features.{name}",
+                f"has {_examples(bags)}, but features.{first_name} has {_examples(first)}",
+            )
+    return None
+
+
+def _bags(bags: list[Any]) -> int:
+    return len(bags) if bags and isinstance(bags[0], list) else 1
+
+
+def _examples(bags: list[Any]) -> str:
+    count = _bags(bags)
+    return f"{count} example{'s' if count != 1 else ''}"
+
+
+def _weights(parsed: dict[str, Any]) -> InvalidRequestError | None:
+    weights = parsed.get("weights")
+    if weights is None:
+        return None
+    if not isinstance(weights, dict):
+        return _wrong("weights", f"is {_quote(weights)}: expected an object like features")
+    for name, bags in weights.items():
+        field = f"weights.{name}"
+        if name not in parsed["features"]:
+            return _wrong(field, f"has no features.{name} beside it")
+        if error := _jagged(field, bags, "weights", _check_weight):
+            return error
+        if error := _same_shape(name, parsed["features"][name], bags):
+            return error
+    return None
+
+
+def _same_shape(name: str, ids: list[Any], weights: list[Any]) -> InvalidRequestError | None:
+    id_bags, weight_bags = _as_bags(ids), _as_bags(weights)
+    if len(id_bags) != len(weight_bags):
+        return _wrong(
+            f"weights.{name}", f"has {_examples(weights)}, features.{name} has {_examples(ids)}"
+        )
+    for i, (bag, weight_bag) in enumerate(zip(id_bags, weight_bags, strict=True)):
+        if len(bag) != len(weight_bag):
+            return _wrong(
+                f"weights.{name}[{i}]", f"has {len(weight_bag)} weights for {len(bag)} ids"
+            )
+    return None
+
+
+def _as_bags(bags: list[Any]) -> list[list[Any]]:
+    return bags if bags and isinstance(bags[0], list) else [bags]
+
+
+def _jagged(field: str, bags: Any, what: str, check: Any) -> InvalidRequestError | None:
+    """A list of lists, or one flat list."""
+    if not isinstance(bags, list):
+        return _wrong(field, f"is {_quote(bags)}: expected a list of lists of {what}")
+    if bags and isinstance(bags[0], list):
+        for i, bag in enumerate(bags):
+            if not isinstance(bag, list):
+                return _wrong(f"{field}[{i}]", f"is {_quote(bag)}: expected a list of {what}")
+            if error := _bag(f"{field}[{i}]", bag, check):
+                return error
+        return None
+    return _bag(field, bags, check)
+
+
+def _bag(field: str, bag: list[Any], check: Any) -> InvalidRequestError | None:
+    for i, value in enumerate(bag):
+        if problem := check(value):
+            return _wrong(f"{field}[{i}]", f"is {_quote(value)}: {problem}")
+    return None
+
+
+def _check_id(value: Any) -> str:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return "ids are integers"
+    if not -INT64_MAX - 1 <= value <= INT64_MAX:
+        return "ids are 64-bit integers"
+    return ""
+
+
+def _check_weight(value: Any) -> str:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return "weights are numbers"
+    try:
+        struct.pack("<f", value)
+        is_finite = math.isfinite(value)
+    except OverflowError:
+        is_finite = False
+    return "" if is_finite else "weights are finite float32 numbers"
+
+
+def _quote(value: Any) -> str:
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return "nested too deeply"
+    if len(text) > QUOTED_CHARACTERS_MAX:
+        return text[:QUOTED_CHARACTERS_MAX] + "…"
+    return text
+
+
+def _wrong(field: str, problem: str) -> InvalidRequestError:
+    # A name may hold half of a surrogate pair, which no answer could be encoded with.
+    return InvalidRequestError(_as_text(f"{field} {problem}"), _as_text(field))
+
+
+def _as_text(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()

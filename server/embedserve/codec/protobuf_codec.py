@@ -1,0 +1,152 @@
+"""The protobuf messages of gRPC and of POST /embed: bytes to LookupRequest, results to bytes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from embedserve.errors import EmbedServeError, InvalidRequestError
+from embedserve.types import LookupRequest, LookupResult, ModelInfo
+from embedserve_proto import embedding_pb2
+
+VALUES_TAG = b"\x32"
+"""EmbedResponse.values: field 6, length-delimited."""
+
+
+def decode_request(body: bytes, model: str = "") -> LookupRequest:
+    """The EmbedRequest in ``body``; a non-empty ``model`` (of the URL) goes before its own.
+
+    Raises:
+        InvalidRequestError: not an EmbedRequest, or not a batch of jagged ids.
+    """
+    try:
+        message = embedding_pb2.EmbedRequest.FromString(body)
+    except DecodeError as error:
+        raise InvalidRequestError(f"body is not an EmbedRequest: {error}", "body") from error
+    features = tuple(message.keys)
+    ids = _array(message, "ids", np.int64)
+    lengths = _array(message, "lengths", np.int32)
+    weights = _array(message, "weights", np.float32)
+    if weights.size and weights.size != ids.size:
+        raise InvalidRequestError(
+            f"weights has {weights.size} for {ids.size} ids: give one for each, or none",
+            "weights",
+        )
+    return LookupRequest(
+        model=model or message.model,
+        features=features,
+        ids=ids,
+        lengths=lengths,
+        weights=weights if weights.size else None,
+        batch_size=_batch_size(features, lengths),
+    )
+
+
+def _batch_size(features: tuple[str, ...], lengths: np.ndarray) -> int:
+    if not features:
+        raise InvalidRequestError("keys is empty: name at least one feature", "keys")
+    if len(set(features)) < len(features):
+        twice = next(name for name in features if features.count(name) > 1)
+        raise InvalidRequestError(f"keys names {twice!r} twice", "keys")
+    batch_size, rest = divmod(lengths.size, len(features))
+    if rest:
+        raise InvalidRequestError(
+            f"lengths has {lengths.size} entries, not a multiple of the {len(features)} keys",
+            "lengths",
+        )
+    if batch_size == 0:
+        raise InvalidRequestError("lengths is empty: an empty batch", "lengths")
+    return batch_size
+
+
+def _array(message: embedding_pb2.EmbedRequest, field: str, dtype: type) -> np.ndarray:
+    """A field given as packed values or, as FIELD_bytes, little-endian."""
+    raw: bytes = getattr(message, f"{field}_bytes")
+    packed = getattr(message, field)
+    if not raw:
+        return np.array(packed, dtype)
+    if packed:
+        raise InvalidRequestError(f"{field} and {field}_bytes are both given: send one", field)
+    little_endian = np.dtype(dtype).newbyteorder("<")
+    if len(raw) % little_endian.itemsize:
+        raise InvalidRequestError(
+            f"{field}_bytes has {len(raw)} bytes, not a multiple of {little_endian.itemsize}",
+            f"{field}_bytes",
+        )
+    return np.frombuffer(raw, little_endian).astype(dtype, copy=False)
+
+
+def encode_result(result: LookupResult) -> bytes:
+    """An EmbedResponse, built from its parts: the values are copied once.
+
+    A protobuf message is the concatenation of its fields, so what is the same for every
+    answer of a model is encoded once.
+    """
+    values = result.values if result.values.dtype.str == "<f4" else result.values.astype("<f4")
+    return b"".join(
+        (
+            _prefix(result.model),
+            _batch_size_field(values.shape[0]),
+            VALUES_TAG,
+            _varint(values.nbytes),
+            values.data,
+        )
+    )
+
+
+@lru_cache(maxsize=256)
+def _prefix(model: ModelInfo) -> bytes:
+    return embedding_pb2.EmbedResponse(
+        model=model.name,
+        version=model.version,
+        keys=model.keys,
+        length_per_key=model.length_per_key,
+    ).SerializeToString()
+
+
+@lru_cache(maxsize=1024)
+def _batch_size_field(batch_size: int) -> bytes:
+    return embedding_pb2.EmbedResponse(batch_size=batch_size).SerializeToString()
+
+
+@lru_cache(maxsize=1024)
+def _varint(value: int) -> bytes:
+    """``value`` in base 128, low bits first (protobuf encoding, "Base 128 Varints")."""
+    result = bytearray()
+    while value > 0x7F:
+        result.append(value & 0x7F | 0x80)
+        value >>= 7
+    result.append(value)
+    return bytes(result)
+
+
+def encode_error(error: EmbedServeError) -> bytes:
+    """An EmbedResponse with only its error: how a stream answers a request that failed."""
+    return embedding_pb2.EmbedResponse(
+        error=embedding_pb2.Error(code=error.code, message=error.message, field=error.field)
+    ).SerializeToString()
+
+
+def model_message(model: ModelInfo) -> embedding_pb2.Model:
+    """``model`` as ListModels and GetModel describe it."""
+    return embedding_pb2.Model(
+        model=model.name,
+        version=model.version,
+        features=model.features,
+        keys=model.keys,
+        length_per_key=model.length_per_key,
+        tables=[
+            embedding_pb2.Table(
+                name=table.name,
+                num_embeddings=table.num_embeddings,
+                embedding_dim=table.embedding_dim,
+                pooling=table.pooling,
+                dtype=table.dtype,
+                features=table.features,
+                sharding=table.sharding,
+            )
+            for table in model.tables
+        ],
+    )

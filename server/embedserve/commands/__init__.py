@@ -1,0 +1,1 @@
+"""What each command of the command line does: progress and messages for a person."""

@@ -1,0 +1,60 @@
+"""The console that commands write to, on stderr, and the shapes of its progress bars."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from embedserve.commands.sizes import human_bytes
+from embedserve_store import Progress as TableProgress
+
+console = Console(stderr=True)
+
+
+def say(line: str) -> None:
+    """A line for a person, as it is: never wrapped or coloured, so that it can be copied."""
+    console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def hush_torch() -> None:
+    """Hides a hint that torch gives to those who trace modules themselves."""
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def step_progress(what: str) -> Iterator[Callable[[int, int, float], None]]:
+    """A bar of training steps; gives progress(step, steps, loss)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task(what, total=None, loss="")
+
+        def report(step: int, steps: int, loss: float) -> None:
+            progress.update(task, completed=step, total=steps, loss=f"loss {loss:.3f}")
+
+        yield report
+
+
+@contextlib.contextmanager
+def table_progress() -> Iterator[TableProgress]:
+    """A bar of rows for each table; gives progress(table, rows_done, rows_total, bytes_done)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def report(table: str, rows_done: int, rows_total: int, bytes_done: int) -> None:
+            if table not in tasks:
+                tasks[table] = progress.add_task(table, total=rows_total, done="")
+            done = f"{rows_done:,} of {rows_total:,} rows, {human_bytes(bytes_done)}"
+            progress.update(tasks[table], completed=rows_done, done=done)
+
+        yield report

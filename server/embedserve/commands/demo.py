@@ -1,0 +1,50 @@
+"""`embedserve demo`: trains the demo model, publishes it and says how good it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from embedserve.commands.console import hush_torch, say, step_progress
+from embedserve_store import ModelStore
+from embedserve_store.demo import build_demo
+
+
+def demo(
+    store: Path,
+    model: str,
+    dtype: str,
+    sharding: str,
+    world_size: int,
+    checkpoint: Path | None,
+    if_missing: bool,
+) -> None:
+    """Publishes the demo model as the next version of ``model``.
+
+    Raises:
+        StoreError: the store cannot be written.
+    """
+    if if_missing and store.is_dir() and model in ModelStore(store).models():
+        say(f"{store} has model {model} already")
+        return
+    hush_torch()
+    with step_progress("training on movie ratings") as progress:
+        report = build_demo(
+            store,
+            model=model,
+            dtype=dtype,
+            sharding=sharding,
+            world_size=world_size,
+            checkpoint=checkpoint,
+            progress=progress,
+        )
+    for table in report.tables:
+        say(
+            f"{table.name}: {table.num_embeddings:,} rows of {table.embedding_dim} {table.dtype}, "
+            f"{table.pooling} of {', '.join(table.feature_names)}"
+        )
+    say(
+        f"trained on {report.train_ratings:,} ratings in {report.train_s:.1f} s; on the "
+        f"{report.held_out_ratings:,} held out RMSE {report.rmse:.3f}, where always predicting "
+        f"the mean has {report.constant_rmse:.3f}"
+    )
+    say(f"published {model}: {report.path}")

@@ -1,0 +1,75 @@
+"""The errors of a request, one small tree; frontends map its leaves to their statuses.
+
+What the client did wrong is said with the field and the value. What the server did wrong is
+logged in full where it happens, and answered in general.
+"""
+
+from __future__ import annotations
+
+
+class EmbedServeError(Exception):
+    """Any error that a request is answered with.
+
+    Attributes:
+        code: the canonical gRPC code's name, the same in REST and gRPC answers.
+        http_status: the REST status.
+        retry_after_s: when the same request may be tried again; 0 if that is no use.
+        message: a sentence for the caller.
+        field: the field of the request that is wrong, or "".
+    """
+
+    code = "INTERNAL"
+    http_status = 500
+    retry_after_s = 0
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+
+class InvalidRequestError(EmbedServeError):
+    """The request can never be answered as it is."""
+
+    code = "INVALID_ARGUMENT"
+    http_status = 400
+
+
+class UnknownModelError(EmbedServeError):
+    code = "NOT_FOUND"
+    http_status = 404
+
+
+class RequestTooLargeError(EmbedServeError):
+    """Over a limit on what one request may hold."""
+
+    code = "RESOURCE_EXHAUSTED"
+    http_status = 413
+
+
+class OverloadedError(EmbedServeError):
+    """The queue is full; the same request may be answered later."""
+
+    code = "RESOURCE_EXHAUSTED"
+    http_status = 429
+    retry_after_s = 1
+
+
+class DeadlineExceededError(EmbedServeError):
+    code = "DEADLINE_EXCEEDED"
+    http_status = 504
+
+
+class NotReadyError(EmbedServeError):
+    """Starting, or draining before the stop."""
+
+    code = "UNAVAILABLE"
+    http_status = 503
+    retry_after_s = 1
+
+
+class EngineError(EmbedServeError):
+    """The lookup failed; the cause is in the log."""
+
+    code = "INTERNAL"
+    http_status = 500

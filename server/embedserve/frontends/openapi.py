@@ -1,0 +1,143 @@
+"""The OpenAPI description of the embed routes, which are not FastAPI's: data only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_REQUEST_EXAMPLE = {
+    "features": {"product": [[101, 202], [], [303]], "user": [[404], [505], [606]]},
+}
+
+
+def _jagged(item: str, what: str) -> dict[str, Any]:
+    bag = {"type": "array", "items": {"type": item}}
+    if item == "integer":
+        bag["items"] = {"type": "integer", "format": "int64"}
+    return {
+        "type": "object",
+        "description": f"Feature to {what}: a list for each example, or one flat list for a "
+        "batch of one.",
+        "additionalProperties": {"anyOf": [{"type": "array", "items": bag}, bag]},
+    }
+
+
+EMBED_SCHEMAS: dict[str, Any] = {
+    "EmbedRequest": {
+        "type": "object",
+        "required": ["features"],
+        "additionalProperties": False,
+        "properties": {
+            "features": _jagged("integer", "ids. A feature left out is an empty bag"),
+            "weights": _jagged("number", "weights in the shape of its ids. Left out: 1"),
+        },
+        "example": _REQUEST_EXAMPLE,
+    },
+    "EmbedResponse": {
+        "type": "object",
+        "required": ["model", "version", "keys", "length_per_key", "values"],
+        "properties": {
+            "model": {"type": "string"},
+            "version": {"type": "integer"},
+            "keys": {"type": "array", "items": {"type": "string"}},
+            "length_per_key": {"type": "array", "items": {"type": "integer"}},
+            "values": {
+                "type": "array",
+                "description": "For each example, the vectors of all keys one after the other.",
+                "items": {"type": "array", "items": {"type": "number", "format": "float"}},
+            },
+        },
+    },
+    "Error": {
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["code", "message", "field"],
+                "properties": {
+                    "code": {
+                        "type": "string",
+                        "enum": [
+                            "INVALID_ARGUMENT",
+                            "NOT_FOUND",
+                            "RESOURCE_EXHAUSTED",
+                            "DEADLINE_EXCEEDED",
+                            "UNAVAILABLE",
+                            "INTERNAL",
+                        ],
+                    },
+                    "message": {"type": "string"},
+                    "field": {"type": "string", "description": "What is wrong, or empty."},
+                },
+            }
+        },
+    },
+}
+
+ERROR_RESPONSE = {
+    "description": "Any error.",
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+}
+
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+_ERRORS = {
+    "400": "The request can never be answered: field and value are named.",
+    "404": "No model of that name.",
+    "413": "Over a limit on one request.",
+    "415": "The body is compressed: send it as it is.",
+    "429": "The queue is full; try again.",
+    "500": "The lookup failed.",
+    "504": "X-Timeout-Ms passed.",
+}
+
+
+def _post(summary: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "post": {
+            "tags": ["embed"],
+            "summary": summary,
+            "description": "Protobuf bodies and answers are the EmbedRequest and EmbedResponse "
+            "of the gRPC service.",
+            "parameters": [
+                *parameters,
+                {
+                    "name": "X-Timeout-Ms",
+                    "in": "header",
+                    "required": False,
+                    "description": "How long the caller waits.",
+                    "schema": {"type": "number", "exclusiveMinimum": 0},
+                },
+            ],
+            "requestBody": {
+                "required": True,
+                "content": {
+                    "application/json": {"schema": {"$ref": "#/components/schemas/EmbedRequest"}},
+                    "application/x-protobuf": _BINARY,
+                },
+            },
+            "responses": {
+                "200": {
+                    "description": "The pooled vectors, as in a KeyedTensor.",
+                    "content": {
+                        "application/json": {
+                            "schema": {"$ref": "#/components/schemas/EmbedResponse"}
+                        },
+                        "application/x-protobuf": _BINARY,
+                    },
+                }
+            }
+            | {
+                status: ERROR_RESPONSE | {"description": description}
+                for status, description in _ERRORS.items()
+            },
+        }
+    }
+
+
+EMBED_PATHS: dict[str, Any] = {
+    "/embed": _post("Look up pooled vectors in the default model", []),
+    "/models/{model}/embed": _post(
+        "Look up pooled vectors in one model",
+        [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}],
+    ),
+}

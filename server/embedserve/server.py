@@ -1,0 +1,182 @@
+"""Builds the objects of one server process, wires them, runs them and drains them.
+
+The only place that knows all parts. Ports are bound first, so that one in use is said before
+the models load; requests are taken when every model is warm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from embedserve.batcher import Batcher
+from embedserve.config import ServeSettings
+from embedserve.frontends.grpc_server import GrpcServer
+from embedserve.frontends.management import management_app
+from embedserve.frontends.rest import EmbedEndpoint
+from embedserve.metrics import Metrics
+from embedserve.service import Service
+from embedserve.types import ModelInfo, TableInfo
+
+if TYPE_CHECKING:
+    from embedserve.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: one place handles them for both protocols.
+
+    Attributes:
+        listening: set when the port takes connections.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind_http(settings: ServeSettings) -> socket.socket:
+    """The bound, not yet listening HTTP socket.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((settings.host, settings.http_port))
+    except OSError as error:
+        sock.close()
+        raise OSError(
+            f"cannot listen on {settings.host}:{settings.http_port} (HTTP): {error.strerror}"
+        ) from error
+    return sock
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Raises OSError if gRPC could not listen on ``port``: its server binds only later."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+        except OSError as error:
+            raise OSError(f"cannot listen on {host}:{port} (gRPC): {error.strerror}") from error
+
+
+def model_info(engine: Engine) -> ModelInfo:
+    """What callers may see of a restored model."""
+    manifest = engine.manifest
+    return ModelInfo(
+        name=manifest.model,
+        version=manifest.version,
+        features=manifest.features,
+        rows_per_feature=manifest.rows_per_feature,
+        keys=manifest.keys,
+        length_per_key=manifest.length_per_key,
+        tables=tuple(
+            TableInfo(
+                name=table.name,
+                num_embeddings=table.num_embeddings,
+                embedding_dim=table.embedding_dim,
+                pooling=table.pooling,
+                dtype=table.dtype,
+                features=table.feature_names,
+                sharding=engine.plan.tables[table.name].sharding_type,
+            )
+            for table in manifest.tables
+        ),
+        device_type=engine.device_type,
+        bytes_per_rank=tuple(engine.bytes_per_rank()),
+        replanned=engine.replanned,
+        is_scripted=engine.is_scripted,
+    )
+
+
+def build_service(
+    engines: Mapping[str, Engine], settings: ServeSettings, executor: ThreadPoolExecutor
+) -> Service:
+    """The service over ``engines`` (by model name)."""
+    infos = {name: model_info(engine) for name, engine in engines.items()}
+    metrics = Metrics(infos.values())
+    batchers = {
+        name: Batcher(engine, infos[name], settings.limits, metrics.models[name], executor)
+        for name, engine in engines.items()
+    }
+    default = settings.default_model or (next(iter(infos)) if len(infos) == 1 else "")
+    return Service(batchers, default, settings.limits, metrics)
+
+
+async def run(
+    service: Service,
+    settings: ServeSettings,
+    http_socket: socket.socket,
+    say_ready: Callable[[], None],
+) -> None:
+    """Serves until SIGTERM or SIGINT, then drains: accepted requests are answered.
+
+    ``say_ready`` is called once, when both ports take requests.
+    """
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stop.set)
+    grpc_server = GrpcServer(service, f"{_bracketed(settings.host)}:{settings.grpc_port}")
+    http_server = _HttpServer(
+        uvicorn.Config(
+            EmbedEndpoint(service, management_app(service)),
+            loop="none",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            date_header=False,
+            timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+            backlog=4096,
+        )
+    )
+    await grpc_server.start()
+    http_task = asyncio.create_task(http_server.serve(sockets=[http_socket]))
+    await http_server.listening.wait()
+    _freeze_garbage()
+    say_ready()
+    await asyncio.wait(
+        (http_task, asyncio.create_task(stop.wait())), return_when=asyncio.FIRST_COMPLETED
+    )
+    logger.info("draining: answering what was accepted, for at most %g s", settings.drain_s)
+    service.is_ready = False
+    await grpc_server.stop_being_ready()
+    http_server.should_exit = True
+    await asyncio.gather(http_task, grpc_server.stop(settings.drain_s))
+    logger.info("stopped")
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _freeze_garbage() -> None:
+    """Takes what torch and the models left behind out of collections, which cost 100 ms each."""
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,106 @@
+"""The service: the only door to the engines. Every frontend calls it.
+
+Admits a request (ready? model, features, limits, room in the queue) and hands it to its
+model's batcher, which checks ids and weights for a whole batch at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from time import perf_counter
+
+from embedserve.batch import to_model_order
+from embedserve.batcher import Batcher
+from embedserve.config import Limits
+from embedserve.errors import (
+    DeadlineExceededError,
+    NotReadyError,
+    RequestTooLargeError,
+    UnknownModelError,
+)
+from embedserve.metrics import Metrics
+from embedserve.types import LookupRequest, LookupResult, ModelInfo
+
+
+class Service:
+    """Served models by name, and whether requests are taken.
+
+    Attributes:
+        default_model: answers requests that name none; "" if they must name one.
+        is_ready: False while draining: requests still come in over open connections and are
+            answered, but load balancers are told to send no more.
+    """
+
+    def __init__(
+        self,
+        batchers: Mapping[str, Batcher],
+        default_model: str,
+        limits: Limits,
+        metrics: Metrics,
+    ) -> None:
+        self._batchers = dict(batchers)
+        self.default_model = default_model
+        self.limits = limits
+        self.metrics = metrics
+        self.is_ready = True
+
+    def models(self) -> list[ModelInfo]:
+        return [batcher.model for batcher in self._batchers.values()]
+
+    def model(self, name: str) -> ModelInfo:
+        """Raises UnknownModelError if no model of that name is served."""
+        return self._batcher(name).model
+
+    def is_working(self, name: str) -> bool:
+        """Whether an answer of the model takes longer than the event loop's next turn."""
+        return self._batcher(name).is_working
+
+    def submit(
+        self, request: LookupRequest, timeout_s: float | None = None
+    ) -> asyncio.Future[LookupResult]:
+        """The future answer to ``request``, which is wanted for ``timeout_s`` seconds from now.
+
+        Raises:
+            EmbedServeError: the request is refused at once. An InvalidRequestError that shows
+                only in the batch comes through the future.
+        """
+        batcher = self._batcher(request.model)
+        self._check_size(request, batcher.model)
+        request = to_model_order(request, batcher.model)
+        if timeout_s is None:
+            return batcher.submit(request)
+        if timeout_s <= 0:
+            raise DeadlineExceededError("the deadline had passed when the request came")
+        return batcher.submit(request, perf_counter() + timeout_s)
+
+    def _batcher(self, name: str) -> Batcher:
+        batcher = self._batchers.get(name or self.default_model)
+        if batcher is not None:
+            return batcher
+        served = ", ".join(self._batchers)
+        if name:
+            raise UnknownModelError(f"model is {name!r}: this server has {served}", "model")
+        raise UnknownModelError(
+            f"the request names no model and there is no default: this server has {served}",
+            "model",
+        )
+
+    def _check_size(self, request: LookupRequest, model: ModelInfo) -> None:
+        limits = self.limits
+        if request.batch_size > limits.request_examples_max:
+            raise RequestTooLargeError(
+                f"the batch has {request.batch_size} examples, the limit is "
+                f"{limits.request_examples_max}"
+            )
+        output_bytes = 4 * request.batch_size * sum(model.length_per_key)
+        if output_bytes > limits.request_output_bytes_max:
+            raise RequestTooLargeError(
+                f"the answer to {request.batch_size} examples has {output_bytes} bytes, the "
+                f"limit is {limits.request_output_bytes_max}"
+            )
+
+    def check_ready(self) -> None:
+        """Raises NotReadyError while draining."""
+        if not self.is_ready:
+            raise NotReadyError("draining before the stop")

@@ -1,0 +1,96 @@
+"""The fake servers, and each of the four clients behind one blocking face."""
+
+import asyncio
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from client.fake import FakeModel, grpc_server, rest_server
+
+from embedserve_client import (
+    AsyncEmbedClient,
+    AsyncGrpcEmbedClient,
+    EmbedClient,
+    GrpcEmbedClient,
+)
+
+KINDS = ("rest", "rest-async", "grpc", "grpc-async")
+
+
+class Blocking:
+    """A sync or async client, called alike: coroutines run to their end in a loop of its own."""
+
+    def __init__(self, make: Any, address: str, **options: Any) -> None:
+        self._runner = asyncio.Runner()
+        self._client = self._runner.run(self._make(make, address, options))
+        self.over_grpc = make in (GrpcEmbedClient, AsyncGrpcEmbedClient)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+        return lambda *args, **options: self._wait(method(*args, **options))
+
+    def stream(self, items: Any, **options: Any) -> list[Any]:
+        answers = self._client.embed_stream(items, **options)
+        if hasattr(answers, "__aiter__"):
+            return self._wait(_collected(answers))
+        return list(answers)
+
+    def shut(self) -> None:
+        self.close()
+        self._runner.close()
+
+    @staticmethod
+    async def _make(make: Any, address: str, options: dict[str, Any]) -> Any:
+        return make(address, **options)
+
+    def _wait(self, result: Any) -> Any:
+        return self._runner.run(result) if inspect.iscoroutine(result) else result
+
+
+async def _collected(answers: Any) -> list[Any]:
+    return [answer async for answer in answers]
+
+
+@pytest.fixture
+def model() -> FakeModel:
+    return FakeModel()
+
+
+@pytest.fixture
+def rest_url(model: FakeModel) -> Iterator[str]:
+    with rest_server(model) as url:
+        yield url
+
+
+@pytest.fixture
+def grpc_target(model: FakeModel) -> Iterator[str]:
+    with grpc_server(model) as target:
+        yield target
+
+
+@pytest.fixture(params=KINDS)
+def client(request: pytest.FixtureRequest) -> Iterator[Blocking]:
+    """Each of the four clients in turn, on its fake server."""
+    blocking = _connected(request.param, request)
+    yield blocking
+    blocking.shut()
+
+
+@pytest.fixture(params=("grpc", "grpc-async"))
+def stream_client(request: pytest.FixtureRequest) -> Iterator[Blocking]:
+    """Both gRPC clients in turn."""
+    blocking = _connected(request.param, request)
+    yield blocking
+    blocking.shut()
+
+
+def _connected(kind: str, request: pytest.FixtureRequest) -> Blocking:
+    make: dict[str, Any] = {
+        "rest": EmbedClient,
+        "rest-async": AsyncEmbedClient,
+        "grpc": GrpcEmbedClient,
+        "grpc-async": AsyncGrpcEmbedClient,
+    }
+    address = request.getfixturevalue("rest_url" if kind.startswith("rest") else "grpc_target")
+    return Blocking(make[kind], address)

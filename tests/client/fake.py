@@ -1,0 +1,233 @@
+"""A small embedserve server for the client's tests: exact answers, and every failure on order.
+
+`FakeModel` pools ids from two little tables of whole numbers. `rest_app` and `grpc_server`
+put it on the wire, written from the contract alone: they share no code with the real server.
+A request to the model "fail:CODE" is answered with that code.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+import uvicorn
+from google.protobuf import json_format
+
+from embedserve_proto import embedding_pb2 as pb
+from embedserve_proto import embedding_pb2_grpc as pb_grpc
+
+ROWS = 100
+DIMS = {"user": 2, "movie": 4}
+KEYS = ("user", "movie")
+TABLES = {
+    key: np.arange(ROWS * dim, dtype=np.float32).reshape(ROWS, dim) for key, dim in DIMS.items()
+}
+HTTP_STATUS = {
+    "INVALID_ARGUMENT": 400,
+    "NOT_FOUND": 404,
+    "RESOURCE_EXHAUSTED": 429,
+    "INTERNAL": 500,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+
+
+class Refused(Exception):
+    """The fake's own error; field as in the contract."""
+
+    def __init__(self, code: str, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.code, self.message, self.field = code, message, field
+
+
+def pooled(key: str, bags: list[list[int]]) -> np.ndarray:
+    """What a sum over the rows of each bag gives."""
+    return np.stack([TABLES[key][bag].sum(axis=0) for bag in bags])
+
+
+class FakeModel:
+    """Model "shop", version 7; keeps the requests and headers that it got."""
+
+    def __init__(self) -> None:
+        self.requests: list[pb.EmbedRequest] = []
+        self.timeouts_ms: list[str | None] = []
+        self.slow_s = 0.0
+
+    def embed(self, request: pb.EmbedRequest) -> pb.EmbedResponse:
+        self.requests.append(request)
+        time.sleep(self.slow_s)
+        if request.model.startswith("fail:"):
+            raise Refused(request.model[5:], "ordered by the test")
+        if request.model not in ("", "shop"):
+            raise Refused("NOT_FOUND", f"no model {request.model!r}")
+        lengths = np.frombuffer(request.lengths_bytes, "<i4").reshape(len(request.keys), -1)
+        values = self._values(request, lengths)
+        return pb.EmbedResponse(
+            model="shop",
+            version=7,
+            keys=KEYS,
+            length_per_key=[DIMS[key] for key in KEYS],
+            batch_size=lengths.shape[1],
+            values=values.astype("<f4").tobytes(),
+        )
+
+    def _values(self, request: pb.EmbedRequest, lengths: np.ndarray) -> np.ndarray:
+        ids = np.frombuffer(request.ids_bytes, "<i8")
+        weights = np.frombuffer(request.weights_bytes, "<f4")
+        weights = weights if request.weights_bytes else np.ones(len(ids), np.float32)
+        answer = {key: np.zeros((lengths.shape[1], DIMS[key]), np.float32) for key in KEYS}
+        at = 0
+        for key, row in zip(request.keys, lengths, strict=True):
+            for example, length in enumerate(row):
+                for index in range(at, at + length):
+                    if not 0 <= ids[index] < ROWS:
+                        field = f"features.{key}[{example}]"
+                        raise Refused("INVALID_ARGUMENT", f"{field}: no row {ids[index]}", field)
+                    answer[key][example] += weights[index] * TABLES[key][ids[index]]
+                at += length
+        assert at == len(ids)
+        return np.concatenate([answer[key] for key in KEYS], axis=1)
+
+    def models(self) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=[self.model("shop")], default_model="shop")
+
+    def model(self, name: str) -> pb.Model:
+        if name != "shop":
+            raise Refused("NOT_FOUND", f"no model {name!r}")
+        table = pb.Table(
+            name="t_user",
+            num_embeddings=ROWS,
+            embedding_dim=2,
+            pooling="sum",
+            dtype="int8",
+            features=["user"],
+            sharding="row_wise",
+        )
+        return pb.Model(
+            model="shop",
+            version=7,
+            features=KEYS,
+            keys=KEYS,
+            length_per_key=[2, 4],
+            tables=[table],
+        )
+
+
+def rest_app(model: FakeModel) -> Callable[..., Awaitable[None]]:
+    """The REST side as an ASGI app."""
+
+    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            event = await receive()
+            body, more = body + event.get("body", b""), event.get("more_body", False)
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        try:
+            status, kind, answer = 200, *_route(model, scope, headers, body)
+        except Refused as error:
+            status, kind, answer = HTTP_STATUS[error.code], "application/json", _json_of(error)
+        fields = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(answer))]
+        if status == 429:
+            fields.append((b"retry-after", b"3"))
+        await send({"type": "http.response.start", "status": status, "headers": fields})
+        await send({"type": "http.response.body", "body": answer})
+
+    return app
+
+
+def _route(
+    model: FakeModel, scope: dict[str, Any], headers: dict[str, str], body: bytes
+) -> tuple[str, bytes]:
+    route = scope["method"], scope["raw_path"].decode()
+    if route == ("POST", "/embed"):
+        assert headers["content-type"] == headers["accept"] == "application/x-protobuf"
+        model.timeouts_ms.append(headers.get("x-timeout-ms"))
+        answer = model.embed(pb.EmbedRequest.FromString(body))
+        return "application/x-protobuf", answer.SerializeToString()
+    if route == ("GET", "/models"):
+        return "application/json", _json(model.models())
+    if route[0] == "GET" and route[1].startswith("/models/"):
+        return "application/json", _json(model.model(route[1].removeprefix("/models/")))
+    raise AssertionError(f"the contract has no {route}")
+
+
+def _json(message: Any) -> bytes:
+    text = json_format.MessageToJson(message, preserving_proto_field_name=True)
+    return json.dumps(json.loads(text) | {"newer_field": 1}).encode()
+
+
+def _json_of(error: Refused) -> bytes:
+    fields = {"code": error.code, "message": error.message, "field": error.field}
+    return json.dumps({"error": fields}).encode()
+
+
+class Servicer(pb_grpc.EmbeddingServiceServicer):
+    """The gRPC side."""
+
+    def __init__(self, model: FakeModel) -> None:
+        self.model = model
+
+    def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
+        return _or_abort(context, lambda: self.model.embed(request))
+
+    def EmbedStream(self, requests: Iterator[pb.EmbedRequest], context: Any) -> Any:
+        for request in requests:
+            if request.model == "cut":
+                return
+            if request.model == "abort":
+                context.abort(grpc.StatusCode.UNAVAILABLE, "draining")
+            try:
+                yield self.model.embed(request)
+            except Refused as error:
+                yield pb.EmbedResponse(
+                    error=pb.Error(code=error.code, message=error.message, field=error.field)
+                )
+            if request.model == "twice":
+                yield pb.EmbedResponse(model="shop")
+
+    def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        return self.model.models()
+
+    def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.Model:
+        return _or_abort(context, lambda: self.model.model(request.model))
+
+
+def _or_abort(context: Any, answer: Callable[[], Any]) -> Any:
+    try:
+        return answer()
+    except Refused as error:
+        context.abort(grpc.StatusCode[error.code], error.message)
+
+
+@contextmanager
+def rest_server(model: FakeModel) -> Iterator[str]:
+    """The base URL of the fake on a free loopback port."""
+    config = uvicorn.Config(
+        rest_app(model), port=0, log_level="error", lifespan="off", access_log=False, ws="none"
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    thread.join()
+
+
+@contextmanager
+def grpc_server(model: FakeModel) -> Iterator[str]:
+    """The target of the fake on a free loopback port."""
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        server = grpc.server(pool)
+        pb_grpc.add_EmbeddingServiceServicer_to_server(Servicer(model), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield f"127.0.0.1:{port}"
+        server.stop(grace=None).wait()

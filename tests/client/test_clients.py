@@ -1,0 +1,145 @@
+"""What all four clients do alike: vectors, models, errors, deadlines."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from client.fake import FakeModel, pooled
+
+from embedserve_client import (
+    AsyncEmbedClient,
+    AsyncGrpcEmbedClient,
+    DeadlineExceeded,
+    EmbedClient,
+    EmbedServeClientError,
+    GrpcEmbedClient,
+    InvalidRequest,
+    Overloaded,
+    ServerError,
+    Unavailable,
+    UnknownModel,
+)
+
+
+def test_embed_gives_the_pooled_rows_of_every_key(client: Any) -> None:
+    result = client.embed({"movie": [[1, 2], [], [99]], "user": np.array([3, 4, 5])})
+
+    np.testing.assert_array_equal(result["movie"], pooled("movie", [[1, 2], [], [99]]))
+    np.testing.assert_array_equal(result["user"], pooled("user", [[3], [4], [5]]))
+    assert (result.model, result.version, result.batch_size) == ("shop", 7, 3)
+    assert (result.keys, result.length_per_key) == (("user", "movie"), (2, 4))
+
+
+def test_a_feature_not_named_is_zeros(client: Any) -> None:
+    result = client.embed({"user": [5, 6]}, model="shop")
+
+    np.testing.assert_array_equal(result["user"], pooled("user", [[5, 6]]))
+    np.testing.assert_array_equal(result["movie"], np.zeros((1, 4)))
+
+
+def test_weights_reach_the_server(client: Any) -> None:
+    result = client.embed({"user": [[1, 2]], "movie": [[3]]}, weights={"user": [[0.5, 2.0]]})
+
+    np.testing.assert_array_equal(result["user"], [[0.5 * 2 + 2.0 * 4, 0.5 * 3 + 2.0 * 5]])
+    np.testing.assert_array_equal(result["movie"], pooled("movie", [[3]]))
+
+
+def test_models_are_records(client: Any) -> None:
+    listed = client.models()
+
+    assert listed.default_model == "shop"
+    assert listed.models == (client.model("shop"),)
+    (shop,) = listed.models
+    assert (shop.version, shop.features, shop.length_per_key) == (7, ("user", "movie"), (2, 4))
+    (table,) = shop.tables
+    assert (table.num_embeddings, table.dtype, table.sharding) == (100, "int8", "row_wise")
+
+
+def test_a_model_of_another_name_is_unknown(client: Any) -> None:
+    with pytest.raises(UnknownModel, match="no model"):
+        client.model("books")
+    with pytest.raises(UnknownModel, match="no model 'books'"):
+        client.embed({"user": [1]}, model="books")
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("INVALID_ARGUMENT", InvalidRequest),
+        ("NOT_FOUND", UnknownModel),
+        ("RESOURCE_EXHAUSTED", Overloaded),
+        ("DEADLINE_EXCEEDED", DeadlineExceeded),
+        ("UNAVAILABLE", Unavailable),
+        ("INTERNAL", ServerError),
+    ],
+)
+def test_every_code_has_its_error(
+    client: Any, code: str, kind: type[EmbedServeClientError]
+) -> None:
+    with pytest.raises(EmbedServeClientError) as caught:
+        client.embed({"user": [1]}, model=f"fail:{code}")
+
+    assert type(caught.value) is kind
+    assert caught.value.message == str(caught.value) == "ordered by the test"
+
+
+def test_the_servers_word_on_a_bad_id_is_passed_on(client: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"features\.user\[1\]: no row 500") as caught:
+        client.embed({"user": [[1], [500]]})
+
+    assert caught.value.field == ("" if client.over_grpc else "features.user[1]")
+
+
+def test_mistakes_are_found_before_anything_is_sent(client: Any, model: FakeModel) -> None:
+    with pytest.raises(ValueError, match=r"features\.user\[0\]: 1\.5 is float"):
+        client.embed({"user": [[1.5]]})
+    with pytest.raises(ValueError, match="timeout_s: 0 is not a positive"):
+        client.embed({"user": [[1]]}, timeout_s=0)
+
+    assert model.requests == []
+
+
+def test_a_slow_answer_exceeds_the_deadline(client: Any, model: FakeModel) -> None:
+    model.slow_s = 0.5
+
+    with pytest.raises(DeadlineExceeded):
+        client.embed({"user": [1]}, timeout_s=0.05)
+
+    model.slow_s = 0.0
+    assert client.embed({"user": [1]}).batch_size == 1
+
+
+@pytest.mark.parametrize("make", [EmbedClient, GrpcEmbedClient])
+def test_no_server_is_unavailable(make: Any) -> None:
+    address = "127.0.0.1:1" if make is GrpcEmbedClient else "http://127.0.0.1:1"
+    with make(address) as client, pytest.raises(Unavailable) as caught:
+        client.embed({"user": [1]})
+
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("make", [AsyncEmbedClient, AsyncGrpcEmbedClient])
+async def test_no_server_is_unavailable_async(make: Any) -> None:
+    address = "127.0.0.1:1" if make is AsyncGrpcEmbedClient else "http://127.0.0.1:1"
+    async with make(address) as client:
+        with pytest.raises(Unavailable):
+            await client.embed({"user": [1]})
+
+
+@pytest.mark.parametrize(
+    "make", [EmbedClient, AsyncEmbedClient, GrpcEmbedClient, AsyncGrpcEmbedClient]
+)
+def test_a_bad_timeout_stops_the_client_at_once(make: Any) -> None:
+    with pytest.raises(ValueError, match="timeout_s: -1 "):
+        make("http://127.0.0.1:1", timeout_s=-1)
+
+
+@pytest.mark.parametrize("make", [EmbedClient, GrpcEmbedClient])
+def test_threads_share_a_client(make: Any, rest_url: str, grpc_target: str) -> None:
+    address = grpc_target if make is GrpcEmbedClient else rest_url
+    with make(address) as client, ThreadPoolExecutor(max_workers=4) as pool:
+        results = list(pool.map(lambda n: client.embed({"user": [n]}), range(40)))
+
+    for n, result in enumerate(results):
+        np.testing.assert_array_equal(result["user"], pooled("user", [[n]]))

@@ -1,0 +1,40 @@
+"""The error tree by itself; the clients' tests go through it on the wire."""
+
+import pickle
+
+import pytest
+
+from embedserve_client.errors import InvalidRequest, Overloaded, ServerError, error_from
+
+
+def test_a_code_of_a_newer_server_is_a_server_error_that_shows_it() -> None:
+    error = error_from("DATA_LOSS", "gone", field="features.user")
+
+    assert type(error) is ServerError
+    assert (str(error), error.field) == ("DATA_LOSS: gone", "features.user")
+
+
+def test_an_error_without_a_message_shows_its_code() -> None:
+    assert str(error_from("UNAVAILABLE", "")) == "UNAVAILABLE"
+
+
+def test_a_wrong_request_is_a_value_error() -> None:
+    assert issubclass(InvalidRequest, ValueError)
+
+
+def test_errors_survive_another_process() -> None:
+    error = error_from("RESOURCE_EXHAUSTED", "queue full", field="ids", retry_after_s=2.0)
+
+    copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - of our own making
+
+    assert type(copy) is Overloaded
+    assert (str(copy), copy.field, copy.retry_after_s) == ("queue full", "ids", 2.0)
+
+
+def test_result_raises_the_error_itself() -> None:
+    error = error_from("NOT_FOUND", "no model 'a'")
+
+    with pytest.raises(type(error)) as caught:
+        error.result()
+
+    assert caught.value is error

@@ -1,0 +1,136 @@
+"""Answers that are not the fake server's: proxies, broken bodies, failing connections."""
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from embedserve_client import (
+    DeadlineExceeded,
+    EmbedClient,
+    EmbedServeClientError,
+    InvalidRequest,
+    Overloaded,
+    ServerError,
+    Unavailable,
+    UnknownModel,
+)
+
+Handler = Callable[[httpx.Request], httpx.Response]
+
+
+def client_of(handler: Handler) -> EmbedClient:
+    return EmbedClient("http://test/prefix", transport=httpx.MockTransport(handler))
+
+
+def error_of(handler: Handler) -> EmbedServeClientError:
+    with client_of(handler) as client, pytest.raises(EmbedServeClientError) as caught:
+        client.embed({"user": [1]})
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (301, ServerError),
+        (404, ServerError),
+        (413, Overloaded),
+        (429, Overloaded),
+        (500, ServerError),
+        (502, Unavailable),
+        (503, Unavailable),
+        (504, DeadlineExceeded),
+    ],
+)
+@pytest.mark.parametrize("body", [b"<html>sorry</html>", b'{"error": "sorry"}', b"[]", b"\xff"])
+def test_a_proxys_answer_goes_by_its_status(
+    status: int, kind: type[EmbedServeClientError], body: bytes
+) -> None:
+    error = error_of(lambda request: httpx.Response(status, content=body))
+
+    assert type(error) is kind
+    assert f"status {status}" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (400, "INVALID_ARGUMENT", InvalidRequest),
+        (404, "NOT_FOUND", UnknownModel),
+        (413, "RESOURCE_EXHAUSTED", Overloaded),
+    ],
+)
+def test_the_servers_answer_goes_by_its_code(
+    status: int, code: str, kind: type[EmbedServeClientError]
+) -> None:
+    body = {"error": {"code": code, "message": "why", "field": "ids"}}
+    error = error_of(lambda request: httpx.Response(status, json=body))
+
+    assert type(error) is kind
+    assert (str(error), error.field) == ("why", "ids")
+
+
+@pytest.mark.parametrize(
+    ("header", "retry_after_s"), [("3", 3.0), ("Fri, 31 Dec 1999 23:59:59 GMT", None), ("-1", None)]
+)
+def test_retry_after_is_read_in_seconds(header: str, retry_after_s: float | None) -> None:
+    error = error_of(lambda request: httpx.Response(429, headers={"Retry-After": header}))
+
+    assert error.retry_after_s == retry_after_s
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (httpx.ConnectTimeout("slow"), DeadlineExceeded),
+        (httpx.ReadTimeout(""), DeadlineExceeded),
+        (httpx.PoolTimeout("full"), DeadlineExceeded),
+        (httpx.ConnectError("refused"), Unavailable),
+        (httpx.RemoteProtocolError("gone"), Unavailable),
+        (httpx.DecodingError("not gzip"), ServerError),
+    ],
+)
+def test_httpx_exceptions_become_ours(
+    raised: httpx.HTTPError, kind: type[EmbedServeClientError]
+) -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        raise raised
+
+    error = error_of(handler)
+
+    assert type(error) is kind
+    assert error.__cause__ is raised
+    assert (str(raised) or type(raised).__name__) in str(error)
+
+
+def test_a_body_that_is_no_answer_is_a_server_error() -> None:
+    assert type(error_of(lambda request: httpx.Response(200, content=b"hello"))) is ServerError
+    assert type(error_of(lambda request: httpx.Response(200))) is ServerError
+
+
+@pytest.mark.parametrize("body", [b"no json", b'{"models": 3}', b"[]", b"\xff\xfe"])
+def test_models_that_cannot_be_read_are_a_server_error(body: bytes) -> None:
+    with (
+        client_of(lambda request: httpx.Response(200, content=body)) as client,
+        pytest.raises(ServerError, match="no ListModelsResponse"),
+    ):
+        client.models()
+
+
+def test_paths_keep_the_prefix_and_quote_the_name() -> None:
+    seen: list[Any] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(request.url.raw_path)
+        return httpx.Response(200, json={"model": "a/b c"})
+
+    with client_of(handler) as client:
+        assert client.model("a/b c").model == "a/b c"
+
+    assert seen == [b"/prefix/models/a%2Fb%20c"]
+
+
+def test_a_base_url_without_a_scheme_is_refused() -> None:
+    with pytest.raises(ValueError, match="base_url: 'localhost:8000' does not start with"):
+        EmbedClient("localhost:8000")

@@ -1,0 +1,63 @@
+"""What only gRPC has: message sizes and channels."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import numpy as np
+import pytest
+from client.fake import pooled
+
+from embedserve_client import GrpcEmbedClient, Overloaded, ServerError, Unavailable
+
+# 6 floats an example: just over the 4 MiB that grpc takes by itself.
+LARGE_BATCH = 4 * 2**20 // (6 * 4) + 1
+
+
+def test_answers_over_grpcs_own_limit_are_taken(grpc_target: str) -> None:
+    ids = np.zeros(LARGE_BATCH, dtype=np.int64)
+    ids[-1] = 9
+    with GrpcEmbedClient(grpc_target) as client:
+        result = client.embed({"user": ids})
+
+    assert result.batch_size == LARGE_BATCH
+    np.testing.assert_array_equal(result["user"][-1:], pooled("user", [[9]]))
+
+
+def test_answers_over_the_clients_limit_are_refused(grpc_target: str) -> None:
+    with (
+        GrpcEmbedClient(grpc_target, receive_bytes_max=1000) as client,
+        pytest.raises(Overloaded, match="larger than max"),
+    ):
+        client.embed({"user": np.zeros(100, dtype=np.int64)})
+
+
+def test_a_method_the_server_lacks_is_a_server_error() -> None:
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        server = grpc.server(pool)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        with (
+            GrpcEmbedClient(f"127.0.0.1:{port}") as client,
+            pytest.raises(ServerError, match=r"^UNIMPLEMENTED: ") as caught,
+        ):
+            client.embed({"user": [1]})
+        server.stop(grace=None).wait()
+
+    assert isinstance(caught.value.__cause__, grpc.RpcError)
+
+
+def test_a_closed_channel_takes_no_call(grpc_target: str) -> None:
+    client = GrpcEmbedClient(grpc_target)
+    client.close()
+
+    with pytest.raises(ValueError, match="closed channel"):
+        client.embed({"user": [1]})
+
+
+def test_credentials_make_a_tls_channel(grpc_target: str) -> None:
+    """The fake speaks plain text, so that a TLS channel does not get through."""
+    with (
+        GrpcEmbedClient(grpc_target, credentials=grpc.ssl_channel_credentials()) as client,
+        pytest.raises(Unavailable),
+    ):
+        client.embed({"user": [1]})

@@ -1,0 +1,176 @@
+"""Streams: order, failing items in their places, and every way a stream ends."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from client.fake import FakeModel, pooled
+
+from embedserve_client import (
+    AsyncGrpcEmbedClient,
+    DeadlineExceeded,
+    EmbedResult,
+    GrpcEmbedClient,
+    InvalidRequest,
+    ServerError,
+    StreamRequest,
+    Unavailable,
+    UnknownModel,
+)
+
+
+def test_answers_come_in_the_order_of_the_requests(stream_client: Any) -> None:
+    answers = stream_client.stream({"user": [n]} for n in range(100))
+
+    vectors = np.concatenate([answer.result()["user"] for answer in answers])
+    np.testing.assert_array_equal(vectors, pooled("user", [[n] for n in range(100)]))
+
+
+def test_a_failing_item_keeps_its_place_and_the_stream_goes_on(stream_client: Any) -> None:
+    answers = stream_client.stream(
+        [
+            {"user": [1]},
+            {"user": [[1], [500]]},
+            StreamRequest({"user": [1]}, model="books"),
+            {"user": [1.5]},
+            StreamRequest({"user": [[1, 2]]}, weights={"user": [[1.0, 0.5]]}),
+        ]
+    )
+
+    first, bad_id, no_model, not_sent, last = answers
+    assert first.result()["user"].tolist() == [[2, 3]]
+    assert isinstance(bad_id, InvalidRequest)
+    assert bad_id.field == "features.user[1]"
+    assert isinstance(no_model, UnknownModel)
+    assert isinstance(not_sent, InvalidRequest)
+    assert str(not_sent) == "features.user[0]: 1.5 is float, not an integer id"
+    assert last.result()["user"].tolist() == [[2 + 0.5 * 4, 3 + 0.5 * 5]]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_items_that_are_never_sent_are_answered_too(stream_client: Any, count: int) -> None:
+    answers = stream_client.stream([{"user": "x"}] * count)
+
+    assert [type(answer) for answer in answers] == [InvalidRequest] * count
+
+
+def test_a_deadline_ends_the_stream(stream_client: Any, model: FakeModel) -> None:
+    model.slow_s = 0.2
+
+    with pytest.raises(DeadlineExceeded):
+        stream_client.stream([{"user": [1]}] * 20, timeout_s=0.3)
+
+
+@pytest.mark.parametrize("after", [0, 1, 5, 10, 20])
+def test_a_server_that_aborts_ends_the_stream(stream_client: Any, after: int) -> None:
+    """Requests still on their way must not hide what the server said."""
+    abort = StreamRequest({"user": [1]}, model="abort")
+
+    with pytest.raises(Unavailable, match="draining"):
+        stream_client.stream([{"user": [1]}, abort, *[{"user": [1]}] * after])
+
+
+@pytest.mark.parametrize("after", [0, 1, 5, 10])
+def test_a_server_that_stops_early_is_an_error(stream_client: Any, after: int) -> None:
+    items = [StreamRequest({"user": [1]}, model="cut")] + [{"user": [1]}] * after
+
+    with pytest.raises(ServerError, match="ended the stream before"):
+        stream_client.stream(items)
+
+
+def test_a_server_that_says_too_much_is_an_error(stream_client: Any) -> None:
+    item = StreamRequest({"user": [1]}, model="twice")
+
+    with pytest.raises(ServerError, match="more answers than it got requests"):
+        stream_client.stream([item])
+
+
+def test_what_the_callers_iterable_raises_comes_after_the_answers(stream_client: Any) -> None:
+    def items() -> Iterator[Any]:
+        yield {"user": [1]}
+        raise OSError("no more lines")
+
+    with pytest.raises(OSError, match="no more lines"):
+        stream_client.stream(items())
+
+
+def test_an_answer_comes_before_the_next_request_is_there(grpc_target: str) -> None:
+    """A caller may think about one answer before it sends more."""
+    answered = threading.Event()
+
+    def items() -> Iterator[Any]:
+        yield {"user": [1]}
+        yield {"user": "not sent"}
+        assert answered.wait(timeout=10)
+        yield {"user": [2]}
+
+    with GrpcEmbedClient(grpc_target) as client:
+        answers = client.embed_stream(items())
+        assert next(answers).result()["user"].tolist() == [[2, 3]]
+        assert isinstance(next(answers), InvalidRequest)
+        answered.set()
+        assert next(answers).result()["user"].tolist() == [[4, 5]]
+        assert list(answers) == []
+
+
+def test_a_stream_to_no_server_is_unavailable() -> None:
+    """Although the iterable still waits, so that no request tells of the failure."""
+    release = threading.Event()
+    released: list[bool] = []
+
+    def items() -> Iterator[Any]:
+        released.append(release.wait(timeout=5))
+        yield {"user": [1]}
+
+    with GrpcEmbedClient("127.0.0.1:1") as client, pytest.raises(Unavailable):
+        next(client.embed_stream(items()))
+    assert released == []
+    release.set()
+
+
+def test_closing_the_iterator_ends_the_call(grpc_target: str, model: FakeModel) -> None:
+    model.slow_s = 0.02
+
+    with GrpcEmbedClient(grpc_target) as client:
+        answers = client.embed_stream({"user": [1]} for _ in range(10_000))
+        assert isinstance(next(answers), EmbedResult)
+        answers.close()
+        assert any(_stands_still(model) for _ in range(20))
+
+
+def _stands_still(model: FakeModel) -> bool:
+    """Whether no request comes in for ten times as long as one takes."""
+    seen = len(model.requests)
+    time.sleep(0.2)
+    return len(model.requests) == seen
+
+
+def test_a_wrong_timeout_is_refused_at_once(stream_client: Any) -> None:
+    with pytest.raises(ValueError, match="timeout_s: -1 "):
+        stream_client.embed_stream([], timeout_s=-1)
+
+
+async def test_async_items_are_taken(grpc_target: str) -> None:
+    async def items() -> AsyncIterator[Any]:
+        for n in range(10):
+            await asyncio.sleep(0)
+            yield {"user": [n]}
+
+    async with AsyncGrpcEmbedClient(grpc_target) as client:
+        firsts = [answer.result()["user"][0, 0] async for answer in client.embed_stream(items())]
+
+    assert firsts == [2 * n for n in range(10)]
+
+
+async def test_an_async_stream_to_no_server_is_unavailable() -> None:
+    async def items() -> AsyncIterator[Any]:
+        await asyncio.sleep(60)
+        yield {"user": [1]}
+
+    async with AsyncGrpcEmbedClient("127.0.0.1:1") as client, asyncio.timeout(5):
+        with pytest.raises(Unavailable):
+            await anext(client.embed_stream(items()))

@@ -1,0 +1,80 @@
+"""With torch beside it: a KeyedJaggedTensor in, a KeyedTensor out; without: no import of it."""
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embedserve_client.batch import batch_of
+from embedserve_client.errors import InvalidRequest
+from embedserve_client.result import EmbedResult, Layout
+
+
+def test_importing_the_client_imports_no_torch() -> None:
+    code = (
+        "import sys, embedserve_client; "
+        "print([name for name in ('torch', 'torchrec', 'fbgemm_gpu') if name in sys.modules])"
+    )
+    environment_path = [entry for entry in sys.path if entry]
+    found = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {environment_path!r}; {code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert found.stdout.strip() == "[]"
+
+
+@pytest.fixture(scope="module")
+def torch() -> Any:
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def jagged(torch: Any) -> Any:
+    return pytest.importorskip("torchrec.sparse.jagged_tensor")
+
+
+def test_a_keyed_jagged_tensor_is_read(torch: Any, jagged: Any) -> None:
+    tensor = jagged.KeyedJaggedTensor(
+        keys=["product", "user"],
+        values=torch.tensor([1, 2, 3, 4, 5, 6], dtype=torch.int32),
+        lengths=torch.tensor([2, 0, 1, 1, 1, 1]),
+        weights=torch.tensor([0.5, 1, 1, 1, 1, 1], requires_grad=True),
+    )
+
+    batch = batch_of(tensor)
+
+    assert (batch.keys, batch.batch_size) == (("product", "user"), 3)
+    assert (batch.ids.dtype, batch.ids.tolist()) == (np.int64, [1, 2, 3, 4, 5, 6])
+    assert (batch.lengths.dtype, batch.lengths.tolist()) == (np.int32, [2, 0, 1, 1, 1, 1])
+    assert batch.weights is not None
+    assert batch.weights.tolist() == [0.5, 1, 1, 1, 1, 1]
+
+
+def test_a_batch_size_per_key_is_refused(torch: Any, jagged: Any) -> None:
+    tensor = jagged.KeyedJaggedTensor(
+        keys=["product", "user"],
+        values=torch.tensor([1, 2, 3]),
+        lengths=torch.tensor([1, 1, 1]),
+        stride_per_key_per_rank=[[2], [1]],
+    )
+
+    with pytest.raises(InvalidRequest, match="another batch size for every key"):
+        batch_of(tensor)
+
+
+def test_a_result_is_a_keyed_tensor_to_write_to(torch: Any, jagged: Any) -> None:
+    values = np.frombuffer(np.arange(6, dtype="<f4").tobytes(), "<f4").reshape(2, 3)
+    result = EmbedResult(values, Layout(("movie", "user"), (2, 1)), "shop", 7)
+
+    tensor = result.to_keyed_tensor()
+    tensor.values().add_(1)
+
+    assert isinstance(tensor, jagged.KeyedTensor)
+    assert tensor.keys() == ["movie", "user"]
+    assert tensor["user"].tolist() == [[3], [6]]
+    assert result["user"].tolist() == [[2], [5]]

@@ -1,0 +1,100 @@
+"""The Dockerfile agrees with the tree, the project's metadata and the Deployment."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from .conftest import DEPLOY, ROOT, Rendered
+
+Instructions = list[list[str]]
+
+
+def arguments(dockerfile: Instructions, name: str) -> list[list[str]]:
+    return [line[1:] for line in dockerfile if line[0] == name]
+
+
+def sources(dockerfile: Instructions) -> list[str]:
+    """What COPY takes from the tree, not from another stage."""
+    copies = [words for words in arguments(dockerfile, "COPY") if words[0][:2] != "--"]
+    return [source for words in copies for source in words[:-1]]
+
+
+def runtime(dockerfile: Instructions) -> Instructions:
+    start = dockerfile.index(["FROM", "base-${VARIANT}", "AS", "runtime"])
+    return dockerfile[start:]
+
+
+def test_base_images_carry_a_tag_of_their_own(dockerfile: Instructions) -> None:
+    defaults = dict(
+        words[0].split("=", 1) for words in arguments(dockerfile, "ARG") if "=" in words[0]
+    )
+    images = [value for name, value in defaults.items() if name.endswith("_IMAGE")]
+    assert len(images) == 2
+    for image in images:
+        assert re.search(r":(?!latest)[\w.-]+$", image), image
+    assert "latest" not in json.dumps(dockerfile)
+
+
+def test_there_is_a_base_for_each_variant_the_script_takes(
+    dockerfile: Instructions, tmp_path: Path
+) -> None:
+    stages = {words[2]: words[0] for words in arguments(dockerfile, "FROM")}
+    assert stages == {
+        "base-cpu": "${CPU_IMAGE}",
+        "base-cuda": "${CUDA_IMAGE}",
+        "build": "base-${VARIANT}",
+        "runtime": "base-${VARIANT}",
+    }
+    for stage in ("base-cpu", "base-cuda"):
+        command = [DEPLOY / "build-image-env.sh", "--dry-run", stage[5:], tmp_path / "env", ROOT]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+
+def test_the_build_runs_the_tested_script(dockerfile: Instructions) -> None:
+    (mount, *words), *_ = arguments(dockerfile, "RUN")
+    assert mount.startswith("--mount=type=cache")
+    assert words == ["deploy/build-image-env.sh", '"$VARIANT"', "/opt/embedserve", "/source"]
+    assert ["--from=build", "/opt/embedserve", "/opt/embedserve"] in arguments(dockerfile, "COPY")
+
+
+def test_copied_sources_exist_and_reach_the_builder(dockerfile: Instructions) -> None:
+    ignore = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in ignore
+    for source in sources(dockerfile):
+        assert (ROOT / source).exists(), source
+        assert f"!{source}" in ignore, source
+
+
+def test_all_that_the_wheel_is_made_of_is_copied(
+    dockerfile: Instructions, pyproject: dict[str, Any]
+) -> None:
+    project = pyproject["project"]
+    packages = pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    wanted = {"pyproject.toml", project["readme"], *project["license-files"]}
+    wanted |= {package.split("/")[0] for package in packages}
+    assert wanted <= set(sources(dockerfile))
+
+
+def test_the_server_runs_as_the_deployments_user(dockerfile: Instructions, base: Rendered) -> None:
+    (user,) = arguments(runtime(dockerfile), "USER")
+    security = base.pod["securityContext"]
+    assert user == [f"{security['runAsUser']}:{security['runAsGroup']}"]
+    assert security["runAsUser"] > 0
+    (useradd,) = [words for words in arguments(dockerfile, "RUN") if words[0] == "useradd"]
+    assert useradd[useradd.index("--uid") + 1] == str(security["runAsUser"])
+
+
+def test_the_image_starts_what_the_deployment_starts(
+    dockerfile: Instructions, base: Rendered, pyproject: dict[str, Any]
+) -> None:
+    (entrypoint,) = arguments(dockerfile, "ENTRYPOINT")
+    (command,) = arguments(dockerfile, "CMD")
+    assert json.loads(" ".join(entrypoint)) == list(pyproject["project"]["scripts"])
+    assert json.loads(" ".join(command)) == base.container["args"]
+
+
+def test_exposed_ports_are_the_deployments(dockerfile: Instructions, base: Rendered) -> None:
+    (exposed,) = arguments(dockerfile, "EXPOSE")
+    assert exposed == [str(port["containerPort"]) for port in base.container["ports"]]

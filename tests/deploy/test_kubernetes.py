@@ -1,0 +1,178 @@
+"""The rendered manifests are valid and agree with each other."""
+
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from .conftest import Rendered
+
+KUBERNETES = "1.34"
+LABELS = {"app.kubernetes.io/name": "embedserve"}
+
+
+def service_ports(rendered: Rendered) -> dict[str, dict[str, Any]]:
+    return {port["name"]: port for port in rendered.one("Service")["spec"]["ports"]}
+
+
+def container_ports(rendered: Rendered) -> dict[str, int]:
+    return {port["name"]: port["containerPort"] for port in rendered.container["ports"]}
+
+
+def settings(rendered: Rendered) -> dict[str, str]:
+    return rendered.one("ConfigMap")["data"]
+
+
+def test_every_kind_is_rendered_once(rendered: Rendered) -> None:
+    assert sorted(manifest["kind"] for manifest in rendered.manifests) == [
+        "ConfigMap",
+        "Deployment",
+        "PersistentVolumeClaim",
+        "PodDisruptionBudget",
+        "Service",
+        "ServiceMonitor",
+    ]
+
+
+def test_manifests_follow_the_kubernetes_schema(rendered: Rendered) -> None:
+    for manifest in rendered.manifests:
+        if manifest["kind"] != "ServiceMonitor":  # a custom resource: tested below
+            kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+
+
+def test_the_schema_refuses_an_unknown_field(base: Rendered) -> None:
+    service = base.one("Service")
+    wrong = {**service, "spec": {**service["spec"], "port": 8000}}
+    with pytest.raises(kubernetes_validate.ValidationError, match="port"):
+        kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
+
+
+def test_no_manifest_names_a_namespace(rendered: Rendered) -> None:
+    assert [m["kind"] for m in rendered.manifests if "namespace" in m["metadata"]] == []
+
+
+def test_selectors_match_the_labels(rendered: Rendered) -> None:
+    deployment = rendered.one("Deployment")
+    assert deployment["spec"]["template"]["metadata"]["labels"] == LABELS
+    assert deployment["spec"]["selector"] == {"matchLabels": LABELS}
+    assert rendered.one("Service")["spec"]["selector"] == LABELS
+    assert rendered.one("PodDisruptionBudget")["spec"]["selector"] == {"matchLabels": LABELS}
+    (spread,) = rendered.pod["topologySpreadConstraints"]
+    assert spread["labelSelector"] == {"matchLabels": LABELS}
+
+
+def test_service_monitor_scrapes_the_service(rendered: Rendered) -> None:
+    monitor = rendered.one("ServiceMonitor")
+    assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
+    assert set(monitor["spec"]) == {"selector", "endpoints"}
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert set(endpoint) == {"port", "path", "interval"}
+    assert endpoint["path"] == "/metrics"
+    assert endpoint["port"] == "http"
+    assert endpoint["port"] in service_ports(rendered)
+    wanted = monitor["spec"]["selector"]["matchLabels"]
+    assert wanted.items() <= rendered.one("Service")["metadata"]["labels"].items()
+
+
+def test_service_targets_are_the_containers_ports(rendered: Rendered) -> None:
+    ports = service_ports(rendered)
+    assert {port["targetPort"] for port in ports.values()} == set(container_ports(rendered))
+    assert {name: port["port"] for name, port in ports.items()} == container_ports(rendered)
+    assert ports["grpc"]["appProtocol"] == "kubernetes.io/h2c"
+
+
+def test_the_server_listens_on_the_containers_ports(rendered: Rendered) -> None:
+    values = settings(rendered)
+    assert container_ports(rendered) == {
+        "http": int(values["EMBEDSERVE_HTTP_PORT"]),
+        "grpc": int(values["EMBEDSERVE_GRPC_PORT"]),
+    }
+    assert values["EMBEDSERVE_HOST"] == "0.0.0.0"
+
+
+def test_the_config_map_is_the_containers_environment(rendered: Rendered) -> None:
+    name = rendered.one("ConfigMap")["metadata"]["name"]
+    assert name.startswith("embedserve-")  # the generator's hash follows
+    assert rendered.container["envFrom"] == [{"configMapRef": {"name": name}}]
+
+
+def test_the_service_adds_nothing_to_the_environment(rendered: Rendered) -> None:
+    assert rendered.pod["enableServiceLinks"] is False
+
+
+@pytest.mark.parametrize(
+    ("probe", "path"),
+    [
+        ("startupProbe", "/health/live"),
+        ("livenessProbe", "/health/live"),
+        ("readinessProbe", "/health/ready"),
+    ],
+)
+def test_probes_ask_the_http_port(rendered: Rendered, probe: str, path: str) -> None:
+    assert rendered.container[probe]["httpGet"] == {"path": path, "port": "http"}
+    assert "http" in container_ports(rendered)
+
+
+def test_the_pod_outlives_its_drain(rendered: Rendered) -> None:
+    command, seconds = rendered.container["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == "sleep"
+    assert int(seconds) > 0
+    drain_s = float(settings(rendered)["EMBEDSERVE_DRAIN_S"])
+    assert rendered.pod["terminationGracePeriodSeconds"] > int(seconds) + drain_s
+
+
+def test_a_rollout_keeps_every_replica(rendered: Rendered) -> None:
+    spec = rendered.one("Deployment")["spec"]
+    assert spec["replicas"] == 2
+    assert spec["strategy"] == {
+        "type": "RollingUpdate",
+        "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1},
+    }
+    assert rendered.one("PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
+
+
+def test_the_container_has_no_rights_it_does_not_need(rendered: Rendered) -> None:
+    assert rendered.container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    pod = rendered.pod
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["automountServiceAccountToken"] is False
+
+
+def test_the_store_is_the_claim_and_read_only(rendered: Rendered) -> None:
+    volumes = {volume["name"]: volume for volume in rendered.pod["volumes"]}
+    mounts = {mount["mountPath"]: mount for mount in rendered.container["volumeMounts"]}
+    command, store = rendered.container["args"]
+    assert command == "serve"
+    assert mounts[store]["readOnly"] is True
+    claim = volumes[mounts[store]["name"]]["persistentVolumeClaim"]["claimName"]
+    assert claim == rendered.one("PersistentVolumeClaim")["metadata"]["name"]
+    assert "emptyDir" in volumes[mounts["/tmp"]["name"]]
+
+
+def test_resources_bound_memory_but_not_the_processor(rendered: Rendered) -> None:
+    resources = rendered.container["resources"]
+    assert set(resources["requests"]) == {"cpu", "memory"}
+    assert resources["limits"]["memory"] == resources["requests"]["memory"]
+    assert "cpu" not in resources["limits"]
+
+
+def test_images_are_this_version(base: Rendered, gpu: Rendered, pyproject: dict[str, Any]) -> None:
+    version = pyproject["project"]["version"]
+    assert base.container["image"] == f"embedserve:{version}-cpu"
+    assert gpu.container["image"] == f"embedserve:{version}-cuda"
+
+
+def test_only_the_gpu_overlay_asks_for_a_gpu(base: Rendered, gpu: Rendered) -> None:
+    assert gpu.container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert [toleration["key"] for toleration in gpu.pod["tolerations"]] == ["nvidia.com/gpu"]
+    assert "nvidia.com/gpu" not in base.container["resources"]["limits"]
+    assert "tolerations" not in base.pod
+
+
+def test_the_gpu_overlay_changes_one_setting(base: Rendered, gpu: Rendered) -> None:
+    assert settings(gpu) == {**settings(base), "EMBEDSERVE_DEVICES": "cuda"}

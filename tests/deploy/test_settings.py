@@ -1,0 +1,20 @@
+"""Every EMBEDSERVE_* variable that a deployment sets is a setting of the command."""
+
+import dataclasses
+
+from embedserve.config import ServeSettings
+
+from .conftest import Rendered
+
+KNOWN = {f"EMBEDSERVE_{field.name.upper()}" for field in dataclasses.fields(ServeSettings)}
+
+
+def test_the_config_map_holds_settings_of_the_command(rendered: Rendered) -> None:
+    assert set(rendered.one("ConfigMap")["data"]) - KNOWN == set()
+
+
+def test_the_image_sets_settings_of_the_command(dockerfile: list[list[str]]) -> None:
+    words = [word for line in dockerfile if line[0] == "ENV" for word in line[1:]]
+    names = {word.split("=")[0] for word in words if word.startswith("EMBEDSERVE_")}
+    assert names == {"EMBEDSERVE_HOST"}
+    assert names <= KNOWN

@@ -1,0 +1,141 @@
+"""One server, one model for each plan and dtype: all answer like the source's own rows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from reference import assert_same, dequantized_int8, pooled, random_bags
+from servers import Running, running
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+
+from embedserve_client import (
+    AsyncEmbedClient,
+    AsyncGrpcEmbedClient,
+    EmbedClient,
+    GrpcEmbedClient,
+    InvalidRequest,
+    UnknownModel,
+)
+from embedserve_store import publish
+
+ROWS = 4096
+PLANS = [
+    (dtype, sharding, ranks)
+    for dtype in ("float32", "int8")
+    for sharding in ("table_wise", "row_wise")
+    for ranks in (1, 2, 4)
+]
+
+
+def name(dtype: str, sharding: str, ranks: int) -> str:
+    return f"{dtype}_{sharding}_{ranks}"
+
+
+@pytest.fixture(scope="module")
+def ebc() -> EmbeddingBagCollection:
+    """TorchRec's introductory example."""
+    torch.manual_seed(1)
+    return EmbeddingBagCollection(
+        device="cpu",
+        tables=[
+            EmbeddingBagConfig(
+                name=f"{feature}_table",
+                embedding_dim=64,
+                num_embeddings=ROWS,
+                feature_names=[feature],
+                pooling=PoolingType.SUM,
+            )
+            for feature in ("product", "user")
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def server(
+    ebc: EmbeddingBagCollection, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("plans")
+    for dtype, sharding, ranks in PLANS:
+        publish(
+            ebc,
+            folder / "store",
+            model=name(dtype, sharding, ranks),
+            dtype=dtype,
+            sharding=sharding,
+            world_size=ranks,
+        )
+    default = ("--default-model", name("float32", "row_wise", 2))
+    with running(folder / "store", folder / "log", *default) as server:
+        yield server
+
+
+def tables(ebc: EmbeddingBagCollection, dtype: str) -> dict[str, np.ndarray]:
+    rows = {
+        table.removesuffix("_table"): bag.weight.detach().numpy()
+        for table, bag in ebc.embedding_bags.items()
+    }
+    return rows if dtype == "float32" else {t: dequantized_int8(r) for t, r in rows.items()}
+
+
+def answers(rows: dict[str, np.ndarray], bags: dict) -> np.ndarray:
+    return np.concatenate([pooled(rows[f], bags[f]) for f in ("product", "user")], axis=1)
+
+
+def test_the_introductory_example_is_a_keyed_tensor_of_3_by_128(server, ebc) -> None:
+    bags = {"product": [[101, 202], [], [303]], "user": [[404], [505], [606]]}
+    with EmbedClient(server.http) as client:
+        keyed = client.embed(bags).to_keyed_tensor()
+    assert keyed.keys() == ["product", "user"]
+    assert keyed.values().shape == (3, 128)
+    assert_same(keyed.values().numpy(), answers(tables(ebc, "float32"), bags))
+
+
+@pytest.mark.parametrize(("dtype", "sharding", "ranks"), PLANS)
+def test_every_plan_answers_exactly_over_both_protocols(
+    server, ebc, dtype, sharding, ranks
+) -> None:
+    bags = random_bags(np.random.default_rng(2), {"product": ROWS, "user": ROWS}, 9)
+    model = name(dtype, sharding, ranks)
+    with EmbedClient(server.http) as rest, GrpcEmbedClient(server.grpc) as grpc:
+        assert sum(len(t.features) for t in rest.model(model).tables) == 2
+        over_rest, over_grpc = rest.embed(bags, model=model), grpc.embed(bags, model=model)
+    assert_same(over_rest.values, answers(tables(ebc, dtype), bags))
+    np.testing.assert_array_equal(over_rest.values, over_grpc.values)
+
+
+async def test_thousands_of_mixed_requests_each_get_their_own_answer(server, ebc) -> None:
+    """Valid ones exact, invalid ones their own error, whoever they shared a batch with."""
+    rng = np.random.default_rng(4)
+    rows = tables(ebc, "float32")
+
+    async def ask(client: AsyncEmbedClient | AsyncGrpcEmbedClient, number: int) -> str:
+        bags = random_bags(rng, {"product": ROWS, "user": ROWS}, int(rng.integers(1, 5)))
+        wrong = ROWS + number
+        kind = ("valid", "valid", "valid", "id", "feature", "model")[number % 6]
+        if kind == "id":
+            bags["product"][-1] = [1, wrong]
+            with pytest.raises(InvalidRequest, match=f"is {wrong}: ids of 'product'"):
+                await client.embed(bags)
+        elif kind == "feature":
+            with pytest.raises(InvalidRequest, match=f"features.f{number}: model"):
+                await client.embed({**bags, f"f{number}": bags["user"]})
+        elif kind == "model":
+            with pytest.raises(UnknownModel, match=f"'m{number}'"):
+                await client.embed(bags, model=f"m{number}")
+        else:
+            assert_same((await client.embed(bags)).values, answers(rows, bags))
+        return kind
+
+    async with AsyncEmbedClient(server.http) as rest, AsyncGrpcEmbedClient(server.grpc) as grpc:
+        gate = asyncio.Semaphore(256)
+
+        async def gated(number: int) -> str:
+            async with gate:
+                return await ask((rest, grpc)[number // 6 % 2], number)
+
+        kinds = await asyncio.gather(*[gated(number) for number in range(3000)])
+    assert kinds.count("valid") == 1500

@@ -1,0 +1,53 @@
+"""One small model of every kind of table, live and published in any dtype and plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+
+from embedserve_store import ModelStore, ModelVersion, publish
+
+Publish = Callable[..., ModelVersion]
+
+
+@pytest.fixture(scope="session")
+def ebc() -> EmbeddingBagCollection:
+    """Four tables: two features on one, one feature on two, sum and mean, uneven rows."""
+    torch.manual_seed(3)
+    tables = [
+        ("movie", 1001, 64, ["history", "candidate"], PoolingType.MEAN),
+        ("genre", 3, 16, ["genres"], PoolingType.SUM),
+        ("user", 50, 32, ["user"], PoolingType.SUM),
+        ("recent", 77, 8, ["history"], PoolingType.MEAN),
+    ]
+    collection = EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=name,
+                num_embeddings=rows,
+                embedding_dim=dim,
+                feature_names=features,
+                pooling=pooling,
+            )
+            for name, rows, dim, features, pooling in tables
+        ]
+    )
+    with torch.no_grad():
+        for parameter in collection.parameters():
+            parameter.normal_()
+    return collection
+
+
+@pytest.fixture(scope="session")
+def published(ebc: EmbeddingBagCollection, tmp_path_factory: pytest.TempPathFactory) -> Publish:
+    """published(dtype=…, sharding=…, world_size=…): a version of the collection."""
+    store = tmp_path_factory.mktemp("store")
+
+    def publish_one(**options: object) -> ModelVersion:
+        result = publish(ebc, store, model="model", **options)  # type: ignore[arg-type]
+        return ModelStore(store).load("model", result.version)
+
+    return publish_one

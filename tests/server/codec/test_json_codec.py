@@ -1,0 +1,213 @@
+"""The JSON of POST /embed: what is read, what is refused and how, and exact float32 out."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from server.fake_engine import Bags, make_request, model_info
+from server.strategies import bags_of_ids, mutated_json, weights_or_none
+
+from embedserve.codec.diagnose import diagnose
+from embedserve.codec.json_codec import decode_request, encode_error, encode_result
+from embedserve.errors import InvalidRequestError
+from embedserve.types import LookupRequest, LookupResult
+
+
+def same(one: LookupRequest, other: LookupRequest) -> bool:
+    return (
+        one.features == other.features
+        and one.batch_size == other.batch_size
+        and np.array_equal(one.ids, other.ids)
+        and np.array_equal(one.lengths, other.lengths)
+        and (one.weights is None) == (other.weights is None)
+        and (one.weights is None or np.array_equal(one.weights, other.weights))
+    )
+
+
+@given(data=st.data())
+def test_bags_become_the_flat_arrays_of_a_keyed_jagged_tensor(data: st.DataObject) -> None:
+    bags = data.draw(bags_of_ids())
+    weights = data.draw(weights_or_none(bags))
+    body = json.dumps({"features": bags} | ({"weights": weights} if weights else {}))
+    request = decode_request(body.encode(), "shop")
+    assert same(request, make_request(bags, weights))
+    assert request.model == "shop"
+    assert (request.ids.dtype, request.lengths.dtype) == (np.int64, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("features", "bags"),
+    [
+        ({"user": [1, 2]}, {"user": [[1, 2]]}),
+        ({"user": [], "tag": [3]}, {"user": [[]], "tag": [[3]]}),
+        ({"user": [1], "tag": [[3, 4]]}, {"user": [[1]], "tag": [[3, 4]]}),
+        ({"user": [[]]}, {"user": [[]]}),
+    ],
+)
+def test_a_flat_list_is_a_batch_of_one(features: dict[str, list], bags: Bags) -> None:
+    body = json.dumps({"features": features}).encode()
+    assert same(decode_request(body, ""), make_request(bags))
+
+
+def test_features_without_weights_count_every_id_once() -> None:
+    body = b'{"features": {"user": [[1, 2]], "tag": [[3]]}, "weights": {"tag": [[0.5]]}}'
+    weights = decode_request(body, "").weights
+    assert weights is not None
+    assert weights.tolist() == [1.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize("limit", [-(2**63), 2**63 - 1])
+def test_ids_keep_all_64_bits(limit: int) -> None:
+    body = json.dumps({"features": {"user": [limit]}}).encode()
+    assert decode_request(body, "").ids.tolist() == [limit]
+
+
+DEEP = "[" * 2000 + "]" * 2000
+
+BAD = [
+    # (body, field of the error, what the message holds besides)
+    ("", "body", "is empty"),
+    ("  ", "body", "is empty"),
+    ("{", "body", "is not JSON"),
+    ('{"features": {"user": [1]}} x', "body", "Extra data"),
+    ("[1]", "body", "is [1], expected an object"),
+    ("null", "body", "is null"),
+    (DEEP, "body", "nested too deep"),
+    ('{"features": {"user": ' + DEEP + "}}", "body", "nested too deep"),
+    ("{}", "features", "is missing"),
+    ('{"features": null}', "features", "is null"),
+    ('{"features": [1]}', "features", "is [1]"),
+    ('{"features": {}}', "features", "is {}"),
+    ('{"features": {"user": [1]}, "batch": 2}', "batch", "is not a field"),
+    ('{"features": {"user": [1]}, "": 2}', '""', "is not a field"),
+    ('{"features": {"user": 5}}', "features.user", "is 5"),
+    ('{"features": {"user": []}}', "features.user", "an empty batch"),
+    ('{"features": {"user": [], "tag": []}}', "features.user", "an empty batch"),
+    ('{"features": {"user": [1.5]}}', "features.user[0]", "is 1.5"),
+    ('{"features": {"user": [1.0]}}', "features.user[0]", "is 1.0"),
+    ('{"features": {"user": [1, true]}}', "features.user[1]", "is true"),
+    ('{"features": {"user": ["7"]}}', "features.user[0]", 'is "7"'),
+    ('{"features": {"user": [[1], [null]]}}', "features.user[1][0]", "is null"),
+    ('{"features": {"user": [NaN]}}', "features.user[0]", "is NaN"),
+    ('{"features": {"user": [9223372036854775808]}}', "features.user[0]", "9223372036854775808"),
+    ('{"features": {"user": [-9223372036854775809]}}', "features.user[0]", "64-bit"),
+    ('{"features": {"user": [1, [2]]}}', "features.user[1]", "is [2]"),
+    ('{"features": {"user": [[1], 2]}}', "features.user[1]", "is 2"),
+    ('{"features": {"user": [[[1]]]}}', "features.user[0][0]", "is [1]"),
+    ('{"features": {"user": [[1], [2]], "tag": [[3]]}}', "features.tag", "1 example, but"),
+    ('{"features": {"user": [[1], [2]], "tag": [3]}}', "features.tag", "has 2 examples"),
+    ('{"features": {"user": [1]}, "weights": 2}', "weights", "is 2"),
+    ('{"features": {"user": [1]}, "weights": {"tag": [1]}}', "weights.tag", "no features.tag"),
+    ('{"features": {"user": [1]}, "weights": {"user": 1}}', "weights.user", "is 1"),
+    ('{"features": {"user": [1]}, "weights": {"user": [1, 2]}}', "weights.user[0]", "2 weights"),
+    ('{"features": {"user": [1]}, "weights": {"user": []}}', "weights.user[0]", "0 weights"),
+    ('{"features": {"user": [[1], [2]]}, "weights": {"user": [[1]]}}', "weights.user", "1 exam"),
+    ('{"features": {"user": [1]}, "weights": {"user": ["x"]}}', "weights.user[0]", 'is "x"'),
+    ('{"features": {"user": [1]}, "weights": {"user": [true]}}', "weights.user[0]", "is true"),
+    ('{"features": {"user": [1]}, "weights": {"user": [NaN]}}', "weights.user[0]", "is NaN"),
+    ('{"features": {"user": [1]}, "weights": {"user": [1e999]}}', "weights.user[0]", "Infinity"),
+    ('{"features": {"user": [1]}, "weights": {"user": [-1e39]}}', "weights.user[0]", "is -1e+39"),
+]
+
+
+@pytest.mark.parametrize(("body", "field", "problem"), BAD)
+def test_a_bad_body_is_refused_with_field_and_value(body: str, field: str, problem: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        decode_request(body.encode(), "")
+    assert caught.value.field == field
+    assert caught.value.message.startswith(field)
+    assert problem in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'\xff{"features": {"user": [1]}}',
+        b'\xef\xbb\xbf{"features": {"user": [1]}}',
+        '{"features": {"user": [1]}}'.encode("utf-16"),
+        b'{"features": {"user": [1%s]}}' % (b"0" * 5000),
+        b'{"features": {"\\ud800": [1]}}',
+        b'{"features": {"\\ud800": "x"}}',
+        b'{"\\ud800": 1}',
+        b'{"features": "twice", "features": {"user": [1]}}',
+    ],
+)
+def test_odd_encodings_are_refused_with_an_error_that_can_be_sent(body: bytes) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        decode_request(body, "")
+    assert json.loads(encode_error(caught.value))["error"]["field"]
+
+
+def test_other_encodings_than_plain_utf_8_are_said_not_to_be_json() -> None:
+    text = '{"features": {"user": [1]}}'
+    for encoding in ("utf-8-sig", "utf-16", "utf-32"):
+        found = diagnose(text.encode(encoding))
+        assert found is not None
+        assert found.message.startswith("body is not JSON: ")
+
+
+def test_every_depth_of_nesting_is_refused_the_same_way() -> None:
+    """Near the recursion limit parsing may succeed where quoting the value fails."""
+    for depth in range(3, 1100):
+        for opening, closing in (("[", "]"), ('{"a":', "1}")):
+            nested = opening * depth + closing * depth
+            for body in (nested, '{"features": {"user": ["", ' + nested + "]}}"):
+                with pytest.raises(InvalidRequestError):
+                    decode_request(body.encode(), "")
+
+
+@given(parsed=mutated_json())
+def test_a_mutated_body_is_read_or_refused_and_nothing_else(parsed: object) -> None:
+    body = json.dumps(parsed).encode()
+    found = diagnose(body)
+    if found is not None:
+        with pytest.raises(InvalidRequestError) as caught:
+            decode_request(body, "")
+        assert (caught.value.message, caught.value.field) == (found.message, found.field)
+        assert json.loads(encode_error(found))["error"]["field"]
+    else:
+        request = decode_request(body, "")
+        assert request.lengths.size == len(request.features) * request.batch_size
+        assert request.lengths.sum() == request.ids.size
+        assert request.weights is None or request.weights.size == request.ids.size
+
+
+@given(body=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
+def test_any_bytes_are_read_or_refused_and_nothing_else(body: bytes) -> None:
+    with pytest.raises(InvalidRequestError):
+        decode_request(body, "")
+
+
+@given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=9, max_size=9))
+def test_float32_values_survive_json_bit_for_bit(bits: list[int]) -> None:
+    values = np.array(bits, np.uint32).view(np.float32)
+    values[~np.isfinite(values)] = np.finfo(np.float32).max
+    answer = json.loads(encode_result(LookupResult(model_info(), values.reshape(1, 9))))
+    read = np.array(answer["values"], np.float64).astype(np.float32)
+    assert read.reshape(-1).view(np.uint32).tolist() == values.view(np.uint32).tolist()
+
+
+def test_an_answer_says_which_model_and_which_columns() -> None:
+    answer = json.loads(encode_result(LookupResult(model_info(), np.zeros((2, 9), np.float32))))
+    assert answer == {
+        "model": "shop",
+        "version": 7,
+        "keys": ["user", "movie", "tag"],
+        "length_per_key": [4, 3, 2],
+        "values": [[0.0] * 9] * 2,
+    }
+
+
+def test_an_error_has_code_message_and_field() -> None:
+    error = InvalidRequestError("features.user[0] is -1: …", "features.user[0]")
+    assert json.loads(encode_error(error)) == {
+        "error": {
+            "code": "INVALID_ARGUMENT",
+            "message": "features.user[0] is -1: …",
+            "field": "features.user[0]",
+        }
+    }

@@ -1,0 +1,153 @@
+"""EmbedRequest in and EmbedResponse out, against the generated classes as the reference."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from server.fake_engine import make_request, model_info
+from server.strategies import bags_of_ids, weights_or_none
+
+from embedserve.codec.protobuf_codec import (
+    decode_request,
+    encode_error,
+    encode_result,
+    model_message,
+)
+from embedserve.errors import InvalidRequestError, OverloadedError
+from embedserve.types import LookupResult
+from embedserve_proto import embedding_pb2 as pb
+
+
+@given(data=st.data())
+def test_packed_fields_and_bytes_fields_are_the_same_request(data: st.DataObject) -> None:
+    bags = data.draw(bags_of_ids())
+    expected = make_request(bags, data.draw(weights_or_none(bags)))
+    weights = np.zeros(0, np.float32) if expected.weights is None else expected.weights
+    packed = pb.EmbedRequest(
+        model="shop",
+        keys=expected.features,
+        ids=expected.ids.tolist(),
+        lengths=expected.lengths.tolist(),
+        weights=weights.tolist(),
+    )
+    as_bytes = pb.EmbedRequest(
+        model="shop",
+        keys=expected.features,
+        ids_bytes=expected.ids.astype("<i8").tobytes(),
+        lengths_bytes=expected.lengths.astype("<i4").tobytes(),
+        weights_bytes=weights.astype("<f4").tobytes(),
+    )
+    for message in (packed, as_bytes):
+        request = decode_request(message.SerializeToString())
+        assert (request.model, request.features) == ("shop", expected.features)
+        assert request.batch_size == expected.batch_size
+        assert request.ids.tolist() == expected.ids.tolist()
+        assert request.lengths.tolist() == expected.lengths.tolist()
+        assert (request.weights is None) == (weights.size == 0)
+        assert request.weights is None or request.weights.tolist() == weights.tolist()
+        assert (request.ids.dtype, request.lengths.dtype) == (np.int64, np.int32)
+
+
+def test_the_model_of_the_url_goes_before_that_of_the_message() -> None:
+    body = pb.EmbedRequest(model="b", keys=["user"], lengths=[0]).SerializeToString()
+    assert decode_request(body, "a").model == "a"
+    assert decode_request(body).model == "b"
+
+
+GOOD: dict[str, Any] = {"keys": ["user", "tag"], "ids": [1, 2, 3], "lengths": [1, 1, 0, 1]}
+
+BAD = [
+    ({"keys": []}, "keys", "is empty"),
+    ({"keys": ["user", "user"]}, "keys", "'user' twice"),
+    ({"lengths": []}, "lengths", "empty batch"),
+    ({"lengths": [1, 1, 1]}, "lengths", "3 entries, not a multiple of the 2 keys"),
+    ({"weights": [1.0, 2.0]}, "weights", "has 2 for 3 ids"),
+    ({"ids_bytes": bytes(24)}, "ids", "ids and ids_bytes are both given"),
+    ({"lengths_bytes": bytes(16)}, "lengths", "both given"),
+    ({"weights": [1.0], "weights_bytes": bytes(4)}, "weights", "both given"),
+    ({"ids": [], "ids_bytes": bytes(7)}, "ids_bytes", "has 7 bytes, not a multiple of 8"),
+    ({"lengths": [], "lengths_bytes": bytes(5)}, "lengths_bytes", "has 5 bytes, not a multiple"),
+    ({"weights_bytes": bytes(3)}, "weights_bytes", "has 3 bytes, not a multiple of 4"),
+]
+
+
+@pytest.mark.parametrize(("change", "field", "problem"), BAD)
+def test_a_bad_message_is_refused_with_field_and_value(
+    change: dict[str, Any], field: str, problem: str
+) -> None:
+    decode_request(pb.EmbedRequest(**GOOD).SerializeToString())
+    body = pb.EmbedRequest(**(GOOD | change)).SerializeToString()
+    with pytest.raises(InvalidRequestError) as caught:
+        decode_request(body)
+    assert caught.value.field == field
+    assert problem in caught.value.message
+
+
+@given(body=st.binary(max_size=80))
+def test_any_bytes_are_read_or_refused_and_nothing_else(body: bytes) -> None:
+    with contextlib.suppress(InvalidRequestError):
+        request = decode_request(body)
+        assert request.lengths.size == len(request.features) * request.batch_size
+
+
+def test_malformed_protobuf_is_said_to_be_no_embed_request() -> None:
+    with pytest.raises(InvalidRequestError, match="body is not an EmbedRequest"):
+        decode_request(b'{"features": {}}')
+
+
+@given(batch_size=st.integers(1, 300), seed=st.integers(0, 2**32 - 1))
+def test_the_answer_built_from_parts_is_the_message(batch_size: int, seed: int) -> None:
+    values = np.random.default_rng(seed).standard_normal((batch_size, 9), np.float32)
+    answer = pb.EmbedResponse.FromString(encode_result(LookupResult(model_info(), values)))
+    assert answer == pb.EmbedResponse(
+        model="shop",
+        version=7,
+        keys=["user", "movie", "tag"],
+        length_per_key=[4, 3, 2],
+        batch_size=batch_size,
+        values=values.astype("<f4").tobytes(),
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 31, 32, 33, 4095, 4096])
+def test_lengths_around_a_varints_next_byte_are_encoded_right(batch_size: int) -> None:
+    model = model_info(features={"user": (7, 1)})
+    values = np.arange(batch_size, dtype=np.float32).reshape(batch_size, 1)
+    answer = pb.EmbedResponse.FromString(encode_result(LookupResult(model, values)))
+    assert answer.batch_size == batch_size
+    assert answer.values == values.astype("<f4").tobytes()
+
+
+def test_a_slice_of_a_batch_is_encoded_alone() -> None:
+    batch = np.arange(45, dtype=np.float32).reshape(5, 9)
+    answer = pb.EmbedResponse.FromString(encode_result(LookupResult(model_info(), batch[2:4])))
+    assert np.frombuffer(answer.values, "<f4").tolist() == batch[2:4].reshape(-1).tolist()
+
+
+def test_big_endian_values_are_sent_little_endian() -> None:
+    values = np.arange(9, dtype=">f4").reshape(1, 9)
+    answer = pb.EmbedResponse.FromString(encode_result(LookupResult(model_info(), values)))
+    assert np.frombuffer(answer.values, "<f4").tolist() == list(range(9))
+
+
+def test_a_stream_error_holds_nothing_but_the_error() -> None:
+    answer = pb.EmbedResponse.FromString(encode_error(OverloadedError("full", "queue")))
+    error = pb.Error(code="RESOURCE_EXHAUSTED", message="full", field="queue")
+    assert answer == pb.EmbedResponse(error=error)
+
+
+def test_a_model_is_described_with_its_tables() -> None:
+    message = model_message(model_info())
+    assert list(message.features) == ["user", "movie", "tag"]
+    assert list(message.length_per_key) == [4, 3, 2]
+    tables = [(table.name, table.num_embeddings, table.sharding) for table in message.tables]
+    assert tables == [
+        ("t_user", 7, "table_wise"),
+        ("t_movie", 11, "table_wise"),
+        ("t_tag", 5, "table_wise"),
+    ]

@@ -1,0 +1,83 @@
+"""The fake engine, a batcher over it, one thread for large batches, a time limit; and a store."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from server.fake_engine import FakeEngine
+from server.python import run_python
+
+from embedserve.batcher import Batcher
+from embedserve.config import Limits
+from embedserve.metrics import ModelMetrics
+
+MakeBatcher = Callable[[Limits], Batcher]
+TEST_S_MAX = 30
+
+PUBLISH = """
+import sys, torch
+from embedserve.cli import app
+checkpoint, tables, store = sys.argv[1:]
+torch.save({"embedding_bags.t_user.weight": torch.ones(7, 4)}, checkpoint)
+options = "--model shop --sharding row_wise --world-size 2"
+app(["publish", checkpoint, tables, store, *options.split()])
+"""
+TABLES = """
+tables:
+- {name: t_user, num_embeddings: 7, embedding_dim: 4, feature_names: [user], pooling: sum}
+"""
+
+
+@pytest.fixture(autouse=True)
+def time_limit() -> Iterator[None]:
+    """Fails a test that waits for an answer that never comes."""
+
+    def give_up(*_: object) -> NoReturn:
+        raise TimeoutError(f"the test ran for {TEST_S_MAX} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(TEST_S_MAX)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+@pytest.fixture
+def engine(executor: ThreadPoolExecutor) -> Iterator[FakeEngine]:
+    """Released at the end, so that no test leaves the thread waiting."""
+    engine = FakeEngine()
+    yield engine
+    engine.release()
+
+
+@pytest.fixture
+def metrics(engine: FakeEngine) -> ModelMetrics:
+    return ModelMetrics(engine.model)
+
+
+@pytest.fixture
+def make_batcher(
+    engine: FakeEngine, metrics: ModelMetrics, executor: ThreadPoolExecutor
+) -> MakeBatcher:
+    return lambda limits: Batcher(engine, engine.model, limits, metrics, executor)
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with one small model, published in another process: torch stays out of this one."""
+    folder = tmp_path_factory.mktemp("store")
+    (folder / "tables.yaml").write_text(TABLES)
+    done = run_python("-c", PUBLISH, folder / "model.pt", folder / "tables.yaml", folder / "store")
+    assert done.returncode == 0, done.stderr
+    return folder / "store"

@@ -1,0 +1,26 @@
+"""Runs Python in another process that can import what this one can."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+RUN_S_MAX = 25
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+
+
+def run_python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Its exit status and what it wrote; nothing is raised for a status other than 0."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=RUN_S_MAX,
+        check=False,
+    )

@@ -1,0 +1,81 @@
+"""Hypothesis strategies of requests to the fake engine's model, and of JSON values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+from server.fake_engine import FEATURES, Bags, Weights
+
+WEIGHT = st.floats(-100, 100, width=32)
+JSON_LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=4)
+    | st.sampled_from([2**63, -(2**63) - 1, 10**400, 1e39, "", "features"])
+)
+JSON_VALUE = st.recursive(
+    JSON_LEAF,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=6,
+)
+
+
+@st.composite
+def bags_of_ids(draw: st.DrawFn, *, all_features: bool = False) -> Bags:
+    """Some or all features in any order, 1 to 4 examples, empty bags among them."""
+    features = draw(st.permutations(list(FEATURES)))
+    if not all_features:
+        features = features[: draw(st.integers(1, len(features)))]
+    batch_size = draw(st.integers(1, 4))
+    return {
+        feature: [
+            draw(st.lists(st.integers(0, FEATURES[feature][0] - 1), max_size=3))
+            for _ in range(batch_size)
+        ]
+        for feature in features
+    }
+
+
+@st.composite
+def weights_or_none(draw: st.DrawFn, bags: Bags) -> Weights | None:
+    if draw(st.booleans()):
+        return None
+    return {
+        feature: [[draw(WEIGHT) for _ in bag] for bag in feature_bags]
+        for feature, feature_bags in bags.items()
+    }
+
+
+@st.composite
+def mutated_json(draw: st.DrawFn) -> Any:
+    """A valid body with one value anywhere in it replaced, removed or doubled."""
+    bags = draw(bags_of_ids())
+    body: dict[str, Any] = {"features": bags}
+    if weights := draw(weights_or_none(bags)):
+        body["weights"] = weights
+    _mutate(draw, body)
+    return body
+
+
+def _mutate(draw: st.DrawFn, value: Any) -> None:
+    """Descends to a random place of ``value`` and changes it."""
+    places = list(value) if isinstance(value, dict) else list(range(len(value)))
+    if not places:
+        return
+    place = draw(st.sampled_from(places))
+    inner = value[place]
+    if isinstance(inner, dict | list) and inner and draw(st.integers(0, 3)):
+        return _mutate(draw, inner)
+    action = draw(st.sampled_from(["replace", "remove", "double"]))
+    if action == "replace":
+        value[place] = draw(JSON_VALUE)
+    elif action == "remove":
+        del value[place]
+    elif isinstance(value, dict):
+        value[draw(st.text(max_size=4))] = inner
+    else:
+        value.append(inner)
+    return None

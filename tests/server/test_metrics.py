@@ -1,0 +1,164 @@
+"""The metrics: right buckets, a text that Prometheus reads, and counts that add up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from server.fake_engine import FakeEngine, model_info
+from server.live import make_service
+
+from embedserve.frontends.management import management_app
+from embedserve.frontends.rest import EmbedEndpoint
+from embedserve.metrics import PENDING_MAX, Histogram, Metrics
+from embedserve.service import Service
+
+OURS = "embedserve_"
+
+
+def read(text: str) -> dict[str, Metric]:
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def value(families: dict[str, Metric], sample_name: str, **labels: str) -> float:
+    """The one sample of that name with those labels."""
+    found = [
+        sample.value
+        for family in families.values()
+        for sample in family.samples
+        if sample.name == sample_name and labels.items() <= sample.labels.items()
+    ]
+    assert len(found) == 1, f"{sample_name} {labels}: {found}"
+    return float(found[0])
+
+
+@pytest.fixture
+def service(engine: FakeEngine, executor: ThreadPoolExecutor) -> Service:
+    return make_service(engine, executor=executor)
+
+
+@pytest.fixture
+def client(service: Service) -> httpx.AsyncClient:
+    app = EmbedEndpoint(service, management_app(service))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+async def scraped(client: httpx.AsyncClient) -> dict[str, Metric]:
+    answer = await client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    return read(answer.text)
+
+
+def test_a_value_equal_to_a_bound_belongs_to_its_bucket() -> None:
+    histogram = Histogram((1.0, 2.0, 4.0))
+    histogram.observe_many([0.5, 1.0, 1.5, 2.0, 4.0, 4.1])
+    buckets, total = histogram.samples()
+    assert buckets == [("1.0", 2), ("2.0", 4), ("4.0", 5), ("+Inf", 6)]
+    assert total == pytest.approx(13.1)
+
+
+@given(values=st.lists(st.floats(0, 10), max_size=40), cut=st.integers(0, 40))
+def test_buckets_count_what_the_definition_says(values: list[float], cut: int) -> None:
+    bounds = (0.1, 1.0, 5.0)
+    histogram = Histogram(bounds)
+    histogram.observe_many(values[:cut])
+    histogram.samples()  # a scrape in between changes nothing
+    for single in values[cut:]:
+        histogram.observe(single)
+    counts = [count for _, count in histogram.samples()[0]]
+    assert counts == [sum(v <= bound for v in values) for bound in (*bounds, float("inf"))]
+
+
+def test_many_observations_are_kept_between_scrapes() -> None:
+    histogram = Histogram((1.0,))
+    for _ in range(2 * PENDING_MAX + 3):
+        histogram.observe(0.5)
+    assert histogram.samples() == (
+        [("1.0", 2 * PENDING_MAX + 3), ("+Inf", 2 * PENDING_MAX + 3)],
+        0.5 * (2 * PENDING_MAX + 3),
+    )
+
+
+async def test_counts_add_up_to_the_requests_sent(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    good = json.dumps({"features": {"user": [[1, 2], [3]]}})
+    bodies = [good] * 20 + ["{"] * 3 + ['{"features": {"user": [7]}}'] * 2
+    answers = await asyncio.gather(*(client.post("/embed", content=body) for body in bodies))
+    await client.post("/models/shoes/embed", content=good)
+    families = await scraped(client)
+    counted = {
+        outcome: value(families, "embedserve_requests_total", protocol="rest", outcome=outcome)
+        for outcome in ("OK", "INVALID_ARGUMENT", "NOT_FOUND")
+    }
+    assert counted == {"OK": 20, "INVALID_ARGUMENT": 5, "NOT_FOUND": 1}
+    assert value(families, "embedserve_request_seconds_count", protocol="rest") == 26
+    sent_bytes = sum(len(answer.content) for answer in answers if answer.status_code == 200)
+    assert value(families, "embedserve_response_bytes_total", protocol="rest") == sent_bytes
+    assert value(families, "embedserve_batch_examples_sum", model="shop") == 40
+    assert value(families, "embedserve_batch_ids_sum", model="shop") == 60
+    batches = len(engine.lookups)
+    assert value(families, "embedserve_batch_examples_count", model="shop") == batches
+    assert value(families, "embedserve_lookup_seconds_count", model="shop") == batches
+    # Those that were refused before the queue did not wait in it.
+    assert value(families, "embedserve_queue_wait_seconds_count", model="shop") == 22
+    assert value(families, "embedserve_queue_requests", model="shop") == 0
+    assert value(families, "embedserve_queue_examples", model="shop") == 0
+
+
+async def test_every_histogram_is_cumulative_and_ends_with_its_count(
+    client: httpx.AsyncClient,
+) -> None:
+    await client.post("/embed", content='{"features": {"user": [1]}}')
+    families = await scraped(client)
+    histograms = [f for f in families.values() if f.type == "histogram" and OURS in f.name]
+    assert len(histograms) == 5
+    for family in histograms:
+        buckets: dict[str, list[tuple[float, float]]] = {}
+        for sample in family.samples:
+            if sample.name.endswith("_bucket"):
+                labels = {k: v for k, v in sample.labels.items() if k != "le"}
+                bound = float(sample.labels["le"])
+                buckets.setdefault(json.dumps(labels), []).append((bound, sample.value))
+        for labels, pairs in buckets.items():
+            assert pairs == sorted(pairs)
+            assert pairs[-1][0] == float("inf")
+            count = value(families, f"{family.name}_count", **json.loads(labels))
+            assert pairs[-1][1] == count
+
+
+async def test_names_and_help_follow_prometheus_conventions(client: httpx.AsyncClient) -> None:
+    await client.post("/embed", content='{"features": {"user": [1]}}')
+    text = (await client.get("/metrics")).text
+    families = {name: family for name, family in read(text).items() if name.startswith(OURS)}
+    assert families
+    for name, family in families.items():
+        assert re.fullmatch(r"embedserve_[a-z]+(_[a-z]+)*", name)
+        assert not re.search(r"_(ms|us|millis\w*|mib|kb|percent)(_|$)", name)
+        assert family.documentation.endswith(".")
+        is_counter = f"# TYPE {name}_total counter" in text
+        assert is_counter == (family.type == "counter")
+
+
+async def test_the_served_models_are_described(client: httpx.AsyncClient) -> None:
+    families = await scraped(client)
+    assert value(families, "embedserve_model_version", model="shop") == 7
+    assert value(families, "embedserve_model_replanned", model="shop") == 0
+    rows_bytes = 4 * (7 * 4 + 11 * 3 + 5 * 2)
+    assert value(families, "embedserve_table_bytes", model="shop", rank="0") == rows_bytes
+
+
+def test_two_servers_share_no_metric() -> None:
+    one, other = Metrics([model_info()]), Metrics([model_info()])
+    one.protocols["rest"].answered(0.1, 10)
+    assert other.protocols["rest"].outcomes.total() == 0
+    one.registry()
+    other.registry()

@@ -1,0 +1,115 @@
+"""Small models and published versions for the tests of the model store."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+
+from embedserve_store.goldens import Goldens, sample_bags, save_goldens
+from embedserve_store.load import ModelStore, ModelVersion
+from embedserve_store.manifest import CHECKED_FILES, Manifest, TableSpec
+from embedserve_store.plan import Plan, Shard, TablePlan
+from embedserve_store.publish import publish
+
+ROWS = {"user": 300, "item": 77, "tag": 16}
+
+
+@pytest.fixture
+def make_ebc() -> Callable[..., EmbeddingBagCollection]:
+    """Three tables, two poolings, a shared table and a feature of two tables."""
+
+    def make(
+        *, is_weighted: bool = False, pooling: str | None = None, half: bool = False
+    ) -> EmbeddingBagCollection:
+        torch.manual_seed(7)
+        described: list[tuple[str, int, list[str], str]] = [
+            ("user", 16, ["user", "friend"], "sum"),
+            ("item", 8, ["item"], "mean"),
+            ("tag", 4, ["tag", "item"], "sum"),
+        ]
+        ebc = EmbeddingBagCollection(
+            is_weighted=is_weighted,
+            tables=[
+                EmbeddingBagConfig(
+                    name=name,
+                    num_embeddings=ROWS[name],
+                    embedding_dim=dim,
+                    feature_names=features,
+                    pooling=PoolingType[(pooling or own).upper()],
+                )
+                for name, dim, features, own in described
+            ],
+        )
+        return ebc.half() if half else ebc
+
+    return make
+
+
+@pytest.fixture
+def ebc(make_ebc: Callable[..., EmbeddingBagCollection]) -> EmbeddingBagCollection:
+    return make_ebc()
+
+
+@pytest.fixture
+def version(ebc: EmbeddingBagCollection, tmp_path: Path) -> ModelVersion:
+    """Version 1 of model "m", one dtype a table."""
+    dtypes = {"user": "float32", "item": "int8", "tag": "int4"}
+    publish(ebc, tmp_path / "store", model="m", dtype=dtypes, sharding="row_wise", world_size=2)
+    return ModelStore(tmp_path / "store").load("m")
+
+
+@pytest.fixture
+def edit_json() -> Callable[[Path, Callable[[Any], None]], None]:
+    """Changes a JSON file in place, and the sha256 that the manifest beside it has of it."""
+
+    def edit(path: Path, change: Callable[[Any], None]) -> None:
+        data = json.loads(path.read_bytes())
+        change(data)
+        path.write_text(json.dumps(data))
+        if path.name in CHECKED_FILES:
+            sign(path.parent)
+
+    return edit
+
+
+def sign(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    manifest["files"] = {name: _sha256(folder / name) for name in CHECKED_FILES}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def write_version() -> Callable[[Path, Sequence[TableSpec]], Path]:
+    """Writes all files of version 1 of "m" but tables.safetensors, with zero answers."""
+
+    def write(store: Path, tables: Sequence[TableSpec]) -> Path:
+        folder = store / "m" / "1"
+        folder.mkdir(parents=True)
+        manifest = Manifest("m", 1, tuple(tables), is_weighted=False)
+        plan = Plan(1, {table.name: _on_one_rank(table) for table in tables}, {})
+        bags = sample_bags(manifest)
+        answers = np.zeros((bags.lengths.shape[1], sum(manifest.length_per_key)), np.float32)
+        save_goldens(Goldens(bags, answers, answers), folder / "goldens.safetensors")
+        (folder / "plan.json").write_text(json.dumps(plan.to_json()))
+        (folder / "manifest.json").write_text(json.dumps(manifest.to_json()))
+        sign(folder)
+        return folder
+
+    return write
+
+
+def _on_one_rank(table: TableSpec) -> TablePlan:
+    shard = Shard(0, 0, table.num_embeddings, 0, table.embedding_dim)
+    return TablePlan("table_wise", (shard,))

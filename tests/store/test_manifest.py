@@ -1,0 +1,87 @@
+"""The manifest derives what follows from its tables, and refuses what makes no sense."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_inference import unpadded_row_size_in_bytes
+
+from embedserve_store.errors import StoreError
+from embedserve_store.manifest import Manifest, TableSpec, check_table, row_bytes
+
+TABLES = (
+    TableSpec("a", 100, 8, ("x", "y"), "sum", "int8", "00"),
+    TableSpec("b", 30, 4, ("y", "z"), "mean", "float32", "11"),
+)
+FILES = {"plan.json": "22", "goldens.safetensors": "33"}
+MANIFEST = Manifest("m", 3, TABLES, True, {"kind": "state_dict"}, FILES)
+
+
+def test_keys_and_dims_follow_the_tables() -> None:
+    assert MANIFEST.features == ("x", "y", "z")
+    assert MANIFEST.keys == ("x", "y@a", "y@b", "z")
+    assert MANIFEST.length_per_key == (8, 8, 4, 4)
+    assert MANIFEST.rows_per_feature == (100, 30, 30)
+    assert MANIFEST.nbytes == 100 * 12 + 30 * 16
+
+
+@pytest.mark.parametrize("dim", [4, 12, 64, 132])
+@pytest.mark.parametrize(
+    ("dtype", "sparse"),
+    [("float32", "FP32"), ("float16", "FP16"), ("int8", "INT8"), ("int4", "INT4")],
+)
+def test_row_bytes_are_fbgemms(dim: int, dtype: str, sparse: str) -> None:
+    assert row_bytes(dtype, dim) == unpadded_row_size_in_bytes(dim, SparseType[sparse])
+
+
+def test_json_and_back() -> None:
+    data = json.loads(json.dumps(MANIFEST.to_json()))
+    assert Manifest.from_json(data, "manifest.json") == MANIFEST
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "a b"}, "table name 'a b'"),
+        ({"name": "__metadata__"}, "has a meaning in safetensors files"),
+        ({"num_embeddings": 0}, "num_embeddings is 0"),
+        ({"embedding_dim": 0}, "embedding_dim is 0"),
+        ({"embedding_dim": 10}, "embedding_dim is 10: FBGEMM"),
+        ({"dtype": "bf16"}, "dtype is 'bf16'"),
+        ({"pooling": "max"}, "pooling is 'max'"),
+        ({"feature_names": ("x", "")}, "name a feature"),
+        ({"feature_names": ("x", "x")}, "has one twice"),
+    ],
+)
+def test_tables_that_cannot_be_served(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(StoreError, match=f"here: .*{message}"):
+        check_table(replace(TABLES[0], **change), "here")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"row_bytes": 8}, "row_bytes is 8, but a int8 row of 8 dims has 12"),
+        ({"ids": {"rule": "hashed"}}, "ids.rule is 'hashed'"),
+        ({"feature_names": [1]}, "expected a list of names"),
+        ({"sha256": None}, "sha256 is None, expected str"),
+        ({"num_embeddings": 2.0}, "num_embeddings is 2.0, expected int"),
+        ({"name": "b"}, "2 tables are named 'b'"),
+        ({"feature_names": ["y", "y@b"]}, "2 answers are called 'y@b': rename a feature"),
+    ],
+)
+def test_json_tables_that_make_no_sense(change: dict[str, Any], message: str) -> None:
+    data = json.loads(json.dumps(MANIFEST.to_json()))
+    data["tables"][0] |= change
+    with pytest.raises(StoreError, match=f"here: .*{message}"):
+        Manifest.from_json(data, "here")
+
+
+@pytest.mark.parametrize("data", [None, [], 1, {"format_version": 1}, {"format_version": "1"}])
+def test_json_that_is_no_manifest(data: Any) -> None:
+    with pytest.raises(StoreError, match="here: "):
+        Manifest.from_json(data, "here")
