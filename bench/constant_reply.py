@@ -39,6 +39,7 @@ if __name__ == "__main__":
         ws="none",
         lifespan="off",
         access_log=False,
+        proxy_headers=False,
         log_config=None,
         server_header=False,
         date_header=False,

@@ -31,6 +31,8 @@ from embedserve.types import LookupRequest, LookupResult, ModelInfo
 
 logger = logging.getLogger(__name__)
 
+FAILED = "the lookup failed; the server's log says why"
+
 
 class LookupEngine(Protocol):
     """What the batcher asks of an engine."""
@@ -61,7 +63,7 @@ class Entry:
 class Batcher:
     """The queue of one model and the loop that empties it.
 
-    Times are perf_counter seconds.
+    Used from one event loop, that of its first request. Times are perf_counter seconds.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Batcher:
         self._limits = limits
         self._metrics = metrics
         self._executor = executor
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._queue: deque[Entry] = deque()
         self._queued_ids = 0
         self._is_scheduled = False
@@ -100,7 +103,10 @@ class Batcher:
             OverloadedError: the queue is full.
         """
         self._check_room(request)
-        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            # Asked for once: in Python 3.11 it is a system call.
+            self._loop = asyncio.get_running_loop()
+        loop = self._loop
         entry = Entry(request, loop.create_future(), perf_counter(), deadline_s)
         self._queue.append(entry)
         self._queued_ids += request.ids.size
@@ -137,8 +143,12 @@ class Batcher:
         """One batch: take, join, look up, split."""
         self._is_scheduled = False
         entries = self._take()
-        if entries:
+        try:
             entries, batch = self._join(entries)
+        except Exception:
+            logger.exception("joining %d requests to %r failed", len(entries), self.model.name)
+            self._finish(entries, (EngineError(FAILED), 0.0))
+        else:
             if batch is not None:
                 self._work(loop, entries, batch)
         if self._queue:
@@ -173,16 +183,18 @@ class Batcher:
 
     def _join(self, entries: list[Entry]) -> tuple[list[Entry], Batch | None]:
         """The batch of the valid entries; the others are answered with their error."""
-        batch = join([entry.request for entry in entries], self.model)
+        if not entries:
+            return [], None
+        requests = [entry.request for entry in entries]
+        batch = join(requests, self.model)
         if batch is not None:
             return entries, batch
-        errors = find_invalid([entry.request for entry in entries], self.model)
+        errors = find_invalid(requests, self.model)
+        if not errors:
+            raise AssertionError("a batch is invalid, but none of its requests")
         for i, error in errors.items():
             entries[i].answer.set_exception(error)
-        valid = [entry for i, entry in enumerate(entries) if i not in errors]
-        if not valid:
-            return [], None
-        return valid, join([entry.request for entry in valid], self.model)
+        return self._join([entry for i, entry in enumerate(entries) if i not in errors])
 
     def _work(self, loop: asyncio.AbstractEventLoop, entries: list[Entry], batch: Batch) -> None:
         self._metrics.batch_examples.observe(batch.batch_size)
@@ -220,7 +232,7 @@ class Batcher:
                 batch.batch_size,
                 self.model.name,
             )
-            values = EngineError("the lookup failed; the server's log says why")
+            values = EngineError(FAILED)
         return values, perf_counter() - start
 
     def _finish(

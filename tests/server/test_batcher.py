@@ -263,3 +263,23 @@ async def test_what_happened_is_counted(
     assert metrics.batch_ids.samples()[1] == 12
     assert metrics.wait_seconds.samples()[0][-1] == ("+Inf", 4)
     assert metrics.lookup_seconds.samples()[0][-1] == ("+Inf", 1)
+
+
+async def test_a_failure_while_joining_still_answers_everyone(
+    engine: FakeEngine,
+    make_batcher: MakeBatcher,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*args: object) -> None:
+        raise MemoryError("no room for the batch")
+
+    batcher = make_batcher(INLINE)
+    with monkeypatch.context() as patched:
+        patched.setattr("embedserve.batcher.join", fail)
+        answers = [batcher.submit(ordered(engine, USER)) for _ in range(3)]
+        for answer in answers:
+            with pytest.raises(EngineError, match="the server's log says why"):
+                await asyncio.wait_for(answer, 5)
+    assert "no room for the batch" in caplog.text
+    assert (await batcher.submit(ordered(engine, USER))).values.shape[0] == 1

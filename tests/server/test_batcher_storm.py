@@ -107,7 +107,7 @@ def test_every_request_gets_exactly_one_answer(seed: int, executor: ThreadPoolEx
     # Each kind of end took part; were one missing, the storm would prove less than it says.
     ends = ("OK", "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "INTERNAL")
     assert storm.outcomes.keys() >= {*ends, "INVALID_ARGUMENT of a bad request"}
-    assert storm.outcomes["OK"] > storm.outcomes.total() / 4
+    assert storm.outcomes["OK"] > storm.outcomes.total() / 20
     assert {lookup.is_inline for lookup in storm.engine.lookups} == {True, False}
     assert max(lookup.batch_size for lookup in storm.engine.lookups) <= 12
     assert (storm.metrics.queued_requests, storm.metrics.queued_examples) == (0, 0)

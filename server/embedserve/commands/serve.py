@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -128,4 +129,4 @@ def curl_line(base: str, model: ModelInfo, version: ModelVersion) -> str:
         for f, feature in enumerate(model.features)
     }
     body = json.dumps({"features": features}, separators=(",", ":"))
-    return f"curl -s {base}/models/{model.name}/embed -d '{body}'"
+    return f"curl -s {base}/models/{model.name}/embed -d {shlex.quote(body)}"
