@@ -1,9 +1,10 @@
 # make serve: the demo model, served. make test: everything that CI checks.
-# EXTRA=cuda installs the CUDA builds of PyTorch and FBGEMM instead of the CPU ones.
+# make install EXTRA=cuda installs the CUDA builds of PyTorch and FBGEMM instead of the CPU ones;
+# what is installed stays until make clean.
 
-EXTRA ?= cpu
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
+EXTRA ?= $(if $(wildcard $(VENV)/.installed-cuda),cuda,cpu)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(EXTRA)
 STORE ?= store
@@ -53,7 +54,7 @@ pytest: install
 	$(BIN)/python -m pytest -q -m "not soak"
 
 test-gpu: install
-	$(BIN)/python -m pytest -q -m gpu
+	$(BIN)/python -m pytest -q -m gpu tests/engine
 
 # The generated code beside embedding.proto is committed; a test compares it.
 proto: install
@@ -61,7 +62,7 @@ proto: install
 	    --grpc_python_out=. embedserve_proto/embedding.proto
 
 bench: install
-	$(BIN)/python bench/small.py
+	$(BIN)/python -W ignore bench/small.py
 
 clean:
 	rm -rf $(VENV) store dist build

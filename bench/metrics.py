@@ -1,6 +1,6 @@
 """What recording the metrics of a request costs, with its share of the batch's metrics.
 
-    python bench/metrics.py
+python bench/metrics.py
 """
 
 from __future__ import annotations

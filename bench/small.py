@@ -261,7 +261,7 @@ def main() -> None:
     embedserve = [
         sys.executable,
         "-m",
-        "embedserve.cli",
+        "embedserve",
         "serve",
         str(STORE),
         "--http-port",

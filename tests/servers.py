@@ -35,7 +35,7 @@ def free_port() -> int:
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-W", "ignore", "-m", "embedserve.cli", *map(str, arguments)]
+    return [sys.executable, "-W", "ignore", "-m", "embedserve", *map(str, arguments)]
 
 
 @contextmanager

@@ -77,14 +77,13 @@ def pool(manifest: Manifest, bags: Bags, rows_of: RowsOf) -> NDArray[np.float32]
     """
     feature_start = np.concatenate(([0], np.cumsum(bags.lengths.sum(axis=1))))
     blocks = []
-    for table in manifest.tables:
-        for feature in table.feature_names:
-            i = manifest.features.index(feature)
-            span = slice(feature_start[i], feature_start[i + 1])
-            rows = rows_of(table, bags.ids[span])
-            if bags.weights is not None:
-                rows = rows * bags.weights[span, None]
-            blocks.append(_pool_feature(rows, bags.lengths[i], table.pooling))
+    for columns in manifest.columns:
+        span = slice(feature_start[columns.feature], feature_start[columns.feature + 1])
+        rows = rows_of(columns.table, bags.ids[span])
+        if bags.weights is not None:
+            rows = rows * bags.weights[span, None]
+        lengths = bags.lengths[columns.feature]
+        blocks.append(_pool_feature(rows, lengths, columns.table.pooling))
     return np.concatenate(blocks, axis=1)
 
 

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from embedserve_store.errors import StoreError
@@ -79,6 +80,18 @@ def answer_keys(tables: tuple[TableSpec, ...]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
+class KeyColumns:
+    """Where one key of the answer lies: columns [start, end) of its values."""
+
+    key: str
+    feature: int
+    """Position in Manifest.features of the feature that is looked up."""
+    table: TableSpec
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What one version of a model is: its tables in order, and everything derived from them."""
 
@@ -105,6 +118,17 @@ class Manifest:
     @cached_property
     def length_per_key(self) -> tuple[int, ...]:
         return tuple(table.embedding_dim for table in self.tables for _ in table.feature_names)
+
+    @cached_property
+    def columns(self) -> tuple[KeyColumns, ...]:
+        """The columns of the answer, key by key."""
+        position = {feature: i for i, feature in enumerate(self.features)}
+        uses = [(table, feature) for table in self.tables for feature in table.feature_names]
+        ends = accumulate(self.length_per_key)
+        return tuple(
+            KeyColumns(key, position[feature], table, end - table.embedding_dim, end)
+            for key, (table, feature), end in zip(self.keys, uses, ends, strict=True)
+        )
 
     @cached_property
     def rows_per_feature(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ planner.py makes plans and turns them into torchrec's; this module never imports
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ from embedserve_store.errors import StoreError
 from embedserve_store.manifest import TableSpec
 
 FORMAT_VERSION = 1
-SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")
+SHARDING_TYPES = ("table_wise", "row_wise")
+"""What can be planned and served: shards of whole rows, one range of bytes in the file each.
+Shards have columns in the format so that column_wise can come without another format."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +29,11 @@ class Shard:
     col_offset: int
     col_count: int
 
-    @property
-    def area(self) -> int:
-        return self.row_count * self.col_count
-
 
 @dataclass(frozen=True)
 class TablePlan:
     sharding_type: str
-    """table_wise, row_wise or column_wise."""
+    """One of SHARDING_TYPES."""
     shards: tuple[Shard, ...]
 
 
@@ -47,7 +45,15 @@ class Plan:
     tables: Mapping[str, TablePlan]
     constraints: Mapping[str, tuple[str, ...]]
     """For each table the sharding types it may have when a host with another number of
-    devices plans anew; a table that is not here may have any."""
+    devices plans anew; a table that is not here may have any of SHARDING_TYPES."""
+
+    def bytes_per_rank(self, tables: Sequence[TableSpec]) -> list[int]:
+        """Stored bytes of ``tables`` that each rank holds; their sum is the tables' bytes."""
+        result = [0] * self.world_size
+        for table in tables:
+            for shard in self.tables[table.name].shards:
+                result[shard.rank] += shard.row_count * table.row_bytes
+        return result
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -123,7 +129,7 @@ class Plan:
             if not types or not set(types) <= set(SHARDING_TYPES):
                 raise StoreError(
                     f"{where}: constraints: {name}: sharding_types is {list(types)}, "
-                    f"expected some of {', '.join(SHARDING_TYPES)}"
+                    f"this embedserve serves {' and '.join(SHARDING_TYPES)}"
                 )
 
 
@@ -131,7 +137,7 @@ def _check_table(plan: TablePlan, table: TableSpec, world_size: int, where: str)
     if plan.sharding_type not in SHARDING_TYPES:
         raise StoreError(
             f"{where}: sharding_type is {plan.sharding_type!r}, "
-            f"expected one of {', '.join(SHARDING_TYPES)}"
+            f"this embedserve serves {' and '.join(SHARDING_TYPES)}"
         )
     if not plan.shards:
         raise StoreError(f"{where}: no shards")
@@ -149,24 +155,18 @@ def _check_table(plan: TablePlan, table: TableSpec, world_size: int, where: str)
 
 
 def _check_cover(plan: TablePlan, table: TableSpec, where: str) -> None:
-    """Shards follow one another along rows or columns, and are whole along the other."""
-    by_columns = plan.sharding_type == "column_wise"
-    end = table.embedding_dim if by_columns else table.num_embeddings
-    whole = table.num_embeddings if by_columns else table.embedding_dim
-    position = 0
+    """Shards follow one another along the rows and have all columns."""
+    row = 0
     for shard in plan.shards:
-        along, across = (shard.row_offset, shard.row_count), (shard.col_offset, shard.col_count)
-        if by_columns:
-            along, across = across, along
-        if along[0] != position or along[1] < 0 or across != (0, whole):
+        columns = (shard.col_offset, shard.col_count)
+        follows = shard.row_offset == row and shard.row_count >= 0
+        if not follows or columns != (0, table.embedding_dim):
             raise StoreError(
                 f"{where}: the shard on rank {shard.rank} has rows "
                 f"[{shard.row_offset}, {shard.row_count}] and cols "
                 f"[{shard.col_offset}, {shard.col_count}] (offset, count), which does not "
                 f"follow the shards before it"
             )
-        position += along[1]
-    if position != end:
-        raise StoreError(
-            f"{where}: shards cover {position} of {end} {'columns' if by_columns else 'rows'}"
-        )
+        row += shard.row_count
+    if row != table.num_embeddings:
+        raise StoreError(f"{where}: shards cover {row} of {table.num_embeddings} rows")

@@ -34,10 +34,11 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.manifest import TableSpec
-from embedserve_store.plan import Plan, Shard, TablePlan
+from embedserve_store.plan import SHARDING_TYPES, Plan, Shard, TablePlan
 
-SUPPORTED = ("table_wise", "row_wise")
-"""Sharding types that can be asked for."""
+RANK_MEMORY_BYTES = 1 << 60
+"""What the planner is told of every rank: more than any table. It counts float rows and what
+training adds to them, where the store may hold 4 bits a value and CPU ranks map one file."""
 
 
 class _Sharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
@@ -101,30 +102,68 @@ def plan_under(
     """Plans ``tables`` under a stored plan's constraints, for another number of ranks.
 
     Raises:
-        InvalidModelError: world_size is below 1, or the planner found no plan.
+        InvalidModelError: world_size is below 1, the planner found no plan, or, on cuda, a
+            rank's part is larger than its GPU.
     """
     if world_size < 1:
         raise InvalidModelError(f"world_size is {world_size}, expected 1 or more")
+    allowed = {table.name: constraints.get(table.name, SHARDING_TYPES) for table in tables}
     try:
-        with _quiet():
-            planner = EmbeddingShardingPlanner(
-                topology=Topology(world_size=world_size, compute_device=device_type),
-                constraints={
-                    name: ParameterConstraints(sharding_types=list(types))
-                    for name, types in constraints.items()
-                },
-            )
-            planned = planner.plan(
-                float_collection(tables), [cast(ModuleSharder[torch.nn.Module], _Sharder())]
-            )
+        module_plan = _planned(tables, allowed, world_size, device_type)
     except PlannerError as error:
-        raise InvalidModelError(f"no sharding plan over {world_size} ranks: {error}") from error
-    (module_plan,) = planned.plan.values()
-    return Plan(
+        reason = " ".join(str(error).split())
+        raise InvalidModelError(
+            f"no sharding plan, world_size is {world_size}: {reason}"
+        ) from error
+    plan = Plan(
         world_size=world_size,
         tables={table.name: _table_plan(module_plan[table.name]) for table in tables},
         constraints=dict(constraints),
     )
+    if device_type == "cuda":
+        check_gpu_memory(plan, tables)
+    return plan
+
+
+def _planned(
+    tables: Sequence[TableSpec],
+    allowed: Mapping[str, tuple[str, ...]],
+    world_size: int,
+    device_type: str,
+) -> EmbeddingModuleShardingPlan:
+    with _quiet():
+        planner = EmbeddingShardingPlanner(
+            topology=Topology(
+                world_size=world_size,
+                compute_device=device_type,
+                hbm_cap=RANK_MEMORY_BYTES,
+                ddr_cap=RANK_MEMORY_BYTES,
+            ),
+            constraints={
+                name: ParameterConstraints(sharding_types=list(types))
+                for name, types in allowed.items()
+            },
+        )
+        planned = planner.plan(
+            float_collection(tables), [cast(ModuleSharder[torch.nn.Module], _Sharder())]
+        )
+    (module_plan,) = planned.plan.values()
+    return cast(EmbeddingModuleShardingPlan, module_plan)
+
+
+def check_gpu_memory(plan: Plan, tables: Sequence[TableSpec]) -> None:
+    """Raises InvalidModelError where the stored bytes of a rank are more than its GPU's memory.
+
+    A rank whose GPU is not on this host is not checked.
+    """
+    gpus = torch.cuda.device_count()
+    for rank, table_bytes in enumerate(plan.bytes_per_rank(tables)[:gpus]):
+        memory_bytes = torch.cuda.get_device_properties(rank).total_memory
+        if table_bytes > memory_bytes:
+            raise InvalidModelError(
+                f"rank {rank} would hold {table_bytes} bytes of tables, its GPU has "
+                f"{memory_bytes}: use more GPUs, row_wise sharding or a smaller dtype"
+            )
 
 
 @contextlib.contextmanager
@@ -153,10 +192,10 @@ def _sharding_by_table(
     for name in names:
         if name not in sharding:
             raise InvalidModelError(f"sharding does not say how table {name!r} is sharded")
-        if sharding[name] not in SUPPORTED:
+        if sharding[name] not in SHARDING_TYPES:
             raise InvalidModelError(
                 f"table {name!r}: sharding is {sharding[name]!r}, "
-                f"expected one of {', '.join(SUPPORTED)}"
+                f"expected one of {', '.join(SHARDING_TYPES)}"
             )
     return dict(sharding)
 

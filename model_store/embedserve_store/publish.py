@@ -25,7 +25,7 @@ from embedserve_store.manifest import (
     check_table,
     check_tables,
 )
-from embedserve_store.staging import staging_folder
+from embedserve_store.staging import check_writable, staging_folder
 from embedserve_store.tables_file import Progress
 from embedserve_store.version_writer import Draft, PublishedVersion, Source, write_version
 
@@ -97,6 +97,29 @@ def publish_state_dict(
     return _publish(source, Path(store), model, sharding, world_size, progress)
 
 
+def check_options(
+    tables: Sequence[TableSpec],
+    store: str | os.PathLike[str],
+    *,
+    model: str,
+    dtype: Choice,
+    sharding: Choice,
+    world_size: int,
+) -> None:
+    """Refuses what ``publish`` would refuse before it reads a weight, so that a trainer can ask
+    before it trains; touches nothing.
+
+    Raises:
+        InvalidModelError, StoreError: as ``publish``.
+    """
+    from embedserve_store.planner import make_plan
+
+    described = _with_dtypes(tuple(tables), dtype)
+    _check_description(described, model)
+    make_plan(described, sharding=sharding, world_size=world_size)
+    check_writable(Path(store) / model)
+
+
 def _with_dtypes(tables: tuple[TableSpec, ...], dtype: Choice) -> tuple[TableSpec, ...]:
     names = [table.name for table in tables]
     choice = dict.fromkeys(names, dtype) if isinstance(dtype, str) else dtype
@@ -119,7 +142,9 @@ def _publish(
 ) -> PublishedVersion:
     from embedserve_store.planner import make_plan
 
-    _check(source, model)
+    _check_description(source.tables, model)
+    for table in source.tables:
+        sources.check_weight(table, source.weights[table.name])
     plan = make_plan(source.tables, sharding=sharding, world_size=world_size)
     manifest = Manifest(model, 0, source.tables, source.is_weighted, _provenance(source.kind))
     draft = Draft(source, manifest, plan, progress)
@@ -127,20 +152,18 @@ def _publish(
         return write_version(draft, staging)
 
 
-def _check(source: Source, model: str) -> None:
+def _check_description(tables: tuple[TableSpec, ...], model: str) -> None:
     if not NAME_PATTERN.fullmatch(model):
         raise InvalidModelError(
             f"model name {model!r}: use letters, digits, '_', '-' and '.', "
             "and begin with a letter, digit or '_'"
         )
     try:
-        check_tables(source.tables, f"model {model!r}")
-        for table in source.tables:
+        check_tables(tables, f"model {model!r}")
+        for table in tables:
             check_table(table, f"table {table.name!r}")
     except StoreError as error:
         raise InvalidModelError(str(error)) from error
-    for table in source.tables:
-        sources.check_weight(table, source.weights[table.name])
 
 
 def _provenance(kind: str) -> dict[str, Any]:

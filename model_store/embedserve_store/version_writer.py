@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,12 +175,10 @@ def _pooled_errors(
     manifest: Manifest, source: NDArray[np.float32], stored: NDArray[np.float32]
 ) -> dict[str, PooledError]:
     errors = {}
-    column = 0
-    for table in manifest.tables:
-        width = table.embedding_dim * len(table.feature_names)
-        columns = slice(column, column + width)
-        max_abs = float(np.abs(stored[:, columns] - source[:, columns]).max())
-        largest = float(np.abs(source[:, columns]).max())
+    for table, group in groupby(manifest.columns, lambda columns: columns.table):
+        keys = list(group)
+        block = slice(keys[0].start, keys[-1].end)
+        max_abs = float(np.abs(stored[:, block] - source[:, block]).max())
+        largest = float(np.abs(source[:, block]).max())
         errors[table.name] = PooledError(max_abs, max_abs / largest if largest else 0.0)
-        column += width
     return errors

@@ -63,7 +63,7 @@ class EmbeddingServiceServicer(object):
         """One batch of jagged ids in, one pooled vector per feature and example out.
         Errors are gRPC statuses: INVALID_ARGUMENT (the message names field and value),
         NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (over a limit, or the queue is full),
-        DEADLINE_EXCEEDED, UNAVAILABLE (starting or draining), INTERNAL.
+        DEADLINE_EXCEEDED, UNAVAILABLE (draining before the stop), INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,7 +72,8 @@ class EmbeddingServiceServicer(object):
     def EmbedStream(self, request_iterator, context):
         """The same, pipelined: send as many requests as you like; answers come in the order of
         the requests. A request that fails is answered by a response with `error` set; the
-        stream and the requests around it go on.
+        stream and the requests around it go on. A server that drains answers what it took,
+        then ends the stream: with UNAVAILABLE unless it took all that was sent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

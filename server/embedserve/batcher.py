@@ -84,13 +84,9 @@ class Batcher:
         self._queued_ids = 0
         self._is_scheduled = False
         self._is_working = False
+        self._timer: asyncio.TimerHandle | None = None
         self._output_bytes = 4 * sum(model.length_per_key)
         self._row_bytes = 4 * max(model.length_per_key)
-
-    @property
-    def is_working(self) -> bool:
-        """Whether a batch is being looked up in the thread, so that answers take a while."""
-        return self._is_working
 
     def submit(
         self, request: LookupRequest, deadline_s: float = float("inf")
@@ -131,23 +127,41 @@ class Batcher:
             )
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Has the next batch start: soon, or once its first request waited for company."""
         if self._is_scheduled or self._is_working:
             return
+        if self._limits.delay_ms_max and not self._is_full():
+            if self._timer is None:
+                start_s = self._queue[0].arrived_s + self._limits.delay_ms_max / 1000
+                self._timer = loop.call_later(start_s - perf_counter(), self._step, loop)
+            return
+        self._stop_timer()
         self._is_scheduled = True
-        if self._limits.delay_ms_max:
-            loop.call_later(self._limits.delay_ms_max / 1000, self._step, loop)
-        else:
-            loop.call_soon(self._step, loop)
+        loop.call_soon(self._step, loop)
+
+    def _is_full(self) -> bool:
+        """Whether what is queued fills a batch: nothing is gained by waiting for more."""
+        output_bytes = self._metrics.queued_examples * self._output_bytes
+        return (
+            self._queued_ids >= self._limits.batch_ids_max
+            or output_bytes >= self._limits.batch_output_bytes_max
+        )
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _step(self, loop: asyncio.AbstractEventLoop) -> None:
         """One batch: take, join, look up, split."""
         self._is_scheduled = False
+        self._stop_timer()
         entries = self._take()
         try:
             entries, batch = self._join(entries)
         except Exception:
             logger.exception("joining %d requests to %r failed", len(entries), self.model.name)
-            self._finish(entries, (EngineError(FAILED), 0.0))
+            self._answer(entries, EngineError(FAILED))
         else:
             if batch is not None:
                 self._work(loop, entries, batch)
@@ -238,9 +252,12 @@ class Batcher:
     def _finish(
         self, entries: Sequence[Entry], looked_up: tuple[np.ndarray | EmbedServeError, float]
     ) -> None:
-        """Gives every entry its rows of the values, or the error."""
         values, seconds = looked_up
         self._metrics.lookup_seconds.observe(seconds)
+        self._answer(entries, values)
+
+    def _answer(self, entries: Sequence[Entry], values: np.ndarray | EmbedServeError) -> None:
+        """Gives every entry its rows of the values, or the error."""
         start = 0
         for entry in entries:
             end = start + entry.request.batch_size

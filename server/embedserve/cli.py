@@ -7,12 +7,12 @@ that needs it. What a person did wrong is one line on stderr and exit status 1, 
 from __future__ import annotations
 
 import contextlib
-import sys
+import inspect
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -26,23 +26,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-DEFAULTS = ServeSettings(store=Path("store"))
-LIMITS = Limits()
-PORTS = {"min": 0, "max": 65535}
-
-
-def _env(name: str) -> str:
-    return f"EMBEDSERVE_{name.upper()}"
-
-
-def _setting(name: str, help_text: str, **extra: Any) -> Any:
-    """A serve option that can also be given as EMBEDSERVE_<NAME>."""
-    return typer.Option(envvar=_env(name), help=help_text, **extra)
-
-
-def _limit(name: str, help_text: str) -> Any:
-    return _setting(name, help_text, rich_help_panel="Limits", min=0)
 
 
 def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -81,114 +64,62 @@ def _root(
     """Serves the embedding tables of trained TorchRec models."""
 
 
-@app.command()
-def serve(
-    store: Annotated[
-        Path, typer.Argument(envvar="EMBEDSERVE_STORE", help="The model store, a folder.")
-    ],
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            callback=_read_config,
-            is_eager=True,
-            envvar="EMBEDSERVE_CONFIG",
-            help="A TOML file with any of these settings, named as here with '_'.",
-        ),
-    ] = None,
-    host: Annotated[str, _setting("host", "Address to listen on; 0.0.0.0 for all.")] = (
-        DEFAULTS.host
-    ),
-    http_port: Annotated[int, _setting("http_port", "REST, health and metrics.", **PORTS)] = (
-        DEFAULTS.http_port
-    ),
-    grpc_port: Annotated[int, _setting("grpc_port", "gRPC.", **PORTS)] = DEFAULTS.grpc_port,
-    model: Annotated[
-        list[str] | None,
-        _setting("model", "A model to serve; may be repeated. Default: all of the store."),
-    ] = None,
-    default_model: Annotated[
-        str, _setting("default_model", "Answers requests that name none.")
-    ] = DEFAULTS.default_model,
-    devices: Annotated[
-        str,
-        _setting("devices", "cuda, cpu:N for N ranks in memory, or auto: what fits the plan."),
-    ] = DEFAULTS.devices,
-    strict_plan: Annotated[
-        bool,
-        _setting("strict_plan", "Refuse to start where the stored plan does not fit the host."),
-    ] = DEFAULTS.strict_plan,
-    verify: Annotated[
-        bool, _setting("verify", "First check every byte of the store against its checksums.")
-    ] = DEFAULTS.verify,
-    drain_s: Annotated[
-        float, _setting("drain_s", "Seconds for accepted requests after SIGTERM.", min=0)
-    ] = DEFAULTS.drain_s,
-    log_level: Annotated[
-        str, _setting("log_level", "debug, info, warning or error.")
-    ] = DEFAULTS.log_level,
-    body_bytes_max: Annotated[
-        int, _limit("body_bytes_max", "Bytes of one request's body or message.")
-    ] = LIMITS.body_bytes_max,
-    request_examples_max: Annotated[
-        int, _limit("request_examples_max", "Examples of one request.")
-    ] = LIMITS.request_examples_max,
-    request_output_bytes_max: Annotated[
-        int, _limit("request_output_bytes_max", "Bytes of one answer's float32 values.")
-    ] = LIMITS.request_output_bytes_max,
-    batch_ids_max: Annotated[
-        int, _limit("batch_ids_max", "Ids of a batch of several requests.")
-    ] = LIMITS.batch_ids_max,
-    batch_output_bytes_max: Annotated[
-        int, _limit("batch_output_bytes_max", "Bytes of such a batch's values.")
-    ] = LIMITS.batch_output_bytes_max,
-    queue_examples_max: Annotated[
-        int, _limit("queue_examples_max", "Examples waiting before requests are refused.")
-    ] = LIMITS.queue_examples_max,
-    queue_ids_max: Annotated[
-        int, _limit("queue_ids_max", "Ids waiting before requests are refused.")
-    ] = LIMITS.queue_ids_max,
-    delay_ms_max: Annotated[
-        float, _limit("delay_ms_max", "How long a lone request waits for company; for GPUs.")
-    ] = LIMITS.delay_ms_max,
-    inline_bytes_max: Annotated[
-        int,
-        _limit("inline_bytes_max", "A batch that moves more runs in a thread of its own."),
-    ] = LIMITS.inline_bytes_max,
-) -> None:
+def serve(**values: Any) -> None:
     """Serve the models of a store over REST and gRPC.
 
-    Every setting can be a flag, an EMBEDSERVE_* variable or a key of the TOML file; the first
-    of these wins.
+    A setting is a flag, a variable such as EMBEDSERVE_HTTP_PORT or a key of the TOML file
+    such as http_port; the first of these wins.
     """
-    limits = Limits(
-        body_bytes_max=body_bytes_max,
-        request_examples_max=request_examples_max,
-        request_output_bytes_max=request_output_bytes_max,
-        batch_ids_max=batch_ids_max,
-        batch_output_bytes_max=batch_output_bytes_max,
-        queue_examples_max=queue_examples_max,
-        queue_ids_max=queue_ids_max,
-        delay_ms_max=delay_ms_max,
-        inline_bytes_max=inline_bytes_max,
-    )
-    settings = ServeSettings(
-        store=store,
-        host=host,
-        http_port=http_port,
-        grpc_port=grpc_port,
-        model=tuple(model or ()),
-        default_model=default_model,
-        devices=devices,
-        strict_plan=strict_plan,
-        verify=verify,
-        drain_s=drain_s,
-        log_level=log_level,
-        limits=limits,
-    )
+    values.pop("config")
+    limits = Limits(**{f.name: values.pop(f.name) for f in fields(Limits)})
+    values["model"] = tuple(values["model"] or ())
+    settings = ServeSettings(**values, limits=limits)
     with one_line_errors():
         from embedserve.commands.serve import serve as run
 
         run(settings)
+
+
+def _serve_parameters() -> Iterator[inspect.Parameter]:
+    """The command's arguments and options: the fields of the settings and the limits."""
+    store = typer.Argument(envvar="EMBEDSERVE_STORE", help="The model store, a folder.")
+    yield _parameter("store", Path, store)
+    config = typer.Option(
+        callback=_read_config,
+        is_eager=True,
+        envvar="EMBEDSERVE_CONFIG",
+        help="A TOML file with any of these settings, named as here with '_'.",
+    )
+    yield _parameter("config", Path | None, config, None)
+    for settings, panel in ((ServeSettings, None), (Limits, "Limits")):
+        kinds = get_type_hints(settings)
+        for one in fields(settings):
+            if "help" in one.metadata:
+                option = typer.Option(
+                    envvar=f"EMBEDSERVE_{one.name.upper()}",
+                    rich_help_panel=panel,
+                    **one.metadata,
+                )
+                is_many = kinds[one.name] == tuple[str, ...]
+                kind = list[str] | None if is_many else kinds[one.name]
+                yield _parameter(one.name, kind, option, None if is_many else one.default)
+
+
+def _parameter(
+    name: str, kind: Any, described: Any, default: Any = inspect.Parameter.empty
+) -> inspect.Parameter:
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind, described],
+    )
+
+
+# typer reads a command's options from its signature.
+serve.__signature__ = inspect.Signature(list(_serve_parameters()))  # type: ignore[attr-defined]
+serve.__annotations__ = {p.name: p.annotation for p in _serve_parameters()}
+app.command()(serve)
 
 
 @app.command()
@@ -234,8 +165,8 @@ def publish(
         run(checkpoint, tables, store, model, dtype, sharding, world_size)
 
 
-@app.command()
-def inspect(
+@app.command(name="inspect")
+def inspect_store(
     store: Annotated[Path, typer.Argument(help="The model store.")],
     model: Annotated[str, typer.Argument(help="Show one model's versions.")] = "",
     version: Annotated[int, typer.Argument(help="Show one version's tables and plan.")] = 0,
@@ -262,12 +193,3 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("embedserve: interrupted", err=True)
         raise typer.Exit(130) from None
-
-
-def main() -> None:
-    """The entry point of the `embedserve` command."""
-    sys.exit(app())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,38 +1,50 @@
 """Settings as frozen values with units in their names, and the limits that they set.
 
-The command line fills them: a flag beats an EMBEDSERVE_* variable beats the TOML file.
+Each setting is written once, here, with its default and its sentence for the command line,
+which makes a flag, an EMBEDSERVE_* variable and a TOML key of it (cli.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 MIB = 1 << 20
+LIMIT_MAX = 2**31 - 1
+"""grpcio keeps its limits in 32 bits, and none of ours needs more."""
+
+
+def setting(default: Any, sentence: str, **bounds: float) -> Any:
+    """A field with its help text, and with "min" and "max" where it has them."""
+    return field(default=default, metadata={"help": sentence, **bounds})
+
+
+def limit(default: float, sentence: str) -> Any:
+    return setting(default, sentence, min=0, max=LIMIT_MAX)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much work the server takes on, in requests, in a batch and in the queue."""
+    """How much work the server takes on, in a request, in a batch and in the queue."""
 
-    body_bytes_max: int = 64 * MIB
-    """Of one request's body or message."""
-    request_examples_max: int = 65_536
-    request_output_bytes_max: int = 256 * MIB
-    """Of one answer's float32 values."""
-    batch_ids_max: int = 262_144
-    """A request with more ids is a batch of its own."""
-    batch_output_bytes_max: int = 32 * MIB
-    """Likewise, of a batch's float32 values."""
-    queue_examples_max: int = 131_072
-    """Examples waiting; the next request is refused."""
-    queue_ids_max: int = 16_777_216
-    """Ids waiting, likewise."""
-    delay_ms_max: float = 0.0
-    """How long a lone request waits for company. 0: a batch is what is there."""
-    inline_bytes_max: int = 8 * MIB
-    """Rows read and values written by a batch that runs on the event loop's own thread: under
-    about a millisecond. Larger ones run beside it."""
+    body_bytes_max: int = limit(64 * MIB, "Bytes of one request's body or message.")
+    request_examples_max: int = limit(65_536, "Examples of one request.")
+    request_output_bytes_max: int = limit(256 * MIB, "Bytes of one answer's float32 values.")
+    batch_ids_max: int = limit(
+        262_144, "Ids of a batch of several requests; a larger request is a batch of its own."
+    )
+    batch_output_bytes_max: int = limit(32 * MIB, "Bytes of such a batch's float32 values.")
+    queue_examples_max: int = limit(131_072, "Examples waiting before requests are refused.")
+    queue_ids_max: int = limit(16_777_216, "Ids waiting before requests are refused.")
+    delay_ms_max: float = limit(
+        0.0, "How long a lone request waits for company, for GPUs; 0: it does not."
+    )
+    inline_bytes_max: int = limit(
+        8 * MIB,
+        "Rows read and values written by a batch that runs on the event loop's thread, about a "
+        "millisecond of work; a larger one runs in a thread of its own.",
+    )
 
 
 @dataclass(frozen=True)
@@ -40,19 +52,24 @@ class ServeSettings:
     """Everything that `embedserve serve` can be told."""
 
     store: Path
-    host: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int = 8001
-    model: tuple[str, ...] = ()
-    """Models to serve; all of the store if empty."""
-    default_model: str = ""
-    """Answers requests that name none; the only model served if empty."""
-    devices: str = "auto"
-    """auto, cuda or cpu:N."""
-    strict_plan: bool = False
-    verify: bool = False
-    """Check every byte of the served versions against their checksums before ready."""
-    drain_s: float = 10.0
-    """How long accepted requests may take to be answered after SIGTERM."""
-    log_level: str = "info"
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
+    http_port: int = setting(8000, "REST, health and metrics; 0: any.", min=0, max=65535)
+    grpc_port: int = setting(8001, "gRPC; 0: any.", min=0, max=65535)
+    model: tuple[str, ...] = setting(
+        (), "A model to serve; may be repeated. Default: all of the store."
+    )
+    default_model: str = setting(
+        "", "Answers requests that name none. Default: the model, if only one is served."
+    )
+    devices: str = setting(
+        "auto", "cuda, cpu:N for N ranks in memory, or auto: GPUs, else what the plan has."
+    )
+    strict_plan: bool = setting(
+        False, "Refuse to start where the stored plan does not fit the host."
+    )
+    verify: bool = setting(False, "First check every byte of the store against its checksums.")
+    drain_s: float = setting(
+        10.0, "Seconds that accepted requests may take after SIGTERM.", min=0, max=3600
+    )
+    log_level: str = setting("info", "debug, info, warning or error.")
     limits: Limits = field(default_factory=Limits)

@@ -6,6 +6,11 @@ logged in full where it happens, and answered in general.
 
 from __future__ import annotations
 
+INTERNAL = "an error of the server; its log says which"
+"""What a caller is told of an error that nobody foresaw."""
+
+DRAINING = "draining before the stop"
+
 
 class EmbedServeError(Exception):
     """Any error that a request is answered with.
@@ -61,7 +66,7 @@ class DeadlineExceededError(EmbedServeError):
 
 
 class NotReadyError(EmbedServeError):
-    """Starting, or draining before the stop."""
+    """Draining before the stop."""
 
     code = "UNAVAILABLE"
     http_status = 503

@@ -1,7 +1,6 @@
 """Builds the objects of one server process, wires them, runs them and drains them.
 
-The only place that knows all parts. Ports are bound first, so that one in use is said before
-the models load; requests are taken when every model is warm.
+The only place that knows all parts. Requests are taken when every model is warm.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from embedserve.frontends.grpc_server import GrpcServer
 from embedserve.frontends.management import management_app
 from embedserve.frontends.rest import EmbedEndpoint
 from embedserve.metrics import Metrics
+from embedserve.ports import BACKLOG, Ports
 from embedserve.service import Service
 from embedserve.types import ModelInfo, TableInfo
 
@@ -56,36 +56,6 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def bind_http(settings: ServeSettings) -> socket.socket:
-    """The bound, not yet listening HTTP socket.
-
-    Raises:
-        OSError: the address cannot be bound.
-    """
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((settings.host, settings.http_port))
-    except OSError as error:
-        sock.close()
-        raise OSError(
-            f"cannot listen on {settings.host}:{settings.http_port} (HTTP): {error.strerror}"
-        ) from error
-    return sock
-
-
-def check_port_free(host: str, port: int) -> None:
-    """Raises OSError if gRPC could not listen on ``port``: its server binds only later."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((host, port))
-        except OSError as error:
-            raise OSError(f"cannot listen on {host}:{port} (gRPC): {error.strerror}") from error
-
-
 def model_info(engine: Engine) -> ModelInfo:
     """What callers may see of a restored model."""
     manifest = engine.manifest
@@ -109,7 +79,7 @@ def model_info(engine: Engine) -> ModelInfo:
             for table in manifest.tables
         ),
         device_type=engine.device_type,
-        bytes_per_rank=tuple(engine.bytes_per_rank()),
+        bytes_per_rank=tuple(engine.plan.bytes_per_rank(manifest.tables)),
         replanned=engine.replanned,
         is_scripted=engine.is_scripted,
     )
@@ -132,18 +102,21 @@ def build_service(
 async def run(
     service: Service,
     settings: ServeSettings,
-    http_socket: socket.socket,
+    ports: Ports,
     say_ready: Callable[[], None],
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains: accepted requests are answered.
 
     ``say_ready`` is called once, when both ports take requests.
+
+    Raises:
+        OSError: a port was taken from us.
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
-    grpc_server = GrpcServer(service, f"{_bracketed(settings.host)}:{settings.grpc_port}")
+    grpc_server = GrpcServer(service, ports.release_grpc())
     http_server = _HttpServer(
         uvicorn.Config(
             EmbedEndpoint(service, management_app(service)),
@@ -157,17 +130,15 @@ async def run(
             server_header=False,
             date_header=False,
             timeout_graceful_shutdown=max(1, round(settings.drain_s)),
-            backlog=4096,
+            backlog=BACKLOG,
         )
     )
     await grpc_server.start()
-    http_task = asyncio.create_task(http_server.serve(sockets=[http_socket]))
-    await http_server.listening.wait()
+    http_task = asyncio.create_task(http_server.serve(sockets=[ports.http_socket]))
+    await _either(http_task, http_server.listening)
     _freeze_garbage()
     say_ready()
-    await asyncio.wait(
-        (http_task, asyncio.create_task(stop.wait())), return_when=asyncio.FIRST_COMPLETED
-    )
+    await _either(http_task, stop)
     logger.info("draining: answering what was accepted, for at most %g s", settings.drain_s)
     service.is_ready = False
     await grpc_server.stop_being_ready()
@@ -176,8 +147,13 @@ async def run(
     logger.info("stopped")
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+async def _either(task: asyncio.Task[None], event: asyncio.Event) -> None:
+    """Waits for ``event``, or for ``task`` to end, and raises what ended it."""
+    waiting = asyncio.create_task(event.wait())
+    await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if task.done():
+        task.result()
 
 
 def _freeze_garbage() -> None:

@@ -14,6 +14,7 @@ from embedserve.batch import to_model_order
 from embedserve.batcher import Batcher
 from embedserve.config import Limits
 from embedserve.errors import (
+    DRAINING,
     DeadlineExceededError,
     NotReadyError,
     RequestTooLargeError,
@@ -52,9 +53,13 @@ class Service:
         """Raises UnknownModelError if no model of that name is served."""
         return self._batcher(name).model
 
-    def is_working(self, name: str) -> bool:
-        """Whether an answer of the model takes longer than the event loop's next turn."""
-        return self._batcher(name).is_working
+    def answer_bytes(self, request: LookupRequest) -> int:
+        """Bytes of the float32 values that ``request`` asks for.
+
+        Raises:
+            UnknownModelError: no model of its name is served.
+        """
+        return _output_bytes(request, self._batcher(request.model).model)
 
     def submit(
         self, request: LookupRequest, timeout_s: float | None = None
@@ -90,17 +95,23 @@ class Service:
         limits = self.limits
         if request.batch_size > limits.request_examples_max:
             raise RequestTooLargeError(
-                f"the batch has {request.batch_size} examples, the limit is "
-                f"{limits.request_examples_max}"
+                f"features: the batch has {request.batch_size} examples, the limit is "
+                f"{limits.request_examples_max}",
+                "features",
             )
-        output_bytes = 4 * request.batch_size * sum(model.length_per_key)
+        output_bytes = _output_bytes(request, model)
         if output_bytes > limits.request_output_bytes_max:
             raise RequestTooLargeError(
-                f"the answer to {request.batch_size} examples has {output_bytes} bytes, the "
-                f"limit is {limits.request_output_bytes_max}"
+                f"features: the answer to {request.batch_size} examples has {output_bytes} bytes, "
+                f"the limit is {limits.request_output_bytes_max}",
+                "features",
             )
 
     def check_ready(self) -> None:
         """Raises NotReadyError while draining."""
         if not self.is_ready:
-            raise NotReadyError("draining before the stop")
+            raise NotReadyError(DRAINING)
+
+
+def _output_bytes(request: LookupRequest, model: ModelInfo) -> int:
+    return 4 * request.batch_size * sum(model.length_per_key)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -16,12 +18,25 @@ from reference import (
     stored_rows,
     to_kjt,
 )
-from torchrec import EmbeddingBagCollection
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
 from embedserve.engine import restore as restore_module
-from embedserve.engine.engine import Engine
 from embedserve.engine.restore import check_fits_cuda, resolve_devices, restore
-from embedserve_store import ModelVersion, StoreError, TableSpec
+from embedserve_store import ModelVersion, StoreError, TableSpec, publish
+
+RESTORE_WITHIN = """
+import resource, sys
+from embedserve.engine.restore import restore
+from embedserve_store import ModelStore
+
+version = ModelStore(sys.argv[1]).load("large")
+assert version.manifest.nbytes == 512 << 20
+own_kib = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData"))
+limit = own_kib * 1024 + (256 << 20)
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+restore(version)
+print("restored")
+"""
 
 PLANS = [(s, n) for s in ("table_wise", "row_wise") for n in (1, 2, 4)]
 
@@ -116,6 +131,28 @@ def test_tables_are_mapped_not_copied(published) -> None:
         assert kernel.weights_host.data_ptr() == mapped.ctypes.data
 
 
+def test_restoring_takes_no_memory_of_the_size_of_the_tables(tmp_path) -> None:
+    """Tables of 512 MiB are restored while the process may add no 256 MiB of its own."""
+    torch_tables = [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=1 << 20,
+            embedding_dim=64,
+            feature_names=[name],
+            pooling=PoolingType.SUM,
+        )
+        for name in ("a", "b")
+    ]
+    publish(EmbeddingBagCollection(tables=torch_tables), tmp_path, model="large")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RESTORE_WITHIN, str(tmp_path)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "restored\n"
+
+
 def test_another_number_of_ranks_is_planned_anew(ebc, published, caplog) -> None:
     version = published(sharding="row_wise", world_size=2)
     with caplog.at_level(logging.WARNING):
@@ -163,16 +200,6 @@ def test_a_model_that_cannot_be_scripted_runs_eagerly(ebc, published, monkeypatc
     bags = sample(version)
     ids, lengths = to_kjt(bags, version.manifest.features)
     assert_same(engine.lookup(ids, lengths), expected(source_rows(ebc), version.manifest, bags))
-
-
-def test_bytes_per_rank_add_up(published) -> None:
-    for sharding, world_size in PLANS:
-        version = published(sharding=sharding, world_size=world_size)
-        engine = Engine(
-            version, version.plan, "cpu", lookup=None, weighted_lookup=None, is_scripted=False
-        )
-        assert len(engine.bytes_per_rank()) == world_size
-        assert abs(sum(engine.bytes_per_rank()) - version.manifest.nbytes) <= world_size
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu:0", "cpu:-1", "gpu", "", "cuda:1"])

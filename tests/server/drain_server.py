@@ -11,23 +11,25 @@ from pathlib import Path
 
 import uvloop
 from server.fake_engine import FakeEngine
-from server.live import IN_THREAD, free_port, make_service
+from server.live import IN_THREAD, make_service
 
 from embedserve import server
 from embedserve.config import ServeSettings
+from embedserve.ports import claim_ports
 
 
 def main(lookup_s: float, drain_s: float) -> None:
     engine = FakeEngine()
     engine.delay_s = lookup_s
-    settings = ServeSettings(
-        store=Path(), http_port=0, grpc_port=free_port(), drain_s=drain_s, limits=IN_THREAD
-    )
-    sock = server.bind_http(settings)
-    ports = sock.getsockname()[1], settings.grpc_port
+    settings = ServeSettings(store=Path(), drain_s=drain_s, limits=IN_THREAD)
+    ports = claim_ports("127.0.0.1", 0, 0)
     with ThreadPoolExecutor(1) as executor:
         service = make_service(engine, executor=executor, limits=IN_THREAD)
-        uvloop.run(server.run(service, settings, sock, lambda: print(*ports, flush=True)))
+
+        def say_ready() -> None:
+            print(ports.http, ports.grpc, flush=True)
+
+        uvloop.run(server.run(service, settings, ports, say_ready))
 
 
 if __name__ == "__main__":

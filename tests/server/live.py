@@ -19,6 +19,7 @@ from embedserve import server
 from embedserve.batcher import Batcher
 from embedserve.config import Limits, ServeSettings
 from embedserve.metrics import Metrics
+from embedserve.ports import claim_ports
 from embedserve.service import Service
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
@@ -71,19 +72,18 @@ async def live_server(
     *engines: FakeEngine, limits: Limits | None = None, drain_s: float = 5.0
 ) -> AsyncIterator[Live]:
     """Runs embedserve.server.run until the block ends, then drains it by SIGTERM."""
-    settings = ServeSettings(store=Path(), http_port=0, grpc_port=free_port(), drain_s=drain_s)
+    settings = ServeSettings(store=Path(), drain_s=drain_s)
     with ThreadPoolExecutor(1) as executor:
         service = make_service(*engines, executor=executor, limits=limits)
-        sock = server.bind_http(settings)
-        http_port = sock.getsockname()[1]
+        ports = claim_ports("127.0.0.1", 0, 0)
         ready = asyncio.Event()
-        running = asyncio.create_task(server.run(service, settings, sock, ready.set))
+        running = asyncio.create_task(server.run(service, settings, ports, ready.set))
         await asyncio.wait_for(ready.wait(), 10)
-        channel = grpc.aio.insecure_channel(f"127.0.0.1:{settings.grpc_port}")
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{ports.grpc}")
         try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}") as http:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports.http}") as http:
                 stub = EmbeddingServiceStub(channel)
-                yield Live(service, http_port, http, channel, stub, running)
+                yield Live(service, ports.http, http, channel, stub, running)
         finally:
             for engine in engines:
                 engine.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from time import perf_counter
 
 import numpy as np
@@ -60,14 +61,12 @@ async def test_requests_gather_while_the_engine_works(
     engine.hold()
     first = batcher.submit(ordered(engine, USER))
     await until(lambda: engine.lookups)
-    assert batcher.is_working
     others = [batcher.submit(ordered(engine, USER)) for _ in range(7)]
     await asyncio.sleep(0.02)
     assert len(engine.lookups) == 1
     engine.release()
     await asyncio.gather(first, *others)
     assert [lookup.batch_size for lookup in engine.lookups] == [1, 7]
-    assert not batcher.is_working
 
 
 @pytest.mark.parametrize(
@@ -127,6 +126,59 @@ async def test_with_a_delay_a_lone_request_waits_for_company(
     assert not first.done()
     await asyncio.gather(first, batcher.submit(ordered(engine, USER)))
     assert [lookup.batch_size for lookup in engine.lookups] == [2]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(delay_ms_max=60_000, batch_ids_max=6),
+        Limits(delay_ms_max=60_000, batch_output_bytes_max=2 * 36),
+    ],
+)
+async def test_a_full_batch_does_not_wait_for_company(
+    engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits
+) -> None:
+    batcher = make_batcher(limits)
+    answers = [batcher.submit(ordered(engine, USER)) for _ in range(5)]
+    await asyncio.wait_for(asyncio.gather(*answers[:4]), 5)
+    await asyncio.sleep(0.01)
+    assert not answers[4].done()
+    answers.append(batcher.submit(ordered(engine, USER)))
+    await asyncio.wait_for(asyncio.gather(*answers), 5)
+    assert [lookup.batch_size for lookup in engine.lookups] == [2, 2, 2]
+
+
+async def test_a_batch_that_fills_as_its_delay_ends_begins_once(
+    engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
+) -> None:
+    batcher = make_batcher(Limits(delay_ms_max=20, batch_ids_max=6, inline_bytes_max=0))
+    engine.hold()
+    answers = [batcher.submit(ordered(engine, USER))]
+    time.sleep(0.03)  # noqa: ASYNC251  the delay ends in the next turn, after what is added
+    asyncio.get_running_loop().call_soon(
+        lambda: answers.extend(batcher.submit(ordered(engine, USER)) for _ in range(5))
+    )
+    await until(lambda: engine.lookups)
+    await asyncio.sleep(0.01)
+    assert metrics.queued_requests == 4  # one batch of two runs, and no other beside it
+    engine.release()
+    await asyncio.gather(*answers)
+
+
+async def test_a_request_that_waited_for_the_engine_has_waited_for_company(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher = make_batcher(Limits(delay_ms_max=300, inline_bytes_max=0))
+    engine.hold()
+    running = batcher.submit(ordered(engine, USER))
+    await until(lambda: engine.lookups)
+    waiting = batcher.submit(ordered(engine, USER))
+    await asyncio.sleep(0.35)
+    engine.release()
+    await running
+    released_s = perf_counter()
+    await waiting
+    assert perf_counter() - released_s < 0.2
 
 
 @pytest.mark.parametrize(
@@ -268,6 +320,7 @@ async def test_what_happened_is_counted(
 async def test_a_failure_while_joining_still_answers_everyone(
     engine: FakeEngine,
     make_batcher: MakeBatcher,
+    metrics: ModelMetrics,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -282,4 +335,5 @@ async def test_a_failure_while_joining_still_answers_everyone(
             with pytest.raises(EngineError, match="the server's log says why"):
                 await asyncio.wait_for(answer, 5)
     assert "no room for the batch" in caplog.text
+    assert metrics.lookup_seconds.samples()[0][-1] == ("+Inf", 0)
     assert (await batcher.submit(ordered(engine, USER))).values.shape[0] == 1

@@ -44,7 +44,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 def embedserve(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", "embedserve.cli", *arguments)
+    return run_python("-m", "embedserve", *arguments)
 
 
 def help_cpu_s(command: tuple[str, ...]) -> float:
@@ -200,3 +200,20 @@ def test_inspecting_a_missing_store_is_one_line(tmp_path: Path) -> None:
 
 def test_an_unknown_log_level_is_one_line(tmp_path: Path) -> None:
     check_one_line(embedserve("serve", tmp_path, "--log-level", "loud"), "log_level is 'loud'")
+
+
+def test_a_client_only_install_says_what_to_install() -> None:
+    code = "import sys; sys.modules['typer'] = None\nfrom embedserve.__main__ import main\nmain()"
+    done = run_python("-c", code)
+    assert done.returncode == 1
+    assert done.stderr.startswith("embedserve: typer is not installed: this is the client only")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--drain-s", "inf"), ("--drain-s", "nan"), ("--body-bytes-max", "4e9")]
+)
+def test_numbers_that_the_server_cannot_use_are_refused(flag: str, value: str) -> None:
+    result = run("serve", "store", flag, value)
+    assert result.exit_code == 2
+    assert flag in result.output

@@ -132,15 +132,39 @@ async def statuses_until_refused(server: Process) -> list[int]:
     return statuses
 
 
-async def test_a_client_that_keeps_its_stream_open_holds_the_end_up_for_drain_s_only() -> None:
-    async with server_process(lookup_s=0, drain_s=1) as server:
+async def test_an_idle_stream_is_ended_at_once() -> None:
+    async with server_process(lookup_s=0, drain_s=15) as server:
         stream = EmbeddingServiceStub(server.channel).EmbedStream()
         await stream.write(REQUEST)
         assert (await stream.read()).batch_size == 1
+        start = asyncio.get_running_loop().time()
         server.process.send_signal(signal.SIGTERM)
         assert await server.stopped() == 0
-        with pytest.raises(grpc.aio.AioRpcError):
-            await stream.read()
+        assert asyncio.get_running_loop().time() - start < 10
+        await expect_draining(stream)
+
+
+async def expect_draining(stream: grpc.aio.StreamStreamCall) -> None:
+    """The stream has no answer left, and says that it was not the client who ended it."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream.read()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert caught.value.details() == "draining before the stop"
+
+
+async def test_an_open_stream_answers_what_it_accepted_before_it_is_ended() -> None:
+    async with server_process(lookup_s=0.7) as server:
+        first = asyncio.create_task(server.http.post("/embed", content=BODY))
+        await until_seen(server, queued=0)
+        stream = EmbeddingServiceStub(server.channel).EmbedStream()
+        for _ in range(5):
+            await stream.write(REQUEST)
+        await until_seen(server, queued=5)
+        server.process.send_signal(signal.SIGTERM)
+        assert [(await stream.read()).batch_size for _ in range(5)] == [1] * 5
+        await expect_draining(stream)
+        assert (await first).status_code == 200
+        assert await server.stopped() == 0
 
 
 async def test_an_idle_server_ends_at_once() -> None:

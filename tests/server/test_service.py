@@ -60,10 +60,10 @@ def test_without_a_default_a_request_must_name_a_model(
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        (Limits(request_examples_max=2), "the batch has 3 examples, the limit is 2"),
+        (Limits(request_examples_max=2), "features: the batch has 3 examples, the limit is 2"),
         (
             Limits(request_output_bytes_max=72),
-            "the answer to 3 examples has 108 bytes, the limit is 72",
+            "features: the answer to 3 examples has 108 bytes, the limit is 72",
         ),
     ],
 )
@@ -71,8 +71,9 @@ async def test_a_request_past_a_limit_is_refused_with_both_numbers(
     engine: FakeEngine, executor: ThreadPoolExecutor, limits: Limits, message: str
 ) -> None:
     service = make_service(engine, executor=executor, limits=limits)
-    with pytest.raises(RequestTooLargeError, match=message):
+    with pytest.raises(RequestTooLargeError, match=f"^{message}$") as caught:
         service.submit(make_request({"user": [[1], [2], [3]]}))
+    assert caught.value.field == "features"
     await service.submit(make_request({"user": [[1], [2]]}))
 
 

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from embedserve_store.demo.examples import FEATURES, histories, make_examples, s
 from embedserve_store.demo.measure import errors, predict
 from embedserve_store.demo.model import RatingModel, make_collection, to_kjt
 from embedserve_store.demo.train import TrainingSettings, train
+from embedserve_store.errors import StoreError
 
 SHORT = TrainingSettings(epochs=1)
 
@@ -214,6 +216,45 @@ def test_checkpoint_holds_the_published_rows(built: Built) -> None:
         weight = state[f"ebc.embedding_bags.{table}.weight"]
         stored = np.ascontiguousarray(version.tables.rows(table)).view(np.float32)
         assert np.array_equal(stored, weight.numpy())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"checkpoint": "no/x.pt"}, "no/x.pt: the checkpoint cannot be written: .*no does not exi"),
+        ({"checkpoint": "file/x.pt"}, "file: cannot be written: .*file is not a folder"),
+        ({"checkpoint": ""}, "the checkpoint cannot be written: it is a folder"),
+        ({"store": "file"}, "file/movies: cannot be written"),
+        ({"dtype": "int2"}, "table 'movie': dtype is 'int2'"),
+        ({"sharding": "grid"}, "table 'movie': sharding is 'grid'"),
+        ({"world_size": 0}, "world_size is 0"),
+        ({"model": "a/b"}, "model name 'a/b'"),
+    ],
+)
+def test_what_cannot_be_published_is_refused_before_training(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    def trained(*_: object) -> None:
+        pytest.fail("a step was trained")
+
+    (tmp_path / "file").write_text("")
+    paths = {k: tmp_path / v for k, v in options.items() if k in ("store", "checkpoint")}
+    with pytest.raises(StoreError, match=message):
+        build_demo(**{"store": tmp_path / "store", "progress": trained} | options | paths)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+class Unsavable(torch.nn.Module):
+    """Fails when its state dict is saved, in two lines as torch does."""
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("write failed\nat byte 7")
+
+
+def test_a_checkpoint_that_fails_half_way_is_one_line(tmp_path: Path) -> None:
+    message = r"x.pt: the checkpoint cannot be written: write failed at byte 7$"
+    with pytest.raises(StoreError, match=message):
+        save_checkpoint(Unsavable(), tmp_path / "x.pt")
 
 
 def test_checkpoint_of_the_collection_alone(tmp_path: Path, data: MovieTweetings) -> None:

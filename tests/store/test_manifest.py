@@ -11,7 +11,7 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_inference import unpadded_row_size_in_bytes
 
 from embedserve_store.errors import StoreError
-from embedserve_store.manifest import Manifest, TableSpec, check_table, row_bytes
+from embedserve_store.manifest import KeyColumns, Manifest, TableSpec, check_table, row_bytes
 
 TABLES = (
     TableSpec("a", 100, 8, ("x", "y"), "sum", "int8", "00"),
@@ -27,6 +27,16 @@ def test_keys_and_dims_follow_the_tables() -> None:
     assert MANIFEST.length_per_key == (8, 8, 4, 4)
     assert MANIFEST.rows_per_feature == (100, 30, 30)
     assert MANIFEST.nbytes == 100 * 12 + 30 * 16
+
+
+def test_columns_of_the_answer() -> None:
+    a, b = TABLES
+    assert MANIFEST.columns == (
+        KeyColumns("x", 0, a, 0, 8),
+        KeyColumns("y@a", 1, a, 8, 16),
+        KeyColumns("y@b", 1, b, 16, 20),
+        KeyColumns("z", 2, b, 20, 24),
+    )
 
 
 @pytest.mark.parametrize("dim", [4, 12, 64, 132])

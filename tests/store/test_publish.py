@@ -26,7 +26,7 @@ from embedserve_store import live, tables_file
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.load import ModelStore, ModelVersion, verify
 from embedserve_store.manifest import DTYPES
-from embedserve_store.publish import publish, publish_state_dict
+from embedserve_store.publish import check_options, publish, publish_state_dict
 
 MakeEbc = Callable[..., EmbeddingBagCollection]
 RELATIVE_ERROR_MAX = {"float32": 1e-6, "float16": 1e-3, "int8": 1e-2, "int4": 0.2}
@@ -71,9 +71,11 @@ def test_goldens_hold_the_modules_answers(ebc: EmbeddingBagCollection, tmp_path:
     expected = live.answers(ebc, published.manifest, goldens.bags)
     np.testing.assert_array_equal(goldens.source_answers, expected)
     difference = np.abs(goldens.stored_answers - expected)
-    user = published.errors["user"]
-    assert difference[:, :32].max() == pytest.approx(user.max_abs)
-    assert user.relative == pytest.approx(user.max_abs / np.abs(expected[:, :32]).max())
+    for table, start, end in (("user", 0, 32), ("item", 32, 40), ("tag", 40, 48)):
+        error = published.errors[table]
+        assert difference[:, start:end].max() == pytest.approx(error.max_abs)
+        largest = np.abs(expected[:, start:end]).max()
+        assert error.relative == pytest.approx(error.max_abs / largest)
 
 
 def test_a_table_larger_than_a_block_is_stored_whole(
@@ -172,6 +174,32 @@ def test_wrong_options_do_not_touch_the_store(
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, None),
+        ({"dtype": "int2"}, "dtype is 'int2'"),
+        ({"dtype": {"user": "int8"}}, "dtype does not say how table 'item'"),
+        ({"sharding": "grid"}, "table 'user': sharding is 'grid'"),
+        ({"world_size": 0}, "world_size is 0"),
+        ({"model": "../m"}, "model name"),
+        ({"store": "file"}, "file/m: cannot be written: .*file is not a folder"),
+    ],
+)
+def test_options_can_be_checked_before_there_are_weights(
+    ebc: EmbeddingBagCollection, tmp_path: Path, options: dict[str, Any], message: str | None
+) -> None:
+    (tmp_path / "file").write_text("")
+    given = {"model": "m", "dtype": "int8", "sharding": "row_wise", "world_size": 2} | options
+    store = tmp_path / given.pop("store", "store")
+    if message is None:
+        check_options(live.describe(ebc), store, **given)
+    else:
+        with pytest.raises(StoreError, match=message):
+            check_options(live.describe(ebc), store, **given)
+    assert everything_under(tmp_path) == ["file"]
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", ["float32", "int4"])
 def test_rows_that_are_not_numbers_are_refused(
@@ -185,7 +213,7 @@ def test_rows_that_are_not_numbers_are_refused(
     ebc.embedding_bags["item"].weight.data[70, 3] = value
     with pytest.raises(InvalidModelError, match=f"table 'item': row 70 holds {value}"):
         publish(ebc, tmp_path, model="m", dtype=dtype)
-    assert everything_under(tmp_path) == ["m"]
+    assert everything_under(tmp_path) == []
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
@@ -230,7 +258,7 @@ def test_an_interrupt_leaves_the_store_as_it_was(
     with pytest.raises(StoreError, match="m: publishing was interrupted") as caught:
         publish(ebc, tmp_path, model="m", progress=interrupt)
     assert isinstance(caught.value.__cause__, KeyboardInterrupt)
-    assert everything_under(tmp_path) == ["m"]
+    assert everything_under(tmp_path) == []
     assert publish(ebc, tmp_path, model="m").version == 1
 
 
@@ -239,7 +267,7 @@ def test_a_broken_callback_leaves_the_store_as_it_was(
 ) -> None:
     with pytest.raises(StoreError, match=r"publishing failed: TypeError\("):
         publish(ebc, tmp_path, model="m", progress=lambda: None)  # type: ignore[misc,arg-type]
-    assert everything_under(tmp_path) == ["m"]
+    assert everything_under(tmp_path) == []
 
 
 def test_a_store_that_is_a_file(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
@@ -313,15 +341,16 @@ def test_a_killed_publisher_is_never_seen(ebc: EmbeddingBagCollection, tmp_path:
         assert "halfway\n" in iter(lines.readline, "")
         process.send_signal(signal.SIGKILL)
         assert process.wait(timeout=60) == -signal.SIGKILL
-    (left,) = (tmp_path / "m").iterdir()
-    assert left.name.startswith(".staging-")
+    left, lock = sorted((tmp_path / "m").iterdir())
+    assert sorted(os.listdir(left)) == ["tables.safetensors"]
+    assert lock.name == f"{left.name}.lock"
     store = ModelStore(tmp_path)
     assert store.models() == []
     assert store.versions("m") == []
     with pytest.raises(StoreError, match="no version is published"):
         store.load("m")
     assert publish(ebc, tmp_path, model="m").version == 1
-    assert store.versions("m") == [1]
+    assert os.listdir(tmp_path / "m") == ["1"]
 
 
 def test_checksums_are_of_the_files(version: ModelVersion) -> None:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from embedserve_store.errors import StoreError
+from embedserve_store.staging import check_writable
+
 if TYPE_CHECKING:
     import torch
 
@@ -62,14 +65,27 @@ def build_demo(
         progress: called after every step with the steps done, the steps in all and the loss.
 
     Raises:
-        StoreError: the version cannot be published.
+        StoreError: the version cannot be published or the checkpoint not written; what can be
+            known before training is said before.
     """
-    from embedserve_store import publish
     from embedserve_store.demo.data import load
+    from embedserve_store.demo.model import make_collection
     from embedserve_store.demo.train import train
+    from embedserve_store.live import describe
+    from embedserve_store.publish import check_options, publish
 
     start = time.perf_counter()
     data = load()
+    check_options(
+        describe(make_collection(data)),
+        store,
+        model=model,
+        dtype=dtype,
+        sharding=sharding,
+        world_size=world_size,
+    )
+    if checkpoint is not None:
+        check_checkpoint_path(checkpoint)
     training_start = time.perf_counter()
     trained = train(data, progress=progress)
     train_s = time.perf_counter() - training_start
@@ -103,7 +119,24 @@ def save_checkpoint(model: torch.nn.Module, path: Path) -> None:
 
     Of the whole demo model the tables are ebc.embedding_bags.TABLE.weight, float32 [rows, dim];
     of its EmbeddingBagCollection alone, embedding_bags.TABLE.weight.
+
+    Raises:
+        StoreError: ``path`` cannot be written.
     """
     import torch
 
-    torch.save(model.state_dict(), path)
+    check_checkpoint_path(path)
+    try:
+        torch.save(model.state_dict(), path)
+    except (OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise StoreError(f"{path}: the checkpoint cannot be written: {reason}") from error
+
+
+def check_checkpoint_path(path: Path) -> None:
+    """Raises StoreError where a checkpoint cannot be written to ``path``."""
+    if path.is_dir():
+        raise StoreError(f"{path}: the checkpoint cannot be written: it is a folder")
+    if not path.parent.exists():
+        raise StoreError(f"{path}: the checkpoint cannot be written: {path.parent} does not exist")
+    check_writable(path.parent)

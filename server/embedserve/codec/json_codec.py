@@ -118,7 +118,9 @@ def _refuse(body: bytes, error: Exception) -> NoReturn:
 def encode_result(result: LookupResult) -> bytes:
     """{"model", "version", "keys", "length_per_key", "values": [B][sum(length_per_key)]}.
 
-    The numbers are the shortest that read back as the same float32.
+    The numbers are the shortest that read back as the same float32. A value that is not finite
+    (a weighted sum past the largest float32) is null, as JSON has no infinity; protobuf carries
+    it as it is.
     """
     values = orjson.dumps(result.values, option=orjson.OPT_SERIALIZE_NUMPY)
     return b"%b%b}" % (_prefix(result.model), values)

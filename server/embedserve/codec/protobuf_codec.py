@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 
 import numpy as np
@@ -48,7 +49,7 @@ def _batch_size(features: tuple[str, ...], lengths: np.ndarray) -> int:
     if not features:
         raise InvalidRequestError("keys is empty: name at least one feature", "keys")
     if len(set(features)) < len(features):
-        twice = next(name for name in features if features.count(name) > 1)
+        twice = next(name for name, count in Counter(features).items() if count > 1)
         raise InvalidRequestError(f"keys names {twice!r} twice", "keys")
     batch_size, rest = divmod(lengths.size, len(features))
     if rest:

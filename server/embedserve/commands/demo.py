@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from embedserve.commands.console import hush_torch, say, step_progress
+from embedserve.commands.sigterm import sigterm_interrupts
 from embedserve_store import ModelStore
 from embedserve_store.demo import build_demo
 
@@ -21,13 +22,13 @@ def demo(
     """Publishes the demo model as the next version of ``model``.
 
     Raises:
-        StoreError: the store cannot be written.
+        StoreError: the store or the checkpoint cannot be written, or an option is wrong.
     """
     if if_missing and store.is_dir() and model in ModelStore(store).models():
         say(f"{store} has model {model} already")
         return
     hush_torch()
-    with step_progress("training on movie ratings") as progress:
+    with sigterm_interrupts(), step_progress("training on movie ratings") as progress:
         report = build_demo(
             store,
             model=model,

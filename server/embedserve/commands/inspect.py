@@ -30,33 +30,34 @@ def inspect(store: Path, model: str, version: int) -> None:
         _show_version(opened.load(model, version))
 
 
-def _grid(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    grid = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def _show(title: str, grid: Table) -> None:
+    """The title on a line of its own: as part of the grid it would wrap to the grid's width."""
+    out.print(title, style="italic", soft_wrap=True, markup=False)
+    out.print(grid)
+
+
+def _grid(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         grid.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
     return grid
 
 
 def _show_models(store: ModelStore, path: Path) -> None:
-    grid = _grid(
-        f"store {path}",
-        "model",
-        "versions",
-        "tables",
-        "rows",
-        "bytes",
-        numbers=("tables", "rows", "bytes"),
-    )
+    numbers = ("tables", "rows", "bytes")
+    grid = _grid("model", "versions", *numbers, numbers=numbers)
     for name in store.models():
         versions = store.versions(name)
         manifest = store.load(name).manifest
         grid.add_row(name, ", ".join(map(str, versions)), *_totals(manifest))
-    out.print(grid if grid.row_count else f"store {path}: no models")
+    if grid.row_count:
+        _show(f"store {path}", grid)
+    else:
+        out.print(f"store {path}: no models", soft_wrap=True, markup=False)
 
 
 def _show_versions(store: ModelStore, model: str) -> None:
     grid = _grid(
-        f"model {model}",
         "version",
         "tables",
         "rows",
@@ -70,7 +71,7 @@ def _show_versions(store: ModelStore, model: str) -> None:
         published = str(version.manifest.source.get("published_at", ""))
         ranks = str(version.plan.world_size)
         grid.add_row(str(number), *_totals(version.manifest), published, ranks)
-    out.print(grid)
+    _show(f"model {model}", grid)
 
 
 def _totals(manifest: Manifest) -> tuple[str, str, str]:
@@ -82,7 +83,6 @@ def _show_version(version: ModelVersion) -> None:
     manifest = version.manifest
     numbers = ("rows", "dim", "bytes")
     tables = _grid(
-        f"model {manifest.model} version {manifest.version}",
         "table",
         "rows",
         "dim",
@@ -104,28 +104,22 @@ def _show_version(version: ModelVersion) -> None:
             ", ".join(table.feature_names),
             version.plan.tables[table.name].sharding_type,
         )
-    out.print(tables)
+    _show(f"model {manifest.model} version {manifest.version}", tables)
     out.print()
-    out.print(_plan_grid(manifest, version.plan))
+    show_plan(manifest, version.plan)
 
 
-def _plan_grid(manifest: Manifest, plan: Plan) -> Table:
-    """A line a table, a column a rank: which rows (and columns, where not all) lie there."""
-    ranks = [f"rank {rank}" for rank in range(plan.world_size)]
-    grid = _grid(f"plan over {plan.world_size} ranks", "table", *ranks)
-    totals = [0] * plan.world_size
+def show_plan(manifest: Manifest, plan: Plan) -> None:
+    """A line a table, a column a rank: which rows lie there."""
+    grid = _grid("table", *(f"rank {rank}" for rank in range(plan.world_size)))
     for table in manifest.tables:
         cells = [""] * plan.world_size
         for shard in plan.tables[table.name].shards:
             cell = f"rows {shard.row_offset:,}-{shard.row_offset + shard.row_count - 1:,}"
             if not shard.row_count:
                 cell = "no rows"
-            elif shard.col_count < table.embedding_dim:
-                cell += f" cols {shard.col_offset}-{shard.col_offset + shard.col_count - 1}"
             cells[shard.rank] = f"{cells[shard.rank]}; {cell}" if cells[shard.rank] else cell
-            totals[shard.rank] += round(
-                table.nbytes * shard.area / (table.num_embeddings * table.embedding_dim)
-            )
         grid.add_row(table.name, *cells)
-    grid.add_row("bytes", *map(human_bytes, totals))
-    return grid
+    grid.add_row("bytes", *map(human_bytes, plan.bytes_per_rank(manifest.tables)))
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    _show(f"plan over {ranks}", grid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from embedserve.commands.console import hush_torch, say, table_progress
+from embedserve.commands.sigterm import sigterm_interrupts
 from embedserve.commands.sizes import human_bytes
 from embedserve_store import (
     PublishedVersion,
@@ -31,7 +32,7 @@ def publish(
     hush_torch()
     described = read_description(description)
     state_dict = read_state_dict(checkpoint)
-    with table_progress() as progress:
+    with sigterm_interrupts(), table_progress() as progress:
         published = publish_state_dict(
             state_dict,
             described.tables,
@@ -58,7 +59,8 @@ def report(published: PublishedVersion) -> None:
         )
     if published.skipped:
         say(f"skipped, not described: {', '.join(published.skipped)}")
+    ranks = published.plan.world_size
     say(
         f"published {manifest.model} version {published.version}: {human_bytes(manifest.nbytes)} "
-        f"over {published.plan.world_size} ranks, in {published.path}"
+        f"over {ranks} {'rank' if ranks == 1 else 'ranks'}, in {published.path}"
     )

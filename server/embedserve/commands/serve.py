@@ -12,6 +12,7 @@ import numpy as np
 
 from embedserve.commands.console import console, hush_torch, say, table_progress
 from embedserve.config import ServeSettings
+from embedserve.ports import Ports, bracketed, claim_ports
 from embedserve.types import ModelInfo
 from embedserve_store import ModelStore, ModelVersion, StoreError, verify
 
@@ -31,13 +32,20 @@ def serve(settings: ServeSettings) -> None:
     start = time.perf_counter()
     _set_up_logging(settings.log_level)
     versions = _open_versions(settings)
+    ports = claim_ports(settings.host, settings.http_port, settings.grpc_port)
+    try:
+        _serve(settings, versions, ports, start)
+    finally:
+        ports.close()
+
+
+def _serve(
+    settings: ServeSettings, versions: dict[str, ModelVersion], ports: Ports, start: float
+) -> None:
     import uvloop
 
     from embedserve import server
 
-    # Ports before tables: one in use is said before anything is loaded.
-    http_socket = server.bind_http(settings)
-    server.check_port_free(settings.host, settings.grpc_port)
     if settings.verify:
         _verify(versions)
     with console.status("importing PyTorch and TorchRec …"):
@@ -48,10 +56,11 @@ def serve(settings: ServeSettings) -> None:
             engines[name] = restore(version, settings.devices, strict_plan=settings.strict_plan)
     with ThreadPoolExecutor(1, thread_name_prefix="lookup") as executor:
         service = server.build_service(engines, settings, executor)
-        say_ready = lambda: _say_ready(  # noqa: E731
-            service.models(), versions, settings, time.perf_counter() - start
-        )
-        uvloop.run(server.run(service, settings, http_socket, say_ready))
+
+        def say_ready() -> None:
+            _say_ready(service.models(), versions, ports, time.perf_counter() - start)
+
+        uvloop.run(server.run(service, settings, ports, say_ready))
 
 
 def _set_up_logging(level: str) -> None:
@@ -88,29 +97,22 @@ def _verify(versions: dict[str, ModelVersion]) -> None:
 def _say_ready(
     models: list[ModelInfo],
     versions: dict[str, ModelVersion],
-    settings: ServeSettings,
+    ports: Ports,
     seconds: float,
 ) -> None:
     for model in models:
         shown = ", ".join(f"{table.name} {table.sharding}" for table in model.tables)
+        ranks = len(model.bytes_per_rank)
         say(
-            f"{model.name} version {model.version}: {len(model.tables)} tables over "
-            f"{len(model.bytes_per_rank)} {model.device_type} ranks ({shown})"
+            f"{model.name} version {model.version}: {len(model.tables)} tables over {ranks} "
+            f"{model.device_type} rank{'s' if ranks > 1 else ''} ({shown})"
         )
-    base = f"http://{_reachable(settings.host)}:{settings.http_port}"
-    say(
-        f"ready after {seconds:.1f} s: REST {base} (docs at {base}/docs), "
-        f"gRPC {_reachable(settings.host)}:{settings.grpc_port}"
-    )
+    host = "localhost" if ports.host in ("0.0.0.0", "::") else bracketed(ports.host)
+    base = f"http://{host}:{ports.http}"
+    say(f"ready after {seconds:.1f} s: REST {base} (docs at {base}/docs), gRPC {host}:{ports.grpc}")
     say("try:")
     model = models[0]
     print(f"  {curl_line(base, model, versions[model.name])}", flush=True)
-
-
-def _reachable(host: str) -> str:
-    if host in ("0.0.0.0", "::"):
-        return "localhost"
-    return f"[{host}]" if ":" in host else host
 
 
 def curl_line(base: str, model: ModelInfo, version: ModelVersion) -> str:

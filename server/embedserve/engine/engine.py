@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from embedserve.engine.script import Lookup
+from embedserve.engine.sharded import main_device
 from embedserve_store.errors import StoreError
 from embedserve_store.load import ModelVersion
 from embedserve_store.manifest import Manifest
@@ -50,8 +51,8 @@ class Engine:
         self._version = version
         self._lookup = lookup
         self._weighted_lookup = weighted_lookup
-        self._device = torch.device("cpu" if device_type == "cpu" else "cuda:0")
-        self._mean_columns = _mean_columns(self.manifest)
+        self._device = main_device(device_type)
+        self._means = [c for c in self.manifest.columns if c.table.pooling == "mean"]
 
     def lookup(
         self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None
@@ -76,14 +77,14 @@ class Engine:
                 weights_on_device = torch.from_numpy(weights).to(self._device)
                 answer = self._weighted_lookup(on_device, lengths_on_device, weights_on_device)
             values: np.ndarray = answer.cpu().numpy()
-        if self._mean_columns:
+        if self._means:
             self._divide_means(values, lengths)
         return values
 
     def _divide_means(self, values: np.ndarray, lengths: np.ndarray) -> None:
         counts = np.maximum(lengths, 1).reshape(len(self.manifest.features), -1)
-        for feature, start, end in self._mean_columns:
-            values[:, start:end] /= counts[feature, :, None]
+        for column in self._means:
+            values[:, column.start : column.end] /= counts[column.feature, :, None]
 
     def warm_up(self) -> None:
         """Answers the version's goldens until lookups are compiled, and compares the answers.
@@ -103,36 +104,12 @@ class Engine:
         self._check_parity(answers, goldens.stored_answers)
 
     def _check_parity(self, answers: np.ndarray, expected: np.ndarray) -> None:
-        column = 0
-        for key, width in zip(self.manifest.keys, self.manifest.length_per_key, strict=True):
-            block = slice(column, column + width)
+        for column in self.manifest.columns:
+            block = slice(column.start, column.end)
             error = float(np.abs(answers[:, block] - expected[:, block]).max(initial=0.0))
             scale = float(np.abs(expected[:, block]).max(initial=0.0))
             if not error <= PARITY_TOLERANCE * max(scale, 1e-30):
                 raise StoreError(
-                    f"{self._version.path}: the vectors of {key!r} are not the published ones: "
-                    f"off by {error:.3g} where the largest is {scale:.3g}"
+                    f"{self._version.path}: the vectors of {column.key!r} are not the published "
+                    f"ones: off by {error:.3g} where the largest is {scale:.3g}"
                 )
-            column += width
-
-    def bytes_per_rank(self) -> list[int]:
-        """Bytes of table rows that each rank of the plan answers for."""
-        result = [0] * self.plan.world_size
-        for table in self.manifest.tables:
-            for shard in self.plan.tables[table.name].shards:
-                share = shard.area / (table.num_embeddings * table.embedding_dim)
-                result[shard.rank] += round(table.nbytes * share)
-        return result
-
-
-def _mean_columns(manifest: Manifest) -> list[tuple[int, int, int]]:
-    """(position of the feature, first column, end column) of every key that is a mean."""
-    result = []
-    column = 0
-    for table in manifest.tables:
-        for feature in table.feature_names:
-            if table.pooling == "mean":
-                position = manifest.features.index(feature)
-                result.append((position, column, column + table.embedding_dim))
-            column += table.embedding_dim
-    return result

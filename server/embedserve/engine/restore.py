@@ -6,15 +6,16 @@ import logging
 import re
 
 import torch
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from embedserve.engine.engine import Engine
-from embedserve.engine.script import TensorLookup, compile_lookup
-from embedserve.engine.sharded import shard
+from embedserve.engine.script import Lookup, TensorLookup, compile_lookup
+from embedserve.engine.sharded import main_device, shard
 from embedserve_store.errors import StoreError
 from embedserve_store.load import ModelVersion
 from embedserve_store.manifest import Manifest
 from embedserve_store.plan import Plan
-from embedserve_store.planner import plan_under
+from embedserve_store.planner import check_gpu_memory, plan_under
 
 logger = logging.getLogger(__name__)
 
@@ -38,26 +39,36 @@ def restore(version: ModelVersion, devices: str = "auto", *, strict_plan: bool =
     if device_type == "cuda":
         check_fits_cuda(version.manifest)
     plan = _plan_for(version, device_type, world_size, strict_plan)
-    device = torch.device("cpu" if device_type == "cpu" else "cuda:0")
-    lookups, are_scripted = [], []
-    for is_weighted in (False, True):
-        sharded = shard(version, plan, device_type, is_weighted=is_weighted)
-        tensors = TensorLookup(
-            sharded.module, version.manifest.features, version.manifest.keys, device
-        )
-        lookup, is_scripted = compile_lookup(tensors)
-        lookups.append(lookup)
-        are_scripted.append(is_scripted)
+    if device_type == "cuda":
+        check_gpu_memory(plan, version.manifest.tables)
+    try:
+        plain = shard(version, plan, device_type, is_weighted=False)
+        weighted = shard(version, plan, device_type, is_weighted=True, rows_of=plain)
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        reason = str(error).splitlines()[0]
+        raise StoreError(f"{version.path}: does not fit on {device_type}: {reason}") from error
+    lookup, is_scripted = _compiled(plain, version, device_type)
+    weighted_lookup, weighted_is_scripted = _compiled(weighted, version, device_type)
     engine = Engine(
         version,
         plan,
         device_type,
-        lookup=lookups[0],
-        weighted_lookup=lookups[1],
-        is_scripted=all(are_scripted),
+        lookup=lookup,
+        weighted_lookup=weighted_lookup,
+        is_scripted=is_scripted and weighted_is_scripted,
     )
     engine.warm_up()
     return engine
+
+
+def _compiled(
+    sharded: DistributedModelParallel, version: ModelVersion, device_type: str
+) -> tuple[Lookup, bool]:
+    manifest = version.manifest
+    device = main_device(device_type)
+    return compile_lookup(TensorLookup(sharded.module, manifest.features, manifest.keys, device))
 
 
 def resolve_devices(devices: str, stored_world_size: int) -> tuple[str, int]:

@@ -7,6 +7,7 @@ module holds no rows of its own; every lookup kernel is pointed into the mapped 
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
+    IntNBitTableBatchedEmbeddingBagsCodegen as Kernel,
+)
 from torchrec.distributed.fused_params import (
     FUSED_PARAM_BOUNDS_CHECK_MODE,
     FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS,
@@ -41,6 +45,7 @@ DATA_TYPES = {
     "int4": DataType.INT4,
 }
 CUDA_ROW_ALIGNMENT_BYTES = 16
+COPY_BLOCK_BYTES = 64 << 20
 
 
 class _ShardedCollection(ShardedQuantEmbeddingBagCollection):  # type: ignore[misc]
@@ -62,8 +67,18 @@ class _Sharder(QuantEmbeddingBagCollectionSharder):  # type: ignore[misc]
         return _ShardedCollection(module, params, env, self.fused_params, device=device)
 
 
+def main_device(device_type: str) -> torch.device:
+    """Where batches enter and answers leave: the host, or the first GPU."""
+    return torch.device("cpu" if device_type == "cpu" else "cuda:0")
+
+
 def shard(
-    version: ModelVersion, plan: Plan, device_type: str, *, is_weighted: bool
+    version: ModelVersion,
+    plan: Plan,
+    device_type: str,
+    *,
+    is_weighted: bool,
+    rows_of: DistributedModelParallel | None = None,
 ) -> DistributedModelParallel:
     """The model of ``version`` sharded by ``plan``, answering from its stored rows.
 
@@ -74,29 +89,50 @@ def shard(
         device_type: cpu (all ranks on this host's memory, nothing copied) or cuda (rank r on
             GPU r, its rows copied there).
         is_weighted: build the lookup that takes a weight for every id.
+        rows_of: use the rows of this model, sharded by the same plan, instead of binding anew.
     """
     # On CPU torchrec otherwise asks for CUDA kernels.
     set_propogate_device(device_type == "cpu")
-    device = torch.device("cpu" if device_type == "cpu" else "cuda:0")
-    sharder = _Sharder(
-        fused_params={
-            FUSED_PARAM_REGISTER_TBE_BOOL: True,
-            FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS: True,
-            # The service has checked every id.
-            FUSED_PARAM_BOUNDS_CHECK_MODE: BoundsCheckMode.NONE,
-            "output_dtype": SparseType.FP32,
-        }
-    )
-    sharded = DistributedModelParallel(
-        module=_meta_collection(version.manifest, is_weighted),
-        env=ShardingEnv.from_local(world_size=plan.world_size, rank=0),
-        device=device,
-        plan=ShardingPlan(plan={"": to_torchrec(plan, device_type)}),
-        sharders=[sharder],
-        init_data_parallel=False,
-    )
-    bind_rows(sharded.module, version, plan, device_type)
+    module = _meta_collection(version.manifest, is_weighted)
+    with _kernels_without_rows():
+        sharded = DistributedModelParallel(
+            module=module,
+            env=ShardingEnv.from_local(world_size=plan.world_size, rank=0),
+            device=main_device(device_type),
+            plan=ShardingPlan(plan={"": to_torchrec(plan, device_type)}),
+            sharders=[_Sharder(fused_params=_fused_params())],
+            init_data_parallel=False,
+        )
+    if rows_of is None:
+        bind_rows(sharded.module, version, device_type)
+    else:
+        _share_rows(sharded.module, rows_of.module)
     return sharded
+
+
+def _fused_params() -> dict[str, Any]:
+    return {
+        FUSED_PARAM_REGISTER_TBE_BOOL: True,
+        FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS: True,
+        # The service has checked every id.
+        FUSED_PARAM_BOUNDS_CHECK_MODE: BoundsCheckMode.NONE,
+        "output_dtype": SparseType.FP32,
+    }
+
+
+@contextlib.contextmanager
+def _kernels_without_rows() -> Iterator[None]:
+    """Kernels built in this block allocate no rows.
+
+    torchrec would fill as many zeros as the tables have bytes, only to have them replaced:
+    seconds of loading, and a model larger than memory could not be mapped at all.
+    """
+    original = Kernel.initialize_weights
+    Kernel.initialize_weights = lambda kernel: None
+    try:
+        yield
+    finally:
+        Kernel.initialize_weights = original
 
 
 def _meta_collection(manifest: Manifest, is_weighted: bool) -> QuantEmbeddingBagCollection:
@@ -121,10 +157,7 @@ def _meta_collection(manifest: Manifest, is_weighted: bool) -> QuantEmbeddingBag
 
 
 def bind_rows(
-    sharded: ShardedQuantEmbeddingBagCollection,
-    version: ModelVersion,
-    plan: Plan,
-    device_type: str,
+    sharded: ShardedQuantEmbeddingBagCollection, version: ModelVersion, device_type: str
 ) -> None:
     """Points every kernel of ``sharded`` at its shards' rows: mapped on CPU, copied on CUDA."""
     mapped = as_tensor(version.tables.data)
@@ -134,8 +167,20 @@ def bind_rows(
             kernel.weights_host = mapped
             kernel.host_size = mapped.numel()
             kernel.weights_physical_offsets = [start for start, _, _ in byte_ranges]
+            kernel.initialize_logical_weights_placements_and_offsets()
+            kernel.weight_initialized = True
         else:
             _copy_rows(kernel, mapped, byte_ranges)
+
+
+def _share_rows(
+    sharded: ShardedQuantEmbeddingBagCollection, bound: ShardedQuantEmbeddingBagCollection
+) -> None:
+    """Points the kernels of ``sharded`` at the rows of ``bound``, their twin of the same plan."""
+    for kernel, twin in zip(sharded.tbes_configs(), bound.tbes_configs(), strict=True):
+        kernel.weights_host, kernel.host_size = twin.weights_host, twin.host_size
+        kernel.weights_dev, kernel.dev_size = twin.weights_dev, twin.dev_size
+        kernel.weights_physical_offsets = twin.weights_physical_offsets
         kernel.initialize_logical_weights_placements_and_offsets()
         kernel.weight_initialized = True
 
@@ -166,4 +211,7 @@ def _copy_rows(kernel: Any, mapped: torch.Tensor, byte_ranges: list[tuple[int, i
         pitch = -(-row_bytes // CUDA_ROW_ALIGNMENT_BYTES) * CUDA_ROW_ALIGNMENT_BYTES
         source = mapped[start : start + rows * row_bytes].view(rows, row_bytes)
         target = kernel.weights_dev[offset : offset + rows * pitch].view(rows, pitch)
-        target[:, :row_bytes].copy_(source)
+        # In blocks: a padded copy first makes a whole one of its own on the GPU.
+        step = max(1, COPY_BLOCK_BYTES // row_bytes)
+        for row in range(0, rows, step):
+            target[row : row + step, :row_bytes].copy_(source[row : row + step])

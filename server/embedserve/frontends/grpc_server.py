@@ -17,7 +17,8 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from embedserve.codec import protobuf_codec
-from embedserve.errors import EmbedServeError, EngineError
+from embedserve.errors import DRAINING, INTERNAL, EmbedServeError, EngineError, NotReadyError
+from embedserve.frontends.grpc_stream import StreamReader, Window
 from embedserve.service import Service
 from embedserve.types import LookupResult
 from embedserve_proto import embedding_pb2
@@ -25,13 +26,10 @@ from embedserve_proto import embedding_pb2
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"].full_name
-STREAM_WINDOW = 256
-"""Requests of one stream that may wait for their answers; more are left unread."""
 MESSAGE_BYTES_MAX = 2000
 """Of a status message: percent-encoding triples it, and clients refuse trailers over 8 KiB."""
 FIELD_CHARACTERS_MAX = 500
 """Of an error's field, which goes into the same trailers."""
-INTERNAL = "an error of the server; its log says which"
 
 
 class EmbeddingService:
@@ -40,6 +38,8 @@ class EmbeddingService:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._metrics = service.metrics.protocols["grpc"]
+        self._windows: set[Window] = set()
+        self._is_draining = False
 
     async def embed(self, body: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         start = perf_counter()
@@ -66,55 +66,34 @@ class EmbeddingService:
     async def embed_stream(
         self, bodies: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[bytes]:
-        """Answers in order; reading goes on while answers are awaited."""
-        waiting: asyncio.Queue[tuple[float, asyncio.Future[LookupResult]] | None] = asyncio.Queue(
-            STREAM_WINDOW
+        """Answers in order; reading goes on while answers are awaited.
+
+        The reading task is never cancelled: grpcio would free the buffer of a read that its
+        core still writes to. It ends with the call.
+        """
+        window = Window()
+        reading = asyncio.create_task(
+            StreamReader(self._service, self._metrics, window).read(bodies, context.time_remaining)
         )
-        reader = asyncio.create_task(self._read_stream(bodies, context, waiting))
+        reading.add_done_callback(lambda done: _close(window, done))
+        self._windows.add(window)
+        if self._is_draining:
+            window.close()
         try:
-            while (item := await waiting.get()) is not None:
-                yield await self._stream_answer(*item)
-            await reader  # raises what ended it early
+            while (answer := await window.first()) is not None:
+                yield await answer
+                window.remove_first()
+            if not reading.done() or not reading.result():
+                await _abort(context, NotReadyError(DRAINING))
         finally:
-            reader.cancel()
-            while not waiting.empty():
-                if (item := waiting.get_nowait()) is not None:
-                    item[1].cancel()
+            self._windows.discard(window)
+            window.cancel()
 
-    async def _read_stream(
-        self,
-        bodies: AsyncIterator[bytes],
-        context: grpc.aio.ServicerContext[Any, Any],
-        waiting: asyncio.Queue[tuple[float, asyncio.Future[LookupResult]] | None],
-    ) -> None:
-        try:
-            async for body in bodies:
-                start = perf_counter()
-                try:
-                    answer = self._submit(body, context.time_remaining())
-                except Exception as error:
-                    answer = asyncio.get_running_loop().create_future()
-                    answer.set_exception(error)
-                try:
-                    await waiting.put((start, answer))
-                except asyncio.CancelledError:
-                    answer.cancel()
-                    raise
-        finally:
-            await waiting.put(None)
-
-    async def _stream_answer(self, start: float, answer: asyncio.Future[LookupResult]) -> bytes:
-        try:
-            encoded = protobuf_codec.encode_result(await answer)
-        except EmbedServeError as error:
-            self._metrics.failed(error.code, perf_counter() - start)
-            return protobuf_codec.encode_error(error)
-        except Exception:
-            logger.exception("a request of EmbedStream failed")
-            self._metrics.failed(EngineError.code, perf_counter() - start)
-            return protobuf_codec.encode_error(EngineError(INTERNAL))
-        self._metrics.answered(perf_counter() - start, len(encoded))
-        return encoded
+    def drain(self) -> None:
+        """Streams answer what they accepted, and end."""
+        self._is_draining = True
+        for window in self._windows:
+            window.close()
 
     async def list_models(
         self,
@@ -154,6 +133,13 @@ class EmbeddingService:
         )
 
 
+def _close(window: Window, reading: asyncio.Task[bool]) -> None:
+    """Ends a stream that was read to its end, or whose end cut a read off: that one raises."""
+    window.close()
+    if not reading.cancelled():
+        reading.exception()
+
+
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: EmbedServeError) -> NoReturn:
     """Ends the call with the error's status; the field goes along as trailing metadata."""
     metadata = []
@@ -188,7 +174,8 @@ class GrpcServer:
                 ("grpc.so_reuseport", 0),
             ],
         )
-        self._server.add_generic_rpc_handlers((EmbeddingService(service).handlers(),))
+        self._embedding = EmbeddingService(service)
+        self._server.add_generic_rpc_handlers((self._embedding.handlers(),))
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
@@ -206,7 +193,12 @@ class GrpcServer:
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no more calls, and waits up to ``grace_s`` for those that are running."""
+        """Takes no more calls, and waits up to ``grace_s`` for those that are running.
+
+        A stream answers what it had accepted, then ends: with UNAVAILABLE if its client had
+        not sent all.
+        """
+        self._embedding.drain()
         await self._server.stop(grace_s)
 
     async def _set_health(self, status: Any) -> None:

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request, Response
-from fastapi.exceptions import RequestValidationError
+from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict
-from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.exceptions import HTTPException
 
 from embedserve import __version__
 from embedserve.codec.json_codec import encode_error
-from embedserve.errors import EmbedServeError, InvalidRequestError
+from embedserve.errors import INTERNAL, EmbedServeError, EngineError, InvalidRequestError
 from embedserve.frontends.openapi import EMBED_PATHS, EMBED_SCHEMAS, ERROR_RESPONSE
 from embedserve.service import Service
 from embedserve.types import ModelInfo
@@ -135,7 +134,7 @@ def _add_error_shape(app: FastAPI) -> None:
         return answer(error, error.http_status)
 
     async def of_routing(request: Request, error: Exception) -> Response:
-        assert isinstance(error, StarletteHTTPException)
+        assert isinstance(error, HTTPException)
         shaped = InvalidRequestError(f"{request.method} {request.url.path}: {error.detail}")
         if error.status_code == 404:
             shaped.code = "NOT_FOUND"
@@ -143,14 +142,13 @@ def _add_error_shape(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    async def of_parameters(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return answer(InvalidRequestError(str(error.errors())), 400)
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        """Starlette raises ``error`` again after the answer, and uvicorn logs it."""
+        return answer(EngineError(INTERNAL), EngineError.http_status)
 
     app.add_exception_handler(EmbedServeError, of_ours)
-    app.add_exception_handler(StarletteHTTPException, of_routing)
     app.add_exception_handler(HTTPException, of_routing)
-    app.add_exception_handler(RequestValidationError, of_parameters)
+    app.add_exception_handler(Exception, unforeseen)
 
 
 def _add_embed_routes_to_openapi(app: FastAPI) -> None:

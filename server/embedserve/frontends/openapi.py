@@ -16,7 +16,7 @@ def _jagged(item: str, what: str) -> dict[str, Any]:
     return {
         "type": "object",
         "description": f"Feature to {what}: a list for each example, or one flat list for a "
-        "batch of one.",
+        "batch of one. A feature that is named twice counts as it stands last.",
         "additionalProperties": {"anyOf": [{"type": "array", "items": bag}, bag]},
     }
 
@@ -42,8 +42,12 @@ EMBED_SCHEMAS: dict[str, Any] = {
             "length_per_key": {"type": "array", "items": {"type": "integer"}},
             "values": {
                 "type": "array",
-                "description": "For each example, the vectors of all keys one after the other.",
-                "items": {"type": "array", "items": {"type": "number", "format": "float"}},
+                "description": "For each example, the vectors of all keys one after the other. "
+                "null stands for a sum past the largest float32: JSON has no infinity.",
+                "items": {
+                    "type": "array",
+                    "items": {"type": ["number", "null"], "format": "float"},
+                },
             },
         },
     },

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from embedserve.codec import json_codec, protobuf_codec
 from embedserve.errors import (
+    INTERNAL,
     EmbedServeError,
     EngineError,
     InvalidRequestError,
@@ -28,6 +29,7 @@ Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON = b"application/json"
@@ -87,7 +89,7 @@ class EmbedEndpoint:
         except Exception:
             logger.exception("POST %s failed", scope["path"])
             self._metrics.failed(EngineError.code, perf_counter() - start)
-            await send_error(send, EngineError("an error of the server; its log says which"))
+            await send_error(send, EngineError(INTERNAL))
         else:
             self._metrics.answered(perf_counter() - start, len(answer))
             await send_answer(send, 200, answer, content_type)
@@ -96,7 +98,7 @@ class EmbedEndpoint:
         if scope["method"] != "POST":
             raise MethodNotAllowedError(f"method is {scope['method']}: send a POST")
         call = read_headers(scope["headers"])
-        body = await self._read_body(receive)
+        body = await self._read_body(scope["headers"], receive)
         request: LookupRequest
         if call.body_is_protobuf:
             request = protobuf_codec.decode_request(body, model)
@@ -107,7 +109,7 @@ class EmbedEndpoint:
             return protobuf_codec.encode_result(result), PROTOBUF
         return json_codec.encode_result(result), JSON
 
-    async def _read_body(self, receive: Receive) -> bytes:
+    async def _read_body(self, headers: Headers, receive: Receive) -> bytes:
         limit = self._service.limits.body_bytes_max
         chunks: list[bytes] = []
         size = 0
@@ -118,7 +120,9 @@ class EmbedEndpoint:
             chunk: bytes = message.get("body", b"")
             size += len(chunk)
             if size > limit:
-                raise RequestTooLargeError(f"the body is larger than {limit} bytes, the limit")
+                raise RequestTooLargeError(
+                    f"body has {_size_said(headers, size)} bytes, the limit is {limit}", "body"
+                )
             if not message.get("more_body", False):
                 return b"".join([*chunks, chunk]) if chunks else chunk
             chunks.append(chunk)
@@ -129,11 +133,12 @@ class EmbedEndpoint:
         """Waits for the answer; where that takes a while, also for the client to go away.
 
         A batch that runs inline answers within the event loop's next turn: too soon to watch
-        for a disconnect. While one runs in the thread, a waiting client may leave the queue.
+        for a disconnect. Any longer, and a client that goes away leaves the queue.
         """
         answer = self._service.submit(request, timeout_s)
-        if not self._service.is_working(request.model):
-            return await answer
+        await asyncio.sleep(0)
+        if answer.done():
+            return answer.result()
         gone = asyncio.ensure_future(receive())
         try:
             await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -145,7 +150,7 @@ class EmbedEndpoint:
             gone.cancel()
 
 
-def read_headers(headers: list[tuple[bytes, bytes]]) -> Call:
+def read_headers(headers: Headers) -> Call:
     """The Call that ``headers`` (names in lower case) ask for.
 
     JSON unless the content type is protobuf; answered in the format of Accept, or else of the
@@ -185,6 +190,12 @@ def _timeout_s(value: bytes) -> float:
             "X-Timeout-Ms",
         )
     return timeout_ms / 1000
+
+
+def _size_said(headers: Headers, size_seen: int) -> str:
+    """A body's size as its Content-Length says, or else that it is ``size_seen`` or more."""
+    said = dict(headers).get(b"content-length", b"")
+    return said.decode() if said.isdigit() else f"at least {size_seen}"
 
 
 async def send_answer(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import timeit
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from server.fake_engine import Bags, make_request, model_info
 from server.strategies import bags_of_ids, mutated_json, weights_or_none
 
-from embedserve.codec.diagnose import diagnose
+from embedserve.codec.diagnose import CHUNK, diagnose
 from embedserve.codec.json_codec import decode_request, encode_error, encode_result
 from embedserve.errors import InvalidRequestError
 from embedserve.types import LookupRequest, LookupResult
@@ -111,6 +113,11 @@ BAD = [
     ('{"features": {"user": [1]}, "weights": {"user": [NaN]}}', "weights.user[0]", "is NaN"),
     ('{"features": {"user": [1]}, "weights": {"user": [1e999]}}', "weights.user[0]", "Infinity"),
     ('{"features": {"user": [1]}, "weights": {"user": [-1e39]}}', "weights.user[0]", "is -1e+39"),
+    (
+        '{"features": {"user": [1]}, "weights": {"user": [1%s]}}' % ("0" * 39),
+        "weights.user[0]",
+        "float32",
+    ),
 ]
 
 
@@ -140,6 +147,51 @@ def test_odd_encodings_are_refused_with_an_error_that_can_be_sent(body: bytes) -
     with pytest.raises(InvalidRequestError) as caught:
         decode_request(body, "")
     assert json.loads(encode_error(caught.value))["error"]["field"]
+
+
+MANY = 3 * CHUNK + 7
+
+
+@pytest.mark.parametrize(
+    ("features", "weights", "message"),
+    [
+        ([1] * MANY + ["x"], None, f'features.user[{MANY}] is "x": ids are integers'),
+        ([1] * MANY + [2**63], None, f"features.user[{MANY}] is {2**63}: ids are 64-bit"),
+        ([1] * MANY + [True], None, f"features.user[{MANY}] is true: ids are integers"),
+        ([[1]] * MANY + [[2, 2.5]], None, f"features.user[{MANY}][1] is 2.5: ids are integers"),
+        ([[1]] * MANY + [7], None, f"features.user[{MANY}] is 7: expected a list of ids"),
+        ([[1]] * MANY, [[1]] * (MANY - 1) + [[]], f"weights.user[{MANY - 1}] has 0 weights for 1"),
+        ([1] * MANY, [0.5] * (MANY - 1) + [1e39], f"weights.user[{MANY - 1}] is 1e+39: weights"),
+        ([1] * MANY, [1] * (MANY - 1) + [10**400], f"weights.user[{MANY - 1}] is 1000"),
+        ([1] * MANY, [1] * (MANY - 1) + ["x"], f'weights.user[{MANY - 1}] is "x": weights'),
+    ],
+)
+def test_what_is_wrong_is_found_far_into_a_large_body(
+    features: list[Any], weights: list[Any] | None, message: str
+) -> None:
+    body = {"features": {"user": features}} | ({"weights": {"user": weights}} if weights else {})
+    with pytest.raises(InvalidRequestError) as caught:
+        decode_request(json.dumps(body).encode(), "")
+    assert caught.value.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"features": {"user": [1] * 1_000_000 + ["x"]}},
+        {"features": {"user": [[1]] * 400_000 + [["x"]]}},
+        {
+            "features": {"user": [[1]] * 200_000},
+            "weights": {"user": [[0.5]] * 199_999 + [[0.5, 0.5]]},
+        },
+    ],
+)
+def test_diagnosing_costs_not_much_more_than_parsing(body: dict[str, Any]) -> None:
+    """It runs on the event loop, where everyone else waits."""
+    text = json.dumps(body).encode()
+    assert diagnose(text) is not None
+    parsing_s = min(timeit.repeat(lambda: json.loads(text), number=1, repeat=5))
+    assert min(timeit.repeat(lambda: diagnose(text), number=1, repeat=5)) < 3 * parsing_s
 
 
 def test_other_encodings_than_plain_utf_8_are_said_not_to_be_json() -> None:
@@ -189,6 +241,18 @@ def test_float32_values_survive_json_bit_for_bit(bits: list[int]) -> None:
     answer = json.loads(encode_result(LookupResult(model_info(), values.reshape(1, 9))))
     read = np.array(answer["values"], np.float64).astype(np.float32)
     assert read.reshape(-1).view(np.uint32).tolist() == values.view(np.uint32).tolist()
+
+
+def test_a_sum_past_float32_is_null() -> None:
+    values = np.array([[np.inf, -np.inf, 1.5, *[0.0] * 6]], np.float32)
+    answer = json.loads(encode_result(LookupResult(model_info(), values)))
+    assert answer["values"][0][:3] == [None, None, 1.5]
+
+
+def test_a_feature_named_twice_counts_as_it_stands_last() -> None:
+    """As the OpenAPI document says; the parser does not tell that it met a name before."""
+    request = decode_request(b'{"features": {"user": [[1], [2]], "user": [3]}}', "")
+    assert same(request, make_request({"user": [[3]]}))
 
 
 def test_an_answer_says_which_model_and_which_columns() -> None:

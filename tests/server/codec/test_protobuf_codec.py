@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,16 @@ def test_a_bad_message_is_refused_with_field_and_value(
         decode_request(body)
     assert caught.value.field == field
     assert problem in caught.value.message
+
+
+def test_a_key_named_twice_among_very_many_is_found_in_time() -> None:
+    """Comparing each with each would take minutes, on the event loop."""
+    keys = [f"feature_{i}" for i in range(100_000)]
+    body = pb.EmbedRequest(keys=[*keys, keys[-1]], lengths=[0]).SerializeToString()
+    start_s = perf_counter()
+    with pytest.raises(InvalidRequestError, match="'feature_99999' twice"):
+        decode_request(body)
+    assert perf_counter() - start_s < 5
 
 
 @given(body=st.binary(max_size=80))

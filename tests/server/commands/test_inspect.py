@@ -8,6 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from embedserve.cli import app
+from embedserve.commands.inspect import show_plan
+from embedserve_store.manifest import Manifest, TableSpec
+from embedserve_store.plan import Plan, Shard, TablePlan
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +44,18 @@ def test_a_version_shows_its_tables_and_which_rows_lie_on_which_rank(store: Path
     assert ["t_user", "7", "4", "float32", "sum", "112", "B", "user", "row_wise"] in lines
     assert ["t_user", "rows", "0-3", "rows", "4-6"] in lines
     assert ["bytes", "64", "B", "48", "B"] in lines
+
+
+def test_a_plan_narrower_than_its_title(capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = Manifest("m", 1, (TableSpec("t", 7, 4, ("t",), "sum", "float32"),), False)
+    on_one_rank = TablePlan("table_wise", (Shard(0, 0, 7, 0, 4),))
+    show_plan(manifest, Plan(1, {"t": on_one_rank}, {}))
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["plan", "over", "1", "rank"],
+        ["table", "rank", "0"],
+        ["t", "rows", "0-6"],
+        ["bytes", "112", "B"],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from embedserve.frontends.management import management_app
 from embedserve.frontends.openapi import EMBED_PATHS
 from embedserve.frontends.rest import EmbedEndpoint
 from embedserve.service import Service
-from embedserve.types import LookupRequest, LookupResult
+from embedserve.types import LookupRequest, LookupResult, ModelInfo
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
@@ -175,6 +175,21 @@ async def test_an_unforeseen_error_is_logged_in_full_and_answered_in_general(
     assert caplog.text.count("ZeroDivisionError: secret of the server") == 2
     assert service.metrics.protocols["rest"].outcomes == {"INTERNAL": 1}
     assert service.metrics.protocols["grpc"].outcomes == {"INTERNAL": 1}
+
+
+async def test_an_unforeseen_error_of_a_management_route_has_the_same_shape(
+    service: FailingService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> list[ModelInfo]:
+        raise ZeroDivisionError("secret of the server")
+
+    monkeypatch.setattr(service, "models", fail)
+    transport = httpx.ASGITransport(management_app(service), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport) as client:
+        answer = await client.get("http://test/models")
+    assert (answer.status_code, answer.headers["content-type"]) == (500, "application/json")
+    expected = {"code": "INTERNAL", "message": INTERNAL, "field": ""}
+    assert answer.json() == {"error": expected}
 
 
 async def test_an_unforeseen_error_does_not_end_a_stream(

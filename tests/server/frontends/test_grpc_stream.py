@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
 
 import grpc
 import numpy as np
 import pytest
 from server.fake_engine import FakeEngine
-from server.live import IN_THREAD, Live, live_server
+from server.live import IN_THREAD, Live, live_server, make_service
 from server.waiting import until
 
-from embedserve.frontends.grpc_server import STREAM_WINDOW
+from embedserve.frontends import grpc_stream
+from embedserve.frontends.grpc_server import EmbeddingService, GrpcServer
+from embedserve.frontends.grpc_stream import WINDOW_REQUESTS_MAX, StreamReader, Window
 from embedserve_proto import embedding_pb2 as pb
+from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
 
 @pytest.fixture
@@ -62,17 +69,17 @@ async def test_a_stream_takes_turns_with_its_caller(live: Live, engine: FakeEngi
 async def test_more_requests_than_the_window_are_pipelined_and_none_is_lost(
     live: Live, engine: FakeEngine
 ) -> None:
-    count = 3 * STREAM_WINDOW
+    count = 3 * WINDOW_REQUESTS_MAX
     engine.hold()
     call = live.stub.EmbedStream(request_for(i % 7) for i in range(count))
-    await until(lambda: live.queued() >= STREAM_WINDOW)
+    # One is being looked up; what is past the window is left unread.
+    await until(lambda: live.queued() == WINDOW_REQUESTS_MAX - 1)
     await asyncio.sleep(0.1)
-    # One is being answered and one waits to enter the window; the rest is left unread.
-    assert live.queued() + 1 <= STREAM_WINDOW + 2
+    assert live.queued() == WINDOW_REQUESTS_MAX - 1
     engine.release()
     answers = [user_vector(answer) async for answer in call]
     assert answers == [engine.tables["user"][i % 7].tolist() for i in range(count)]
-    assert engine.lookups[1].batch_size >= STREAM_WINDOW
+    assert engine.lookups[1].batch_size == WINDOW_REQUESTS_MAX - 1
 
 
 async def test_a_cancelled_stream_leaves_the_queue(live: Live, engine: FakeEngine) -> None:
@@ -88,6 +95,7 @@ async def test_a_cancelled_stream_leaves_the_queue(live: Live, engine: FakeEngin
     engine.release()
     await running
     await until(lambda: live.queued() == 0)
+    assert live.outcomes("grpc") == {"CANCELLED": 10, "OK": 1}
     await live.stub.Embed(request_for(3))
     assert [lookup.ids.tolist() for lookup in engine.lookups] == [[1], [3]]
 
@@ -98,8 +106,8 @@ async def test_a_cancelled_stream_with_a_full_window_leaves_the_queue(
     engine.hold()
     running = asyncio.ensure_future(live.stub.Embed(request_for(1)))
     await until(lambda: engine.lookups)
-    call = live.stub.EmbedStream(request_for(2) for _ in range(2 * STREAM_WINDOW))
-    await until(lambda: live.queued() > STREAM_WINDOW)
+    call = live.stub.EmbedStream(request_for(2) for _ in range(2 * WINDOW_REQUESTS_MAX))
+    await until(lambda: live.queued() == WINDOW_REQUESTS_MAX)
     await asyncio.sleep(0.05)
     call.cancel()
     await asyncio.sleep(0.05)
@@ -125,3 +133,140 @@ async def test_a_streams_deadline_holds_for_its_requests(live: Live, engine: Fak
 
 async def test_an_empty_stream_ends_at_once(live: Live) -> None:
     assert [answer async for answer in live.stub.EmbedStream(iter([]))] == []
+
+
+async def test_the_window_is_also_bounded_by_the_bytes_of_its_answers(
+    live: Live, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_stream, "WINDOW_BYTES_MAX", 3 * 36)  # an answer is 9 float32 values
+    engine.hold()
+    call = live.stub.EmbedStream(request_for(i % 7) for i in range(20))
+    await until(lambda: live.queued() == 2)
+    await asyncio.sleep(0.1)
+    assert live.queued() == 2
+    engine.release()
+    answers = [user_vector(answer) async for answer in call]
+    assert answers == [engine.tables["user"][i % 7].tolist() for i in range(20)]
+    assert max(lookup.batch_size for lookup in engine.lookups) <= 3
+
+
+class RememberingEngine(FakeEngine):
+    """Knows which of the arrays that it returned are still in use."""
+
+    returned: weakref.WeakSet[Any]
+
+    def lookup(self, *arguments: Any) -> np.ndarray:
+        values = super().lookup(*arguments).view(ReferableArray)
+        self.returned.add(values)
+        return values
+
+
+class ReferableArray(np.ndarray):
+    """Hashed by identity, as a WeakSet needs it."""
+
+    __hash__ = object.__hash__
+
+
+async def test_an_answer_that_waits_to_be_sent_does_not_keep_its_batch(
+    executor: ThreadPoolExecutor,
+) -> None:
+    engine = RememberingEngine()
+    engine.returned = weakref.WeakSet()
+    service = make_service(engine, executor=executor)
+    window = Window()
+
+    async def bodies() -> AsyncIterator[bytes]:
+        for user in (1, 2, 3):
+            yield request_for(user).SerializeToString()
+
+    reader = StreamReader(service, service.metrics.protocols["grpc"], window)
+    assert await reader.read(bodies(), lambda: None)
+    await until(lambda: service.metrics.protocols["grpc"].outcomes == {"OK": 3})
+    await asyncio.sleep(0.01)
+    gc.collect()
+    assert (len(engine.lookups), len(engine.returned)) == (1, 0)
+    for user in (1, 2, 3):
+        first = await window.first()
+        assert first is not None
+        answer = pb.EmbedResponse.FromString(first.result())
+        assert user_vector(answer) == engine.tables["user"][user].tolist()
+        window.remove_first()
+
+
+class Aborted(Exception):
+    pass
+
+
+class Context:
+    """What embed_stream asks of a call's context."""
+
+    def time_remaining(self) -> None:
+        return None
+
+    async def abort(self, code: grpc.StatusCode, message: str, metadata: object) -> NoReturn:
+        raise Aborted(f"{code.name}: {message}")
+
+
+async def test_a_stream_that_begins_during_the_drain_is_ended(
+    engine: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    embedding = EmbeddingService(make_service(engine, executor=executor))
+    end = asyncio.Event()
+
+    async def bodies() -> AsyncIterator[bytes]:
+        await end.wait()
+        yield request_for(1).SerializeToString()
+
+    embedding.drain()
+    with pytest.raises(Aborted, match="UNAVAILABLE: draining before the stop"):
+        async with asyncio.timeout(5):
+            _ = [answer async for answer in embedding.embed_stream(bodies(), Context())]  # type: ignore[arg-type]
+    end.set()
+    await asyncio.sleep(0.01)
+    assert engine.lookups == []
+
+
+async def test_a_request_that_comes_during_the_drain_is_not_taken(
+    engine: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    engine.hold()
+    service = make_service(engine, executor=executor, limits=IN_THREAD)
+    embedding = EmbeddingService(service)
+    end = asyncio.Event()
+
+    async def bodies() -> AsyncIterator[bytes]:
+        yield request_for(1).SerializeToString()
+        await end.wait()
+        yield request_for(2).SerializeToString()
+
+    stream = embedding.embed_stream(bodies(), Context())  # type: ignore[arg-type]
+    answer = asyncio.ensure_future(anext(stream))
+    await until(lambda: engine.lookups)
+    embedding.drain()
+    end.set()
+    await asyncio.sleep(0.01)
+    engine.release()
+    assert user_vector(pb.EmbedResponse.FromString(await answer)) == (
+        engine.tables["user"][1].tolist()
+    )
+    with pytest.raises(Aborted, match="UNAVAILABLE"):
+        await anext(stream)
+    assert len(engine.lookups) == 1
+
+
+async def test_ending_an_idle_stream_leaves_no_error_behind(
+    engine: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    server = GrpcServer(make_service(engine, executor=executor), "127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        call = EmbeddingServiceStub(channel).EmbedStream()
+        await call.write(request_for(1))
+        assert user_vector(await call.read()) == engine.tables["user"][1].tolist()
+        await server.stop(5)
+        with pytest.raises(grpc.aio.AioRpcError, match="draining before the stop"):
+            await call.read()
+    gc.collect()  # an error that nobody looked at is told when its task is collected
+    assert errors == []

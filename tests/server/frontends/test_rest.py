@@ -123,7 +123,7 @@ async def test_the_url_names_the_model_even_if_the_message_names_another(
         (b"\x00", {"content-type": PROTOBUF}, 400, "body"),
         (b'{"features": {"actor": [1]}}', {}, 400, "features.actor"),
         (b'{"features": {"user": [[0], [7]]}}', {}, 400, "features.user[1][0]"),
-        (b'{"features": {"user": %s}}' % str([[0]] * 9).encode(), {}, 413, ""),
+        (b'{"features": {"user": %s}}' % str([[0]] * 9).encode(), {}, 413, "features"),
         (AS_JSON, {"x-timeout-ms": "soon"}, 400, "X-Timeout-Ms"),
         (AS_JSON, {"x-timeout-ms": "0"}, 400, "X-Timeout-Ms"),
         (AS_JSON, {"x-timeout-ms": "-5"}, 400, "X-Timeout-Ms"),
@@ -170,7 +170,9 @@ async def test_the_limit_on_the_body_is_exact(rest: httpx.AsyncClient, size: int
         assert answer.status_code == 200
     else:
         assert answer.status_code == 413
-        assert "larger than 1000 bytes" in error_of(answer)["message"]
+        error = error_of(answer)
+        assert error["field"] == "body"
+        assert error["message"] == "body has 1001 bytes, the limit is 1000"
 
 
 async def test_a_body_past_the_limit_is_refused_before_its_end(service: Service) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 
 import httpx
@@ -77,9 +78,15 @@ async def test_a_chunked_body_is_one_body(live: Live) -> None:
     assert answer.status_code == 200
 
 
-@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize(
+    ("is_chunked", "message"),
+    [
+        (False, r"body has 400000 bytes, the limit is 100000"),
+        (True, r"body has at least 1\d{5} bytes, the limit is 100000"),
+    ],
+)
 async def test_an_oversized_body_is_refused_and_the_server_goes_on(
-    live: Live, is_chunked: bool
+    live: Live, is_chunked: bool, message: str
 ) -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(40):
@@ -88,7 +95,9 @@ async def test_an_oversized_body_is_refused_and_the_server_goes_on(
     content = chunks() if is_chunked else bytes(400_000)
     answer = await live.http.post("/embed", content=content)
     assert answer.status_code == 413
-    assert answer.json()["error"]["message"] == "the body is larger than 100000 bytes, the limit"
+    error = answer.json()["error"]
+    assert error["field"] == "body"
+    assert re.fullmatch(message, error["message"])
     assert (await live.http.post("/embed", content=BODY)).status_code == 200
 
 
@@ -114,6 +123,19 @@ async def test_a_client_that_hangs_up_leaves_the_queue(live: Live, engine: FakeE
     assert (await running).status_code == 200
     assert (await live.http.post("/embed", content=BODY)).status_code == 200
     assert [lookup.batch_size for lookup in engine.lookups] == [1, 1]
+
+
+async def test_a_client_that_hangs_up_while_its_request_waits_for_company_costs_no_lookup(
+    engine: FakeEngine,
+) -> None:
+    async with live_server(engine, limits=Limits(delay_ms_max=500)) as live:
+        _, writer = await asyncio.open_connection("127.0.0.1", live.http_port)
+        writer.write(SENT)
+        await until(lambda: live.queued() == 1)
+        writer.close()
+        await until(lambda: live.outcomes("rest") == {"CANCELLED": 1})
+        await until(lambda: live.queued() == 0)
+    assert engine.lookups == []
 
 
 async def test_a_client_that_hangs_up_within_its_body_is_forgotten(live: Live) -> None:

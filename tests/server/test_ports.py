@@ -1,4 +1,4 @@
-"""Binding ports before models load, and the one line that a port in use is worth."""
+"""Claiming the ports before models load, and the one line that a port in use is worth."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from server.live import free_port
 from server.python import run_python
 
-from embedserve.config import ServeSettings
-from embedserve.server import bind_http, check_port_free
+from embedserve.ports import claim_ports
 
 SERVE = """
 import sys
@@ -31,29 +30,48 @@ def taken_port() -> Iterator[int]:
         yield sock.getsockname()[1]
 
 
-def test_a_free_port_is_bound_but_takes_no_connection_yet() -> None:
-    with bind_http(ServeSettings(store=Path(), http_port=0)) as sock:
-        with socket.socket() as client, pytest.raises(ConnectionRefusedError):
-            client.connect(sock.getsockname())
-        sock.listen()
+def test_claimed_ports_are_real_and_nobody_else_gets_them() -> None:
+    ports = claim_ports("127.0.0.1", 0, 0)
+    try:
+        assert ports.http != ports.grpc
+        for number in (ports.http, ports.grpc):
+            with pytest.raises(OSError, match=f"127.0.0.1:{number} \\(HTTP\\): Address already"):
+                claim_ports("127.0.0.1", number, 0)
+    finally:
+        ports.close()
 
 
 def test_a_taken_http_port_is_named(taken_port: int) -> None:
     message = f"cannot listen on 127.0.0.1:{taken_port} \\(HTTP\\): Address already in use"
     with pytest.raises(OSError, match=message):
-        bind_http(ServeSettings(store=Path(), http_port=taken_port))
+        claim_ports("127.0.0.1", taken_port, 0)
 
 
-def test_a_taken_grpc_port_is_named(taken_port: int) -> None:
+def test_a_taken_grpc_port_is_named_and_the_other_given_back(taken_port: int) -> None:
     message = f"cannot listen on 127.0.0.1:{taken_port} \\(gRPC\\): Address already in use"
+    free = free_port()
     with pytest.raises(OSError, match=message):
-        check_port_free("127.0.0.1", taken_port)
-    check_port_free("127.0.0.1", free_port())
+        claim_ports("127.0.0.1", free, taken_port)
+    claim_ports("127.0.0.1", free, 0).close()
+
+
+def test_one_port_for_both_protocols_is_refused() -> None:
+    free = free_port()
+    with pytest.raises(OSError, match=f"127.0.0.1:{free} \\(gRPC\\): Address already in use"):
+        claim_ports("127.0.0.1", free, free)
 
 
 def test_an_address_of_another_host_is_named() -> None:
     with pytest.raises(OSError, match=r"192\.0\.2\.1:0 \(HTTP\): Cannot assign"):
-        bind_http(ServeSettings(store=Path(), host="192.0.2.1", http_port=0))
+        claim_ports("192.0.2.1", 0, 0)
+
+
+def test_grpc_gets_its_port_back() -> None:
+    ports = claim_ports("127.0.0.1", 0, 0)
+    host, _, number = ports.release_grpc().rpartition(":")
+    with socket.socket() as sock:
+        sock.bind((host, int(number)))
+    ports.close()
 
 
 @pytest.mark.parametrize("taken", ["--http-port", "--grpc-port"])

@@ -1,0 +1,23 @@
+"""The entry point of the `embedserve` command, and of `python -m embedserve`."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Runs the command line, or says what to install where only the client is installed."""
+    try:
+        from embedserve.cli import app
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("embedserve"):
+            raise
+        sys.exit(
+            f"embedserve: {error.name} is not installed: this is the client only; the server "
+            "is installed by pip install 'embedserve[server,cpu]', see the README"
+        )
+    app()
+
+
+if __name__ == "__main__":
+    main()
