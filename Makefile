@@ -61,6 +61,7 @@ proto: install
 	cd proto && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. \
 	    --grpc_python_out=. embedserve_proto/embedding.proto
 
+# Needs wrk and two cores.
 bench: install
 	$(BIN)/python -W ignore bench/small.py
 
