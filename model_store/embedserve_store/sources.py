@@ -156,7 +156,11 @@ def find_tables(
         suffix = f".embedding_bags.{table.name}.weight"
         keys = [key for key in entries if f".{key}".endswith(suffix)]
         if not keys:
-            raise InvalidModelError(f"table {table.name!r}: no key ends in {suffix[1:]!r}")
+            found = [key for key in entries if ".embedding_bags." in f".{key}"]
+            raise InvalidModelError(
+                f"table {table.name!r}: no key ends in {suffix[1:]!r}; the tables there are "
+                f"{', '.join(found[:20]) or 'none'}"
+            )
         if len(keys) > 1:
             raise InvalidModelError(
                 f"table {table.name!r}: {len(keys)} entries match: {', '.join(keys)}"

@@ -14,7 +14,7 @@ def main() -> None:
             raise
         sys.exit(
             f"embedserve: {error.name} is not installed: this is the client only; the server "
-            "is installed by pip install 'embedserve[server,cpu]', see the README"
+            "is installed by make install, see the README"
         )
     app()
 

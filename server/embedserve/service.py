@@ -87,7 +87,8 @@ class Service:
         if name:
             raise UnknownModelError(f"model is {name!r}: this server has {served}", "model")
         raise UnknownModelError(
-            f"the request names no model and there is no default: this server has {served}",
+            f"the request names no model and there is no default (serve --default-model): "
+            f"this server has {served}",
             "model",
         )
 

@@ -154,3 +154,14 @@ def test_docs_are_served(store, tmp_path) -> None:
         paths = json.load(response)["paths"]
     assert "/embed" in paths
     assert "/models/{model}/embed" in paths
+
+
+def test_names_that_are_not_there_are_told_with_those_that_are(store, tmp_path, weight) -> None:
+    assert "no model 'dlmr', there are m" in refused(store, "--model", "dlmr")
+    checkpoint, description = tmp_path / "other.pt", tmp_path / "tables.yaml"
+    torch.save({"ebc.embedding_bags.users.weight": weight}, checkpoint)
+    done = run_command("publish", checkpoint, description, store, "--model", "m")
+    assert "the tables there are ebc.embedding_bags.users.weight" in done.stderr
+    done = run_command("demo", store, "--if-missing", "--checkpoint", tmp_path / "demo.pt")
+    assert done.returncode == 1
+    assert "give it without --checkpoint" in done.stderr

@@ -169,7 +169,7 @@ def test_another_number_of_ranks_is_planned_anew(ebc, published, caplog) -> None
 
 def test_strict_plan_refuses_another_number_of_ranks(published) -> None:
     version = published(sharding="row_wise", world_size=2)
-    with pytest.raises(StoreError, match="stored plan is for 2 ranks, this host offers 1"):
+    with pytest.raises(StoreError, match="stored plan is for 2 ranks, here there are 1"):
         restore(version, "cpu:1", strict_plan=True)
 
 

@@ -24,6 +24,8 @@ def demo(
     Raises:
         StoreError: the store or the checkpoint cannot be written, or an option is wrong.
     """
+    if if_missing and checkpoint is not None:
+        raise ValueError("--if-missing may train nothing: give it without --checkpoint")
     if if_missing and store.is_dir() and model in ModelStore(store).models():
         say(f"{store} has model {model} already")
         return

@@ -77,7 +77,13 @@ def _set_up_logging(level: str) -> None:
 
 def _open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
     store = ModelStore(settings.store)
-    names = list(settings.model) or store.models()
+    published = store.models()
+    for name in settings.model:
+        if name not in published:
+            raise StoreError(
+                f"{settings.store}: no model {name!r}, there are {', '.join(published) or 'none'}"
+            )
+    names = list(settings.model) or published
     if not names:
         raise StoreError(f"{settings.store}: no model in this store; publish one first")
     if settings.default_model and settings.default_model not in names:

@@ -103,10 +103,10 @@ def _plan_for(version: ModelVersion, device_type: str, world_size: int, strict_p
         return stored
     difference = (
         f"{version.path}: the stored plan is for {stored.world_size} ranks, "
-        f"this host offers {world_size}"
+        f"here there are {world_size}"
     )
     if strict_plan:
-        raise StoreError(f"{difference}: refused, as --strict-plan asks")
+        raise StoreError(f"{difference}: refused, as strict_plan asks")
     logger.warning("%s: planned anew under the stored constraints", difference)
     return plan_under(
         version.manifest.tables,
