@@ -12,7 +12,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 TORCHREC := 1.8.0
 
-.PHONY: install serve test lint types contracts pytest test-gpu proto format bench clean
+.PHONY: install serve test lint types contracts pytest test-gpu proto format bench bench-large clean
 
 install: $(INSTALLED)
 
@@ -64,6 +64,10 @@ proto: install
 # Needs wrk and two cores.
 bench: install
 	$(BIN)/python -W ignore bench/small.py
+
+# Needs 30 GB of disk and some minutes.
+bench-large: install
+	$(BIN)/python -W ignore bench/large_table.py
 
 clean:
 	rm -rf $(VENV) store dist build

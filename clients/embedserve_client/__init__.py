@@ -1,4 +1,4 @@
-"""Clients of an embedserve server: pooled embeddings as numpy arrays, without torch.
+"""Clients of an embedserve server: embeddings as numpy arrays, without torch.
 
     from embedserve_client import EmbedClient, GrpcEmbedClient
 
@@ -6,14 +6,20 @@
         result = client.embed({"movie": [[101, 202], [], [303]], "user": np.array([7, 8, 9])})
         result["movie"]             # float32 [3, dim], a view
         result.values               # float32 [3, sum of all dims], as a KeyedTensor's values
+        result.unknown_ids          # {"movie": 1} where an id of movie had no row
+
+        rows = client.embed({"history": [[101, 202], [303]]}, model="sequence")  # not pooled
+        rows["history"].values      # float32 [3, dim], one row for each id
+        rows["history"].lengths     # int32 [2]
 
     with GrpcEmbedClient("127.0.0.1:8001") as client:
         for answer in client.embed_stream({"user": users} for users in batches):
             rank(answer.result())   # the result, or raises what went wrong with this item
 
 Features are lists, lists of lists, dense arrays, (ids, lengths) pairs of arrays, or one
-KeyedJaggedTensor in place of the mapping. AsyncEmbedClient and AsyncGrpcEmbedClient are the
-same with await. Every failure is an EmbedServeClientError; see `errors`.
+KeyedJaggedTensor in place of the mapping. Ids are integers, or strings where the model's are.
+AsyncEmbedClient and AsyncGrpcEmbedClient are the same with await. Every failure is an
+EmbedServeClientError; see `errors`.
 """
 
 from embedserve_client.batch import Features, Weights
@@ -26,9 +32,9 @@ from embedserve_client.errors import (
     Unavailable,
     UnknownModel,
 )
-from embedserve_client.models import ModelInfo, ModelList, TableInfo
+from embedserve_client.models import IdRule, ModelInfo, ModelList, TableInfo
 from embedserve_client.rest import AsyncEmbedClient, EmbedClient
-from embedserve_client.result import EmbedResult
+from embedserve_client.result import EmbedResult, JaggedVectors
 from embedserve_client.rpc import AsyncGrpcEmbedClient, GrpcEmbedClient
 from embedserve_client.stream import StreamAnswer, StreamItem, StreamRequest
 
@@ -41,7 +47,9 @@ __all__ = [
     "EmbedServeClientError",
     "Features",
     "GrpcEmbedClient",
+    "IdRule",
     "InvalidRequest",
+    "JaggedVectors",
     "ModelInfo",
     "ModelList",
     "Overloaded",

@@ -22,12 +22,13 @@ Values: TypeAlias = (
 """One feature's ids or weights.
 
 A list of lists is a bag per example; a flat list is a batch of one; an array [B] is one value
-per example, an array [B, k] is k; a pair of arrays is (values, lengths), bag after bag.
+per example, an array [B, k] is k; a pair of arrays is (values, lengths), bag after bag. Ids are
+integers or strings.
 """
 
 _INT32_MAX = 2**31 - 1
 _INT64 = np.iinfo(np.int64)
-_FORMS = "a list of ints, a list of lists, an int array [B] or [B, k], or a pair (ids, lengths)"
+_FORMS = "a list of ids, a list of lists, an array [B] or [B, k], or a pair (ids, lengths)"
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,31 @@ def split(field: str, value: object) -> Bags:
     if _is_sequence(value):
         return _split_sequence(field, value)
     raise InvalidRequest(f"{field}: {short(value)} is not {_FORMS}", field=field)
+
+
+def strings_of(field: str, bags: Bags) -> list[str] | None:
+    """The flat ids where they are strings, which the first one says; else None."""
+    flat = bags.flat if isinstance(bags.flat, list) else _listed(bags.flat)
+    if not flat or not isinstance(flat[0], str):
+        return None
+    bags = Bags(flat, bags.lengths)
+    _check_types(field, bags, (str,), "a string like the ids before it")
+    strings = list(map(str, flat))
+    try:
+        "".join(strings).encode()
+    except UnicodeEncodeError:
+        first = next(at for at, one in enumerate(strings) if not _is_text(one))
+        raise _wrong(field, bags, first, "is no text: half of a surrogate pair") from None
+    return strings
+
+
+def _listed(array: NDArray[Any]) -> list[Any]:
+    """Of an array that may hold strings, else []."""
+    return array.tolist() if array.dtype.kind in "UTO" else []
+
+
+def _is_text(string: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in string)
 
 
 def ids_of(field: str, bags: Bags) -> NDArray[np.int64]:

@@ -6,13 +6,14 @@ know alone: equal batch sizes, weights shaped as the ids. Hands on a `Batch` to 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from reprlib import repr as short
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_client.bags import Bags, Values, ids_of, split, weights_of
+from embedserve_client.bags import Bags, Values, ids_of, split, strings_of, weights_of
 from embedserve_client.errors import InvalidRequest
 
 
@@ -31,13 +32,16 @@ Weights: TypeAlias = Mapping[str, Values]
 
 @dataclass(frozen=True)
 class Batch:
-    """ids int64 [sum(lengths)], lengths int32 [len(keys) * batch_size], weights float32 as ids."""
+    """lengths int32 [len(keys) * batch_size] and weights float32 [sum(lengths)] are of all keys;
+    string_ids are the ids of string_keys, and ids int64 those of the other keys."""
 
     keys: tuple[str, ...]
     batch_size: int
     ids: NDArray[np.int64]
     lengths: NDArray[np.int32]
     weights: NDArray[np.float32] | None
+    string_keys: tuple[str, ...] = ()
+    string_ids: Sequence[str] = ()
 
 
 def batch_of(features: Features, weights: Weights | None = None) -> Batch:
@@ -61,13 +65,20 @@ def _batch_of_mapping(features: Mapping[str, Values], weights: Weights) -> Batch
     bags = {key: split(f"features.{key}", value) for key, value in features.items()}
     lengths = [bag.lengths for bag in bags.values()]
     _check_batch_sizes(bags)
-    ids = {key: ids_of(f"features.{key}", bag) for key, bag in bags.items()}
+    strings = {
+        key: found
+        for key, bag in bags.items()
+        if (found := strings_of(f"features.{key}", bag)) is not None
+    }
+    ids = [ids_of(f"features.{key}", bag) for key, bag in bags.items() if key not in strings]
     return Batch(
         keys=tuple(features),
         batch_size=len(lengths[0]),
-        ids=np.concatenate(list(ids.values())),
+        ids=np.concatenate(ids) if ids else np.zeros(0, np.int64),
         lengths=np.concatenate(lengths),
         weights=_joined_weights(weights, bags) if weights else None,
+        string_keys=tuple(strings),
+        string_ids=list(chain.from_iterable(strings.values())),
     )
 
 

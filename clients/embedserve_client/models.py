@@ -15,6 +15,28 @@ from embedserve_proto import embedding_pb2 as pb
 
 
 @dataclass(frozen=True)
+class IdRule:
+    """How ids of a table become row numbers.
+
+    rule: rows (an id is a row number), modulo (row = id mod modulus + offset) or map (a stored
+        vocabulary of entries ids says the row).
+    id_type: int64, or string.
+    unknown: what becomes of an id without a row: error refuses its request, skip leaves it out
+        of its bag, row looks up default_row.
+    examples: of a map of strings, some that the vocabulary holds.
+    """
+
+    rule: str
+    id_type: str
+    entries: int
+    modulus: int
+    offset: int
+    unknown: str
+    default_row: int
+    examples: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class TableInfo:
     """One embedding table; dtype is that of the stored rows, sharding as restored."""
 
@@ -25,11 +47,15 @@ class TableInfo:
     dtype: str
     features: tuple[str, ...]
     sharding: str
+    ids: IdRule
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """One served model: the features that requests may name, the keys that answers have."""
+    """One served model: the features that requests may name, the keys that answers have.
+
+    is_pooled: answers have one vector for each key and example; else one for each id.
+    """
 
     model: str
     version: int
@@ -37,6 +63,7 @@ class ModelInfo:
     keys: tuple[str, ...]
     length_per_key: tuple[int, ...]
     tables: tuple[TableInfo, ...]
+    is_pooled: bool
 
 
 @dataclass(frozen=True)
@@ -62,6 +89,7 @@ def model_info_of(message: pb.Model) -> ModelInfo:
         keys=tuple(message.keys),
         length_per_key=tuple(message.length_per_key),
         tables=tuple(_table_info_of(table) for table in message.tables),
+        is_pooled=not message.unpooled,
     )
 
 
@@ -84,6 +112,21 @@ def _table_info_of(message: pb.Table) -> TableInfo:
         dtype=message.dtype,
         features=tuple(message.features),
         sharding=message.sharding,
+        ids=_id_rule_of(message.ids),
+    )
+
+
+def _id_rule_of(message: pb.IdRule) -> IdRule:
+    """What a server leaves out has one meaning: rows, int64, error."""
+    return IdRule(
+        rule=message.rule or "rows",
+        id_type=message.id_type or "int64",
+        entries=message.entries,
+        modulus=message.modulus,
+        offset=message.offset,
+        unknown=message.unknown or "error",
+        default_row=message.default_row,
+        examples=tuple(message.examples),
     )
 
 

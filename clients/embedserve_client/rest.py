@@ -50,7 +50,7 @@ class EmbedClient:
         model: str | None = None,
         timeout_s: float | None = None,
     ) -> EmbedResult:
-        """Pooled vectors of a batch; raises EmbedServeClientError."""
+        """The vectors of a batch; raises EmbedServeClientError."""
         return self._send(self._calls.embed(features, weights, model, timeout_s))
 
     def models(self) -> ModelList:
@@ -106,7 +106,7 @@ class AsyncEmbedClient:
         model: str | None = None,
         timeout_s: float | None = None,
     ) -> EmbedResult:
-        """Pooled vectors of a batch; raises EmbedServeClientError."""
+        """The vectors of a batch; raises EmbedServeClientError."""
         return await self._send(self._calls.embed(features, weights, model, timeout_s))
 
     async def models(self) -> ModelList:

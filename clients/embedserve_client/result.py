@@ -1,21 +1,21 @@
-"""The answer to a lookup: pooled vectors as one numpy array, and a view per key.
+"""The answer to a lookup: vectors as one numpy array, and a view per key.
 
 `Layout` says which columns belong to which key; it stays the same for a model version and is
-shared by its results. Nothing here copies values, and torch is imported only by
-`EmbedResult.to_keyed_tensor`.
+shared by its results. A model that is not pooled has a row for each id instead, in
+`JaggedVectors`. Nothing here copies values, and torch is imported only by what gives tensors.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from torchrec.sparse.jagged_tensor import KeyedTensor
+    from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 
 class Layout:
@@ -33,17 +33,44 @@ class Layout:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class EmbedResult:
-    """Pooled vectors of one request.
+class JaggedVectors:
+    """One key of an answer that is not pooled: a vector for each id, in the order sent.
 
-    values: float32 [batch_size, sum(length_per_key)], read-only.
+    values: float32 [sum(lengths), dim], read-only; zeros for an unknown id that is skipped.
+    lengths: int32 [batch_size], the ids of each example.
+    """
+
+    values: NDArray[np.float32]
+    lengths: NDArray[np.int32]
+
+    def to_jagged_tensor(self) -> JaggedTensor:
+        """The same as a TorchRec JaggedTensor on the CPU; copies, as torch wants to write."""
+        import torch
+        from torchrec.sparse.jagged_tensor import JaggedTensor
+
+        return JaggedTensor(
+            values=torch.from_numpy(self.values.astype(np.float32)),
+            lengths=torch.from_numpy(self.lengths.astype(np.int32)),
+        )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class EmbedResult:
+    """The vectors of one request.
+
+    values: float32, read-only: [batch_size, sum(length_per_key)], or, where the model is not
+        pooled, [ids, dim], key after key.
     model, version: what answered.
+    unknown_ids: how many ids had no row, by feature; only features that had any.
+    lengths: int32 [keys, batch_size] where the model is not pooled, else None.
     """
 
     values: NDArray[np.float32]
     layout: Layout
     model: str
     version: int
+    unknown_ids: dict[str, int] = field(default_factory=dict)
+    lengths: NDArray[np.int32] | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -56,23 +83,37 @@ class EmbedResult:
         return self.layout.length_per_key
 
     @property
+    def is_pooled(self) -> bool:
+        """Whether there is one vector for each key and example, or one for each id."""
+        return self.lengths is None
+
+    @property
     def batch_size(self) -> int:
         """Examples in the answer."""
-        return len(self.values)
+        return len(self.values) if self.lengths is None else self.lengths.shape[1]
 
-    def __getitem__(self, key: str) -> NDArray[np.float32]:
-        """The vectors of one key, a view of shape [batch_size, its width]."""
+    def __getitem__(self, key: str) -> Any:
+        """The vectors of one key: a view of shape [batch_size, its width]; where the model is
+        not pooled, JaggedVectors."""
         columns = self.layout.columns.get(key)
         if columns is None:
             raise KeyError(f"{key!r} is no key of {self.model}; it has {', '.join(self.keys)}")
-        return self.values[:, columns]
+        if self.lengths is None:
+            return self.values[:, columns]
+        at = self.keys.index(key)
+        start, end = self.lengths[:at].sum(), self.lengths[: at + 1].sum()
+        return JaggedVectors(self.values[start:end], self.lengths[at])
 
-    def to_dict(self) -> dict[str, NDArray[np.float32]]:
-        """A view per key, in the model's order."""
+    def to_dict(self) -> dict[str, Any]:
+        """What indexing gives, for each key in the model's order."""
         return {key: self[key] for key in self.keys}
 
     def to_keyed_tensor(self) -> KeyedTensor:
-        """The same as a TorchRec KeyedTensor on the CPU; copies, as torch wants to write."""
+        """The same as a TorchRec KeyedTensor on the CPU; copies, as torch wants to write.
+
+        TypeError where the model is not pooled: see `to_jagged_tensors`.
+        """
+        self._check_kind(True, "to_jagged_tensors")
         import torch
         from torchrec.sparse.jagged_tensor import KeyedTensor
 
@@ -81,6 +122,19 @@ class EmbedResult:
             length_per_key=list(self.length_per_key),
             values=torch.from_numpy(self.values.astype(np.float32)),
         )
+
+    def to_jagged_tensors(self) -> dict[str, JaggedTensor]:
+        """A TorchRec JaggedTensor per key, as an EmbeddingCollection gives.
+
+        TypeError where the model is pooled: see `to_keyed_tensor`.
+        """
+        self._check_kind(False, "to_keyed_tensor")
+        return {key: self[key].to_jagged_tensor() for key in self.keys}
+
+    def _check_kind(self, is_pooled: bool, other: str) -> None:
+        if self.is_pooled != is_pooled:
+            pooled = "is pooled" if self.is_pooled else "is not pooled"
+            raise TypeError(f"model {self.model!r} {pooled}: call {other}")
 
     def result(self) -> EmbedResult:
         """Itself; an error in a stream raises here instead."""

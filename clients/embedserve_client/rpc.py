@@ -55,7 +55,7 @@ class GrpcEmbedClient:
         model: str | None = None,
         timeout_s: float | None = None,
     ) -> EmbedResult:
-        """Pooled vectors of a batch; raises EmbedServeClientError."""
+        """The vectors of a batch; raises EmbedServeClientError."""
         batch = batch_of(features, weights)
         timeout_s = timeout_of(timeout_s, self._timeout_s)
         with grpc_errors():
@@ -127,7 +127,7 @@ class AsyncGrpcEmbedClient:
         model: str | None = None,
         timeout_s: float | None = None,
     ) -> EmbedResult:
-        """Pooled vectors of a batch; raises EmbedServeClientError."""
+        """The vectors of a batch; raises EmbedServeClientError."""
         batch = batch_of(features, weights)
         timeout_s = timeout_of(timeout_s, self._timeout_s)
         with grpc_errors():

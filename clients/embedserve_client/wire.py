@@ -7,6 +7,7 @@ reader's memory of layouts; no I/O.
 
 import numpy as np
 from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
 
 from embedserve_client.batch import Batch
 from embedserve_client.errors import EmbedServeClientError, ServerError, error_from
@@ -23,6 +24,8 @@ def request_of(batch: Batch, model: str | None) -> pb.EmbedRequest:
         keys=batch.keys,
         ids_bytes=batch.ids.astype("<i8", copy=False).tobytes(),
         lengths_bytes=batch.lengths.astype("<i4", copy=False).tobytes(),
+        string_keys=batch.string_keys,
+        string_ids=batch.string_ids,
     )
     if batch.weights is not None:
         message.weights_bytes = batch.weights.astype(_LITTLE_FLOAT32, copy=False).tobytes()
@@ -45,15 +48,19 @@ class AnswerReader:
     def read(self, message: pb.EmbedResponse, batch_size: int) -> EmbedResult:
         """The result in an answer to a request of batch_size examples; values are not copied."""
         layout = self._layout_of(message)
-        values = message.values
-        expected_bytes = batch_size * layout.width * _LITTLE_FLOAT32.itemsize
-        if message.batch_size != batch_size or len(values) != expected_bytes:
+        lengths = _lengths_of(message, layout) if message.lengths else None
+        rows, width = batch_size, layout.width
+        if lengths is not None:
+            rows, width = int(lengths.sum(dtype=np.int64)), layout.length_per_key[0]
+        expected_bytes = rows * width * _LITTLE_FLOAT32.itemsize
+        if message.batch_size != batch_size or len(message.values) != expected_bytes:
             raise ServerError(
-                f"the server answered {message.batch_size} examples in {len(values)} bytes, "
-                f"not {batch_size} in {expected_bytes}"
+                f"the server answered {message.batch_size} examples in {len(message.values)} "
+                f"bytes, not {batch_size} in {expected_bytes}"
             )
-        array = np.frombuffer(values, dtype=_LITTLE_FLOAT32).reshape(batch_size, layout.width)
-        return EmbedResult(array, layout, message.model, message.version)
+        values = np.frombuffer(message.values, dtype=_LITTLE_FLOAT32).reshape(rows, width)
+        unknown_ids = dict(message.unknown_ids)
+        return EmbedResult(values, layout, message.model, message.version, unknown_ids, lengths)
 
     def outcome(
         self, message: pb.EmbedResponse, batch_size: int
@@ -75,3 +82,16 @@ class AnswerReader:
             )
         layout = self._layouts[message.model] = Layout(keys, length_per_key)
         return layout
+
+
+def _lengths_of(message: pb.EmbedResponse, layout: Layout) -> NDArray[np.int32]:
+    """[keys, batch_size] of a model that is not pooled; ServerError if they cannot be that."""
+    lengths = np.array(message.lengths[:], np.int32)
+    keys, examples = len(layout.keys), message.batch_size
+    if lengths.size != keys * examples or lengths.min() < 0:
+        raise ServerError(
+            f"the server answered {keys} keys of {examples} examples with {lengths.size} lengths"
+        )
+    if len(set(layout.length_per_key)) > 1:
+        raise ServerError(f"the server answered rows of {layout.length_per_key} numbers in one")
+    return lengths.reshape(keys, examples)

@@ -3,7 +3,7 @@
     from embedserve_store import ModelStore, publish, verify
 
     published = publish(ebc, "store", model="dlrm", dtype="int8", sharding="row_wise", world_size=2)
-    print(published.path, published.errors["user"].relative)   # store/dlrm/1 0.004
+    print(published.path, published.errors["user"].relative_l2)   # store/dlrm/1 0.004
 
     version = ModelStore("store").load("dlrm")     # the newest; maps the tables, reads none
     verify(version)                                # reads every byte against its checksums
@@ -13,20 +13,26 @@
 Importing this package does not import torch; publishing does.
 """
 
+from embedserve_store.checksums import verify
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.goldens import Bags, Goldens
-from embedserve_store.load import ModelStore, ModelVersion, verify
+from embedserve_store.ids.rules import IdRule
+from embedserve_store.load import ModelStore, ModelVersion
 from embedserve_store.manifest import Manifest, TableSpec
-from embedserve_store.plan import Plan, Shard, TablePlan
-from embedserve_store.publish import publish, publish_state_dict
-from embedserve_store.sources import Description, read_description, read_state_dict
+from embedserve_store.plans.constraints import TableConstraints, read_constraints
+from embedserve_store.plans.plan import Plan, Shard, TablePlan, read_plan
+from embedserve_store.publishing.pooled_error import PooledError
+from embedserve_store.publishing.publish import publish
+from embedserve_store.publishing.publish_sharded import publish_sharded
+from embedserve_store.publishing.version_writer import PublishedVersion
+from embedserve_store.sources.description import Description, read_description
 from embedserve_store.tables_file import Progress, TablesFile
-from embedserve_store.version_writer import PooledError, PublishedVersion
 
 __all__ = [
     "Bags",
     "Description",
     "Goldens",
+    "IdRule",
     "InvalidModelError",
     "Manifest",
     "ModelStore",
@@ -37,12 +43,14 @@ __all__ = [
     "PublishedVersion",
     "Shard",
     "StoreError",
+    "TableConstraints",
     "TablePlan",
     "TableSpec",
     "TablesFile",
     "publish",
-    "publish_state_dict",
+    "publish_sharded",
+    "read_constraints",
     "read_description",
-    "read_state_dict",
+    "read_plan",
     "verify",
 ]

@@ -57,5 +57,5 @@ def dequantize_rows(rows: NDArray[np.uint8], dtype: str, dim: int) -> NDArray[np
     codes = rows[:, SCALE_BIAS_BYTES:]
     if dtype == "int4":
         halves = np.stack((codes & 0x0F, codes >> 4), axis=2)
-        codes = halves.reshape(len(rows), -1)[:, :dim]
+        codes = halves.reshape(len(rows), 2 * codes.shape[1])[:, :dim]
     return codes.astype(np.float32) * scale_bias[:, :1] + scale_bias[:, 1:]

@@ -1,7 +1,7 @@
 """Opens published versions, and refuses what is not exactly as it was published.
 
 ``ModelStore`` lists and loads; loading reads the small files whole and maps the tables, so its
-time does not grow with them. ``verify`` reads every byte. Never imports torch, never writes.
+time does not grow with them (checksums.verify reads every byte). Never imports torch or writes.
 """
 
 from __future__ import annotations
@@ -9,16 +9,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from embedserve_store.checksums import check_seal, check_sha256
 from embedserve_store.errors import StoreError
 from embedserve_store.goldens import Goldens, load_goldens
-from embedserve_store.manifest import CHECKED_FILES, NAME_PATTERN, Manifest, TableSpec
-from embedserve_store.plan import Plan
+from embedserve_store.ids.id_map import IdMap, IdMaps
+from embedserve_store.ids.translate import IdTranslator
+from embedserve_store.manifest import CHECKED_FILES, NAME_PATTERN, Manifest
+from embedserve_store.plans.plan import Plan
 from embedserve_store.staging import version_numbers
-from embedserve_store.tables_file import BLOCK_BYTES, Progress, TablesFile
+from embedserve_store.tables_file import TablesFile
 
 SMALL_FILE_BYTES_MAX = 256 << 20
 """Manifest, plan and goldens are read whole; a larger one was not published by this code."""
@@ -32,10 +37,21 @@ class ModelVersion:
     manifest: Manifest
     plan: Plan
     tables: TablesFile
+    id_maps: Mapping[str, IdMap]
+    """Of the tables whose id rule is map, mapped too."""
+
+    @cached_property
+    def translator(self) -> IdTranslator:
+        return IdTranslator(self.manifest, self.id_maps)
 
     def goldens(self) -> Goldens:
         """Raises StoreError: the file is no longer as it was published."""
-        return load_goldens(self.path / "goldens.safetensors", self.manifest)
+        path = self.path / "goldens.safetensors"
+        try:
+            return load_goldens(path, self.manifest, self.translator)
+        except IndexError as error:
+            ids = self.path / "ids.safetensors"
+            raise StoreError(f"{ids}: damaged: a position in it is outside it: {error}") from error
 
 
 class ModelStore:
@@ -71,7 +87,7 @@ class ModelStore:
 
         Raises:
             StoreError: it does not exist, or one of its files is missing, damaged, of another
-                format version, or contradicts another. Table bytes are not read: see ``verify``.
+                format version, or contradicts another. Rows are not read: see checksums.verify.
         """
         versions = self.versions(model)
         folder = self.path / model
@@ -92,7 +108,9 @@ def _listed(folder: Path, what: str) -> list[str]:
 
 def _load(path: Path, model: str, version: int) -> ModelVersion:
     manifest_path = path / "manifest.json"
-    manifest = Manifest.from_json(_parsed(_read(manifest_path), manifest_path), str(manifest_path))
+    text = _read(manifest_path)
+    manifest = Manifest.from_json(_parsed(text, manifest_path), str(manifest_path))
+    check_seal(text, str(manifest_path))
     if (manifest.model, manifest.version) != (model, version):
         raise StoreError(
             f"{manifest_path}: is of model {manifest.model!r} version {manifest.version}, "
@@ -103,23 +121,21 @@ def _load(path: Path, model: str, version: int) -> ModelVersion:
     plan = Plan.from_json(_parsed(_read(plan_path), plan_path), str(plan_path))
     plan.check(manifest.tables, str(plan_path))
     tables = TablesFile.open(path / "tables.safetensors", manifest.tables)
-    loaded = ModelVersion(path, manifest, plan, tables)
+    loaded = ModelVersion(path, manifest, plan, tables, _open_id_maps(path, manifest))
     loaded.goldens()
     return loaded
+
+
+def _open_id_maps(path: Path, manifest: Manifest) -> Mapping[str, IdMap]:
+    if not any(table.ids.rule == "map" for table in manifest.tables):
+        return {}
+    return IdMaps.open(path / "ids.safetensors", manifest.tables)
 
 
 def _check_files(path: Path, manifest: Manifest) -> None:
     for name in CHECKED_FILES:
         found = hashlib.sha256(_read(path / name)).hexdigest()
-        _check_sha256(found, manifest.files[name], str(path / name))
-
-
-def _check_sha256(found: str, expected: str, where: str) -> None:
-    if found != expected:
-        raise StoreError(
-            f"{where}: sha256 is {found}, the manifest has {expected}: changed since it was "
-            "published"
-        )
+        check_sha256(found, manifest.files[name], str(path / name))
 
 
 def _read(path: Path) -> bytes:
@@ -137,34 +153,3 @@ def _parsed(data: bytes, path: Path) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{path}: not JSON, or half-written: {error}") from error
-
-
-def verify(version: ModelVersion, progress: Progress | None = None) -> None:
-    """Reads every byte of ``version`` and compares it with the checksums in its manifest.
-
-    Raises:
-        StoreError: a file or table is not as it was published.
-    """
-    _check_files(version.path, version.manifest)
-    bytes_before = 0
-    for name in version.tables.offsets:
-        table = version.tables.tables[name]
-        found = _table_sha256(version.tables, table, bytes_before, progress)
-        _check_sha256(found, table.sha256, f"{version.tables.path}: table {name!r}")
-        bytes_before += table.nbytes
-
-
-def _table_sha256(
-    tables: TablesFile, table: TableSpec, bytes_before: int, progress: Progress | None
-) -> str:
-    digest = hashlib.sha256()
-    rows = tables.rows(table.name)
-    step = max(1, BLOCK_BYTES // table.row_bytes)
-    for start in range(0, len(rows), step):
-        block = rows[start : start + step]
-        digest.update(block.data)
-        if progress:
-            rows_done = start + len(block)
-            bytes_done = bytes_before + rows_done * table.row_bytes
-            progress(table.name, rows_done, len(rows), bytes_done)
-    return digest.hexdigest()

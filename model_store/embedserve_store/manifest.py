@@ -14,10 +14,14 @@ from itertools import accumulate
 from typing import Any
 
 from embedserve_store.errors import StoreError
+from embedserve_store.ids.rules import ROW_NUMBERS, IdRule
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+FORMAT_VERSIONS = (1, 2)
+"""What this code reads. Version 1 knew no id rules but rows, and no unpooled tables."""
 DTYPES = ("float32", "float16", "int8", "int4")
-POOLINGS = ("sum", "mean")
+POOLINGS = ("sum", "mean", "none")
+"""none: an EmbeddingCollection's, one row for each id; all tables of a model or none have it."""
 CHECKED_FILES = ("plan.json", "goldens.safetensors")
 """Files whose sha256 the manifest holds as a whole; tables.safetensors is checked by table."""
 SCALE_BIAS_BYTES = 4
@@ -35,11 +39,13 @@ class TableSpec:
     embedding_dim: int
     feature_names: tuple[str, ...]
     pooling: str
-    """sum or mean."""
+    """sum or mean; none for a table of an EmbeddingCollection."""
     dtype: str
     """float32, float16, int8 or int4."""
     sha256: str = ""
     """Of the table's bytes in tables.safetensors, hexadecimal."""
+    ids: IdRule = ROW_NUMBERS
+    """How callers' ids become row numbers."""
 
     @property
     def row_bytes(self) -> int:
@@ -130,6 +136,19 @@ class Manifest:
             for key, (table, feature), end in zip(self.keys, uses, ends, strict=True)
         )
 
+    @property
+    def is_pooled(self) -> bool:
+        """False for an EmbeddingCollection: one row for each id, all of one width."""
+        return self.tables[0].pooling != "none"
+
+    @cached_property
+    def rule_per_feature(self) -> tuple[IdRule, ...]:
+        """Tables that share a feature have one rule."""
+        return tuple(
+            next(table.ids for table in self.tables if feature in table.feature_names)
+            for feature in self.features
+        )
+
     @cached_property
     def rows_per_feature(self) -> tuple[int, ...]:
         """For each feature, ids are row numbers below this: the rows of its smallest table."""
@@ -148,7 +167,7 @@ class Manifest:
             | {
                 "feature_names": list(table.feature_names),
                 "row_bytes": table.row_bytes,
-                "ids": {"rule": "rows"},
+                "ids": table.ids.to_json(),
             }
             for table in self.tables
         ]
@@ -173,10 +192,10 @@ class Manifest:
         if not isinstance(data, dict):
             raise StoreError(f"{where}: expected a JSON object")
         format_version = data.get("format_version")
-        if format_version != FORMAT_VERSION:
+        if format_version not in FORMAT_VERSIONS:
             raise StoreError(
                 f"{where}: format_version is {format_version!r}, "
-                f"this embedserve reads format_version {FORMAT_VERSION}"
+                f"this embedserve reads format_version {' and '.join(map(str, FORMAT_VERSIONS))}"
             )
         tables = typed(data, "tables", list, where)
         manifest = cls(
@@ -190,6 +209,7 @@ class Manifest:
             files=_files_from_json(typed(data, "files", dict, where), where),
         )
         check_tables(manifest.tables, where)
+        check_weighted(manifest.tables, manifest.is_weighted, where)
         return manifest
 
 
@@ -213,9 +233,6 @@ def _table_from_json(data: Any, where: str) -> TableSpec:
     features = typed(data, "feature_names", list, where)
     if not all(isinstance(feature, str) for feature in features):
         raise StoreError(f"{where}: feature_names is {features!r}, expected a list of names")
-    rule = typed(data, "ids", dict, where).get("rule")
-    if rule != "rows":
-        raise StoreError(f"{where}: ids.rule is {rule!r}, this embedserve knows 'rows'")
     table = TableSpec(
         name=typed(data, "name", str, where),
         num_embeddings=typed(data, "num_embeddings", int, where),
@@ -223,6 +240,7 @@ def _table_from_json(data: Any, where: str) -> TableSpec:
         feature_names=tuple(features),
         pooling=typed(data, "pooling", str, where),
         dtype=typed(data, "dtype", str, where),
+        ids=IdRule.from_json(typed(data, "ids", dict, where), f"{where}: ids"),
         sha256=typed(data, "sha256", str, where),
     )
     check_table(table, where)
@@ -254,7 +272,8 @@ def check_table(table: TableSpec, where: str) -> None:
     if table.dtype not in DTYPES:
         raise StoreError(f"{where}: dtype is {table.dtype!r}, expected one of {', '.join(DTYPES)}")
     if table.pooling not in POOLINGS:
-        raise StoreError(f"{where}: pooling is {table.pooling!r}, expected sum or mean")
+        raise StoreError(f"{where}: pooling is {table.pooling!r}, expected sum, mean or none")
+    table.ids.check(table.num_embeddings, f"{where}: ids")
     if not table.feature_names or not all(table.feature_names):
         raise StoreError(f"{where}: feature_names is {list(table.feature_names)}: name a feature")
     if len(set(table.feature_names)) < len(table.feature_names):
@@ -271,3 +290,41 @@ def check_tables(tables: tuple[TableSpec, ...], where: str) -> None:
     for key, count in Counter(answer_keys(tables)).items():
         if count > 1:
             raise StoreError(f"{where}: {count} answers are called {key!r}: rename a feature")
+    _check_unpooled(tables, where)
+    _check_shared_rules(tables, where)
+
+
+def check_weighted(tables: tuple[TableSpec, ...], is_weighted: bool, where: str) -> None:
+    """Raises StoreError for weights on rows that are not pooled."""
+    if is_weighted and tables[0].pooling == "none":
+        raise StoreError(f"{where}: is_weighted, but rows that are not pooled have no weights")
+
+
+def _check_unpooled(tables: tuple[TableSpec, ...], where: str) -> None:
+    unpooled = [table for table in tables if table.pooling == "none"]
+    if not unpooled:
+        return
+    first = unpooled[0]
+    for table in tables:
+        if table.pooling != "none":
+            raise StoreError(
+                f"{where}: table {first.name!r} is not pooled and {table.name!r} is: "
+                "publish an EmbeddingCollection and an EmbeddingBagCollection as two models"
+            )
+        if table.embedding_dim != first.embedding_dim:
+            raise StoreError(
+                f"{where}: tables {first.name!r} and {table.name!r} have {first.embedding_dim} "
+                f"and {table.embedding_dim} dims: those of an EmbeddingCollection have one"
+            )
+
+
+def _check_shared_rules(tables: tuple[TableSpec, ...], where: str) -> None:
+    owner: dict[str, TableSpec] = {}
+    for table in tables:
+        for feature in table.feature_names:
+            first = owner.setdefault(feature, table)
+            if first.ids != table.ids:
+                raise StoreError(
+                    f"{where}: feature {feature!r} serves tables {first.name!r} and "
+                    f"{table.name!r}, which turn ids into rows by different rules"
+                )

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from embedserve_store.errors import StoreError
 
@@ -48,6 +50,17 @@ def check_writable(folder: Path) -> None:
         raise StoreError(f"{folder}: cannot be written: {there} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise StoreError(f"{folder}: cannot be written: no permission to write to {there}")
+
+
+def check_room(folder: Path, needed_bytes: int) -> None:
+    """Raises StoreError where the file system of ``folder`` (or of what it would lie in) has
+    less room than ``needed_bytes``."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free_bytes = shutil.disk_usage(there).free
+    if free_bytes < needed_bytes:
+        raise StoreError(
+            f"{folder}: the version needs {needed_bytes:,} bytes, the disk has {free_bytes:,} free"
+        )
 
 
 @contextmanager
@@ -178,6 +191,11 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def to_json_bytes(data: Mapping[str, Any]) -> bytes:
+    """How the small files of a version are written: for people too."""
+    return (json.dumps(data, indent=2) + "\n").encode()
 
 
 def write_synced(path: Path, data: bytes) -> None:

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class EmbedRequest(_message.Message):
-    __slots__ = ("model", "keys", "ids", "lengths", "weights", "ids_bytes", "lengths_bytes", "weights_bytes")
+    __slots__ = ("model", "keys", "ids", "lengths", "weights", "ids_bytes", "lengths_bytes", "weights_bytes", "string_keys", "string_ids")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,8 @@ class EmbedRequest(_message.Message):
     IDS_BYTES_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_BYTES_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STRING_KEYS_FIELD_NUMBER: _ClassVar[int]
+    STRING_IDS_FIELD_NUMBER: _ClassVar[int]
     model: str
     keys: _containers.RepeatedScalarFieldContainer[str]
     ids: _containers.RepeatedScalarFieldContainer[int]
@@ -24,10 +26,19 @@ class EmbedRequest(_message.Message):
     ids_bytes: bytes
     lengths_bytes: bytes
     weights_bytes: bytes
-    def __init__(self, model: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ..., ids: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[float]] = ..., ids_bytes: _Optional[bytes] = ..., lengths_bytes: _Optional[bytes] = ..., weights_bytes: _Optional[bytes] = ...) -> None: ...
+    string_keys: _containers.RepeatedScalarFieldContainer[str]
+    string_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ..., ids: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[float]] = ..., ids_bytes: _Optional[bytes] = ..., lengths_bytes: _Optional[bytes] = ..., weights_bytes: _Optional[bytes] = ..., string_keys: _Optional[_Iterable[str]] = ..., string_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class EmbedResponse(_message.Message):
-    __slots__ = ("model", "version", "keys", "length_per_key", "batch_size", "values", "error")
+    __slots__ = ("model", "version", "keys", "length_per_key", "batch_size", "values", "error", "unknown_ids", "lengths")
+    class UnknownIdsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +46,8 @@ class EmbedResponse(_message.Message):
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: int
     keys: _containers.RepeatedScalarFieldContainer[str]
@@ -42,7 +55,9 @@ class EmbedResponse(_message.Message):
     batch_size: int
     values: bytes
     error: Error
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ..., length_per_key: _Optional[_Iterable[int]] = ..., batch_size: _Optional[int] = ..., values: _Optional[bytes] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+    unknown_ids: _containers.ScalarMap[str, int]
+    lengths: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ..., length_per_key: _Optional[_Iterable[int]] = ..., batch_size: _Optional[int] = ..., values: _Optional[bytes] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., unknown_ids: _Optional[_Mapping[str, int]] = ..., lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "field")
@@ -73,23 +88,25 @@ class GetModelRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("model", "version", "features", "keys", "length_per_key", "tables")
+    __slots__ = ("model", "version", "features", "keys", "length_per_key", "tables", "unpooled")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     LENGTH_PER_KEY_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
+    UNPOOLED_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: int
     features: _containers.RepeatedScalarFieldContainer[str]
     keys: _containers.RepeatedScalarFieldContainer[str]
     length_per_key: _containers.RepeatedScalarFieldContainer[int]
     tables: _containers.RepeatedCompositeFieldContainer[Table]
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., keys: _Optional[_Iterable[str]] = ..., length_per_key: _Optional[_Iterable[int]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ...) -> None: ...
+    unpooled: bool
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., keys: _Optional[_Iterable[str]] = ..., length_per_key: _Optional[_Iterable[int]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ..., unpooled: bool = ...) -> None: ...
 
 class Table(_message.Message):
-    __slots__ = ("name", "num_embeddings", "embedding_dim", "pooling", "dtype", "features", "sharding")
+    __slots__ = ("name", "num_embeddings", "embedding_dim", "pooling", "dtype", "features", "sharding", "ids")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NUM_EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_DIM_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +114,7 @@ class Table(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     SHARDING_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     num_embeddings: int
     embedding_dim: int
@@ -104,4 +122,25 @@ class Table(_message.Message):
     dtype: str
     features: _containers.RepeatedScalarFieldContainer[str]
     sharding: str
-    def __init__(self, name: _Optional[str] = ..., num_embeddings: _Optional[int] = ..., embedding_dim: _Optional[int] = ..., pooling: _Optional[str] = ..., dtype: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., sharding: _Optional[str] = ...) -> None: ...
+    ids: IdRule
+    def __init__(self, name: _Optional[str] = ..., num_embeddings: _Optional[int] = ..., embedding_dim: _Optional[int] = ..., pooling: _Optional[str] = ..., dtype: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., sharding: _Optional[str] = ..., ids: _Optional[_Union[IdRule, _Mapping]] = ...) -> None: ...
+
+class IdRule(_message.Message):
+    __slots__ = ("rule", "id_type", "entries", "modulus", "offset", "unknown", "default_row", "examples")
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    ID_TYPE_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    MODULUS_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_ROW_FIELD_NUMBER: _ClassVar[int]
+    EXAMPLES_FIELD_NUMBER: _ClassVar[int]
+    rule: str
+    id_type: str
+    entries: int
+    modulus: int
+    offset: int
+    unknown: str
+    default_row: int
+    examples: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, rule: _Optional[str] = ..., id_type: _Optional[str] = ..., entries: _Optional[int] = ..., modulus: _Optional[int] = ..., offset: _Optional[int] = ..., unknown: _Optional[str] = ..., default_row: _Optional[int] = ..., examples: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -60,7 +60,8 @@ class EmbeddingServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Embed(self, request, context):
-        """One batch of jagged ids in, one pooled vector per feature and example out.
+        """One batch of jagged ids in; out comes one pooled vector per feature and example, or, of
+        a model that is not pooled, one vector per id.
         Errors are gRPC statuses: INVALID_ARGUMENT (the message names field and value),
         NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (over a limit, or the queue is full),
         DEADLINE_EXCEEDED, UNAVAILABLE (draining before the stop), INTERNAL.

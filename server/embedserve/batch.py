@@ -1,43 +1,31 @@
 """Joins the requests of one batch into the engine's input, and checks them all at once.
 
 Pure functions on numpy arrays: no Python runs for each id. A request that is wrong is told
-apart from its neighbours, which are joined without it.
+apart from its neighbours (checks.py), which are joined without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from embedserve.bag_order import bags_to_ids, feature_major_order
+from embedserve.checks import check_kinds, check_lengths
 from embedserve.errors import InvalidRequestError
-from embedserve.types import LookupRequest, ModelInfo
-
-
-@dataclass(slots=True)
-class Batch:
-    """The engine's input for several requests.
-
-    Attributes:
-        ids: int64 [n], feature-major over the whole batch.
-        lengths: int32 [F * B], feature-major, B the examples of all requests in their order.
-        weights: float32 [n], or None where no request has any.
-        batch_size: B.
-    """
-
-    ids: np.ndarray
-    lengths: np.ndarray
-    weights: np.ndarray | None
-    batch_size: int
+from embedserve.translation import translate
+from embedserve.types import Batch, LookupRequest, ModelInfo
 
 
 def to_model_order(request: LookupRequest, model: ModelInfo) -> LookupRequest:
     """``request`` with every feature of ``model``, in its order; those not named are empty bags.
 
     Raises:
-        InvalidRequestError: a feature that the model does not have, or lengths that do not add up.
+        InvalidRequestError: a feature that the model does not have, ids or weights of a kind
+            that it does not take, or lengths that do not add up.
     """
+    if not model.is_pooled or request.string_features or model.string_features:
+        check_kinds(request, model)
     if request.features == model.features:
         return request
     for feature in request.features:
@@ -47,7 +35,7 @@ def to_model_order(request: LookupRequest, model: ModelInfo) -> LookupRequest:
                 f"it has {', '.join(model.features)}",
                 f"features.{feature}",
             )
-    check_lengths(request)
+    check_lengths(request.lengths, request.ids.size)
     lengths = request.lengths.reshape(len(request.features), request.batch_size)
     ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
     positions = {feature: i for i, feature in enumerate(request.features)}
@@ -65,23 +53,9 @@ def to_model_order(request: LookupRequest, model: ModelInfo) -> LookupRequest:
             else np.concatenate([request.weights[s] for s in slices])
         ),
         batch_size=request.batch_size,
+        string_features=request.string_features,
+        strings=request.strings,
     )
-
-
-def check_lengths(request: LookupRequest) -> None:
-    """Raises InvalidRequestError unless the lengths are a partition of the ids."""
-    lengths = request.lengths
-    if lengths.size and lengths.min() < 0:
-        position = int((lengths < 0).argmax())
-        raise InvalidRequestError(
-            f"lengths[{position}] is {lengths[position]}: a bag cannot hold fewer than 0 ids",
-            f"lengths[{position}]",
-        )
-    total = int(lengths.sum(dtype=np.int64))
-    if total != request.ids.size:
-        raise InvalidRequestError(
-            f"lengths add up to {total}, but there are {request.ids.size} ids", "lengths"
-        )
 
 
 def join(requests: Sequence[LookupRequest], model: ModelInfo) -> Batch | None:
@@ -98,10 +72,13 @@ def join(requests: Sequence[LookupRequest], model: ModelInfo) -> Batch | None:
         weights = _concatenate([_weights_or_ones(request) for request in requests])
         if not np.isfinite(weights).all():
             return None
-    batch = Batch(ids, lengths, weights, sum(request.batch_size for request in requests))
+    sizes = [request.batch_size for request in requests]
+    batch = Batch(ids, lengths, weights, sizes, sum(sizes))
     if len(requests) > 1:
-        _make_feature_major(batch, requests, len(model.features))
-    return batch if _ids_are_rows(batch, model) else None
+        _make_feature_major(batch, len(model.features))
+    if model.translator.is_identity:
+        return batch if _ids_are_rows(batch, model) else None
+    return batch if translate(batch, model) else None
 
 
 def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:
@@ -118,9 +95,8 @@ def _lengths_add_up(lengths: np.ndarray, requests: Sequence[LookupRequest]) -> b
     return bool(totals.tolist() == [request.ids.size for request in requests])
 
 
-def _make_feature_major(batch: Batch, requests: Sequence[LookupRequest], features: int) -> None:
-    sizes = np.array([request.batch_size for request in requests])
-    bag_order = feature_major_order(sizes, features)
+def _make_feature_major(batch: Batch, features: int) -> None:
+    bag_order = feature_major_order(np.array(batch.sizes), features)
     id_order = bags_to_ids(batch.lengths, bag_order)
     batch.lengths = batch.lengths[bag_order]
     batch.ids = batch.ids[id_order]
@@ -130,7 +106,7 @@ def _make_feature_major(batch: Batch, requests: Sequence[LookupRequest], feature
 
 def _ids_are_rows(batch: Batch, model: ModelInfo) -> bool:
     ids_per_feature = batch.lengths.reshape(len(model.features), -1).sum(axis=1)
-    limits = np.repeat(model.row_limits, ids_per_feature)
+    limits = np.repeat(model.translator.limits, ids_per_feature)
     # A negative id is past every limit once it is read as unsigned.
     return not (batch.ids.view(np.uint64) >= limits).any()
 
@@ -139,93 +115,3 @@ def _weights_or_ones(request: LookupRequest) -> np.ndarray:
     if request.weights is not None:
         return request.weights
     return np.ones(request.ids.size, np.float32)
-
-
-def feature_major_order(sizes: np.ndarray, features: int) -> np.ndarray:
-    """Positions of the bags of requests of ``sizes`` examples in feature-major order.
-
-    Requests one after the other hold [features, size] bags each; the batch holds
-    [features, sum(sizes)]. result[i] is where the batch's i-th bag stands in the requests.
-
-    >>> feature_major_order(np.array([1, 2]), 2)
-    array([0, 2, 3, 1, 4, 5])
-    """
-    starts = np.cumsum(sizes * features) - sizes * features
-    examples_before = np.cumsum(sizes) - sizes
-    # For each example of the batch: its request's first bag, size, and its place in the request.
-    first_bag = np.repeat(starts, sizes)
-    place = np.arange(sizes.sum()) - np.repeat(examples_before, sizes)
-    stride = np.repeat(sizes, sizes)
-    order: np.ndarray = first_bag + place + np.arange(features)[:, None] * stride
-    return order.reshape(-1)
-
-
-def bags_to_ids(lengths: np.ndarray, bag_order: np.ndarray) -> np.ndarray:
-    """Positions of the ids when bags of ``lengths`` are put in ``bag_order``.
-
-    >>> bags_to_ids(np.array([2, 1, 3]), np.array([1, 2, 0]))
-    array([2, 3, 4, 5, 0, 1])
-    """
-    ends = np.cumsum(lengths, dtype=np.int64)
-    ordered = lengths[bag_order]
-    ordered_ends = np.cumsum(ordered, dtype=np.int64)
-    shift = (ends - lengths)[bag_order] - (ordered_ends - ordered)
-    total = int(ordered_ends[-1]) if ordered_ends.size else 0
-    return np.repeat(shift, ordered) + np.arange(total)
-
-
-def find_invalid(
-    requests: Sequence[LookupRequest], model: ModelInfo
-) -> dict[int, InvalidRequestError]:
-    """Which of ``requests`` (by position) may not be looked up, and why."""
-    errors: dict[int, InvalidRequestError] = {}
-    for i, request in enumerate(requests):
-        try:
-            check_lengths(request)
-            check_ids(request, model)
-            check_weights(request)
-        except InvalidRequestError as error:
-            errors[i] = error
-    return errors
-
-
-def check_ids(request: LookupRequest, model: ModelInfo) -> None:
-    """Raises InvalidRequestError for an id that is not a row number of its table."""
-    limits = np.repeat(np.repeat(model.row_limits, request.batch_size), request.lengths)
-    wrong = request.ids.view(np.uint64) >= limits
-    if not wrong.any():
-        return
-    position = int(wrong.argmax())
-    feature, example, place = _place(request, position)
-    name = model.features[feature]
-    field = f"features.{name}[{example}][{place}]"
-    others = int(wrong.sum()) - 1
-    raise InvalidRequestError(
-        f"{field} is {request.ids[position]}: ids of {name!r} are row numbers from 0 to "
-        f"{model.rows_per_feature[feature] - 1}"
-        + (f" ({others} more are wrong)" if others else ""),
-        field,
-    )
-
-
-def check_weights(request: LookupRequest) -> None:
-    """Raises InvalidRequestError for a weight that is infinite or not a number."""
-    if request.weights is None:
-        return
-    wrong = ~np.isfinite(request.weights)
-    if not wrong.any():
-        return
-    position = int(wrong.argmax())
-    feature, example, place = _place(request, position)
-    field = f"weights.{request.features[feature]}[{example}][{place}]"
-    raise InvalidRequestError(
-        f"{field} is {request.weights[position]}: weights are finite numbers", field
-    )
-
-
-def _place(request: LookupRequest, position: int) -> tuple[int, int, int]:
-    """(feature, example, place in the bag) of the id at ``position``."""
-    ends = np.cumsum(request.lengths, dtype=np.int64)
-    bag = int(np.searchsorted(ends, position, side="right"))
-    start = int(ends[bag]) - int(request.lengths[bag])
-    return bag // request.batch_size, bag % request.batch_size, position - start

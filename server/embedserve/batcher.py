@@ -18,7 +18,9 @@ from typing import Protocol
 
 import numpy as np
 
-from embedserve.batch import Batch, find_invalid, join
+from embedserve.answers import in_request_order, split
+from embedserve.batch import join
+from embedserve.checks import find_invalid
 from embedserve.config import Limits
 from embedserve.errors import (
     DeadlineExceededError,
@@ -27,7 +29,7 @@ from embedserve.errors import (
     OverloadedError,
 )
 from embedserve.metrics import ModelMetrics
-from embedserve.types import LookupRequest, LookupResult, ModelInfo
+from embedserve.types import Batch, LookupRequest, LookupResult, ModelInfo
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +87,8 @@ class Batcher:
         self._is_scheduled = False
         self._is_working = False
         self._timer: asyncio.TimerHandle | None = None
-        self._output_bytes = 4 * sum(model.length_per_key)
+        self._bytes_per_example = model.answer_bytes_per_example
+        self._bytes_per_id = model.answer_bytes_per_id
         self._row_bytes = 4 * max(model.length_per_key)
 
     def submit(
@@ -141,11 +144,14 @@ class Batcher:
 
     def _is_full(self) -> bool:
         """Whether what is queued fills a batch: nothing is gained by waiting for more."""
-        output_bytes = self._metrics.queued_examples * self._output_bytes
+        output_bytes = self._output_bytes(self._metrics.queued_examples, self._queued_ids)
         return (
             self._queued_ids >= self._limits.batch_ids_max
             or output_bytes >= self._limits.batch_output_bytes_max
         )
+
+    def _output_bytes(self, examples: int, ids: int) -> int:
+        return examples * self._bytes_per_example + ids * self._bytes_per_id
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -161,7 +167,7 @@ class Batcher:
             entries, batch = self._join(entries)
         except Exception:
             logger.exception("joining %d requests to %r failed", len(entries), self.model.name)
-            self._answer(entries, EngineError(FAILED))
+            self._fail(entries, EngineError(FAILED))
         else:
             if batch is not None:
                 self._work(loop, entries, batch)
@@ -172,14 +178,14 @@ class Batcher:
         """The requests of the next batch, without those that nobody waits for any more."""
         now = perf_counter()
         entries: list[Entry] = []
-        ids = output_bytes = 0
+        ids = examples = 0
         while self._queue:
             request = self._queue[0].request
             ids += request.ids.size
-            output_bytes += request.batch_size * self._output_bytes
+            examples += request.batch_size
             if entries and (
                 ids > self._limits.batch_ids_max
-                or output_bytes > self._limits.batch_output_bytes_max
+                or self._output_bytes(examples, ids) > self._limits.batch_output_bytes_max
             ):
                 break
             entry = self._pop()
@@ -213,32 +219,36 @@ class Batcher:
     def _work(self, loop: asyncio.AbstractEventLoop, entries: list[Entry], batch: Batch) -> None:
         self._metrics.batch_examples.observe(batch.batch_size)
         self._metrics.batch_ids.observe(batch.ids.size)
-        work_bytes = batch.ids.size * self._row_bytes + batch.batch_size * self._output_bytes
+        if batch.unknown_counts is not None:
+            self._metrics.unknown_ids += batch.unknown_counts.sum(axis=0)
+        ids = batch.ids.size
+        work_bytes = ids * self._row_bytes + self._output_bytes(batch.batch_size, ids)
         if work_bytes <= self._limits.inline_bytes_max:
-            self._finish(entries, self._look_up(batch))
+            self._finish(entries, batch, self._look_up(batch))
             return
         self._is_working = True
         future = loop.run_in_executor(self._executor, self._look_up, batch)
-        future.add_done_callback(lambda done: self._finish_in_loop(loop, entries, done))
+        future.add_done_callback(lambda done: self._finish_in_loop(loop, entries, batch, done))
 
     def _finish_in_loop(
         self,
         loop: asyncio.AbstractEventLoop,
         entries: list[Entry],
+        batch: Batch,
         done: asyncio.Future[tuple[np.ndarray | EmbedServeError, float]],
     ) -> None:
         self._is_working = False
-        self._finish(entries, done.result())
+        self._finish(entries, batch, done.result())
         if self._queue:
             self._schedule(loop)
 
     def _look_up(self, batch: Batch) -> tuple[np.ndarray | EmbedServeError, float]:
-        """The pooled values, or what to answer instead; and the seconds it took."""
+        """The values, or what to answer instead; and the seconds it took."""
         start = perf_counter()
+        values: np.ndarray | EmbedServeError
         try:
-            values: np.ndarray | EmbedServeError = self._engine.lookup(
-                batch.ids, batch.lengths, batch.weights
-            )
+            values = self._engine.lookup(batch.ids, batch.lengths, batch.weights)
+            values = in_request_order(values, batch, self.model)
         except Exception:
             logger.exception(
                 "lookup of %d ids in %d examples of %r failed",
@@ -250,23 +260,25 @@ class Batcher:
         return values, perf_counter() - start
 
     def _finish(
-        self, entries: Sequence[Entry], looked_up: tuple[np.ndarray | EmbedServeError, float]
+        self,
+        entries: Sequence[Entry],
+        batch: Batch,
+        looked_up: tuple[np.ndarray | EmbedServeError, float],
     ) -> None:
         values, seconds = looked_up
         self._metrics.lookup_seconds.observe(seconds)
-        self._answer(entries, values)
-
-    def _answer(self, entries: Sequence[Entry], values: np.ndarray | EmbedServeError) -> None:
-        """Gives every entry its rows of the values, or the error."""
-        start = 0
-        for entry in entries:
-            end = start + entry.request.batch_size
+        if isinstance(values, EmbedServeError):
+            self._fail(entries, values)
+            return
+        results = split(values, batch, [entry.request for entry in entries], self.model)
+        for entry, result in zip(entries, results, strict=True):
             if not entry.answer.done():  # its client may have gone meanwhile
-                if isinstance(values, EmbedServeError):
-                    entry.answer.set_exception(values)
-                else:
-                    entry.answer.set_result(LookupResult(self.model, values[start:end]))
-            start = end
+                entry.answer.set_result(result)
+
+    def _fail(self, entries: Sequence[Entry], error: EmbedServeError) -> None:
+        for entry in entries:
+            if not entry.answer.done():
+                entry.answer.set_exception(error)
 
 
 def _is_wanted(entry: Entry, now_s: float) -> bool:

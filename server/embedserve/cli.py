@@ -1,4 +1,4 @@
-"""The command line: demo, publish, inspect and serve.
+"""The command line: demo, publish, plan, inspect and serve.
 
 Imports nothing heavy at the top, so that --help answers at once; torch comes with the command
 that needs it. What a person did wrong is one line on stderr and exit status 1, no traceback.
@@ -54,6 +54,15 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+Cache = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="EMBEDSERVE_CACHE",
+        help="Folder for what is pulled from a remote store. Default: ~/.cache/embedserve.",
+    ),
+]
+
+
 @app.callback()
 def _root(
     version: Annotated[
@@ -82,8 +91,11 @@ def serve(**values: Any) -> None:
 
 def _serve_parameters() -> Iterator[inspect.Parameter]:
     """The command's arguments and options: the fields of the settings and the limits."""
-    store = typer.Argument(envvar="EMBEDSERVE_STORE", help="The model store, a folder.")
-    yield _parameter("store", Path, store)
+    store = typer.Argument(
+        envvar="EMBEDSERVE_STORE",
+        help="The model store: a folder, or a URL such as s3://bucket/store.",
+    )
+    yield _parameter("store", str, store)
     config = typer.Option(
         callback=_read_config,
         is_eager=True,
@@ -145,37 +157,179 @@ def demo(
 
 @app.command()
 def publish(
-    checkpoint: Annotated[Path, typer.Argument(help="A state dict written by torch.save.")],
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            help="A folder of torch.distributed.checkpoint, a file of torch.save, or safetensors."
+        ),
+    ],
     tables: Annotated[
         Path, typer.Argument(help="YAML or JSON: name, size, features and pooling of each table.")
     ],
-    store: Annotated[Path, typer.Argument(help="The model store; made if missing.")],
+    store: Annotated[str, typer.Argument(help="The model store; made if missing.")],
     model: Annotated[str, typer.Option(help="Name of the model.")],
+    prefix: Annotated[
+        str, typer.Option(help="Of the tables' keys, where several collections have such tables.")
+    ] = "",
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, float16, int8 or int4. Default: as the description says."),
+        typer.Option(
+            help="float32, float16, int8 or int4, or by table: user=int8,movie=float16. "
+            "Default: as the description says."
+        ),
     ] = None,
-    sharding: Annotated[str, typer.Option(help="table_wise or row_wise.")] = "table_wise",
-    world_size: Annotated[int, typer.Option(help="Ranks of the sharding plan.")] = 1,
+    sharding: Annotated[
+        str | None,
+        typer.Option(
+            help="table_wise, row_wise, column_wise, data_parallel or auto, or by table: "
+            "user=row_wise,movie=auto, or a plan.json. Default: as the description says, or "
+            "table_wise."
+        ),
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(help="Ranks of the sharding plan. Default: 1, or the plan's.")
+    ] = None,
+    constraints: Annotated[
+        Path | None,
+        typer.Option(help="YAML or JSON: for tables, what torchrec's ParameterConstraints take."),
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Of each rank, such as 80GB; a plan that needs more fails.")
+    ] = None,
+    max_error: Annotated[
+        float | None,
+        typer.Option(
+            help="Publish nothing if a table's pooled answers have a larger relative L2 error.",
+            min=0,
+        ),
+    ] = None,
 ) -> None:
     """Publish the embedding tables of a checkpoint as the next version of a model."""
     with one_line_errors():
-        from embedserve.commands.publish import publish as run
+        from embedserve.commands.publish import PublishOptions, publish_checkpoint
 
-        run(checkpoint, tables, store, model, dtype, sharding, world_size)
+        options = PublishOptions(
+            prefix=prefix,
+            dtype=dtype,
+            sharding=sharding,
+            world_size=world_size,
+            constraints=constraints,
+            device_memory=device_memory,
+            max_error=max_error,
+        )
+        publish_checkpoint(checkpoint, tables, store, model, options)
+
+
+@app.command()
+def describe(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            help="A folder of torch.distributed.checkpoint, a file of torch.save, or safetensors."
+        ),
+    ],
+    prefix: Annotated[
+        str, typer.Option(help="Of the tables' keys, where several collections have tables.")
+    ] = "",
+    output: Annotated[
+        Path | None, typer.Option(help="A new file for the draft. Default: print it.")
+    ] = None,
+) -> None:
+    """Draft the description of a checkpoint's tables, as publish needs it."""
+    with one_line_errors():
+        from embedserve.commands.describe import describe as run
+
+        run(checkpoint, prefix, output)
+
+
+@app.command()
+def plan(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A description of tables (YAML or JSON), or a model store, a folder or a URL."
+        ),
+    ],
+    model: Annotated[str, typer.Argument(help="Of a store: the model whose plan to show.")] = "",
+    version: Annotated[
+        int | None, typer.Argument(help="Of the model. Default: the newest.", min=1)
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(help="Ranks. Default: 1, or as the plan says.")
+    ] = None,
+    sharding: Annotated[
+        str | None,
+        typer.Option(
+            help="auto, table_wise, row_wise, column_wise or data_parallel, for all tables or as "
+            "TABLE=TYPE,…; or a plan.json. Default: as described or stored."
+        ),
+    ] = None,
+    constraints: Annotated[
+        Path | None,
+        typer.Option(help="YAML or JSON: by table, fields of torchrec's ParameterConstraints."),
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Of each rank, such as 80GB or 24GiB: does the plan fit?")
+    ] = None,
+    device_type: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    output: Annotated[Path | None, typer.Option(help="Write the plan here, for publish.")] = None,
+    cache: Cache = None,
+) -> None:
+    """Show what a sharding plan puts where and whether it fits, without loading a table."""
+    with one_line_errors():
+        from embedserve.commands.plan import PlanOptions, plan_tables, plan_version
+
+        options = PlanOptions(world_size, sharding, constraints, device_memory, device_type, output)
+        if model:
+            plan_version(source, cache, model, version, options)
+        else:
+            plan_tables(Path(source), options)
 
 
 @app.command(name="inspect")
 def inspect_store(
-    store: Annotated[Path, typer.Argument(help="The model store.")],
+    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
     model: Annotated[str, typer.Argument(help="Show one model's versions.")] = "",
     version: Annotated[int, typer.Argument(help="Show one version's tables and plan.")] = 0,
+    cache: Cache = None,
 ) -> None:
     """Show what a store, a model or a version holds."""
     with one_line_errors():
         from embedserve.commands.inspect import inspect as run
 
-        run(store, model, version)
+        run(store, model, version, cache)
+
+
+@app.command()
+def verify(
+    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
+    model: Annotated[str, typer.Argument(help="Name of the model.")],
+    version: Annotated[int | None, typer.Argument(help="Default: the newest.", min=1)] = None,
+    cache: Cache = None,
+) -> None:
+    """Reread a version and check every byte against its checksums."""
+    with one_line_errors():
+        from embedserve.commands.verify import verify as run
+
+        run(store, model, version, cache)
+
+
+@app.command()
+def diff(
+    versions: Annotated[
+        list[str],
+        typer.Argument(
+            help="STORE MODEL A B for two versions of a model, or STORE/MODEL/VERSION two times; "
+            "a store is a folder or a URL.",
+        ),
+    ],
+    cache: Cache = None,
+) -> None:
+    """Show what differs between two versions: tables, rows and how far they moved."""
+    with one_line_errors():
+        from embedserve.commands.diff import diff as run
+
+        run(versions, cache)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ which makes a flag, an EMBEDSERVE_* variable and a TOML key of it (cli.py).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 MIB = 1 << 20
@@ -51,15 +50,21 @@ class Limits:
 class ServeSettings:
     """Everything that `embedserve serve` can be told."""
 
-    store: Path
+    store: str
+    """A folder, or the URL of a remote store."""
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
     http_port: int = setting(8000, "REST, health and metrics; 0: any.", min=0, max=65535)
     grpc_port: int = setting(8001, "gRPC; 0: any.", min=0, max=65535)
     model: tuple[str, ...] = setting(
-        (), "A model to serve; may be repeated. Default: all of the store."
+        (),
+        "A model to serve, NAME or NAME@VERSION; may be repeated. Default: all of the store, the "
+        "newest version of each.",
     )
     default_model: str = setting(
         "", "Answers requests that name none. Default: the model, if only one is served."
+    )
+    cache: str = setting(
+        "", "Folder for what is pulled from a remote store. Default: ~/.cache/embedserve."
     )
     devices: str = setting(
         "auto", "cuda, cpu:N for N ranks in memory, or auto: GPUs, else what the plan has."

@@ -99,6 +99,7 @@ class ModelMetrics:
         self.batch_examples = Histogram(COUNT_BUCKETS)
         self.batch_ids = Histogram(COUNT_BUCKETS)
         self.lookup_seconds = Histogram(LOOKUP_SECONDS_BUCKETS)
+        self.unknown_ids = np.zeros(len(model.features), np.int64)
 
 
 class Metrics(Collector):
@@ -120,6 +121,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._collect_protocols()
         yield from self._collect_batchers()
+        yield self._collect_unknown_ids()
         yield from self._collect_models()
 
     def _collect_protocols(self) -> Iterator[Metric]:
@@ -167,6 +169,20 @@ class Metrics(Collector):
             for model_name, model in models:
                 histogram.add_metric([model_name], *getattr(model, attribute).samples())
             yield histogram
+
+    def _collect_unknown_ids(self) -> Metric:
+        family = CounterMetricFamily(
+            "embedserve_unknown_ids",
+            "Ids without a row that were left out or looked up as the default row, by feature.",
+            labels=["model", "feature"],
+        )
+        for name, metrics in self.models.items():
+            is_counted = ~metrics.model.refuses_unknown
+            counts = zip(metrics.model.features, metrics.unknown_ids.tolist(), strict=True)
+            for (feature, count), shown in zip(counts, is_counted, strict=True):
+                if shown:
+                    family.add_metric([name, feature], count)
+        return family
 
     def _collect_models(self) -> Iterator[Metric]:
         infos = {name: metrics.model for name, metrics in self.models.items()}

@@ -75,9 +75,12 @@ def model_info(engine: Engine) -> ModelInfo:
                 dtype=table.dtype,
                 features=table.feature_names,
                 sharding=engine.plan.tables[table.name].sharding_type,
+                ids=table.ids,
             )
             for table in manifest.tables
         ),
+        is_pooled=manifest.is_pooled,
+        translator=engine.translator,
         device_type=engine.device_type,
         bytes_per_rank=tuple(engine.plan.bytes_per_rank(manifest.tables)),
         replanned=engine.replanned,

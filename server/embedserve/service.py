@@ -54,12 +54,12 @@ class Service:
         return self._batcher(name).model
 
     def answer_bytes(self, request: LookupRequest) -> int:
-        """Bytes of the float32 values that ``request`` asks for.
+        """Bytes of the float32 values that ``request`` asks for; of an unpooled model the most.
 
         Raises:
             UnknownModelError: no model of its name is served.
         """
-        return _output_bytes(request, self._batcher(request.model).model)
+        return self._batcher(request.model).model.answer_bytes(request)
 
     def submit(
         self, request: LookupRequest, timeout_s: float | None = None
@@ -100,10 +100,15 @@ class Service:
                 f"{limits.request_examples_max}",
                 "features",
             )
-        output_bytes = _output_bytes(request, model)
-        if output_bytes > limits.request_output_bytes_max:
+        answer_bytes = model.answer_bytes(request)
+        if answer_bytes > limits.request_output_bytes_max:
+            asked = (
+                f"{request.batch_size} examples has"
+                if model.is_pooled
+                else f"{request.ids.size} ids has up to"
+            )
             raise RequestTooLargeError(
-                f"features: the answer to {request.batch_size} examples has {output_bytes} bytes, "
+                f"features: the answer to {asked} {answer_bytes} bytes, "
                 f"the limit is {limits.request_output_bytes_max}",
                 "features",
             )
@@ -112,7 +117,3 @@ class Service:
         """Raises NotReadyError while draining."""
         if not self.is_ready:
             raise NotReadyError(DRAINING)
-
-
-def _output_bytes(request: LookupRequest, model: ModelInfo) -> int:
-    return 4 * request.batch_size * sum(model.length_per_key)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+
+from embedserve_store.ids.rules import IdRule
+from embedserve_store.ids.translate import IdTranslator
 
 
 @dataclass(slots=True)
@@ -15,10 +19,12 @@ class LookupRequest:
     Attributes:
         model: "" for the default model.
         features: KJT keys in the caller's order, each once.
-        ids: int64 [n], the bags one after the other, feature-major.
+        ids: int64 [n], the bags one after the other, feature-major; strings as their hashes.
         lengths: int32 [len(features) * batch_size], feature-major.
         weights: float32 [n], or None to count every id once.
         batch_size: examples B, 1 or more.
+        string_features: those of ``features`` whose ids were given as strings.
+        strings: these strings by their hashes, for messages; None where there are none.
     """
 
     model: str
@@ -27,24 +33,55 @@ class LookupRequest:
     lengths: np.ndarray
     weights: np.ndarray | None
     batch_size: int
+    string_features: frozenset[str] = frozenset()
+    strings: Mapping[int, str] | None = None
 
 
 @dataclass(slots=True)
 class LookupResult:
-    """The pooled vectors of one request.
+    """The vectors of one request.
 
     Attributes:
         model: that answered.
-        values: float32 [B, sum(model.length_per_key)], C-contiguous, a slice of its batch.
+        values: float32, C-contiguous, a slice of its batch: [B, sum(model.length_per_key)];
+            of an unpooled model [sum(lengths), dim], one row for each id, key after key.
+        unknown_ids: how many ids had no row, by feature; None where all had one.
+        lengths: int32 [keys, B] of an unpooled model, else None.
     """
 
     model: ModelInfo
     values: np.ndarray
+    unknown_ids: Mapping[str, int] | None = None
+    lengths: np.ndarray | None = None
+
+
+@dataclass(slots=True)
+class Batch:
+    """The engine's input for several requests, and what their answers need of it.
+
+    Attributes:
+        ids: int64 [n] row numbers, feature-major over the whole batch.
+        lengths: int32 [F * B], feature-major, B the examples of all requests in their order.
+        weights: float32 [n], or None where no request has any.
+        sizes: the examples of each request.
+        batch_size: B, their sum.
+        unknown_counts: int64 [requests, F] ids that had no row; None where all had one.
+        skipped: positions in ``ids`` of those that are answered by zeros, in an unpooled model.
+            A pooled model's batch holds them no more.
+    """
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    weights: np.ndarray | None
+    sizes: list[int]
+    batch_size: int
+    unknown_counts: np.ndarray | None = None
+    skipped: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
 class TableInfo:
-    """A served table as callers may see it."""
+    """A served table as callers may see it; ids is how theirs become row numbers."""
 
     name: str
     num_embeddings: int
@@ -53,6 +90,7 @@ class TableInfo:
     dtype: str
     features: tuple[str, ...]
     sharding: str
+    ids: IdRule
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +101,10 @@ class ModelInfo:
 
     Attributes:
         features: names that requests may use, in the order of the engine's input.
-        rows_per_feature: ids of a feature are below this.
+        rows_per_feature: row numbers of a feature are below this.
         keys, length_per_key: of every answer, as in a KeyedTensor.
+        is_pooled: False for an EmbeddingCollection, answered by one row for each id.
+        translator: turns callers' ids into row numbers.
         bytes_per_rank: table bytes of each rank.
         replanned: the plan is not the stored one.
     """
@@ -76,12 +116,64 @@ class ModelInfo:
     keys: tuple[str, ...]
     length_per_key: tuple[int, ...]
     tables: tuple[TableInfo, ...]
+    is_pooled: bool
+    translator: IdTranslator
     device_type: str
     bytes_per_rank: tuple[int, ...]
     replanned: bool
     is_scripted: bool
 
     @cached_property
-    def row_limits(self) -> np.ndarray:
-        """rows_per_feature as uint64 [F]."""
-        return np.array(self.rows_per_feature, np.uint64)
+    def feature_per_key(self) -> np.ndarray:
+        """int64 [keys], where the feature of each key stands in ``features``."""
+        uses = [feature for table in self.tables for feature in table.features]
+        return np.array([self.features.index(feature) for feature in uses])
+
+    @cached_property
+    def keys_are_features(self) -> bool:
+        """Whether every feature serves one table, and so the keys are the features in order."""
+        return bool(np.array_equal(self.feature_per_key, np.arange(len(self.features))))
+
+    @cached_property
+    def rule_per_feature(self) -> tuple[IdRule, ...]:
+        """Tables that share a feature have one rule."""
+        rules = {feature: table.ids for table in self.tables for feature in table.features}
+        return tuple(rules[feature] for feature in self.features)
+
+    @cached_property
+    def string_features(self) -> frozenset[str]:
+        """Features whose ids are strings."""
+        types = zip(self.features, self.translator.id_types, strict=True)
+        return frozenset(feature for feature, id_type in types if id_type == "string")
+
+    @cached_property
+    def refuses_unknown(self) -> np.ndarray:
+        """bool [F], whether an id without a row refuses its request."""
+        return np.array([unknown == "error" for unknown in self.translator.unknown_per_feature])
+
+    @cached_property
+    def skips_unknown(self) -> np.ndarray:
+        """bool [F], whether an id without a row is left out."""
+        return np.array([unknown == "skip" for unknown in self.translator.unknown_per_feature])
+
+    @cached_property
+    def answer_bytes_per_example(self) -> int:
+        """Of an answer's values; 0 for an unpooled model."""
+        return 4 * sum(self.length_per_key) if self.is_pooled else 0
+
+    @cached_property
+    def answer_bytes_per_id(self) -> int:
+        """The most that an id adds to an answer's values; 0 for a pooled model.
+
+        A feature that several tables serve has a row of each of them.
+        """
+        if self.is_pooled:
+            return 0
+        return 4 * self.length_per_key[0] * int(np.bincount(self.feature_per_key).max())
+
+    def answer_bytes(self, request: LookupRequest) -> int:
+        """Bytes of the values that ``request`` asks for; for an unpooled model the most."""
+        return (
+            request.batch_size * self.answer_bytes_per_example
+            + request.ids.size * self.answer_bytes_per_id
+        )

@@ -1,6 +1,7 @@
 """A small embedserve server for the client's tests: exact answers, and every failure on order.
 
-`FakeModel` pools ids from two little tables of whole numbers. `rest_app` and `grpc_server`
+`FakeModel` pools ids from two little tables of whole numbers; its model "sequence" gives the
+rows of TITLES, one for each string, zeros where it is unknown. `rest_app` and `grpc_server`
 put it on the wire, written from the contract alone: they share no code with the real server.
 A request to the model "fail:CODE" is answered with that code.
 """
@@ -27,6 +28,7 @@ KEYS = ("user", "movie")
 TABLES = {
     key: np.arange(ROWS * dim, dtype=np.float32).reshape(ROWS, dim) for key, dim in DIMS.items()
 }
+TITLES = {"Heat": (1.0, 2.0), "Alien": (3.0, 4.0)}
 HTTP_STATUS = {
     "INVALID_ARGUMENT": 400,
     "NOT_FOUND": 404,
@@ -63,6 +65,8 @@ class FakeModel:
         time.sleep(self.slow_s)
         if request.model.startswith("fail:"):
             raise Refused(request.model[5:], "ordered by the test")
+        if request.model == "sequence":
+            return self._sequence(request)
         if request.model not in ("", "shop"):
             raise Refused("NOT_FOUND", f"no model {request.model!r}")
         lengths = np.frombuffer(request.lengths_bytes, "<i4").reshape(len(request.keys), -1)
@@ -74,6 +78,24 @@ class FakeModel:
             length_per_key=[DIMS[key] for key in KEYS],
             batch_size=lengths.shape[1],
             values=values.astype("<f4").tobytes(),
+        )
+
+    def _sequence(self, request: pb.EmbedRequest) -> pb.EmbedResponse:
+        assert list(request.string_keys) == list(request.keys) == ["title"]
+        assert not request.ids_bytes
+        lengths = np.frombuffer(request.lengths_bytes, "<i4").tolist()
+        assert sum(lengths) == len(request.string_ids)
+        rows = [TITLES.get(title, (0.0, 0.0)) for title in request.string_ids]
+        unknown = sum(title not in TITLES for title in request.string_ids)
+        return pb.EmbedResponse(
+            model="sequence",
+            version=7,
+            keys=["title"],
+            length_per_key=[2],
+            batch_size=len(lengths),
+            values=np.array(rows, "<f4").tobytes(),
+            lengths=lengths,
+            unknown_ids={"title": unknown} if unknown else {},
         )
 
     def _values(self, request: pb.EmbedRequest, lengths: np.ndarray) -> np.ndarray:
@@ -107,6 +129,14 @@ class FakeModel:
             dtype="int8",
             features=["user"],
             sharding="row_wise",
+            ids=pb.IdRule(
+                rule="map",
+                id_type="string",
+                entries=9,
+                unknown="row",
+                default_row=3,
+                examples=["Heat"],
+            ),
         )
         return pb.Model(
             model="shop",

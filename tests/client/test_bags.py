@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedserve_client.bags import ids_of, split, weights_of
+from embedserve_client.bags import ids_of, split, strings_of, weights_of
 from embedserve_client.errors import InvalidRequest
 
 FIELD = "features.movie"
@@ -69,9 +69,9 @@ def test_every_form_gives_flat_ids_and_lengths(
             np.array([[1], [2**63]], dtype=np.uint64),
             f"features.movie[1]: {2**63} does not fit in int64",
         ),
-        ("abc", "features.movie: 'abc' is not a list of ints"),
-        (7, "features.movie: 7 is not a list of ints"),
-        (None, "features.movie: None is not a list of ints"),
+        ("abc", "features.movie: 'abc' is not a list of ids"),
+        (7, "features.movie: 7 is not a list of ids"),
+        (None, "features.movie: None is not a list of ids"),
         (np.zeros((1, 1, 1), int), "features.movie: an array of shape [1, 1, 1] is neither"),
         (np.array(7), "features.movie: an array of shape [] is neither"),
         ((np.array([1]), [1]), "features.movie: a tuple with an array must be (ids, lengths)"),
@@ -91,6 +91,53 @@ def test_wrong_ids_are_named_by_field_and_value(value: Any, message: str) -> Non
 
     assert str(caught.value).startswith(message)
     assert caught.value.field == message.split(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "strings", "lengths"),
+    [
+        (["a", "映画"], ["a", "映画"], [2]),
+        ([["a"], [], ["b", ""]], ["a", "b", ""], [1, 0, 2]),
+        (np.array(["a", "b"]), ["a", "b"], [1, 1]),
+        (np.array([["a", "b"]], dtype=object), ["a", "b"], [2]),
+        ((np.array(["a", "b"]), np.array([0, 2])), ["a", "b"], [0, 2]),
+        ([np.array(["a"]), ["b"]], ["a", "b"], [1, 1]),
+    ],
+)
+def test_strings_are_ids_in_every_form(value: Any, strings: list[str], lengths: list[int]) -> None:
+    bags = split(FIELD, value)
+    found = strings_of(FIELD, bags)
+
+    assert found == strings
+    assert {type(one) for one in found} == {str}
+    assert bags.lengths.tolist() == lengths
+
+
+@pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.0.0", reason="of numpy 2")
+def test_numpys_own_string_type_holds_strings() -> None:
+    array = np.array(["a", "é"], dtype=np.dtypes.StringDType())
+    assert strings_of(FIELD, split(FIELD, array)) == ["a", "é"]
+
+
+@pytest.mark.parametrize("value", [[1], [[]], [], np.array([1]), np.array([1], dtype=object)])
+def test_what_does_not_begin_with_a_string_is_no_strings(value: Any) -> None:
+    assert strings_of(FIELD, split(FIELD, value)) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (["a", 7], "features.movie[0]: 7 is int, not a string like the ids before it"),
+        ([["a"], ["b", None]], "features.movie[1]: None is NoneType, not a string like"),
+        (np.array(["a", 1], dtype=object), "features.movie[1]: 1 is int, not a string like"),
+        ([["a"], ["\ud800"]], "features.movie[1]: '\\ud800' is no text: half of a surrogate"),
+    ],
+)
+def test_wrong_strings_are_named_by_field_and_value(value: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        strings_of(FIELD, split(FIELD, value))
+
+    assert str(caught.value).startswith(message)
 
 
 def test_a_long_value_is_cut_in_the_message() -> None:

@@ -25,6 +25,27 @@ def test_features_are_joined_feature_major() -> None:
     assert batch.weights is None
 
 
+def test_strings_stand_apart_from_integers_and_lengths_are_of_all() -> None:
+    batch = batch_of(
+        {"title": [["a"], ["b", "c"]], "user": [[1], []], "tag": [[], ["d"]], "shop": [[], []]},
+        {"user": [[0.5], []], "tag": [[], [2.0]]},
+    )
+
+    assert batch.keys == ("title", "user", "tag", "shop")
+    assert (batch.string_keys, list(batch.string_ids)) == (("title", "tag"), ["a", "b", "c", "d"])
+    assert (batch.ids.dtype, batch.ids.tolist()) == (np.int64, [1])
+    assert batch.lengths.tolist() == [1, 2, 1, 0, 0, 1, 0, 0]
+    assert batch.weights is not None
+    assert batch.weights.tolist() == [1, 1, 1, 0.5, 2]
+
+
+def test_strings_alone_leave_no_integers() -> None:
+    batch = batch_of({"title": ["a"]})
+
+    assert (batch.ids.dtype, batch.ids.size) == (np.int64, 0)
+    assert batch.string_keys == ("title",)
+
+
 @pytest.mark.parametrize(
     ("features", "message"),
     [

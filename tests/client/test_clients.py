@@ -14,6 +14,7 @@ from embedserve_client import (
     EmbedClient,
     EmbedServeClientError,
     GrpcEmbedClient,
+    IdRule,
     InvalidRequest,
     Overloaded,
     ServerError,
@@ -45,6 +46,23 @@ def test_weights_reach_the_server(client: Any) -> None:
     np.testing.assert_array_equal(result["movie"], pooled("movie", [[3]]))
 
 
+def test_strings_go_out_and_rows_come_back_where_nothing_is_pooled(client: Any) -> None:
+    titles = [["Heat", "no such film"], [], ["Alien"]]
+    result = client.embed({"title": titles}, model="sequence")
+
+    assert result["title"].values.tolist() == [[1, 2], [0, 0], [3, 4]]
+    assert result["title"].lengths.tolist() == [2, 0, 1]
+    assert result.unknown_ids == {"title": 1}
+    assert (result.is_pooled, result.batch_size) == (False, 3)
+
+
+def test_strings_may_be_numpy_arrays(client: Any) -> None:
+    result = client.embed({"title": np.array(["Alien", "Heat"])}, model="sequence")
+
+    assert result["title"].values.tolist() == [[3, 4], [1, 2]]
+    assert result.unknown_ids == {}
+
+
 def test_models_are_records(client: Any) -> None:
     listed = client.models()
 
@@ -54,6 +72,8 @@ def test_models_are_records(client: Any) -> None:
     assert (shop.version, shop.features, shop.length_per_key) == (7, ("user", "movie"), (2, 4))
     (table,) = shop.tables
     assert (table.num_embeddings, table.dtype, table.sharding) == (100, "int8", "row_wise")
+    assert table.ids == IdRule("map", "string", 9, 0, 0, "row", 3, ("Heat",))
+    assert shop.is_pooled
 
 
 def test_a_model_of_another_name_is_unknown(client: Any) -> None:

@@ -51,6 +51,15 @@ def test_a_failing_item_keeps_its_place_and_the_stream_goes_on(stream_client: An
     assert last.result()["user"].tolist() == [[2 + 0.5 * 4, 3 + 0.5 * 5]]
 
 
+def test_a_stream_takes_strings_and_gives_rows_beside_pooled_vectors(stream_client: Any) -> None:
+    titles = StreamRequest({"title": [["Alien"], []]}, model="sequence")
+    rows, pooled_result = stream_client.stream([titles, {"user": [1]}])
+
+    assert rows.result()["title"].values.tolist() == [[3, 4]]
+    assert rows.result()["title"].lengths.tolist() == [1, 0]
+    assert pooled_result.result()["user"].tolist() == [[2, 3]]
+
+
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_items_that_are_never_sent_are_answered_too(stream_client: Any, count: int) -> None:
     answers = stream_client.stream([{"user": "x"}] * count)

@@ -78,3 +78,18 @@ def test_a_result_is_a_keyed_tensor_to_write_to(torch: Any, jagged: Any) -> None
     assert tensor.keys() == ["movie", "user"]
     assert tensor["user"].tolist() == [[3], [6]]
     assert result["user"].tolist() == [[2], [5]]
+
+
+def test_an_unpooled_result_is_a_jagged_tensor_for_each_key(torch: Any, jagged: Any) -> None:
+    values = np.frombuffer(np.arange(8, dtype="<f4").tobytes(), "<f4").reshape(4, 2)
+    lengths = np.array([[0, 3], [1, 0]], np.int32)
+    layout = Layout(("movie", "user"), (2, 2))
+    result = EmbedResult(values, layout, "sequence", 7, {}, lengths)
+
+    tensors = result.to_jagged_tensors()
+    tensors["user"].values().add_(1)
+
+    assert all(isinstance(tensor, jagged.JaggedTensor) for tensor in tensors.values())
+    assert [one.tolist() for one in tensors["movie"].to_dense()] == [[], [[0, 1], [2, 3], [4, 5]]]
+    assert tensors["user"].lengths().tolist() == [1, 0]
+    assert result["user"].values.tolist() == [[6, 7]]

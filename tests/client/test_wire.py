@@ -98,9 +98,50 @@ def test_the_layout_is_kept_until_it_changes() -> None:
     assert narrower["film"].tolist() == [[7]]
 
 
+def test_string_ids_are_named_by_their_keys() -> None:
+    message = request_of(batch_of({"title": ["a", "b"], "user": [1]}), None)
+
+    assert (list(message.string_keys), list(message.string_ids)) == (["title"], ["a", "b"])
+    assert message.ids_bytes == bytes.fromhex("0100000000000000")
+    assert message.lengths_bytes == bytes.fromhex("02000000 01000000")
+
+
+def test_unknown_ids_are_a_dict_and_empty_if_there_were_none() -> None:
+    reader = AnswerReader()
+
+    assert reader.read(answer([[1, 2]], unknown_ids={"user": 3}), 1).unknown_ids == {"user": 3}
+    assert reader.read(answer([[1, 2]]), 1).unknown_ids == {}
+
+
+def unpooled(values: Any, lengths: list[int], **fields: Any) -> pb.EmbedResponse:
+    given_fields = {"keys": ["movie", "user"], "length_per_key": [2, 2], "batch_size": 2} | fields
+    return answer(values, lengths=lengths, **given_fields)
+
+
+def test_an_unpooled_answer_is_a_view_with_lengths() -> None:
+    result = AnswerReader().read(unpooled([[1, 2], [3, 4], [5, 6]], [0, 2, 1, 0]), 2)
+
+    assert not result.is_pooled
+    assert result.values.tolist() == [[1, 2], [3, 4], [5, 6]]
+    assert not result.values.flags.owndata
+    assert result.lengths is not None
+    assert (result.lengths.dtype, result.lengths.tolist()) == (np.int32, [[0, 2], [1, 0]])
+
+
+def test_an_unpooled_answer_without_any_id_is_empty() -> None:
+    result = AnswerReader().read(unpooled(np.zeros((0, 2)), [0, 0, 0, 0]), 2)
+
+    assert not result.is_pooled
+    assert result["user"].values.shape == (0, 2)
+
+
 @pytest.mark.parametrize(
     ("message", "why"),
     [
+        (unpooled([[1, 2]], [1, 0, 0]), "2 keys of 2 examples with 3 lengths"),
+        (unpooled([[1, 2]], [1, 1, -1, 0]), "2 keys of 2 examples with 4 lengths"),
+        (unpooled([[1, 2]], [1, 1, 0, 0]), "answered 2 examples in 8 bytes, not 2 in 16"),
+        (unpooled([[1, 2]], [1, 0, 0, 0], length_per_key=[2, 1]), r"rows of \(2, 1\) numbers"),
         (answer([[1, 2]]), r"answered 1 examples in 8 bytes, not 2 in 16"),
         (answer([[1, 2]], batch_size=2), r"answered 2 examples in 8 bytes, not 2 in 16"),
         (answer([[1], [2]], keys=[]), "0 keys with 1 lengths"),

@@ -15,13 +15,15 @@ from reference import assert_same, pooled
 from servers import Running, run_command, running
 
 from embedserve_client import EmbedClient, GrpcEmbedClient
+from embedserve_store import ModelStore
 
 FEATURES = {
-    "history": [[12, 7, 30_000], [], [5]],
-    "candidate": [[99], [100], [31_244]],
-    "candidate_genres": [[0, 4], [], [27]],
-    "user": [[3], [0], [3_059]],
+    "history": [[111161, 1, 468569], [], [109830]],
+    "candidate": [[120737], [1375666], [2171847]],
+    "candidate_genres": [["Action", "Drama"], [], ["Western"]],
+    "user": [[37287], [1], [2]],
 }
+"""Movies by IMDb id, of which 1 is in no table; genres by name; users by their id."""
 TABLE_OF = {
     "history": ("movie", "mean"),
     "candidate": ("movie", "mean"),
@@ -49,10 +51,13 @@ def server(folder: Path) -> Iterator[Running]:
 def from_checkpoint(folder: Path) -> np.ndarray:
     """float32 [3, sum of dims], by nn.EmbeddingBag from the saved state dict."""
     weights = torch.load(folder / "demo.pt", weights_only=True)
-    blocks = [
-        pooled(weights[f"ebc.embedding_bags.{table}.weight"].numpy(), FEATURES[feature], pooling)
-        for feature, (table, pooling) in TABLE_OF.items()
-    ]
+    blocks = []
+    for feature, (table, pooling) in TABLE_OF.items():
+        lines = (folder / f"demo.{table}.txt").read_text().splitlines()
+        rows = {line: row for row, line in enumerate(lines)}
+        bags = [[rows[str(i)] for i in bag if str(i) in rows] for bag in FEATURES[feature]]
+        weight = weights[f"ebc.embedding_bags.{table}.weight"].numpy()
+        blocks.append(pooled(weight, bags, pooling))
     return np.concatenate(blocks, axis=1)
 
 
@@ -101,9 +106,19 @@ def test_demo_if_missing_does_not_train_again(folder) -> None:
     assert not (folder / "store" / "movies" / "2").exists()
 
 
+def test_the_checkpoint_publishes_as_the_demo_does(folder, server) -> None:
+    files = (folder / "demo.pt", folder / "demo.yaml", folder / "again")
+    done = run_command("publish", *files, "--model", "movies", "--dtype", "user=int8")
+    assert done.returncode == 0, done.stderr
+    assert "user: 3,060 rows of 64 int8, ids by map, 203.2 KiB (561.8 KiB saved)" in done.stderr
+    one, other = (ModelStore(folder / name).load("movies") for name in ("store", "again"))
+    assert [t.ids for t in one.manifest.tables] == [t.ids for t in other.manifest.tables]
+    np.testing.assert_array_equal(one.tables.rows("movie"), other.tables.rows("movie"))
+
+
 def test_inspect_shows_tables_and_plan(folder) -> None:
     assert "movies" in run_command("inspect", folder / "store").stdout
     shown = run_command("inspect", folder / "store", "movies", "1").stdout
     assert "31,245" in shown
-    assert "rows 0-15,622" in shown
+    assert "15,623 + 15,622 rows" in shown
     assert "row_wise" in shown

@@ -28,7 +28,7 @@ PLANS = [
     for dtype in ("float32", "int8")
     for sharding in ("table_wise", "row_wise")
     for ranks in (1, 2, 4)
-]
+] + [("int8", "column_wise", 2), ("float32", "column_wise", 4), ("float32", "data_parallel", 2)]
 
 
 def name(dtype: str, sharding: str, ranks: int) -> str:

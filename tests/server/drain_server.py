@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import uvloop
 from server.fake_engine import FakeEngine
@@ -21,7 +20,7 @@ from embedserve.ports import claim_ports
 def main(lookup_s: float, drain_s: float) -> None:
     engine = FakeEngine()
     engine.delay_s = lookup_s
-    settings = ServeSettings(store=Path(), drain_s=drain_s, limits=IN_THREAD)
+    settings = ServeSettings(store="", drain_s=drain_s, limits=IN_THREAD)
     ports = claim_ports("127.0.0.1", 0, 0)
     with ThreadPoolExecutor(1) as executor:
         service = make_service(engine, executor=executor, limits=IN_THREAD)

@@ -1,4 +1,4 @@
-"""An engine made of numpy: pools from small random tables, slow or failing on order.
+"""An engine made of numpy: rows of small random tables, slow or failing on order.
 
 It is an object like the real engine, and it keeps every batch that it was given. `expected`
 says what any request must be answered, written from the contract and not from batch.py.
@@ -8,37 +8,23 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from server.fake_models import FEATURES, VOCABULARIES, model_info
 
 from embedserve.types import LookupRequest, ModelInfo, TableInfo
+from embedserve_store.ids.rules import hash_strings
 
-Bags = dict[str, list[list[int]]]
+__all__ = ["FEATURES", "Bags", "FakeEngine", "Weights", "make_request", "model_info"]
+
+Bags = dict[str, list[list[Any]]]
+"""Integers or strings."""
 Weights = dict[str, list[list[float]]]
 
-FEATURES = {"user": (7, 4), "movie": (11, 3), "tag": (5, 2)}
-"""(rows, dim) of each feature's table."""
 HOLD_S_MAX = 10.0
-
-
-def model_info(name: str = "shop", features: dict[str, tuple[int, int]] = FEATURES) -> ModelInfo:
-    return ModelInfo(
-        name=name,
-        version=7,
-        features=tuple(features),
-        rows_per_feature=tuple(rows for rows, _ in features.values()),
-        keys=tuple(features),
-        length_per_key=tuple(dim for _, dim in features.values()),
-        tables=tuple(
-            TableInfo(f"t_{feature}", rows, dim, "sum", "float32", (feature,), "table_wise")
-            for feature, (rows, dim) in features.items()
-        ),
-        device_type="cpu",
-        bytes_per_rank=(4 * sum(rows * dim for rows, dim in features.values()),),
-        replanned=False,
-        is_scripted=True,
-    )
 
 
 @dataclass
@@ -53,9 +39,10 @@ class Lookup:
 
 
 class FakeEngine:
-    """Sums rows; each bag alone and in the order of its ids, so that answers compare exactly.
+    """Pools rows; each bag alone and in the order of its ids, so that answers compare exactly.
 
     Attributes:
+        tables: rows by table name.
         delay_s: how long a lookup takes.
         failure: what a lookup raises, if anything.
         lookups: all batches so far.
@@ -65,7 +52,7 @@ class FakeEngine:
         self.model = model or model_info()
         random = np.random.default_rng(seed)
         self.tables = {
-            table.features[0]: random.standard_normal(
+            table.name: random.standard_normal(
                 (table.num_embeddings, table.embedding_dim), np.float32
             )
             for table in self.model.tables
@@ -73,6 +60,7 @@ class FakeEngine:
         self.delay_s = 0.0
         self.failure: Exception | None = None
         self.lookups: list[Lookup] = []
+        self._uses = [(table, feature) for table in self.model.tables for feature in table.features]
         self._may_go_on = threading.Event()
         self._may_go_on.set()
 
@@ -94,44 +82,105 @@ class FakeEngine:
         time.sleep(self.delay_s)
         if self.failure is not None:
             raise self.failure
-        ends = np.cumsum(lengths)
-        columns = [
-            np.stack(
-                [
-                    self._pool(feature, ids[s], None if weights is None else weights[s])
-                    for s in map(slice, row_ends - row, row_ends)
+        ends = np.cumsum(lengths).reshape(bags.shape)
+        blocks = []
+        for table, feature in self._uses:
+            f = self.model.features.index(feature)
+            slices = [slice(end - n, end) for n, end in zip(bags[f], ends[f], strict=True)]
+            if self.model.is_pooled:
+                pooled = [
+                    self._pool(table, ids[s], None if weights is None else weights[s])
+                    for s in slices
                 ]
-            )
-            for feature, row, row_ends in zip(
-                self.model.features, bags, ends.reshape(bags.shape), strict=True
-            )
-        ]
-        return np.ascontiguousarray(np.concatenate(columns, axis=1))
+                blocks.append(np.stack(pooled))
+            else:
+                blocks += [self.tables[table.name][ids[s]] for s in slices]
+        return np.ascontiguousarray(np.concatenate(blocks, axis=1 if self.model.is_pooled else 0))
 
-    def _pool(self, feature: str, ids: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-        total = np.zeros(self.tables[feature].shape[1], np.float32)
-        for i, row in enumerate(ids):
-            total += self.tables[feature][row] * (np.float32(1) if weights is None else weights[i])
-        return total
+    def _pool(self, table: TableInfo, rows: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+        total = np.zeros(table.embedding_dim, np.float32)
+        for i, row in enumerate(rows):
+            total += self.tables[table.name][row] * (
+                np.float32(1) if weights is None else weights[i]
+            )
+        return total / np.float32(max(len(rows), 1)) if table.pooling == "mean" else total
 
     def expected(self, bags: Bags, weights: Weights | None = None) -> np.ndarray:
-        """[B, sum of dims]: what a request of these bags is answered, alone."""
+        """What a request of these bags is answered, alone: [B, sum of dims]; of an unpooled
+        model [n, dim], key after key."""
         batch_size = len(next(iter(bags.values())))
-        rows = []
-        for example in range(batch_size):
-            parts = []
-            for feature in self.model.features:
-                ids = np.array(bags[feature][example] if feature in bags else [], np.int64)
-                has_weights = weights is not None and feature in weights
-                given = np.array(weights[feature][example], np.float32) if has_weights else None
-                parts.append(self._pool(feature, ids, given))
-            rows.append(np.concatenate(parts))
-        return np.stack(rows)
+        blocks = []
+        for table, feature in self._uses:
+            given = bags.get(feature, [[]] * batch_size)
+            if not self.model.is_pooled:
+                blocks += [self._vector(table, one) for bag in given for one in bag]
+                continue
+            pooled = []
+            for example, bag in enumerate(given):
+                rows = [row_of(table, one) for one in bag]
+                known = [i for i, row in enumerate(rows) if row is not None]
+                mine = (
+                    weights[feature][example] if weights and feature in weights else [1] * len(bag)
+                )
+                taken = np.array([mine[i] for i in known], np.float32)
+                pooled.append(self._pool(table, np.array([rows[i] for i in known], int), taken))
+            blocks.append(np.stack(pooled))
+        if self.model.is_pooled:
+            return np.concatenate(blocks, axis=1)
+        return np.array(blocks, np.float32).reshape(-1, self.model.length_per_key[0])
+
+    def _vector(self, table: TableInfo, one: int | str) -> np.ndarray:
+        row = row_of(table, one)
+        if row is None:
+            return np.zeros(table.embedding_dim, np.float32)
+        vector: np.ndarray = self.tables[table.name][row]
+        return vector
+
+    def expected_lengths(self, bags: Bags) -> list[list[int]]:
+        """[keys, B], of an unpooled answer."""
+        batch_size = len(next(iter(bags.values())))
+        return [
+            [len(bag) for bag in bags.get(feature, [[]] * batch_size)] for _, feature in self._uses
+        ]
+
+    def expected_unknown(self, bags: Bags) -> dict[str, int] | None:
+        """How many ids of these bags have no row, by feature."""
+        counts = Counter(
+            feature
+            for feature, table in {feature: table for table, feature in self._uses}.items()
+            for bag in bags.get(feature, [])
+            for one in bag
+            if not is_known(table, one)
+        )
+        return dict(counts) or None
+
+
+def is_known(table: TableInfo, one: int | str) -> bool:
+    if table.ids.rule == "map":
+        return one in VOCABULARIES[table.name]
+    return table.ids.rule == "modulo" or 0 <= int(one) < table.num_embeddings
+
+
+def row_of(table: TableInfo, one: int | str) -> int | None:
+    """The row of an id by its table's rule; None where it is skipped."""
+    rule = table.ids
+    if not is_known(table, one):
+        assert rule.unknown != "error"
+        return rule.default_row if rule.unknown == "row" else None
+    if rule.rule == "map":
+        return VOCABULARIES[table.name].index(one)
+    if rule.rule == "modulo":
+        return int(one) % rule.modulus + rule.offset
+    return int(one)
 
 
 def make_request(bags: Bags, weights: Weights | None = None, model: str = "") -> LookupRequest:
     """The request of ``bags``: every feature with a bag for each example."""
     flat = [bag for feature_bags in bags.values() for bag in feature_bags]
+    values = [i for bag in flat for i in bag]
+    strings = [one for one in values if isinstance(one, str)]
+    by_hash = dict(zip(hash_strings(strings).tolist(), strings, strict=True)) if strings else {}
+    hash_of = {string: number for number, string in by_hash.items()}
     flat_weights = None
     if weights is not None:
         flat_weights = np.array(
@@ -140,8 +189,14 @@ def make_request(bags: Bags, weights: Weights | None = None, model: str = "") ->
     return LookupRequest(
         model=model,
         features=tuple(bags),
-        ids=np.array([i for bag in flat for i in bag], np.int64),
+        ids=np.array([hash_of[i] if isinstance(i, str) else i for i in values], np.int64),
         lengths=np.array([len(bag) for bag in flat], np.int32),
         weights=flat_weights,
         batch_size=len(next(iter(bags.values()))),
+        string_features=frozenset(
+            feature
+            for feature, feature_bags in bags.items()
+            if any(isinstance(one, str) for bag in feature_bags for one in bag)
+        ),
+        strings=by_hash or None,
     )

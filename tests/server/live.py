@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 import httpx
@@ -54,6 +53,7 @@ class Live:
 
     service: Service
     http_port: int
+    grpc_target: str
     http: httpx.AsyncClient
     channel: grpc.aio.Channel
     stub: EmbeddingServiceStub
@@ -72,18 +72,19 @@ async def live_server(
     *engines: FakeEngine, limits: Limits | None = None, drain_s: float = 5.0
 ) -> AsyncIterator[Live]:
     """Runs embedserve.server.run until the block ends, then drains it by SIGTERM."""
-    settings = ServeSettings(store=Path(), drain_s=drain_s)
+    settings = ServeSettings(store="", drain_s=drain_s)
     with ThreadPoolExecutor(1) as executor:
         service = make_service(*engines, executor=executor, limits=limits)
         ports = claim_ports("127.0.0.1", 0, 0)
         ready = asyncio.Event()
         running = asyncio.create_task(server.run(service, settings, ports, ready.set))
         await asyncio.wait_for(ready.wait(), 10)
-        channel = grpc.aio.insecure_channel(f"127.0.0.1:{ports.grpc}")
+        target = f"127.0.0.1:{ports.grpc}"
+        channel = grpc.aio.insecure_channel(target)
         try:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports.http}") as http:
                 stub = EmbeddingServiceStub(channel)
-                yield Live(service, ports.http, http, channel, stub, running)
+                yield Live(service, ports.http, target, http, channel, stub, running)
         finally:
             for engine in engines:
                 engine.release()

@@ -6,6 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 from server.fake_engine import FEATURES, Bags, Weights
+from server.fake_models import VOCABULARIES, ruled_info
+
+from embedserve.types import ModelInfo, TableInfo
 
 WEIGHT = st.floats(-100, 100, width=32)
 JSON_LEAF = (
@@ -40,6 +43,29 @@ def bags_of_ids(draw: st.DrawFn, *, all_features: bool = False) -> Bags:
 
 
 @st.composite
+def bags_of(draw: st.DrawFn, model: ModelInfo) -> Bags:
+    """Some features of ``model`` in any order, with ids that its rules take, unknown ones too."""
+    tables = {feature: table for table in model.tables for feature in table.features}
+    features = draw(st.permutations(list(tables)))
+    batch_size = draw(st.integers(1, 4))
+    return {
+        feature: [draw(st.lists(ids_of(tables[feature]), max_size=4)) for _ in range(batch_size)]
+        for feature in features[: draw(st.integers(1, len(features)))]
+    }
+
+
+def ids_of(table: TableInfo) -> st.SearchStrategy[Any]:
+    """Ids that a request may hold; those of a map are mostly known."""
+    int64 = st.integers(-(2**63), 2**63 - 1)
+    known: st.SearchStrategy[Any] = st.integers(0, table.num_embeddings - 1)
+    unknown: st.SearchStrategy[Any] = int64
+    if table.ids.rule == "map":
+        known = st.sampled_from(VOCABULARIES[table.name])
+        unknown = st.text(max_size=4) if table.ids.id_type == "string" else int64
+    return known if table.ids.unknown == "error" and table.ids.rule != "modulo" else known | unknown
+
+
+@st.composite
 def weights_or_none(draw: st.DrawFn, bags: Bags) -> Weights | None:
     if draw(st.booleans()):
         return None
@@ -52,7 +78,7 @@ def weights_or_none(draw: st.DrawFn, bags: Bags) -> Weights | None:
 @st.composite
 def mutated_json(draw: st.DrawFn) -> Any:
     """A valid body with one value anywhere in it replaced, removed or doubled."""
-    bags = draw(bags_of_ids())
+    bags = draw(bags_of_ids() | bags_of(ruled_info()))
     body: dict[str, Any] = {"features": bags}
     if weights := draw(weights_or_none(bags)):
         body["weights"] = weights

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from server.fake_engine import FakeEngine, model_info
+from server.fake_models import ruled_info
 from server.live import make_service
 
 from embedserve.frontends.management import management_app
@@ -112,6 +113,24 @@ async def test_counts_add_up_to_the_requests_sent(
     assert value(families, "embedserve_queue_wait_seconds_count", model="shop") == 22
     assert value(families, "embedserve_queue_requests", model="shop") == 0
     assert value(families, "embedserve_queue_examples", model="shop") == 0
+
+
+async def test_unknown_ids_are_counted_by_feature(executor: ThreadPoolExecutor) -> None:
+    service = make_service(FakeEngine(ruled_info()), executor=executor)
+    app = EmbedEndpoint(service, management_app(service))
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://test"
+    ) as client:
+        before = await scraped(client)
+        bags = {"user": [[-1, 5], [7]], "movie": [[11], [1]], "tag": [["war"], ["drama", "war"]]}
+        for body in ({"features": bags}, {"features": bags | {"shelf": [[7], []]}}):
+            await client.post("/embed", json=body)  # the second is refused
+        await client.post("/embed", json={"features": {"user": [6]}})
+        after = await scraped(client)
+    name = "embedserve_unknown_ids_total"
+    counted = {s.labels["feature"]: s.value for s in after["embedserve_unknown_ids"].samples}
+    assert counted == {"user": 3, "movie": 1, "tag": 2}  # not day and shelf: none is answered
+    assert value(before, name, model="ruled", feature="user") == 0
 
 
 async def test_every_histogram_is_cumulative_and_ends_with_its_count(

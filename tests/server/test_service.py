@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from server.fake_engine import Bags, FakeEngine, make_request, model_info
+from server.fake_models import unpooled_info
 from server.live import make_service
 
 from embedserve.config import Limits
@@ -75,6 +76,23 @@ async def test_a_request_past_a_limit_is_refused_with_both_numbers(
         service.submit(make_request({"user": [[1], [2], [3]]}))
     assert caught.value.field == "features"
     await service.submit(make_request({"user": [[1], [2]]}))
+
+
+async def test_of_an_unpooled_model_the_limit_is_on_a_row_for_each_id_and_table(
+    executor: ThreadPoolExecutor,
+) -> None:
+    engine = FakeEngine(unpooled_info())
+    # 4 float32 a row, and up to two rows an id: item is served by two tables.
+    limits = Limits(request_output_bytes_max=3 * 2 * 16)
+    service = make_service(engine, executor=executor, limits=limits)
+    allowed = make_request({"item": [[1, 2, 3]]})
+    assert service.answer_bytes(allowed) == 96
+    assert (await service.submit(allowed)).values.nbytes == 96
+    message = "^features: the answer to 4 ids has up to 128 bytes, the limit is 96$"
+    with pytest.raises(RequestTooLargeError, match=message):
+        service.submit(make_request({"item": [[1, 2, 3, 4]]}))
+    with pytest.raises(InvalidRequestError, match=r"^weights: model 'sequence' answers one row"):
+        service.submit(make_request({"item": [[1]]}, {"item": [[1.0]]}))
 
 
 def test_an_unknown_feature_is_refused_before_the_queue(

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
+from embedserve_store.checksums import sealed_json
 from embedserve_store.goldens import Goldens, sample_bags, save_goldens
 from embedserve_store.load import ModelStore, ModelVersion
 from embedserve_store.manifest import CHECKED_FILES, Manifest, TableSpec
-from embedserve_store.plan import Plan, Shard, TablePlan
-from embedserve_store.publish import publish
+from embedserve_store.plans.plan import Plan, Shard, TablePlan
+from embedserve_store.publishing.publish import publish
 
 ROWS = {"user": 300, "item": 77, "tag": 16}
 
@@ -73,17 +74,21 @@ def edit_json() -> Callable[[Path, Callable[[Any], None]], None]:
     def edit(path: Path, change: Callable[[Any], None]) -> None:
         data = json.loads(path.read_bytes())
         change(data)
-        path.write_text(json.dumps(data))
+        path.write_bytes(sealed_json(data) if path.name == "manifest.json" else dumped(data))
         if path.name in CHECKED_FILES:
             sign(path.parent)
 
     return edit
 
 
+def dumped(data: Any) -> bytes:
+    return json.dumps(data).encode()
+
+
 def sign(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_bytes())
     manifest["files"] = {name: _sha256(folder / name) for name in CHECKED_FILES}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_bytes(sealed_json(manifest))
 
 
 def _sha256(path: Path) -> str:
@@ -99,7 +104,7 @@ def write_version() -> Callable[[Path, Sequence[TableSpec]], Path]:
         folder.mkdir(parents=True)
         manifest = Manifest("m", 1, tuple(tables), is_weighted=False)
         plan = Plan(1, {table.name: _on_one_rank(table) for table in tables}, {})
-        bags = sample_bags(manifest)
+        bags = sample_bags(manifest, {})
         answers = np.zeros((bags.lengths.shape[1], sum(manifest.length_per_key)), np.float32)
         save_goldens(Goldens(bags, answers, answers), folder / "goldens.safetensors")
         (folder / "plan.json").write_text(json.dumps(plan.to_json()))

@@ -12,7 +12,6 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torchrec import EmbeddingBagCollection
 
-from embedserve_store import live
 from embedserve_store.errors import StoreError
 from embedserve_store.goldens import (
     EXAMPLES,
@@ -22,7 +21,9 @@ from embedserve_store.goldens import (
     sample_bags,
     save_goldens,
 )
+from embedserve_store.ids.translate import IdTranslator
 from embedserve_store.manifest import Manifest, TableSpec
+from embedserve_store.sources import live
 
 TABLES = (
     TableSpec("a", 1000, 8, ("x", "y"), "sum", "float32"),
@@ -33,13 +34,17 @@ PLAIN = Manifest("m", 1, TABLES, is_weighted=False)
 WEIGHTED = Manifest("m", 1, TABLES, is_weighted=True)
 
 
+def load(path: Path, manifest: Manifest) -> Goldens:
+    return load_goldens(path, manifest, IdTranslator(manifest, {}))
+
+
 def goldens_of(manifest: Manifest) -> Goldens:
     answers = np.arange(EXAMPLES * 24, dtype=np.float32).reshape(EXAMPLES, 24)
-    return Goldens(sample_bags(manifest), answers, answers + 1)
+    return Goldens(sample_bags(manifest, {}), answers, answers + 1)
 
 
 def test_bags_reach_first_and_last_rows_and_nothing_beyond() -> None:
-    bags = sample_bags(PLAIN)
+    bags = sample_bags(PLAIN, {})
     assert bags.lengths.shape == (3, EXAMPLES)
     assert bags.lengths.min() == 0
     assert bags.lengths.max() <= 8
@@ -51,7 +56,7 @@ def test_bags_reach_first_and_last_rows_and_nothing_beyond() -> None:
 
 
 def test_bags_are_the_same_every_time() -> None:
-    first, second = sample_bags(WEIGHTED), sample_bags(WEIGHTED)
+    first, second = sample_bags(WEIGHTED, {}), sample_bags(WEIGHTED, {})
     np.testing.assert_array_equal(first.ids, second.ids)
     np.testing.assert_array_equal(first.lengths, second.lengths)
     np.testing.assert_array_equal(first.weights, second.weights)
@@ -63,21 +68,24 @@ def test_pooling_by_hand_is_the_modules(
 ) -> None:
     ebc = make_ebc(is_weighted=is_weighted, pooling=pooling)
     manifest = Manifest("m", 1, live.describe(ebc), is_weighted)
-    bags = sample_bags(manifest)
+    bags = sample_bags(manifest, {})
 
     def rows_of(table: TableSpec, ids: np.ndarray) -> np.ndarray:
         return ebc.embedding_bags[table.name].weight.detach().numpy()[ids]
 
     np.testing.assert_allclose(
-        pool(manifest, bags, rows_of), live.answers(ebc, manifest, bags), rtol=1e-5, atol=1e-6
+        pool(manifest, bags, bags.ids, rows_of),
+        live.answers(ebc, manifest, bags),
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
 def test_a_weighted_mean_divides_by_the_count() -> None:
     manifest = Manifest("m", 1, (TableSpec("t", 9, 4, ("t",), "mean", "float32"),), True)
-    bags = sample_bags(manifest)
+    bags = sample_bags(manifest, {})
     rows = torch.arange(36.0).reshape(9, 4).numpy()
-    pooled = pool(manifest, bags, lambda _, ids: rows[ids])
+    pooled = pool(manifest, bags, bags.ids, lambda _, ids: rows[ids])
     assert bags.weights is not None
     expected = (bags.weights[0] * rows[0] + bags.weights[1] * rows[8]) / 2
     np.testing.assert_allclose(pooled[0], expected, rtol=1e-6)
@@ -89,7 +97,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path, manifest: Manifest) -> None:
     path = tmp_path / "goldens.safetensors"
     saved = goldens_of(manifest)
     save_goldens(saved, path)
-    loaded = load_goldens(path, manifest)
+    loaded = load(path, manifest)
     np.testing.assert_array_equal(loaded.bags.ids, saved.bags.ids)
     np.testing.assert_array_equal(loaded.bags.lengths, saved.bags.lengths)
     np.testing.assert_array_equal(loaded.source_answers, saved.source_answers)
@@ -103,31 +111,31 @@ def test_what_is_saved_is_loaded(tmp_path: Path, manifest: Manifest) -> None:
 def test_missing_and_damaged_files(tmp_path: Path) -> None:
     path = tmp_path / "goldens.safetensors"
     with pytest.raises(StoreError, match=r"goldens\.safetensors: cannot be read: No such file"):
-        load_goldens(path, PLAIN)
+        load(path, PLAIN)
     save_goldens(goldens_of(PLAIN), path)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(StoreError, match="truncated"):
-        load_goldens(path, PLAIN)
+        load(path, PLAIN)
 
 
 def test_goldens_of_an_unweighted_model_do_not_fit_a_weighted_one(tmp_path: Path) -> None:
     save_goldens(goldens_of(PLAIN), tmp_path / "g")
     with pytest.raises(StoreError, match=r"has .*, expected .*'weights'"):
-        load_goldens(tmp_path / "g", WEIGHTED)
+        load(tmp_path / "g", WEIGHTED)
 
 
 def test_goldens_of_other_dims_do_not_fit(tmp_path: Path) -> None:
     save_goldens(goldens_of(PLAIN), tmp_path / "g")
     other = replace(PLAIN, tables=(replace(TABLES[0], embedding_dim=16), *TABLES[1:]))
     with pytest.raises(StoreError, match=r"answers is float32 \[16, 24\], .* \[16, 40\]"):
-        load_goldens(tmp_path / "g", other)
+        load(tmp_path / "g", other)
 
 
 def test_goldens_of_larger_tables_do_not_fit(tmp_path: Path) -> None:
     save_goldens(goldens_of(PLAIN), tmp_path / "g")
     other = replace(PLAIN, tables=(replace(TABLES[0], num_embeddings=999), *TABLES[1:]))
-    with pytest.raises(StoreError, match="id 999 is outside its table's rows"):
-        load_goldens(tmp_path / "g", other)
+    with pytest.raises(StoreError, match="id 999 has no row in its table"):
+        load(tmp_path / "g", other)
 
 
 @pytest.mark.parametrize("change", [-1, 1, 100])
@@ -138,4 +146,4 @@ def test_lengths_that_do_not_add_up(tmp_path: Path, change: int) -> None:
     tensors["lengths"][0, 1] += change
     save_file(tensors, path)
     with pytest.raises(StoreError, match=r"lengths do not add up to its [0-9]+ ids"):
-        load_goldens(path, PLAIN)
+        load(path, PLAIN)

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torchrec import EmbeddingBagCollection
 
+from embedserve_store.checksums import verify
 from embedserve_store.errors import StoreError
 from embedserve_store.layout import dequantize_rows
-from embedserve_store.load import ModelStore, ModelVersion, verify
-from embedserve_store.publish import publish
+from embedserve_store.load import ModelStore, ModelVersion
+from embedserve_store.publishing.publish import publish
 
 FILES = ("manifest.json", "plan.json", "goldens.safetensors", "tables.safetensors")
 EditJson = Callable[[Path, Callable[[Any], None]], None]
@@ -152,7 +153,7 @@ def test_one_changed_byte_of_a_small_file_is_refused(version: ModelVersion, name
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("format_version", 2, "format_version is 2, this embedserve reads format_version 1"),
+        ("format_version", 3, "format_version is 3, this embedserve reads format_version 1 and 2"),
         ("model", "n", "is of model 'n' version 1, but lies in the folder of 'm' version 1"),
         ("version", 3, "is of model 'm' version 3, but lies in the folder of 'm' version 1"),
         ("version", True, "version is True, expected int"),
@@ -185,7 +186,7 @@ def test_a_manifest_of_another_dtype_than_the_file(
         version.path / "manifest.json",
         lambda data: data["tables"][0].update(dtype="float16", row_bytes=32),
     )
-    with pytest.raises(StoreError, match=r"tables\.safetensors: table .* the manifest means"):
+    with pytest.raises(StoreError, match=r"tables\.safetensors: tensor .* the manifest means"):
         reload(version)
 
 

@@ -76,7 +76,7 @@ def test_tables_that_cannot_be_served(change: dict[str, Any], message: str) -> N
     ("change", "message"),
     [
         ({"row_bytes": 8}, "row_bytes is 8, but a int8 row of 8 dims has 12"),
-        ({"ids": {"rule": "hashed"}}, "ids.rule is 'hashed'"),
+        ({"ids": {"rule": "hashed"}}, "ids: rule is 'hashed'"),
         ({"feature_names": [1]}, "expected a list of names"),
         ({"sha256": None}, "sha256 is None, expected str"),
         ({"num_embeddings": 2.0}, "num_embeddings is 2.0, expected int"),

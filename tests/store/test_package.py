@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import embedserve_store
-import embedserve_store.publish
+import embedserve_store.publishing.publish
 
 
 def run(code: str) -> str:

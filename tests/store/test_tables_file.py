@@ -17,14 +17,8 @@ from safetensors.numpy import load_file
 from embedserve_store.errors import StoreError
 from embedserve_store.load import ModelStore
 from embedserve_store.manifest import DTYPES, TableSpec
-from embedserve_store.tables_file import (
-    HEADER_BYTES_MAX,
-    PAGE_BYTES,
-    TablesFile,
-    file_order,
-    header_bytes,
-    write_tables,
-)
+from embedserve_store.safetensors_file import HEADER_BYTES_MAX, PAGE_BYTES
+from embedserve_store.tables_file import TablesFile, file_order, header_bytes, write_tables
 
 
 def spec(name: str, rows: int, dim: int, dtype: str) -> TableSpec:
@@ -150,7 +144,7 @@ def test_a_file_that_ends_in_its_header(path: Path, size: int) -> None:
         TablesFile.open(path, TABLES)
 
 
-@pytest.mark.parametrize(("change", "why"), [(-1, "truncated"), (1, "bytes after the last table")])
+@pytest.mark.parametrize(("change", "why"), [(-1, "truncated"), (1, "bytes after the last tensor")])
 def test_a_file_of_the_wrong_size(path: Path, change: int, why: str) -> None:
     size = path.stat().st_size + change
     with path.open("r+b") as file:
@@ -178,18 +172,18 @@ def test_a_header_nested_without_end(path: Path) -> None:
 
 
 def test_a_table_that_the_manifest_lacks(path: Path) -> None:
-    with pytest.raises(StoreError, match="'bytes' is not a table of the manifest"):
+    with pytest.raises(StoreError, match="tensor 'bytes' is not one of the manifest's"):
         TablesFile.open(path, TABLES[:3])
 
 
 def test_a_table_that_the_file_lacks(path: Path) -> None:
-    with pytest.raises(StoreError, match="table 'new' of the manifest is not in the file"):
+    with pytest.raises(StoreError, match="tensor 'new' of the manifest is not in the file"):
         TablesFile.open(path, (*TABLES, spec("new", 1, 4, "int8")))
 
 
 def test_a_shape_other_than_the_manifests(path: Path) -> None:
     rewrite_header(path, b"[32,64]", b"[64,32]")
-    with pytest.raises(StoreError, match=r"table 'wide' is .*\[64, 32\].*the manifest means"):
+    with pytest.raises(StoreError, match=r"tensor 'wide' is .*\[64, 32\].*the manifest means"):
         TablesFile.open(path, TABLES)
 
 

@@ -7,7 +7,7 @@ prints nothing, and importing it does not import torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     import torch
 
     from embedserve_store.manifest import TableSpec
-    from embedserve_store.publish import Choice
+    from embedserve_store.publishing.pooled_error import PooledError
+    from embedserve_store.publishing.publish_source import Choice
 
 __all__ = ["DemoReport", "build_demo", "save_checkpoint"]
 
@@ -40,6 +41,8 @@ class DemoReport:
     constant_rmse: float
     """Of always predicting the mean of the training ratings."""
     constant_mae: float
+    pooled_errors: Mapping[str, PooledError]
+    """Of each table, for the dtype that it is stored in."""
     candidate_correlation: float
     """Of the held-out ratings with the score of the candidate's vector alone."""
     train_s: float
@@ -60,8 +63,9 @@ def build_demo(
     """Trains the demo model on the CPU and publishes its tables as a new version of ``model``.
 
     Args:
-        dtype, sharding, world_size: as embedserve_store.publish takes them.
-        checkpoint: where to write the whole model's state dict too; nowhere if None.
+        dtype, sharding, world_size: as embedserve_store.publishing.publish takes them.
+        checkpoint: where to write the whole model's state dict too, with its description
+            (.yaml) and vocabularies (.TABLE.txt) beside it; nowhere if None.
         progress: called after every step with the steps done, the steps in all and the loss.
 
     Raises:
@@ -71,13 +75,15 @@ def build_demo(
     from embedserve_store.demo.data import load
     from embedserve_store.demo.model import make_collection
     from embedserve_store.demo.train import train
-    from embedserve_store.live import describe
-    from embedserve_store.publish import check_options, publish
+    from embedserve_store.demo.vocabularies import RULES, vocabularies, write_description
+    from embedserve_store.publishing.publish import check_options, publish
+    from embedserve_store.sources.live import describe
 
     start = time.perf_counter()
     data = load()
+    tables = describe(make_collection(data))
     check_options(
-        describe(make_collection(data)),
+        tables,
         store,
         model=model,
         dtype=dtype,
@@ -91,11 +97,14 @@ def build_demo(
     train_s = time.perf_counter() - training_start
     if checkpoint is not None:
         save_checkpoint(trained.model, checkpoint)
+        write_description(data, tables, checkpoint.with_suffix(".yaml"))
     published = publish(
         trained.model.ebc,
         store,
         model=model,
         dtype=dtype,
+        ids=RULES,
+        vocabularies=vocabularies(data),
         sharding=sharding,
         world_size=world_size,
     )
@@ -108,6 +117,7 @@ def build_demo(
         mae=trained.errors.mae,
         constant_rmse=trained.constant_errors.rmse,
         constant_mae=trained.constant_errors.mae,
+        pooled_errors=published.errors,
         candidate_correlation=trained.candidate_correlation,
         train_s=train_s,
         total_s=time.perf_counter() - start,

@@ -55,9 +55,17 @@ def _features(parsed: dict[str, Any]) -> InvalidRequestError | None:
     if not features:
         return _wrong("features", "is {}: name at least one feature")
     for name, bags in features.items():
-        if error := _jagged(f"features.{name}", bags, "ids", _check_id):
+        check = _check_string if isinstance(_first(bags), str) else _check_id
+        if error := _jagged(f"features.{name}", bags, "ids", check):
             return error
     return _batch_sizes(features)
+
+
+def _first(bags: Any) -> Any:
+    """The first id of a feature, by which its ids are integers or strings."""
+    if not isinstance(bags, list):
+        return None
+    return next((bag[0] if isinstance(bag, list) else bag for bag in bags if bag != []), None)
 
 
 def _batch_sizes(features: dict[str, list[Any]]) -> InvalidRequestError | None:
@@ -160,6 +168,8 @@ def _all_right(values: list[Any], check: Any) -> bool:
     """Whether ``check`` would find nothing wrong with ``values``, without a call for each."""
     types = set(map(type, values))
     try:
+        if check is _check_string:
+            return types <= {str} and isinstance("".join(values).encode(), bytes)
         if check is _check_id:
             return types <= {int} and len(array("q", values)) == len(values)
         if not types <= {int, float}:
@@ -167,15 +177,25 @@ def _all_right(values: list[Any], check: Any) -> bool:
         with np.errstate(over="ignore"):
             as_float32 = np.frombuffer(array("d", values)).astype(np.float32)
         return bool(np.isfinite(as_float32).all())
-    except OverflowError:
+    except (OverflowError, UnicodeEncodeError):
         return False
 
 
 def _check_id(value: Any) -> str:
     if not isinstance(value, int) or isinstance(value, bool):
-        return "ids are integers"
+        return "ids are integers, or strings for a whole feature"
     if not -INT64_MAX - 1 <= value <= INT64_MAX:
         return "ids are 64-bit integers"
+    return ""
+
+
+def _check_string(value: Any) -> str:
+    if not isinstance(value, str):
+        return "the ids before it are strings"
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return "half of a surrogate pair is no text"
     return ""
 
 

@@ -7,7 +7,9 @@ the slow path, and said with field and value.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from functools import lru_cache
+from itertools import compress
 from typing import Any, NoReturn
 
 import msgspec
@@ -15,6 +17,7 @@ import numpy as np
 import orjson
 
 from embedserve.codec.diagnose import diagnose
+from embedserve.codec.strings import merge
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.types import LookupRequest, LookupResult, ModelInfo
 
@@ -24,7 +27,13 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     weights: dict[str, list[list[float] | float]] | None = None
 
 
+class _BodyWithStrings(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    features: dict[str, list[list[int | str] | int | str]]
+    weights: dict[str, list[list[float] | float]] | None = None
+
+
 _DECODER = msgspec.json.Decoder(_Body)
+_STRING_DECODER = msgspec.json.Decoder(_BodyWithStrings)
 
 
 def decode_request(body: bytes, model: str) -> LookupRequest:
@@ -34,22 +43,32 @@ def decode_request(body: bytes, model: str) -> LookupRequest:
         InvalidRequestError: not JSON, or not a batch of jagged ids; names field and value.
     """
     try:
-        parsed = _DECODER.decode(body)
-        bags = list(parsed.features.values())
-        batch_size = _batch_size(bags)
-        lengths, ids = _flatten(bags, batch_size, "q")
-        weights = None
-        if parsed.weights is not None:
-            weights = _flatten_weights(parsed, lengths, batch_size)
+        try:
+            return _request(_DECODER.decode(body), model)
+        except msgspec.ValidationError:
+            # Tried second: what may be a string or an integer takes longer to read.
+            return _request(_STRING_DECODER.decode(body), model)
     except (msgspec.DecodeError, TypeError, ValueError, OverflowError, RecursionError) as error:
         _refuse(body, error)
+
+
+def _request(parsed: _Body | _BodyWithStrings, model: str) -> LookupRequest:
+    features = tuple(parsed.features)
+    bags: list[Any] = list(parsed.features.values())
+    batch_size = _batch_size(bags)
+    lengths, values = _flatten(bags, batch_size)
+    weights = None
+    if parsed.weights is not None:
+        weights = _flatten_weights(features, bags, parsed.weights, lengths, batch_size)
+    length_array = np.frombuffer(array("i", lengths), np.int32)
+    if isinstance(parsed, _Body):
+        ids = np.frombuffer(array("q", values), np.int64)
+        return LookupRequest(model, features, ids, length_array, weights, batch_size)
+    if any(one and type(one[0]) is list and str in set(map(type, one)) for one in bags):
+        raise TypeError  # _flatten took a string in the place of a bag for its characters
+    ids, string_features, strings = _merge_strings(features, lengths, values)
     return LookupRequest(
-        model=model,
-        features=tuple(parsed.features),
-        ids=np.frombuffer(ids, np.int64),
-        lengths=np.frombuffer(lengths, np.int32),
-        weights=weights,
-        batch_size=batch_size,
+        model, features, ids, length_array, weights, batch_size, string_features, strings
     )
 
 
@@ -64,10 +83,10 @@ def _batch_size(features: list[list[Any]]) -> int:
     return len(first) if type(first[0]) is list else 1
 
 
-def _flatten(features: list[Any], batch_size: int, typecode: str) -> tuple[array[int], array[Any]]:
+def _flatten(features: list[Any], batch_size: int) -> tuple[list[int], list[Any]]:
     """(lengths of all bags, their values) feature-major; TypeError or ValueError if ragged."""
     lengths: list[int] = []
-    values: list[int] = []
+    values: list[Any] = []
     for bags in features:
         if bags and type(bags[0]) is list:
             if len(bags) != batch_size:
@@ -80,23 +99,52 @@ def _flatten(features: list[Any], batch_size: int, typecode: str) -> tuple[array
             values += bags
         else:
             raise ValueError
-    return array("i", lengths), array(typecode, values)
+    return lengths, values
 
 
-def _flatten_weights(parsed: _Body, lengths: array[int], batch_size: int) -> np.ndarray:
+def _merge_strings(
+    features: tuple[str, ...], lengths: list[int], values: list[Any]
+) -> tuple[np.ndarray, frozenset[str], dict[int, str]]:
+    """(ids, the features whose ids are hashes, the strings by hash); TypeError where mixed."""
+    integers: list[int] = []
+    strings: list[str] = []
+    is_string = []
+    batch_size = len(lengths) // len(features)
+    counts = [sum(lengths[i : i + batch_size]) for i in range(0, len(lengths), batch_size)]
+    start = 0
+    for count in counts:
+        ids = values[start : start + count]
+        is_string.append(set(map(type, ids)) == {str})
+        if is_string[-1]:
+            strings += ids
+        else:
+            integers += ids
+        start += count
+    merged, by_hash = merge(
+        np.frombuffer(array("q", integers), np.int64), strings, is_string, counts
+    )
+    return merged, frozenset(compress(features, is_string)), by_hash
+
+
+def _flatten_weights(
+    features: tuple[str, ...],
+    bags: list[Any],
+    given: dict[str, list[Any]],
+    lengths: list[int],
+    batch_size: int,
+) -> np.ndarray:
     """float32, one for each id: those given, and 1 for features without."""
-    given = parsed.weights or {}
-    if not given.keys() <= parsed.features.keys():
+    if not given.keys() <= set(features):
         raise ValueError
     weights = [
-        given[feature] if feature in given else _ones(bags)
-        for feature, bags in parsed.features.items()
+        given[feature] if feature in given else _ones(feature_bags)
+        for feature, feature_bags in zip(features, bags, strict=True)
     ]
-    weight_lengths, values = _flatten(weights, batch_size, "d")
+    weight_lengths, values = _flatten(weights, batch_size)
     if weight_lengths != lengths:
         raise ValueError
     with np.errstate(over="ignore"):
-        as_float32 = np.frombuffer(values, np.float64).astype(np.float32)
+        as_float32 = np.array(values, np.float64).astype(np.float32)
     if not np.isfinite(as_float32).all():
         raise ValueError
     return as_float32
@@ -118,16 +166,36 @@ def _refuse(body: bytes, error: Exception) -> NoReturn:
 def encode_result(result: LookupResult) -> bytes:
     """{"model", "version", "keys", "length_per_key", "values": [B][sum(length_per_key)]}.
 
+    An unpooled answer has "lengths": {key: [B]} and "values": {key: [n][dim]}. Where ids had no
+    row, "unknown_ids" counts them by feature.
+
     The numbers are the shortest that read back as the same float32. A value that is not finite
     (a weighted sum past the largest float32) is null, as JSON has no infinity; protobuf carries
     it as it is.
     """
-    values = orjson.dumps(result.values, option=orjson.OPT_SERIALIZE_NUMPY)
-    return b"%b%b}" % (_prefix(result.model), values)
+    head = _head(result.model)
+    if result.lengths is not None:
+        head += b',"lengths":' + _numpy_json(_by_key(result.lengths, result.model))
+    if result.unknown_ids is not None:
+        head += b',"unknown_ids":' + orjson.dumps(result.unknown_ids)
+    values: Any = result.values
+    if result.lengths is not None:
+        ends = np.cumsum(result.lengths.sum(axis=1)).tolist()
+        values = _by_key(np.split(values, ends[:-1]), result.model)
+    return b'%b,"values":%b}' % (head, _numpy_json(values))
+
+
+def _by_key(values: Iterable[np.ndarray], model: ModelInfo) -> dict[str, np.ndarray]:
+    return dict(zip(model.keys, values, strict=True))
+
+
+def _numpy_json(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 @lru_cache(maxsize=256)
-def _prefix(model: ModelInfo) -> bytes:
+def _head(model: ModelInfo) -> bytes:
+    """Of every answer, without its closing brace."""
     head = orjson.dumps(
         {
             "model": model.name,
@@ -136,7 +204,7 @@ def _prefix(model: ModelInfo) -> bytes:
             "length_per_key": model.length_per_key,
         }
     )
-    return head[:-1] + b',"values":'
+    return head[:-1]
 
 
 def encode_error(error: EmbedServeError) -> bytes:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import compress
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from embedserve.checks import check_lengths
+from embedserve.codec.strings import merge
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.types import LookupRequest, LookupResult, ModelInfo
 from embedserve_proto import embedding_pb2
+from embedserve_store.ids.rules import IdRule
 
 VALUES_TAG = b"\x32"
 """EmbedResponse.values: field 6, length-delimited."""
@@ -30,27 +35,25 @@ def decode_request(body: bytes, model: str = "") -> LookupRequest:
     ids = _array(message, "ids", np.int64)
     lengths = _array(message, "lengths", np.int32)
     weights = _array(message, "weights", np.float32)
-    if weights.size and weights.size != ids.size:
-        raise InvalidRequestError(
-            f"weights has {weights.size} for {ids.size} ids: give one for each, or none",
-            "weights",
-        )
-    return LookupRequest(
-        model=model or message.model,
-        features=features,
-        ids=ids,
-        lengths=lengths,
-        weights=weights if weights.size else None,
-        batch_size=_batch_size(features, lengths),
-    )
+    batch_size = _batch_size(features, lengths)
+    request = LookupRequest(model or message.model, features, ids, lengths, None, batch_size)
+    if message.string_keys or message.string_ids:
+        _add_strings(request, message)
+    if weights.size:
+        id_count = request.ids.size
+        if weights.size != id_count:
+            raise InvalidRequestError(
+                f"weights has {weights.size} for {id_count} ids: give one for each, or none",
+                "weights",
+            )
+        request.weights = weights
+    return request
 
 
 def _batch_size(features: tuple[str, ...], lengths: np.ndarray) -> int:
     if not features:
         raise InvalidRequestError("keys is empty: name at least one feature", "keys")
-    if len(set(features)) < len(features):
-        twice = next(name for name, count in Counter(features).items() if count > 1)
-        raise InvalidRequestError(f"keys names {twice!r} twice", "keys")
+    _check_unique("keys", features)
     batch_size, rest = divmod(lengths.size, len(features))
     if rest:
         raise InvalidRequestError(
@@ -60,6 +63,33 @@ def _batch_size(features: tuple[str, ...], lengths: np.ndarray) -> int:
     if batch_size == 0:
         raise InvalidRequestError("lengths is empty: an empty batch", "lengths")
     return batch_size
+
+
+def _check_unique(field: str, names: Sequence[str]) -> None:
+    if len(set(names)) < len(names):
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        raise InvalidRequestError(f"{field} names {twice!r} twice", field)
+
+
+def _add_strings(request: LookupRequest, message: embedding_pb2.EmbedRequest) -> None:
+    """Puts the hashes of string_ids among the ids, where string_keys names the key."""
+    _check_unique("string_keys", message.string_keys)
+    string_keys = frozenset(message.string_keys)
+    if stray := string_keys.difference(request.features):
+        raise InvalidRequestError(f"string_keys names {min(stray)!r}, keys does not", "string_keys")
+    strings = list(message.string_ids)
+    check_lengths(request.lengths, request.ids.size + len(strings))
+    lengths = request.lengths.reshape(len(request.features), request.batch_size)
+    is_string = [key in string_keys for key in request.features]
+    counts = lengths.sum(axis=1, dtype=np.int64).tolist()
+    expected = sum(compress(counts, is_string))
+    if len(strings) != expected:
+        raise InvalidRequestError(
+            f"string_ids has {len(strings)} ids, the lengths of string_keys add up to {expected}",
+            "string_ids",
+        )
+    request.ids, request.strings = merge(request.ids, strings, is_string, counts)
+    request.string_features = string_keys
 
 
 def _array(message: embedding_pb2.EmbedRequest, field: str, dtype: type) -> np.ndarray:
@@ -83,18 +113,27 @@ def encode_result(result: LookupResult) -> bytes:
     """An EmbedResponse, built from its parts: the values are copied once.
 
     A protobuf message is the concatenation of its fields, so what is the same for every
-    answer of a model is encoded once.
+    answer of a model is encoded once, and lengths and unknown_ids, which few have, follow.
     """
     values = result.values if result.values.dtype.str == "<f4" else result.values.astype("<f4")
     return b"".join(
         (
             _prefix(result.model),
-            _batch_size_field(values.shape[0]),
+            _batch_size_field(len(values) if result.lengths is None else result.lengths.shape[1]),
             VALUES_TAG,
             _varint(values.nbytes),
             values.data,
+            _more(result) if result.lengths is not None or result.unknown_ids else b"",
         )
     )
+
+
+def _more(result: LookupResult) -> bytes:
+    """The fields of an unpooled answer, and of one with unknown ids."""
+    return embedding_pb2.EmbedResponse(
+        lengths=None if result.lengths is None else result.lengths.reshape(-1).tolist(),
+        unknown_ids=result.unknown_ids,
+    ).SerializeToString()
 
 
 @lru_cache(maxsize=256)
@@ -138,6 +177,7 @@ def model_message(model: ModelInfo) -> embedding_pb2.Model:
         features=model.features,
         keys=model.keys,
         length_per_key=model.length_per_key,
+        unpooled=not model.is_pooled,
         tables=[
             embedding_pb2.Table(
                 name=table.name,
@@ -147,7 +187,21 @@ def model_message(model: ModelInfo) -> embedding_pb2.Model:
                 dtype=table.dtype,
                 features=table.features,
                 sharding=table.sharding,
+                ids=_rule_message(table.ids),
             )
             for table in model.tables
         ],
+    )
+
+
+def _rule_message(rule: IdRule) -> embedding_pb2.IdRule:
+    return embedding_pb2.IdRule(
+        rule=rule.rule,
+        id_type=rule.id_type,
+        entries=rule.entries,
+        modulus=rule.modulus,
+        offset=rule.offset,
+        unknown=rule.unknown,
+        default_row=rule.default_row,
+        examples=rule.examples,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
@@ -46,15 +47,23 @@ def step_progress(what: str) -> Iterator[Callable[[int, int, float], None]]:
 
 @contextlib.contextmanager
 def table_progress() -> Iterator[TableProgress]:
-    """A bar of rows for each table; gives progress(table, rows_done, rows_total, bytes_done)."""
+    """A bar of rows for each table, with the bytes of all tables so far and their rate;
+    gives progress(table, rows_done, rows_total, bytes_done)."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"))
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         tasks: dict[str, TaskID] = {}
+        start: tuple[float, int] | None = None
 
         def report(table: str, rows_done: int, rows_total: int, bytes_done: int) -> None:
             if table not in tasks:
                 tasks[table] = progress.add_task(table, total=rows_total, done="")
+            nonlocal start
+            now_s = time.monotonic()
+            # The first report tells when the work began; what came before was importing.
+            start = start or (now_s, bytes_done)
             done = f"{rows_done:,} of {rows_total:,} rows, {human_bytes(bytes_done)}"
+            if now_s > start[0]:
+                done += f", {human_bytes((bytes_done - start[1]) / (now_s - start[0]))}/s"
             progress.update(tasks[table], completed=rows_done, done=done)
 
         yield report

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from embedserve.commands.console import hush_torch, say, step_progress
+from embedserve.commands.publish import describe_error
 from embedserve.commands.sigterm import sigterm_interrupts
+from embedserve.commands.sizes import human_bytes
 from embedserve_store import ModelStore
 from embedserve_store.demo import build_demo
 
@@ -43,7 +45,8 @@ def demo(
     for table in report.tables:
         say(
             f"{table.name}: {table.num_embeddings:,} rows of {table.embedding_dim} {table.dtype}, "
-            f"{table.pooling} of {', '.join(table.feature_names)}"
+            f"{table.pooling} of {', '.join(table.feature_names)}, {human_bytes(table.nbytes)}"
+            f"{describe_error(report.pooled_errors[table.name])}"
         )
     say(
         f"trained on {report.train_ratings:,} ratings in {report.train_s:.1f} s; on the "

@@ -4,74 +4,59 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
+from embedserve.commands.grids import grid, out, show, write
+from embedserve.commands.plan_view import show_plan
 from embedserve.commands.sizes import human_bytes
+from embedserve.commands.stores import opened
+from embedserve_store.ids.rules import IdRule
 from embedserve_store.load import ModelStore, ModelVersion
 from embedserve_store.manifest import Manifest
-from embedserve_store.plan import Plan
+from embedserve_store.remote.remote_store import RemoteStore
 
-out = Console(highlight=False)
+TOTALS = ("tables", "rows", "bytes")
 
 
-def inspect(store: Path, model: str, version: int) -> None:
+def inspect(store: str, model: str, version: int, cache: Path | None) -> None:
     """Prints the models of a store, the versions of a model or, with both, one version.
+
+    Of a remote store only that version is pulled: its lists hold names and numbers.
 
     Raises:
         StoreError: there is no such store, model or version, or it is damaged.
     """
-    opened = ModelStore(store)
-    if not model:
-        _show_models(opened, store)
-    elif not version:
-        _show_versions(opened, model)
-    else:
-        _show_version(opened.load(model, version))
+    with opened(store, cache) as models:
+        if not model:
+            _show_models(models, store)
+        elif not version:
+            _show_versions(models, model)
+        else:
+            _show_version(models.load(model, version))
 
 
-def _show(title: str, grid: Table) -> None:
-    """The title on a line of its own: as part of the grid it would wrap to the grid's width."""
-    out.print(title, style="italic", soft_wrap=True, markup=False)
-    out.print(grid)
-
-
-def _grid(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        grid.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
-    return grid
-
-
-def _show_models(store: ModelStore, path: Path) -> None:
-    numbers = ("tables", "rows", "bytes")
-    grid = _grid("model", "versions", *numbers, numbers=numbers)
+def _show_models(store: ModelStore | RemoteStore, path: str) -> None:
+    totals = TOTALS if isinstance(store, ModelStore) else ()
+    models = grid("model", "versions", *totals, numbers=totals)
     for name in store.models():
-        versions = store.versions(name)
-        manifest = store.load(name).manifest
-        grid.add_row(name, ", ".join(map(str, versions)), *_totals(manifest))
-    if grid.row_count:
-        _show(f"store {path}", grid)
+        numbers = ", ".join(map(str, store.versions(name)))
+        models.add_row(name, numbers, *(_totals(store.load(name).manifest) if totals else ()))
+    if models.row_count:
+        show(f"store {path}", models)
     else:
-        out.print(f"store {path}: no models", soft_wrap=True, markup=False)
+        write(f"store {path}: no models")
 
 
-def _show_versions(store: ModelStore, model: str) -> None:
-    grid = _grid(
-        "version",
-        "tables",
-        "rows",
-        "bytes",
-        "published",
-        "ranks",
-        numbers=("version", "tables", "rows", "bytes", "ranks"),
-    )
+def _show_versions(store: ModelStore | RemoteStore, model: str) -> None:
+    if not isinstance(store, ModelStore):
+        write(f"model {model}: versions {', '.join(map(str, store.versions(model)))}")
+        return
+    numbers = ("version", *TOTALS, "ranks")
+    versions = grid("version", *TOTALS, "published", "ranks", numbers=numbers)
     for number in store.versions(model):
         version = store.load(model, number)
         published = str(version.manifest.source.get("published_at", ""))
         ranks = str(version.plan.world_size)
-        grid.add_row(str(number), *_totals(version.manifest), published, ranks)
-    _show(f"model {model}", grid)
+        versions.add_row(str(number), *_totals(version.manifest), published, ranks)
+    show(f"model {model}", versions)
 
 
 def _totals(manifest: Manifest) -> tuple[str, str, str]:
@@ -81,18 +66,8 @@ def _totals(manifest: Manifest) -> tuple[str, str, str]:
 
 def _show_version(version: ModelVersion) -> None:
     manifest = version.manifest
-    numbers = ("rows", "dim", "bytes")
-    tables = _grid(
-        "table",
-        "rows",
-        "dim",
-        "dtype",
-        "pooling",
-        "bytes",
-        "features",
-        "sharding",
-        numbers=numbers,
-    )
+    columns = ("table", "rows", "dim", "dtype", "pooling", "bytes", "features", "ids")
+    tables = grid(*columns, numbers=("rows", "dim", "bytes"))
     for table in manifest.tables:
         tables.add_row(
             table.name,
@@ -102,24 +77,24 @@ def _show_version(version: ModelVersion) -> None:
             table.pooling,
             human_bytes(table.nbytes),
             ", ".join(table.feature_names),
-            version.plan.tables[table.name].sharding_type,
+            describe_ids(table.ids),
         )
-    _show(f"model {manifest.model} version {manifest.version}", tables)
+    show(f"model {manifest.model} version {manifest.version}", tables)
     out.print()
-    show_plan(manifest, version.plan)
+    show_plan(out, manifest.tables, version.plan)
 
 
-def show_plan(manifest: Manifest, plan: Plan) -> None:
-    """A line a table, a column a rank: which rows lie there."""
-    grid = _grid("table", *(f"rank {rank}" for rank in range(plan.world_size)))
-    for table in manifest.tables:
-        cells = [""] * plan.world_size
-        for shard in plan.tables[table.name].shards:
-            cell = f"rows {shard.row_offset:,}-{shard.row_offset + shard.row_count - 1:,}"
-            if not shard.row_count:
-                cell = "no rows"
-            cells[shard.rank] = f"{cells[shard.rank]}; {cell}" if cells[shard.rank] else cell
-        grid.add_row(table.name, *cells)
-    grid.add_row("bytes", *map(human_bytes, plan.bytes_per_rank(manifest.tables)))
-    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
-    _show(f"plan over {ranks}", grid)
+def describe_ids(rule: IdRule) -> str:
+    """A table's rule in a few words.
+
+    >>> describe_ids(IdRule(rule="map", entries=20, unknown="row", default_row=7))
+    'map of 20 int64, unknown: row 7'
+    """
+    if rule.rule == "modulo":
+        return f"modulo {rule.modulus}" + (f" + {rule.offset}" if rule.offset else "")
+    known = rule.rule if rule.rule == "rows" else f"map of {rule.entries:,} {rule.id_type}"
+    if rule.unknown == "error":
+        return known
+    return f"{known}, unknown: {rule.unknown}" + (
+        f" {rule.default_row}" if rule.unknown == "row" else ""
+    )

@@ -7,14 +7,17 @@ import logging
 import shlex
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 
 from embedserve.commands.console import console, hush_torch, say, table_progress
+from embedserve.commands.stores import opened
 from embedserve.config import ServeSettings
 from embedserve.ports import Ports, bracketed, claim_ports
 from embedserve.types import ModelInfo
-from embedserve_store import ModelStore, ModelVersion, StoreError, verify
+from embedserve_store import Bags, IdRule, ModelVersion, StoreError, verify
+from embedserve_store.staging import VERSION_PATTERN
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 CURL_EXAMPLES = 2
@@ -76,21 +79,43 @@ def _set_up_logging(level: str) -> None:
 
 
 def _open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
-    store = ModelStore(settings.store)
-    published = store.models()
-    for name in settings.model:
+    wanted = dict(map(_name_and_version, settings.model))
+    if len(wanted) < len(settings.model):
+        raise ValueError(f"model is {', '.join(settings.model)}: one is named twice")
+    with opened(settings.store, Path(settings.cache) if settings.cache else None) as store:
+        # A model of which a version is named is served from the cache even where a remote store
+        # cannot be reached, so what the store has is asked for only where it matters.
+        if not wanted or None in wanted.values():
+            _check_published(store.models(), wanted, settings)
+            wanted = wanted or dict.fromkeys(store.models())
+        if settings.default_model and settings.default_model not in wanted:
+            raise ValueError(
+                f"default_model is {settings.default_model!r}, but what is served is "
+                f"{', '.join(wanted)}"
+            )
+        return {name: store.load(name, version) for name, version in wanted.items()}
+
+
+def _name_and_version(text: str) -> tuple[str, int | None]:
+    """Of NAME or NAME@VERSION."""
+    name, at, version = text.partition("@")
+    if not at:
+        return name, None
+    if not VERSION_PATTERN.fullmatch(version):
+        raise ValueError(f"model is {text!r}: expected NAME or NAME@VERSION, such as dlrm@3")
+    return name, int(version)
+
+
+def _check_published(
+    published: list[str], wanted: dict[str, int | None], settings: ServeSettings
+) -> None:
+    for name in wanted:
         if name not in published:
             raise StoreError(
                 f"{settings.store}: no model {name!r}, there are {', '.join(published) or 'none'}"
             )
-    names = list(settings.model) or published
-    if not names:
+    if not published:
         raise StoreError(f"{settings.store}: no model in this store; publish one first")
-    if settings.default_model and settings.default_model not in names:
-        raise ValueError(
-            f"default_model is {settings.default_model!r}, but what is served is {', '.join(names)}"
-        )
-    return {name: store.load(name) for name in names}
 
 
 def _verify(versions: dict[str, ModelVersion]) -> None:
@@ -124,17 +149,30 @@ def _say_ready(
 def curl_line(base: str, model: ModelInfo, version: ModelVersion) -> str:
     """A command that works as pasted: two of the model's golden examples, shortened."""
     bags = version.goldens().bags
-    ends = bags.lengths.reshape(-1).cumsum().reshape(bags.lengths.shape)
     fullest = sorted(
         range(bags.lengths.shape[1]),
         key=lambda example: -int(np.count_nonzero(bags.lengths[:, example])),
     )
     features = {
-        feature: [
-            bags.ids[ends[f, i] - bags.lengths[f, i] : ends[f, i]][:CURL_IDS_MAX].tolist()
-            for i in fullest[:CURL_EXAMPLES]
-        ]
-        for f, feature in enumerate(model.features)
+        feature: _sample(bags, position, fullest[:CURL_EXAMPLES], rule)
+        for position, (feature, rule) in enumerate(
+            zip(model.features, version.manifest.rule_per_feature, strict=True)
+        )
     }
     body = json.dumps({"features": features}, separators=(",", ":"))
     return f"curl -s {base}/models/{model.name}/embed -d {shlex.quote(body)}"
+
+
+def _sample(
+    bags: Bags, feature: int, examples: list[int], rule: IdRule
+) -> list[list[int]] | list[list[str]]:
+    """A bag of ids for each of ``examples``. Goldens know strings by their hash only."""
+    if rule.id_type == "string":
+        return [list(rule.examples)] * len(examples)
+    ends = bags.lengths.reshape(-1).cumsum().reshape(bags.lengths.shape)
+    return [
+        bags.ids[ends[feature, i] - bags.lengths[feature, i] : ends[feature, i]][
+            :CURL_IDS_MAX
+        ].tolist()
+        for i in examples
+    ]

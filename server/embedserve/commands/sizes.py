@@ -1,6 +1,15 @@
-"""Byte counts as a person reads them."""
+"""Byte counts as a person reads and writes them."""
 
 from __future__ import annotations
+
+import re
+
+UNIT_BYTES = {
+    "": 1,
+    "B": 1,
+    **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)},
+    **{f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)},
+}
 
 
 def human_bytes(count: float) -> str:
@@ -15,3 +24,19 @@ def human_bytes(count: float) -> str:
         if count < 1024:
             return f"{count:.1f} {unit}"
     return f"{count / 1024:.1f} TiB"
+
+
+def parse_bytes(text: str) -> int:
+    """The bytes that a person means: 80GB is 80 * 1000**3, 80GiB is 80 * 1024**3.
+
+    Raises:
+        ValueError: not a number of 1 byte or more with one of these units, or none.
+
+    >>> parse_bytes("24GiB"), parse_bytes("1.5 GB"), parse_bytes("4096")
+    (25769803776, 1500000000, 4096)
+    """
+    units = {unit.lower(): count for unit, count in UNIT_BYTES.items()}
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([a-z]*)\s*", text.lower())
+    if not match or match[2] not in units or not (count := int(float(match[1]) * units[match[2]])):
+        raise ValueError(f"{text!r} is not a size: expected such as 80GB, 24GiB or bytes")
+    return count

@@ -1,5 +1,5 @@
 """The engine package: torch and torchrec live here and in the model store, nowhere else.
 
-sharded.py builds the DistributedModelParallel, script.py compiles it, engine.py answers,
-restore.py puts the three together.
+sharded.py (unpooled.py for an EmbeddingCollection) builds the DistributedModelParallel, bind.py
+gives it its rows, script.py compiles it, engine.py answers, restore.py puts them together.
 """

@@ -1,4 +1,4 @@
-"""The engine: (ids, lengths, weights) of one batch in, pooled vectors out.
+"""The engine: (row numbers, lengths, weights) of one batch in, vectors out.
 
 Holds the DistributedModelParallel of one model version. Arrays come in and go out as numpy;
 torch begins and ends here. It trusts its input: the batch has been validated.
@@ -11,16 +11,15 @@ import torch
 
 from embedserve.engine.script import Lookup
 from embedserve.engine.sharded import main_device
-from embedserve_store.errors import StoreError
+from embedserve_store.goldens import row_numbers
+from embedserve_store.ids.translate import IdTranslator
 from embedserve_store.load import ModelVersion
 from embedserve_store.manifest import Manifest
-from embedserve_store.plan import Plan
+from embedserve_store.parity import check_answers
+from embedserve_store.plans.plan import Plan
 
 WARM_UP_CALLS = 4
 """TorchScript profiles its first two calls of a lookup, at 100 to 150 ms each."""
-
-PARITY_TOLERANCE = 1e-5
-"""Relative to the largest magnitude of a golden answer: float32 sums in another order."""
 
 
 class Engine:
@@ -28,6 +27,7 @@ class Engine:
 
     Attributes:
         manifest: what is served.
+        translator: turns callers' ids into the row numbers that lookups take.
         plan: as restored, which is not the stored one where ``replanned``.
         device_type: cpu or cuda.
         is_scripted: whether lookups run as TorchScript, or eagerly.
@@ -40,10 +40,11 @@ class Engine:
         device_type: str,
         *,
         lookup: Lookup,
-        weighted_lookup: Lookup,
+        weighted_lookup: Lookup | None,
         is_scripted: bool,
     ) -> None:
         self.manifest: Manifest = version.manifest
+        self.translator: IdTranslator = version.translator
         self.plan = plan
         self.device_type = device_type
         self.is_scripted = is_scripted
@@ -57,22 +58,26 @@ class Engine:
     def lookup(
         self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None
     ) -> np.ndarray:
-        """Pools the rows of ``ids``.
+        """The rows of ``ids``, pooled where the model pools.
 
         Args:
-            ids: int64 [n], feature-major, each below its table's rows.
+            ids: int64 [n] row numbers, feature-major, each below its table's rows.
             lengths: int32 [F * B], in the order of ``manifest.features``, sum n.
             weights: float32 [n], or None to count every id once. A mean divides the weighted
-                sum by the number of ids, as FBGEMM does.
+                sum by the number of ids, as FBGEMM does. None for an unpooled model.
 
         Returns:
             float32 [B, sum(manifest.length_per_key)], its columns in ``manifest.keys`` order.
+            Of an unpooled model [N, dim]: for each of ``manifest.keys`` one row for each id of
+            its feature, in their order. Where each feature has one table, row i is of ids[i].
         """
         with torch.inference_mode():
             on_device = torch.from_numpy(ids).to(self._device)
             lengths_on_device = torch.from_numpy(lengths).to(self._device)
             if weights is None:
                 answer = self._lookup(on_device, lengths_on_device, None)
+            elif self._weighted_lookup is None:
+                raise ValueError("rows that are not pooled have no weights")
             else:
                 weights_on_device = torch.from_numpy(weights).to(self._device)
                 answer = self._weighted_lookup(on_device, lengths_on_device, weights_on_device)
@@ -93,23 +98,16 @@ class Engine:
             StoreError: an answer is not the published one: the rows served are not those that
                 were published.
         """
-        goldens = self._version.goldens()
+        version = self._version
+        goldens = version.goldens()
         bags = goldens.bags
+        numbers = row_numbers(bags, self.translator)
         lengths = bags.lengths.reshape(-1)
-        weights = np.ones(bags.ids.size, np.float32) if bags.weights is None else bags.weights
+        all_weights: list[np.ndarray | None] = [None]
+        if self.manifest.is_pooled:
+            ones = np.ones(bags.ids.size, np.float32)
+            all_weights.append(ones if bags.weights is None else bags.weights)
         for _ in range(WARM_UP_CALLS):
-            plain = self.lookup(bags.ids, lengths)
-            weighted = self.lookup(bags.ids, lengths, weights)
-        answers = plain if bags.weights is None else weighted
-        self._check_parity(answers, goldens.stored_answers)
-
-    def _check_parity(self, answers: np.ndarray, expected: np.ndarray) -> None:
-        for column in self.manifest.columns:
-            block = slice(column.start, column.end)
-            error = float(np.abs(answers[:, block] - expected[:, block]).max(initial=0.0))
-            scale = float(np.abs(expected[:, block]).max(initial=0.0))
-            if not error <= PARITY_TOLERANCE * max(scale, 1e-30):
-                raise StoreError(
-                    f"{self._version.path}: the vectors of {column.key!r} are not the published "
-                    f"ones: off by {error:.3g} where the largest is {scale:.3g}"
-                )
+            answers = [self.lookup(numbers, lengths, weights) for weights in all_weights]
+        golden = answers[0 if bags.weights is None else 1]
+        check_answers(golden, goldens, numbers, self.manifest, version.tables, str(version.path))

@@ -6,16 +6,16 @@ import logging
 import re
 
 import torch
-from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from embedserve.engine.engine import Engine
-from embedserve.engine.script import Lookup, TensorLookup, compile_lookup
+from embedserve.engine.script import RowLookup, TensorLookup, compile_lookup
 from embedserve.engine.sharded import main_device, shard
+from embedserve.engine.unpooled import shard_unpooled
 from embedserve_store.errors import StoreError
 from embedserve_store.load import ModelVersion
 from embedserve_store.manifest import Manifest
-from embedserve_store.plan import Plan
-from embedserve_store.planner import check_gpu_memory, plan_under
+from embedserve_store.plans.plan import Plan
+from embedserve_store.plans.planner import check_gpu_memory, plan_under
 
 logger = logging.getLogger(__name__)
 
@@ -42,33 +42,37 @@ def restore(version: ModelVersion, devices: str = "auto", *, strict_plan: bool =
     if device_type == "cuda":
         check_gpu_memory(plan, version.manifest.tables)
     try:
-        plain = shard(version, plan, device_type, is_weighted=False)
-        weighted = shard(version, plan, device_type, is_weighted=True, rows_of=plain)
+        lookups = _lookups(version, plan, device_type)
     except RuntimeError as error:
         if "memory" not in str(error):
             raise
         reason = str(error).splitlines()[0]
         raise StoreError(f"{version.path}: does not fit on {device_type}: {reason}") from error
-    lookup, is_scripted = _compiled(plain, version, device_type)
-    weighted_lookup, weighted_is_scripted = _compiled(weighted, version, device_type)
+    compiled = [compile_lookup(lookup) for lookup in lookups]
     engine = Engine(
         version,
         plan,
         device_type,
-        lookup=lookup,
-        weighted_lookup=weighted_lookup,
-        is_scripted=is_scripted and weighted_is_scripted,
+        lookup=compiled[0][0],
+        weighted_lookup=compiled[1][0] if version.manifest.is_pooled else None,
+        is_scripted=all(is_scripted for _, is_scripted in compiled),
     )
     engine.warm_up()
     return engine
 
 
-def _compiled(
-    sharded: DistributedModelParallel, version: ModelVersion, device_type: str
-) -> tuple[Lookup, bool]:
-    manifest = version.manifest
+def _lookups(
+    version: ModelVersion, plan: Plan, device_type: str
+) -> list[TensorLookup] | list[RowLookup]:
+    """The plain lookup, and of a pooled model the one with weights."""
+    features, keys = version.manifest.features, version.manifest.keys
     device = main_device(device_type)
-    return compile_lookup(TensorLookup(sharded.module, manifest.features, manifest.keys, device))
+    if not version.manifest.is_pooled:
+        unpooled = shard_unpooled(version, plan, device_type)
+        return [RowLookup(unpooled.module, features, keys, device)]
+    plain = shard(version, plan, device_type, is_weighted=False)
+    weighted = shard(version, plan, device_type, is_weighted=True, rows_of=plain)
+    return [TensorLookup(one.module, features, keys, device) for one in (plain, weighted)]
 
 
 def resolve_devices(devices: str, stored_world_size: int) -> tuple[str, int]:

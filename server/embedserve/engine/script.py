@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 KERNEL = "IntNBitTableBatchedEmbeddingBagsCodegen"
 
 Lookup = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""(ids int64 [n], lengths int32 [F * B], weights float32 [n] or None) -> float32 [B, sum(dims)]"""
+"""(ids int64 [n], lengths int32 [F * B], weights float32 [n] or None) -> float32 [B, sum(dims)],
+or, of an unpooled model, [N, dim]: for each key one row for each id of its feature."""
 
 
 @torch.fx.wrap
@@ -70,7 +71,62 @@ class TensorLookup(nn.Module):
         return torch.cat([blocks[i] for i in self.order], dim=1)
 
 
-def compile_lookup(lookup: TensorLookup) -> tuple[Lookup, bool]:
+@torch.fx.wrap
+def _whole(slices: list[torch.Tensor]) -> torch.Tensor:
+    rows = 0
+    for one in slices:
+        rows += one.size(0)
+    return slices[0].as_strided([rows, slices[0].size(1)], [slices[0].size(1), 1])
+
+
+class RowLookup(nn.Module):
+    """A sharded EmbeddingCollection from tensors to its rows, key after key. Without weights.
+
+    torchrec answers with slices of what its kernels or its un-permuting wrote. Where those
+    already follow one another in the order of ``keys``, the whole is answered without copying.
+    """
+
+    def __init__(
+        self,
+        sharded: nn.Module,
+        features: Sequence[str],
+        keys: Sequence[str],
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.sharded = sharded
+        self.features = list(features)
+        self.keys = list(keys)
+        # One id for each feature also makes torchrec create its input and output modules.
+        ids = torch.zeros(len(features), dtype=torch.int64, device=device)
+        lengths = torch.ones(len(features), dtype=torch.int32, device=device)
+        with torch.inference_mode():
+            self.is_whole = _follow_one_another(self._slices(ids, lengths))
+
+    def _slices(self, ids: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
+        answer = self.sharded(_to_kjt(self.features, ids, lengths, None))
+        return [answer[key].values() for key in self.keys]
+
+    def forward(
+        self, ids: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        slices = self._slices(ids, lengths)
+        return _whole(slices) if self.is_whole else torch.cat(slices)
+
+
+def _follow_one_another(slices: list[torch.Tensor]) -> bool:
+    """Whether ``slices`` cut one tensor into pieces, from its start on."""
+    storage = slices[0].untyped_storage().data_ptr()
+    end = 0
+    for one in slices:
+        follows = one.untyped_storage().data_ptr() == storage and one.storage_offset() == end
+        if not (follows and one.is_contiguous()):
+            return False
+        end += one.numel()
+    return True
+
+
+def compile_lookup(lookup: TensorLookup | RowLookup) -> tuple[Lookup, bool]:
     """``lookup`` as TorchScript and True, or as it is and False where that fails (logged)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch.jit's own deprecations

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from embedserve import __version__
@@ -19,21 +19,37 @@ from embedserve.codec.json_codec import encode_error
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, InvalidRequestError
 from embedserve.frontends.openapi import EMBED_PATHS, EMBED_SCHEMAS, ERROR_RESPONSE
 from embedserve.service import Service
-from embedserve.types import ModelInfo
+from embedserve.types import ModelInfo, TableInfo
+
+
+class IdRule(BaseModel):
+    """How callers' ids of a table become row numbers; what the rule does not use is left out."""
+
+    rule: str = Field(description="rows, modulo or map.")
+    id_type: str | None = Field(None, description="Of map: int64 or string.")
+    entries: int | None = Field(None, description="Of map: ids in the vocabulary.")
+    examples: list[str] | None = Field(None, description="Of a map of strings: some of its ids.")
+    modulus: int | None = Field(None, description="Of modulo: row = id mod modulus + offset.")
+    offset: int | None = None
+    unknown: str | None = Field(
+        None,
+        description="What becomes of an id without a row: error refuses its request, skip leaves "
+        "it out, row looks up default_row.",
+    )
+    default_row: int | None = None
 
 
 class Table(BaseModel):
     """A table of a served model."""
 
-    model_config = ConfigDict(from_attributes=True)
-
     name: str
     num_embeddings: int
     embedding_dim: int
-    pooling: str
+    pooling: str = Field(description="sum or mean; none of a model that is not pooled.")
     dtype: str
     features: list[str]
     sharding: str
+    ids: IdRule
 
 
 class Model(BaseModel):
@@ -44,6 +60,7 @@ class Model(BaseModel):
     features: list[str]
     keys: list[str]
     length_per_key: list[int]
+    unpooled: bool = Field(description="Answers have one row for each id, and lengths.")
     tables: list[Table]
     device: str
     bytes_per_rank: list[int]
@@ -69,11 +86,25 @@ def describe(info: ModelInfo) -> Model:
         features=list(info.features),
         keys=list(info.keys),
         length_per_key=list(info.length_per_key),
-        tables=[Table.model_validate(table) for table in info.tables],
+        unpooled=not info.is_pooled,
+        tables=[_describe_table(table) for table in info.tables],
         device=info.device_type,
         bytes_per_rank=list(info.bytes_per_rank),
         replanned=info.replanned,
         scripted=info.is_scripted,
+    )
+
+
+def _describe_table(table: TableInfo) -> Table:
+    return Table(
+        name=table.name,
+        num_embeddings=table.num_embeddings,
+        embedding_dim=table.embedding_dim,
+        pooling=table.pooling,
+        dtype=table.dtype,
+        features=list(table.features),
+        sharding=table.sharding,
+        ids=IdRule.model_validate(table.ids.to_json()),
     )
 
 
@@ -85,7 +116,7 @@ def management_app(service: Service) -> FastAPI:
     app = FastAPIOffline(
         title="embedserve",
         version=__version__,
-        description="Pooled embedding lookups of TorchRec models.",
+        description="Embedding lookups of TorchRec models.",
     )
     registry = service.metrics.registry()
 
@@ -105,7 +136,7 @@ def management_app(service: Service) -> FastAPI:
         """Prometheus metrics."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/models", tags=["models"])
+    @app.get("/models", tags=["models"], response_model_exclude_none=True)
     async def models() -> Models:
         """Every served model."""
         return Models(
@@ -113,7 +144,7 @@ def management_app(service: Service) -> FastAPI:
             default_model=service.default_model,
         )
 
-    @app.get("/models/{model}", tags=["models"])
+    @app.get("/models/{model}", tags=["models"], response_model_exclude_none=True)
     async def model(model: str) -> Model:
         """One served model."""
         return describe(service.model(model))

@@ -9,16 +9,29 @@ _REQUEST_EXAMPLE = {
 }
 
 
-def _jagged(item: str, what: str) -> dict[str, Any]:
-    bag = {"type": "array", "items": {"type": item}}
-    if item == "integer":
-        bag["items"] = {"type": "integer", "format": "int64"}
+_ID = {"type": "integer", "format": "int64"}
+
+
+def _jagged(items: list[dict[str, Any]], what: str) -> dict[str, Any]:
+    bags = [{"type": "array", "items": item} for item in items]
     return {
         "type": "object",
         "description": f"Feature to {what}: a list for each example, or one flat list for a "
         "batch of one. A feature that is named twice counts as it stands last.",
-        "additionalProperties": {"anyOf": [{"type": "array", "items": bag}, bag]},
+        "additionalProperties": {"anyOf": [{"type": "array", "items": bag} for bag in bags] + bags},
     }
+
+
+def _by_key(description: str, items: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "description": description,
+        "additionalProperties": {"type": "array", "items": items},
+    }
+
+
+_LENGTH = {"type": "integer", "minimum": 0}
+_VECTOR = {"type": "array", "items": {"type": ["number", "null"], "format": "float"}}
 
 
 EMBED_SCHEMAS: dict[str, Any] = {
@@ -27,8 +40,14 @@ EMBED_SCHEMAS: dict[str, Any] = {
         "required": ["features"],
         "additionalProperties": False,
         "properties": {
-            "features": _jagged("integer", "ids. A feature left out is an empty bag"),
-            "weights": _jagged("number", "weights in the shape of its ids. Left out: 1"),
+            "features": _jagged(
+                [_ID, {"type": "string"}],
+                "ids, which GET /models describes. A feature left out is an empty bag",
+            ),
+            "weights": _jagged(
+                [{"type": "number"}],
+                "weights in the shape of its ids; not of a model that is unpooled. Left out: 1",
+            ),
         },
         "example": _REQUEST_EXAMPLE,
     },
@@ -40,14 +59,23 @@ EMBED_SCHEMAS: dict[str, Any] = {
             "version": {"type": "integer"},
             "keys": {"type": "array", "items": {"type": "string"}},
             "length_per_key": {"type": "array", "items": {"type": "integer"}},
+            "lengths": _by_key("Of an unpooled model only: the ids of each example.", _LENGTH),
+            "unknown_ids": {
+                "type": "object",
+                "description": "How many ids had no row, by feature; only where some had none.",
+                "additionalProperties": {"type": "integer"},
+            },
             "values": {
-                "type": "array",
-                "description": "For each example, the vectors of all keys one after the other. "
-                "null stands for a sum past the largest float32: JSON has no infinity.",
-                "items": {
-                    "type": "array",
-                    "items": {"type": ["number", "null"], "format": "float"},
-                },
+                "anyOf": [
+                    {
+                        "type": "array",
+                        "description": "For each example, the vectors of all keys one after the "
+                        "other. null stands for a sum past the largest float32: JSON has no "
+                        "infinity.",
+                        "items": _VECTOR,
+                    },
+                    _by_key("Of an unpooled model: a vector for each id, as sent.", _VECTOR),
+                ],
             },
         },
     },
@@ -121,7 +149,8 @@ def _post(summary: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
             },
             "responses": {
                 "200": {
-                    "description": "The pooled vectors, as in a KeyedTensor.",
+                    "description": "The vectors: pooled, as in a KeyedTensor; of an unpooled model "
+                    "as in a JaggedTensor for each key.",
                     "content": {
                         "application/json": {
                             "schema": {"$ref": "#/components/schemas/EmbedResponse"}
@@ -139,9 +168,9 @@ def _post(summary: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 EMBED_PATHS: dict[str, Any] = {
-    "/embed": _post("Look up pooled vectors in the default model", []),
+    "/embed": _post("Look up vectors in the default model", []),
     "/models/{model}/embed": _post(
-        "Look up pooled vectors in one model",
+        "Look up vectors in one model",
         [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}],
     ),
 }

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from server.fake_engine import make_request, model_info
-from server.strategies import bags_of_ids, weights_or_none
+from server.fake_engine import FakeEngine, make_request, model_info
+from server.fake_models import ruled_info, unpooled_info
+from server.strategies import bags_of, bags_of_ids, weights_or_none
 
 from embedserve.codec.protobuf_codec import (
     decode_request,
@@ -22,6 +23,9 @@ from embedserve.codec.protobuf_codec import (
 from embedserve.errors import InvalidRequestError, OverloadedError
 from embedserve.types import LookupResult
 from embedserve_proto import embedding_pb2 as pb
+
+RULED = ruled_info()
+UNPOOLED = FakeEngine(unpooled_info())
 
 
 @given(data=st.data())
@@ -54,6 +58,29 @@ def test_packed_fields_and_bytes_fields_are_the_same_request(data: st.DataObject
         assert (request.ids.dtype, request.lengths.dtype) == (np.int64, np.int32)
 
 
+@given(data=st.data())
+def test_strings_go_where_their_keys_stand(data: st.DataObject) -> None:
+    bags = data.draw(bags_of(RULED))
+    weights = data.draw(weights_or_none(bags))
+    expected = make_request(bags, weights)
+    flat = {feature: [one for bag in given for one in bag] for feature, given in bags.items()}
+    message = pb.EmbedRequest(
+        keys=list(bags),
+        ids=[one for ids in flat.values() for one in ids if isinstance(one, int)],
+        lengths=expected.lengths.tolist(),
+        weights=[] if expected.weights is None else expected.weights.tolist(),
+        string_keys=sorted(expected.string_features),
+        string_ids=[one for ids in flat.values() for one in ids if isinstance(one, str)],
+    )
+    request = decode_request(message.SerializeToString())
+    assert request.ids.tolist() == expected.ids.tolist()
+    assert request.string_features == expected.string_features
+    assert (request.strings or {}) == (expected.strings or {})
+    if request.weights is not None:
+        assert expected.weights is not None
+        assert request.weights.tolist() == expected.weights.tolist()
+
+
 def test_the_model_of_the_url_goes_before_that_of_the_message() -> None:
     body = pb.EmbedRequest(model="b", keys=["user"], lengths=[0]).SerializeToString()
     assert decode_request(body, "a").model == "a"
@@ -73,6 +100,20 @@ BAD = [
     ({"weights": [1.0], "weights_bytes": bytes(4)}, "weights", "both given"),
     ({"ids": [], "ids_bytes": bytes(7)}, "ids_bytes", "has 7 bytes, not a multiple of 8"),
     ({"lengths": [], "lengths_bytes": bytes(5)}, "lengths_bytes", "has 5 bytes, not a multiple"),
+    ({"string_keys": ["user", "user"]}, "string_keys", "'user' twice"),
+    ({"string_keys": ["title"]}, "string_keys", "names 'title', keys does not"),
+    ({"string_ids": ["a"]}, "lengths", "add up to 3, but there are 4 ids"),
+    ({"string_keys": ["tag"]}, "string_ids", "has 0 ids, the lengths of string_keys add up to 1"),
+    (
+        {"string_keys": ["tag"], "ids": [1], "string_ids": ["a", "b"]},
+        "string_ids",
+        "has 2 ids, the lengths of string_keys add up to 1",
+    ),
+    (
+        {"string_keys": ["tag"], "lengths": [1, 4, -1, 0], "string_ids": ["a"]},
+        "lengths[2]",
+        "is -1",
+    ),
     ({"weights_bytes": bytes(3)}, "weights_bytes", "has 3 bytes, not a multiple of 4"),
 ]
 
@@ -125,6 +166,31 @@ def test_the_answer_built_from_parts_is_the_message(batch_size: int, seed: int) 
     )
 
 
+@given(data=st.data())
+def test_an_unpooled_answer_is_the_message(data: st.DataObject) -> None:
+    bags = data.draw(bags_of(UNPOOLED.model))
+    lengths = np.array(UNPOOLED.expected_lengths(bags), np.int32)
+    values, unknown = UNPOOLED.expected(bags), UNPOOLED.expected_unknown(bags)
+    encoded = encode_result(LookupResult(UNPOOLED.model, values, unknown, lengths))
+    assert pb.EmbedResponse.FromString(encoded) == pb.EmbedResponse(
+        model="sequence",
+        version=7,
+        keys=["item@t_item", "last", "tag", "item@t_again"],
+        length_per_key=[4] * 4,
+        batch_size=lengths.shape[1],
+        values=values.astype("<f4").tobytes(),
+        unknown_ids=unknown,
+        lengths=lengths.reshape(-1).tolist(),
+    )
+
+
+def test_unknown_ids_are_counted_by_feature() -> None:
+    result = LookupResult(model_info(), np.zeros((1, 9), np.float32), {"movie": 2})
+    answer = pb.EmbedResponse.FromString(encode_result(result))
+    assert (dict(answer.unknown_ids), answer.batch_size) == ({"movie": 2}, 1)
+    assert not answer.lengths
+
+
 @pytest.mark.parametrize("batch_size", [1, 31, 32, 33, 4095, 4096])
 def test_lengths_around_a_varints_next_byte_are_encoded_right(batch_size: int) -> None:
     model = model_info(features={"user": (7, 1)})
@@ -156,9 +222,29 @@ def test_a_model_is_described_with_its_tables() -> None:
     message = model_message(model_info())
     assert list(message.features) == ["user", "movie", "tag"]
     assert list(message.length_per_key) == [4, 3, 2]
+    assert not message.unpooled
     tables = [(table.name, table.num_embeddings, table.sharding) for table in message.tables]
     assert tables == [
         ("t_user", 7, "table_wise"),
         ("t_movie", 11, "table_wise"),
         ("t_tag", 5, "table_wise"),
     ]
+
+
+def test_a_table_is_described_with_its_id_rule() -> None:
+    rules = {table.name: table.ids for table in model_message(RULED).tables}
+    assert rules == {
+        "t_user": pb.IdRule(rule="map", id_type="int64", entries=5, unknown="skip"),
+        "t_movie": pb.IdRule(rule="rows", id_type="int64", unknown="row", default_row=3),
+        "t_tag": pb.IdRule(
+            rule="map", id_type="string", entries=4, unknown="skip", examples=["drama", "comédie"]
+        ),
+        "t_day": pb.IdRule(rule="modulo", id_type="int64", modulus=4, offset=2, unknown="error"),
+        "t_shelf": pb.IdRule(rule="map", id_type="int64", entries=3, unknown="error"),
+    }
+
+
+def test_an_unpooled_model_is_described_as_such() -> None:
+    message = model_message(UNPOOLED.model)
+    assert message.unpooled
+    assert {table.pooling for table in message.tables} == {"none"}

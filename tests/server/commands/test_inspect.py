@@ -8,9 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from embedserve.cli import app
-from embedserve.commands.inspect import show_plan
-from embedserve_store.manifest import Manifest, TableSpec
-from embedserve_store.plan import Plan, Shard, TablePlan
+from embedserve.commands.inspect import describe_ids
+from embedserve_store import IdRule
 
 
 @pytest.fixture(autouse=True)
@@ -41,21 +40,11 @@ def test_a_model_shows_its_versions(store: Path) -> None:
 
 def test_a_version_shows_its_tables_and_which_rows_lie_on_which_rank(store: Path) -> None:
     lines = shown(store, "shop", "1")
-    assert ["t_user", "7", "4", "float32", "sum", "112", "B", "user", "row_wise"] in lines
-    assert ["t_user", "rows", "0-3", "rows", "4-6"] in lines
-    assert ["bytes", "64", "B", "48", "B"] in lines
-
-
-def test_a_plan_narrower_than_its_title(capsys: pytest.CaptureFixture[str]) -> None:
-    manifest = Manifest("m", 1, (TableSpec("t", 7, 4, ("t",), "sum", "float32"),), False)
-    on_one_rank = TablePlan("table_wise", (Shard(0, 0, 7, 0, 4),))
-    show_plan(manifest, Plan(1, {"t": on_one_rank}, {}))
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
-        ["plan", "over", "1", "rank"],
-        ["table", "rank", "0"],
-        ["t", "rows", "0-6"],
-        ["bytes", "112", "B"],
-    ]
+    assert ["t_user", "7", "4", "float32", "sum", "112", "B", "user", "rows"] in lines
+    where = ["row_wise", "4", "+", "3", "rows"]
+    assert ["A", "t_user", "7", "4", "float32", "112", "B", *where] in lines
+    held = [line[3:] for line in lines if line[:1] == ["rank"]]
+    assert held == [["64", "B", "57.1%", "4"], ["48", "B", "42.9%", "3"]]
 
 
 @pytest.mark.parametrize(
@@ -69,3 +58,17 @@ def test_what_is_not_there_is_one_line(
     assert (result.exit_code, result.stdout) == (1, "")
     (line,) = result.stderr.splitlines()
     assert message in line
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (IdRule(), "rows"),
+        (IdRule(unknown="skip"), "rows, unknown: skip"),
+        (IdRule(rule="modulo", modulus=9), "modulo 9"),
+        (IdRule(rule="modulo", modulus=9, offset=1), "modulo 9 + 1"),
+        (IdRule(rule="map", entries=1000, id_type="string"), "map of 1,000 string"),
+    ],
+)
+def test_a_rule_is_a_few_words(rule: IdRule, words: str) -> None:
+    assert describe_ids(rule) == words

@@ -53,7 +53,7 @@ async def test_answers_come_in_order_with_a_failure_in_its_place(
     ]
     assert answers[3].error.field == "features.user[0][0]"
     for place, user in ((0, 0), (1, 1), (4, 3)):
-        assert user_vector(answers[place]) == engine.tables["user"][user].tolist()
+        assert user_vector(answers[place]) == engine.tables["t_user"][user].tolist()
     assert live.outcomes("grpc") == {"OK": 3, "NOT_FOUND": 1, "INVALID_ARGUMENT": 1}
 
 
@@ -61,7 +61,7 @@ async def test_a_stream_takes_turns_with_its_caller(live: Live, engine: FakeEngi
     call = live.stub.EmbedStream()
     for user in (3, 1, 2):
         await call.write(request_for(user))
-        assert user_vector(await call.read()) == engine.tables["user"][user].tolist()
+        assert user_vector(await call.read()) == engine.tables["t_user"][user].tolist()
     await call.done_writing()
     assert await call.read() is grpc.aio.EOF
 
@@ -78,7 +78,7 @@ async def test_more_requests_than_the_window_are_pipelined_and_none_is_lost(
     assert live.queued() == WINDOW_REQUESTS_MAX - 1
     engine.release()
     answers = [user_vector(answer) async for answer in call]
-    assert answers == [engine.tables["user"][i % 7].tolist() for i in range(count)]
+    assert answers == [engine.tables["t_user"][i % 7].tolist() for i in range(count)]
     assert engine.lookups[1].batch_size == WINDOW_REQUESTS_MAX - 1
 
 
@@ -146,7 +146,7 @@ async def test_the_window_is_also_bounded_by_the_bytes_of_its_answers(
     assert live.queued() == 2
     engine.release()
     answers = [user_vector(answer) async for answer in call]
-    assert answers == [engine.tables["user"][i % 7].tolist() for i in range(20)]
+    assert answers == [engine.tables["t_user"][i % 7].tolist() for i in range(20)]
     assert max(lookup.batch_size for lookup in engine.lookups) <= 3
 
 
@@ -189,7 +189,7 @@ async def test_an_answer_that_waits_to_be_sent_does_not_keep_its_batch(
         first = await window.first()
         assert first is not None
         answer = pb.EmbedResponse.FromString(first.result())
-        assert user_vector(answer) == engine.tables["user"][user].tolist()
+        assert user_vector(answer) == engine.tables["t_user"][user].tolist()
         window.remove_first()
 
 
@@ -247,7 +247,7 @@ async def test_a_request_that_comes_during_the_drain_is_not_taken(
     await asyncio.sleep(0.01)
     engine.release()
     assert user_vector(pb.EmbedResponse.FromString(await answer)) == (
-        engine.tables["user"][1].tolist()
+        engine.tables["t_user"][1].tolist()
     )
     with pytest.raises(Aborted, match="UNAVAILABLE"):
         await anext(stream)
@@ -264,7 +264,7 @@ async def test_ending_an_idle_stream_leaves_no_error_behind(
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         call = EmbeddingServiceStub(channel).EmbedStream()
         await call.write(request_for(1))
-        assert user_vector(await call.read()) == engine.tables["user"][1].tolist()
+        assert user_vector(await call.read()) == engine.tables["t_user"][1].tolist()
         await server.stop(5)
         with pytest.raises(grpc.aio.AioRpcError, match="draining before the stop"):
             await call.read()

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
-from server.live import JSON
+from server.fake_engine import FakeEngine
+from server.fake_models import ruled_info, unpooled_info
+from server.live import JSON, make_service
+from server.openapi import validate
 
+from embedserve.frontends.management import management_app
 from embedserve.service import Service
 
 
 async def schema(rest: httpx.AsyncClient) -> dict[str, Any]:
     described: dict[str, Any] = (await rest.get("/openapi.json")).json()
     return described
-
-
-def validate(document: Any, name: str, described: dict[str, Any]) -> None:
-    """``document`` is what the schema of that name says."""
-    reference = {"$ref": f"#/components/schemas/{name}", "components": described["components"]}
-    jsonschema.validate(document, reference, cls=jsonschema.Draft202012Validator)
 
 
 async def test_live_and_ready(rest: httpx.AsyncClient, service: Service) -> None:
@@ -49,7 +48,33 @@ async def test_models_are_described(rest: httpx.AsyncClient) -> None:
         "dtype": "float32",
         "features": ["user"],
         "sharding": "table_wise",
+        "ids": {"rule": "rows", "unknown": "error"},
     }
+    assert not shop["unpooled"]
+
+
+async def test_tables_are_described_with_their_id_rules(executor: ThreadPoolExecutor) -> None:
+    engines = FakeEngine(ruled_info()), FakeEngine(unpooled_info())
+    app = management_app(make_service(*engines, executor=executor))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+        listed = (await client.get("http://test/models")).json()
+        validate(listed, "Models", (await client.get("http://test/openapi.json")).json())
+    ruled, sequence = listed["models"]
+    assert {table["name"]: table["ids"] for table in ruled["tables"]} == {
+        "t_user": {"rule": "map", "id_type": "int64", "entries": 5, "unknown": "skip"},
+        "t_movie": {"rule": "rows", "unknown": "row", "default_row": 3},
+        "t_tag": {
+            "rule": "map",
+            "id_type": "string",
+            "entries": 4,
+            "unknown": "skip",
+            "examples": ["drama", "comédie"],
+        },
+        "t_day": {"rule": "modulo", "modulus": 4, "offset": 2},
+        "t_shelf": {"rule": "map", "id_type": "int64", "entries": 3, "unknown": "error"},
+    }
+    assert (ruled["unpooled"], sequence["unpooled"]) == (False, True)
+    assert {table["pooling"] for table in sequence["tables"]} == {"none"}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +127,13 @@ async def test_requests_and_answers_are_what_the_openapi_document_says(
         answer = await rest.post("/embed", json=request)
         assert answer.status_code == 200
         validate(answer.json(), "EmbedResponse", described)
-    for bad in ({"features": {"user": [1.5]}}, {}, {"features": {}, "more": 1}):
+    validate({"features": {"title": ["Heat"], "user": [[7]]}}, "EmbedRequest", described)
+    for bad in (
+        {"features": {"user": [1.5]}},
+        {"features": {"user": [1, "a"]}},
+        {},
+        {"features": {}, "more": 1},
+    ):
         with pytest.raises(jsonschema.ValidationError):
             validate(bad, "EmbedRequest", described)
         validate((await rest.post("/embed", json=bad)).json(), "Error", described)

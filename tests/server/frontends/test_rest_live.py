@@ -201,4 +201,4 @@ async def test_answers_larger_than_any_buffer_arrive_whole(engine: FakeEngine) -
     async with live_server(engine, limits=IN_THREAD) as live:
         answer = await live.http.post("/embed", json={"features": bags}, timeout=httpx.Timeout(30))
         values = np.array(answer.json()["values"], np.float32)
-    assert np.array_equal(values[:, :4], engine.tables["user"][np.arange(20_000) % 7])
+    assert np.array_equal(values[:, :4], engine.tables["t_user"][np.arange(20_000) % 7])

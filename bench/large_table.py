@@ -1,0 +1,209 @@
+"""Publishes and serves one large table: seconds, rates, and memory of each process.
+
+Makes a checkpoint of one float32 table (10 GB unless told otherwise), publishes it from the command
+line in two dtypes, and serves it with two servers. Beside it, in the same run, what the disk and
+the quantizer do alone. Private memory is that of /proc/PID/smaps_rollup (Private_Clean and
+Private_Dirty), sampled 20 times a second. Needs three times the table on disk, nothing of it in
+memory. Prints a table and writes JSON beside it. Run it with `make bench-large`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+
+DIM = 128
+BLOCK_ROWS = 1 << 16
+PAGE_BYTES = 4096
+IDS_PER_REQUEST = 125_000
+SAMPLE_S = 0.05
+READY_S_MAX = 120
+DESCRIPTION = """tables:
+  - name: large
+    num_embeddings: {rows}
+    embedding_dim: {dim}
+    feature_names: [item]
+    pooling: sum
+"""
+
+
+def main() -> None:
+    options = _options()
+    folder = Path(tempfile.mkdtemp(prefix="embedserve-large-", dir=options.folder))
+    try:
+        result = measure(folder, options.gigabytes)
+    finally:
+        shutil.rmtree(folder)
+    print(json.dumps(result, indent=2))
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gigabytes", type=float, default=10.0, help="of the float32 table (10^9)")
+    parser.add_argument("--folder", type=Path, default=None, help="where to put the files")
+    parser.add_argument("--output", type=Path, default=None, help="a JSON file for the figures")
+    return parser.parse_args()
+
+
+def measure(folder: Path, gigabytes: float) -> dict[str, object]:
+    rows = int(gigabytes * 1e9 / (4 * DIM))
+    table_bytes = rows * DIM * 4
+    _make_checkpoint(folder, rows)
+    (folder / "tables.yaml").write_text(DESCRIPTION.format(rows=rows, dim=DIM))
+    result: dict[str, object] = {"table_gb": table_bytes / 1e9, "rows": rows, "dim": DIM}
+    result["copy_mb_s"] = _copy_rate(folder)
+    result["int8_quantize_mb_s"] = _quantize_rate()
+    for dtype in ("int8", "float32"):
+        result[f"publish_{dtype}"] = _publish(folder, dtype, table_bytes)
+    result["serve"] = _serve(folder, "float32", rows)
+    return result
+
+
+def _make_checkpoint(folder: Path, rows: int) -> None:
+    """A DCP folder of a model with the table, written from a file that is mapped, not held."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    raw = folder / "raw"
+    weights = np.memmap(raw, np.float32, "w+", shape=(rows, DIM))
+    random = np.random.default_rng(1)
+    block = random.uniform(-0.05, 0.05, (BLOCK_ROWS, DIM)).astype(np.float32)
+    for start in range(0, rows, BLOCK_ROWS):
+        count = min(BLOCK_ROWS, rows - start)
+        weights[start : start + count] = block[:count]
+        weights[start : start + count, 0] = np.arange(start, start + count) * 1e-9
+    weights.flush()
+    state = {"model": {"ebc.embedding_bags.large.weight": torch.from_numpy(weights)}}
+    dcp.save(state, checkpoint_id=folder / "checkpoint", no_dist=True)
+    del weights, state
+    raw.unlink()
+
+
+def _copy_rate(folder: Path) -> float:
+    """MB/s of reading the checkpoint's file and writing another, synced: what any copy costs."""
+    (source,) = (folder / "checkpoint").glob("*.distcp")
+    target = folder / "copy"
+    start = time.perf_counter()
+    with source.open("rb") as reader, target.open("wb") as writer:
+        shutil.copyfileobj(reader, writer, 8 << 20)
+        writer.flush()
+        os.fsync(writer.fileno())
+    seconds = time.perf_counter() - start
+    target.unlink()
+    return source.stat().st_size / seconds / 1e6
+
+
+def _quantize_rate() -> float:
+    """MB/s of float32 that FBGEMM's int8 quantize op takes, on one thread."""
+    import fbgemm_gpu  # noqa: F401
+    import torch
+
+    torch.set_num_threads(1)
+    block = torch.rand(BLOCK_ROWS, DIM)
+    quantize = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf
+    quantize(block, 8)
+    start = time.perf_counter()
+    for _ in range(20):
+        quantize(block, 8)
+    return 20 * block.nbytes / (time.perf_counter() - start) / 1e6
+
+
+def _publish(folder: Path, dtype: str, table_bytes: int) -> dict[str, float]:
+    """`embedserve publish` as a process of its own: seconds, float32 MB/s, peak private MB."""
+    arguments = ["publish", folder / "checkpoint", folder / "tables.yaml", folder / dtype]
+    start = time.perf_counter()
+    process = _start(*arguments, "--model", "large", "--dtype", dtype)
+    peak = 0
+    while process.poll() is None:
+        peak = max(peak, _memory(process.pid)[0])
+        time.sleep(SAMPLE_S)
+    seconds = time.perf_counter() - start
+    if process.returncode:
+        raise SystemExit(f"publish failed with status {process.returncode}")
+    return {
+        "seconds": seconds,
+        "mb_s": table_bytes / seconds / 1e6,
+        "peak_private_mb": peak / 1e6,
+    }
+
+
+def _serve(folder: Path, dtype: str, rows: int) -> dict[str, object]:
+    """Two servers on the same version: seconds to ready, and what each holds once it has read
+    every page of the table. The proportional set sizes add up to the table once."""
+    servers = []
+    try:
+        for number in range(2):
+            port = 18_000 + 2 * number
+            start = time.perf_counter()
+            ports = ("--http-port", port, "--grpc-port", port + 1)
+            servers.append(_start("serve", folder / dtype, *ports))
+            _wait_until_ready(port, servers[-1])
+            seconds = time.perf_counter() - start
+            if number == 0:
+                ready_s = seconds
+            _read_every_page(port, rows)
+        memory = [_memory(server.pid) for server in servers]
+        return {
+            "seconds_to_ready": ready_s,
+            "second_seconds_to_ready": seconds,
+            "private_mb": [private / 1e6 for private, _ in memory],
+            "pss_mb": [pss / 1e6 for _, pss in memory],
+        }
+    finally:
+        for server in servers:
+            server.send_signal(signal.SIGTERM)
+            server.wait(timeout=60)
+
+
+def _start(*arguments: object) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-W", "ignore", "-m", "embedserve", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=sys.stderr)
+
+
+def _wait_until_ready(port: int, server: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + READY_S_MAX
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/ready", timeout=2):
+                return
+        except OSError:
+            time.sleep(0.02)
+    raise SystemExit("the server did not become ready")
+
+
+def _read_every_page(port: int, rows: int) -> None:
+    """Asks for one row in each 4 KiB page, in requests of a million bytes of ids."""
+    from embedserve_client import EmbedClient
+
+    ids = np.arange(0, rows, PAGE_BYTES // (4 * DIM))
+    with EmbedClient(f"http://127.0.0.1:{port}") as client:
+        for start in range(0, len(ids), IDS_PER_REQUEST):
+            part = ids[start : start + IDS_PER_REQUEST]
+            client.embed({"item": (part, np.array([len(part)]))})
+
+
+def _memory(pid: int) -> tuple[int, int]:
+    """(private, proportional set size) in bytes; zeros for a process that has just ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    except OSError:
+        return 0, 0
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    return sizes["Private_Clean"] + sizes["Private_Dirty"], sizes["Pss"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""Reads a vocabulary file: the ids of a table, raw int64 or strings, and the row of each.
+
+.npy, .txt and a .json list hold ids in the order of the rows; .csv (header id,row) and a .json
+object say the row of each. Hands on two arrays, every entry checked; strings as their hashes.
+A .npy file is mapped and .txt and .csv are read line by line, so that 16 bytes an id are held,
+twice that for a moment; .json is parsed whole. Never unpickles, never imports torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.ids.id_index import find_duplicate
+from embedserve_store.ids.rules import hash_strings
+
+_BLOCK_IDS = 1 << 16
+_QUOTED_MAX = 80
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+_INT64 = np.iinfo(np.int64)
+
+_Entry = tuple[int, Any, Any]
+"""Line number or position, id, and row, or _NEXT."""
+_NEXT = object()
+"""The row of an entry whose position is its row."""
+_Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _File:
+    """A vocabulary file and what its entries are checked against."""
+
+    path: Path
+    id_type: str
+    num_embeddings: int
+    table: str
+
+    def entries(self) -> Iterator[_Entry]:
+        return _ENTRIES[self.path.suffix](self.path)
+
+    def refuse(self, problem: str, number: int | None = None) -> NoReturn:
+        """Raises InvalidModelError, for entry ``number`` if given."""
+        counted = "entry" if self.path.suffix in (".npy", ".json") else "line"
+        where = "" if number is None else f"{counted} {number}: "
+        raise InvalidModelError(f"table {self.table!r}: {self.path}: {where}{problem}")
+
+
+def read_vocabulary(
+    path: Path, id_type: str, num_embeddings: int, table: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The ids [n] of ``table`` in ``path`` and their rows [n].
+
+    Args:
+        id_type: int64, or string; those are given as their hashes.
+        num_embeddings: the table's rows.
+
+    Raises:
+        InvalidModelError: names file, line, value and table: an id that is no integer, outside
+            int64 or there twice, a row outside the table, more ids than rows, another format.
+        StoreError: the file cannot be read.
+    """
+    file = _File(path, id_type, num_embeddings, table)
+    if path.suffix != ".npy" and path.suffix not in _ENTRIES:
+        file.refuse("expected .npy, .txt, .csv or .json")
+    try:
+        return _read_npy(file) if path.suffix == ".npy" else _read_entries(file)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, csv.Error, RecursionError) as error:
+        problem = f"not a vocabulary in {path.suffix.removeprefix('.')}: {error}"
+        raise InvalidModelError(f"table {table!r}: {path}: {problem}") from error
+
+
+def first_strings(path: Path, count: int) -> tuple[str, ...]:
+    """Up to ``count`` of the strings in ``path``, which read_vocabulary has read."""
+    return tuple(one for _, one, _ in islice(_ENTRIES[path.suffix](path), count))
+
+
+def _read_npy(file: _File) -> tuple[_Ids, _Ids]:
+    # Maps the file, and refuses arrays of objects, which are pickled.
+    ids = np.asarray(np.lib.format.open_memmap(file.path, mode="r"))
+    if file.id_type != "int64":
+        file.refuse("holds no strings: write them as .txt, .csv or .json")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        file.refuse(f"holds {ids.dtype} {list(ids.shape)}, expected int64 [ids]")
+    if len(ids) > file.num_embeddings:
+        file.refuse(f"holds {len(ids)} ids, the table has {file.num_embeddings} rows")
+    if ids.dtype == np.uint64 and ids.size and ids.max() > _INT64.max:
+        position = int(ids.argmax())
+        file.refuse(f"{ids[position]} is outside int64", position)
+    ids = ids.astype(np.int64, copy=False)
+    duplicate = find_duplicate(ids)
+    if duplicate:
+        first, second = sorted(duplicate)
+        file.refuse(f"id {ids[first]} is there twice, first as entry {first}", second)
+    return ids, np.arange(len(ids))
+
+
+def _read_entries(file: _File) -> tuple[_Ids, _Ids]:
+    ids: list[_Ids] = [np.zeros(0, np.int64)]
+    rows: list[_Ids] = [np.zeros(0, np.int64)]
+    entries = file.entries()
+    count = 0
+    while block := list(islice(entries, _BLOCK_IDS)):
+        rows.append(_rows(block, count, file))
+        ids.append(_ids(block, file))
+        count += len(block)
+    joined = np.concatenate(ids)
+    duplicate = find_duplicate(joined)
+    if duplicate:
+        _refuse_duplicate(file, *sorted(duplicate))
+    return joined, np.concatenate(rows)
+
+
+def _ids(block: list[_Entry], file: _File) -> _Ids:
+    if file.id_type == "int64":
+        return np.array([_integer(one, number, file) for number, one, _ in block], np.int64)
+    for number, one, _ in block:
+        if not isinstance(one, str):
+            file.refuse(f"{_quote(one)} is not a string", number)
+    return hash_strings([one for _, one, _ in block])
+
+
+def _integer(value: Any, number: int, file: _File) -> int:
+    """``value``, an integer or the text of one; refused unless it is an int64."""
+    if isinstance(value, str):
+        text = value.strip()
+        is_integer = _INTEGER.fullmatch(text) is not None
+        # Python refuses to parse thousands of digits; 10**19 is outside int64 as they are.
+        result = (int(text) if len(text) < _QUOTED_MAX else 10**19) if is_integer else 0
+    else:
+        is_integer = type(value) is int
+        result = value
+    if not is_integer:
+        file.refuse(f"{_quote(value)} is not an integer", number)
+    if not _INT64.min <= result <= _INT64.max:
+        file.refuse(f"{_quote(value)} is outside int64", number)
+    return int(result)
+
+
+def _rows(block: list[_Entry], count: int, file: _File) -> _Ids:
+    """The rows of ``block``, before which ``count`` entries came."""
+    limit = file.num_embeddings
+    if block[0][2] is _NEXT:
+        if count + len(block) > limit:
+            file.refuse(f"more ids than the table's {limit} rows", block[limit - count][0])
+        return np.arange(count, count + len(block))
+    rows = np.array([_integer(row, number, file) for number, _, row in block], np.int64)
+    outside = (rows < 0) | (rows >= limit)
+    if outside.any():
+        number, _, row = block[int(outside.argmax())]
+        file.refuse(f"row {row} is not one of the table's 0 to {limit - 1}", number)
+    return rows
+
+
+def _refuse_duplicate(file: _File, first: int, second: int) -> NoReturn:
+    """Reads the file again, for what the two entries said: strings were not kept."""
+    number, one, _ = next(islice(file.entries(), first, None))
+    other_number, other, _ = next(islice(file.entries(), second, None))
+    if file.id_type == "string" and one != other:
+        file.refuse(
+            f"{_quote(other)} has the 64-bit hash of {_quote(one)} at {number}: rename one",
+            other_number,
+        )
+    file.refuse(f"id {_quote(other)} is there twice, first at {number}", other_number)
+
+
+def _quote(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _QUOTED_MAX else f"{text[:_QUOTED_MAX]}…"
+
+
+def _lines(path: Path) -> Iterator[_Entry]:
+    with open(path, encoding="utf-8-sig", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            yield number, line.removesuffix("\n").removesuffix("\r"), _NEXT
+
+
+def _csv_rows(path: Path) -> Iterator[_Entry]:
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        header = next(reader, [])
+        if header != ["id", "row"]:
+            raise ValueError(f"line 1 is {_quote(','.join(header))}, expected id,row")
+        for values in reader:
+            if len(values) != 2:
+                raise ValueError(f"line {reader.line_num} has {len(values)} columns, expected 2")
+            yield reader.line_num, values[0], values[1]
+
+
+def _json_entries(path: Path) -> Iterator[_Entry]:
+    # Objects come as tuples of pairs: a dict would keep the last of equal ids.
+    data = json.loads(path.read_text("utf-8-sig"), object_pairs_hook=tuple)
+    if not isinstance(data, (list, tuple)):
+        raise ValueError("expected a list of ids, or an object of rows by id")
+    for position, entry in enumerate(data):
+        yield (position, entry, _NEXT) if isinstance(data, list) else (position, *entry)
+
+
+_ENTRIES: dict[str, Callable[[Path], Iterator[_Entry]]] = {
+    ".txt": _lines,
+    ".csv": _csv_rows,
+    ".json": _json_entries,
+}

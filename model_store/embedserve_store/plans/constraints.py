@@ -1,0 +1,169 @@
+"""What a person asks of the planner, table by table: torchrec's ParameterConstraints, but for
+what only training can honour.
+
+Frozen values that plan.json stores, so that another number of devices is planned for under the
+same constraints. Never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embedserve_store.errors import StoreError
+from embedserve_store.manifest import TableSpec
+from embedserve_store.plans.sharding_types import COLUMN_MULTIPLE, SHARDING_TYPES, why_not
+
+if TYPE_CHECKING:
+    from torchrec.distributed.planner import ParameterConstraints
+
+NOT_HONOURED = {
+    "compute_kernels": "every table is served by the quant kernel",
+    "cache_params": "tables are not cached, they are in memory",
+    "enforce_hbm": "tables are not cached, they are in memory",
+    "stochastic_rounding": "it is of the optimizer",
+    "bounds_check_mode": "every id is checked before the lookup",
+    "output_dtype": "answers are float32",
+    "device_group": "all tables of a model are on one kind of device",
+    "key_value_params": "tables are not kept on SSD",
+    "use_virtual_table": "tables are not kept on SSD",
+}
+"""Fields of ParameterConstraints that are refused when set, and why."""
+
+
+@dataclass(frozen=True)
+class TableConstraints:
+    """What may become of one table; None leaves it to the planner. Fields are torchrec's."""
+
+    sharding_types: tuple[str, ...] | None = None
+    """Of SHARDING_TYPES; None for what "auto" chooses among."""
+    min_partition: int | None = None
+    """The narrowest column_wise shard, in columns."""
+    pooling_factors: tuple[float, ...] | None = None
+    """For each feature of the table, ids in a bag on average; None for 1."""
+    num_poolings: tuple[float, ...] | None = None
+    """For each feature, bags an example; None for 1."""
+    batch_sizes: tuple[int, ...] | None = None
+    """For each feature, examples a batch; None for torchrec's 512."""
+    is_weighted: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Only what is set."""
+        return {
+            field.name: list(value) if isinstance(value, tuple) else value
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        }
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> TableConstraints:
+        """Raises StoreError, led by ``where``: an unknown field, or a value of a wrong type."""
+        if not isinstance(data, Mapping):
+            raise StoreError(f"{where}: expected the fields of ParameterConstraints")
+        values: dict[str, Any] = {}
+        for name, value in data.items():
+            if value is None or value is False:
+                continue
+            if name not in _FIELDS:
+                raise StoreError(f"{where}: {_why_unknown(name)}")
+            is_right, expected = _FIELDS[name]
+            if not is_right(value):
+                raise StoreError(f"{where}: {name} is {value!r}, expected {expected}")
+            values[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**values)
+
+    def check(self, table: TableSpec, where: str) -> None:
+        """Raises StoreError, led by ``where``, unless ``table`` can be planned under this."""
+        for kind in self.sharding_types or ():
+            if reason := why_not(kind, table):
+                raise StoreError(f"{where}: {reason}")
+        features = len(table.feature_names)
+        for name in ("pooling_factors", "num_poolings", "batch_sizes"):
+            values = getattr(self, name)
+            if values is not None and len(values) != features:
+                raise StoreError(
+                    f"{where}: {name} has {len(values)} values, the table {features} features"
+                )
+
+
+def _is_list_of(*kinds: type) -> Callable[[Any], bool]:
+    """Whether a value is a list of at least one of ``kinds``, its numbers above 0."""
+
+    def is_right(values: Any) -> bool:
+        return isinstance(values, list | tuple) and bool(values) and all(map(is_one, values))
+
+    def is_one(value: Any) -> bool:
+        return type(value) in kinds and (type(value) is str or 0 < value < float("inf"))
+
+    return is_right
+
+
+def _is_partition(value: Any) -> bool:
+    return type(value) is int and value > 0 and value % COLUMN_MULTIPLE == 0
+
+
+_PER_FEATURE = "above 0, one for each feature"
+_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "sharding_types": (_is_list_of(str), f"a list of {', '.join(SHARDING_TYPES)}"),
+    "min_partition": (_is_partition, f"a multiple of {COLUMN_MULTIPLE} columns"),
+    "pooling_factors": (_is_list_of(int, float), f"a list of numbers {_PER_FEATURE}"),
+    "num_poolings": (_is_list_of(int, float), f"a list of numbers {_PER_FEATURE}"),
+    "batch_sizes": (_is_list_of(int), f"a list of integers {_PER_FEATURE}"),
+    "is_weighted": (lambda value: value is True, "true or false"),
+}
+
+
+def _why_unknown(name: object) -> str:
+    if name in NOT_HONOURED:
+        return f"{name} cannot be honoured when serving: {NOT_HONOURED[str(name)]}"
+    return f"unknown field {name!r}, there are {', '.join(_FIELDS)}"
+
+
+def from_torchrec(
+    constraints: ParameterConstraints, table: TableSpec, where: str
+) -> TableConstraints:
+    """The same constraints as a value of our own.
+
+    Raises:
+        StoreError: led by ``where``; a field is set that serving cannot honour.
+    """
+    values = {one.name: getattr(constraints, one.name) for one in fields(constraints)}
+    if getattr(values.get("output_dtype"), "value", None) == "FP32":
+        del values["output_dtype"]
+    if values.get("pooling_factors") == [1.0]:  # torchrec's default, whatever the features
+        del values["pooling_factors"]
+    features = values.pop("feature_names", None) or table.feature_names
+    if set(features) != set(table.feature_names):
+        raise StoreError(
+            f"{where}: feature_names is {features}, the table has {list(table.feature_names)}"
+        )
+    return TableConstraints.from_json(values, where)
+
+
+def read_constraints(path: Path) -> dict[str, TableConstraints]:
+    """Reads a YAML or JSON file: for each table, fields of ParameterConstraints.
+
+    Raises:
+        StoreError: the file cannot be read; names the table and field that is wrong.
+    """
+    data = _parsed(path)
+    if not isinstance(data, Mapping):
+        raise StoreError(f"{path}: expected a mapping from table to constraints")
+    return {
+        str(name): TableConstraints.from_json(value, f"{path}: table {str(name)!r}")
+        for name, value in data.items()
+    }
+
+
+def _parsed(path: Path) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise StoreError(f"{path}: cannot be parsed: {reason}") from error

@@ -1,0 +1,255 @@
+"""The sharding plan as stored: which rank holds which rows and columns of which table.
+
+Plain values and versioned JSON of our own, so that plan.json outlives any torchrec release.
+planner.py makes plans and turns them into torchrec's; this module never imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.manifest import TableSpec, row_bytes
+from embedserve_store.plans.constraints import TableConstraints
+from embedserve_store.plans.sharding_types import COLUMN_MULTIPLE, why_not
+
+FORMAT_VERSION = 1
+PLAN_BYTES_MAX = 64 << 20
+ROW_ALIGNMENT_BYTES = {"cpu": 1, "cuda": 16}
+"""What a row's bytes are padded to in memory: FBGEMM's kernels on CUDA load 16 at a time."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A block of one table on one rank: rows and columns as [offset, offset + count)."""
+
+    rank: int
+    row_offset: int
+    row_count: int
+    col_offset: int
+    col_count: int
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    sharding_type: str
+    """One of sharding_types.SHARDING_TYPES."""
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every table lies over ``world_size`` ranks, and what the publisher asked for."""
+
+    world_size: int
+    tables: Mapping[str, TablePlan]
+    constraints: Mapping[str, TableConstraints]
+    """What a host with another number of devices plans anew under; a table that is not here is
+    the planner's choice."""
+
+    def bytes_per_rank(self, tables: Sequence[TableSpec], device_type: str = "cpu") -> list[int]:
+        """Bytes of ``tables`` that each rank holds; on cpu stored bytes, on cuda rows are padded.
+
+        A data_parallel table counts on every rank, and every shard of int8 or int4 columns has
+        a scale and bias for each row of its own.
+        """
+        result = [0] * self.world_size
+        for table in tables:
+            for shard in self.tables[table.name].shards:
+                result[shard.rank] += shard_bytes(shard, table, device_type)
+        return result
+
+    def column_shard_bytes(self, tables: Sequence[TableSpec]) -> int:
+        """Stored bytes of shards that have some of their table's columns: no range of the file,
+        so copied also where all other shards are mapped."""
+        return sum(
+            shard_bytes(shard, table)
+            for table in tables
+            for shard in self.tables[table.name].shards
+            if shard.col_count < table.embedding_dim
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format_version": FORMAT_VERSION,
+            "world_size": self.world_size,
+            "tables": {
+                name: {
+                    "sharding_type": table.sharding_type,
+                    "shards": [
+                        {
+                            "rank": shard.rank,
+                            "rows": [shard.row_offset, shard.row_count],
+                            "cols": [shard.col_offset, shard.col_count],
+                        }
+                        for shard in table.shards
+                    ],
+                }
+                for name, table in self.tables.items()
+            },
+            "constraints": {
+                name: constraint.to_json() for name, constraint in self.constraints.items()
+            },
+        }
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> Plan:
+        """The plan in ``data`` (parsed JSON). ``where`` names the file in errors.
+
+        Raises:
+            StoreError: malformed, or of a format version that this code does not read.
+        """
+        if not isinstance(data, dict):
+            raise StoreError(f"{where}: expected a JSON object")
+        if data.get("format_version") != FORMAT_VERSION:
+            raise StoreError(
+                f"{where}: format_version is {data.get('format_version')!r}, "
+                f"this embedserve reads format_version {FORMAT_VERSION}"
+            )
+        try:
+            return cls(
+                world_size=int(data["world_size"]),
+                tables={
+                    name: TablePlan(
+                        sharding_type=table["sharding_type"],
+                        shards=tuple(
+                            Shard(int(s["rank"]), *map(int, s["rows"]), *map(int, s["cols"]))
+                            for s in table["shards"]
+                        ),
+                    )
+                    for name, table in data["tables"].items()
+                },
+                constraints={
+                    name: TableConstraints.from_json(value, f"{where}: constraints: {name}")
+                    for name, value in data.get("constraints", {}).items()
+                },
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise StoreError(f"{where}: not a sharding plan: {error!r}") from error
+
+    def check(self, tables: tuple[TableSpec, ...], where: str) -> None:
+        """Raises StoreError unless every table of the manifest is covered once and no other."""
+        if self.world_size < 1:
+            raise StoreError(f"{where}: world_size is {self.world_size}, expected 1 or more")
+        names = {table.name for table in tables}
+        for name in sorted(self.tables.keys() ^ names):
+            problem = "is not in the plan" if name in names else "is not in the manifest"
+            raise StoreError(f"{where}: table {name!r} {problem}")
+        for table in tables:
+            _check_table(self.tables[table.name], table, self.world_size, f"{where}: {table.name}")
+        by_name = {table.name: table for table in tables}
+        for name, constraint in self.constraints.items():
+            if name not in names:
+                raise StoreError(f"{where}: constraints: table {name!r} is not in the manifest")
+            constraint.check(by_name[name], f"{where}: constraints: {name}")
+
+
+def shard_bytes(shard: Shard, table: TableSpec, device_type: str = "cpu") -> int:
+    """Bytes that ``shard`` of ``table`` takes on a device: stored ones on cpu."""
+    alignment = ROW_ALIGNMENT_BYTES[device_type]
+    one_row = row_bytes(table.dtype, shard.col_count)
+    return shard.row_count * -(-one_row // alignment) * alignment
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a plan.json, from a store or written by hand; ``check`` it against tables.
+
+    Raises:
+        StoreError: the file cannot be read, is not a plan, or of another format version.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(PLAN_BYTES_MAX + 1)
+        if len(text) > PLAN_BYTES_MAX:
+            raise StoreError(f"{path}: over {PLAN_BYTES_MAX} bytes, not a plan")
+        data = json.loads(text)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{path}: not JSON: {error}") from error
+    return Plan.from_json(data, str(path))
+
+
+def check_fits(
+    plan: Plan, tables: Sequence[TableSpec], memory_bytes: Sequence[int], device_type: str
+) -> None:
+    """Raises InvalidModelError where a rank's tables are larger than its memory.
+
+    Args:
+        memory_bytes: of rank 0, 1, …; a rank without one is not checked.
+    """
+    for rank, (held, has) in enumerate(
+        zip(plan.bytes_per_rank(tables, device_type), memory_bytes, strict=False)
+    ):
+        if held > has:
+            raise InvalidModelError(
+                f"rank {rank} would hold {held:,} bytes of tables, it has {has:,}: use more ranks, "
+                "row_wise sharding for the largest tables or a smaller dtype"
+            )
+
+
+def _check_table(plan: TablePlan, table: TableSpec, world_size: int, where: str) -> None:
+    if reason := why_not(plan.sharding_type, table):
+        raise StoreError(f"{where}: {reason}")
+    shards = len(plan.shards)
+    expected = {"table_wise": 1, "row_wise": world_size, "data_parallel": world_size}
+    if shards != expected.get(plan.sharding_type, max(1, shards)):
+        raise StoreError(
+            f"{where}: {plan.sharding_type} over {world_size} ranks has "
+            f"{expected.get(plan.sharding_type, 'some')} shards, the plan {shards}"
+        )
+    for shard in plan.shards:
+        if not 0 <= shard.rank < world_size:
+            raise StoreError(f"{where}: rank is {shard.rank}, world_size is {world_size}")
+    ranks = [shard.rank for shard in plan.shards]
+    if plan.sharding_type in ("row_wise", "data_parallel") and ranks != list(range(world_size)):
+        raise StoreError(
+            f"{where}: ranks are {ranks}, but {plan.sharding_type} shards lie on 0, 1, … in order"
+        )
+    if plan.sharding_type == "data_parallel":
+        for shard in plan.shards:
+            _check_cover((shard,), table, where)
+    elif plan.sharding_type == "column_wise":
+        _check_column_cover(plan.shards, table, where)
+    else:
+        _check_cover(plan.shards, table, where)
+
+
+def _check_cover(shards: Sequence[Shard], table: TableSpec, where: str) -> None:
+    """Shards follow one another along the rows and have all columns."""
+    row = 0
+    for shard in shards:
+        columns = (shard.col_offset, shard.col_count)
+        if shard.row_offset != row or shard.row_count < 0 or columns != (0, table.embedding_dim):
+            raise StoreError(f"{where}: {_described(shard)} does not follow the shards before it")
+        row += shard.row_count
+    if row != table.num_embeddings:
+        raise StoreError(f"{where}: shards cover {row} of {table.num_embeddings} rows")
+
+
+def _check_column_cover(shards: Sequence[Shard], table: TableSpec, where: str) -> None:
+    """Shards follow one another along the columns and have all rows."""
+    column = 0
+    for shard in shards:
+        rows = (shard.row_offset, shard.row_count)
+        if shard.col_offset != column or shard.col_count < 1 or rows != (0, table.num_embeddings):
+            raise StoreError(f"{where}: {_described(shard)} does not follow the shards before it")
+        if shard.col_count % COLUMN_MULTIPLE:
+            raise StoreError(
+                f"{where}: {_described(shard)} is not of a multiple of {COLUMN_MULTIPLE} columns, "
+                "as FBGEMM's kernels take"
+            )
+        column += shard.col_count
+    if column != table.embedding_dim:
+        raise StoreError(f"{where}: shards cover {column} of {table.embedding_dim} columns")
+
+
+def _described(shard: Shard) -> str:
+    return (
+        f"the shard on rank {shard.rank}, rows [{shard.row_offset}, {shard.row_count}] and "
+        f"cols [{shard.col_offset}, {shard.col_count}] (offset, count),"
+    )

@@ -1,0 +1,83 @@
+"""How far pooled answers from stored rows are from the source's: the figures of a publish report.
+
+Draws bags for each table, pools the source's rows in float32 and the stored ones, and compares.
+Reads only those rows. Imports torch only through the source's rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve_store.goldens import pool_rows, stored_rows
+from embedserve_store.manifest import TableSpec, row_bytes
+from embedserve_store.sources.rows import TableRows
+from embedserve_store.tables_file import TablesFile
+
+BAGS = 256
+IDS_PER_BAG_MAX = 8
+_SEED = 20240301
+
+
+@dataclass(frozen=True)
+class PooledError:
+    """Of one table, over sampled bags of 1 to 8 rows (of 1 where the table is not pooled)."""
+
+    relative_l2: float
+    """Length of the difference over the length of the source's answers, of all bags together."""
+    cosine: float
+    """Mean over the bags, between a bag's answer from stored rows and from the source's."""
+    cosine_min: float
+    """The lowest of any bag; of a bag of tiny values it says more than matters."""
+    max_abs: float
+    """The largest difference of any value."""
+    bytes_saved: int
+    """Of the table, against float32."""
+
+
+def pooled_error(table: TableSpec, source: TableRows, tables: TablesFile) -> PooledError:
+    """Compares the stored rows of ``table`` with ``source`` on the same bags every time.
+
+    Raises:
+        StoreError: the source cannot be read.
+    """
+    random = np.random.default_rng(_SEED)
+    lengths = random.integers(1, IDS_PER_BAG_MAX + 1, BAGS, dtype=np.int32)
+    if table.pooling == "none":
+        lengths[:] = 1
+    numbers = random.integers(0, table.num_embeddings, int(lengths.sum()))
+    trained = source.gather(numbers).float().numpy()
+    stored = stored_rows(tables, table, numbers)
+    saved = table.num_embeddings * row_bytes("float32", table.embedding_dim) - table.nbytes
+    return _compared(
+        pool_rows(trained, lengths, table.pooling), pool_rows(stored, lengths, table.pooling), saved
+    )
+
+
+def _compared(
+    source: NDArray[np.float32], stored: NDArray[np.float32], bytes_saved: int
+) -> PooledError:
+    exact, rounded = source.astype(np.float64), stored.astype(np.float64)
+    difference = rounded - exact
+    length = float(np.linalg.norm(exact))
+    off = float(np.linalg.norm(difference))
+    by_bag = cosines(exact, rounded)
+    return PooledError(
+        relative_l2=off / length if length else off,
+        cosine=float(by_bag.mean()),
+        cosine_min=float(by_bag.min()),
+        max_abs=float(np.abs(difference).max()),
+        bytes_saved=bytes_saved,
+    )
+
+
+def cosines(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of the rows of ``a`` and ``b`` [n, dim]; 1 for two rows of zeros, 0 where only one is."""
+    lengths_a, lengths_b = np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1)
+    products = lengths_a * lengths_b
+    both_zero = (lengths_a == 0) & (lengths_b == 0)
+    result: NDArray[np.float64] = np.einsum("nd,nd->n", a, b) / np.where(products, products, 1.0)
+    result[both_zero] = 1.0
+    return result

@@ -1,0 +1,248 @@
+"""Publishes a model: checks it, plans its shards, has it written, and reports.
+
+``publish`` takes a live module, a state dict or a checkpoint; publish_source.py makes one Source
+of any of them, and from there all go the same way. Whatever fails, no version appears and nothing
+is left behind. Imports torch only when called.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.ids.rules import IdRule
+from embedserve_store.manifest import (
+    NAME_PATTERN,
+    Manifest,
+    TableSpec,
+    check_table,
+    check_tables,
+    check_weighted,
+)
+from embedserve_store.plans.plan import Plan
+from embedserve_store.publishing.publish_source import (
+    Choice,
+    ModelSource,
+    choice_by_table,
+    make_source,
+    with_dtypes,
+)
+from embedserve_store.publishing.resolve_ids import Vocabularies, resolve_ids
+from embedserve_store.publishing.version_writer import (
+    Draft,
+    PublishedVersion,
+    Source,
+    write_version,
+)
+from embedserve_store.sources.description import Description
+from embedserve_store.staging import check_room, check_writable, staging_folder
+from embedserve_store.tables_file import Progress
+
+if TYPE_CHECKING:
+    from embedserve_store.plans.planner import Constraints
+
+SMALL_FILES_BYTES = 16 << 20
+"""Room asked for beside the tables: goldens, plan, manifest."""
+
+
+def publish(
+    source: ModelSource,
+    store: str | os.PathLike[str],
+    *,
+    model: str,
+    tables: Description | Sequence[TableSpec] | None = None,
+    prefix: str = "",
+    is_weighted: bool | None = None,
+    dtype: Choice | None = None,
+    ids: Mapping[str, IdRule] | None = None,
+    vocabularies: Vocabularies | None = None,
+    sharding: Choice | Plan | None = None,
+    world_size: int | None = None,
+    constraints: Constraints | None = None,
+    device_memory_bytes: int | None = None,
+    max_error: float | None = None,
+    progress: Progress | None = None,
+) -> PublishedVersion:
+    """Publishes embedding tables as the next version of ``model``.
+
+    Args:
+        source: an unsharded EmbeddingBagCollection or EmbeddingCollection, the state dict of a
+            model that holds one, or the path of a checkpoint: a folder of
+            torch.distributed.checkpoint, a file of torch.save, or safetensors. Weights are
+            float32, float16 or bfloat16, on any device. For a sharded module: publish_sharded.
+        tables: what a state dict or checkpoint does not hold (features, pooling); required for
+            them, left out for a module. A state dict's keys end in
+            ``embedding_bags.<table>.weight`` or ``embeddings.<table>.weight``.
+        prefix: of those keys, where several collections have a table of one name.
+        is_weighted: whether callers pass weights; None as the module or description says.
+        dtype: what rows are stored as: float32, float16, int8 or int4, for all tables or by
+            table; None as the tables say, which is float32 unless they say otherwise.
+        ids: by table, how callers' ids become rows; a table that is not here keeps its own rule.
+        vocabularies: by table, for the rule "map" (which they imply): a file, an int64 array or
+            a sequence of ids (position is the row), or a mapping from id to row.
+        sharding: table_wise, row_wise, column_wise, data_parallel or auto, for all tables or by
+            table, or a whole Plan; None as the description says, else table_wise.
+        world_size: ranks to plan for; None for 1, or the Plan's.
+        constraints: by table, as torchrec's ParameterConstraints.
+        device_memory_bytes: of each rank, which the plan must fit.
+        max_error: refuse where a table's pooled answers have a larger relative L2 error.
+        progress: called as rows are written.
+
+    Raises:
+        InvalidModelError: the model cannot be published; the store was not touched, or is as
+            it was before.
+        StoreError: the source cannot be read or the store written; it is as it was before.
+    """
+    made = make_source(source, tables, prefix, dtype)
+    if is_weighted is not None:
+        made = replace(made, is_weighted=is_weighted)
+    described = tables if isinstance(tables, Description) else None
+    plan = _wanted_sharding(made.tables, sharding, described)
+    draft = make_draft(
+        made,
+        model,
+        ids=ids or {},
+        vocabularies={**(described.vocabularies if described else {}), **(vocabularies or {})},
+        sharding=plan,
+        world_size=world_size,
+        constraints=constraints,
+        device_memory_bytes=device_memory_bytes,
+    )
+    draft = replace(draft, max_error=max_error, progress=progress)
+    return _publish(draft, Path(store) / model)
+
+
+def make_draft(
+    source: Source,
+    model: str,
+    *,
+    ids: Mapping[str, IdRule],
+    vocabularies: Vocabularies,
+    sharding: Choice | Plan,
+    world_size: int | None,
+    constraints: Constraints | None,
+    device_memory_bytes: int | None,
+) -> Draft:
+    """Checks everything that can be known before a row is read."""
+    from embedserve_store.plans.planner import make_plan
+    from embedserve_store.sources.checkpoint import check_rows
+
+    _check_model_name(model)
+    _check_description(source.tables, model, source.is_weighted)
+    for table in source.tables:
+        check_rows(table, source.rows[table.name])
+    plan = make_plan(
+        source.tables,
+        sharding=sharding,
+        world_size=world_size,
+        constraints=constraints,
+        device_memory_bytes=device_memory_bytes,
+    )
+    tables, id_maps = resolve_ids(source.tables, ids, vocabularies)
+    _check_description(tables, model)
+    manifest = Manifest(model, 0, tables, source.is_weighted, _provenance(source.kind))
+    return Draft(source, manifest, id_maps, plan, None, None)
+
+
+def _publish(draft: Draft, folder: Path) -> PublishedVersion:
+    maps_bytes = sum(one.nbytes for one in draft.id_maps.values())
+    with as_store_error(folder):
+        check_writable(folder)
+        check_room(folder, draft.manifest.nbytes + maps_bytes + SMALL_FILES_BYTES)
+        with staging_folder(folder) as staging:
+            return write_version(draft, staging)
+
+
+def check_options(
+    tables: Sequence[TableSpec],
+    store: str | os.PathLike[str],
+    *,
+    model: str,
+    dtype: Choice,
+    sharding: Choice | Plan,
+    world_size: int | None,
+) -> None:
+    """Refuses what ``publish`` would refuse before it reads a weight, so that a trainer can ask
+    before it trains; touches nothing.
+
+    Raises:
+        InvalidModelError, StoreError: as ``publish``.
+    """
+    from embedserve_store.plans.planner import make_plan
+
+    described = with_dtypes(tuple(tables), dtype)
+    _check_model_name(model)
+    _check_description(described, model)
+    make_plan(described, sharding=sharding, world_size=world_size)
+    check_writable(Path(store) / model)
+
+
+def _wanted_sharding(
+    tables: Sequence[TableSpec], sharding: Choice | Plan | None, described: Description | None
+) -> Choice | Plan:
+    """``sharding`` before what the description says before table_wise."""
+    if isinstance(sharding, Plan):
+        return sharding
+    default = dict.fromkeys((table.name for table in tables), "table_wise")
+    if sharding is None:
+        return default | dict(described.sharding if described else {})
+    return choice_by_table("sharding", tables, sharding)
+
+
+def _check_model_name(model: str) -> None:
+    if not NAME_PATTERN.fullmatch(model):
+        raise InvalidModelError(
+            f"model name {model!r}: use letters, digits, '_', '-' and '.', "
+            "and begin with a letter, digit or '_'"
+        )
+
+
+def _check_description(
+    tables: tuple[TableSpec, ...], model: str, is_weighted: bool = False
+) -> None:
+    try:
+        check_tables(tables, f"model {model!r}")
+        check_weighted(tables, is_weighted, f"model {model!r}")
+        for table in tables:
+            check_table(table, f"table {table.name!r}")
+    except StoreError as error:
+        raise InvalidModelError(str(error)) from error
+
+
+def _provenance(kind: str) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "published_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {name: _installed(name) for name in ("torch", "torchrec", "embedserve")},
+    }
+
+
+def _installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@contextmanager
+def as_store_error(folder: Path) -> Iterator[None]:
+    """Says in one line what stopped the publisher, also when its user did."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except KeyboardInterrupt as error:
+        raise StoreError(f"{folder}: publishing was interrupted") from error
+    except OSError as error:
+        file = f" ({error.filename})" if error.filename else ""
+        reason = error.strerror or error
+        raise StoreError(f"{folder}: publishing failed: {reason}{file}") from error
+    except Exception as error:
+        raise StoreError(f"{folder}: publishing failed: {error!r}") from error

@@ -1,0 +1,98 @@
+"""Makes one Source of whatever a model is published from: a module, a state dict, a checkpoint.
+
+Hands publish.py tables with their rows, not yet read. Imports torch only when called.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from embedserve_store.errors import InvalidModelError
+from embedserve_store.manifest import TableSpec
+from embedserve_store.publishing.version_writer import Source
+from embedserve_store.sources import live
+from embedserve_store.sources.checkpoint import find_tables, from_state_dict, open_checkpoint
+from embedserve_store.sources.description import Description
+
+Choice = str | Mapping[str, str]
+"""One name for all tables, or a mapping from table to name that names every table."""
+
+ModelSource = Any
+"""An EmbeddingBagCollection or EmbeddingCollection, a state dict, or a path."""
+
+
+def make_source(
+    source: ModelSource,
+    tables: Description | Sequence[TableSpec] | None,
+    prefix: str,
+    dtype: Choice | None,
+) -> Source:
+    """Raises InvalidModelError or StoreError as ``publish`` does."""
+    if isinstance(source, (str, os.PathLike, Mapping)):
+        return _from_checkpoint(source, tables, prefix, dtype)
+    if tables is not None or prefix:
+        raise InvalidModelError(
+            "tables and prefix describe a state dict or a checkpoint; a module describes itself"
+        )
+    return _from_module(source, dtype)
+
+
+def _from_module(module: Any, dtype: Choice | None) -> Source:
+    described = live.describe(module)
+    is_pooled = described[0].pooling != "none"
+    return Source(
+        kind="embedding_bag_collection" if is_pooled else "embedding_collection",
+        tables=described if dtype is None else with_dtypes(described, dtype),
+        is_weighted=is_pooled and module.is_weighted(),
+        rows=live.weights_of(module),
+        ebc=module if is_pooled and live.can_answer(module) else None,
+    )
+
+
+def _from_checkpoint(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    tables: Description | Sequence[TableSpec] | None,
+    prefix: str,
+    dtype: Choice | None,
+) -> Source:
+    if tables is None:
+        raise InvalidModelError(
+            "tables is missing: a state dict or checkpoint holds no features and no pooling"
+        )
+    described = tuple(tables.tables if isinstance(tables, Description) else tables)
+    if isinstance(source, Mapping):
+        checkpoint = from_state_dict(source)
+    else:
+        checkpoint = open_checkpoint(Path(source))
+    rows, skipped = find_tables(checkpoint, described, prefix)
+    return Source(
+        kind=checkpoint.kind,
+        tables=described if dtype is None else with_dtypes(described, dtype),
+        is_weighted=tables.is_weighted if isinstance(tables, Description) else False,
+        rows=rows,
+        skipped=skipped,
+    )
+
+
+def with_dtypes(tables: tuple[TableSpec, ...], dtype: Choice) -> tuple[TableSpec, ...]:
+    choice = choice_by_table("dtype", tables, dtype)
+    return tuple(replace(table, dtype=choice.get(table.name, table.dtype)) for table in tables)
+
+
+def choice_by_table(what: str, tables: Sequence[TableSpec], choice: Choice) -> dict[str, str]:
+    """``choice`` for each table that it names.
+
+    Raises:
+        InvalidModelError: it names a table that the model does not have.
+    """
+    names = [table.name for table in tables]
+    if isinstance(choice, str):
+        return dict.fromkeys(names, choice)
+    for name in choice:
+        if name not in names:
+            raise InvalidModelError(f"{what} names table {name!r}, the model has {names}")
+    return dict(choice)

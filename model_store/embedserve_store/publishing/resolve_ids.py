@@ -1,0 +1,145 @@
+"""Settles how each table's ids become rows: rules checked, vocabularies read into id maps.
+
+Hands publish.py tables with their rules and the maps to store. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.ids.id_map import IdMap
+from embedserve_store.ids.rules import IdRule, hash_strings
+from embedserve_store.ids.vocabulary import first_strings, read_vocabulary
+from embedserve_store.manifest import TableSpec
+
+Vocabulary = str | os.PathLike[str] | NDArray[Any] | Sequence[Any] | Mapping[Any, int]
+"""A file, the ids in the order of the rows, or the row of each id."""
+
+Vocabularies = Mapping[str, Vocabulary]
+"""By table."""
+
+EXAMPLES = 4
+"""Strings of a vocabulary that the manifest shows."""
+
+
+def resolve_ids(
+    tables: tuple[TableSpec, ...], rules: Mapping[str, IdRule], vocabularies: Vocabularies
+) -> tuple[tuple[TableSpec, ...], dict[str, IdMap]]:
+    """``tables`` with their id rules, and the id maps of those that have one.
+
+    Raises:
+        InvalidModelError: a rule or vocabulary names a table that is not there or makes no
+            sense for it, or tables of one feature turn ids into rows differently.
+        StoreError: a vocabulary cannot be read.
+    """
+    names = [table.name for table in tables]
+    for what, given in (("ids", rules), ("vocabularies", vocabularies)):
+        for name in given:
+            if name not in names:
+                raise InvalidModelError(f"{what} names table {name!r}, the model has {names}")
+    tables = tuple(
+        replace(table, ids=_rule(table, rules.get(table.name), table.name in vocabularies))
+        for table in tables
+    )
+    read = {
+        table.name: _id_map(table, vocabularies[table.name])
+        for table in tables
+        if table.ids.rule == "map"
+    }
+    resolved = tuple(
+        replace(table, ids=read[table.name][0]) if table.name in read else table for table in tables
+    )
+    maps = {name: id_map for name, (_, id_map) in read.items()}
+    _check_shared(resolved, maps)
+    return resolved, maps
+
+
+def _rule(table: TableSpec, given: IdRule | None, has_vocabulary: bool) -> IdRule:
+    rule = given or table.ids
+    if has_vocabulary and rule == IdRule():
+        rule = IdRule(rule="map")
+    if rule.rule == "modulo" and not rule.modulus:
+        rule = replace(rule, modulus=table.num_embeddings - rule.offset)
+    if has_vocabulary != (rule.rule == "map"):
+        problem = "has a vocabulary" if has_vocabulary else "needs a vocabulary"
+        raise InvalidModelError(f"table {table.name!r}: ids.rule is {rule.rule!r}: it {problem}")
+    try:
+        rule.check(table.num_embeddings, f"table {table.name!r}: ids")
+    except InvalidModelError:
+        raise
+    except StoreError as error:
+        raise InvalidModelError(str(error)) from error
+    return rule
+
+
+def _id_map(table: TableSpec, vocabulary: Vocabulary) -> tuple[IdRule, IdMap]:
+    """The map of ``vocabulary``, and the table's rule with what it tells of the map."""
+    if isinstance(vocabulary, (str, os.PathLike)):
+        path = Path(vocabulary)
+        ids, rows = read_vocabulary(path, table.ids.id_type, table.num_embeddings, table.name)
+        strings = first_strings(path, EXAMPLES) if table.ids.id_type == "string" else ()
+    else:
+        given, rows = _entries(vocabulary, table)
+        ids = _as_int64(given, table)
+        strings = tuple(given[:EXAMPLES]) if table.ids.id_type == "string" else ()
+    rule = replace(table.ids, entries=len(ids), examples=strings)
+    return rule, IdMap.build(ids, rows, table.name)
+
+
+def _entries(
+    vocabulary: NDArray[Any] | Sequence[Any] | Mapping[Any, int], table: TableSpec
+) -> tuple[NDArray[Any] | Sequence[Any], NDArray[np.int64]]:
+    """The ids of a vocabulary in memory, and the row of each."""
+    if isinstance(vocabulary, Mapping):
+        given: NDArray[Any] | Sequence[Any] = list(vocabulary)
+        rows = np.array(list(vocabulary.values()), np.int64)
+    else:
+        given, rows = vocabulary, np.arange(len(vocabulary))
+    outside = (rows < 0) | (rows >= table.num_embeddings)
+    if outside.any():
+        raise InvalidModelError(
+            f"table {table.name!r}: its vocabulary says row {rows[outside.argmax()]}, "
+            f"the table has {table.num_embeddings} rows"
+        )
+    return given, rows
+
+
+def _as_int64(given: NDArray[Any] | Sequence[Any], table: TableSpec) -> NDArray[np.int64]:
+    """The ids as they are looked up: strings by their hash."""
+    where = f"table {table.name!r}: its vocabulary holds"
+    if table.ids.id_type == "string":
+        for one in given:
+            if not isinstance(one, str):
+                raise InvalidModelError(f"{where} {one!r}, which is not a string")
+        for one, count in Counter(given).most_common(1):
+            if count > 1:
+                raise InvalidModelError(f"{where} {one!r} {count} times")
+        return hash_strings(given)
+    ids = np.asarray(given, np.int64 if not len(given) else None)
+    if ids.dtype.kind not in "iu":
+        raise InvalidModelError(f"{where} {ids.dtype}, expected int64 (or ids.id_type string)")
+    if ids.dtype == np.uint64 and ids.max() > np.iinfo(np.int64).max:
+        raise InvalidModelError(f"{where} {ids.max()}, which is outside int64")
+    return ids.astype(np.int64)
+
+
+def _check_shared(tables: tuple[TableSpec, ...], maps: Mapping[str, IdMap]) -> None:
+    """A feature has one id for all its tables, so their maps must be the same."""
+    owner: dict[str, TableSpec] = {}
+    for table in tables:
+        for feature in table.feature_names:
+            first = owner.setdefault(feature, table)
+            if first.name in maps and table.name in maps and maps[first.name] != maps[table.name]:
+                raise InvalidModelError(
+                    f"feature {feature!r} serves tables {first.name!r} and {table.name!r}, "
+                    "whose vocabularies differ"
+                )

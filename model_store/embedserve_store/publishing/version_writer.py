@@ -1,0 +1,219 @@
+"""Writes one version: id maps, rows, goldens, plan, manifest, in this order, into a staging folder.
+
+Takes a checked source and a plan from publish.py and hands the full folder to staging.py.
+Never holds more than a few blocks of a table. Imports torch only when called.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve_store.checksums import sealed_json
+from embedserve_store.errors import InvalidModelError
+from embedserve_store.goldens import (
+    Bags,
+    Goldens,
+    pool,
+    pool_stored,
+    row_numbers,
+    sample_bags,
+    save_goldens,
+)
+from embedserve_store.ids.id_map import IdMap, write_id_maps
+from embedserve_store.ids.translate import IdTranslator
+from embedserve_store.layout import encode_rows, unstorable_rows
+from embedserve_store.manifest import CHECKED_FILES, Manifest, TableSpec
+from embedserve_store.parity import check_answers
+from embedserve_store.plans.plan import Plan
+from embedserve_store.publishing.pooled_error import PooledError, pooled_error
+from embedserve_store.sources import live
+from embedserve_store.sources.rows import TableRows
+from embedserve_store.staging import publish_staged, sync, to_json_bytes, write_synced
+from embedserve_store.tables_file import BLOCK_BYTES, Progress, TablesFile, write_tables
+
+if TYPE_CHECKING:
+    import torch
+    from torchrec import EmbeddingBagCollection
+
+
+@dataclass(frozen=True)
+class PublishedVersion:
+    path: Path
+    version: int
+    manifest: Manifest
+    plan: Plan
+    errors: Mapping[str, PooledError]
+    """For each table."""
+    skipped: tuple[str, ...]
+    """Entries of the state dict or checkpoint that are not described tables."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a version is made of: tables, their rows, and how their ids are turned into rows."""
+
+    kind: str
+    tables: tuple[TableSpec, ...]
+    is_weighted: bool
+    rows: Mapping[str, TableRows]
+    ebc: EmbeddingBagCollection | None = None
+    """The module, where it can give float32 answers itself."""
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Draft:
+    """All of a version but its number and what writing it tells."""
+
+    source: Source
+    manifest: Manifest
+    id_maps: Mapping[str, IdMap]
+    plan: Plan
+    max_error: float | None
+    """The largest relative L2 error of a table's pooled answers that is published."""
+    progress: Progress | None
+
+
+def write_version(draft: Draft, staging: Path) -> PublishedVersion:
+    """Writes every file of ``draft`` into ``staging`` and renames it to the next version.
+
+    Raises:
+        InvalidModelError: a table has a row that cannot be stored, or a larger error than allowed.
+        OSError: as the file system says, for instance when the disk is full.
+    """
+    source = draft.source
+    manifest = _write_tables(draft, staging)
+    tables = TablesFile.open(staging / "tables.safetensors", manifest.tables)
+    errors = {t.name: pooled_error(t, source.rows[t.name], tables) for t in manifest.tables}
+    if draft.max_error is not None:
+        check_errors(errors, manifest, draft.max_error)
+    _write_goldens(draft, manifest, tables, staging)
+    write_synced(staging / "plan.json", to_json_bytes(draft.plan.to_json()))
+    files = {name: _sha256(staging / name) for name in CHECKED_FILES}
+    manifest = replace(manifest, files=files)
+    version = publish_staged(staging, lambda number: _write_manifest(staging, manifest, number))
+    return PublishedVersion(
+        path=staging.parent / str(version),
+        version=version,
+        manifest=replace(manifest, version=version),
+        plan=draft.plan,
+        errors=errors,
+        skipped=source.skipped,
+    )
+
+
+def _write_tables(draft: Draft, staging: Path) -> Manifest:
+    """Writes the rows and the id maps; the manifest with their checksums."""
+    rows = draft.source.rows
+    checksums = write_tables(
+        staging / "tables.safetensors",
+        draft.manifest.tables,
+        lambda table: _encoded_blocks(rows[table.name], table),
+        draft.progress,
+    )
+    maps = draft.id_maps
+    map_checksums = write_id_maps(staging / "ids.safetensors", maps) if maps else {}
+
+    def with_checksums(table: TableSpec) -> TableSpec:
+        ids = table.ids
+        if table.name in map_checksums:
+            ids = replace(ids, sha256=map_checksums[table.name])
+        return replace(table, sha256=checksums[table.name], ids=ids)
+
+    return replace(draft.manifest, tables=tuple(map(with_checksums, draft.manifest.tables)))
+
+
+def check_errors(errors: Mapping[str, PooledError], manifest: Manifest, max_error: float) -> None:
+    """Raises InvalidModelError for the table whose answers are furthest off, if too far."""
+    worst = max(errors, key=lambda name: errors[name].relative_l2)
+    if errors[worst].relative_l2 > max_error:
+        dtype = next(table.dtype for table in manifest.tables if table.name == worst)
+        raise InvalidModelError(
+            f"table {worst!r}: stored as {dtype}, its pooled answers have a relative L2 error of "
+            f"{errors[worst].relative_l2:.3g}, more than the {max_error:g} allowed"
+        )
+
+
+def _write_goldens(draft: Draft, manifest: Manifest, tables: TablesFile, staging: Path) -> None:
+    bags = sample_bags(manifest, draft.id_maps)
+    numbers = row_numbers(bags, IdTranslator(manifest, draft.id_maps))
+    goldens = Goldens(
+        bags=bags,
+        source_answers=_source_answers(draft.source, manifest, bags, numbers),
+        stored_answers=pool_stored(manifest, bags, numbers, tables),
+    )
+    answers = goldens.stored_answers
+    check_answers(answers, goldens, numbers, manifest, tables, f"model {manifest.model!r}")
+    save_goldens(goldens, staging / "goldens.safetensors")
+    sync(staging / "goldens.safetensors")
+
+
+def _write_manifest(staging: Path, manifest: Manifest, version: int) -> None:
+    data = sealed_json(replace(manifest, version=version).to_json())
+    write_synced(staging / "manifest.json", data)
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _source_answers(
+    source: Source, manifest: Manifest, bags: Bags, numbers: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    if source.ebc is not None:
+        return live.answers(source.ebc, manifest, replace(bags, ids=numbers))
+
+    def rows_of(table: TableSpec, wanted: NDArray[np.int64]) -> NDArray[np.float32]:
+        result: NDArray[np.float32] = source.rows[table.name].gather(wanted).float().numpy()
+        return result
+
+    return pool(manifest, bags, numbers, rows_of)
+
+
+def _encoded_blocks(rows: TableRows, table: TableSpec) -> Iterator[NDArray[np.uint8]]:
+    """The table's stored bytes, block by block.
+
+    Raises:
+        InvalidModelError: a row holds NaN or infinity, or values that its dtype cannot hold.
+    """
+    import torch
+
+    step = max(1, BLOCK_BYTES // (4 * table.embedding_dim))
+    for start in range(0, table.num_embeddings, step):
+        block = rows.read(start, min(start + step, table.num_embeddings))
+        _check_finite(block, table, start)
+        if block.dtype == torch.bfloat16:
+            block = block.float()
+        encoded = encode_rows(block, table.dtype)
+        if table.dtype != "float32":
+            _check_storable(encoded, table, start)
+        yield encoded
+
+
+def _check_storable(encoded: NDArray[np.uint8], table: TableSpec, start: int) -> None:
+    unstorable = unstorable_rows(encoded, table.dtype)
+    if len(unstorable):
+        raise InvalidModelError(
+            f"table {table.name!r}: row {start + unstorable[0]} holds values too large for "
+            f"{table.dtype}"
+        )
+
+
+def _check_finite(block: torch.Tensor, table: TableSpec, start: int) -> None:
+    # Of sums there are few: a NaN or an infinity in a block is one in its sum. The sum of
+    # finite values may overflow too, so it only says where to look.
+    if block.float().sum().isfinite():
+        return
+    finite = block.isfinite()
+    if finite.all():
+        return
+    row = int((~finite).any(dim=1).nonzero()[0])
+    value = float(block[row][~finite[row]][0])
+    raise InvalidModelError(f"table {table.name!r}: row {start + row} holds {value}")

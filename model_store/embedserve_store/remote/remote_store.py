@@ -1,0 +1,153 @@
+"""Remote stores: models under a URL, pulled once into a local cache and mapped from there.
+
+``open_store`` gives the store of a folder or URL; ``RemoteStore`` has ModelStore's methods. A
+remote version is there once its manifest.json is, which upload.py writes last. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+from pathlib import Path
+
+from embedserve_store.errors import StoreError
+from embedserve_store.load import ModelStore, ModelVersion
+from embedserve_store.manifest import NAME_PATTERN
+from embedserve_store.remote.pull import MANIFEST, RemoteVersion, pull, read_manifest
+from embedserve_store.remote.remote_files import RemoteFolder, TransferProgress, UnreachableError
+from embedserve_store.staging import VERSION_PATTERN
+
+logger = logging.getLogger(__name__)
+
+READABLE_NAME_MAX = 80
+
+
+def is_url(store: str) -> bool:
+    """Whether ``store`` is a URL. file:// is one, too: it is pulled where a folder is mapped."""
+    return "://" in store
+
+
+def default_cache() -> Path:
+    """Where versions of remote stores are kept unless told."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "embedserve"
+
+
+def open_store(
+    store: str | os.PathLike[str],
+    cache: Path | None = None,
+    progress: TransferProgress | None = None,
+) -> ModelStore | RemoteStore:
+    """The store in a folder, or under a URL such as s3://bucket/folder.
+
+    Args:
+        cache: a folder for the versions of remote stores. Default: ``default_cache``.
+        progress: told of pulls.
+
+    Raises:
+        StoreError: what this kind of URL needs is not installed.
+    """
+    where = os.fspath(store)
+    if not is_url(where):
+        return ModelStore(where)
+    return RemoteStore(where, default_cache() if cache is None else cache, progress)
+
+
+class RemoteStore:
+    """URL/MODEL/VERSION/ as a ModelStore; loading pulls a version unless the cache has it.
+
+    Processes may share a cache: each version is pulled by one of them, and appears whole, after
+    every byte has been checked. Each URL has a folder of its own in the cache.
+    """
+
+    def __init__(self, url: str, cache: Path, progress: TransferProgress | None = None) -> None:
+        self._remote = RemoteFolder(url)
+        self._progress = progress
+        self._local = ModelStore(cache / _folder_name(self._remote.url))
+
+    def models(self) -> list[str]:
+        """As ModelStore's.
+
+        Raises:
+            StoreError: there is nothing under the URL.
+            UnreachableError: it cannot be listed.
+        """
+        names = sorted(name for name in self._remote.folders() if NAME_PATTERN.fullmatch(name))
+        return [name for name in names if self.versions(name)]
+
+    def versions(self, model: str) -> list[int]:
+        """Published versions of ``model``, ascending; none where there is no such model.
+
+        Raises:
+            StoreError: no model can have this name.
+            UnreachableError: it cannot be listed.
+        """
+        return [number for number, files in self._folders(model).items() if MANIFEST in files]
+
+    def next_version(self, model: str) -> int:
+        """A number above every version and every upload that was begun."""
+        return max(self._folders(model), default=0) + 1
+
+    def load(self, model: str, version: int | None = None) -> ModelVersion:
+        """One version of ``model``, the highest unless ``version`` says which.
+
+        While the store cannot be reached, a version that is asked for by its number is loaded from
+        the cache if it is there, with a warning; which one is the highest cannot be known then.
+
+        Raises:
+            StoreError: it does not exist, is damaged, or is not the one that the cache has.
+            UnreachableError: the store cannot be asked.
+            OSError: the cache cannot be written.
+        """
+        try:
+            wanted = self._find(model, version)
+        except UnreachableError as error:
+            if version is None or not self._cached(model, version).is_dir():
+                raise
+            logger.warning("%s; loading version %d of %r from the cache", error, version, model)
+            return self._local.load(model, version)
+        folder = self._cached(model, wanted.number)
+        if not folder.is_dir():
+            pull(self._remote, wanted, folder, self._progress)
+        loaded = self._local.load(model, wanted.number)
+        if (folder / MANIFEST).read_bytes() != wanted.manifest_json:
+            raise StoreError(
+                f"{self._remote.url}/{wanted.path}: is not the version that was pulled to "
+                f"{folder}: versions never change; remove that folder to pull this one"
+            )
+        return loaded
+
+    def _cached(self, model: str, number: int) -> Path:
+        return self._local.path / model / str(number)
+
+    def _folders(self, model: str) -> dict[int, dict[str, int]]:
+        """What lies in each folder of ``model`` that is named as a version, ascending: the bytes
+        of each file."""
+        if not NAME_PATTERN.fullmatch(model):
+            raise StoreError(f"{self._remote.url}: {model!r} is not the name of a model")
+        folders: dict[int, dict[str, int]] = {}
+        for path, size in self._remote.sizes(model).items():
+            number, _, name = path.partition("/")
+            if VERSION_PATTERN.fullmatch(number):
+                folders.setdefault(int(number), {})[name] = size
+        return dict(sorted(folders.items()))
+
+    def _find(self, model: str, version: int | None) -> RemoteVersion:
+        """The version that is meant, its manifest read."""
+        folders = self._folders(model)
+        published = [number for number, files in folders.items() if MANIFEST in files]
+        where = f"{self._remote.url}/{model}"
+        if not published:
+            raise StoreError(f"{where}: no version is published")
+        number = published[-1] if version is None else version
+        if number not in published:
+            raise StoreError(f"{where}: version {number} does not exist, there are {published}")
+        return read_manifest(self._remote, model, number, folders[number])
+
+
+def _folder_name(url: str) -> str:
+    """A name that no other URL has, in which a person recognises this one."""
+    readable = re.sub(r"[^A-Za-z0-9.]+", "-", url).strip("-.")[:READABLE_NAME_MAX]
+    return f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"

@@ -1,0 +1,71 @@
+"""Uploads a published version to a remote store, its manifest last: before that nobody sees it.
+
+Takes a version's folder and hands it to remote_files.py. Never overwrites a version, and leaves
+an interrupted upload behind as files that no reader looks at. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from embedserve_store.checksums import sealed_json, verify
+from embedserve_store.errors import StoreError
+from embedserve_store.load import ModelStore
+from embedserve_store.manifest import Manifest
+from embedserve_store.remote.pull import MANIFEST, file_names
+from embedserve_store.remote.remote_files import RemoteFolder, TransferProgress
+from embedserve_store.staging import VERSION_PATTERN
+
+
+def upload_version(
+    folder: Path,
+    url: str,
+    number: int | None = None,
+    progress: TransferProgress | None = None,
+) -> str:
+    """Uploads STORE/MODEL/VERSION to URL/MODEL/NUMBER, which it returns.
+
+    Two uploads under one number at the same time may mix their files, which every reader then
+    refuses: an object store has no rename that fails for the second.
+
+    Args:
+        folder: of a published version, every byte of which is checked first.
+        url: of the store, such as s3://bucket/folder; a bucket must exist.
+        number: the version there; RemoteStore.next_version has a free one. Default: the folder's.
+
+    Raises:
+        StoreError: ``folder`` is not a version or is damaged, or the number is taken.
+        UnreachableError: the store cannot be written.
+    """
+    manifest = _verified(folder)
+    number = manifest.version if number is None else number
+    target = f"{manifest.model}/{number}"
+    remote = RemoteFolder(url)
+    _check_free(remote, target)
+    sizes = {name: (folder / name).stat().st_size for name in file_names(manifest)}
+    for name, size in sorted(sizes.items(), key=lambda item: item[1]):
+
+        def report(bytes_done: int, name: str = name, size: int = size) -> None:
+            if progress:
+                progress(name, bytes_done, size)
+
+        remote.upload(folder / name, f"{target}/{name}", report)
+    _check_free(remote, target)
+    data = json.loads((folder / MANIFEST).read_bytes())
+    remote.write(f"{target}/{MANIFEST}", sealed_json(data | {"version": number}))
+    return f"{remote.url}/{target}"
+
+
+def _verified(folder: Path) -> Manifest:
+    path = folder.absolute()
+    if not VERSION_PATTERN.fullmatch(path.name):
+        raise StoreError(f"{folder}: not a published version: its name is not a number")
+    version = ModelStore(path.parent.parent).load(path.parent.name, int(path.name))
+    verify(version)
+    return version.manifest
+
+
+def _check_free(remote: RemoteFolder, target: str) -> None:
+    if MANIFEST in remote.sizes(target):
+        raise StoreError(f"{remote.url}/{target}: exists already, and versions never change")

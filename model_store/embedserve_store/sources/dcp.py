@@ -1,0 +1,101 @@
+"""A torch.distributed.checkpoint folder as rows: every shard where it lies, without its ranks.
+
+Needs no process group and reads no values: each shard's place is found in its file's header,
+the rows are read from there. A tensor is looked at when it is asked for, so damaged or missing
+shards of what is not published do no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from embedserve_store.errors import StoreError
+from embedserve_store.sources.dcp_metadata import METADATA, Chunk, StoredTensor, read_metadata
+from embedserve_store.sources.file_rows import FileRows, Rectangle, SourceFile
+from embedserve_store.sources.state_dict import is_table_like
+from embedserve_store.sources.torch_file import Archive, dtype_name
+
+
+class DcpTensors(Mapping[str, FileRows]):
+    """The 2-D floating-point tensors of a DCP folder by their full keys.
+
+    Getting one raises StoreError where a shard is missing, truncated or not what the metadata
+    says, or where the shards do not make up the whole.
+    """
+
+    def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+        self._folder = folder
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, key: str) -> FileRows:
+        stored = self._tensors[key]
+        where = f"{self._folder}: {key}"
+        files: dict[str, SourceFile] = {}
+        rectangles: list[Rectangle] = []
+        for chunk in stored.chunks:
+            if all(chunk.sizes):
+                rectangles += self._located(chunk, stored.dtype, files, where)
+        rows, dim = stored.shape
+        return FileRows(rectangles, (rows, dim), stored.dtype, where)
+
+    def _located(
+        self, chunk: Chunk, dtype: str, files: dict[str, SourceFile], where: str
+    ) -> Iterator[Rectangle]:
+        place = chunk.place
+        shard = f"{where}: its shard at {list(chunk.offsets)}"
+        if place is None:
+            raise StoreError(f"{shard} is missing: {METADATA} names no file for it")
+        if place.file not in files:
+            if not (self._folder / place.file).is_file():
+                raise StoreError(f"{shard} is missing: there is no file {place.file}")
+            files[place.file] = SourceFile.of(self._folder / place.file)
+        shard += f" in {place.file}"
+        archive = Archive(files[place.file], place.offset, place.length, shard)
+        tensor = archive.content
+        if not is_table_like(tensor):
+            raise StoreError(f"{shard} is not a plain 2-D floating-point tensor")
+        found = (dtype_name(tensor), tuple(tensor.shape))
+        if found != (dtype, chunk.sizes):
+            raise StoreError(
+                f"{shard} is {found[0]} {list(found[1])}, expected {dtype} {list(chunk.sizes)}"
+            )
+        row, column = chunk.offsets
+        return archive.rectangles(tensor, row, column)
+
+
+def is_dcp(folder: Path) -> bool:
+    """Whether ``folder`` was written by torch.distributed.checkpoint, complete or not."""
+    return (folder / METADATA).exists() or any(folder.glob("*.distcp"))
+
+
+def open_dcp(folder: Path) -> tuple[DcpTensors, tuple[str, ...]]:
+    """The 2-D floating-point tensors of a DCP folder, and the names of all else.
+
+    Raises:
+        StoreError: the metadata is missing, damaged, or holds code.
+    """
+    if not (folder / METADATA).exists():
+        parts = any(folder.glob(f"__*{METADATA}"))
+        raise StoreError(
+            f"{folder}: has no {METADATA}: "
+            + ("each rank saved for itself (use_collectives=False); " if parts else "")
+            + "save again and wait for the save to end"
+        )
+    entries = read_metadata(folder)
+    tables = {key: stored for key, stored in entries.items() if stored and _is_table_like(stored)}
+    return DcpTensors(folder, tables), tuple(key for key in entries if key not in tables)
+
+
+def _is_table_like(stored: StoredTensor) -> bool:
+    is_float = stored.dtype.startswith(("float", "bfloat"))
+    return is_float and len(stored.shape) == 2 and all(len(c.sizes) == 2 for c in stored.chunks)

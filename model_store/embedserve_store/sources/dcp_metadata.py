@@ -1,0 +1,195 @@
+"""The .metadata of a torch.distributed.checkpoint folder: which tensors, in which pieces, where.
+
+It is a pickle, which torch reads with plain pickle.load. Here the names that DCP writes become
+inert records of our own and any other name is refused, so nothing of torch, of the standard
+library or of the file's author is ever called. Never imports torch, never opens another file.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from embedserve_store.errors import StoreError
+
+METADATA = ".metadata"
+
+_DCP = "torch.distributed.checkpoint"
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
+_RECORDS = frozenset(
+    [
+        *(
+            (f"{_DCP}.metadata", name)
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        (f"{_DCP}.filesystem", "_StorageInfo"),
+        (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"),  # before torch 2.3
+        (_SHARDED_TENSOR, "TensorProperties"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
+    ]
+)
+_DTYPES = frozenset(
+    [
+        *("float64", "float32", "float16", "bfloat16"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
+        *("complex128", "complex64", "complex32"),
+        *("quint8", "qint8", "qint32", "quint4x2", "quint2x4"),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one chunk lies: a blob in a file of the folder."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A rectangle of a tensor, of any rank."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: Place | None
+    """None: the checkpoint says nowhere where it lies."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of the checkpoint; chunks that several ranks hold are there once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+class _Record:
+    """Stands for an object of the pickle: its arguments and its state, and no behaviour."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+        self.state: Any = None
+
+    def __new__(cls, *_args: Any) -> _Record:
+        record = super().__new__(cls)
+        record.args, record.state = (), None
+        return record
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Gives records, tuples and names of dtypes, and refuses every other name."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.records: dict[tuple[str, str], type[_Record]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _DTYPES:
+            return name
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) in _RECORDS:
+            return self.records.setdefault((module, name), type(name, (_Record,), {}))
+        raise StoreError(f"refused: it holds {module}.{name}, which DCP does not write there")
+
+
+def read_metadata(folder: Path) -> dict[str, StoredTensor | None]:
+    """Every entry of the checkpoint in ``folder`` by its full key; None for what is no tensor.
+
+    Raises:
+        StoreError: there is no .metadata, it holds code, or it is not what DCP writes.
+    """
+    path = folder / METADATA
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        root = _Unpickler(io.BytesIO(data)).load()
+        return dict(_entries(_fields(root, "Metadata")))
+    except StoreError as error:
+        raise StoreError(f"{path}: {error}") from error
+    except Exception as error:  # a damaged pickle raises anything
+        reason = " ".join(str(error).split())
+        raise StoreError(f"{path}: not what DCP writes, or damaged: {reason:.200}") from error
+
+
+def _entries(metadata: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor | None]]:
+    places = {}
+    for index, info in _mapping(metadata["storage_data"]).items():
+        at = _fields(index, "MetadataIndex")
+        offset = at.get("offset")
+        places[at["fqn"], None if offset is None else _numbers(offset)] = info
+    for key, stored in _mapping(metadata["state_dict_metadata"]).items():
+        if not isinstance(key, str):
+            raise StoreError(f"an entry is called {key!r:.60}")
+        is_tensor = type(stored).__name__ == "TensorStorageMetadata"
+        yield (
+            key,
+            _tensor(key, _fields(stored, "TensorStorageMetadata"), places) if is_tensor else None,
+        )
+
+
+def _tensor(key: str, fields: Mapping[str, Any], places: Mapping[Any, Any]) -> StoredTensor:
+    properties = fields["properties"]
+    dtype = properties.state[0] if isinstance(properties, _Record) else None
+    if dtype not in _DTYPES:
+        raise StoreError(f"{key}: its dtype is {dtype!r:.60}")
+    chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], Chunk] = {}
+    for item in fields["chunks"]:
+        chunk = _fields(item, "ChunkStorageMetadata")
+        offsets, sizes = _numbers(chunk["offsets"]), _numbers(chunk["sizes"])
+        info = places.get((key, offsets))
+        place = None if info is None else _place(key, _fields(info, "_StorageInfo"))
+        chunks[offsets, sizes] = Chunk(offsets, sizes, place)
+    return StoredTensor(dtype, _numbers(fields["size"]), tuple(chunks.values()))
+
+
+def _place(key: str, info: Mapping[str, Any]) -> Place:
+    if info.get("transform_descriptors"):
+        raise StoreError(f"{key}: stored through {info['transform_descriptors']!r:.60}")
+    file = info["relative_path"]
+    offset, length = _numbers((info["offset"], info["length"]))
+    if not isinstance(file, str) or PurePosixPath(file).name != file:
+        raise StoreError(f"{key}: lies in {file!r:.60}, which is not a file of this folder")
+    return Place(file, offset, length)
+
+
+def _fields(record: Any, kind: str) -> Mapping[str, Any]:
+    if not isinstance(record, _Record) or type(record).__name__ != kind:
+        raise StoreError(f"expected {kind}, found {type(record).__name__}")
+    return _mapping(record.state)
+
+
+def _mapping(value: Any) -> Mapping[Any, Any]:
+    if not isinstance(value, dict):
+        raise StoreError(f"expected a dict, found {type(value).__name__}")
+    return value
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, tuple) or not all(type(v) is int and v >= 0 for v in values):
+        raise StoreError(f"expected sizes, found {values!r:.60}")
+    return values

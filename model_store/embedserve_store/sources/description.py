@@ -1,0 +1,168 @@
+"""Reads the description of a checkpoint's tables: features, pooling and all else it does not hold.
+
+YAML or JSON, checked key by key. Gives TableSpecs; never opens the checkpoint or a vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.ids.rules import ID_TYPES, RULES, UNKNOWN, IdRule
+from embedserve_store.manifest import TableSpec, check_table, check_tables, typed
+
+_DESCRIPTION_KEYS = ("tables", "is_weighted")
+_REQUIRED_KEYS = ("name", "num_embeddings", "embedding_dim", "feature_names", "pooling")
+_TABLE_KEYS = (*_REQUIRED_KEYS, "dtype", "ids", "sharding")
+_IDS_KEYS = {
+    "rows": ("rule", "unknown", "default_row"),
+    "modulo": ("rule", "modulus", "offset"),
+    "map": ("rule", "vocabulary", "id_type", "unknown", "default_row"),
+}
+
+
+@dataclass(frozen=True)
+class Description:
+    """The tables of a checkpoint, which holds weights but no features or pooling."""
+
+    tables: tuple[TableSpec, ...]
+    """Where ids have the rule "map", its entries and sha256 are not yet known: 0 and ""."""
+    is_weighted: bool = False
+    vocabularies: Mapping[str, Path] = field(default_factory=dict)
+    """By table, for every rule "map": the file of its ids."""
+    sharding: Mapping[str, str] = field(default_factory=dict)
+    """By table, for those that say one."""
+
+
+def read_description(path: Path) -> Description:
+    """Reads a description from a .json file, or YAML of any other name.
+
+    ``tables`` is a list of ``name, num_embeddings, embedding_dim, feature_names, pooling`` and,
+    where wanted, ``dtype``, ``sharding`` and ``ids``; ``is_weighted`` is false unless given.
+    ``ids`` is one of
+
+    - ``{rule: rows}``
+    - ``{rule: modulo}``, with ``offset`` (0) and ``modulus`` (the table's rows after offset)
+    - ``{rule: map, vocabulary: PATH}``, relative to the description, with ``id_type`` (int64)
+
+    where rows and map take ``unknown`` (error, skip, or row with ``default_row``).
+
+    Raises:
+        StoreError: the file cannot be read or parsed.
+        InvalidModelError: it is not a description of tables that can be served.
+    """
+    data = _parse(path)
+    try:
+        return _description(data, path)
+    except InvalidModelError:
+        raise
+    except StoreError as error:
+        raise InvalidModelError(str(error)) from error
+
+
+def _parse(path: Path) -> Any:
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise StoreError(f"{path}: cannot be parsed: {reason}") from error
+
+
+def _description(data: Any, path: Path) -> Description:
+    where = str(path)
+    _check_keys(data, _DESCRIPTION_KEYS, ("tables",), where)
+    entries = typed(data, "tables", list, where)
+    tables = tuple(_table(entry, f"{where}: tables[{i}]") for i, entry in enumerate(entries))
+    check_tables(tables, where)
+    named = dict(zip((table.name for table in tables), entries, strict=True))
+    return Description(
+        tables,
+        typed({"is_weighted": False} | data, "is_weighted", bool, where),
+        {
+            name: path.parent / entry["ids"]["vocabulary"]
+            for name, entry in named.items()
+            if "vocabulary" in entry.get("ids", {})
+        },
+        {name: entry["sharding"] for name, entry in named.items() if "sharding" in entry},
+    )
+
+
+def _table(data: Any, where: str) -> TableSpec:
+    _check_keys(data, _TABLE_KEYS, _REQUIRED_KEYS, where)
+    features = typed(data, "feature_names", list, where)
+    if not all(isinstance(feature, str) for feature in features):
+        raise InvalidModelError(f"{where}: feature_names is {features}, expected a list of names")
+    typed({"sharding": ""} | data, "sharding", str, where)
+    rows = typed(data, "num_embeddings", int, where)
+    table = TableSpec(
+        name=typed(data, "name", str, where),
+        num_embeddings=rows,
+        embedding_dim=typed(data, "embedding_dim", int, where),
+        feature_names=tuple(features),
+        pooling=typed(data, "pooling", str, where),
+        dtype=typed({"dtype": "float32"} | data, "dtype", str, where),
+        ids=_rule(data["ids"], rows, f"{where}: ids") if "ids" in data else IdRule(),
+    )
+    check_table(table, where)
+    return table
+
+
+def _rule(data: Any, rows: int, where: str) -> IdRule:
+    name = data.get("rule") if isinstance(data, dict) else None
+    if name not in RULES:
+        raise InvalidModelError(f"{where}: found {data!r:.60}, expected a rule: {', '.join(RULES)}")
+    required = ("rule", "vocabulary") if name == "map" else ("rule",)
+    _check_keys(data, _IDS_KEYS[name], required, f"{where} by {name}")
+    if name == "modulo":
+        offset = typed({"offset": 0} | data, "offset", int, where)
+        modulus = typed({"modulus": rows - offset} | data, "modulus", int, where)
+        rule = IdRule(name, modulus=modulus, offset=offset)
+        rule.check(rows, where)
+        return rule
+    if name == "map":
+        typed(data, "vocabulary", str, where)
+    rule = IdRule(
+        name,
+        id_type=_one_of({"id_type": "int64"} | data, "id_type", ID_TYPES, where),
+        unknown=_one_of({"unknown": "error"} | data, "unknown", UNKNOWN, where),
+        default_row=typed({"default_row": 0} | data, "default_row", int, where),
+    )
+    _check_default_row(rule, data, rows, where)
+    return rule
+
+
+def _check_default_row(rule: IdRule, data: Mapping[str, Any], rows: int, where: str) -> None:
+    """A vocabulary's own checks wait until it is read, but this needs none."""
+    if (rule.unknown == "row") != ("default_row" in data):
+        raise InvalidModelError(f"{where}: unknown: row and default_row go together")
+    if not 0 <= rule.default_row < rows:
+        raise InvalidModelError(
+            f"{where}: default_row is {rule.default_row}, the table has rows 0 to {rows - 1}"
+        )
+
+
+def _one_of(data: Mapping[str, Any], key: str, known: tuple[str, ...], where: str) -> str:
+    value = data[key]
+    if value not in known:
+        raise InvalidModelError(f"{where}: {key} is {value!r}, expected {', '.join(known)}")
+    return str(value)
+
+
+def _check_keys(data: Any, known: tuple[str, ...], required: tuple[str, ...], where: str) -> None:
+    if not isinstance(data, dict):
+        raise InvalidModelError(f"{where}: found {data!r:.60}, expected keys {', '.join(known)}")
+    for key in data:
+        if key not in known:
+            raise InvalidModelError(f"{where}: unknown key {key!r}, known are {', '.join(known)}")
+    for key in required:
+        if key not in data:
+            raise InvalidModelError(f"{where}: {key} is missing")

@@ -1,0 +1,220 @@
+"""The rows of a table that lies in files as rectangles, read with preadv into fresh memory.
+
+A whole table in one file is one rectangle, a sharded one many: row-wise, column-wise or both.
+Nothing is mapped and nothing kept, so private memory holds what was asked for and no more.
+Never looks at what a file is; checkpoint readers say where the values lie.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve_store.errors import StoreError
+
+if TYPE_CHECKING:
+    import torch
+
+_BUFFER_BYTES = 4 << 20
+"""Parts of rows are read through a buffer of at most this size, and at least one row."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file as it was when its table was found."""
+
+    path: Path
+    size: int
+    identity: tuple[int, int, int]
+    """Device, inode and time of change in nanoseconds: another one is another file."""
+
+    @classmethod
+    def of(cls, path: Path) -> SourceFile:
+        """Raises StoreError: the file cannot be read."""
+        with _opened(path) as fd:
+            return cls(path, os.fstat(fd).st_size, _identity(fd))
+
+    @contextmanager
+    def open(self) -> Iterator[int]:
+        """Its file descriptor.
+
+        Raises:
+            StoreError: the file cannot be read, or is no longer the same.
+        """
+        with _opened(self.path) as fd:
+            if (os.fstat(fd).st_size, _identity(fd)) != (self.size, self.identity):
+                raise StoreError(f"{self.path}: changed while it was read")
+            yield fd
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _identity(fd: int) -> tuple[int, int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Rows [row, row + rows) and columns [column, column + columns) of a table in a file."""
+
+    file: SourceFile
+    offset: int
+    """Byte of its first value in the file."""
+    stride: int
+    """Bytes from one row to the next. The values of a row follow each other."""
+    row: int
+    rows: int
+    column: int
+    columns: int
+
+    @property
+    def end_row(self) -> int:
+        return self.row + self.rows
+
+    @property
+    def end_column(self) -> int:
+        return self.column + self.columns
+
+    def span(self, rows: int, itemsize: int) -> int:
+        """Bytes from the first value of ``rows`` rows to the end of the last."""
+        return (rows - 1) * self.stride + self.columns * itemsize if rows else 0
+
+
+def check_tiling(rectangles: Sequence[Rectangle], shape: tuple[int, int], where: str) -> None:
+    """Raises StoreError, led by ``where``, unless every value of ``shape`` lies in exactly one
+    rectangle."""
+    rows, columns = shape
+    starts: dict[int, list[Rectangle]] = {}
+    for part in rectangles:
+        if part.end_row > rows or part.end_column > columns or min(part.row, part.column) < 0:
+            raise StoreError(
+                f"{where}: a shard has rows {part.row} to {part.end_row - 1} and columns "
+                f"{part.column} to {part.end_column - 1}, the table has shape {list(shape)}"
+            )
+        starts.setdefault(part.row, []).append(part)
+    bounds = sorted({0, rows, *starts, *(part.end_row for part in rectangles)})
+    active: list[Rectangle] = []
+    for top, bottom in pairwise(bounds):
+        active = [part for part in active if part.end_row > top] + starts.get(top, [])
+        _check_band(active, columns, f"{where}: rows {top} to {bottom - 1}")
+
+
+def _check_band(active: list[Rectangle], columns: int, where: str) -> None:
+    """Between two bounds every rectangle is there from top to bottom: its columns decide."""
+    reached = 0
+    for part in sorted(active, key=lambda part: part.column):
+        if part.column < reached:
+            raise StoreError(f"{where}: columns {part.column} to {reached - 1} are there twice")
+        if part.column > reached:
+            break
+        reached = part.end_column
+    if reached < columns:
+        raise StoreError(f"{where}: the values from column {reached} on are not there")
+
+
+class FileRows:
+    """A table's rows in files, as TableRows."""
+
+    def __init__(
+        self, rectangles: Sequence[Rectangle], shape: tuple[int, int], dtype: str, where: str
+    ) -> None:
+        """``rectangles`` tile ``shape``; ``dtype`` is torch's name of theirs.
+
+        Raises:
+            StoreError: led by ``where``; they do not tile the table, or a file ends early.
+        """
+        import torch
+
+        self.shape = shape
+        self.dtype = dtype
+        self._torch_dtype: torch.dtype = getattr(torch, dtype)
+        self._itemsize = self._torch_dtype.itemsize
+        self._rectangles = tuple(part for part in rectangles if part.rows and part.columns)
+        check_tiling(self._rectangles, shape, where)
+        for part in self._rectangles:
+            if part.offset + part.span(part.rows, self._itemsize) > part.file.size:
+                raise StoreError(f"{where}: {part.file.path} is truncated: its values go beyond")
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """As TableRows.read: one preadv for each range of whole rows, straight into the result."""
+        if not 0 <= start <= stop <= self.shape[0]:
+            raise IndexError(f"rows {start} to {stop} of {self.shape[0]}")
+        out = self._empty(stop - start)
+        for part in self._rectangles:
+            first, last = max(start, part.row), min(stop, part.end_row)
+            if first < last:
+                with part.file.open() as fd:
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                    self._read_rows(fd, part, first, out[first - start : last - start])
+        return out
+
+    def gather(self, numbers: NDArray[np.int64]) -> torch.Tensor:
+        """As TableRows.gather, row by row: for a few hundred rows."""
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.shape[0]:
+            raise IndexError(f"rows {numbers.min()} to {numbers.max()} of {self.shape[0]}")
+        out = self._empty(len(numbers))
+        for part in self._rectangles:
+            wanted = np.flatnonzero((numbers >= part.row) & (numbers < part.end_row))
+            with ExitStack() as stack:
+                fd = stack.enter_context(part.file.open()) if len(wanted) else -1
+                for i in wanted.tolist():
+                    self._read_rows(fd, part, int(numbers[i]), out[i : i + 1])
+        return out
+
+    def _empty(self, rows: int) -> torch.Tensor:
+        import torch
+
+        return torch.empty(rows, self.shape[1], dtype=self._torch_dtype)
+
+    def _read_rows(self, fd: int, part: Rectangle, first: int, out: torch.Tensor) -> None:
+        """Fills the part's columns of ``out`` with rows from ``first`` on."""
+        import torch
+
+        width = self.shape[1] * self._itemsize
+        if part.columns == self.shape[1] and part.stride == width:
+            self._fill(fd, part, first, out)
+            return
+        step = max(1, _BUFFER_BYTES // max(part.stride, part.columns * self._itemsize))
+        values = part.stride // self._itemsize
+        for begin in range(0, len(out), step):
+            rows = min(step, len(out) - begin)
+            count = part.span(rows, self._itemsize) // self._itemsize
+            buffer = torch.empty(count, dtype=self._torch_dtype)
+            self._fill(fd, part, first + begin, buffer)
+            strided = buffer.as_strided((rows, part.columns), (values, 1))
+            out[begin : begin + rows, part.column : part.end_column] = strided
+
+    def _fill(self, fd: int, part: Rectangle, first: int, out: torch.Tensor) -> None:
+        """Reads ``out``'s bytes from row ``first`` of the part on."""
+        import torch
+
+        view = out.view(-1).view(torch.uint8).numpy().data
+        offset = part.offset + (first - part.row) * part.stride
+        while view:
+            try:
+                count = os.preadv(fd, [view], offset)
+            except OSError as error:
+                raise StoreError(f"{part.file.path}: cannot be read: {error.strerror}") from error
+            if not count:
+                raise StoreError(f"{part.file.path}: is truncated")
+            view = view[count:]
+            offset += count

@@ -1,0 +1,103 @@
+"""A sharded model as a source: its tables' description, and their shards saved as a checkpoint.
+
+Every rank saves its own shards with torch.distributed.checkpoint and nobody gathers a table.
+Knows nothing of the store, and changes nothing in the model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from embedserve_store.errors import InvalidModelError
+from embedserve_store.manifest import TableSpec
+from embedserve_store.sources.checkpoint import table_keys
+from embedserve_store.sources.live import table_of
+
+if TYPE_CHECKING:
+    import torch
+
+_CHANGES_IDS = ("ManagedCollision", "FeatureProcessed", "ITEP")
+"""In the names of modules that change ids or weights before the collection looks them up."""
+
+
+def describe_sharded(
+    module: torch.nn.Module, prefix: str = ""
+) -> tuple[tuple[TableSpec, ...], bool, str]:
+    """The tables of the sharded collection in ``module`` in their order, as float32.
+
+    Args:
+        module: a DistributedModelParallel, or any module that holds a sharded
+            EmbeddingBagCollection or EmbeddingCollection, or is one.
+        prefix: a dotted path in the state dict: only the collection there counts, or those under
+            it where there is none.
+
+    Returns:
+        The tables, whether callers pass weights, and the path of the collection in the state
+        dict, "" for ``module`` itself.
+
+    Raises:
+        InvalidModelError: there is no sharded collection, or several, or one whose ids another
+            module changes first, or a table has a setting that the store does not keep.
+    """
+    path, collection = _chosen(module, prefix)
+    _check_ids_unchanged(_unwrapped(module), path)
+    is_pooled = hasattr(collection, "_embedding_bag_configs")
+    configs: Any = collection._embedding_bag_configs if is_pooled else collection._embedding_configs
+    return tuple(map(table_of, configs)), is_pooled and bool(collection._is_weighted), path
+
+
+def save_tables(module: torch.nn.Module, folder: str | os.PathLike[str], prefix: str = "") -> None:
+    """Saves the tables of ``module`` under ``prefix``, and nothing else, as a checkpoint.
+
+    A collective: all ranks of the default process group call it, with one ``folder`` that all
+    of them see.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    state = module.state_dict()
+    tables = {one.key: state[one.key] for one in table_keys(state, prefix)}
+    save(tables, checkpoint_id=os.fspath(folder))
+
+
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Inside DMP and DDP, whose names do not appear in the keys of a state dict."""
+    from torchrec.distributed import DistributedModelParallel
+
+    return module.module if isinstance(module, DistributedModelParallel) else module
+
+
+def _chosen(module: torch.nn.Module, prefix: str) -> tuple[str, Any]:
+    everywhere = dict(_collections(module))
+    path = prefix.strip(".")
+    under = {p: c for p, c in everywhere.items() if not path or p.startswith(f"{path}.")}
+    found = {path: everywhere[path]} if prefix and path in everywhere else under
+    if len(found) != 1:
+        where = f" under {prefix!r}" if prefix else ""
+        paths = ", ".join(path or "." for path in found)
+        raise InvalidModelError(
+            f"{type(module).__name__} has {len(found) or 'no'} sharded EmbeddingBagCollections or "
+            f"EmbeddingCollections{where}" + (f", at {paths}: choose one with prefix" * bool(found))
+        )
+    return next(iter(found.items()))
+
+
+def _collections(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    from torchrec.distributed.embedding import ShardedEmbeddingCollection
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+
+    for path, inner in _unwrapped(module).named_modules():
+        if isinstance(inner, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
+            yield path, inner
+
+
+def _check_ids_unchanged(root: torch.nn.Module, path: str) -> None:
+    parts = path.split(".")
+    for i in range(len(parts)):
+        around = type(root.get_submodule(".".join(parts[:i]))).__name__
+        if any(word in around for word in _CHANGES_IDS):
+            raise InvalidModelError(
+                f"the collection at {path} is inside a {around}, which changes ids or weights "
+                "before they are looked up: only its rows could be served"
+            )

@@ -1,0 +1,63 @@
+"""The rows of one table of a source, whatever they come from, read piece by piece.
+
+Sources give them, the writer of a version reads them once from first to last, and the goldens
+read a few. Nobody holds a whole table. Imports torch only when called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+SOURCE_DTYPES = ("float32", "float16", "bfloat16")
+"""What rows may come as. bfloat16 rows are stored as the float32 that they are exactly."""
+
+
+class TableRows(Protocol):
+    """A table's rows [rows, dim] in a source."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def dtype(self) -> str:
+        """One of SOURCE_DTYPES."""
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Rows [stop - start, dim] on the CPU, in the source's dtype.
+
+        Raises:
+            StoreError: the source cannot be read there.
+        """
+
+    def gather(self, numbers: NDArray[np.int64]) -> torch.Tensor:
+        """The rows of ``numbers`` [n, dim], as ``read``."""
+
+
+class TensorRows:
+    """Rows of a plain tensor on any device."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, dim = self._tensor.shape
+        return rows, dim
+
+    @property
+    def dtype(self) -> str:
+        return str(self._tensor.dtype).removeprefix("torch.")
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self._tensor[start:stop].cpu()
+
+    def gather(self, numbers: NDArray[np.int64]) -> torch.Tensor:
+        import torch
+
+        return self._tensor[torch.from_numpy(numbers).to(self._tensor.device)].cpu()

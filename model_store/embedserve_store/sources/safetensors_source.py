@@ -1,0 +1,94 @@
+"""Safetensors files as rows: one file, or a folder of them as large models are saved.
+
+Reads the headers by hand, for the byte offsets, and the values with preadv. A folder's index
+file is not needed: the headers say the same. There is no code in such a file to run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from embedserve_store.errors import StoreError
+from embedserve_store.sources.file_rows import FileRows, Rectangle, SourceFile
+
+SUFFIX = ".safetensors"
+_HEADER_BYTES_MAX = 100_000_000
+"""As the safetensors library has it."""
+_DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+}
+_SHARDED = "DCP_SHARDING_INFO"
+"""In the metadata of files that each hold one rank's shards."""
+
+
+def open_safetensors(path: Path) -> tuple[dict[str, FileRows], tuple[str, ...]]:
+    """The 2-D floating-point tensors of a .safetensors file or of those in a folder, and the
+    names of all other entries.
+
+    Raises:
+        StoreError: a file cannot be read, is truncated or malformed, or two have one entry.
+    """
+    paths = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    tensors: dict[str, FileRows] = {}
+    others: dict[str, None] = {}
+    for one in paths:
+        file = SourceFile.of(one)
+        header, begin = _header(file)
+        for key, entry in header.items():
+            if key in tensors or key in others:
+                raise StoreError(f"{path}: has two entries {key!r}")
+            rows = _rows(file, begin, entry, f"{one}: {key}")
+            if rows is None:
+                others[key] = None
+            else:
+                tensors[key] = rows
+    return tensors, tuple(others)
+
+
+def _header(file: SourceFile) -> tuple[Mapping[str, Any], int]:
+    """The entries of the header, and the byte where the values begin."""
+    with file.path.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        if not 2 <= size <= min(file.size - 8, _HEADER_BYTES_MAX):
+            raise StoreError(f"{file.path}: truncated, or not a safetensors file")
+        try:
+            header = json.loads(opened.read(size))
+        except (ValueError, RecursionError) as error:
+            raise StoreError(f"{file.path}: its header cannot be parsed: {error}") from error
+    if not isinstance(header, dict):
+        raise StoreError(f"{file.path}: its header is not a JSON object")
+    metadata = header.pop("__metadata__", None)
+    if isinstance(metadata, dict) and _SHARDED in metadata:
+        raise StoreError(
+            f"{file.path}: holds one rank's shards; consolidate them "
+            "(torch.distributed.checkpoint's consolidate_safetensors_files)"
+        )
+    return header, 8 + size
+
+
+def _rows(file: SourceFile, begin: int, entry: Any, where: str) -> FileRows | None:
+    """None for an entry that is not a 2-D floating-point tensor."""
+    try:
+        kind, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        numbers = [*shape, first, last]
+    except (TypeError, KeyError, ValueError) as error:
+        raise StoreError(f"{where}: not an entry of a safetensors header") from error
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise StoreError(f"{where}: not an entry of a safetensors header")
+    if kind not in _DTYPES or len(shape) != 2:
+        return None
+    dtype, itemsize = _DTYPES[kind]
+    if last - first != math.prod(shape) * itemsize:
+        raise StoreError(f"{where}: has {last - first} bytes for {dtype} {shape}")
+    rows, dim = shape
+    whole = Rectangle(file, begin + first, dim * itemsize, 0, rows, 0, dim)
+    return FileRows((whole,), (rows, dim), dtype, where)

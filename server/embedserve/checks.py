@@ -1,0 +1,144 @@
+"""What is wrong with a request, said with field and value.
+
+Kinds of ids and lengths are checked as a request is admitted. The rest is told apart here only
+once join() has refused a batch: slow and thorough, one request at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from embedserve.errors import InvalidRequestError
+from embedserve.types import LookupRequest, ModelInfo
+
+QUOTED_CHARACTERS_MAX = 60
+
+
+def check_lengths(lengths: np.ndarray, ids: int) -> None:
+    """Raises InvalidRequestError unless ``lengths`` are a partition of so many ``ids``."""
+    if lengths.size and lengths.min() < 0:
+        position = int((lengths < 0).argmax())
+        raise InvalidRequestError(
+            f"lengths[{position}] is {lengths[position]}: a bag cannot hold fewer than 0 ids",
+            f"lengths[{position}]",
+        )
+    total = int(lengths.sum(dtype=np.int64))
+    if total != ids:
+        raise InvalidRequestError(f"lengths add up to {total}, but there are {ids} ids", "lengths")
+
+
+def check_kinds(request: LookupRequest, model: ModelInfo) -> None:
+    """Raises InvalidRequestError for what ``model`` has no use for.
+
+    That is a string where ids are integers, an integer where they are strings, and weights
+    where nothing is pooled.
+    """
+    if request.weights is not None and not model.is_pooled:
+        raise InvalidRequestError(
+            f"weights: model {model.name!r} answers one row for each id and pools nothing: "
+            "send none",
+            "weights",
+        )
+    if request.string_features or model.string_features:
+        _check_id_types(request, model)
+
+
+def _check_id_types(request: LookupRequest, model: ModelInfo) -> None:
+    check_lengths(request.lengths, request.ids.size)
+    bags = request.lengths.reshape(len(request.features), request.batch_size)
+    start = 0
+    for feature, lengths in zip(request.features, bags, strict=True):
+        end = start + int(lengths.sum(dtype=np.int64))
+        are_strings = feature in request.string_features
+        is_wrong = are_strings != (feature in model.string_features)
+        # Empty bags are of either type; a feature that there is not is refused as such.
+        if is_wrong and start < end and feature in model.features:
+            example = int((lengths > 0).argmax())
+            field = f"features.{feature}[{example}][0]"
+            expected = "integers" if are_strings else "strings"
+            raise InvalidRequestError(
+                f"{field} is {_shown(request, start, are_strings)}: ids of {feature!r} are "
+                f"{expected}",
+                field,
+            )
+        start = end
+
+
+def _shown(request: LookupRequest, position: int, is_string: bool) -> str:
+    """The id at ``position`` as the caller wrote it, shortened."""
+    value = int(request.ids[position])
+    if not is_string or request.strings is None:
+        return str(value)
+    text = repr(request.strings[value])
+    return text if len(text) <= QUOTED_CHARACTERS_MAX else text[:QUOTED_CHARACTERS_MAX] + "…"
+
+
+def find_invalid(
+    requests: Sequence[LookupRequest], model: ModelInfo
+) -> dict[int, InvalidRequestError]:
+    """Which of ``requests`` (by position) may not be looked up, and why."""
+    errors: dict[int, InvalidRequestError] = {}
+    for i, request in enumerate(requests):
+        try:
+            check_lengths(request.lengths, request.ids.size)
+            check_ids(request, model)
+            check_weights(request)
+        except InvalidRequestError as error:
+            errors[i] = error
+    return errors
+
+
+def check_ids(request: LookupRequest, model: ModelInfo) -> None:
+    """Raises InvalidRequestError for an id that has no row and may not be unknown."""
+    ids_per_feature = request.lengths.reshape(len(model.features), -1).sum(axis=1)
+    unknown = model.translator.translate(request.ids, ids_per_feature).unknown
+    if unknown is None:
+        return
+    wrong = unknown & np.repeat(model.refuses_unknown, ids_per_feature)
+    if not wrong.any():
+        return
+    position = int(wrong.argmax())
+    feature, example, place = _place(request, position)
+    name = model.features[feature]
+    field = f"features.{name}[{example}][{place}]"
+    shown = _shown(request, position, name in request.string_features)
+    others = int(wrong.sum()) - 1
+    raise InvalidRequestError(
+        f"{field} is {shown}: {_ids_said(model, feature)}"
+        + (f" ({others} more are wrong)" if others else ""),
+        field,
+    )
+
+
+def _ids_said(model: ModelInfo, feature: int) -> str:
+    """What an id should have been."""
+    name = model.features[feature]
+    rule = model.rule_per_feature[feature]
+    if rule.rule == "map":
+        return f"not one of the {rule.entries:,} ids of {name!r}"
+    return f"ids of {name!r} are row numbers from 0 to {model.rows_per_feature[feature] - 1}"
+
+
+def check_weights(request: LookupRequest) -> None:
+    """Raises InvalidRequestError for a weight that is infinite or not a number."""
+    if request.weights is None:
+        return
+    wrong = ~np.isfinite(request.weights)
+    if not wrong.any():
+        return
+    position = int(wrong.argmax())
+    feature, example, place = _place(request, position)
+    field = f"weights.{request.features[feature]}[{example}][{place}]"
+    raise InvalidRequestError(
+        f"{field} is {request.weights[position]}: weights are finite numbers", field
+    )
+
+
+def _place(request: LookupRequest, position: int) -> tuple[int, int, int]:
+    """(feature, example, place in the bag) of the id at ``position``."""
+    ends = np.cumsum(request.lengths, dtype=np.int64)
+    bag = int(np.searchsorted(ends, position, side="right"))
+    start = int(ends[bag]) - int(request.lengths[bag])
+    return bag // request.batch_size, bag % request.batch_size, position - start

@@ -1,0 +1,114 @@
+"""`embedserve diff`: what is different between two versions, as a table for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from embedserve.commands.console import table_progress
+from embedserve.commands.grids import grid, show, write
+from embedserve.commands.stores import load_version
+from embedserve_store import ModelVersion, StoreError
+from embedserve_store.diff import TableDiff, VersionDiff, compare
+
+NUMBERS = ("rows", "changed", "share", "drift mean", "drift max", "at row", "cosine mean")
+"""Of the rows that both versions have. Drift is a changed row's relative L2 distance,
+|after - before| / |before|."""
+
+
+@dataclass(frozen=True)
+class VersionName:
+    """Where a version lies, as a person names it."""
+
+    store: str
+    model: str
+    version: int
+
+
+def diff(names: Sequence[str], cache: Path | None) -> None:
+    """Prints how the second version of ``names`` differs from the first.
+
+    Args:
+        names: STORE MODEL A B, or two times STORE/MODEL/VERSION.
+
+    Raises:
+        StoreError: a name is none, or its version does not exist or is damaged.
+    """
+    before, after = (
+        load_version(name.store, cache, name.model, name.version) for name in parse(names)
+    )
+    with table_progress() as progress:
+        found = compare(before, after, progress)
+    report(before, after, found)
+
+
+def parse(names: Sequence[str]) -> tuple[VersionName, VersionName]:
+    """
+    >>> parse(["store", "m", "1", "2"])[1]
+    VersionName(store='store', model='m', version=2)
+    >>> parse(["s3://bucket/store/m/1", "store/m/2/"])[0]
+    VersionName(store='s3://bucket/store', model='m', version=1)
+    """
+    if len(names) == 4:
+        store, model, a, b = names
+        return _name(store, model, a), _name(store, model, b)
+    if len(names) == 2:
+        first, second = (name.rstrip("/").rsplit("/", 2) for name in names)
+        if len(first) == len(second) == 3:
+            return _name(*first), _name(*second)
+    raise StoreError(
+        f"{' '.join(names)}: expected STORE MODEL A B, or two times STORE/MODEL/VERSION"
+    )
+
+
+def _name(store: str, model: str, version: str) -> VersionName:
+    if not version.isascii() or not version.isdecimal():
+        raise StoreError(f"{store}/{model}/{version}: {version!r} is not the number of a version")
+    return VersionName(store, model, int(version))
+
+
+def report(before: ModelVersion, after: ModelVersion, found: VersionDiff) -> None:
+    """The rows of the tables of both, then what else differs, a line each."""
+    table = grid("table", *NUMBERS, numbers=NUMBERS)
+    for one in found.tables:
+        table.add_row(one.after.name, *_cells(one))
+    show(f"{_title(before)} to {_title(after)}", table)
+    for spec in found.added:
+        write(f"{spec.name}: added, {spec.num_embeddings:,} rows of {spec.embedding_dim}")
+    for spec in found.removed:
+        write(f"{spec.name}: removed, {spec.num_embeddings:,} rows of {spec.embedding_dim}")
+    for one in found.tables:
+        for note in _notes(one):
+            write(f"{one.after.name}: {note}")
+    for line in found.changes:
+        write(line)
+    write(f"plan: {found.plan or 'the same'}")
+    if not found.is_changed:
+        write("nothing differs")
+
+
+def _title(version: ModelVersion) -> str:
+    return f"{version.manifest.model} version {version.manifest.version}"
+
+
+def _cells(table: TableDiff) -> list[str]:
+    """Of NUMBERS; a dash where there is no such number."""
+    rows = table.rows
+    if rows is None:
+        return ["-"] * len(NUMBERS)
+    cells = [f"{rows.rows:,}", f"{rows.rows_changed:,}", f"{rows.share_changed:.2%}"]
+    if rows.row_max is None:
+        return [*cells, "-", "-", "-", "-"]
+    return [
+        *cells,
+        f"{rows.relative_l2_mean:.4f}",
+        f"{rows.relative_l2_max:.4f}",
+        f"{rows.row_max:,}",
+        f"{rows.cosine_mean:.4f}",
+    ]
+
+
+def _notes(table: TableDiff) -> list[str]:
+    from_zero = table.rows.rows_from_zero if table.rows else 0
+    return [*table.changes, *([f"{from_zero:,} rows were zero before"] if from_zero else [])]

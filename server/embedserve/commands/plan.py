@@ -1,0 +1,138 @@
+"""`embedserve plan`: what a sharding plan puts where and whether it fits, loading no table.
+
+For a description of tables it tries a plan out; for a published version it shows the stored
+one, or what a host with other devices would do with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from embedserve.commands.console import console, say
+from embedserve.commands.plan_view import count_ranks, show_plan
+from embedserve.commands.sharding import parse_sharding
+from embedserve.commands.sizes import human_bytes, parse_bytes
+from embedserve.commands.stores import load_version
+from embedserve_store.errors import StoreError
+from embedserve_store.load import ModelStore
+from embedserve_store.manifest import TableSpec
+from embedserve_store.plans.constraints import TableConstraints, read_constraints
+from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES, Plan, check_fits
+from embedserve_store.sources.description import read_description
+from embedserve_store.staging import to_json_bytes
+
+if TYPE_CHECKING:
+    from embedserve_store.plans.planner import Sharding
+
+out = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the command line asks of the plan; None leaves it as described or stored."""
+
+    world_size: int | None = None
+    sharding: str | None = None
+    constraints: Path | None = None
+    device_memory: str | None = None
+    device_type: str = "cpu"
+    output: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: there is no such kind of device."""
+        if self.device_type not in ROW_ALIGNMENT_BYTES:
+            raise ValueError(f"device_type is {self.device_type!r}, expected cpu or cuda")
+
+
+def plan_tables(description: Path, options: PlanOptions) -> None:
+    """Plans the tables of a description, as publishing it would, and shows the plan.
+
+    Raises:
+        StoreError: the description, plan or constraints are wrong, or a rank does not fit.
+        ValueError: an option cannot be read.
+        OSError: the output cannot be written.
+    """
+    if description.is_dir():
+        names = ", ".join(ModelStore(description).models()) or "none"
+        raise StoreError(f"{description}: is a store, name one of its models: {names}")
+    described = read_description(description)
+    tables = described.tables
+    if options.sharding is None:
+        own = dict.fromkeys((table.name for table in tables), "table_wise")
+        planned = _planned(tables, own | dict(described.sharding), {}, options)
+    else:
+        planned = _planned(tables, parse_sharding(options.sharding), {}, options)
+    _show(tables, planned, options)
+
+
+def plan_version(
+    store: str, cache: Path | None, model: str, version: int | None, options: PlanOptions
+) -> None:
+    """Shows the plan of a published version, or what becomes of it under ``options``.
+
+    A version of a remote store is pulled into ``cache`` first, tables and all.
+
+    Raises:
+        StoreError, ValueError, OSError: as ``plan_tables``.
+    """
+    loaded = load_version(store, cache, model, version)
+    tables, stored = loaded.manifest.tables, loaded.plan
+    if options.world_size is None:
+        options = replace(options, world_size=stored.world_size)
+    if options.sharding is not None:
+        planned = _planned(tables, parse_sharding(options.sharding), {}, options)
+    elif options.constraints or options.world_size != stored.world_size:
+        planned = _planned(tables, "auto", stored.constraints, options)
+        say(f"planned anew: the stored plan is for {count_ranks(stored.world_size)}")
+    else:
+        planned = stored
+    _show(tables, planned, options)
+
+
+def _planned(
+    tables: Sequence[TableSpec],
+    sharding: Sharding,
+    constraints: Mapping[str, TableConstraints],
+    options: PlanOptions,
+) -> Plan:
+    if options.constraints:
+        constraints = read_constraints(options.constraints)
+    with console.status("importing the planner …"):
+        from embedserve_store.plans.planner import draft_plan
+    return draft_plan(
+        tables,
+        sharding=sharding,
+        world_size=options.world_size,
+        device_type=options.device_type,
+        device_memory_bytes=_memory_bytes(options),
+        constraints=constraints,
+    )
+
+
+def _memory_bytes(options: PlanOptions) -> int | None:
+    return parse_bytes(options.device_memory) if options.device_memory else None
+
+
+def _show(tables: Sequence[TableSpec], plan: Plan, options: PlanOptions) -> None:
+    """The picture first, then whether it fits: who must change a plan needs to see it."""
+    memory_bytes = _memory_bytes(options)
+    device_type = options.device_type
+    show_plan(out, tables, plan, device_type=device_type, memory_bytes=memory_bytes)
+    copied = plan.column_shard_bytes(tables)
+    if copied and device_type == "cpu":
+        say(f"on the CPU {human_bytes(copied)} of column shards are copied, all else is mapped")
+    if memory_bytes is not None:
+        check_fits(plan, tables, [memory_bytes] * plan.world_size, device_type)
+        fullest = max(plan.bytes_per_rank(tables, device_type))
+        say(
+            f"fits: the fullest rank takes {human_bytes(fullest)} of its "
+            f"{human_bytes(memory_bytes)}, {100 * fullest / memory_bytes:.0f}%"
+        )
+    if options.output:
+        options.output.write_bytes(to_json_bytes(plan.to_json()))
+        say(f"wrote {options.output}")

@@ -1,0 +1,206 @@
+"""A sharding plan for a person: what lies where as a table, and a bar for each rank.
+
+Every table has a letter, which stands in the bars for its bytes; colours only help. Prints to
+stdout, in the width of the terminal.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from embedserve.commands.sizes import human_bytes
+from embedserve_store.manifest import TableSpec
+from embedserve_store.plans.plan import Plan, TablePlan, shard_bytes
+
+LETTERS = string.ascii_uppercase + string.ascii_lowercase
+NO_LETTER = "*"
+"""Of all tables beyond the largest, which have the letters."""
+COLORS = ("blue", "green", "yellow", "magenta", "cyan", "red")
+BAR_CELLS_MIN = 10
+NARROW_COLUMNS = 100
+"""A terminal below this has less space between columns, one of VERY_NARROW_COLUMNS fewer."""
+VERY_NARROW_COLUMNS = 72
+
+
+def show_plan(
+    out: Console,
+    tables: Sequence[TableSpec],
+    plan: Plan,
+    *,
+    device_type: str = "cpu",
+    memory_bytes: int | None = None,
+) -> None:
+    """Prints where ``tables`` lie under ``plan``, in bytes as ``device_type`` holds them.
+
+    Args:
+        memory_bytes: of each rank; bars are drawn in proportion to it, if given.
+    """
+    letters = _letters(tables)
+    title = f"plan over {count_ranks(plan.world_size)}"
+    out.print(title, style="italic", soft_wrap=True, markup=False)
+    out.print(_tables_grid(out.width, tables, plan, letters, device_type))
+    out.print()
+    out.print(_ranks_grid(out.width, tables, plan, letters, device_type, memory_bytes))
+
+
+def count_ranks(world_size: int) -> str:
+    return "1 rank" if world_size == 1 else f"{world_size} ranks"
+
+
+def _letters(tables: Sequence[TableSpec]) -> dict[str, str]:
+    """The largest tables have letters, in the order that all have."""
+    largest = sorted(tables, key=lambda table: -table.nbytes)[: len(LETTERS)]
+    names = {table.name for table in largest}
+    lettered = [table.name for table in tables if table.name in names]
+    return dict.fromkeys((t.name for t in tables), NO_LETTER) | dict(
+        zip(lettered, LETTERS, strict=False)
+    )
+
+
+def _style(letter: str) -> str:
+    if letter not in LETTERS:
+        return "black on white"
+    return f"black on {COLORS[LETTERS.index(letter) % len(COLORS)]}"
+
+
+def _grid(gap: int = 2) -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+
+
+def _tables_grid(
+    width: int,
+    tables: Sequence[TableSpec],
+    plan: Plan,
+    letters: Mapping[str, str],
+    device_type: str,
+) -> Table:
+    grid = _grid(1 if width < NARROW_COLUMNS else 2)
+    grid.add_column("")
+    grid.add_column("table", overflow="fold", min_width=8)
+    grid.add_column("rows", justify="right", no_wrap=True)
+    if width >= VERY_NARROW_COLUMNS:
+        grid.add_column("dim", justify="right", no_wrap=True)
+        grid.add_column("dtype", no_wrap=True)
+    grid.add_column("bytes", justify="right", no_wrap=True)
+    grid.add_column("sharding", no_wrap=True)
+    grid.add_column("where", overflow="fold", min_width=10)
+    for table in tables:
+        of_table = plan.tables[table.name]
+        held = sum(shard_bytes(shard, table, device_type) for shard in of_table.shards)
+        letter = letters[table.name]
+        kind = (str(table.embedding_dim), table.dtype) if width >= VERY_NARROW_COLUMNS else ()
+        grid.add_row(
+            Text(letter, style=_style(letter)),
+            Text(table.name),
+            f"{table.num_embeddings:,}",
+            *kind,
+            human_bytes(held),
+            of_table.sharding_type,
+            where(of_table),
+        )
+    return grid
+
+
+def where(table: TablePlan) -> str:
+    """Which part of a table lies on which ranks, in a few words.
+
+    >>> where(TablePlan("row_wise", (Shard(0, 0, 4, 0, 8), Shard(1, 4, 4, 0, 8))))
+    '2 x 4 rows'
+    """
+    shards = table.shards
+    if table.sharding_type == "row_wise":
+        return f"{_counted([shard.row_count for shard in shards])} rows"
+    if table.sharding_type == "data_parallel":
+        return "every rank"
+    ranks = _ranks([shard.rank for shard in shards])
+    if table.sharding_type == "column_wise":
+        return f"{_counted([shard.col_count for shard in shards])} columns, {ranks}"
+    return ranks
+
+
+def _counted(counts: Sequence[int]) -> str:
+    runs = [(count, len(list(run))) for count, run in groupby(counts)]
+    return " + ".join(f"{run} x {count:,}" if run > 1 else f"{count:,}" for count, run in runs)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+def _ranks_grid(
+    width: int,
+    tables: Sequence[TableSpec],
+    plan: Plan,
+    letters: Mapping[str, str],
+    device_type: str,
+    memory_bytes: int | None,
+) -> Table:
+    held = plan.bytes_per_rank(tables, device_type)
+    rows = [
+        (f"rank {rank}", human_bytes(held[rank]), _share(held, rank), _rows_on(plan, rank))
+        for rank in range(plan.world_size)
+    ]
+    headings = ("", "bytes", "share", "rows")
+    taken = sum(2 + max(map(len, column)) for column in zip(headings, *rows, strict=True))
+    bar_cells = max(BAR_CELLS_MIN, width - taken - 2)
+    scale = max(*held, memory_bytes or 0, 1)
+    grid = _grid()
+    grid.add_column("", no_wrap=True)
+    grid.add_column("", no_wrap=True)
+    for heading in headings[1:]:
+        grid.add_column(heading, justify="right", no_wrap=True)
+    for rank, (name, *numbers) in enumerate(rows):
+        parts = [(letters[t.name], _bytes_on(plan, t, rank, device_type)) for t in tables]
+        grid.add_row(name, bar(parts, scale, bar_cells, memory_bytes), *numbers)
+    return grid
+
+
+def _share(held: Sequence[int], rank: int) -> str:
+    return f"{100 * held[rank] / max(1, sum(held)):.1f}%"
+
+
+def _rows_on(plan: Plan, rank: int) -> str:
+    """Rows that a rank has all or some columns of."""
+    held = {
+        (name, shard.row_offset): shard.row_count
+        for name, table in plan.tables.items()
+        for shard in table.shards
+        if shard.rank == rank
+    }
+    return f"{sum(held.values()):,}"
+
+
+def _bytes_on(plan: Plan, table: TableSpec, rank: int, device_type: str) -> int:
+    shards = plan.tables[table.name].shards
+    return sum(shard_bytes(s, table, device_type) for s in shards if s.rank == rank)
+
+
+def bar(parts: Sequence[tuple[str, int]], scale: int, cells: int, memory_bytes: int | None) -> Text:
+    """Letters in proportion to their bytes, ``scale`` bytes in ``cells`` of them.
+
+    What is left of ``memory_bytes`` is dots; where more is held than that, "|" is its end.
+    """
+    text = Text()
+    end_bytes = 0
+    for letter, count in parts:
+        end_bytes += count
+        width = round(end_bytes / scale * cells) - len(text)
+        text.append(letter * width, style=_style(letter))
+    if not len(text) and end_bytes:
+        text.append(max(parts, key=lambda part: part[1])[0])
+    if memory_bytes is not None and end_bytes <= memory_bytes:
+        text.append("." * (round(memory_bytes / scale * cells) - len(text)), style="dim")
+    elif memory_bytes is not None:
+        limit = min(round(memory_bytes / scale * cells), len(text) - 1)
+        text = text[:limit] + Text("|", style="bold red") + text[limit + 1 :]
+    return text

@@ -1,0 +1,18 @@
+"""What --sharding says: one type for all tables, one for each, or a whole plan in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from embedserve.commands.choices import parse_choice
+from embedserve_store.plans.plan import Plan, read_plan
+
+
+def parse_sharding(text: str) -> str | dict[str, str] | Plan:
+    """``row_wise``, ``user=row_wise,movie=table_wise`` or the path of a plan.json.
+
+    Raises:
+        StoreError: the file is not a plan that can be read.
+        ValueError: a table is named twice or without a type.
+    """
+    return read_plan(Path(text)) if text.endswith(".json") else parse_choice(text)

@@ -1,0 +1,31 @@
+"""`embedserve verify`: rereads a version and says, table by table, that it is as published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from embedserve.commands.console import say, table_progress
+from embedserve.commands.sizes import human_bytes
+from embedserve.commands.stores import load_version
+from embedserve_store import checksums
+
+
+def verify(store: str, model: str, version: int | None, cache: Path | None) -> None:
+    """Checks every byte of a version; of a remote store's, those of the copy in the cache.
+
+    Raises:
+        StoreError: there is no such version, or a file or table is not as it was published.
+    """
+    loaded = load_version(store, cache, model, version)
+    with table_progress() as progress:
+        checksums.verify(loaded, progress)
+    manifest = loaded.manifest
+    for table in manifest.tables:
+        entries = f", {table.ids.entries:,} ids" if table.ids.rule == "map" else ""
+        say(
+            f"{table.name}: {table.num_embeddings:,} rows of {table.embedding_dim} {table.dtype}, "
+            f"{human_bytes(table.nbytes)}{entries}: as published"
+        )
+    if not checksums.is_sealed((loaded.path / "manifest.json").read_bytes()):
+        say("manifest.json: of format version 1, which has no checksum of it")
+    say(f"{manifest.model} version {manifest.version} is as it was published, in {loaded.path}")

@@ -1,0 +1,84 @@
+"""From a real distributed training run to serving: trained and saved with torch.distributed
+.checkpoint over 2 and 4 processes, published from the command line, served on 1, 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reference import assert_same
+from servers import Running, run_command, running
+from trained import Trained, train
+
+from embedserve_client import EmbedClient, GrpcEmbedClient
+from embedserve_store import publish, read_description
+
+AS_TRAINED = "user=row_wise,item=table_wise,tag=column_wise,country=data_parallel,device=row_wise"
+BY_TABLE = dict(part.split("=") for part in AS_TRAINED.split(","))
+PLANS = {
+    "one": ("table_wise", 1),
+    "mixed-four": (BY_TABLE, 4),
+    "rows-four": ("row_wise", 4),
+}
+"""Model, sharding and world size; mixed-two is published from the command line."""
+
+
+@dataclass(frozen=True)
+class Served:
+    trained: Trained
+    store: Path
+    server: Running
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 trainers", "4 trainers"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("trained")
+    trained = train(folder, request.param)
+    store = folder / "store"
+    options = ("--model", "mixed-two", "--sharding", AS_TRAINED, "--world-size", 2)
+    done = run_command("publish", trained.checkpoint, trained.description, store, *options)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"skipped, as not described: .* more of \d+ entries", done.stderr)
+    description = read_description(trained.description)
+    for model, (sharding, world_size) in PLANS.items():
+        publish(
+            trained.checkpoint,
+            store,
+            model=model,
+            tables=description,
+            sharding=sharding,
+            world_size=world_size,
+        )
+    with running(store, folder / "log", "--default-model", "one") as server:
+        yield Served(trained, store, server)
+
+
+def check(server: Running, trained: Trained, models: tuple[str, ...]) -> None:
+    expected = np.concatenate([trained.answers[feature] for _, feature, _ in trained.features], 1)
+    with EmbedClient(server.http) as rest, GrpcEmbedClient(server.grpc) as grpc:
+        for model in models:
+            over_rest = rest.embed(trained.bags, model=model)
+            assert_same(over_rest.values, expected)
+            np.testing.assert_array_equal(
+                over_rest.values, grpc.embed(trained.bags, model=model).values
+            )
+
+
+def test_every_plan_answers_as_the_trainer(served: Served) -> None:
+    check(served.server, served.trained, ("mixed-two", *PLANS))
+
+
+def test_a_plan_for_two_ranks_is_served_on_others(served: Served) -> None:
+    ranks = 4 if served.trained.world_size == 2 else 1
+    log = served.store.parent / "resharded.log"
+    options = ("--model", "mixed-two", "--devices", f"cpu:{ranks}")
+    with running(served.store, log, *options) as server:
+        check(server, served.trained, ("mixed-two",))
+    assert "planned anew under the stored constraints" in log.read_text()
+    assert f"over {ranks} cpu rank" in log.read_text()

@@ -1,0 +1,274 @@
+"""An EmbeddingCollection answers one row for each id, in their order, whatever the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from reference import dequantized_int8, random_bags, sample, stored_rows, to_kjt
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from unpooled import rows_of, source_rows, write_version
+
+from embedserve.engine.engine import Engine
+from embedserve.engine.restore import restore
+from embedserve.engine.script import RowLookup
+from embedserve.engine.unpooled import shard_unpooled
+from embedserve_store import ModelVersion, StoreError
+
+DIM = 32
+PLANS = [(s, n) for s in ("table_wise", "row_wise") for n in (1, 2, 4)]
+MIXED_DTYPES = {"movie": "int8", "genre": "float32", "user": "float16", "recent": "int4"}
+MIXED_SHARDING = {
+    "movie": "row_wise",
+    "genre": "table_wise",
+    "user": "row_wise",
+    "recent": "table_wise",
+}
+
+Write = Callable[..., ModelVersion]
+
+
+def collection(tables: list[tuple[str, int, list[str]]]) -> EmbeddingCollection:
+    torch.manual_seed(4)
+    return EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(
+                name=name, num_embeddings=rows, embedding_dim=DIM, feature_names=features
+            )
+            for name, rows, features in tables
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def ec() -> EmbeddingCollection:
+    """Two features on one table, one feature on two; uneven rows, fewer of them than ranks."""
+    return collection(
+        [
+            ("movie", 1001, ["history", "candidate"]),
+            ("genre", 3, ["genres"]),
+            ("user", 50, ["user"]),
+            ("recent", 77, ["history"]),
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def write(ec: EmbeddingCollection, tmp_path_factory: pytest.TempPathFactory) -> Write:
+    """write(dtype=…, sharding=…, world_size=…): a version of the collection."""
+    store = tmp_path_factory.mktemp("store")
+    return lambda **options: write_version(store, ec, **options)
+
+
+def jagged(version: ModelVersion) -> dict[str, list[list[int]]]:
+    """Bags over all features, empty ones among them, and nothing of one feature."""
+    return sample(version) | {"candidate": [[]] * 7}
+
+
+def lookup(engine: Engine, bags: dict[str, list[list[int]]]) -> np.ndarray:
+    return engine.lookup(*to_kjt(bags, engine.manifest.features))
+
+
+@pytest.mark.parametrize(("sharding", "world_size"), PLANS)
+def test_float32_equals_the_source_collection(ec, write, sharding, world_size) -> None:
+    version = write(sharding=sharding, world_size=world_size)
+    engine = restore(version)
+    assert engine.is_scripted
+    assert engine.plan == version.plan
+    bags = jagged(version)
+    ids, lengths = to_kjt(bags, version.manifest.features)
+    jagged_tensors = ec(
+        KeyedJaggedTensor(
+            keys=list(version.manifest.features),
+            values=torch.from_numpy(ids),
+            lengths=torch.from_numpy(lengths),
+        )
+    )
+    expected = torch.cat([jagged_tensors[key].values() for key in version.manifest.keys])
+    np.testing.assert_array_equal(engine.lookup(ids, lengths), expected.detach().numpy())
+
+
+@pytest.mark.parametrize(("sharding", "world_size"), [("table_wise", 2), ("row_wise", 4)])
+@pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])
+def test_other_dtypes_equal_their_stored_rows(write, dtype, sharding, world_size) -> None:
+    version = write(dtype=dtype, sharding=sharding, world_size=world_size)
+    bags = jagged(version)
+    expected = rows_of(stored_rows(version), version.manifest, bags)
+    np.testing.assert_allclose(lookup(restore(version), bags), expected, rtol=0, atol=1e-7)
+
+
+def test_int8_equals_dequantizing_by_hand(ec, write) -> None:
+    version = write(dtype="int8", sharding="row_wise", world_size=2)
+    tables = {name: dequantized_int8(rows) for name, rows in source_rows(ec).items()}
+    bags = jagged(version)
+    expected = rows_of(tables, version.manifest, bags)
+    np.testing.assert_allclose(lookup(restore(version), bags), expected, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_table_its_own_dtype_and_sharding(write, world_size) -> None:
+    version = write(dtype=MIXED_DTYPES, sharding=MIXED_SHARDING, world_size=world_size)
+    bags = jagged(version)
+    expected = rows_of(stored_rows(version), version.manifest, bags)
+    np.testing.assert_allclose(lookup(restore(version), bags), expected, rtol=0, atol=1e-7)
+
+
+def test_a_table_on_every_rank_is_looked_up_once(ec, write) -> None:
+    version = write(sharding={**MIXED_SHARDING, "genre": "data_parallel"}, world_size=2)
+    bags = jagged(version)
+    expected = rows_of(source_rows(ec), version.manifest, bags)
+    np.testing.assert_array_equal(lookup(restore(version), bags), expected)
+
+
+def test_a_feature_of_two_tables_has_the_rows_of_both(ec, write) -> None:
+    version = write(sharding="row_wise", world_size=2)
+    assert version.manifest.keys[0] == "history@movie"
+    assert version.manifest.keys[-1] == "history@recent"
+    bags = {"history": [[5, 70], [5]], "candidate": [[], []], "genres": [[], []], "user": [[], []]}
+    tables = source_rows(ec)
+    expected = [*tables["movie"][[5, 70, 5]], *tables["recent"][[5, 70, 5]]]
+    np.testing.assert_array_equal(lookup(restore(version), bags), expected)
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+def test_where_each_feature_has_one_table_row_i_is_of_id_i(tmp_path, sharding) -> None:
+    ec = collection([("a", 11, ["x", "y"]), ("b", 6, ["z"])])
+    with torch.no_grad():
+        for first, table in ((0, ec.embeddings["a"]), (100, ec.embeddings["b"])):
+            rows = torch.arange(first, first + table.num_embeddings)
+            table.weight.copy_(rows[:, None].expand(-1, DIM))
+    engine = restore(write_version(tmp_path, ec, sharding=sharding, world_size=2))
+    ids = np.array([10, 0, 10, 3, 9, 5, 0, 5], np.int64)
+    lengths = np.array([3, 0, 1, 1, 0, 3], np.int32)
+    values = engine.lookup(ids, lengths)
+    assert values.shape == (len(ids), DIM)
+    assert values[:, 0].tolist() == [10, 0, 10, 3, 9, 105, 100, 105]
+
+
+@pytest.mark.parametrize(("sharding", "world_size"), PLANS)
+def test_no_ids_are_no_rows(write, sharding, world_size) -> None:
+    version = write(sharding=sharding, world_size=world_size)
+    features = len(version.manifest.features)
+    engine = restore(version)
+    for batch_size in (1, 3):
+        values = engine.lookup(np.zeros(0, np.int64), np.zeros(features * batch_size, np.int32))
+        assert values.shape == (0, DIM)
+        assert values.dtype == np.float32
+
+
+def test_batches_of_every_size_follow_one_another(ec, write) -> None:
+    """TorchScript specializes what it compiles on the batches it has seen: none of it may stick."""
+    version = write(dtype=MIXED_DTYPES, sharding=MIXED_SHARDING, world_size=2)
+    engine = restore(version)
+    tables, manifest = stored_rows(version), version.manifest
+    rows = dict(zip(manifest.features, manifest.rows_per_feature, strict=True))
+    rng = np.random.default_rng(8)
+    for _ in range(40):
+        bags = random_bags(rng, rows, int(rng.integers(1, 40)), ids_max=int(rng.integers(0, 30)))
+        expected = rows_of(tables, manifest, bags)
+        np.testing.assert_allclose(lookup(engine, bags), expected, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_whole"),
+    [
+        ({"sharding": "table_wise"}, True),
+        ({"sharding": "row_wise", "world_size": 2}, True),
+        ({"dtype": MIXED_DTYPES}, True),
+        # Ranks, and kinds of sharding, are looked up one after the other.
+        ({"sharding": "table_wise", "world_size": 2}, False),
+        ({"sharding": MIXED_SHARDING, "world_size": 2}, False),
+    ],
+)
+def test_rows_that_come_in_the_order_of_the_keys_are_not_copied(write, options, is_whole) -> None:
+    version = write(**options)
+    manifest = version.manifest
+    sharded = shard_unpooled(version, version.plan, "cpu").module
+    rows = RowLookup(sharded, manifest.features, manifest.keys, torch.device("cpu"))
+    assert rows.is_whole == is_whole
+    bags = jagged(version)
+    with torch.inference_mode():
+        ids, lengths = map(torch.from_numpy, to_kjt(bags, manifest.features))
+        values = rows(ids, lengths, None).numpy()
+    expected = rows_of(stored_rows(version), manifest, bags)
+    np.testing.assert_allclose(values, expected, rtol=0, atol=1e-7)
+    assert not RowLookup(sharded, manifest.features, manifest.keys[::-1], ids.device).is_whole
+
+
+def test_tables_are_mapped_not_copied(write) -> None:
+    engine = restore(write(sharding="row_wise", world_size=2))
+    mapped = engine._version.tables.data
+    tensors = [
+        node.t("value")
+        for node in engine._lookup.graph.findAllNodes("prim::Constant")
+        if node.hasAttribute("value") and node.kindOf("value") == "t"
+    ]
+    rows = [tensor for tensor in tensors if tensor.numel() == mapped.size]
+    assert rows
+    assert {tensor.data_ptr() for tensor in rows} == {mapped.ctypes.data}
+
+
+def test_another_number_of_ranks_is_planned_anew(ec, write) -> None:
+    version = write(sharding="row_wise", world_size=2)
+    engine = restore(version, "cpu:3")
+    assert engine.replanned
+    assert engine.plan.world_size == 3
+    bags = jagged(version)
+    expected = rows_of(source_rows(ec), version.manifest, bags)
+    np.testing.assert_array_equal(lookup(engine, bags), expected)
+
+
+def test_a_model_that_cannot_be_scripted_runs_eagerly(ec, write, monkeypatch, caplog) -> None:
+    def refuse(*args: object) -> None:
+        raise RuntimeError("cannot be compiled")
+
+    monkeypatch.setattr(torch.jit, "script", refuse)
+    version = write(sharding=MIXED_SHARDING, world_size=2)
+    with caplog.at_level(logging.WARNING):
+        engine = restore(version)
+    assert not engine.is_scripted
+    assert "TorchScript failed: cannot be compiled" in caplog.text
+    bags = jagged(version)
+    expected = rows_of(source_rows(ec), version.manifest, bags)
+    np.testing.assert_array_equal(lookup(engine, bags), expected)
+
+
+def test_rows_have_no_weights(write) -> None:
+    engine = restore(write())
+    with pytest.raises(ValueError, match="no weights"):
+        engine.lookup(np.zeros(1, np.int64), np.array([1, 0, 0, 0], np.int32), np.ones(1))
+
+
+def test_wrong_rows_never_become_ready(write) -> None:
+    class Changed(ModelVersion):
+        def goldens(self):  # noqa: ANN202
+            goldens = super().goldens()
+            answers = goldens.stored_answers.copy()
+            answers[-1] *= 1.01
+            return dataclasses.replace(goldens, stored_answers=answers)
+
+    version = write()
+    fields = {field.name: getattr(version, field.name) for field in dataclasses.fields(version)}
+    with pytest.raises(StoreError, match="'history@recent' are not the published ones"):
+        restore(Changed(**fields))
+
+
+def test_a_column_wise_plan_is_refused_by_table_and_reason(write) -> None:
+    with pytest.raises(StoreError, match="column_wise is for pooled tables"):
+        write(sharding={**MIXED_SHARDING, "movie": "column_wise"})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+def test_cuda_equals_the_stored_rows(write, dtype, sharding) -> None:
+    version = write(dtype=dtype, sharding=sharding, world_size=torch.cuda.device_count())
+    bags = jagged(version)
+    expected = rows_of(stored_rows(version), version.manifest, bags)
+    values = lookup(restore(version, "cuda"), bags)
+    np.testing.assert_allclose(values, expected, rtol=0, atol=1e-6)

@@ -1,0 +1,79 @@
+"""Answers and errors as JSON: exact float32, columns or rows, and what was unknown."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from server.fake_engine import FakeEngine, model_info
+from server.fake_models import unpooled_info
+from server.strategies import bags_of
+
+from embedserve.codec.json_codec import encode_error, encode_result
+from embedserve.errors import InvalidRequestError
+from embedserve.types import LookupResult
+
+UNPOOLED = FakeEngine(unpooled_info())
+
+
+@given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=9, max_size=9))
+def test_float32_values_survive_json_bit_for_bit(bits: list[int]) -> None:
+    values = np.array(bits, np.uint32).view(np.float32)
+    values[~np.isfinite(values)] = np.finfo(np.float32).max
+    answer = json.loads(encode_result(LookupResult(model_info(), values.reshape(1, 9))))
+    read = np.array(answer["values"], np.float64).astype(np.float32)
+    assert read.reshape(-1).view(np.uint32).tolist() == values.view(np.uint32).tolist()
+
+
+def test_a_sum_past_float32_is_null() -> None:
+    values = np.array([[np.inf, -np.inf, 1.5, *[0.0] * 6]], np.float32)
+    answer = json.loads(encode_result(LookupResult(model_info(), values)))
+    assert answer["values"][0][:3] == [None, None, 1.5]
+
+
+def test_an_answer_says_which_model_and_which_columns() -> None:
+    answer = json.loads(encode_result(LookupResult(model_info(), np.zeros((2, 9), np.float32))))
+    assert answer == {
+        "model": "shop",
+        "version": 7,
+        "keys": ["user", "movie", "tag"],
+        "length_per_key": [4, 3, 2],
+        "values": [[0.0] * 9] * 2,
+    }
+
+
+def test_unknown_ids_are_counted_before_the_values() -> None:
+    result = LookupResult(model_info(), np.zeros((1, 9), np.float32), {"movie": 2, "tag": 1})
+    answer = json.loads(encode_result(result))
+    assert answer["unknown_ids"] == {"movie": 2, "tag": 1}
+    assert list(answer)[-2:] == ["unknown_ids", "values"]
+
+
+@given(data=st.data())
+def test_an_unpooled_answer_has_a_vector_for_each_id_and_lengths(data: st.DataObject) -> None:
+    bags = data.draw(bags_of(UNPOOLED.model))
+    lengths = UNPOOLED.expected_lengths(bags)
+    values = UNPOOLED.expected(bags)
+    result = LookupResult(UNPOOLED.model, values, None, np.array(lengths, np.int32))
+    answer = json.loads(encode_result(result))
+    keys = ["item@t_item", "last", "tag", "item@t_again"]
+    assert list(answer) == ["model", "version", "keys", "length_per_key", "lengths", "values"]
+    assert (answer["keys"], answer["length_per_key"]) == (keys, [4] * 4)
+    assert answer["lengths"] == dict(zip(keys, lengths, strict=True))
+    assert list(answer["values"]) == keys
+    rows = [row for key in keys for row in answer["values"][key]]
+    assert [len(answer["values"][key]) for key in keys] == [sum(row) for row in lengths]
+    assert np.array_equal(np.array(rows, np.float32).reshape(-1, 4), values)
+
+
+def test_an_error_has_code_message_and_field() -> None:
+    error = InvalidRequestError("features.user[0] is -1: …", "features.user[0]")
+    assert json.loads(encode_error(error)) == {
+        "error": {
+            "code": "INVALID_ARGUMENT",
+            "message": "features.user[0] is -1: …",
+            "field": "features.user[0]",
+        }
+    }

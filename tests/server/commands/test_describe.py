@@ -1,0 +1,70 @@
+"""`embedserve describe`: a draft on stdout or in a new file, and one line where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from embedserve.cli import app
+from embedserve_store.manifest import TableSpec
+from embedserve_store.sources.description import read_description
+
+USER = TableSpec("user", 10, 4, ("user",), "sum", "float32")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    state = {
+        "model.ebc.embedding_bags.user.weight": torch.ones(10, 4),
+        "ema.ebc.embedding_bags.user.weight": torch.ones(10, 4),
+        "model.over.weight": torch.ones(4, 4),
+    }
+    torch.save(state, tmp_path / "c.pt")
+    return tmp_path / "c.pt"
+
+
+def run(*arguments: str | Path) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["describe", *map(str, arguments)])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_draft_on_stdout_reads_back(checkpoint: Path, tmp_path: Path) -> None:
+    code, out, _ = run(checkpoint, "--prefix", "model")
+    assert code == 0
+    (tmp_path / "d.yaml").write_text(out)
+    assert read_description(tmp_path / "d.yaml").tables == (USER,)
+
+
+def test_the_draft_in_a_file_that_is_never_overwritten(checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "d.yaml"
+    code, out, _ = run(checkpoint, "--prefix", "model", "--output", output)
+    assert (code, out) == (0, "")
+    assert read_description(output).tables == (USER,)
+    output.write_text("mine")
+    code, _, error = run(checkpoint, "--prefix", "model", "--output", output)
+    assert code == 1
+    assert "is there already" in error
+    assert output.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "choose one with prefix (--prefix)"),
+        (("--prefix", "over"), "no key under 'over' ends in"),
+    ],
+)
+def test_no_draft_is_one_line(checkpoint: Path, arguments: tuple[str, ...], message: str) -> None:
+    code, out, error = run(checkpoint, *arguments)
+    assert (code, out) == (1, "")
+    (line,) = error.splitlines()
+    assert message in line
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    code, _, error = run(tmp_path / "none")
+    assert code == 1
+    assert "none: cannot be read: No such file" in error

@@ -1,0 +1,92 @@
+"""`embedserve diff`: two versions, named in two ways, as a table and lines for a person."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from store.sealing import seal
+from typer.testing import CliRunner
+
+from embedserve.cli import app
+from embedserve.commands.diff import VersionName, parse
+from embedserve_store.checksums import sealed_json
+from embedserve_store.errors import StoreError
+from embedserve_store.load import ModelStore
+
+
+@pytest.fixture
+def two_versions(store: Path, tmp_path: Path) -> Path:
+    """Version 2 of "shop" has another row 3, twice the old one."""
+    for number in ("1", "2"):
+        shutil.copytree(store / "shop" / "1", tmp_path / "shop" / number)
+    change(tmp_path / "shop" / "2")
+    return tmp_path
+
+
+def change(folder: Path) -> None:
+    loaded = ModelStore(folder.parent.parent).load("shop", 1)
+    path = folder / "tables.safetensors"
+    data = bytearray(path.read_bytes())
+    start = len(data) - 112 + 3 * 16
+    data[start : start + 16] = (loaded.tables.rows("t_user")[3].view("<f4") * 2).tobytes()
+    path.write_bytes(data)
+    (table,) = loaded.manifest.tables
+    manifest = replace(loaded.manifest, version=2, tables=(replace(table, sha256="changed"),))
+    (folder / "manifest.json").write_bytes(sealed_json(manifest.to_json()))
+
+
+def run(*arguments: str | Path) -> tuple[int, list[list[str]], list[str]]:
+    """The exit status, the words of each line of stdout, and the lines of stderr."""
+    result = CliRunner().invoke(app, ["diff", *map(str, arguments)])
+    stdout = [line.split() for line in result.stdout.splitlines()]
+    return result.exit_code, stdout, result.stderr.splitlines()
+
+
+def test_a_changed_row_is_counted_with_its_drift(two_versions: Path) -> None:
+    expected = ["t_user", "7", "1", "14.29%", "1.0000", "1.0000", "3", "1.0000"]
+    for names in (
+        (two_versions, "shop", "1", "2"),
+        (two_versions / "shop" / "1", two_versions / "shop" / "2"),
+        (f"file://{two_versions}/shop/1", f"{two_versions}/shop/2/", "--cache", two_versions / "c"),
+    ):
+        seal(two_versions / "shop" / "1")
+        status, lines, errors = run(*names)
+        assert status == 0, errors
+        assert expected in lines
+        assert ["plan:", "the", "same"] in lines
+
+
+def test_a_version_and_itself(two_versions: Path) -> None:
+    status, lines, _ = run(two_versions, "shop", "1", "1")
+    assert status == 0
+    assert ["t_user", "7", "0", "0.00%", "-", "-", "-", "-"] in lines
+    assert lines[-1] == ["nothing", "differs"]
+
+
+def test_versions_are_named_in_two_ways() -> None:
+    assert parse(["s", "m", "1", "2"]) == (VersionName("s", "m", 1), VersionName("s", "m", 2))
+    assert parse(["s3://b/s/m/1", "/x/n/12/"]) == (
+        VersionName("s3://b/s", "m", 1),
+        VersionName("/x", "n", 12),
+    )
+
+
+@pytest.mark.parametrize(
+    "names", [["s/m/1"], ["s", "m", "1"], ["s", "m", "1", "x"], ["m/1", "m/2"], ["s/m/1", "s/m"]]
+)
+def test_other_names_are_refused_in_one_line(names: list[str]) -> None:
+    with pytest.raises(StoreError, match=r"expected STORE MODEL A B|is not the number"):
+        parse(names)
+    status, _, errors = run(*names)
+    assert (status, len(errors)) == (1, 1)
+
+
+def test_a_version_that_is_not_there_is_one_line(two_versions: Path) -> None:
+    status, lines, errors = run(two_versions, "shop", "1", "3")
+    assert (status, lines) == (1, [])
+    assert errors == [
+        f"embedserve: {two_versions}/shop: version 3 does not exist, there are [1, 2]"
+    ]

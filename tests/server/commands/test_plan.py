@@ -1,0 +1,154 @@
+"""`embedserve plan`: a plan tried out for a description, or the one of a published version."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from server.python import run_python
+from typer.testing import CliRunner
+
+from embedserve.cli import app
+from embedserve_store.plans.plan import read_plan
+
+TABLES = """
+tables:
+  - {name: user, num_embeddings: 1000, embedding_dim: 64, feature_names: [user], pooling: sum}
+  - name: movie
+    num_embeddings: 1001
+    embedding_dim: 64
+    feature_names: [movie, history]
+    pooling: mean
+    dtype: int8
+"""
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Path:
+    path = tmp_path / "tables.yaml"
+    path.write_text(TABLES)
+    return path
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+def words(result: Result) -> list[list[str]]:
+    assert result.exit_code == 0, result.output
+    return [line.split() for line in result.stdout.splitlines()]
+
+
+def test_a_description_is_planned_as_publish_would(tables: Path) -> None:
+    lines = words(run(tables))
+    assert lines[0] == ["plan", "over", "1", "rank"]
+    user = ["A", "user", "1,000", "64", "float32", "250.0", "KiB", "table_wise", "rank", "0"]
+    assert user in lines
+    assert any(line[:2] == ["rank", "0"] and line[-1] == "2,001" for line in lines)
+
+
+def test_sharding_by_table_shows_what_lies_where(tables: Path) -> None:
+    result = run(tables, "--world-size", "2", "--sharding", "user=row_wise,movie=column_wise")
+    lines = words(result)
+    assert [line[-5:] for line in lines if "row_wise" in line] == [
+        ["row_wise", "2", "x", "500", "rows"]
+    ]
+    (movie,) = [line for line in lines if "column_wise" in line]
+    assert movie[-6:] == ["2", "x", "32", "columns,", "ranks", "0-1"]
+    shares = [word for line in lines for word in line if word.endswith("%")]
+    assert shares == ["50.0%", "50.0%"]
+    assert "on the CPU 70.4 KiB of column shards are copied" in result.stderr
+
+
+def test_what_fits_is_said(tables: Path) -> None:
+    result = run(tables, "--world-size", "2", "--sharding", "row_wise", "--device-memory", "400KB")
+    assert result.exit_code == 0
+    assert "fits: the fullest rank takes 158.3 KiB of its 390.6 KiB, 41%" in result.stderr
+
+
+def test_what_does_not_fit_is_shown_and_refused_in_one_line(tables: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    result = run(tables, "--device-memory", "100KB", "--output", output)
+    assert result.exit_code == 1
+    assert "|" in result.stdout
+    (line,) = result.stderr.splitlines()
+    assert "rank 0 would hold 324,068 bytes of tables, it has 100,000" in line
+    assert not output.exists()
+
+
+def test_a_written_plan_is_taken_again(tables: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    first = run(tables, "--world-size", "2", "--sharding", "row_wise", "--output", output)
+    assert first.exit_code == 0, first.output
+    assert read_plan(output).world_size == 2
+    again = run(tables, "--sharding", output)
+    assert again.stdout == first.stdout
+    other = run(tables, "--sharding", output, "--world-size", "3")
+    assert other.exit_code == 1
+    assert "world_size is 3, but the plan is for 2 ranks" in other.stderr
+
+
+def test_constraints_are_read_from_a_file(tables: Path, tmp_path: Path) -> None:
+    constraints = tmp_path / "constraints.json"
+    fields = {"sharding_types": ["column_wise"], "min_partition": 16}
+    constraints.write_text(json.dumps({"movie": fields}))
+    options = ("--world-size", "4", "--sharding", "auto", "--constraints", constraints)
+    (movie,) = [line for line in words(run(tables, *options)) if "column_wise" in line]
+    assert movie[-6:-2] == ["4", "x", "16", "columns,"]
+
+
+def test_a_version_shows_its_stored_plan(store: Path) -> None:
+    lines = words(run(store, "shop"))
+    assert lines[0] == ["plan", "over", "2", "ranks"]
+    assert any(line[-5:] == ["row_wise", "4", "+", "3", "rows"] for line in lines)
+    assert words(run(store, "shop", "1")) == lines
+
+
+def test_a_stored_plan_is_shown_without_importing_torch(store: Path) -> None:
+    code = (
+        "import sys; "
+        "from embedserve.commands.plan import PlanOptions, plan_version; "
+        "plan_version(sys.argv[1], None, 'shop', None, PlanOptions(device_memory='1GB')); "
+        "assert 'torch' not in sys.modules"
+    )
+    done = run_python("-c", code, store)
+    assert (done.returncode, done.stdout[:17]) == (0, "plan over 2 ranks"), done.stderr
+
+
+def test_a_version_shows_what_another_number_of_ranks_would_do(store: Path) -> None:
+    result = run(store, "shop", "--world-size", "3")
+    assert words(result)[0] == ["plan", "over", "3", "ranks"]
+    assert "2 x 3 + 1 rows" in result.stdout
+    assert "planned anew: the stored plan is for 2 ranks" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--sharding", "rows"), "table 'user': sharding is 'rows', expected one of"),
+        (("--sharding", "nobody=row_wise"), "sharding names table 'nobody'"),
+        (("--sharding", "none.json"), "none.json: cannot be read"),
+        (("--device-memory", "much"), "'much' is not a size"),
+        (("--device-type", "tpu"), "device_type is 'tpu', expected cpu or cuda"),
+        (("--world-size", "0"), "world_size is 0, expected 1 or more"),
+        (("--constraints", "none.yaml"), "none.yaml: cannot be read"),
+    ],
+)
+def test_a_wrong_option_is_one_line(tables: Path, options: tuple[str, ...], message: str) -> None:
+    result = run(tables, *options)
+    assert (result.exit_code, result.stdout) == (1, "")
+    (line,) = result.stderr.splitlines()
+    assert message in line
+
+
+def test_a_store_needs_a_model(store: Path) -> None:
+    result = run(store)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "is a store, name one of its models: shop" in result.stderr

@@ -1,0 +1,31 @@
+"""--sharding is a type, a type for each table, or a plan in a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from embedserve.commands.sharding import parse_sharding
+from embedserve_store.errors import StoreError
+from embedserve_store.plans.plan import Plan, Shard, TablePlan
+
+
+def test_one_type_or_one_for_each_table() -> None:
+    assert parse_sharding("auto") == "auto"
+    assert parse_sharding("user=row_wise, movie=table_wise") == {
+        "user": "row_wise",
+        "movie": "table_wise",
+    }
+    with pytest.raises(ValueError, match="names table 'a' twice"):
+        parse_sharding("a=row_wise,a=table_wise")
+
+
+def test_a_plan_in_a_file(tmp_path: Path) -> None:
+    plan = Plan(1, {"t": TablePlan("table_wise", (Shard(0, 0, 7, 0, 8),))}, {})
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(plan.to_json()))
+    assert parse_sharding(str(path)) == plan
+    with pytest.raises(StoreError, match=r"other\.json: cannot be read"):
+        parse_sharding(str(tmp_path / "other.json"))

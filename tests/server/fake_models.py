@@ -1,0 +1,128 @@
+"""Descriptions of models that no store holds: plain ones, one of many id rules, an unpooled one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from embedserve.types import ModelInfo, TableInfo
+from embedserve_store.ids.id_map import IdMap
+from embedserve_store.ids.rules import IdRule, hash_strings
+from embedserve_store.ids.translate import IdTranslator
+from embedserve_store.manifest import Manifest, TableSpec
+
+Vocabularies = Mapping[str, Sequence[int | str]]
+"""By table: its ids, each at the position of its row."""
+
+FEATURES = {"user": (7, 4), "movie": (11, 3), "tag": (5, 2)}
+"""(rows, dim) of each feature's table."""
+
+VOCABULARIES: Vocabularies = {
+    "t_user": (-1, 0, 2**63 - 1, -(2**63), 10**15),
+    "t_tag": ("drama", "comédie", "映画", ""),
+    "t_shelf": (100, 200, 300),
+}
+
+
+def info_of(name: str, tables: Sequence[TableSpec], vocabularies: Vocabularies) -> ModelInfo:
+    """What the server says of a model of ``tables``, whose maps are ``vocabularies``."""
+    described = tuple(
+        replace(table, ids=_filled(table.ids, vocabularies[table.name]))
+        if table.ids.rule == "map"
+        else table
+        for table in tables
+    )
+    manifest = Manifest(name, 7, described, is_weighted=False)
+    maps = {table: _id_map(table, ids) for table, ids in vocabularies.items()}
+    return ModelInfo(
+        name=name,
+        version=7,
+        features=manifest.features,
+        rows_per_feature=manifest.rows_per_feature,
+        keys=manifest.keys,
+        length_per_key=manifest.length_per_key,
+        tables=tuple(
+            TableInfo(
+                name=table.name,
+                num_embeddings=table.num_embeddings,
+                embedding_dim=table.embedding_dim,
+                pooling=table.pooling,
+                dtype=table.dtype,
+                features=table.feature_names,
+                sharding="table_wise",
+                ids=table.ids,
+            )
+            for table in described
+        ),
+        is_pooled=manifest.is_pooled,
+        translator=IdTranslator(manifest, maps),
+        device_type="cpu",
+        bytes_per_rank=(manifest.nbytes,),
+        replanned=False,
+        is_scripted=True,
+    )
+
+
+def _filled(rule: IdRule, vocabulary: Sequence[int | str]) -> IdRule:
+    strings = tuple(one for one in vocabulary if isinstance(one, str))
+    return replace(rule, entries=len(vocabulary), examples=strings[:2])
+
+
+def _id_map(table: str, vocabulary: Sequence[int | str]) -> IdMap:
+    strings = [one for one in vocabulary if isinstance(one, str)]
+    ids = hash_strings(strings) if strings else np.array(vocabulary, np.int64)
+    return IdMap.build(ids, np.arange(len(vocabulary)), table)
+
+
+def model_info(name: str = "shop", features: dict[str, tuple[int, int]] = FEATURES) -> ModelInfo:
+    """Sums of float32 rows, ids are row numbers."""
+    tables = [
+        TableSpec(f"t_{feature}", rows, dim, (feature,), "sum", "float32")
+        for feature, (rows, dim) in features.items()
+    ]
+    return info_of(name, tables, {})
+
+
+def ruled_info() -> ModelInfo:
+    """Sums and means under every id rule; its maps are VOCABULARIES."""
+    as_map = IdRule("map", unknown="skip")
+    return info_of(
+        "ruled",
+        [
+            TableSpec("t_user", 5, 4, ("user",), "sum", "float32", ids=as_map),
+            TableSpec(
+                "t_movie",
+                11,
+                3,
+                ("movie",),
+                "mean",
+                "float32",
+                ids=IdRule(unknown="row", default_row=3),
+            ),
+            TableSpec(
+                "t_tag", 4, 2, ("tag",), "mean", "float32", ids=replace(as_map, id_type="string")
+            ),
+            TableSpec(
+                "t_day", 6, 1, ("day",), "sum", "float32", ids=IdRule("modulo", modulus=4, offset=2)
+            ),
+            TableSpec("t_shelf", 3, 2, ("shelf",), "sum", "float32", ids=IdRule("map")),
+        ],
+        VOCABULARIES,
+    )
+
+
+def unpooled_info() -> ModelInfo:
+    """One row for each id; t_item serves two features, and item is served by two tables."""
+    skip = IdRule(unknown="skip")
+    as_map = IdRule("map", id_type="string", unknown="skip")
+    return info_of(
+        "sequence",
+        [
+            TableSpec("t_item", 9, 4, ("item", "last"), "none", "float32", ids=skip),
+            TableSpec("t_tag", 4, 4, ("tag",), "none", "float32", ids=as_map),
+            TableSpec("t_again", 9, 4, ("item",), "none", "float32", ids=skip),
+        ],
+        {"t_tag": VOCABULARIES["t_tag"]},
+    )

@@ -1,0 +1,13 @@
+"""Checks documents against the schemas of the OpenAPI description."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema
+
+
+def validate(document: Any, name: str, described: dict[str, Any]) -> None:
+    """``document`` is what the schema of that name says."""
+    reference = {"$ref": f"#/components/schemas/{name}", "components": described["components"]}
+    jsonschema.validate(document, reference, cls=jsonschema.Draft202012Validator)

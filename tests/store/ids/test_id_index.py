@@ -1,0 +1,156 @@
+"""The index of ids: as a dict would answer, for every int64, whatever the pattern of the ids."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from embedserve_store.errors import InvalidModelError
+from embedserve_store.ids.id_index import (
+    WINDOW,
+    IdIndex,
+    bucket_count,
+    build_index,
+    find_duplicate,
+    mixed,
+)
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+ROW = st.integers(0, 2**32 - 1)
+EDGES = [0, -1, 1, -(2**63), 2**63 - 1, 2**32, 2**32 - 1]
+
+
+def index_of(entries: dict[int, int]) -> IdIndex:
+    ids = np.array(list(entries), np.int64)
+    return build_index(ids, np.array(list(entries.values()), np.int64), "table 't'")
+
+
+def look_up(index: IdIndex, ids: list[int], entries: int) -> list[int]:
+    return index.rows_of(np.array(ids, np.int64), 0, bucket_count(entries), 0).tolist()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(EDGES) | st.integers(-20, 20) | INT64, ROW, max_size=60),
+    st.lists(INT64 | st.sampled_from(EDGES), max_size=20),
+)
+def test_it_answers_as_a_dict(entries: dict[int, int], others: list[int]) -> None:
+    asked = [*entries, *others, *EDGES]
+    answers = look_up(index_of(entries), asked, len(entries))
+    assert answers == [entries.get(one, -1) for one in asked]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.arange(100_000),
+        -np.arange(100_000),
+        np.arange(100_000) << 40,
+        np.arange(100_000) * 2**47 - 2**62,
+        np.arange(100_000) * 10**9 + 7,
+        np.arange(100_000) * -6554388222349169827,  # steps that a product alone would undo
+        np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 100_000),
+    ],
+)
+def test_no_pattern_of_ids_fills_a_bucket(ids: np.ndarray) -> None:
+    index = build_index(ids, np.arange(len(ids)), "t")
+    sizes = np.diff(index.starts.astype(np.int64))
+    assert sizes.sum() == len(ids)
+    # Buckets of a random function: 14 or more of 8/7 on average are one in 10**11.
+    assert sizes.max() < 14
+    assert 1.0 < sizes.var() < 1.3
+    rows = index.rows_of(ids, 0, bucket_count(len(ids)), 0)
+    np.testing.assert_array_equal(rows, np.arange(len(ids)))
+    unknown = index.rows_of(ids ^ (1 << 62), 0, bucket_count(len(ids)), 0)
+    assert (unknown[~np.isin(ids ^ (1 << 62), ids)] == -1).all()
+
+
+def test_ids_of_one_bucket_are_all_found() -> None:
+    # Of a few million numbers, those of one bucket when a few dozen are taken: many rounds.
+    numbers = np.arange(3_000_000)
+    in_first = numbers[mixed(numbers) >> np.uint64(64 - 16) == 0]
+    assert len(in_first) > 5 * WINDOW
+    index = build_index(in_first, np.arange(len(in_first)), "t")
+    assert index.starts[1] == len(in_first)
+    rows = index.rows_of(in_first, 0, bucket_count(len(in_first)), 0)
+    np.testing.assert_array_equal(rows, np.arange(len(in_first)))
+    assert look_up(index, [-5, 3_000_000], len(in_first)) == [-1, -1]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.dictionaries(st.integers(-5, 30), ROW, max_size=20), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(-5, 30)), max_size=50),
+)
+def test_tables_in_one_index_do_not_see_one_another(
+    tables: list[dict[int, int]], asked: list[tuple[int, int]]
+) -> None:
+    indexes = [index_of(entries) for entries in tables]
+    joined = IdIndex(
+        starts=np.concatenate([index.starts for index in indexes]),
+        ids=np.concatenate([index.ids for index in indexes]),
+        rows=np.concatenate([index.rows for index in indexes]),
+    )
+    first_bucket = np.cumsum([0] + [index.starts.size for index in indexes])
+    first_slot = np.cumsum([0] + [index.ids.size for index in indexes])
+    which = np.array([table % len(tables) for table, _ in asked], np.int64)
+    buckets = np.array([bucket_count(len(entries)) for entries in tables], np.uint64)
+    rows = joined.rows_of(
+        np.array([one for _, one in asked], np.int64),
+        first_bucket[which],
+        buckets[which],
+        first_slot[which],
+    )
+    expected = [tables[table % len(tables)].get(one, -1) for table, one in asked]
+    assert rows.tolist() == expected
+
+
+def test_the_order_of_the_entries_leaves_no_trace() -> None:
+    random = np.random.default_rng(0)
+    ids, rows = np.arange(1000) * 977, random.integers(0, 100, 1000)
+    first = build_index(ids, rows, "t")
+    order = random.permutation(1000)
+    second = build_index(ids[order], rows[order], "t")
+    for part in ("starts", "ids", "rows"):
+        assert getattr(first, part).tobytes() == getattr(second, part).tobytes()
+
+
+def test_an_entry_takes_16_bytes_at_most_and_building_32_more() -> None:
+    count = 200_000
+    ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, count)
+    rows = np.arange(count)
+    tracemalloc.start()
+    try:
+        index = build_index(ids, rows, "t")
+        assert tracemalloc.get_traced_memory()[1] <= 32 * count + 10_000
+    finally:
+        tracemalloc.stop()
+    assert index.starts.nbytes + index.ids.nbytes + index.rows.nbytes <= 16 * count
+
+
+def test_an_id_that_is_there_twice_is_refused_with_both_rows() -> None:
+    with pytest.raises(
+        InvalidModelError, match=r"^table 't': id -9 is there twice, for rows 1 and 5"
+    ):
+        build_index(np.array([3, -9, 4, -9]), np.array([0, 1, 2, 5]), "table 't'")
+
+
+@pytest.mark.parametrize("row", [-1, 2**32])
+def test_rows_past_32_bits_are_refused(row: int) -> None:
+    with pytest.raises(InvalidModelError, match="t: maps of ids hold rows from 0 to 4294967295"):
+        build_index(np.array([3, 4]), np.array([0, row]), "t")
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(INT64 | st.integers(-5, 5), max_size=20))
+def test_duplicates_are_found(values: list[int]) -> None:
+    found = find_duplicate(np.array(values, np.int64))
+    assert (found is None) == (len(set(values)) == len(values))
+    if found:
+        first, second = found
+        assert first < second
+        assert values[first] == values[second]

@@ -1,0 +1,186 @@
+"""Maps of ids: built, written to one file, mapped without being read, and never half believed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.ids.id_map import IdMap, IdMaps, tensors_of, write_id_maps
+from embedserve_store.ids.rules import IdRule
+from embedserve_store.manifest import TableSpec
+from embedserve_store.safetensors_file import PAGE_BYTES, encode_header
+
+ENTRIES = {"movie": 500, "empty": 0, "user": 33}
+
+
+def spec(name: str, rule: IdRule) -> TableSpec:
+    return TableSpec(name, 10_000, 4, (name,), "sum", "float32", ids=rule)
+
+
+@pytest.fixture
+def maps() -> dict[str, IdMap]:
+    random = np.random.default_rng(3)
+    return {
+        name: IdMap.build(
+            random.choice(10**9, count, replace=False) - 10**8,
+            random.integers(0, 10_000, count),
+            name,
+        )
+        for name, count in ENTRIES.items()
+    }
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ids.safetensors"
+
+
+@pytest.fixture
+def tables(maps: dict[str, IdMap], path: Path) -> tuple[TableSpec, ...]:
+    """Of the file at ``path``, and one without a map among them."""
+    checksums = write_id_maps(path, maps)
+    with_maps = [
+        spec(name, IdRule("map", entries=len(one), sha256=checksums[name]))
+        for name, one in maps.items()
+    ]
+    return (with_maps[0], spec("plain", IdRule()), *with_maps[1:])
+
+
+def test_maps_come_back_as_written(
+    maps: dict[str, IdMap], path: Path, tables: tuple[TableSpec, ...]
+) -> None:
+    opened = IdMaps.open(path, tables)
+    assert list(opened) == list(ENTRIES)
+    assert len(opened) == 3
+    for name, built in maps.items():
+        assert opened[name] == built
+        assert opened[name].nbytes == built.nbytes
+        assert opened[name].rows_of(built.ids).tolist() == built.rows.tolist()
+        assert (opened[name].rows_of(built.ids + 10**12) == -1).all()
+    assert (opened["user"].rows_of(maps["movie"].ids) == -1).all()
+    opened.verify()
+
+
+def test_the_file_is_safetensors_from_a_page_on_and_mapped_read_only(
+    maps: dict[str, IdMap], path: Path, tables: tuple[TableSpec, ...]
+) -> None:
+    tensors = load_file(path)
+    for name, built in maps.items():
+        for part, values in built.parts().items():
+            np.testing.assert_array_equal(tensors[f"{name}.{part}"], values)
+    opened = IdMaps.open(path, tables)
+    index = opened["user"].index
+    assert index.ids.ctypes.data % PAGE_BYTES == 0
+    assert not index.ids.flags.writeable
+    assert all(one.index is index for one in opened.values())
+
+
+def test_maps_are_equal_if_their_entries_are() -> None:
+    ids, rows = np.array([5, 6, -7]), np.array([0, 2, 2])
+    one = IdMap.build(ids, rows, "t")
+    assert one == IdMap.build(ids[::-1], rows[::-1], "other")
+    assert one != IdMap.build(ids, rows[::-1], "t")
+    assert one != IdMap.build(ids[:2], rows[:2], "t")
+    assert one != "a map"
+
+
+def test_ids_twice_are_refused_by_table() -> None:
+    with pytest.raises(InvalidModelError, match=r"^table 'movie': id 5 is there twice"):
+        IdMap.build(np.array([5, 5]), np.array([0, 1]), "movie")
+
+
+def test_a_sample_is_of_the_entries(maps: dict[str, IdMap]) -> None:
+    ids, rows = maps["movie"].sample(np.random.default_rng(0), 5000)
+    assert ids.dtype == rows.dtype == np.int64
+    assert ids.shape == rows.shape == (5000,)
+    assert maps["movie"].rows_of(ids).tolist() == rows.tolist()
+    assert len(set(ids.tolist())) > 490
+    again, _ = maps["movie"].sample(np.random.default_rng(0), 5000)
+    assert again.tolist() == ids.tolist()
+    assert maps["empty"].sample(np.random.default_rng(0), 0)[0].tolist() == []
+
+
+def test_a_flipped_bit_in_any_part_is_found_by_verify(
+    path: Path, tables: tuple[TableSpec, ...]
+) -> None:
+    data = path.read_bytes()
+    header_bytes = int.from_bytes(data[:8], "little") + 8
+    header = json.loads(data[8:header_bytes])
+    for tensor, entry in header.items():
+        for at in (entry["data_offsets"][0], entry["data_offsets"][1] - 1):
+            changed = bytearray(data)
+            changed[header_bytes + at] ^= 0x10
+            path.write_bytes(changed)
+            name = tensor.rpartition(".")[0]
+            with pytest.raises(StoreError, match=f"ids.safetensors: table '{name}': sha256 is"):
+                IdMaps.open(path, tables).verify()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.unlink(), "cannot be read: No such file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-4]), "truncated or half-written"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"more"), "bytes after the last tensor"),
+        (lambda path: path.write_bytes(path.read_bytes()[:100]), "ends within its header"),
+        (lambda path: path.write_bytes(b"\xff" * 5000), "not a safetensors file"),
+        (lambda path: path.write_bytes((3).to_bytes(8, "little") + b"[1]"), "not a JSON object"),
+        (lambda path: path.write_bytes((3).to_bytes(8, "little") + b"{1]"), "not JSON"),
+        (
+            lambda path: path.write_bytes((2).to_bytes(8, "little") + b"{}"),
+            "tensor 'movie.ids' of the manifest is not in the file",
+        ),
+    ],
+)
+def test_a_damaged_file_is_refused(
+    path: Path, tables: tuple[TableSpec, ...], damage: Callable[[Path], None], message: str
+) -> None:
+    damage(path)
+    with pytest.raises(StoreError, match=f"ids.safetensors: .*{message}"):
+        IdMaps.open(path, tables)
+
+
+def test_a_file_of_other_maps_is_refused(path: Path, tables: tuple[TableSpec, ...]) -> None:
+    fewer = (replace(tables[0], ids=replace(tables[0].ids, entries=499)), *tables[1:])
+    with pytest.raises(
+        StoreError, match=r"'movie\.ids' is .*\[504\].* the manifest means .*\[503\]"
+    ):
+        IdMaps.open(path, fewer)
+    with pytest.raises(StoreError, match=r"'movie\.ids' is not one of the manifest's"):
+        IdMaps.open(path, tables[1:])
+    with pytest.raises(StoreError, match=r"'new\.ids' of the manifest is not in the file"):
+        IdMaps.open(path, (*tables, spec("new", IdRule("map", entries=1))))
+
+
+def test_a_file_is_not_written_over(maps: dict[str, IdMap], path: Path) -> None:
+    path.write_bytes(b"there")
+    with pytest.raises(FileExistsError):
+        write_id_maps(path, maps)
+    assert path.read_bytes() == b"there"
+
+
+def test_opening_reads_no_entry(path: Path) -> None:
+    # 16 GiB that were never written take no memory and no disk, unless they are read and copied.
+    tables = (spec("huge", IdRule("map", entries=2**30)),)
+    tensors = tensors_of({"huge": 2**30})
+    header = encode_header(tensors)
+    path.write_bytes(header)
+    os.truncate(path, len(header) + tensors["huge.starts"]["data_offsets"][1])
+    before = resident_bytes()
+    huge = IdMaps.open(path, tables)["huge"]
+    assert len(huge) == 2**30
+    assert huge.rows_of(np.array([5, -1])).tolist() == [-1, -1]
+    assert resident_bytes() - before < 16 << 20
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,220 @@
+"""A stored plan covers every table exactly once, or is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.manifest import TableSpec
+from embedserve_store.plans.constraints import TableConstraints
+from embedserve_store.plans.plan import Plan, Shard, TablePlan, check_fits, read_plan
+
+TABLES = (
+    TableSpec("rows", 10, 8, ("x",), "sum", "float32"),
+    TableSpec("codes", 3, 8, ("y",), "sum", "int4"),
+    TableSpec("whole", 10, 8, ("z",), "sum", "float32"),
+    TableSpec("columns", 5, 24, ("v", "w"), "sum", "int8"),
+    TableSpec("copied", 2, 4, ("u",), "sum", "float16"),
+)
+PLAN = Plan(
+    2,
+    {
+        "rows": TablePlan("row_wise", (Shard(0, 0, 6, 0, 8), Shard(1, 6, 4, 0, 8))),
+        "codes": TablePlan("row_wise", (Shard(0, 0, 2, 0, 8), Shard(1, 2, 1, 0, 8))),
+        "whole": TablePlan("table_wise", (Shard(1, 0, 10, 0, 8),)),
+        "columns": TablePlan(
+            "column_wise", (Shard(1, 0, 5, 0, 4), Shard(0, 0, 5, 4, 12), Shard(1, 0, 5, 16, 8))
+        ),
+        "copied": TablePlan("data_parallel", (Shard(0, 0, 2, 0, 4), Shard(1, 0, 2, 0, 4))),
+    },
+    {
+        "rows": TableConstraints(("row_wise", "table_wise")),
+        "columns": TableConstraints(min_partition=4, pooling_factors=(1.5, 20)),
+    },
+)
+
+
+def with_table(name: str, sharding_type: str, *shards: Shard) -> Plan:
+    return replace(PLAN, tables={**PLAN.tables, name: TablePlan(sharding_type, shards)})
+
+
+def with_constraints(name: str, constraints: TableConstraints) -> Plan:
+    return replace(PLAN, constraints={name: constraints})
+
+
+def test_json_and_back() -> None:
+    PLAN.check(TABLES, "here")
+    assert Plan.from_json(json.loads(json.dumps(PLAN.to_json())), "here") == PLAN
+
+
+def test_a_rank_without_rows_is_fine() -> None:
+    shards = (Shard(0, 0, 10, 0, 8), Shard(1, 10, 0, 0, 8))
+    with_table("rows", "row_wise", *shards).check(TABLES, "here")
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (replace(PLAN, world_size=0), "world_size is 0"),
+        (with_constraints("new", TableConstraints()), "constraints: table 'new' is not in"),
+        (with_constraints("rows", TableConstraints(("any",))), "rows: sharding is 'any'"),
+        (
+            with_constraints("rows", TableConstraints(batch_sizes=(1, 2))),
+            "rows: batch_sizes has 2 values, the table 1 features",
+        ),
+        (replace(PLAN, tables={}), "table 'codes' is not in the plan"),
+        (with_table("new", "table_wise"), "table 'new' is not in the manifest"),
+        (with_table("rows", "grid"), "rows: sharding is 'grid'"),
+        (
+            with_table("rows", "table_row_wise"),
+            "rows: table_row_wise shards a table over several hosts, a server has one",
+        ),
+        (with_table("rows", "row_wise"), "row_wise over 2 ranks has 2 shards, the plan 0"),
+        (with_table("columns", "column_wise"), "has some shards, the plan 0"),
+        (with_table("rows", "row_wise", Shard(0, 0, 10, 0, 8)), "has 2 shards, the plan 1"),
+        (with_table("whole", "table_wise", Shard(2, 0, 10, 0, 8)), "whole: rank is 2"),
+        (with_table("whole", "table_wise", Shard(0, 0, 9, 0, 8)), "cover 9 of 10 rows"),
+        (with_table("whole", "table_wise", Shard(0, 0, 10, 0, 4)), "does not follow"),
+        (with_table("whole", "table_wise", Shard(0, 0, -1, 0, 8)), "does not follow"),
+        (with_table("rows", "table_wise", Shard(0, 0, 10, 4, 4)), "does not follow"),
+        (
+            with_table("rows", "row_wise", Shard(0, 0, 6, 0, 8), Shard(1, 5, 5, 0, 8)),
+            "the shard on rank 1, rows .* does not follow",
+        ),
+        (
+            with_table("rows", "row_wise", Shard(1, 0, 6, 0, 8), Shard(0, 6, 4, 0, 8)),
+            r"ranks are \[1, 0\], but row_wise shards lie on 0, 1, … in order",
+        ),
+        (
+            with_table("whole", "table_wise", Shard(0, 0, 5, 0, 8), Shard(1, 5, 5, 0, 8)),
+            "table_wise over 2 ranks has 1 shards, the plan 2",
+        ),
+        (
+            with_table("copied", "data_parallel", Shard(0, 0, 2, 0, 4), Shard(0, 0, 2, 0, 4)),
+            r"copied: ranks are \[0, 0\], but data_parallel",
+        ),
+        (
+            with_table("copied", "data_parallel", Shard(0, 0, 2, 0, 4), Shard(1, 0, 1, 0, 4)),
+            "copied: shards cover 1 of 2 rows",
+        ),
+        (
+            with_table("columns", "column_wise", Shard(0, 0, 5, 0, 12), Shard(1, 0, 5, 12, 8)),
+            "columns: shards cover 20 of 24 columns",
+        ),
+        (
+            with_table("columns", "column_wise", Shard(0, 0, 5, 0, 12), Shard(1, 0, 5, 8, 16)),
+            "the shard on rank 1, rows .* does not follow",
+        ),
+        (
+            with_table("columns", "column_wise", Shard(0, 0, 4, 0, 12), Shard(1, 0, 4, 12, 12)),
+            "the shard on rank 0, rows .* does not follow",
+        ),
+        (
+            with_table("columns", "column_wise", Shard(0, 0, 5, 0, 10), Shard(1, 0, 5, 10, 14)),
+            "is not of a multiple of 4 columns",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(plan: Plan, message: str) -> None:
+    with pytest.raises(StoreError, match=f"here: .*{message}"):
+        plan.check(TABLES, "here")
+
+
+def test_a_plan_stored_before_there_were_columns_is_read() -> None:
+    stored = {
+        "format_version": 1,
+        "world_size": 1,
+        "tables": {
+            "t": {
+                "sharding_type": "row_wise",
+                "shards": [{"rank": 0, "rows": [0, 7], "cols": [0, 8]}],
+            }
+        },
+        "constraints": {"t": {"sharding_types": ["row_wise"]}},
+    }
+    plan = Plan.from_json(stored, "here")
+    plan.check((TableSpec("t", 7, 8, ("f",), "sum", "float32"),), "here")
+    assert plan.constraints == {"t": TableConstraints(("row_wise",))}
+    assert plan.to_json() == stored
+
+
+def test_an_unpooled_table_is_not_sharded_by_columns() -> None:
+    table = TableSpec("t", 5, 8, ("f",), "none", "float32")
+    plan = Plan(1, {"t": TablePlan("column_wise", (Shard(0, 0, 5, 0, 8),))}, {})
+    with pytest.raises(StoreError, match="here: t: column_wise is for pooled tables"):
+        plan.check((table,), "here")
+    constrained = Plan(
+        1,
+        {"t": TablePlan("table_wise", (Shard(0, 0, 5, 0, 8),))},
+        {"t": TableConstraints(("column_wise",))},
+    )
+    with pytest.raises(StoreError, match="here: constraints: t: column_wise is for pooled"):
+        constrained.check((table,), "here")
+
+
+def test_bytes_of_a_rank_count_copies_and_every_shards_scale_and_bias() -> None:
+    of_rank_0 = 6 * 32 + 2 * 8 + 5 * (12 + 4) + 2 * 8
+    of_rank_1 = 4 * 32 + 1 * 8 + 10 * 32 + 5 * (4 + 4) + 5 * (8 + 4) + 2 * 8
+    assert PLAN.bytes_per_rank(TABLES) == [of_rank_0, of_rank_1]
+
+
+def test_column_shards_are_counted_by_themselves() -> None:
+    assert PLAN.column_shard_bytes(TABLES) == 5 * (8 + 16 + 12)
+
+
+def test_on_cuda_rows_take_multiples_of_16_bytes() -> None:
+    of_rank_0 = 6 * 32 + 2 * 16 + 5 * 16 + 2 * 16
+    of_rank_1 = 4 * 32 + 1 * 16 + 10 * 32 + 5 * 16 + 5 * 16 + 2 * 16
+    assert PLAN.bytes_per_rank(TABLES, "cuda") == [of_rank_0, of_rank_1]
+
+
+def test_what_does_not_fit_is_said_with_rank_and_bytes() -> None:
+    held = PLAN.bytes_per_rank(TABLES)
+    check_fits(PLAN, TABLES, held, "cpu")
+    check_fits(PLAN, TABLES, held[:1], "cpu")
+    message = f"^rank 1 would hold {held[1]} bytes of tables, it has {held[1] - 1}: use more ranks"
+    with pytest.raises(InvalidModelError, match=message):
+        check_fits(PLAN, TABLES, [held[0], held[1] - 1], "cpu")
+
+
+def test_a_plan_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(PLAN.to_json()))
+    assert read_plan(path) == PLAN
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "not JSON"), ("[]", "expected a JSON object"), ("{}", "format_version is None")],
+)
+def test_a_file_that_is_no_plan_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(StoreError, match=f"plan.json: {message}"):
+        read_plan(path)
+    with pytest.raises(StoreError, match=r"other\.json: cannot be read: No such file"):
+        read_plan(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tables": []},
+        {"tables": {"rows": {}}},
+        {"tables": {"rows": {"sharding_type": "row_wise", "shards": [{"rank": 0, "rows": [1]}]}}},
+        {"world_size": None},
+        {"world_size": float("inf")},
+        {"constraints": [1]},
+        {"constraints": {"rows": {"sharding_types": "row_wise"}}},
+        {"constraints": {"rows": {"colour": "red"}}},
+        {"format_version": 2},
+    ],
+)
+def test_json_that_is_no_plan(change: dict[str, Any]) -> None:
+    with pytest.raises(StoreError, match="here: "):
+        Plan.from_json(PLAN.to_json() | change, "here")

@@ -1,0 +1,256 @@
+"""Plans hold whatever the ranks' real memory holds, and only what can be served."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from embedserve_store.errors import InvalidModelError
+from embedserve_store.manifest import TableSpec
+from embedserve_store.plans.constraints import TableConstraints
+from embedserve_store.plans.plan import Plan
+from embedserve_store.plans.planner import draft_plan, make_plan, plan_under, to_torchrec
+from embedserve_store.plans.sharding_types import SHARDING_TYPES, UNPOOLED_SHARDING_TYPES
+
+GIB = 1 << 30
+
+
+def table(name: str, num_embeddings: int, dtype: str = "float32", dim: int = 128) -> TableSpec:
+    return TableSpec(name, num_embeddings, dim, (name,), "sum", dtype)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("sharding", SHARDING_TYPES)
+@pytest.mark.parametrize(("dtype", "stored_bytes"), [("float32", 143 * GIB), ("int4", 63 * GIB)])
+def test_tables_larger_than_torchrecs_idea_of_a_host(
+    monkeypatch: pytest.MonkeyPatch,
+    device_type: str,
+    sharding: str,
+    dtype: str,
+    stored_bytes: int,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    rows = stored_bytes // table("t", 1, dtype).row_bytes
+    tables = (table("t", rows, dtype),)
+    plan = make_plan(tables, sharding=sharding, world_size=1, device_type=device_type)
+    plan.check(tables, "here")
+    assert plan.bytes_per_rank(tables) == [tables[0].nbytes]
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, *memory_bytes: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(memory_bytes))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda rank: SimpleNamespace(total_memory=memory_bytes[rank]),
+    )
+
+
+def test_gpu_memory_is_measured_against_stored_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = (table("t", 1000, "int4"),)  # 68 bytes a row, 80 on a GPU, 512 in float32
+    gpus(monkeypatch, 40_000, 40_000)
+    plan = make_plan(tables, sharding="row_wise", world_size=2, device_type="cuda")
+    assert plan.bytes_per_rank(tables, "cuda") == [40_000, 40_000]
+    gpus(monkeypatch, 40_000, 39_999)
+    message = r"^rank 1 would hold 40,000 bytes of tables, it has 39,999: use more ranks"
+    with pytest.raises(InvalidModelError, match=message):
+        make_plan(tables, sharding="row_wise", world_size=2, device_type="cuda")
+
+
+def test_gpus_of_another_host_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = (table("t", 1000),)
+    gpus(monkeypatch, 256_000)
+    make_plan(tables, sharding="row_wise", world_size=2, device_type="cuda")
+    gpus(monkeypatch, 1)
+    make_plan(tables, sharding="row_wise", world_size=2, device_type="cpu")
+
+
+def test_whole_tables_are_spread_over_ranks() -> None:
+    tables = tuple(table(f"t{i}", 1000 * (i + 1)) for i in range(4))
+    plan = make_plan(tables, sharding="table_wise", world_size=4)
+    assert sorted(plan.bytes_per_rank(tables)) == [t.nbytes for t in tables]
+
+
+def test_tables_larger_than_torchrecs_gpu_are_not_taken_for_slow_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus(monkeypatch)
+
+    def ranks(largest_rows: int) -> list[int]:
+        rows = (largest_rows, largest_rows - 1, 1000)
+        tables = tuple(table(f"t{i}", n, "int4") for i, n in enumerate(rows))
+        plan = make_plan(tables, sharding="table_wise", world_size=2, device_type="cuda")
+        return [plan.tables[t.name].shards[0].rank for t in tables]
+
+    assert ranks(63 * GIB // 68) == ranks(2000)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_a_table_without_constraints_gets_what_can_be_served(
+    monkeypatch: pytest.MonkeyPatch, device_type: str
+) -> None:
+    gpus(monkeypatch)
+    tables = (table("t", 10**6, dim=1024),)
+    plan = plan_under(tables, {}, world_size=4, device_type=device_type)
+    plan.check(tables, "here")
+    assert plan.constraints == {}
+
+
+def test_what_the_planner_says_is_one_line() -> None:
+    with pytest.raises(InvalidModelError, match=r"world_size is 1: .*insufficient") as e:
+        make_plan((table("t", 1 << 53),), sharding="table_wise", world_size=1)
+    assert "\n" not in str(e.value)
+
+
+def kinds(plan: Plan) -> dict[str, str]:
+    return {name: one.sharding_type for name, one in plan.tables.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("sharding", SHARDING_TYPES)
+def test_every_type_is_planned_and_planned_anew(sharding: str, world_size: int) -> None:
+    tables = tuple(
+        table(dtype, 1001, dtype, dim=24) for dtype in ("float32", "float16", "int8", "int4")
+    )
+    plan = make_plan(tables, sharding=sharding, world_size=world_size)
+    again = plan_under(tables, plan.constraints, world_size=3)
+    for one in (plan, again):
+        one.check(tables, "here")
+        assert set(kinds(one).values()) == {sharding}
+    columns = [shard.col_count for shard in again.tables["int4"].shards]
+    assert columns == ([8, 8, 8] if sharding == "column_wise" else [24] * len(columns))
+
+
+@pytest.mark.parametrize("sharding", [*UNPOOLED_SHARDING_TYPES, "auto"])
+def test_unpooled_tables_are_planned(sharding: str) -> None:
+    tables = (TableSpec("t", 101, 8, ("t",), "none", "int8"),)
+    for device_type in ("cpu", "cuda"):
+        plan = make_plan(tables, sharding=sharding, world_size=2, device_type=device_type)
+        plan.check(tables, "here")
+    with pytest.raises(InvalidModelError, match="table 't': column_wise is for pooled tables"):
+        make_plan(tables, sharding="column_wise", world_size=2)
+
+
+def test_auto_divides_what_fits_no_rank() -> None:
+    tables = (table("large", 10_000), table("small", 10))
+    large_bytes = tables[0].nbytes
+    roomy = make_plan(tables, sharding="auto", world_size=2, device_memory_bytes=large_bytes * 2)
+    assert set(kinds(roomy).values()) == {"table_wise"}
+    limit_bytes = large_bytes // 2 + tables[1].nbytes
+    tight = make_plan(tables, sharding="auto", world_size=2, device_memory_bytes=limit_bytes)
+    assert kinds(tight)["large"] == "row_wise"
+    assert max(tight.bytes_per_rank(tables)) <= limit_bytes
+
+
+def test_memory_counts_stored_bytes_and_no_optimizer() -> None:
+    tables = (table("t", 1000, "int8"),)
+    fits = make_plan(
+        tables, sharding="table_wise", world_size=1, device_memory_bytes=tables[0].nbytes
+    )
+    assert fits.bytes_per_rank(tables) == [132_000]
+    message = "rank 0 would hold 132,000 bytes of tables, it has 131,999: use more ranks, row_wise"
+    with pytest.raises(InvalidModelError, match=message):
+        make_plan(tables, sharding="table_wise", world_size=1, device_memory_bytes=131_999)
+
+
+def test_a_plan_that_fits_nowhere_can_be_looked_at() -> None:
+    tables = (table("a", 1000), table("b", 1000))
+    plan = draft_plan(tables, sharding="table_wise", world_size=2, device_memory_bytes=1)
+    assert plan.bytes_per_rank(tables) == [tables[0].nbytes] * 2
+
+
+def test_tables_are_packed_by_bytes_where_the_cheapest_plan_does_not_fit() -> None:
+    """Away from the busy table, c fills rank 0 to 7 of 8: then the last small one fits nowhere."""
+    sizes = {"a": 4, "b": 3, "c": 3, "d": 2, "e": 2, "f": 2}
+    tables = tuple(table(name, rows * 1000) for name, rows in sizes.items())
+    unit = tables[0].nbytes // 4
+    busy = {"b": {"pooling_factors": [1000.0]}}
+    wanted: dict[str, Any] = {"sharding": "table_wise", "world_size": 2, "constraints": busy}
+    loose = make_plan(tables, **wanted)
+    assert max(loose.bytes_per_rank(tables)) > 8 * unit
+    tight = make_plan(tables, device_memory_bytes=8 * unit, **wanted)
+    assert tight.bytes_per_rank(tables) == [8 * unit, 8 * unit]
+
+
+def test_copies_on_every_rank_take_of_its_memory() -> None:
+    tables = (table("copied", 1000), table("whole", 1000))
+    sharding = {"copied": "data_parallel", "whole": "table_wise"}
+    both_bytes = tables[0].nbytes + tables[1].nbytes
+    plan = make_plan(tables, sharding=sharding, world_size=2, device_memory_bytes=both_bytes)
+    assert sorted(plan.bytes_per_rank(tables)) == [tables[0].nbytes, both_bytes]
+    with pytest.raises(InvalidModelError, match=f"would hold {both_bytes:,} bytes"):
+        make_plan(tables, sharding=sharding, world_size=2, device_memory_bytes=both_bytes - 1)
+
+
+def test_only_cuda_gets_column_wise_by_itself_and_only_where_it_divides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus(monkeypatch)
+    tables = (table("wide", 10**6, dim=1024), table("narrow", 10**6, dim=128))
+    on_gpus = make_plan(tables, sharding="auto", world_size=4, device_type="cuda")
+    assert kinds(on_gpus)["wide"] == "column_wise" != kinds(on_gpus)["narrow"]
+    assert len(on_gpus.tables["wide"].shards) > 1
+    on_cpu = plan_under(tables, on_gpus.constraints, world_size=4)
+    assert "column_wise" not in kinds(on_cpu).values()
+
+
+def test_the_same_question_has_the_same_answer_in_every_process() -> None:
+    code = (
+        "from embedserve_store.manifest import TableSpec\n"
+        "from embedserve_store.plans.planner import make_plan\n"
+        "tables = [TableSpec(n, 999, 64, (n,), 'sum', 'int8') for n in 'abcd']\n"
+        "print(make_plan(tables, sharding='auto', world_size=3).to_json())\n"
+    )
+
+    def printed(seed: str) -> str:
+        command = [sys.executable, "-W", "ignore", "-c", code]
+        environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert printed("1") == printed("2") != ""
+
+
+def test_busy_features_are_spread() -> None:
+    """Four tables of one size: the two whose bags are long come to lie apart."""
+    tables = tuple(table(name, 1000) for name in "abcd")
+    long = {"pooling_factors": [500.0]}
+    plan = make_plan(
+        tables, sharding="table_wise", world_size=2, constraints={"a": long, "c": long}
+    )
+    rank = {name: one.shards[0].rank for name, one in plan.tables.items()}
+    assert rank["a"] != rank["c"]
+
+
+def test_a_whole_plan_is_checked_and_taken() -> None:
+    tables = (table("t", 100),)
+    plan = make_plan(tables, sharding="row_wise", world_size=2)
+    assert make_plan(tables, sharding=plan) is plan
+    assert make_plan(tables, sharding=plan, world_size=2) is plan
+    with pytest.raises(InvalidModelError, match="world_size is 3, but the plan is for 2 ranks"):
+        make_plan(tables, sharding=plan, world_size=3)
+    with pytest.raises(InvalidModelError, match="plan: t: shards cover 100 of 101 rows"):
+        make_plan((table("t", 101),), sharding=plan)
+    with pytest.raises(InvalidModelError, match="a plan has its own constraints"):
+        make_plan(tables, sharding=plan, constraints={"t": TableConstraints()})
+    with pytest.raises(InvalidModelError, match="rank 0 would hold 25,600 bytes"):
+        make_plan(tables, sharding=plan, device_memory_bytes=25_599)
+
+
+def test_torchrec_is_given_one_copy_of_a_data_parallel_table_on_rank_0() -> None:
+    tables = (table("t", 100), table("one", 100))
+    sharding = {"t": "data_parallel", "one": "column_wise"}
+    plan = make_plan(
+        tables, sharding=sharding, world_size=3, constraints={"one": {"min_partition": 128}}
+    )
+    given = to_torchrec(plan, "cuda")
+    assert (given["t"].sharding_type, given["t"].ranks) == ("table_wise", [0])
+    (placement,) = [shard.placement for shard in given["t"].sharding_spec.shards]
+    assert str(placement) == "rank:0/cuda:0"
+    assert (given["one"].sharding_type, len(given["one"].ranks)) == ("table_wise", 1)

@@ -1,0 +1,76 @@
+"""What is asked of the planner is understood in every form, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torchrec.distributed.planner import ParameterConstraints
+
+from embedserve_store.errors import InvalidModelError
+from embedserve_store.manifest import TableSpec
+from embedserve_store.plans.constraints import TableConstraints
+from embedserve_store.plans.planner import make_plan
+
+
+def table(name: str, num_embeddings: int, dim: int = 128) -> TableSpec:
+    return TableSpec(name, num_embeddings, dim, (name,), "sum", "float32")
+
+
+def test_each_table_has_its_own_sharding_and_auto_where_none_is_said() -> None:
+    tables = tuple(table(name, 1000) for name in "abcd")
+    said = {"a": "row_wise", "b": "column_wise", "c": "data_parallel"}
+    plan = make_plan(tables, sharding=said, world_size=2)
+    kinds = {name: one.sharding_type for name, one in plan.tables.items()}
+    assert kinds == said | {"d": "table_wise"}
+    assert set(plan.constraints) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("sharding", "message"),
+    [
+        ("rows", "table 't': sharding is 'rows', expected one of table_wise, row_wise"),
+        ("table_row_wise", "table 't': table_row_wise shards a table over several hosts"),
+        ("grid_shard", "table 't': grid_shard shards a table over several hosts"),
+        ({"u": "row_wise"}, r"sharding names table 'u', the model has \['t'\]"),
+    ],
+)
+def test_a_sharding_that_is_not_served_is_refused(sharding: Any, message: str) -> None:
+    with pytest.raises(InvalidModelError, match=message):
+        make_plan((table("t", 100),), sharding=sharding, world_size=2)
+
+
+def test_constraints_of_torchrec_by_name_and_our_own_mean_the_same() -> None:
+    tables = (table("t", 1000, dim=64),)
+    fields = {"sharding_types": ["column_wise"], "min_partition": 16, "pooling_factors": [20.0]}
+    ours = TableConstraints(("column_wise",), min_partition=16, pooling_factors=(20.0,))
+    plans = [
+        make_plan(tables, sharding="auto", world_size=2, constraints={"t": given})
+        for given in (ParameterConstraints(**fields), fields, ours)
+    ]
+    assert plans[0] == plans[1] == plans[2]
+    assert plans[0].constraints == {"t": ours}
+    shards = plans[0].tables["t"].shards
+    assert [(s.col_offset, s.col_count) for s in shards] == [(0, 16), (16, 16), (32, 16), (48, 16)]
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        ({"u": TableConstraints()}, r"constraints of table 'u': the model has \['t'\]"),
+        (
+            {"t": ParameterConstraints(compute_kernels=["fused_uvm_caching"])},
+            "table 't': compute_kernels cannot be honoured when serving",
+        ),
+        ({"t": {"enforce_hbm": True}}, "table 't': enforce_hbm cannot be honoured"),
+        (
+            {"t": ParameterConstraints(sharding_types=["table_row_wise", "row_wise"])},
+            "table 't': table_row_wise shards a table over several hosts",
+        ),
+        ({"t": {"pooling_factors": [1.0, 2.0]}}, "pooling_factors has 2 values, the table 1"),
+        ({"t": {"sharding_types": ["row_wise"]}}, "sharding is table_wise, but its constraints"),
+    ],
+)
+def test_constraints_that_cannot_be_met_are_named(constraints: Any, message: str) -> None:
+    with pytest.raises(InvalidModelError, match=message):
+        make_plan((table("t", 100),), sharding="table_wise", world_size=2, constraints=constraints)

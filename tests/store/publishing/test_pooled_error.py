@@ -1,0 +1,75 @@
+"""The figures of a publish report are those of their definition."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from embedserve_store.errors import InvalidModelError
+from embedserve_store.layout import encode_rows
+from embedserve_store.manifest import TableSpec
+from embedserve_store.publishing.pooled_error import PooledError, cosines, pooled_error
+from embedserve_store.publishing.publish import publish
+from embedserve_store.sources.rows import TensorRows
+from embedserve_store.tables_file import TablesFile, write_tables
+
+
+def error_of(
+    table: TableSpec, trained: torch.Tensor, stored: torch.Tensor, path: Path
+) -> PooledError:
+    write_tables(path, (table,), lambda _: [encode_rows(stored, table.dtype)])
+    return pooled_error(table, TensorRows(trained), TablesFile.open(path, (table,)))
+
+
+def table_of(rows: torch.Tensor, pooling: str = "sum", dtype: str = "float32") -> TableSpec:
+    return TableSpec("t", rows.shape[0], rows.shape[1], ("t",), pooling, dtype)
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean", "none"])
+def test_rows_a_tenth_too_long_are_off_by_a_tenth(tmp_path: Path, pooling: str) -> None:
+    rows = torch.rand(50, 8)
+    error = error_of(table_of(rows, pooling), rows, rows * 1.1, tmp_path / "t")
+    assert error.relative_l2 == pytest.approx(0.1, rel=1e-4)
+    assert error.cosine == pytest.approx(1.0)
+    assert error.bytes_saved == 0
+
+
+def test_the_lowest_cosine_is_that_of_the_worst_bag(tmp_path: Path) -> None:
+    rows = torch.rand(3, 4) + 0.1
+    turned = rows.clone()
+    turned[1] = -turned[1]
+    error = error_of(table_of(rows, "none"), rows, turned, tmp_path / "t")
+    assert error.cosine_min == pytest.approx(-1.0)
+    assert -1 < error.cosine < 1
+    assert error.max_abs == pytest.approx(2 * rows[1].max().item())
+
+
+def test_rows_of_zeros_are_exact(tmp_path: Path) -> None:
+    zeros = torch.zeros(9, 4)
+    assert error_of(table_of(zeros), zeros, zeros, tmp_path / "t") == PooledError(
+        0.0, 1.0, 1.0, 0.0, 0
+    )
+
+
+def test_bytes_saved_are_against_float32(tmp_path: Path) -> None:
+    rows = torch.rand(10, 64)
+    assert error_of(table_of(rows, dtype="int8"), rows, rows, tmp_path / "a").bytes_saved == 1880
+    assert error_of(table_of(rows, dtype="int4"), rows, rows, tmp_path / "b").bytes_saved == 2200
+
+
+def test_cosines_of_zeros() -> None:
+    a = np.array([[0.0, 0.0], [1.0, 0.0], [2.0, 0.0]])
+    b = np.array([[0.0, 0.0], [0.0, 0.0], [0.0, 5.0]])
+    assert cosines(a, b).tolist() == [1.0, 0.0, 0.0]
+
+
+def test_a_larger_error_than_allowed_is_not_published(ebc, tmp_path: Path) -> None:
+    message = r"table 'tag': stored as int4, its pooled answers have a relative L2 error of 0\.\d+"
+    dtypes = {"user": "int8", "tag": "int4"}
+    with pytest.raises(InvalidModelError, match=message + ", more than the 0.01 allowed"):
+        publish(ebc, tmp_path, model="m", dtype=dtypes, max_error=0.01)
+    assert list(tmp_path.iterdir()) == []
+    assert publish(ebc, tmp_path, model="m", dtype=dtypes, max_error=0.2).version == 1

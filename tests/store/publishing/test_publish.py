@@ -1,0 +1,369 @@
+"""What is published is the source, whole; what fails leaves nothing."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torchrec import EmbeddingBagCollection
+
+import embedserve_store
+from embedserve_store import tables_file
+from embedserve_store.checksums import verify
+from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.ids.rules import IdRule
+from embedserve_store.load import ModelStore, ModelVersion
+from embedserve_store.manifest import DTYPES
+from embedserve_store.publishing.pooled_error import PooledError
+from embedserve_store.publishing.publish import check_options, publish
+from embedserve_store.sources import live
+
+MakeEbc = Callable[..., EmbeddingBagCollection]
+RELATIVE_ERROR_MAX = {"float16": 1e-3, "int8": 1e-2, "int4": 0.2}
+
+
+def everything_under(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_is_published_and_loads(
+    ebc: EmbeddingBagCollection, tmp_path: Path, dtype: str
+) -> None:
+    published = publish(ebc, tmp_path, model="m", dtype=dtype)
+    assert published.path == tmp_path / "m" / "1"
+    version = ModelStore(tmp_path).load("m")
+    verify(version)
+    assert version.manifest == published.manifest
+    assert version.plan == published.plan
+    assert sorted(os.listdir(version.path)) == [
+        "goldens.safetensors",
+        "manifest.json",
+        "plan.json",
+        "tables.safetensors",
+    ]
+    for table in published.manifest.tables:
+        assert table.dtype == dtype
+        error = published.errors[table.name]
+        if dtype == "float32":
+            assert error == PooledError(0.0, pytest.approx(1.0), pytest.approx(1.0), 0.0, 0)
+        else:
+            assert 0 < error.relative_l2 <= RELATIVE_ERROR_MAX[dtype]
+            assert 1 - RELATIVE_ERROR_MAX[dtype] < error.cosine_min <= error.cosine < 1
+            assert (
+                error.bytes_saved == 4 * table.num_embeddings * table.embedding_dim - table.nbytes
+            )
+
+
+def test_float_rows_are_the_modules(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
+    published = publish(ebc, tmp_path, model="m")
+    for name, tensor in load_file(published.path / "tables.safetensors").items():
+        assert torch.equal(tensor, ebc.embedding_bags[name].weight.detach())
+
+
+def test_goldens_hold_the_modules_answers(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
+    published = publish(ebc, tmp_path, model="m", dtype="int8")
+    goldens = ModelStore(tmp_path).load("m").goldens()
+    expected = live.answers(ebc, published.manifest, goldens.bags)
+    np.testing.assert_array_equal(goldens.source_answers, expected)
+    difference = np.abs(goldens.stored_answers - expected).max()
+    assert 0 < difference < 0.01 * np.abs(expected).max()
+
+
+def test_a_table_larger_than_a_block_is_stored_whole(
+    ebc: EmbeddingBagCollection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = publish(ebc, tmp_path, model="m", dtype="int4")
+    monkeypatch.setattr("embedserve_store.publishing.version_writer.BLOCK_BYTES", 500)
+    calls: list[tuple[str, int, int, int]] = []
+    blocks = publish(
+        ebc, tmp_path, model="m", dtype="int4", progress=lambda *call: calls.append(call)
+    )
+    assert blocks.manifest.tables == whole.manifest.tables
+    assert len(calls) > 10
+    assert calls[-1][3] == whole.manifest.nbytes
+
+
+def test_dtype_and_sharding_by_table(version: ModelVersion) -> None:
+    assert [table.dtype for table in version.manifest.tables] == ["float32", "int8", "int4"]
+    assert {plan.sharding_type for plan in version.plan.tables.values()} == {"row_wise"}
+    assert version.plan.world_size == 2
+
+
+def test_the_manifest_says_where_the_model_came_from(version: ModelVersion) -> None:
+    source = version.manifest.source
+    assert source["kind"] == "embedding_bag_collection"
+    assert source["versions"]["torch"] == metadata.version("torch")
+    assert source["versions"]["torchrec"] == metadata.version("torchrec")
+    age = datetime.now().astimezone() - datetime.fromisoformat(source["published_at"])
+    assert 0 <= age.total_seconds() < 600
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"half": True}, {"is_weighted": True, "pooling": "sum"}, {"is_weighted": True}],
+    ids=["half", "weighted", "weighted mean"],
+)
+def test_other_modules_publish_without_loss(
+    make_ebc: MakeEbc, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    published = publish(make_ebc(**options), tmp_path, model="m")
+    verify(ModelStore(tmp_path).load("m"))
+    assert published.manifest.is_weighted == options.get("is_weighted", False)
+    assert all(error.relative_l2 < 1e-6 for error in published.errors.values())
+
+
+def test_publishing_changes_nothing_in_the_module(
+    ebc: EmbeddingBagCollection, tmp_path: Path
+) -> None:
+    before = {name: tensor.clone() for name, tensor in ebc.state_dict().items()}
+    publish(ebc, tmp_path, model="m", dtype="float16")
+    assert all(torch.equal(before[name], tensor) for name, tensor in ebc.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in ebc.parameters())
+
+
+def test_a_state_dict_publishes_as_the_module_does(
+    ebc: EmbeddingBagCollection, tmp_path: Path
+) -> None:
+    state_dict = {f"model.{name}": tensor for name, tensor in ebc.state_dict().items()}
+    state_dict["model.over.weight"] = torch.ones(3)
+    tables = live.describe(ebc)
+    a = publish(ebc, tmp_path, model="a", dtype="int8")
+    b = publish(state_dict, tmp_path, tables=tables, model="b", dtype="int8")
+    assert b.manifest.tables == a.manifest.tables
+    assert b.manifest.source["kind"] == "state_dict"
+    assert b.skipped == ("model.over.weight",)
+    one, other = (ModelStore(tmp_path).load(model).goldens() for model in "ab")
+    np.testing.assert_allclose(one.source_answers, other.source_answers, rtol=1e-5, atol=1e-7)
+
+
+def test_a_state_dict_keeps_the_described_dtypes(
+    ebc: EmbeddingBagCollection, tmp_path: Path
+) -> None:
+    tables = publish(ebc, tmp_path, model="a", dtype="int4").manifest.tables
+    b = publish(ebc.state_dict(), tmp_path, tables=tables, model="b")
+    assert b.manifest.tables == tables
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int2"}, "table 'user': dtype is 'int2', expected one of float32"),
+        ({"dtype": {"usr": "int8"}}, "dtype names table 'usr', the model has"),
+        ({"sharding": "grid"}, "table 'user': sharding is 'grid'"),
+        ({"sharding": {"usr": "row_wise"}}, "sharding names table 'usr'"),
+        ({"ids": {"usr": IdRule()}}, "ids names table 'usr'"),
+        ({"vocabularies": {"usr": [1]}}, "vocabularies names table 'usr'"),
+        ({"ids": {"tag": IdRule(rule="map")}}, "table 'tag': ids.rule is 'map': it needs a voc"),
+        ({"prefix": "model"}, "a module describes itself"),
+        ({"world_size": 0}, "world_size is 0"),
+        ({"model": "../m"}, r"model name '\.\./m': use letters"),
+        ({"model": ".m"}, r"model name '\.m'"),
+        ({"model": ""}, "model name ''"),
+    ],
+)
+def test_wrong_options_do_not_touch_the_store(
+    ebc: EmbeddingBagCollection, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidModelError, match=message):
+        publish(ebc, tmp_path / "store", **({"model": "m"} | options))
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, None),
+        ({"dtype": "int2"}, "dtype is 'int2'"),
+        ({"dtype": {"usr": "int8"}}, "dtype names table 'usr'"),
+        ({"sharding": "grid"}, "table 'user': sharding is 'grid'"),
+        ({"world_size": 0}, "world_size is 0"),
+        ({"model": "../m"}, "model name"),
+        ({"store": "file"}, "file/m: cannot be written: .*file is not a folder"),
+    ],
+)
+def test_options_can_be_checked_before_there_are_weights(
+    ebc: EmbeddingBagCollection, tmp_path: Path, options: dict[str, Any], message: str | None
+) -> None:
+    (tmp_path / "file").write_text("")
+    given = {"model": "m", "dtype": "int8", "sharding": "row_wise", "world_size": 2} | options
+    store = tmp_path / given.pop("store", "store")
+    if message is None:
+        check_options(live.describe(ebc), store, **given)
+    else:
+        with pytest.raises(StoreError, match=message):
+            check_options(live.describe(ebc), store, **given)
+    assert everything_under(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+def test_rows_that_are_not_numbers_are_refused(
+    ebc: EmbeddingBagCollection,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    value: float,
+    dtype: str,
+) -> None:
+    monkeypatch.setattr("embedserve_store.publishing.version_writer.BLOCK_BYTES", 500)
+    ebc.embedding_bags["item"].weight.data[70, 3] = value
+    with pytest.raises(InvalidModelError, match=f"table 'item': row 70 holds {value}"):
+        publish(ebc, tmp_path, model="m", dtype=dtype)
+    assert everything_under(tmp_path) == []
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_rows_beyond_the_dtypes_range_are_refused(
+    ebc: EmbeddingBagCollection, tmp_path: Path, dtype: str
+) -> None:
+    ebc.embedding_bags["user"].weight.data[299] = -1e5
+    with pytest.raises(InvalidModelError, match=f"row 299 holds values too large for {dtype}"):
+        publish(ebc, tmp_path, model="m", dtype=dtype)
+    publish(ebc, tmp_path, model="m", dtype="float32")
+
+
+class FullDisk(io.FileIO):
+    """Takes the header, then has no room."""
+
+    def write(self, data: Any) -> int:
+        if self.tell():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data)
+
+
+def test_a_full_disk_leaves_the_store_as_it_was(
+    version: ModelVersion, ebc: EmbeddingBagCollection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = version.path.parent.parent
+    before = everything_under(store)
+    monkeypatch.setattr(
+        tables_file, "open", lambda path, mode: FullDisk(path, mode.rstrip("b")), raising=False
+    )
+    with pytest.raises(StoreError, match="m: publishing failed: No space left on device") as caught:
+        publish(ebc, store, model="m")
+    assert isinstance(caught.value.__cause__, OSError)
+    assert everything_under(store) == before
+
+
+def test_an_interrupt_leaves_the_store_as_it_was(
+    ebc: EmbeddingBagCollection, tmp_path: Path
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(StoreError, match="m: publishing was interrupted") as caught:
+        publish(ebc, tmp_path, model="m", progress=interrupt)
+    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
+    assert everything_under(tmp_path) == []
+    assert publish(ebc, tmp_path, model="m").version == 1
+
+
+def test_a_broken_callback_leaves_the_store_as_it_was(
+    ebc: EmbeddingBagCollection, tmp_path: Path
+) -> None:
+    with pytest.raises(StoreError, match=r"publishing failed: TypeError\("):
+        publish(ebc, tmp_path, model="m", progress=lambda: None)  # type: ignore[misc,arg-type]
+    assert everything_under(tmp_path) == []
+
+
+def test_a_store_that_is_a_file(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("")
+    with pytest.raises(StoreError, match=r"m: cannot be written: .*store is not a folder"):
+        publish(ebc, tmp_path / "store", model="m")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes to read-only folders")
+def test_a_read_only_store(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(StoreError, match="m: cannot be written: no permission"):
+        publish(ebc, tmp_path, model="m")
+
+
+def test_a_read_only_file_system(
+    ebc: EmbeddingBagCollection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(StoreError, match=r"publishing failed: Read-only file system \(.*m\)"):
+        publish(ebc, tmp_path, model="m")
+    assert everything_under(tmp_path) == []
+
+
+def test_who_publishes_meanwhile_comes_first(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
+    others: list[int] = []
+
+    def publish_another(*_: Any) -> None:
+        if not others:
+            others.append(0)
+            others[0] = publish(ebc, tmp_path, model="m", dtype="int8").version
+
+    published = publish(ebc, tmp_path, model="m", dtype="int4", progress=publish_another)
+    assert (others, published.version) == ([1], 2)
+    for number, dtype in ((1, "int8"), (2, "int4")):
+        version = ModelStore(tmp_path).load("m", number)
+        verify(version)
+        assert {table.dtype for table in version.manifest.tables} == {dtype}
+
+
+KILLED = """
+import sys, time, warnings
+warnings.simplefilter("ignore")
+import torch
+from embedserve_store import TableSpec, publish
+
+def progress(*call):
+    print("halfway", flush=True)
+    time.sleep(600)
+
+tables = [TableSpec("t", 100, 8, ("t",), "sum", "float32"),
+          TableSpec("u", 100, 8, ("u",), "sum", "float32")]
+state_dict = {f"embedding_bags.{name}.weight": torch.ones(100, 8) for name in "tu"}
+publish(state_dict, sys.argv[1], tables=tables, model="m", progress=progress)
+"""
+
+
+def test_a_killed_publisher_is_never_seen(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
+    root = str(Path(embedserve_store.__file__).parent.parent)
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    with process.stdout as lines:
+        assert "halfway\n" in iter(lines.readline, "")
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(timeout=60) == -signal.SIGKILL
+    left, lock = sorted((tmp_path / "m").iterdir())
+    assert sorted(os.listdir(left)) == ["tables.safetensors"]
+    assert lock.name == f"{left.name}.lock"
+    store = ModelStore(tmp_path)
+    assert store.models() == []
+    assert store.versions("m") == []
+    with pytest.raises(StoreError, match="no version is published"):
+        store.load("m")
+    assert publish(ebc, tmp_path, model="m").version == 1
+    assert os.listdir(tmp_path / "m") == ["1"]
+
+
+def test_checksums_are_of_the_files(version: ModelVersion) -> None:
+    for name, checksum in version.manifest.files.items():
+        data = (version.path / name).read_bytes()
+        assert hashlib.sha256(data).hexdigest() == checksum

@@ -1,0 +1,190 @@
+"""Publishing keeps each table's rule for ids, and refuses rules and vocabularies that lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
+
+from embedserve_store import IdRule, ModelStore, ModelVersion, publish, verify
+from embedserve_store.errors import InvalidModelError
+from embedserve_store.goldens import row_numbers
+from embedserve_store.publishing.publish_sharded import publish_sharded
+
+TAGS = [f"tag {row}" for row in range(16)]
+ITEMS = {10**12 + row: 76 - row for row in range(77)}
+
+
+def load(store: Path) -> ModelVersion:
+    version = ModelStore(store).load("m")
+    verify(version)
+    return version
+
+
+@pytest.fixture
+def ebc() -> EmbeddingBagCollection:
+    """Like the others', but that no feature serves two tables."""
+    torch.manual_seed(7)
+    described = [
+        ("user", 300, 16, ["user", "friend"]),
+        ("item", 77, 8, ["item"]),
+        ("tag", 16, 4, ["tag"]),
+    ]
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features
+            )
+            for name, rows, dim, features in described
+        ]
+    )
+
+
+def test_every_rule_is_stored_and_replayed_by_the_goldens(
+    ebc: EmbeddingBagCollection, tmp_path: Path
+) -> None:
+    publish(
+        ebc,
+        tmp_path,
+        model="m",
+        ids={
+            "user": IdRule(rule="modulo", modulus=299, offset=1),
+            "item": IdRule(rule="map", unknown="skip"),
+            "tag": IdRule(rule="map", id_type="string", unknown="row", default_row=3),
+        },
+        vocabularies={"item": ITEMS, "tag": TAGS},
+    )
+    version = load(tmp_path)
+    user, item, tag = (table.ids for table in version.manifest.tables)
+    assert user == IdRule(rule="modulo", modulus=299, offset=1)
+    assert (item.entries, item.unknown, item.id_type) == (77, "skip", "int64")
+    assert (tag.entries, tag.default_row, tag.examples) == (16, 3, tuple(TAGS[:4]))
+    bags = version.goldens().bags
+    ids = dict(
+        zip(
+            version.manifest.features,
+            np.split(bags.ids, np.cumsum(bags.lengths.sum(axis=1))[:-1]),
+            strict=True,
+        )
+    )
+    assert ids["user"].min() < 0
+    assert ids["user"].max() > 300
+    assert set(ids["item"].tolist()) <= ITEMS.keys()
+    numbers = row_numbers(bags, version.translator)
+    limits = np.repeat(version.manifest.rows_per_feature, bags.lengths.sum(axis=1))
+    assert (numbers < limits).all()
+    assert {ITEMS[i] for i in ids["item"].tolist()} <= set(numbers.tolist())
+
+
+def test_rows_are_as_good_in_either_order_of_the_ids(
+    ebc: EmbeddingBagCollection, tmp_path: Path
+) -> None:
+    """The map decides which row an id has; the answers are those of that row."""
+    publish(ebc, tmp_path, model="m", vocabularies={"item": ITEMS})
+    version = load(tmp_path)
+    rows = version.id_maps["item"].rows_of(np.array([10**12, 10**12 + 76, 5]))
+    assert rows.tolist() == [76, 0, -1]
+
+
+def test_a_modulo_without_modulus_is_of_the_whole_table(
+    ebc: EmbeddingBagCollection, tmp_path: Path
+) -> None:
+    publish(ebc, tmp_path, model="m", ids={"item": IdRule(rule="modulo")})
+    assert load(tmp_path).manifest.tables[1].ids.modulus == 77
+
+
+@pytest.mark.parametrize(
+    ("ids", "vocabularies", "message"),
+    [
+        ({"item": IdRule(rule="modulo", modulus=78)}, {}, "table 'item': ids: modulus is 78"),
+        ({"item": IdRule(unknown="row", default_row=77)}, {}, "default_row is 77"),
+        ({"item": IdRule(rule="hash")}, {}, "rule is 'hash'"),
+        ({"item": IdRule(rule="modulo", modulus=7)}, {"item": [1]}, "it has a vocabulary"),
+        ({}, {"item": range(78)}, "its vocabulary says row 77, the table has 77 rows"),
+        ({}, {"item": {5: -1}}, "its vocabulary says row -1"),
+        ({}, {"item": [1, 2, 1]}, "table 'item'.*1"),
+        ({}, {"item": [0.5]}, "its vocabulary holds float64, expected int64"),
+        ({}, {"item": np.array([2**63], np.uint64)}, "9223372036854775808, which is outside int64"),
+        ({"tag": IdRule("map", id_type="string")}, {"tag": ["a", 1]}, "1, which is not a string"),
+        ({"tag": IdRule("map", id_type="string")}, {"tag": ["a", "b", "a"]}, "'a' 2 times"),
+    ],
+)
+def test_rules_that_make_no_sense_do_not_touch_the_store(
+    ebc: EmbeddingBagCollection, tmp_path: Path, ids: Any, vocabularies: Any, message: str
+) -> None:
+    with pytest.raises(InvalidModelError, match=message):
+        publish(ebc, tmp_path / "store", model="m", ids=ids, vocabularies=vocabularies)
+    assert not (tmp_path / "store").exists()
+
+
+def test_tables_of_one_feature_have_one_rule(make_ebc: Any, tmp_path: Path) -> None:
+    """item serves the tables item and tag."""
+    ebc = make_ebc()
+    with pytest.raises(InvalidModelError, match="feature 'item' serves tables 'item' and 'tag'"):
+        publish(ebc, tmp_path, model="m", vocabularies={"item": range(16)})
+    different = {"item": range(16), "tag": range(15, -1, -1)}
+    with pytest.raises(InvalidModelError, match="whose vocabularies differ"):
+        publish(ebc, tmp_path, model="m", vocabularies=different)
+    assert (
+        publish(
+            ebc, tmp_path, model="m", vocabularies={"item": range(16), "tag": range(16)}
+        ).version
+        == 1
+    )
+    load(tmp_path)
+
+
+def make_collection(*dims: int) -> EmbeddingCollection:
+    return EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(
+                name=f"t{i}", num_embeddings=20 + i, embedding_dim=dim, feature_names=[f"f{i}"]
+            )
+            for i, dim in enumerate(dims)
+        ]
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+def test_an_embedding_collection_is_published_unpooled(tmp_path: Path, dtype: str) -> None:
+    collection = make_collection(8, 8)
+    publish(collection, tmp_path, model="m", dtype=dtype, vocabularies={"t1": {}})
+    version = load(tmp_path)
+    assert not version.manifest.is_pooled
+    goldens = version.goldens()
+    numbers = row_numbers(goldens.bags, version.translator)
+    assert not goldens.bags.lengths[1].any()  # no id is known
+    with torch.no_grad():
+        expected = collection.embeddings["t0"].weight[torch.from_numpy(numbers)].numpy()
+    np.testing.assert_array_equal(goldens.source_answers, expected)
+    tolerance = 0 if dtype == "float32" else 0.1
+    np.testing.assert_allclose(goldens.stored_answers, expected, atol=tolerance)
+
+
+def test_a_state_dict_of_an_embedding_collection(tmp_path: Path) -> None:
+    collection = make_collection(8)
+    published = publish(collection, tmp_path, model="a")
+    again = publish(
+        {f"seq.{key}": value for key, value in collection.state_dict().items()},
+        tmp_path,
+        model="m",
+        tables=published.manifest.tables,
+    )
+    assert again.manifest.tables == published.manifest.tables
+
+
+def test_an_unsharded_module_is_not_published_as_sharded(
+    ebc: EmbeddingBagCollection, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidModelError, match="no sharded"):
+        publish_sharded(ebc, tmp_path, model="m")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,97 @@
+"""A bucket on a real S3 server, a cache, and a published version to upload."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import s3fs
+import torch
+from store.remote.s3_server import KEY, SECRET, serve_s3
+from store.sealing import seal
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+
+from embedserve_store.publishing.publish import publish
+from embedserve_store.remote.remote_store import RemoteStore
+from embedserve_store.remote.upload import upload_version
+
+Publish = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serve_s3(tmp_path_factory.mktemp("s3")) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(autouse=True)
+def aws(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> Iterator[None]:
+    """The endpoint and credentials as a user would set them, and none of this host's."""
+    for name in os.environ:
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, os.devnull)
+    # s3fs keeps connections by URL options, whatever the environment was: an earlier test's too.
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def objects(aws: None) -> s3fs.S3FileSystem:
+    """The server's buckets as another client sees them."""
+    return s3fs.S3FileSystem(use_listings_cache=False)
+
+
+@pytest.fixture
+def root(objects: s3fs.S3FileSystem) -> str:
+    """BUCKET/FOLDER of a store in a new bucket."""
+    bucket = f"bucket-{secrets.token_hex(4)}"
+    objects.mkdir(bucket)
+    return f"{bucket}/stores/a"
+
+
+@pytest.fixture
+def url(root: str) -> str:
+    return f"s3://{root}"
+
+
+@pytest.fixture
+def store(url: str, tmp_path: Path) -> RemoteStore:
+    return RemoteStore(url, tmp_path / "cache")
+
+
+@pytest.fixture
+def new_version(tmp_path: Path) -> Publish:
+    """Publishes a version of "m" in a local store and gives its folder."""
+
+    def run(value: float = 1.0, rows: int = 2000, **options: object) -> Path:
+        config = EmbeddingBagConfig(
+            name="t",
+            num_embeddings=rows,
+            embedding_dim=16,
+            feature_names=["t"],
+            pooling=PoolingType.SUM,
+        )
+        ebc = EmbeddingBagCollection(tables=[config])
+        with torch.no_grad():
+            ebc.embedding_bags["t"].weight.copy_(torch.arange(rows)[:, None] * value)
+        return seal(publish(ebc, tmp_path / "local", model="m", **options).path)  # type: ignore[arg-type]
+
+    return run
+
+
+@pytest.fixture
+def uploaded(new_version: Publish, url: str) -> Path:
+    """Version 1 of "m", uploaded; the local folder that it came from."""
+    folder = new_version()
+    upload_version(folder, url)
+    return folder

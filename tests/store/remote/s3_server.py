@@ -1,0 +1,36 @@
+"""A real S3 server on loopback: rclone serving a folder, with signatures checked."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+KEY, SECRET = "key", "secret"
+START_LINES_MAX = 20
+
+
+@contextlib.contextmanager
+def serve_s3(folder: Path) -> Iterator[str]:
+    """Serves ``folder`` on a free port; gives the endpoint's URL."""
+    rclone = Path(sys.executable).with_name("rclone")
+    command = [rclone, "serve", "s3", folder, "--addr", "127.0.0.1:0", "--config", "/dev/null"]
+    command += ["--auth-key", f"{KEY},{SECRET}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            yield _endpoint(server)
+        finally:
+            server.terminate()
+
+
+def _endpoint(server: subprocess.Popen[str]) -> str:
+    assert server.stderr is not None
+    lines = []
+    for _ in range(START_LINES_MAX):
+        lines.append(server.stderr.readline())
+        if found := re.search(r"\[(http://127\.0\.0\.1:\d+)/\]", lines[-1]):
+            return found[1]
+    raise RuntimeError(f"rclone did not start: {''.join(lines)}")

@@ -1,0 +1,191 @@
+"""A pull shows a whole, checked version or nothing, also when it is killed or has company."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import s3fs
+
+import embedserve_store
+from embedserve_store import staging
+from embedserve_store.errors import StoreError
+from embedserve_store.remote.remote_store import RemoteStore
+
+PULL = """
+import logging, os, sys
+from pathlib import Path
+from embedserve_store.remote import remote_files
+from embedserve_store.remote.remote_store import RemoteStore
+
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+remote_files.PART_BYTES = 10_000
+url, cache, at_first_part = sys.argv[1:]
+calls = []
+
+def progress(file, bytes_done, bytes_total):
+    calls.append(file)
+    if file == "tables.safetensors" and calls.count(file) == 1:
+        print("pulling", flush=True)
+        if at_first_part == "die":
+            os.kill(os.getpid(), 9)
+        sys.stdin.readline()
+
+loaded = RemoteStore(url, Path(cache), progress).load("m")
+print(loaded.path, calls.count("tables.safetensors"), flush=True)
+"""
+
+
+def start_pull(url: str, cache: Path, at_first_part: str = "wait") -> subprocess.Popen[str]:
+    root = str(Path(embedserve_store.__file__).parent.parent)
+    return subprocess.Popen(
+        [sys.executable, "-c", PULL, url, str(cache), at_first_part],
+        env=os.environ | {"PYTHONPATH": root},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+class Line(NamedTuple):
+    process: subprocess.Popen[str]
+
+    def read(self, stream: str, until: str) -> str:
+        """The first line of stdout or stderr that contains ``until``."""
+        for line in getattr(self.process, stream):
+            if until in line:
+                return str(line)
+        raise AssertionError(f"{until!r} never came on {stream}")
+
+
+def files(cache: Path) -> list[str]:
+    """All files of the cache but locks, by their names."""
+    return sorted(p.name for p in cache.rglob("*") if p.is_file() and p.suffix != ".lock")
+
+
+def test_a_killed_pull_leaves_nothing_visible_and_can_be_started_again(
+    url: str, uploaded: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    with start_pull(url, cache, "die") as puller:
+        _, errors = puller.communicate(timeout=60)
+    assert puller.returncode == -signal.SIGKILL, errors
+    assert "tables.safetensors" in files(cache)
+    (folder,) = [path for path in cache.iterdir() if path.is_dir()]
+    assert embedserve_store.ModelStore(folder).models() == []
+    loaded = RemoteStore(url, cache).load("m")
+    assert files(cache) == files(loaded.path) == files(uploaded)
+
+
+def test_two_processes_at_once_pull_once(url: str, uploaded: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with start_pull(url, cache) as first:
+        Line(first).read("stdout", "pulling")
+        with start_pull(url, cache) as second:
+            Line(second).read("stderr", "another process is pulling it")
+            first_out, _ = first.communicate("go on\n", timeout=60)
+            second_out, _ = second.communicate(timeout=60)
+    first_path, first_parts = first_out.split()
+    assert int(first_parts) > 1
+    assert second_out.split() == [first_path, "0"]
+    assert files(cache) == files(uploaded)
+
+
+def test_an_interrupt_leaves_nothing(url: str, uploaded: Path, tmp_path: Path) -> None:
+    def interrupt(file: str, bytes_done: int, bytes_total: int) -> None:
+        if file == "tables.safetensors":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        RemoteStore(url, tmp_path / "cache", interrupt).load("m")
+    assert files(tmp_path / "cache") == []
+
+
+Damage = Callable[[bytes], bytes]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("tables.safetensors", lambda data: data[:-1] + b"x", "table 't': sha256 is "),
+        ("tables.safetensors", lambda data: data[:-1], "bytes, expected "),
+        ("tables.safetensors", lambda data: data[:4000] + b"\t" + data[4001:], "header is not"),
+        ("ids.safetensors", lambda data: data[:-1] + b"x", ""),
+        ("goldens.safetensors", lambda data: data[:-1] + b"x", "sha256 is "),
+        ("plan.json", lambda data: data + b" ", "sha256 is "),
+        ("manifest.json", lambda data: data.replace(b'"t"', b'"u"'), "sha256 is "),
+        ("manifest.json", lambda data: data[:100], "not JSON, or half-written"),
+    ],
+)
+def test_a_damaged_object_is_refused_and_nothing_is_kept(
+    store: RemoteStore,
+    new_version: Callable[..., Path],
+    objects: s3fs.S3FileSystem,
+    root: str,
+    url: str,
+    tmp_path: Path,
+    name: str,
+    damage: Damage,
+    message: str,
+) -> None:
+    from embedserve_store.remote.upload import upload_version
+
+    upload_version(new_version(vocabularies={"t": range(2000)}), url)
+    path = f"{root}/m/1/{name}"
+    objects.pipe_file(path, damage(objects.cat_file(path)))
+    with pytest.raises(StoreError, match=f"{name}: .*{message}") as caught:
+        store.load("m")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "cache").exists() or files(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize("name", ["plan.json", "tables.safetensors"])
+def test_a_missing_object_is_named(
+    store: RemoteStore, uploaded: Path, objects: s3fs.S3FileSystem, root: str, name: str
+) -> None:
+    objects.rm(f"{root}/m/1/{name}")
+    with pytest.raises(StoreError, match=f"a/m/1/{name}: does not exist"):
+        store.load("m")
+
+
+def test_too_little_disk_is_refused_before_a_byte_is_pulled(
+    url: str, uploaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = sum(path.stat().st_size for path in uploaded.iterdir())
+    free = shutil.disk_usage(tmp_path)._replace(free=needed - 1)
+    monkeypatch.setattr(staging.shutil, "disk_usage", lambda path: free)
+    calls: list[str] = []
+    message = f"needs {needed:,} bytes, the disk has {needed - 1:,} free"
+    with pytest.raises(StoreError, match=message):
+        RemoteStore(url, tmp_path / "cache", lambda file, *_: calls.append(file)).load("m")
+    assert (calls, files(tmp_path / "cache")) == ([], [])
+
+
+def test_a_cache_that_is_a_file_is_refused(url: str, uploaded: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"cannot be written: .*/file is not a folder"):
+        RemoteStore(url, tmp_path / "file").load("m")
+
+
+def test_a_manifest_of_format_version_1_is_pulled(
+    store: RemoteStore, uploaded: Path, objects: s3fs.S3FileSystem, root: str
+) -> None:
+    path = f"{root}/m/1/manifest.json"
+    data = objects.cat_file(path).replace(b'"format_version": 2', b'"format_version": 1')
+    objects.pipe_file(path, b"".join(data.rpartition(b',\n  "sha256"')[:1]) + b"\n}\n")
+    assert store.load("m").path.name == "1"
+
+
+def test_a_pulled_version_is_only_its_own_files(
+    store: RemoteStore, uploaded: Path, objects: s3fs.S3FileSystem, root: str
+) -> None:
+    objects.pipe_file(f"{root}/m/1/left-over.bin", b"x")
+    assert files(store.load("m").path) == files(uploaded)

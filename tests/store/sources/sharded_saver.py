@@ -1,0 +1,57 @@
+"""Saves and publishes the tables of a model that two gloo processes train.
+
+    python sharded_saver.py OUT_FOLDER
+
+OUT_FOLDER gets ``tables/`` (what save_tables wrote), ``described.pt`` (what describe_sharded
+gave), ``gathered.pt`` (the tables, whole), ``store/`` (with the model published) and, for each
+rank, ``outcome-RANK`` (the version it was told, and what a publish that must fail told it).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import trainer
+from torchrec.distributed import DistributedModelParallel
+
+from embedserve_store.errors import StoreError
+from embedserve_store.publishing.publish_sharded import publish_sharded
+from embedserve_store.sources.live_dmp import describe_sharded, save_tables
+
+
+def publish(dmp: DistributedModelParallel, rank: int, out: Path) -> None:
+    options = {"model": "m", "sharding": "row_wise", "world_size": 2}
+    published = publish_sharded(dmp, out / "store", **options)
+    outcome = "none" if published is None else str(published.version)
+    try:
+        publish_sharded(dmp, out / "store", **options, dtype="int2")
+    except StoreError as error:
+        outcome += f"\n{error}"
+    (out / f"outcome-{rank}").write_text(outcome)
+
+
+def run(rank: int, out: Path) -> None:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", init_method=f"file://{out}/meeting", rank=rank, world_size=2)
+    dmp = trainer.shard(2, "float32")
+    trainer.train(dmp, rank)
+    tables, _, path = describe_sharded(dmp)
+    save_tables(dmp, out / "tables", path)
+    gathered = trainer.gathered(dmp, rank)
+    if rank == 0:
+        torch.save([dataclasses.astuple(table)[:6] for table in tables], out / "described.pt")
+        torch.save(gathered, out / "gathered.pt")
+    publish(dmp, rank, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.spawn(run, (Path(sys.argv[1]),), nprocs=2)

@@ -1,0 +1,190 @@
+"""Checkpoints of every kind open alike, and tables are found in them by their keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from store.sources.dcp_folder import grid, save_alone, write_dcp
+
+from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.manifest import TableSpec
+from embedserve_store.sources.checkpoint import (
+    Checkpoint,
+    check_rows,
+    find_tables,
+    from_state_dict,
+    open_checkpoint,
+)
+from embedserve_store.sources.rows import TensorRows
+
+KEY = "ebc.embedding_bags.user.weight"
+WEIGHT = torch.randn(10, 4, generator=torch.Generator().manual_seed(3))
+USER = TableSpec("user", 10, 4, ("user", "friend"), "sum", "float32")
+WORD = TableSpec("user", 10, 4, ("user",), "none", "float32")
+STATE = {KEY: WEIGHT, "over.bias": torch.ones(4)}
+
+
+def saved(kind: str, folder: Path) -> Path:
+    if kind == "dcp":
+        save_alone(STATE, folder / "c")
+        return folder / "c"
+    if kind == "torch_save":
+        torch.save(STATE, folder / "c.pt")
+        return folder / "c.pt"
+    save_file(STATE, folder / "c.safetensors")
+    return folder if kind == "safetensors folder" else folder / "c.safetensors"
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch_save", "safetensors", "safetensors folder"])
+def test_every_kind_of_checkpoint_gives_the_same(tmp_path: Path, kind: str) -> None:
+    path = saved(kind, tmp_path)
+    checkpoint = open_checkpoint(path)
+    assert (checkpoint.kind, checkpoint.path) == (kind.split()[0], path)
+    rows, skipped = find_tables(checkpoint, [USER])
+    assert torch.equal(rows["user"].read(0, 10), WEIGHT)
+    assert skipped == ("over.bias",)
+
+
+def test_a_state_dict_in_memory() -> None:
+    empty = torch.ones(3, 4, device="meta")
+    checkpoint = from_state_dict({"model": torch.nn.ModuleDict().state_dict() | STATE, "e": empty})
+    assert checkpoint.kind == "state_dict"
+    rows, skipped = find_tables(checkpoint, [USER])
+    assert torch.equal(rows["user"].read(0, 10), WEIGHT)
+    assert skipped == ("model.over.bias", "e")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none", "none: cannot be read: No such file"),
+        ("", "a folder without .metadata, .* and without .safetensors files"),
+        ("c/.metadata", "is a part of a checkpoint, give its folder"),
+        ("c/__0_0.distcp", "is a part of a checkpoint, give its folder"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path, name: str, message: str) -> None:
+    saved("dcp", tmp_path)
+    with pytest.raises(StoreError, match=message):
+        open_checkpoint(tmp_path / name)
+
+
+@pytest.mark.parametrize("before", ["", "model.", "model.sparse.0.", "a.embeddings."])
+def test_tables_are_found_wherever_they_lie(before: str) -> None:
+    key = f"{before}embedding_bags.user.weight"
+    rows, skipped = find_tables(from_state_dict({key: WEIGHT, "epoch": 3}), [USER])
+    assert torch.equal(rows["user"].read(2, 4), WEIGHT[2:4])
+    assert skipped == ("epoch",)
+
+
+@pytest.mark.parametrize("name", ["embeddings", "a.b", "embedding_bags", "weight"])
+def test_names_that_look_like_paths_are_found(name: str) -> None:
+    table = TableSpec(name, 10, 4, ("f",), "sum", "float32")
+    state = {f"ebc.embedding_bags.{name}.weight": WEIGHT}
+    assert list(find_tables(from_state_dict(state), [table])[0]) == [name]
+
+
+def test_optimizer_state_is_never_a_table() -> None:
+    """Keys as TorchRec's fused and keyed optimizers have them, flat or nested."""
+    optimizer = {
+        f"optim.state.{KEY}.user.momentum1": WEIGHT * 2,
+        f"optim.state.{KEY}.exp_avg": WEIGHT * 3,
+        "optim": {"state": {KEY: {"sum": WEIGHT * 4, f"{KEY}.momentum2": WEIGHT * 5}}},
+        "param_groups": {f"{KEY}.lr": 0.1},
+    }
+    rows, skipped = find_tables(from_state_dict(STATE | optimizer), [USER])
+    assert torch.equal(rows["user"].read(0, 10), WEIGHT)
+    assert len(skipped) == 6
+
+
+def test_pooled_tables_and_tables_of_an_embedding_collection_are_told_apart() -> None:
+    state = {KEY: WEIGHT, "ec.embeddings.user.weight": WEIGHT * 2}
+    checkpoint = from_state_dict(state)
+    assert torch.equal(find_tables(checkpoint, [USER])[0]["user"].read(0, 10), WEIGHT)
+    assert torch.equal(find_tables(checkpoint, [WORD])[0]["user"].read(0, 10), WEIGHT * 2)
+    with pytest.raises(
+        InvalidModelError, match=r"pooling is none, .* in an EmbeddingBagCollection"
+    ):
+        find_tables(from_state_dict({KEY: WEIGHT}), [WORD])
+    with pytest.raises(InvalidModelError, match=r"pooling is sum, .* in an EmbeddingCollection"):
+        find_tables(from_state_dict({"ec.embeddings.user.weight": WEIGHT}), [USER])
+
+
+def test_prefix_chooses_among_collections() -> None:
+    state = {
+        f"model.{KEY}": WEIGHT,
+        f"ema.{KEY}": WEIGHT * 2,
+        "embedding_bags.user.weight": WEIGHT * 3,
+    }
+    checkpoint = from_state_dict(state)
+    with pytest.raises(
+        InvalidModelError,
+        match=r"'user': 3 collections have it: model\.ebc, ema\.ebc, \.; choose one",
+    ):
+        find_tables(checkpoint, [USER])
+    for prefix in ("ema", "ema.ebc", "ema.ebc."):
+        rows, skipped = find_tables(checkpoint, [USER], prefix)
+        assert torch.equal(rows["user"].read(0, 10), WEIGHT * 2)
+        assert len(skipped) == 2
+    rows, _ = find_tables(checkpoint, [USER], ".")
+    assert torch.equal(rows["user"].read(0, 10), WEIGHT * 3)
+    for prefix in ("em", "ebc", "ema.ebc.embedding_bags.user"):
+        with pytest.raises(InvalidModelError, match=f"no key under '{prefix}' ends in"):
+            find_tables(checkpoint, [USER], prefix)
+
+
+def test_a_collection_at_the_prefix_comes_before_those_under_it() -> None:
+    state = {f"a.{KEY}": WEIGHT, f"a.ebc.tower.{KEY}": WEIGHT * 2}
+    checkpoint = from_state_dict(state)
+    assert torch.equal(find_tables(checkpoint, [USER], "a.ebc")[0]["user"].read(0, 10), WEIGHT)
+    with pytest.raises(InvalidModelError, match="2 collections have it"):
+        find_tables(checkpoint, [USER], "a")
+
+
+def test_a_table_that_is_not_there_is_named_with_those_that_are() -> None:
+    state = {"x_embedding_bags.user.weight": WEIGHT, "m.embedding_bags.users.weight": WEIGHT}
+    with pytest.raises(
+        InvalidModelError,
+        match=r"'user': no key ends in embedding_bags\.user\.weight; the tables there are users$",
+    ):
+        find_tables(from_state_dict(state), [USER])
+
+
+@pytest.mark.parametrize("value", [torch.ones(40), torch.ones(10, 4).to_sparse(), [1.0]])
+def test_an_entry_that_is_not_rows_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidModelError, match=rf"'user': {KEY} is not a plain tensor of rows"):
+        find_tables(from_state_dict({KEY: value}), [USER])
+
+
+def test_damaged_shards_name_the_table(tmp_path: Path) -> None:
+    folder = write_dcp(tmp_path / "c", {KEY: grid(WEIGHT, 5, 4)})
+    (folder / "__1_0.distcp").unlink()
+    with pytest.raises(StoreError, match=r"^table 'user': .* there is no file __1_0\.distcp"):
+        find_tables(open_checkpoint(folder), [USER])
+
+
+def rows_of(checkpoint: Checkpoint) -> Any:
+    return find_tables(checkpoint, [USER])[0]["user"]
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.ones(10, 8), r"has shape \[10, 8\], described is \[10, 4\]"),
+        (torch.ones(4, 10), r"has shape \[4, 10\], described is \[10, 4\]"),
+        (WEIGHT.double(), "is float64, expected one of float32, float16, bfloat16"),
+        (WEIGHT.to(torch.float8_e4m3fn), "is float8_e4m3fn, expected one of"),
+    ],
+)
+def test_rows_that_are_not_the_tables_are_refused(weight: torch.Tensor, message: str) -> None:
+    with pytest.raises(InvalidModelError, match=f"table 'user': its weight {message}"):
+        check_rows(USER, rows_of(from_state_dict({KEY: weight})))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rows_that_can_be_published_are_taken(dtype: torch.dtype) -> None:
+    check_rows(USER, TensorRows(torch.nn.Parameter(WEIGHT.to(dtype))))

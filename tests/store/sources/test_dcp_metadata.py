@@ -1,0 +1,178 @@
+""".metadata is read as DCP writes it, and whatever else is in the pickle is refused unrun."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from store.sources.dcp_folder import edit_metadata, grid, save_alone, write_dcp, write_metadata
+from store.sources.malicious import Marker
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+
+from embedserve_store.errors import StoreError
+from embedserve_store.sources.dcp_metadata import Chunk, Place, read_metadata
+
+WEIGHT = torch.ones(6, 4)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_dcp(tmp_path / "checkpoint", {"m.weight": grid(WEIGHT, 4, 4)})
+
+
+def test_what_dcp_itself_writes_is_read(tmp_path: Path) -> None:
+    state = {"model": {"w": WEIGHT.half(), "b": torch.ones(3)}, "step": 3, "names": ["a", "b"]}
+    save_alone(state, tmp_path)
+    entries = read_metadata(tmp_path)
+    assert sorted(entries) == ["model.b", "model.w", "names", "step"]
+    weight = entries["model.w"]
+    assert weight is not None
+    assert (weight.dtype, weight.shape) == ("float16", (6, 4))
+    assert [(chunk.offsets, chunk.sizes) for chunk in weight.chunks] == [((0, 0), (6, 4))]
+    assert entries["step"] is None
+
+
+def test_shards_and_their_places(folder: Path) -> None:
+    weight = read_metadata(folder)["m.weight"]
+    assert weight is not None
+    sizes = [(folder / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
+    assert weight.chunks == (
+        Chunk((0, 0), (4, 4), Place("__0_0.distcp", 0, sizes[0])),
+        Chunk((4, 0), (2, 4), Place("__1_0.distcp", 0, sizes[1])),
+    )
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_every_pickle_protocol_is_read_without_code_or_refused(folder: Path, protocol: int) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301  just written
+    expected = read_metadata(folder)
+    write_metadata(folder, metadata, protocol)
+    if protocol >= 2:
+        assert read_metadata(folder) == expected
+    else:
+        with pytest.raises(StoreError, match=r"holds copy_reg\._reconstructor"):
+            read_metadata(folder)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_code_in_the_metadata_is_refused_and_not_run(folder: Path, protocol: int) -> None:
+    marker = folder.parent / "ran"
+    metadata = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301  just written
+    metadata.planner_data = {"x": Marker(marker)}
+    write_metadata(folder, metadata, protocol)
+    with pytest.raises(StoreError, match=r"\.metadata: refused: it holds ") as caught:
+        read_metadata(folder)
+    assert not marker.exists()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os system",
+        "builtins eval",
+        "builtins getattr",
+        "torch load",
+        "torch.distributed.checkpoint.metadata os",
+        "torch.distributed.checkpoint.metadata Metadata.__init__",
+        "torch.serialization load",
+        "pathlib Path",
+        "copyreg __newobj__",
+    ],
+)
+def test_no_other_name_is_looked_up(folder: Path, name: str) -> None:
+    module, attribute = name.split()
+    code = f"c{module}\n{attribute}\n(S'touch x'\ntR.".encode()
+    (folder / ".metadata").write_bytes(code)
+    with pytest.raises(StoreError, match="refused: it holds"):
+        read_metadata(folder)
+
+
+def test_the_names_that_dcp_writes_are_never_resolved(folder: Path) -> None:
+    """An allowed name gives a record of ours, also where it is called with anything."""
+    (folder / ".metadata").write_bytes(b"cpathlib\nPosixPath\n(S'a'\ntR.")
+    with pytest.raises(StoreError, match="expected Metadata, found PosixPath"):
+        read_metadata(folder)
+    (folder / ".metadata").write_bytes(b"ctorch\nfloat32\n(S'a'\ntR.")
+    with pytest.raises(StoreError, match="not what DCP writes, or damaged"):
+        read_metadata(folder)
+
+
+def test_a_damaged_file_is_refused(folder: Path) -> None:
+    whole = (folder / ".metadata").read_bytes()
+    for size in (0, 1, 50, len(whole) // 2, len(whole) - 1):
+        (folder / ".metadata").write_bytes(whole[:size])
+        with pytest.raises(StoreError, match=r"\.metadata: ") as caught:
+            read_metadata(folder)
+        assert "\n" not in str(caught.value)
+
+
+def test_any_flipped_byte_gives_entries_or_a_store_error(folder: Path) -> None:
+    whole = (folder / ".metadata").read_bytes()
+    refused = 0
+    for i in range(len(whole)):
+        (folder / ".metadata").write_bytes(whole[:i] + bytes([whole[i] ^ 0x11]) + whole[i + 1 :])
+        try:
+            read_metadata(folder)
+        except StoreError:
+            refused += 1
+    assert refused > len(whole) // 2
+
+
+def _info(metadata: Metadata) -> _StorageInfo:
+    return next(iter(metadata.storage_data.values()))
+
+
+def _outside(metadata: Metadata) -> None:
+    _info(metadata).relative_path = "../secret"
+
+
+def _absolute(metadata: Metadata) -> None:
+    _info(metadata).relative_path = "/etc/passwd"
+
+
+def _negative(metadata: Metadata) -> None:
+    _info(metadata).offset = -1
+
+
+def _compressed(metadata: Metadata) -> None:
+    _info(metadata).transform_descriptors = ["stream.zstd/1"]
+
+
+def _no_storage_data(metadata: Metadata) -> None:
+    metadata.storage_data = None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_outside, r"m\.weight: lies in '\.\./secret', which is not a file of this folder"),
+        (_absolute, r"m\.weight: lies in '/etc/passwd', which is not a file of this folder"),
+        (_negative, r"expected sizes, found \(-1"),
+        (_compressed, r"m\.weight: stored through \['stream\.zstd/1'\]"),
+        (_no_storage_data, "expected a dict, found NoneType"),
+    ],
+)
+def test_places_that_make_no_sense_are_refused(folder: Path, change: Any, message: str) -> None:
+    edit_metadata(folder, change)
+    with pytest.raises(StoreError, match=rf"\.metadata: {message}"):
+        read_metadata(folder)
+
+
+def test_shards_that_several_ranks_name_are_there_once(folder: Path) -> None:
+    def repeat(metadata: Metadata) -> None:
+        stored: Any = metadata.state_dict_metadata["m.weight"]
+        stored.chunks += stored.chunks
+
+    before = read_metadata(folder)
+    edit_metadata(folder, repeat)
+    assert read_metadata(folder) == before
+
+
+def test_no_metadata(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"\.metadata: cannot be read: No such file"):
+        read_metadata(tmp_path)

@@ -1,0 +1,127 @@
+"""A live collection is described as it is, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    PoolingType,
+)
+
+from embedserve_store.errors import InvalidModelError
+from embedserve_store.goldens import sample_bags
+from embedserve_store.manifest import Manifest, TableSpec
+from embedserve_store.sources import live
+
+
+def test_tables_are_described_in_order(ebc: EmbeddingBagCollection) -> None:
+    assert live.describe(ebc) == (
+        TableSpec("user", 300, 16, ("user", "friend"), "sum", "float32"),
+        TableSpec("item", 77, 8, ("item",), "mean", "float32"),
+        TableSpec("tag", 16, 4, ("tag", "item"), "sum", "float32"),
+    )
+
+
+@pytest.fixture
+def ec() -> EmbeddingCollection:
+    rows = {"word": 12, "place": 5}
+    return EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(
+                name=name, num_embeddings=count, embedding_dim=8, feature_names=[name, f"{name}_2"]
+            )
+            for name, count in rows.items()
+        ]
+    )
+
+
+def test_tables_of_an_embedding_collection_are_not_pooled(ec: EmbeddingCollection) -> None:
+    assert live.describe(ec) == (
+        TableSpec("word", 12, 8, ("word", "word_2"), "none", "float32"),
+        TableSpec("place", 5, 8, ("place", "place_2"), "none", "float32"),
+    )
+
+
+def test_weights_are_the_modules_rows(
+    make_ebc: Callable[..., EmbeddingBagCollection], ec: EmbeddingCollection
+) -> None:
+    half = make_ebc(half=True)
+    rows = live.weights_of(half)
+    assert list(rows) == ["user", "item", "tag"]
+    assert rows["user"].dtype == "float16"
+    assert torch.equal(rows["user"].read(7, 20), half.embedding_bags["user"].weight[7:20])
+    found = live.weights_of(ec)["place"]
+    assert torch.equal(found.gather(np.array([4, 0])), ec.embeddings["place"].weight[[4, 0]])
+    assert not found.read(0, 5).requires_grad
+
+
+def test_the_manifests_keys_are_the_modules(ebc: EmbeddingBagCollection) -> None:
+    manifest = Manifest("m", 1, live.describe(ebc), is_weighted=False)
+    assert list(manifest.keys) == ["user", "friend", "item@item", "tag", "item@tag"]
+    assert list(manifest.keys) == ebc._embedding_names
+
+
+def test_answers_are_the_modules(ebc: EmbeddingBagCollection) -> None:
+    manifest = Manifest("m", 1, live.describe(ebc), is_weighted=False)
+    answers = live.answers(ebc, manifest, sample_bags(manifest, {}))
+    rows = ebc.embedding_bags["user"].weight.detach().numpy()
+    np.testing.assert_allclose(answers[0, :16], rows[0] + rows[299], rtol=1e-6)
+    assert not answers[1].any()
+
+
+def test_only_float32_modules_without_weighted_means_answer_themselves(
+    make_ebc: Callable[..., EmbeddingBagCollection],
+) -> None:
+    assert live.can_answer(make_ebc())
+    assert live.can_answer(make_ebc(is_weighted=True, pooling="sum"))
+    assert not live.can_answer(make_ebc(is_weighted=True))
+    assert not live.can_answer(make_ebc(half=True))
+
+
+class ShardedEmbeddingBagCollection(torch.nn.Module):
+    """Named as torchrec's."""
+
+
+@pytest.mark.parametrize(
+    ("thing", "message"),
+    [
+        ([], "EmbeddingBagCollection or EmbeddingCollection, found list$"),
+        (torch.nn.EmbeddingBag(4, 4), "found EmbeddingBag$"),
+        (ShardedEmbeddingBagCollection(), "found ShardedEmbeddingBagCollection; it is sharded"),
+    ],
+)
+def test_other_things_are_refused(thing: Any, message: str) -> None:
+    with pytest.raises(InvalidModelError, match=message):
+        live.describe(thing)
+
+
+def test_a_model_around_a_collection_is_refused_with_the_way_to_it(
+    ebc: EmbeddingBagCollection,
+) -> None:
+    model = torch.nn.ModuleDict({"sparse": torch.nn.Sequential(ebc)})
+    with pytest.raises(InvalidModelError, match=r"found ModuleDict; it has one at sparse\.0$"):
+        live.describe(model)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"need_pos": True}, {"num_embeddings_post_pruning": 4}, {"total_num_buckets": 2}]
+)
+def test_settings_that_are_not_kept_are_refused(setting: dict[str, Any]) -> None:
+    config = EmbeddingBagConfig(
+        name="t",
+        num_embeddings=8,
+        embedding_dim=4,
+        feature_names=["t"],
+        pooling=PoolingType.SUM,
+        **setting,
+    )
+    with pytest.raises(InvalidModelError, match=f"table 't': {next(iter(setting))} is "):
+        live.describe(EmbeddingBagCollection(tables=[config]))

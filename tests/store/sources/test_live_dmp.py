@@ -1,0 +1,164 @@
+"""Sharded models are described as they were built, and their tables saved by their ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    PoolingType,
+)
+from torchrec.distributed import DistributedModelParallel
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.load import ModelStore
+from embedserve_store.manifest import TableSpec
+from embedserve_store.sources.checkpoint import find_tables, from_state_dict, open_checkpoint
+from embedserve_store.sources.live_dmp import describe_sharded, save_tables
+
+USER = TableSpec("user", 30, 8, ("user", "friend"), "sum", "float32")
+ITEM = TableSpec("item", 20, 4, ("item",), "mean", "float32")
+WORD = TableSpec("word", 12, 4, ("word",), "none", "float32")
+TIMEOUT_S = 120
+
+
+def bags(*, is_weighted: bool = False) -> EmbeddingBagCollection:
+    tables = [
+        EmbeddingBagConfig(
+            name=table.name,
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            feature_names=list(table.feature_names),
+            pooling=PoolingType[table.pooling.upper()],
+        )
+        for table in (USER, ITEM)
+    ]
+    return EmbeddingBagCollection(tables=tables, is_weighted=is_weighted)
+
+
+def words() -> EmbeddingCollection:
+    config = EmbeddingConfig(
+        name="word", num_embeddings=12, embedding_dim=4, feature_names=["word"]
+    )
+    return EmbeddingCollection(tables=[config])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    meeting = tmp_path_factory.mktemp("meeting") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(module: nn.Module) -> DistributedModelParallel:
+    return DistributedModelParallel(module, device=torch.device("cpu"))
+
+
+def test_a_collection_is_described_with_the_path_of_its_keys() -> None:
+    model = sharded(nn.ModuleDict({"sparse": nn.Sequential(bags()), "over": nn.Linear(4, 1)}))
+    assert describe_sharded(model) == ((USER, ITEM), False, "sparse.0")
+    assert "sparse.0.embedding_bags.user.weight" in model.state_dict()
+
+
+def test_a_weighted_collection_alone_and_the_sharded_module_itself() -> None:
+    model = sharded(bags(is_weighted=True))
+    assert describe_sharded(model) == ((USER, ITEM), True, "")
+    assert describe_sharded(model.module) == ((USER, ITEM), True, "")
+
+
+def test_prefix_chooses_among_several_and_without_it_they_are_named() -> None:
+    model = sharded(nn.ModuleDict({"a": bags(), "b": nn.ModuleDict({"ec": words()})}))
+    assert describe_sharded(model, "b") == ((WORD,), False, "b.ec")
+    assert describe_sharded(model, "a")[0] == (USER, ITEM)
+    with pytest.raises(InvalidModelError, match=r"has 2 sharded .*, at a, b\.ec: choose one"):
+        describe_sharded(model)
+    with pytest.raises(InvalidModelError, match=r"has no sharded .* under 'c'"):
+        describe_sharded(model, "c")
+
+
+def test_a_model_without_sharded_tables_is_refused() -> None:
+    with pytest.raises(InvalidModelError, match=r"^Linear has no sharded EmbeddingBagCollections"):
+        describe_sharded(nn.Linear(2, 2))
+    with pytest.raises(InvalidModelError, match="has no sharded"):
+        describe_sharded(bags())
+
+
+def test_a_collection_whose_weights_another_module_makes_is_refused() -> None:
+    processor = PositionWeightedModuleCollection(dict.fromkeys(("user", "friend", "item"), 5))
+    model = sharded(
+        nn.ModuleDict(
+            {"fp": FeatureProcessedEmbeddingBagCollection(bags(is_weighted=True), processor)}
+        )
+    )
+    with pytest.raises(InvalidModelError, match=r"inside a ShardedFeatureProcessed.*changes ids"):
+        describe_sharded(model)
+
+
+def test_only_the_tables_are_saved(tmp_path: Path) -> None:
+    model = sharded(nn.ModuleDict({"a": bags(), "b": words(), "over": nn.Linear(4, 1)}))
+    state = model.state_dict()
+    for path, tables in (("a", (USER, ITEM)), ("b", (WORD,))):
+        save_tables(model, tmp_path / path, path)
+        rows, skipped = find_tables(open_checkpoint(tmp_path / path), tables, path)
+        assert skipped == ()
+        for table in tables:
+            kind = "embedding_bags" if path == "a" else "embeddings"
+            value = state[f"{path}.{kind}.{table.name}.weight"]
+            local = value.local_shards()[0].tensor if isinstance(value, ShardedTensor) else value
+            assert torch.equal(rows[table.name].read(0, table.num_embeddings), local)
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+def test_a_state_dict_of_one_ranks_shards_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    state = sharded(nn.ModuleDict({"ec": words()})).state_dict()
+    with pytest.raises(InvalidModelError, match=r"save sharded tables with torch\.distributed"):
+        find_tables(from_state_dict(state), (WORD,))
+    torch.save(state, tmp_path / "s.pt")
+    with pytest.raises(StoreError, match=r"ShardedTensor, .* save with torch\.distributed\.check"):
+        open_checkpoint(tmp_path / "s.pt")
+
+
+def test_ranks_save_and_publish_their_shards_together(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("sharded_saver.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    gathered = torch.load(tmp_path / "gathered.pt", weights_only=True)
+    tables = torch.load(tmp_path / "described.pt", weights_only=True)
+    assert [table[0] for table in tables] == ["user", "item", "tag", "country", "device"]
+    specs = [TableSpec(*table) for table in tables]
+    rows, skipped = find_tables(open_checkpoint(tmp_path / "tables"), specs, "sparse.ebc")
+    assert skipped == ()
+    for name, found in rows.items():
+        whole = gathered[f"sparse.ebc.embedding_bags.{name}.weight"]
+        assert torch.equal(found.read(0, found.shape[0]), whole)
+    version = ModelStore(tmp_path / "store").load("m")
+    for name, found in rows.items():
+        stored = version.tables.rows(name).view(np.float32)
+        assert np.array_equal(stored, found.read(0, found.shape[0]).numpy())
+    refused = "table 'user': dtype is 'int2', expected one of float32, float16, int8, int4"
+    assert (tmp_path / "outcome-0").read_text() == f"1\n{refused}"
+    assert (tmp_path / "outcome-1").read_text() == f"none\n{refused}"
+    assert os.listdir(tmp_path / "store" / "m") == ["1"]

@@ -1,0 +1,53 @@
+"""State dicts become one flat mapping; what is not a plain tensor of rows is only named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from embedserve_store.errors import StoreError
+from embedserve_store.sources.state_dict import split
+
+WEIGHT = torch.ones(3, 4)
+
+
+class Sharded(torch.Tensor):
+    """Stands for DTensor: a tensor that holds a part of the rows."""
+
+
+def test_nested_dicts_are_flattened_with_dots() -> None:
+    tensors, others = split({"a": {"b.c": WEIGHT, 1: {"d": WEIGHT}}, "e": 7, "f": {}}, "s")
+    assert list(tensors) == ["a.b.c", "a.1.d"]
+    assert tensors["a.b.c"] is WEIGHT
+    assert others == ("e",)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(3),
+        torch.ones(3, 4, 5),
+        torch.ones(3, 4, dtype=torch.int32),
+        torch.ones(3, 4, dtype=torch.complex64),
+        torch.ones(3, 4).to_sparse(),
+        torch.ones(3, 4).as_subclass(Sharded),
+        [WEIGHT],
+        None,
+    ],
+)
+def test_what_is_not_a_plain_tensor_of_rows_is_named_only(value: Any) -> None:
+    assert split({"x": value}, "s") == ({}, ("x",))
+
+
+def test_two_entries_of_one_name_are_refused() -> None:
+    with pytest.raises(StoreError, match=r"^s: has two entries 'a\.b'"):
+        split({"a": {"b": WEIGHT}, "a.b": 3}, "s")
+
+
+def test_a_dict_that_contains_itself_is_refused() -> None:
+    endless: dict[str, Any] = {}
+    endless["again"] = endless
+    with pytest.raises(StoreError, match="nested more than 32 deep"):
+        split(endless, "s")

@@ -1,0 +1,64 @@
+"""Runs trainer.py in processes of its own, and reads what it wrote."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+
+TIMEOUT_S = 180
+
+
+@dataclass(frozen=True)
+class Trained:
+    world_size: int
+    """Processes that trained."""
+    checkpoint: Path
+    """The DCP folder of the larger model and its optimizer."""
+    description: Path
+    """YAML, as publishing needs it."""
+    state_dict: Path
+    """The tables alone, whole, by torch.save."""
+    tables: dict[str, torch.Tensor]
+    features: list[tuple[str, str, str]]
+    """Table, feature and pooling, in the order of the answers."""
+    bags: dict[str, list[list[int]]]
+    """Sampled ids by feature."""
+    answers: dict[str, np.ndarray]
+    """What the trained model answers to the bags: by feature, float32 [bags, dim]."""
+
+
+def train(folder: Path, world_size: int, dtype: str = "float32") -> Trained:
+    """Trains a few steps over ``world_size`` gloo processes; takes ten seconds or so."""
+    script = Path(__file__).with_name("trainer.py")
+    command = [sys.executable, str(script), str(world_size), str(folder), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"trainer.py failed:\n{done.stderr[-4000:]}")
+    described = yaml.safe_load((folder / "tables.yaml").read_text())["tables"]
+    features = [(t["name"], f, t["pooling"]) for t in described for f in t["feature_names"]]
+    gathered = torch.load(folder / "gathered.pt", weights_only=True)
+    with np.load(folder / "answers.npz") as saved:
+        arrays = dict(saved)
+    return Trained(
+        world_size=world_size,
+        checkpoint=folder / "checkpoint",
+        description=folder / "tables.yaml",
+        state_dict=folder / "gathered.pt",
+        tables={key.split(".")[-2]: table for key, table in gathered.items()},
+        features=features,
+        bags=_bags(arrays["ids"], arrays["lengths"], [feature for _, feature, _ in features]),
+        answers={feature: arrays[f"answer.{feature}"] for _, feature, _ in features},
+    )
+
+
+def _bags(ids: np.ndarray, lengths: np.ndarray, features: list[str]) -> dict[str, list[list[int]]]:
+    parts = iter(np.split(ids, np.cumsum(lengths.reshape(-1))[:-1]))
+    return {
+        f: [next(parts).tolist() for _ in row] for f, row in zip(features, lengths, strict=True)
+    }

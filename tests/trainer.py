@@ -1,0 +1,212 @@
+"""Trains a sharded TorchRec model over gloo processes and saves what training jobs save.
+
+    python trainer.py WORLD_SIZE OUT_FOLDER [DTYPE]
+
+OUT_FOLDER gets ``checkpoint/`` (torch.distributed.checkpoint: the larger model and its
+optimizer), ``gathered.pt`` (the tables alone, whole, as a state dict), ``answers.npz`` (sampled
+bags and what the trained model itself answers to them) and ``tables.yaml`` (their description).
+
+DTYPE is float32 or float16. Row-wise, table-wise, column-wise and data-parallel tables lie in
+one collection, SUM and MEAN, one table with two features, dense layers around it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+import yaml
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    KeyedTensor,
+    PoolingType,
+)
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import get_default_sharders
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingEnv, ShardingType
+from torchrec.modules.embedding_configs import DataType
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+STEPS = 4
+BATCH_SIZE = 16
+SAMPLED = 64
+FUSED = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.05, "eps": 1e-4}
+DTYPES = {"float32": DataType.FP32, "float16": DataType.FP16}
+TABLES: dict[str, dict[str, Any]] = {
+    "user": {"rows": 103, "dim": 16, "features": ["user", "friend"], "pooling": "sum"},
+    "item": {"rows": 77, "dim": 8, "features": ["item"], "pooling": "mean"},
+    "tag": {"rows": 50, "dim": 16, "features": ["tag"], "pooling": "sum"},
+    "country": {"rows": 12, "dim": 4, "features": ["country"], "pooling": "mean"},
+    "device": {"rows": 7, "dim": 4, "features": ["device"], "pooling": "sum"},
+}
+SHARDING = {
+    "user": ShardingType.ROW_WISE,
+    "item": ShardingType.TABLE_WISE,
+    "tag": ShardingType.COLUMN_WISE,
+    "country": ShardingType.DATA_PARALLEL,
+    "device": ShardingType.ROW_WISE,  # four ranks: the last has one row
+}
+FEATURES = {f: table["rows"] for table in TABLES.values() for f in table["features"]}
+
+
+class CpuSharder(EmbeddingBagCollectionSharder):
+    """Offers row-wise on the CPU too, where TorchRec's own does not."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [*super().sharding_types(compute_device_type), ShardingType.ROW_WISE.value]
+
+
+class Ranker(nn.Module):
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        tables = [
+            EmbeddingBagConfig(
+                name=name,
+                num_embeddings=table["rows"],
+                embedding_dim=table["dim"],
+                feature_names=table["features"],
+                pooling=PoolingType[table["pooling"].upper()],
+                data_type=DTYPES[dtype],
+            )
+            for name, table in TABLES.items()
+        ]
+        self.sparse = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=tables)})
+        width = sum(table["dim"] * len(table["features"]) for table in TABLES.values())
+        self.over = nn.Sequential(nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        pooled: torch.Tensor = self.sparse["ebc"](features).values()
+        return self.over(pooled.float()).squeeze(-1)
+
+
+def sample(rng: np.random.Generator, batch_size: int) -> KeyedJaggedTensor:
+    """Bags of 0 to 6 ids."""
+    lengths = rng.integers(0, 7, (len(FEATURES), batch_size))
+    ids = [
+        rng.integers(0, rows, total)
+        for rows, total in zip(FEATURES.values(), lengths.sum(axis=1), strict=True)
+    ]
+    return KeyedJaggedTensor(
+        keys=list(FEATURES),
+        values=torch.from_numpy(np.concatenate(ids)),
+        lengths=torch.from_numpy(lengths.reshape(-1).astype(np.int32)),
+    )
+
+
+def shard(world_size: int, dtype: str) -> DistributedModelParallel:
+    model = Ranker(dtype)
+    constraints = {
+        name: ParameterConstraints(sharding_types=[kind.value], min_partition=4)
+        for name, kind in SHARDING.items()
+    }
+    sharders = [CpuSharder(FUSED), *get_default_sharders()[1:]]
+    topology = Topology(world_size=world_size, compute_device="cpu", local_world_size=world_size)
+    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    return DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=plan,
+        sharders=sharders,
+    )
+
+
+def train(dmp: DistributedModelParallel, rank: int) -> CombinedOptimizer:
+    """A few steps, each rank with its own examples."""
+    dense = dict(in_backward_optimizer_filter(dmp.named_parameters()))
+    own = KeyedOptimizerWrapper(
+        dense, lambda params: torch.optim.Adagrad(params, lr=0.05, eps=1e-4)
+    )
+    optimizer = CombinedOptimizer([dmp.fused_optimizer, own])
+    rng = np.random.default_rng(rank)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = (dmp(sample(rng, BATCH_SIZE)) - torch.ones(BATCH_SIZE)).square().mean()
+        loss.backward()
+        optimizer.step()
+    return optimizer
+
+
+def gathered(dmp: DistributedModelParallel, rank: int) -> dict[str, torch.Tensor]:
+    """Every table, whole, on rank 0; what the others get is of no use."""
+    whole = {}
+    for key, value in dmp.state_dict().items():
+        if ".embedding_bags." in key:
+            whole[key] = torch.empty(value.size(), dtype=value.dtype)
+            if isinstance(value, ShardedTensor):
+                value.gather(0, whole[key] if rank == 0 else None)
+            else:
+                whole[key].copy_(value)
+    return whole
+
+
+def answers(dmp: DistributedModelParallel) -> dict[str, np.ndarray]:
+    """ids, lengths and, for each key, float32 [SAMPLED, dim]; every rank asks the same."""
+    bags = sample(np.random.default_rng(1234), SAMPLED)
+    with torch.no_grad():
+        result: KeyedTensor = dmp.module.sparse["ebc"](bags)
+        pooled = {f"answer.{key}": value for key, value in result.to_dict().items()}
+    asked = {"ids": bags.values(), "lengths": bags.lengths().view(len(FEATURES), SAMPLED)}
+    return {name: value.numpy() for name, value in (asked | pooled).items()}
+
+
+def describe(dtype: str) -> str:
+    tables = [
+        {
+            "name": name,
+            "num_embeddings": table["rows"],
+            "embedding_dim": table["dim"],
+            "feature_names": table["features"],
+            "pooling": table["pooling"],
+            "dtype": dtype,
+        }
+        for name, table in TABLES.items()
+    ]
+    return str(yaml.safe_dump({"tables": tables}, sort_keys=False))
+
+
+def run(rank: int, world_size: int, out: Path, dtype: str, rendezvous: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    dmp = shard(world_size, dtype)
+    optimizer = train(dmp, rank)
+    state = {"model": dmp.state_dict(), "optimizer": optimizer.state_dict(), "step": STEPS}
+    dcp.save(state, checkpoint_id=out / "checkpoint")
+    tables, answered = gathered(dmp, rank), answers(dmp)
+    if rank == 0:
+        torch.save(tables, out / "gathered.pt")
+        np.savez(out / "answers.npz", **answered)
+        (out / "tables.yaml").write_text(describe(dtype))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(world_size: str, out: str, dtype: str = "float32") -> None:
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as meeting:
+        rendezvous = f"file://{meeting}/rendezvous"
+        mp.spawn(run, (int(world_size), folder, dtype, rendezvous), nprocs=int(world_size))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
