@@ -36,20 +36,23 @@ def encode_header(tensors: Tensors) -> bytes:
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def map_tensors(path: Path, expected: Tensors) -> NDArray[np.uint8]:
+def map_tensors(path: Path, expected: Tensors, *, few_reads: bool = False) -> NDArray[np.uint8]:
     """The data of ``path``, mapped read-only from a page on, without reading a byte of it.
+
+    Args:
+        few_reads: what is not in memory is read page by page, not with all that follows it.
 
     Raises:
         StoreError: missing, truncated, or its header is not that of ``expected``.
     """
     try:
         with open(path, "rb") as file:
-            return _map(file, path, expected)
+            return _map(file, path, expected, few_reads)
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _map(file: IO[bytes], path: Path, expected: Tensors) -> NDArray[np.uint8]:
+def _map(file: IO[bytes], path: Path, expected: Tensors, few_reads: bool) -> NDArray[np.uint8]:
     header = _read_header(file, path)
     _check_tensors(_parse_header(header, path), expected, path)
     data_start = _LENGTH_BYTES + len(header)
@@ -58,6 +61,8 @@ def _map(file: IO[bytes], path: Path, expected: Tensors) -> NDArray[np.uint8]:
     data_bytes = max((tensor["data_offsets"][1] for tensor in expected.values()), default=0)
     _check_size(file, path, data_start + data_bytes)
     mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if few_reads:
+        mapping.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(mapping, np.uint8, offset=data_start)
 
 

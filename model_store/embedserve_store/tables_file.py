@@ -8,16 +8,16 @@ ever holds a whole table in private memory.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from embedserve_store.direct_file import Writer, new_file
 from embedserve_store.manifest import TableSpec
 from embedserve_store.safetensors_file import encode_header, map_tensors
 
@@ -75,19 +75,18 @@ def write_tables(
     """
     checksums = {}
     bytes_done = 0
-    with open(path, "xb") as file:
-        file.write(header_bytes(tables))
+    header = header_bytes(tables)
+    with new_file(path, len(header) + sum(table.nbytes for table in tables)) as file:
+        file.write(header)
         for table in file_order(tables):
             blocks = encoded_blocks(table)
             checksums[table.name] = _write_table(file, table, blocks, bytes_done, progress)
             bytes_done += table.nbytes
-        file.flush()
-        os.fsync(file.fileno())
     return checksums
 
 
 def _write_table(
-    file: IO[bytes],
+    file: Writer,
     table: TableSpec,
     blocks: Iterable[NDArray[np.uint8]],
     bytes_before: int,
@@ -127,8 +126,14 @@ class TablesFile:
     tables: Mapping[str, TableSpec]
 
     @classmethod
-    def open(cls, path: Path, tables: tuple[TableSpec, ...]) -> TablesFile:
+    def open(
+        cls, path: Path, tables: tuple[TableSpec, ...], *, few_reads: bool = False
+    ) -> TablesFile:
         """Maps ``path`` without reading a table byte: the time does not grow with the tables.
+
+        Args:
+            few_reads: only a few scattered rows will be asked for, so that reading ahead from
+                disk (megabytes a row, on some) would take longer than it saves.
 
         Raises:
             StoreError: missing, truncated, or not the file of ``tables``.
@@ -136,7 +141,7 @@ class TablesFile:
         entries = _entries(tables)
         return cls(
             path=path,
-            data=map_tensors(path, entries),
+            data=map_tensors(path, entries, few_reads=few_reads),
             offsets={name: entry["data_offsets"][0] for name, entry in entries.items()},
             tables={table.name: table for table in tables},
         )

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torchrec import EmbeddingBagCollection
 
 import embedserve_store
-from embedserve_store import tables_file
+from embedserve_store import direct_file
 from embedserve_store.checksums import verify
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.ids.rules import IdRule
@@ -251,7 +251,7 @@ def test_a_full_disk_leaves_the_store_as_it_was(
     store = version.path.parent.parent
     before = everything_under(store)
     monkeypatch.setattr(
-        tables_file, "open", lambda path, mode: FullDisk(path, mode.rstrip("b")), raising=False
+        direct_file, "open", lambda path, mode: FullDisk(path, mode.rstrip("b")), raising=False
     )
     with pytest.raises(StoreError, match="m: publishing failed: No space left on device") as caught:
         publish(ebc, store, model="m")
