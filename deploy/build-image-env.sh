@@ -35,14 +35,14 @@ if built != '$variant':
 
 # --no-deps on torchrec leaves its needs to the cpu extra; the import shows that none is missing.
 install_cpu() {
-    install "$source[server,cpu]"
+    install "$source[server,remote,cpu]"
     check_torch
     install --no-deps torchrec==1.8.0
     run "$prefix/bin/python" -c "import torchrec"
 }
 
 install_cuda() {
-    install "$source[server,cuda]"
+    install "$source[server,remote,cuda]"
     check_torch
 }
 

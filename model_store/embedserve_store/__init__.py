@@ -18,7 +18,7 @@ from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.goldens import Bags, Goldens
 from embedserve_store.ids.rules import IdRule
 from embedserve_store.load import ModelStore, ModelVersion
-from embedserve_store.manifest import Manifest, TableSpec
+from embedserve_store.manifest import Manifest
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
 from embedserve_store.plans.plan import Plan, Shard, TablePlan, read_plan
 from embedserve_store.publishing.pooled_error import PooledError
@@ -26,6 +26,7 @@ from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.publish_sharded import publish_sharded
 from embedserve_store.publishing.version_writer import PublishedVersion
 from embedserve_store.sources.description import Description, read_description
+from embedserve_store.table_spec import TableSpec
 from embedserve_store.tables_file import Progress, TablesFile
 
 __all__ = [

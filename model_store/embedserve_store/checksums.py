@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from embedserve_store.errors import StoreError
 from embedserve_store.ids.id_map import IdMaps
-from embedserve_store.manifest import CHECKED_FILES, TableSpec
+from embedserve_store.manifest import CHECKED_FILES
 from embedserve_store.safetensors_file import encode_header
 from embedserve_store.staging import to_json_bytes
+from embedserve_store.table_spec import TableSpec
 from embedserve_store.tables_file import BLOCK_BYTES, Progress, TablesFile, header_bytes
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from embedserve_store.manifest import Manifest, TableSpec
+from embedserve_store.manifest import Manifest
 from embedserve_store.row_diff import RowComparison, RowDiff
+from embedserve_store.table_spec import TableSpec
 from embedserve_store.tables_file import Progress
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from embedserve_store.ids.id_map import IdMap
 from embedserve_store.ids.rules import IdRule
 from embedserve_store.ids.translate import IdTranslator
 from embedserve_store.layout import dequantize_rows
-from embedserve_store.manifest import Manifest, TableSpec
+from embedserve_store.manifest import Manifest
+from embedserve_store.table_spec import TableSpec
 from embedserve_store.tables_file import TablesFile
 
 EXAMPLES = 16

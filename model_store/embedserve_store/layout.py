@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_store.manifest import SCALE_BIAS_BYTES
+from embedserve_store.table_spec import SCALE_BIAS_BYTES
 
 if TYPE_CHECKING:
     import torch

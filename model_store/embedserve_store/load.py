@@ -20,9 +20,10 @@ from embedserve_store.errors import StoreError
 from embedserve_store.goldens import Goldens, load_goldens
 from embedserve_store.ids.id_map import IdMap, IdMaps
 from embedserve_store.ids.translate import IdTranslator
-from embedserve_store.manifest import CHECKED_FILES, NAME_PATTERN, Manifest
+from embedserve_store.manifest import CHECKED_FILES, Manifest
 from embedserve_store.plans.plan import Plan
 from embedserve_store.staging import version_numbers
+from embedserve_store.table_spec import NAME_PATTERN
 from embedserve_store.tables_file import TablesFile
 
 SMALL_FILE_BYTES_MAX = 256 << 20

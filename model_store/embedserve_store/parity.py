@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from embedserve_store.errors import StoreError
 from embedserve_store.goldens import Bags, Goldens, pool, stored_rows
-from embedserve_store.manifest import Manifest, TableSpec
+from embedserve_store.manifest import Manifest
+from embedserve_store.table_spec import TableSpec
 from embedserve_store.tables_file import TablesFile
 
 SUMS_TOLERANCE = 1e-5

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.layout import dequantize_rows
-from embedserve_store.manifest import TableSpec
+from embedserve_store.table_spec import TableSpec
 from embedserve_store.tables_file import BLOCK_BYTES
 
 

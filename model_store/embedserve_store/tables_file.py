@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.direct_file import Writer, new_file
-from embedserve_store.manifest import TableSpec
 from embedserve_store.safetensors_file import encode_header, map_tensors
+from embedserve_store.table_spec import TableSpec
 
 BLOCK_BYTES = 8 << 20
 """Rows are read, encoded and written in blocks of about this size."""

@@ -1,4 +1,4 @@
-"""The command line: demo, publish, plan, inspect and serve.
+"""The command line: describe, plan, publish, verify, diff, inspect, serve and demo.
 
 Imports nothing heavy at the top, so that --help answers at once; torch comes with the command
 that needs it. What a person did wrong is one line on stderr and exit status 1, no traceback.
@@ -7,17 +7,16 @@ that needs it. What a person did wrong is one line on stderr and exit status 1, 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
 from embedserve import __version__
 from embedserve.config import Limits, ServeSettings
+from embedserve.serve_options import with_settings_as_options
 
 app = typer.Typer(
     name="embedserve",
@@ -26,26 +25,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
-    """Makes the keys of the TOML file defaults; flags and EMBEDSERVE_* variables beat them."""
-    if path is None:
-        return None
-    try:
-        values = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise typer.BadParameter(f"{path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{path}: {error}") from error
-    known = {f.name for f in (*fields(ServeSettings), *fields(Limits))} - {"limits"}
-    for key in values:
-        if key not in known:
-            raise typer.BadParameter(
-                f"{path}: unknown key {key!r}; there are {', '.join(sorted(known))}"
-            )
-    ctx.default_map = {**(ctx.default_map or {}), **values}
-    return path
 
 
 def _show_version(wanted: bool) -> None:
@@ -89,49 +68,7 @@ def serve(**values: Any) -> None:
         run(settings)
 
 
-def _serve_parameters() -> Iterator[inspect.Parameter]:
-    """The command's arguments and options: the fields of the settings and the limits."""
-    store = typer.Argument(
-        envvar="EMBEDSERVE_STORE",
-        help="The model store: a folder, or a URL such as s3://bucket/store.",
-    )
-    yield _parameter("store", str, store)
-    config = typer.Option(
-        callback=_read_config,
-        is_eager=True,
-        envvar="EMBEDSERVE_CONFIG",
-        help="A TOML file with any of these settings, named as here with '_'.",
-    )
-    yield _parameter("config", Path | None, config, None)
-    for settings, panel in ((ServeSettings, None), (Limits, "Limits")):
-        kinds = get_type_hints(settings)
-        for one in fields(settings):
-            if "help" in one.metadata:
-                option = typer.Option(
-                    envvar=f"EMBEDSERVE_{one.name.upper()}",
-                    rich_help_panel=panel,
-                    **one.metadata,
-                )
-                is_many = kinds[one.name] == tuple[str, ...]
-                kind = list[str] | None if is_many else kinds[one.name]
-                yield _parameter(one.name, kind, option, None if is_many else one.default)
-
-
-def _parameter(
-    name: str, kind: Any, described: Any, default: Any = inspect.Parameter.empty
-) -> inspect.Parameter:
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[kind, described],
-    )
-
-
-# typer reads a command's options from its signature.
-serve.__signature__ = inspect.Signature(list(_serve_parameters()))  # type: ignore[attr-defined]
-serve.__annotations__ = {p.name: p.annotation for p in _serve_parameters()}
-app.command()(serve)
+app.command()(with_settings_as_options(serve))
 
 
 @app.command()

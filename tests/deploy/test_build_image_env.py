@@ -84,10 +84,10 @@ def test_the_variants_install_their_extras(tmp_path: Path, pyproject: dict[str, 
     extras = pyproject["project"]["optional-dependencies"]
     (torchrec,) = [need for need in extras["cuda"] if need.startswith("torchrec")]
     cpu = run("--dry-run", "cpu", tmp_path / "env", ROOT).stdout
-    assert f"pip install {ROOT}\\[server\\,cpu\\]" in cpu
+    assert f"pip install {ROOT}\\[server\\,remote\\,cpu\\]" in cpu
     assert f"pip install --no-deps {torchrec}\n" in cpu.replace(" \n", "\n")
     cuda = run("--dry-run", "cuda", tmp_path / "env", ROOT).stdout
-    assert f"pip install {ROOT}\\[server\\,cuda\\]" in cuda
+    assert f"pip install {ROOT}\\[server\\,remote\\,cuda\\]" in cuda
     assert "--no-deps" not in cuda
 
 

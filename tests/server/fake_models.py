@@ -11,7 +11,8 @@ from embedserve.types import ModelInfo, TableInfo
 from embedserve_store.ids.id_map import IdMap
 from embedserve_store.ids.rules import IdRule, hash_strings
 from embedserve_store.ids.translate import IdTranslator
-from embedserve_store.manifest import Manifest, TableSpec
+from embedserve_store.manifest import Manifest
+from embedserve_store.table_spec import TableSpec
 
 Vocabularies = Mapping[str, Sequence[int | str]]
 """By table: its ids, each at the position of its row."""

@@ -15,7 +15,7 @@ from embedserve.checks import find_invalid
 from embedserve.errors import InvalidRequestError
 from embedserve.types import LookupRequest, ModelInfo
 from embedserve_store.ids.rules import IdRule
-from embedserve_store.manifest import TableSpec
+from embedserve_store.table_spec import TableSpec
 
 ENGINE = FakeEngine()
 MODEL = ENGINE.model

@@ -16,9 +16,10 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 from embedserve_store.checksums import sealed_json
 from embedserve_store.goldens import Goldens, sample_bags, save_goldens
 from embedserve_store.load import ModelStore, ModelVersion
-from embedserve_store.manifest import CHECKED_FILES, Manifest, TableSpec
+from embedserve_store.manifest import CHECKED_FILES, Manifest
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 from embedserve_store.publishing.publish import publish
+from embedserve_store.table_spec import TableSpec
 
 ROWS = {"user": 300, "item": 77, "tag": 16}
 

@@ -13,7 +13,7 @@ import pytest
 
 from embedserve_store import direct_file
 from embedserve_store.direct_file import BUFFER_BYTES, new_file
-from embedserve_store.manifest import TableSpec
+from embedserve_store.table_spec import TableSpec
 from embedserve_store.tables_file import TablesFile, write_tables
 
 

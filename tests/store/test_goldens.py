@@ -22,8 +22,9 @@ from embedserve_store.goldens import (
     save_goldens,
 )
 from embedserve_store.ids.translate import IdTranslator
-from embedserve_store.manifest import Manifest, TableSpec
+from embedserve_store.manifest import Manifest
 from embedserve_store.sources import live
+from embedserve_store.table_spec import TableSpec
 
 TABLES = (
     TableSpec("a", 1000, 8, ("x", "y"), "sum", "float32"),

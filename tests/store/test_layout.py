@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from embedserve_store.layout import dequantize_rows, encode_rows, unstorable_rows
-from embedserve_store.manifest import DTYPES, row_bytes
+from embedserve_store.table_spec import DTYPES, row_bytes
 
 BITS = {"int8": 8, "int4": 4}
 

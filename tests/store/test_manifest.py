@@ -11,7 +11,8 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_inference import unpadded_row_size_in_bytes
 
 from embedserve_store.errors import StoreError
-from embedserve_store.manifest import KeyColumns, Manifest, TableSpec, check_table, row_bytes
+from embedserve_store.manifest import KeyColumns, Manifest
+from embedserve_store.table_spec import TableSpec, check_table, row_bytes
 
 TABLES = (
     TableSpec("a", 100, 8, ("x", "y"), "sum", "int8", "00"),

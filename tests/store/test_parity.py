@@ -14,9 +14,9 @@ from torchrec import EmbeddingBagCollection
 from embedserve_store.errors import StoreError
 from embedserve_store.goldens import Goldens, row_numbers
 from embedserve_store.load import ModelStore, ModelVersion
-from embedserve_store.manifest import DTYPES
 from embedserve_store.parity import check_answers
 from embedserve_store.publishing.publish import publish
+from embedserve_store.table_spec import DTYPES
 
 
 def check(version: ModelVersion, answers: np.ndarray, goldens: Goldens | None = None) -> None:

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 
 from embedserve_store.errors import StoreError
 from embedserve_store.load import ModelStore
-from embedserve_store.manifest import DTYPES, TableSpec
 from embedserve_store.safetensors_file import HEADER_BYTES_MAX, PAGE_BYTES
+from embedserve_store.table_spec import DTYPES, TableSpec
 from embedserve_store.tables_file import TablesFile, file_order, header_bytes, write_tables
 
 

@@ -18,9 +18,9 @@ from embedserve_store.staging import check_writable
 if TYPE_CHECKING:
     import torch
 
-    from embedserve_store.manifest import TableSpec
     from embedserve_store.publishing.pooled_error import PooledError
     from embedserve_store.publishing.publish_source import Choice
+    from embedserve_store.table_spec import TableSpec
 
 __all__ = ["DemoReport", "build_demo", "save_checkpoint"]
 

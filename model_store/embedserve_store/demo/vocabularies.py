@@ -11,7 +11,7 @@ from pathlib import Path
 from embedserve_store.demo.data import MovieTweetings
 from embedserve_store.errors import StoreError
 from embedserve_store.ids.rules import IdRule
-from embedserve_store.manifest import TableSpec
+from embedserve_store.table_spec import TableSpec
 
 RULES = {
     "movie": IdRule(rule="map", unknown="skip"),

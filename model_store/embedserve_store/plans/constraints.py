@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embedserve_store.errors import StoreError
-from embedserve_store.manifest import TableSpec
 from embedserve_store.plans.sharding_types import COLUMN_MULTIPLE, SHARDING_TYPES, why_not
+from embedserve_store.table_spec import TableSpec
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner import ParameterConstraints

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.goldens import pool_rows, stored_rows
-from embedserve_store.manifest import TableSpec, row_bytes
 from embedserve_store.sources.rows import TableRows
+from embedserve_store.table_spec import TableSpec, row_bytes
 from embedserve_store.tables_file import TablesFile
 
 BAGS = 256

@@ -18,14 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.ids.rules import IdRule
-from embedserve_store.manifest import (
-    NAME_PATTERN,
-    Manifest,
-    TableSpec,
-    check_table,
-    check_tables,
-    check_weighted,
-)
+from embedserve_store.manifest import Manifest
 from embedserve_store.plans.plan import Plan
 from embedserve_store.publishing.publish_source import (
     Choice,
@@ -43,6 +36,13 @@ from embedserve_store.publishing.version_writer import (
 )
 from embedserve_store.sources.description import Description
 from embedserve_store.staging import check_room, check_writable, staging_folder
+from embedserve_store.table_spec import (
+    NAME_PATTERN,
+    TableSpec,
+    check_table,
+    check_tables,
+    check_weighted,
+)
 from embedserve_store.tables_file import Progress
 
 if TYPE_CHECKING:

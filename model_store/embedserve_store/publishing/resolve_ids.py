@@ -19,7 +19,7 @@ from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.ids.id_map import IdMap
 from embedserve_store.ids.rules import IdRule, hash_strings
 from embedserve_store.ids.vocabulary import first_strings, read_vocabulary
-from embedserve_store.manifest import TableSpec
+from embedserve_store.table_spec import TableSpec
 
 Vocabulary = str | os.PathLike[str] | NDArray[Any] | Sequence[Any] | Mapping[Any, int]
 """A file, the ids in the order of the rows, or the row of each id."""

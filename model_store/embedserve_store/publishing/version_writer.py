@@ -29,13 +29,14 @@ from embedserve_store.goldens import (
 from embedserve_store.ids.id_map import IdMap, write_id_maps
 from embedserve_store.ids.translate import IdTranslator
 from embedserve_store.layout import encode_rows, unstorable_rows
-from embedserve_store.manifest import CHECKED_FILES, Manifest, TableSpec
+from embedserve_store.manifest import CHECKED_FILES, Manifest
 from embedserve_store.parity import check_answers
 from embedserve_store.plans.plan import Plan
 from embedserve_store.publishing.pooled_error import PooledError, pooled_error
 from embedserve_store.sources import live
 from embedserve_store.sources.rows import TableRows
 from embedserve_store.staging import publish_staged, sync, to_json_bytes, write_synced
+from embedserve_store.table_spec import TableSpec
 from embedserve_store.tables_file import BLOCK_BYTES, Progress, TablesFile, write_tables
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from typing import Any
 
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.ids.rules import ID_TYPES, RULES, UNKNOWN, IdRule
-from embedserve_store.manifest import TableSpec, check_table, check_tables, typed
+from embedserve_store.manifest import typed
+from embedserve_store.table_spec import TableSpec, check_table, check_tables
 
 _DESCRIPTION_KEYS = ("tables", "is_weighted")
 _REQUIRED_KEYS = ("name", "num_embeddings", "embedding_dim", "feature_names", "pooling")

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.goldens import Bags
-from embedserve_store.manifest import Manifest, TableSpec
+from embedserve_store.manifest import Manifest
 from embedserve_store.sources.rows import TableRows, TensorRows
+from embedserve_store.table_spec import TableSpec
 
 if TYPE_CHECKING:
     from torchrec import EmbeddingBagCollection, EmbeddingCollection

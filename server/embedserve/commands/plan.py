@@ -20,11 +20,11 @@ from embedserve.commands.sizes import human_bytes, parse_bytes
 from embedserve.commands.stores import load_version
 from embedserve_store.errors import StoreError
 from embedserve_store.load import ModelStore
-from embedserve_store.manifest import TableSpec
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
 from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES, Plan, check_fits
 from embedserve_store.sources.description import read_description
 from embedserve_store.staging import to_json_bytes
+from embedserve_store.table_spec import TableSpec
 
 if TYPE_CHECKING:
     from embedserve_store.plans.planner import Sharding

@@ -9,8 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from embedserve.cli import app
-from embedserve_store.manifest import TableSpec
 from embedserve_store.sources.description import read_description
+from embedserve_store.table_spec import TableSpec
 
 USER = TableSpec("user", 10, 4, ("user",), "sum", "float32")
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from embedserve_store.errors import InvalidModelError
-from embedserve_store.manifest import TableSpec
 from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.plan import Plan
 from embedserve_store.plans.planner import draft_plan, make_plan, plan_under, to_torchrec
 from embedserve_store.plans.sharding_types import SHARDING_TYPES, UNPOOLED_SHARDING_TYPES
+from embedserve_store.table_spec import TableSpec
 
 GIB = 1 << 30
 

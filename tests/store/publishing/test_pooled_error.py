@@ -10,10 +10,10 @@ import torch
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.layout import encode_rows
-from embedserve_store.manifest import TableSpec
 from embedserve_store.publishing.pooled_error import PooledError, cosines, pooled_error
 from embedserve_store.publishing.publish import publish
 from embedserve_store.sources.rows import TensorRows
+from embedserve_store.table_spec import TableSpec
 from embedserve_store.tables_file import TablesFile, write_tables
 
 

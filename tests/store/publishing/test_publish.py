@@ -6,6 +6,7 @@ import errno
 import hashlib
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,10 +28,10 @@ from embedserve_store.checksums import verify
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.ids.rules import IdRule
 from embedserve_store.load import ModelStore, ModelVersion
-from embedserve_store.manifest import DTYPES
 from embedserve_store.publishing.pooled_error import PooledError
 from embedserve_store.publishing.publish import check_options, publish
 from embedserve_store.sources import live
+from embedserve_store.table_spec import DTYPES
 
 MakeEbc = Callable[..., EmbeddingBagCollection]
 RELATIVE_ERROR_MAX = {"float16": 1e-3, "int8": 1e-2, "int4": 0.2}
@@ -257,6 +258,19 @@ def test_a_full_disk_leaves_the_store_as_it_was(
         publish(ebc, store, model="m")
     assert isinstance(caught.value.__cause__, OSError)
     assert everything_under(store) == before
+
+
+def test_too_little_disk_is_refused_before_a_row_is_read(
+    ebc: EmbeddingBagCollection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = shutil.disk_usage(tmp_path)._replace(free=20_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    publish(ebc, tmp_path / "store", model="m")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=16_000_000))
+    message = r"other: the version needs 16,\d+,\d+ bytes, the disk has 16,000,000 free"
+    with pytest.raises(StoreError, match=message):
+        publish(ebc, tmp_path / "store", model="other", progress=lambda *_: pytest.fail("a row"))
+    assert not (tmp_path / "store" / "other").exists()
 
 
 def test_an_interrupt_leaves_the_store_as_it_was(

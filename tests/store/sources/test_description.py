@@ -10,8 +10,8 @@ import pytest
 
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.ids.rules import IdRule
-from embedserve_store.manifest import TableSpec
 from embedserve_store.sources.description import Description, read_description
+from embedserve_store.table_spec import TableSpec
 
 TABLE = {
     "name": "user",

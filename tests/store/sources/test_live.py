@@ -18,8 +18,9 @@ from torchrec import (
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.goldens import sample_bags
-from embedserve_store.manifest import Manifest, TableSpec
+from embedserve_store.manifest import Manifest
 from embedserve_store.sources import live
+from embedserve_store.table_spec import TableSpec
 
 
 def test_tables_are_described_in_order(ebc: EmbeddingBagCollection) -> None:

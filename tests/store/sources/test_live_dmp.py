@@ -27,9 +27,9 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.load import ModelStore
-from embedserve_store.manifest import TableSpec
 from embedserve_store.sources.checkpoint import find_tables, from_state_dict, open_checkpoint
 from embedserve_store.sources.live_dmp import describe_sharded, save_tables
+from embedserve_store.table_spec import TableSpec
 
 USER = TableSpec("user", 30, 8, ("user", "friend"), "sum", "float32")
 ITEM = TableSpec("item", 20, 4, ("item",), "mean", "float32")

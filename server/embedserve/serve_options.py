@@ -1,0 +1,83 @@
+"""The options of `embedserve serve`: each field of the settings and limits in config.py as a flag,
+an EMBEDSERVE_* variable and a key of the TOML file. Reads that file; sets nothing itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from embedserve.config import Limits, ServeSettings
+
+
+def with_settings_as_options(command: Callable[..., None]) -> Callable[..., None]:
+    """``command``, which takes any keyword arguments, with the signature that typer reads."""
+    parameters = list(_serve_parameters())
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    return command
+
+
+def _serve_parameters() -> Iterator[inspect.Parameter]:
+    """The command's arguments and options: the fields of the settings and the limits."""
+    store = typer.Argument(
+        envvar="EMBEDSERVE_STORE",
+        help="The model store: a folder, or a URL such as s3://bucket/store.",
+    )
+    yield _parameter("store", str, store)
+    config = typer.Option(
+        callback=_read_config,
+        is_eager=True,
+        envvar="EMBEDSERVE_CONFIG",
+        help="A TOML file with any of these settings, named as here with '_'.",
+    )
+    yield _parameter("config", Path | None, config, None)
+    for settings, panel in ((ServeSettings, None), (Limits, "Limits")):
+        kinds = get_type_hints(settings)
+        for one in fields(settings):
+            if "help" in one.metadata:
+                option = typer.Option(
+                    envvar=f"EMBEDSERVE_{one.name.upper()}",
+                    rich_help_panel=panel,
+                    **one.metadata,
+                )
+                is_many = kinds[one.name] == tuple[str, ...]
+                kind = list[str] | None if is_many else kinds[one.name]
+                yield _parameter(one.name, kind, option, None if is_many else one.default)
+
+
+def _parameter(
+    name: str, kind: Any, described: Any, default: Any = inspect.Parameter.empty
+) -> inspect.Parameter:
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind, described],
+    )
+
+
+def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
+    """Makes the keys of the TOML file defaults; flags and EMBEDSERVE_* variables beat them."""
+    if path is None:
+        return None
+    try:
+        values = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise typer.BadParameter(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{path}: {error}") from error
+    known = {f.name for f in (*fields(ServeSettings), *fields(Limits))} - {"limits"}
+    for key in values:
+        if key not in known:
+            raise typer.BadParameter(
+                f"{path}: unknown key {key!r}; there are {', '.join(sorted(known))}"
+            )
+    ctx.default_map = {**(ctx.default_map or {}), **values}
+    return path

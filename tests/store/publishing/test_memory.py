@@ -1,0 +1,60 @@
+"""Publishing holds blocks of a table, never the table."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import embedserve_store
+
+ROWS, DIM = 1_400_000, 128
+TABLE_BYTES = 4 * ROWS * DIM
+
+PUBLISH = """
+import resource, sys
+from pathlib import Path
+from embedserve_store import TableSpec, publish
+
+def described(rows):
+    return [TableSpec("t", rows, 128, ("t",), "sum", sys.argv[2])]
+
+small, large = Path(sys.argv[1]) / "small.safetensors", Path(sys.argv[1]) / "large.safetensors"
+publish(small, "store", model="small", tables=described(8))  # imports torch and starts threads
+lines = Path("/proc/self/status").read_text().splitlines()
+data = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (data + (200 << 20), resource.RLIM_INFINITY))
+publish(large, "store", model="large", tables=described(int(sys.argv[3])))
+"""
+
+
+def write_zeros(path: Path, rows: int) -> None:
+    """A checkpoint whose rows are a hole in the file."""
+    entry = {"dtype": "F32", "shape": [rows, DIM], "data_offsets": [0, 4 * rows * DIM]}
+    header = json.dumps({"ebc.embedding_bags.t.weight": entry}).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(file.tell() + 4 * rows * DIM)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int4"])
+def test_a_table_of_700_mb_is_published_in_200(tmp_path: Path, dtype: str) -> None:
+    write_zeros(tmp_path / "small.safetensors", 8)
+    write_zeros(tmp_path / "large.safetensors", ROWS)
+    root = str(Path(embedserve_store.__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PUBLISH, str(tmp_path), dtype, str(ROWS)],
+        env=os.environ | {"PYTHONPATH": root},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "store" / "large" / "1" / "manifest.json").exists()
