@@ -75,7 +75,7 @@ def read_vocabulary(
     try:
         return _read_npy(file) if path.suffix == ".npy" else _read_entries(file)
     except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+        raise StoreError(f"table {table!r}: {path}: cannot be read: {error.strerror}") from error
     except (ValueError, csv.Error, RecursionError) as error:
         problem = f"not a vocabulary in {path.suffix.removeprefix('.')}: {error}"
         raise InvalidModelError(f"table {table!r}: {path}: {problem}") from error

@@ -50,20 +50,25 @@ def table_progress() -> Iterator[TableProgress]:
     """A bar of rows for each table, with the bytes of all tables so far and their rate;
     gives progress(table, rows_done, rows_total, bytes_done)."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"))
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        tasks: dict[str, TaskID] = {}
-        start: tuple[float, int] | None = None
+    progress = Progress(*columns, TimeRemainingColumn(), console=console)
+    tasks: dict[str, TaskID] = {}
+    start: tuple[float, int] | None = None
 
-        def report(table: str, rows_done: int, rows_total: int, bytes_done: int) -> None:
-            if table not in tasks:
-                tasks[table] = progress.add_task(table, total=rows_total, done="")
-            nonlocal start
-            now_s = time.monotonic()
-            # The first report tells when the work began; what came before was importing.
-            start = start or (now_s, bytes_done)
-            done = f"{rows_done:,} of {rows_total:,} rows, {human_bytes(bytes_done)}"
-            if now_s > start[0]:
-                done += f", {human_bytes((bytes_done - start[1]) / (now_s - start[0]))}/s"
-            progress.update(tasks[table], completed=rows_done, done=done)
+    def report(table: str, rows_done: int, rows_total: int, bytes_done: int) -> None:
+        nonlocal start
+        progress.start()  # not before: without a row it would leave an empty line
+        if table not in tasks:
+            tasks[table] = progress.add_task(table, total=rows_total, done="")
+        now_s = time.monotonic()
+        # The first report tells when the work began; what came before was importing.
+        start = start or (now_s, bytes_done)
+        done = f"{rows_done:,} of {rows_total:,} rows, {human_bytes(bytes_done)}"
+        if now_s > start[0]:
+            done += f", {human_bytes((bytes_done - start[1]) / (now_s - start[0]))}/s"
+        progress.update(tasks[table], completed=rows_done, done=done)
 
+    try:
         yield report
+    finally:
+        if tasks:
+            progress.stop()

@@ -185,7 +185,7 @@ def test_strings_with_one_hash_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     for name in ("v.npy", "v.txt", "v.csv", "v.json"):
-        with pytest.raises(StoreError, match=f"{name}: cannot be read: No such file"):
+        with pytest.raises(StoreError, match=f"table .*{name}: cannot be read: No such file"):
             read(tmp_path / name)
 
 
