@@ -17,6 +17,7 @@ POOLINGS = ("sum", "mean", "none")
 """none: an EmbeddingCollection's, one row for each id; all tables of a model or none have it."""
 SCALE_BIAS_BYTES = 4
 """int8 and int4 rows begin with FBGEMM's scale and bias, float16 each."""
+BYTES_MAX = 2**63 - 1
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
@@ -89,6 +90,11 @@ def check_table(table: TableSpec, where: str) -> None:
         raise StoreError(f"{where}: num_embeddings is {table.num_embeddings}, expected 1 or more")
     if table.embedding_dim < 1:
         raise StoreError(f"{where}: embedding_dim is {table.embedding_dim}, expected 1 or more")
+    if table.num_embeddings * table.embedding_dim * 4 > BYTES_MAX:
+        raise StoreError(
+            f"{where}: num_embeddings is {table.num_embeddings}: its float32 rows would have more "
+            f"than {BYTES_MAX} bytes"
+        )
     if table.embedding_dim % 4:
         raise StoreError(
             f"{where}: embedding_dim is {table.embedding_dim}: FBGEMM's kernels take multiples of 4"

@@ -6,7 +6,7 @@ A rule is a frozen value that the manifest stores. Never imports torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ class IdRule:
     """map only: ids in the vocabulary."""
     sha256: str = ""
     """map only: of the table's tensors in ids.safetensors, hexadecimal."""
-    examples: tuple[str, ...] = ()
+    examples: tuple[str, ...] = field(default=(), compare=False)
     """map of strings only: some that the vocabulary holds, since their hashes tell nobody."""
     unknown: str = "error"
     """What becomes of an id that has no row, for rows and map: error refuses the request, skip
@@ -72,7 +72,7 @@ class IdRule:
             raise StoreError(f"{where}: rule is {rule!r}, expected one of {', '.join(RULES)}")
         if rule == "rows":
             data = {"unknown": "error"} | dict(data)  # format 1 has no more than the rule
-        names = [field.name for field in fields(cls)]
+        names = [one.name for one in fields(cls)]
         given = {name: data[name] for name in names if name in data}
         if isinstance(given.get("examples"), list):
             given["examples"] = tuple(given["examples"])
@@ -106,22 +106,22 @@ class IdRule:
         _check_range("default_row", self.default_row, 0, last, where)
 
     def _check_types(self, where: str) -> None:
-        for field in fields(self):
-            value, kind = getattr(self, field.name), type(field.default)
+        for one in fields(self):
+            value, kind = getattr(self, one.name), type(one.default)
             if type(value) is not kind:  # a bool is no int here
-                raise StoreError(f"{where}: {field.name} is {value!r}, expected {kind.__name__}")
+                raise StoreError(f"{where}: {one.name} is {value!r}, expected {kind.__name__}")
         if not all(isinstance(one, str) for one in self.examples):
             raise StoreError(f"{where}: examples is {list(self.examples)}, expected strings")
 
     def _check_unused(self, where: str) -> None:
         used = self.to_json()
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name not in used and value != field.default:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name not in used and value != one.default:
                 given = f"rule {self.rule!r}"
-                if self.rule != "modulo" and field.name == "default_row":
+                if self.rule != "modulo" and one.name == "default_row":
                     given = f"unknown {self.unknown!r}"
-                raise StoreError(f"{where}: {field.name} is {value!r}, of no use with {given}")
+                raise StoreError(f"{where}: {one.name} is {value!r}, of no use with {given}")
 
 
 ROW_NUMBERS = IdRule()

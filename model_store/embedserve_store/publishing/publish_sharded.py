@@ -7,20 +7,18 @@ publishes from it, and it is removed. No rank gathers a table. Imports torch onl
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embedserve_store.errors import StoreError
-from embedserve_store.publishing.publish import as_store_error, publish
+from embedserve_store.publishing.publish import as_store_error, check_options, publish
 from embedserve_store.publishing.version_writer import PublishedVersion
 from embedserve_store.sources.description import Description
+from embedserve_store.staging import staging_folder
 
 if TYPE_CHECKING:
     import torch
-
-SHARDS = ".shards-"
 
 
 def publish_sharded(
@@ -46,31 +44,52 @@ def publish_sharded(
         On rank 0 what was published, on the others None.
 
     Raises:
-        InvalidModelError, StoreError: on all ranks, as ``publish``.
+        InvalidModelError: on all ranks, before anything is written.
+        StoreError: on all ranks, as ``publish``.
     """
     from embedserve_store.sources.live_dmp import describe_sharded, save_tables
 
     tables, is_weighted, found = describe_sharded(module, prefix)
-    name = _from_first_rank(f"{SHARDS}{secrets.token_hex(8)}")
+    # The same on every rank, so all of them raise: nobody is left waiting for the others.
+    check_options(
+        tables,
+        store,
+        model=model,
+        dtype=options.get("dtype") or "float32",
+        sharding=options.get("sharding") or "table_wise",
+        world_size=options.get("world_size"),
+    )
     folder = Path(store) / model
-    published, problem = None, ""
-    try:
-        with as_store_error(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            save_tables(module, folder / name, found)
-            if _rank() == 0:
-                description = Description(tables, is_weighted)
-                published = publish(
-                    folder / name, store, model=model, tables=description, prefix=found, **options
-                )
-    except StoreError as error:
-        problem = str(error)
+    published, problem, name = None, "", ""
+    with ExitStack() as stack:
+        if _rank() == 0:
+            try:
+                with as_store_error(folder):
+                    # Locked and hidden, and swept away by the next publisher if this one dies.
+                    name = stack.enter_context(staging_folder(folder)).name
+            except StoreError as error:
+                problem = str(error)
+        _raise_from_first_rank(problem)
+        shards = folder / _from_first_rank(name)
+        try:
+            with as_store_error(folder):
+                save_tables(module, shards, found)
+                if _rank() == 0:
+                    described = Description(tables, is_weighted)
+                    published = publish(
+                        shards, store, model=model, tables=described, prefix=found, **options
+                    )
+        except StoreError as error:
+            problem = str(error)
+        _raise_from_first_rank(problem)
+    return published
+
+
+def _raise_from_first_rank(problem: str) -> None:
+    """Raises on every rank what went wrong on the first, or else on its own."""
     problem = _from_first_rank(problem) or problem
-    if _rank() == 0:
-        shutil.rmtree(folder / name, ignore_errors=True)
     if problem:
         raise StoreError(problem)
-    return published
 
 
 def _rank() -> int:

@@ -68,7 +68,9 @@ def _rule(table: TableSpec, given: IdRule | None, has_vocabulary: bool) -> IdRul
     if has_vocabulary and rule == IdRule():
         rule = IdRule(rule="map")
     if rule.rule == "modulo" and not rule.modulus:
-        rule = replace(rule, modulus=table.num_embeddings - rule.offset)
+        # What an offset leaves, but 1 at least: where it leaves nothing, the offset is wrong.
+        rest = min(max(1, table.num_embeddings - rule.offset), table.num_embeddings)
+        rule = replace(rule, modulus=rest)
     if has_vocabulary != (rule.rule == "map"):
         problem = "has a vocabulary" if has_vocabulary else "needs a vocabulary"
         raise InvalidModelError(f"table {table.name!r}: ids.rule is {rule.rule!r}: it {problem}")
@@ -86,6 +88,8 @@ def _id_map(table: TableSpec, vocabulary: Vocabulary) -> tuple[IdRule, IdMap]:
     if isinstance(vocabulary, (str, os.PathLike)):
         path = Path(vocabulary)
         ids, rows = read_vocabulary(path, table.ids.id_type, table.num_embeddings, table.name)
+        if not len(ids):
+            raise InvalidModelError(f"table {table.name!r}: {path}: holds no ids")
         strings = first_strings(path, EXAMPLES) if table.ids.id_type == "string" else ()
     else:
         given, rows = _entries(vocabulary, table)
@@ -101,9 +105,18 @@ def _entries(
     """The ids of a vocabulary in memory, and the row of each."""
     if isinstance(vocabulary, Mapping):
         given: NDArray[Any] | Sequence[Any] = list(vocabulary)
-        rows = np.array(list(vocabulary.values()), np.int64)
+        for row in vocabulary.values():
+            if not isinstance(row, (int, np.integer)) or isinstance(row, bool):
+                raise InvalidModelError(
+                    f"table {table.name!r}: its vocabulary says row {row!r}, expected an integer"
+                )
+        rows = np.array(
+            [min(max(int(row), -1), table.num_embeddings) for row in vocabulary.values()]
+        )
     else:
         given, rows = vocabulary, np.arange(len(vocabulary))
+    if not len(given):
+        raise InvalidModelError(f"table {table.name!r}: its vocabulary holds no ids")
     outside = (rows < 0) | (rows >= table.num_embeddings)
     if outside.any():
         raise InvalidModelError(
@@ -124,8 +137,8 @@ def _as_int64(given: NDArray[Any] | Sequence[Any], table: TableSpec) -> NDArray[
             if count > 1:
                 raise InvalidModelError(f"{where} {one!r} {count} times")
         return hash_strings(given)
-    ids = np.asarray(given, np.int64 if not len(given) else None)
-    if ids.dtype.kind not in "iu":
+    ids = np.asarray(given)
+    if ids.dtype.kind not in "iu" or ids.ndim != 1:
         raise InvalidModelError(f"{where} {ids.dtype}, expected int64 (or ids.id_type string)")
     if ids.dtype == np.uint64 and ids.max() > np.iinfo(np.int64).max:
         raise InvalidModelError(f"{where} {ids.max()}, which is outside int64")

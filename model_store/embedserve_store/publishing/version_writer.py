@@ -134,7 +134,7 @@ def _write_tables(draft: Draft, staging: Path) -> Manifest:
 def check_errors(errors: Mapping[str, PooledError], manifest: Manifest, max_error: float) -> None:
     """Raises InvalidModelError for the table whose answers are furthest off, if too far."""
     worst = max(errors, key=lambda name: errors[name].relative_l2)
-    if errors[worst].relative_l2 > max_error:
+    if not errors[worst].relative_l2 <= max_error:
         dtype = next(table.dtype for table in manifest.tables if table.name == worst)
         raise InvalidModelError(
             f"table {worst!r}: stored as {dtype}, its pooled answers have a relative L2 error of "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -127,6 +128,7 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor | None]:
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
     try:
+        _check_memo(data)
         root = _Unpickler(io.BytesIO(data)).load()
         return dict(_entries(_fields(root, "Metadata")))
     except StoreError as error:
@@ -134,6 +136,14 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor | None]:
     except Exception as error:  # a damaged pickle raises anything
         reason = " ".join(str(error).split())
         raise StoreError(f"{path}: not what DCP writes, or damaged: {reason:.200}") from error
+
+
+def _check_memo(data: bytes) -> None:
+    """Raises StoreError for an index beyond the file: unpickling makes room for that many."""
+    for opcode, argument, _ in pickletools.genops(data):
+        index = argument if opcode.name in ("BINPUT", "LONG_BINPUT") else 0
+        if isinstance(index, int) and index > len(data):
+            raise StoreError("not what DCP writes: a memo index beyond the file")
 
 
 def _entries(metadata: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor | None]]:

@@ -14,6 +14,7 @@ from typing import Any
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.ids.rules import ID_TYPES, RULES, UNKNOWN, IdRule
 from embedserve_store.manifest import typed
+from embedserve_store.small_text import read_small_text
 from embedserve_store.table_spec import TableSpec, check_table, check_tables
 
 _DESCRIPTION_KEYS = ("tables", "is_weighted")
@@ -69,7 +70,7 @@ def _parse(path: Path) -> Any:
     import yaml
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small_text(path)
         return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error

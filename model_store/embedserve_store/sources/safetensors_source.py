@@ -82,7 +82,7 @@ def _rows(file: SourceFile, begin: int, entry: Any, where: str) -> FileRows | No
         numbers = [*shape, first, last]
     except (TypeError, KeyError, ValueError) as error:
         raise StoreError(f"{where}: not an entry of a safetensors header") from error
-    if not all(type(number) is int and number >= 0 for number in numbers):
+    if not isinstance(kind, str) or not all(type(n) is int and n >= 0 for n in numbers):
         raise StoreError(f"{where}: not an entry of a safetensors header")
     if kind not in _DTYPES or len(shape) != 2:
         return None

@@ -48,6 +48,7 @@ def is_table_like(value: Any) -> bool:
         and value.layout == torch.strided
         and value.dim() == 2
         and value.is_floating_point()
+        and not value.is_neg()  # whose bytes are not its values but their negatives
     )
 
 

@@ -31,7 +31,8 @@ from embedserve_store.load import ModelStore, ModelVersion
 from embedserve_store.publishing.pooled_error import PooledError
 from embedserve_store.publishing.publish import check_options, publish
 from embedserve_store.sources import live
-from embedserve_store.table_spec import DTYPES
+from embedserve_store.sources.description import read_description
+from embedserve_store.table_spec import DTYPES, TableSpec
 
 MakeEbc = Callable[..., EmbeddingBagCollection]
 RELATIVE_ERROR_MAX = {"float16": 1e-3, "int8": 1e-2, "int4": 0.2}
@@ -381,3 +382,25 @@ def test_checksums_are_of_the_files(version: ModelVersion) -> None:
     for name, checksum in version.manifest.files.items():
         data = (version.path / name).read_bytes()
         assert hashlib.sha256(data).hexdigest() == checksum
+
+
+def test_a_tensor_that_is_stored_negated_is_refused(tmp_path: Path) -> None:
+    """Its bytes are the negatives of its values."""
+    negated = torch.complex(torch.rand(8, 4), torch.rand(8, 4)).conj().imag
+    torch.save({"embedding_bags.t.weight": negated}, tmp_path / "m.pt")
+    tables = [TableSpec("t", 8, 4, ("t",), "sum", "float32")]
+    with pytest.raises(InvalidModelError, match="table 't'"):
+        publish(tmp_path / "m.pt", tmp_path / "store", model="m", tables=tables)
+
+
+def test_a_checkpoint_in_place_of_a_description_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "m.pt").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(StoreError, match=r"m\.pt: cannot be parsed: .*is it a checkpoint"):
+        read_description(tmp_path / "m.pt")
+
+
+def test_a_table_beyond_all_memory_is_refused_by_name(tmp_path: Path) -> None:
+    tables = [TableSpec("t", 9 * 10**18, 4, ("t",), "sum", "float32")]
+    with pytest.raises(StoreError, match="table 't': num_embeddings is 9000000000000000000"):
+        check_options(tables, tmp_path, model="m", dtype="int8", sharding="row_wise", world_size=1)

@@ -112,6 +112,13 @@ def test_a_modulo_without_modulus_is_of_the_whole_table(
         ({}, {"item": range(78)}, "its vocabulary says row 77, the table has 77 rows"),
         ({}, {"item": {5: -1}}, "its vocabulary says row -1"),
         ({}, {"item": [1, 2, 1]}, "table 'item'.*1"),
+        ({}, {"item": []}, "table 'item': its vocabulary holds no ids"),
+        ({}, {"item": {}}, "table 'item': its vocabulary holds no ids"),
+        ({}, {"item": {1: 1.7}}, "its vocabulary says row 1.7, expected an integer"),
+        ({}, {"item": {1: "x"}}, "its vocabulary says row 'x', expected an integer"),
+        ({}, {"item": {1: 2**70}}, "its vocabulary says row 77"),
+        ({}, {"item": np.zeros((2, 2), np.int64)}, "its vocabulary holds int64"),
+        ({"item": IdRule(rule="modulo", offset=77)}, {}, "offset is 77, expected 0 to 76"),
         ({}, {"item": [0.5]}, "its vocabulary holds float64, expected int64"),
         ({}, {"item": np.array([2**63], np.uint64)}, "9223372036854775808, which is outside int64"),
         ({"tag": IdRule("map", id_type="string")}, {"tag": ["a", 1]}, "1, which is not a string"),
@@ -134,6 +141,9 @@ def test_tables_of_one_feature_have_one_rule(make_ebc: Any, tmp_path: Path) -> N
     different = {"item": range(16), "tag": range(15, -1, -1)}
     with pytest.raises(InvalidModelError, match="whose vocabularies differ"):
         publish(ebc, tmp_path, model="m", vocabularies=different)
+    in_another_order = {"item": {"b": 1, "a": 0}, "tag": ["a", "b"]}
+    strings = dict.fromkeys(("item", "tag"), IdRule(rule="map", id_type="string"))
+    publish(ebc, tmp_path, model="s", ids=strings, vocabularies=in_another_order)
     assert (
         publish(
             ebc, tmp_path, model="m", vocabularies={"item": range(16), "tag": range(16)}
@@ -157,14 +167,15 @@ def make_collection(*dims: int) -> EmbeddingCollection:
 @pytest.mark.parametrize("dtype", ["float32", "int4"])
 def test_an_embedding_collection_is_published_unpooled(tmp_path: Path, dtype: str) -> None:
     collection = make_collection(8, 8)
-    publish(collection, tmp_path, model="m", dtype=dtype, vocabularies={"t1": {}})
+    publish(collection, tmp_path, model="m", dtype=dtype, vocabularies={"t1": [5]})
     version = load(tmp_path)
     assert not version.manifest.is_pooled
     goldens = version.goldens()
     numbers = row_numbers(goldens.bags, version.translator)
-    assert not goldens.bags.lengths[1].any()  # no id is known
-    with torch.no_grad():
-        expected = collection.embeddings["t0"].weight[torch.from_numpy(numbers)].numpy()
+    first = int(goldens.bags.lengths[0].sum())
+    assert set(goldens.bags.ids[first:].tolist()) == {5}
+    rows = [collection.embeddings[name].weight.detach().numpy() for name in ("t0", "t1")]
+    expected = np.concatenate([rows[0][numbers[:first]], rows[1][numbers[first:]]])
     np.testing.assert_array_equal(goldens.source_answers, expected)
     tolerance = 0 if dtype == "float32" else 0.1
     np.testing.assert_allclose(goldens.stored_answers, expected, atol=tolerance)

@@ -176,3 +176,10 @@ def test_shards_that_several_ranks_name_are_there_once(folder: Path) -> None:
 def test_no_metadata(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"\.metadata: cannot be read: No such file"):
         read_metadata(tmp_path)
+
+
+def test_an_index_that_would_take_all_memory_is_refused(tmp_path: Path) -> None:
+    bomb = b"\x80\x02Nr" + (4_000_000_000).to_bytes(4, "little") + b"."
+    (tmp_path / ".metadata").write_bytes(bomb)
+    with pytest.raises(StoreError, match="a memo index beyond the file"):
+        read_metadata(tmp_path)
