@@ -18,8 +18,10 @@ from embedserve_store.staging import check_writable
 if TYPE_CHECKING:
     import torch
 
+    from embedserve_store.demo.train import Trained
     from embedserve_store.publishing.pooled_error import PooledError
     from embedserve_store.publishing.publish_source import Choice
+    from embedserve_store.publishing.version_writer import PublishedVersion
     from embedserve_store.table_spec import TableSpec
 
 __all__ = ["DemoReport", "build_demo", "save_checkpoint"]
@@ -63,7 +65,7 @@ def build_demo(
     """Trains the demo model on the CPU and publishes its tables as a new version of ``model``.
 
     Args:
-        dtype, sharding, world_size: as embedserve_store.publishing.publish takes them.
+        dtype, sharding, world_size: as embedserve_store.publish takes them.
         checkpoint: where to write the whole model's state dict too, with its description
             (.yaml) and vocabularies (.TABLE.txt) beside it; nowhere if None.
         progress: called after every step with the steps done, the steps in all and the loss.
@@ -108,6 +110,12 @@ def build_demo(
         sharding=sharding,
         world_size=world_size,
     )
+    return _report(trained, published, train_s, time.perf_counter() - start)
+
+
+def _report(
+    trained: Trained, published: PublishedVersion, train_s: float, total_s: float
+) -> DemoReport:
     return DemoReport(
         path=published.path,
         tables=published.manifest.tables,
@@ -120,7 +128,7 @@ def build_demo(
         pooled_errors=published.errors,
         candidate_correlation=trained.candidate_correlation,
         train_s=train_s,
-        total_s=time.perf_counter() - start,
+        total_s=total_s,
     )
 
 

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import io
 import os
-import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import datetime
 from importlib import metadata
@@ -20,10 +14,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from store.listing import everything_under
 from torchrec import EmbeddingBagCollection
 
-import embedserve_store
-from embedserve_store import direct_file
 from embedserve_store.checksums import verify
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.ids.rules import IdRule
@@ -36,10 +29,6 @@ from embedserve_store.table_spec import DTYPES, TableSpec
 
 MakeEbc = Callable[..., EmbeddingBagCollection]
 RELATIVE_ERROR_MAX = {"float16": 1e-3, "int8": 1e-2, "int4": 0.2}
-
-
-def everything_under(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -236,146 +225,6 @@ def test_rows_beyond_the_dtypes_range_are_refused(
     with pytest.raises(InvalidModelError, match=f"row 299 holds values too large for {dtype}"):
         publish(ebc, tmp_path, model="m", dtype=dtype)
     publish(ebc, tmp_path, model="m", dtype="float32")
-
-
-class FullDisk(io.FileIO):
-    """Takes the header, then has no room."""
-
-    def write(self, data: Any) -> int:
-        if self.tell():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return super().write(data)
-
-
-def test_a_full_disk_leaves_the_store_as_it_was(
-    version: ModelVersion, ebc: EmbeddingBagCollection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = version.path.parent.parent
-    before = everything_under(store)
-    monkeypatch.setattr(
-        direct_file, "open", lambda path, mode: FullDisk(path, mode.rstrip("b")), raising=False
-    )
-    with pytest.raises(StoreError, match="m: publishing failed: No space left on device") as caught:
-        publish(ebc, store, model="m")
-    assert isinstance(caught.value.__cause__, OSError)
-    assert everything_under(store) == before
-
-
-def test_too_little_disk_is_refused_before_a_row_is_read(
-    ebc: EmbeddingBagCollection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free = shutil.disk_usage(tmp_path)._replace(free=20_000_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
-    publish(ebc, tmp_path / "store", model="m")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=16_000_000))
-    message = r"other: the version needs 16,\d+,\d+ bytes, the disk has 16,000,000 free"
-    with pytest.raises(StoreError, match=message):
-        publish(ebc, tmp_path / "store", model="other", progress=lambda *_: pytest.fail("a row"))
-    assert not (tmp_path / "store" / "other").exists()
-
-
-def test_an_interrupt_leaves_the_store_as_it_was(
-    ebc: EmbeddingBagCollection, tmp_path: Path
-) -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(StoreError, match="m: publishing was interrupted") as caught:
-        publish(ebc, tmp_path, model="m", progress=interrupt)
-    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
-    assert everything_under(tmp_path) == []
-    assert publish(ebc, tmp_path, model="m").version == 1
-
-
-def test_a_broken_callback_leaves_the_store_as_it_was(
-    ebc: EmbeddingBagCollection, tmp_path: Path
-) -> None:
-    with pytest.raises(StoreError, match=r"publishing failed: TypeError\("):
-        publish(ebc, tmp_path, model="m", progress=lambda: None)  # type: ignore[misc,arg-type]
-    assert everything_under(tmp_path) == []
-
-
-def test_a_store_that_is_a_file(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
-    (tmp_path / "store").write_text("")
-    with pytest.raises(StoreError, match=r"m: cannot be written: .*store is not a folder"):
-        publish(ebc, tmp_path / "store", model="m")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes to read-only folders")
-def test_a_read_only_store(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(StoreError, match="m: cannot be written: no permission"):
-        publish(ebc, tmp_path, model="m")
-
-
-def test_a_read_only_file_system(
-    ebc: EmbeddingBagCollection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path, *_: Any, **__: Any) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(StoreError, match=r"publishing failed: Read-only file system \(.*m\)"):
-        publish(ebc, tmp_path, model="m")
-    assert everything_under(tmp_path) == []
-
-
-def test_who_publishes_meanwhile_comes_first(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
-    others: list[int] = []
-
-    def publish_another(*_: Any) -> None:
-        if not others:
-            others.append(0)
-            others[0] = publish(ebc, tmp_path, model="m", dtype="int8").version
-
-    published = publish(ebc, tmp_path, model="m", dtype="int4", progress=publish_another)
-    assert (others, published.version) == ([1], 2)
-    for number, dtype in ((1, "int8"), (2, "int4")):
-        version = ModelStore(tmp_path).load("m", number)
-        verify(version)
-        assert {table.dtype for table in version.manifest.tables} == {dtype}
-
-
-KILLED = """
-import sys, time, warnings
-warnings.simplefilter("ignore")
-import torch
-from embedserve_store import TableSpec, publish
-
-def progress(*call):
-    print("halfway", flush=True)
-    time.sleep(600)
-
-tables = [TableSpec("t", 100, 8, ("t",), "sum", "float32"),
-          TableSpec("u", 100, 8, ("u",), "sum", "float32")]
-state_dict = {f"embedding_bags.{name}.weight": torch.ones(100, 8) for name in "tu"}
-publish(state_dict, sys.argv[1], tables=tables, model="m", progress=progress)
-"""
-
-
-def test_a_killed_publisher_is_never_seen(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
-    root = str(Path(embedserve_store.__file__).parent.parent)
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": root},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    with process.stdout as lines:
-        assert "halfway\n" in iter(lines.readline, "")
-        process.send_signal(signal.SIGKILL)
-        assert process.wait(timeout=60) == -signal.SIGKILL
-    left, lock = sorted((tmp_path / "m").iterdir())
-    assert sorted(os.listdir(left)) == ["tables.safetensors"]
-    assert lock.name == f"{left.name}.lock"
-    store = ModelStore(tmp_path)
-    assert store.models() == []
-    assert store.versions("m") == []
-    with pytest.raises(StoreError, match="no version is published"):
-        store.load("m")
-    assert publish(ebc, tmp_path, model="m").version == 1
-    assert os.listdir(tmp_path / "m") == ["1"]
 
 
 def test_checksums_are_of_the_files(version: ModelVersion) -> None:

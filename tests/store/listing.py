@@ -1,0 +1,9 @@
+"""What lies in a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def everything_under(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
