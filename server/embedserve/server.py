@@ -13,7 +13,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import uvicorn
 
@@ -102,6 +102,19 @@ def build_service(
     return Service(batchers, default, settings.limits, metrics)
 
 
+class GrpcFrontend(Protocol):
+    """What run() asks of a gRPC server, which has its port already."""
+
+    async def start(self) -> None:
+        """Takes calls, and is healthy."""
+
+    async def stop_being_ready(self) -> None:
+        """Health says NOT_SERVING; calls are still answered."""
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no more calls, and waits up to ``grace_s`` for those that are running."""
+
+
 async def run(
     service: Service,
     settings: ServeSettings,
@@ -120,6 +133,18 @@ async def run(
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
     grpc_server = GrpcServer(service, ports.release_grpc())
+    await serve_until(stop, service, settings, ports.http_socket, grpc_server, say_ready)
+
+
+async def serve_until(
+    stop: asyncio.Event,
+    service: Service,
+    settings: ServeSettings,
+    http_socket: socket.socket,
+    grpc_server: GrpcFrontend,
+    say_ready: Callable[[], None],
+) -> None:
+    """Serves on the running event loop until ``stop`` is set, then drains."""
     http_server = _HttpServer(
         uvicorn.Config(
             EmbedEndpoint(service, management_app(service)),
@@ -137,7 +162,7 @@ async def run(
         )
     )
     await grpc_server.start()
-    http_task = asyncio.create_task(http_server.serve(sockets=[ports.http_socket]))
+    http_task = asyncio.create_task(http_server.serve(sockets=[http_socket]))
     await _either(http_task, http_server.listening)
     _freeze_garbage()
     say_ready()

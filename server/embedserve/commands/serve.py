@@ -8,6 +8,7 @@ import shlex
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from embedserve.ports import Ports, bracketed, claim_ports
 from embedserve.types import ModelInfo
 from embedserve_store import Bags, IdRule, ModelVersion, StoreError, verify
 from embedserve_store.staging import VERSION_PATTERN
+
+if TYPE_CHECKING:
+    from embedserve.engine.engine import Engine
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 CURL_EXAMPLES = 2
@@ -51,12 +55,7 @@ def _serve(
 
     if settings.verify:
         _verify(versions)
-    with console.status("importing PyTorch and TorchRec …"):
-        from embedserve.engine.restore import restore
-    engines = {}
-    for name, version in versions.items():
-        with console.status(f"restoring {name} version {version.manifest.version} …"):
-            engines[name] = restore(version, settings.devices, strict_plan=settings.strict_plan)
+    engines = restore_all(settings, versions)
     with ThreadPoolExecutor(1, thread_name_prefix="lookup") as executor:
         service = server.build_service(engines, settings, executor)
 
@@ -64,6 +63,17 @@ def _serve(
             _say_ready(service.models(), versions, ports, time.perf_counter() - start)
 
         uvloop.run(server.run(service, settings, ports, say_ready))
+
+
+def restore_all(settings: ServeSettings, versions: dict[str, ModelVersion]) -> dict[str, Engine]:
+    """The warm engine of each of ``versions``, by model name."""
+    with console.status("importing PyTorch and TorchRec …"):
+        from embedserve.engine.restore import restore
+    engines = {}
+    for name, version in versions.items():
+        with console.status(f"restoring {name} version {version.manifest.version} …"):
+            engines[name] = restore(version, settings.devices, strict_plan=settings.strict_plan)
+    return engines
 
 
 def _set_up_logging(level: str) -> None:
