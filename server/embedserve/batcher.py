@@ -20,6 +20,7 @@ import numpy as np
 
 from embedserve.answers import in_request_order, split
 from embedserve.batch import join
+from embedserve.callers import Caller, FutureCaller
 from embedserve.checks import find_invalid
 from embedserve.config import Limits
 from embedserve.errors import (
@@ -45,19 +46,19 @@ class LookupEngine(Protocol):
 
 
 class Entry:
-    """A waiting request: its answer, when it came and until when it is wanted."""
+    """A waiting request: who waits for it, when it came and until when it is wanted."""
 
-    __slots__ = ("answer", "arrived_s", "deadline_s", "request")
+    __slots__ = ("arrived_s", "caller", "deadline_s", "request")
 
     def __init__(
         self,
         request: LookupRequest,
-        answer: asyncio.Future[LookupResult],
+        caller: Caller,
         arrived_s: float,
         deadline_s: float,
     ) -> None:
         self.request = request
-        self.answer = answer
+        self.caller = caller
         self.arrived_s = arrived_s
         self.deadline_s = deadline_s
 
@@ -101,18 +102,28 @@ class Batcher:
         Raises:
             OverloadedError: the queue is full.
         """
+        future: asyncio.Future[LookupResult] = asyncio.get_running_loop().create_future()
+        self.enqueue(request, FutureCaller(future), deadline_s)
+        return future
+
+    def enqueue(
+        self, request: LookupRequest, caller: Caller, deadline_s: float = float("inf")
+    ) -> None:
+        """As submit, but ``caller`` is told the answer: futures and tasks cost as much as a lookup.
+
+        Raises:
+            OverloadedError: the queue is full.
+        """
         self._check_room(request)
         if self._loop is None:
             # Asked for once: in Python 3.11 it is a system call.
             self._loop = asyncio.get_running_loop()
-        loop = self._loop
-        entry = Entry(request, loop.create_future(), perf_counter(), deadline_s)
-        self._queue.append(entry)
+        self._queue.append(Entry(request, caller, perf_counter(), deadline_s))
         self._queued_ids += request.ids.size
         self._metrics.queued_requests += 1
         self._metrics.queued_examples += request.batch_size
-        self._schedule(loop)
-        return entry.answer
+        if not self._is_scheduled and not self._is_working:
+            self._schedule(self._loop)
 
     def _check_room(self, request: LookupRequest) -> None:
         """A lone request always has room: what one may hold is limited elsewhere."""
@@ -213,7 +224,7 @@ class Batcher:
         if not errors:
             raise AssertionError("a batch is invalid, but none of its requests")
         for i, error in errors.items():
-            entries[i].answer.set_exception(error)
+            entries[i].caller.refuse(error)
         return self._join([entry for i, entry in enumerate(entries) if i not in errors])
 
     def _work(self, loop: asyncio.AbstractEventLoop, entries: list[Entry], batch: Batch) -> None:
@@ -272,23 +283,23 @@ class Batcher:
             return
         results = split(values, batch, [entry.request for entry in entries], self.model)
         for entry, result in zip(entries, results, strict=True):
-            if not entry.answer.done():  # its client may have gone meanwhile
-                entry.answer.set_result(result)
+            if entry.caller.is_waiting:  # its client may have gone meanwhile
+                entry.caller.answer(result)
 
     def _fail(self, entries: Sequence[Entry], error: EmbedServeError) -> None:
         for entry in entries:
-            if not entry.answer.done():
-                entry.answer.set_exception(error)
+            if entry.caller.is_waiting:
+                entry.caller.refuse(error)
 
 
 def _is_wanted(entry: Entry, now_s: float) -> bool:
     """False for a client that went away, and for a deadline that passed (which is answered)."""
-    if entry.answer.done():
+    if not entry.caller.is_waiting:
         return False
     if now_s < entry.deadline_s:
         return True
     waited_ms = (now_s - entry.arrived_s) * 1000
-    entry.answer.set_exception(
+    entry.caller.refuse(
         DeadlineExceededError(f"the deadline passed after {waited_ms:.1f} ms in the queue")
     )
     return False

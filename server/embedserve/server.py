@@ -13,14 +13,17 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import uvicorn
 
 from embedserve.batcher import Batcher
 from embedserve.config import ServeSettings
+from embedserve.frontends.embed_connection import EmbedConnection
 from embedserve.frontends.grpc_server import GrpcServer
 from embedserve.frontends.management import management_app
+from embedserve.frontends.request_heads import RequestHeads
 from embedserve.frontends.rest import EmbedEndpoint
 from embedserve.metrics import Metrics
 from embedserve.ports import BACKLOG, Ports
@@ -149,7 +152,7 @@ async def serve_until(
         uvicorn.Config(
             EmbedEndpoint(service, management_app(service)),
             loop="none",
-            http="httptools",
+            http=cast(Any, partial(EmbedConnection, service, RequestHeads())),
             ws="none",
             lifespan="off",
             access_log=False,

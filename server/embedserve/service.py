@@ -12,6 +12,7 @@ from time import perf_counter
 
 from embedserve.batch import to_model_order
 from embedserve.batcher import Batcher
+from embedserve.callers import Caller
 from embedserve.config import Limits
 from embedserve.errors import (
     DRAINING,
@@ -66,18 +67,38 @@ class Service:
     ) -> asyncio.Future[LookupResult]:
         """The future answer to ``request``, which is wanted for ``timeout_s`` seconds from now.
 
+        Cancelling the future takes the request out before it costs a lookup.
+
         Raises:
             EmbedServeError: the request is refused at once. An InvalidRequestError that shows
                 only in the batch comes through the future.
         """
+        batcher, request, deadline_s = self._admit(request, timeout_s)
+        return batcher.submit(request, deadline_s)
+
+    def enqueue(
+        self, request: LookupRequest, caller: Caller, timeout_s: float | None = None
+    ) -> None:
+        """As submit, but ``caller`` is told the answer.
+
+        Raises:
+            EmbedServeError: the request is refused at once, and ``caller`` is told nothing.
+        """
+        batcher, request, deadline_s = self._admit(request, timeout_s)
+        batcher.enqueue(request, caller, deadline_s)
+
+    def _admit(
+        self, request: LookupRequest, timeout_s: float | None
+    ) -> tuple[Batcher, LookupRequest, float]:
+        """Who looks ``request`` up, itself in the model's order, and its deadline."""
         batcher = self._batcher(request.model)
         self._check_size(request, batcher.model)
         request = to_model_order(request, batcher.model)
         if timeout_s is None:
-            return batcher.submit(request)
+            return batcher, request, float("inf")
         if timeout_s <= 0:
             raise DeadlineExceededError("the deadline had passed when the request came")
-        return batcher.submit(request, perf_counter() + timeout_s)
+        return batcher, request, perf_counter() + timeout_s
 
     def _batcher(self, name: str) -> Batcher:
         batcher = self._batchers.get(name or self.default_model)

@@ -110,22 +110,30 @@ def _array(message: embedding_pb2.EmbedRequest, field: str, dtype: type) -> np.n
 
 
 def encode_result(result: LookupResult) -> bytes:
-    """An EmbedResponse, built from its parts: the values are copied once.
+    """An EmbedResponse."""
+    return b"".join(encode_parts(result))
+
+
+def encode_parts(result: LookupResult) -> list[bytes | memoryview]:
+    """An EmbedResponse in pieces, one after the other: the values are not copied.
 
     A protobuf message is the concatenation of its fields, so what is the same for every
     answer of a model is encoded once, and lengths and unknown_ids, which few have, follow.
     """
     values = result.values if result.values.dtype.str == "<f4" else result.values.astype("<f4")
-    return b"".join(
-        (
-            _prefix(result.model),
-            _batch_size_field(len(values) if result.lengths is None else result.lengths.shape[1]),
-            VALUES_TAG,
-            _varint(values.nbytes),
-            values.data,
-            _more(result) if result.lengths is not None or result.unknown_ids else b"",
-        )
-    )
+    batch_size = len(values) if result.lengths is None else result.lengths.shape[1]
+    parts: list[bytes | memoryview]
+    parts = [_start(result.model, batch_size, values.nbytes), values.data]
+    if result.lengths is not None or result.unknown_ids:
+        parts.append(_more(result))
+    return parts
+
+
+@lru_cache(maxsize=1024)
+def _start(model: ModelInfo, batch_size: int, values_bytes: int) -> bytes:
+    """All that comes before the values."""
+    size = embedding_pb2.EmbedResponse(batch_size=batch_size).SerializeToString()
+    return b"".join((_prefix(model), size, VALUES_TAG, _varint(values_bytes)))
 
 
 def _more(result: LookupResult) -> bytes:
@@ -146,12 +154,6 @@ def _prefix(model: ModelInfo) -> bytes:
     ).SerializeToString()
 
 
-@lru_cache(maxsize=1024)
-def _batch_size_field(batch_size: int) -> bytes:
-    return embedding_pb2.EmbedResponse(batch_size=batch_size).SerializeToString()
-
-
-@lru_cache(maxsize=1024)
 def _varint(value: int) -> bytes:
     """``value`` in base 128, low bits first (protobuf encoding, "Base 128 Varints")."""
     result = bytearray()

@@ -67,15 +67,10 @@ class EmbedEndpoint:
         self._metrics = service.metrics.protocols["rest"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            path: str = scope["path"]
-            if path == "/embed":
-                return await self._embed("", scope, receive, send)
-            if path.endswith("/embed") and path.startswith("/models/"):
-                model = path[len("/models/") : -len("/embed")]
-                if model and "/" not in model:
-                    return await self._embed(model, scope, receive, send)
-        return await self._management(scope, receive, send)
+        model = embed_route(scope["path"]) if scope["type"] == "http" else None
+        if model is None:
+            return await self._management(scope, receive, send)
+        return await self._embed(model, scope, receive, send)
 
     async def _embed(self, model: str, scope: Scope, receive: Receive, send: Send) -> None:
         start = perf_counter()
@@ -150,6 +145,17 @@ class EmbedEndpoint:
             gone.cancel()
 
 
+def embed_route(path: str) -> str | None:
+    """The model of an embed route's ``path``, "" for the default one; None for other routes."""
+    if path == "/embed":
+        return ""
+    if path.endswith("/embed") and path.startswith("/models/"):
+        model = path[len("/models/") : -len("/embed")]
+        if model and "/" not in model:
+            return model
+    return None
+
+
 def read_headers(headers: Headers) -> Call:
     """The Call that ``headers`` (names in lower case) ask for.
 
@@ -212,9 +218,15 @@ async def send_answer(
 
 async def send_error(send: Send, error: EmbedServeError) -> None:
     """``error`` in the JSON shape of every REST error."""
-    extra = []
-    if error.http_status == 405:
-        extra.append((b"allow", b"POST"))
-    if error.retry_after_s:
-        extra.append((b"retry-after", b"%d" % error.retry_after_s))
+    extra = error_headers(error)
     await send_answer(send, error.http_status, json_codec.encode_error(error), JSON, *extra)
+
+
+def error_headers(error: EmbedServeError) -> Headers:
+    """Headers of an error's answer beside its content type and length."""
+    headers = []
+    if error.http_status == 405:
+        headers.append((b"allow", b"POST"))
+    if error.retry_after_s:
+        headers.append((b"retry-after", b"%d" % error.retry_after_s))
+    return headers
