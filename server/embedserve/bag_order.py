@@ -39,15 +39,20 @@ def request_major_order(sizes: np.ndarray, features: int) -> np.ndarray:
     return back
 
 
-def bags_to_ids(lengths: np.ndarray, bag_order: np.ndarray) -> np.ndarray:
+def bags_to_ids(
+    lengths: np.ndarray, bag_order: np.ndarray, ends: np.ndarray | None = None
+) -> np.ndarray:
     """Positions of the ids when bags of ``lengths`` are put in ``bag_order``.
+
+    ``ends`` are the cumulative lengths, int64, where they are known.
 
     >>> bags_to_ids(np.array([2, 1, 3]), np.array([1, 2, 0]))
     array([2, 3, 4, 5, 0, 1])
     """
-    ends = np.cumsum(lengths, dtype=np.int64)
+    if ends is None:
+        ends = lengths.cumsum(dtype=np.int64)
     ordered = lengths[bag_order]
-    ordered_ends = np.cumsum(ordered, dtype=np.int64)
+    ordered_ends = ordered.cumsum(dtype=np.int64)
     shift = (ends - lengths)[bag_order] - (ordered_ends - ordered)
     total = int(ordered_ends[-1]) if ordered_ends.size else 0
     return np.repeat(shift, ordered) + np.arange(total)

@@ -7,6 +7,8 @@ apart from its neighbours (checks.py), which are joined without it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate
 
 import numpy as np
 
@@ -15,6 +17,9 @@ from embedserve.checks import check_kinds, check_lengths
 from embedserve.errors import InvalidRequestError
 from embedserve.translation import translate
 from embedserve.types import Batch, LookupRequest, ModelInfo
+
+BAGS_REMEMBERED = 4096
+"""Of the largest batch whose arrangement is kept, 32 KiB of it."""
 
 
 def to_model_order(request: LookupRequest, model: ModelInfo) -> LookupRequest:
@@ -65,39 +70,67 @@ def join(requests: Sequence[LookupRequest], model: ModelInfo) -> Batch | None:
     """
     lengths = _concatenate([request.lengths for request in requests])
     ids = _concatenate([request.ids for request in requests])
-    if not _lengths_add_up(lengths, requests):
+    shape = _shape(tuple([request.batch_size for request in requests]), len(model.features))
+    bag_ends = lengths.cumsum(dtype=np.int64)
+    if lengths.min() < 0 or not _lengths_add_up(bag_ends[shape.last_bags], requests):
         return None
     weights = None
     if any(request.weights is not None for request in requests):
         weights = _concatenate([_weights_or_ones(request) for request in requests])
         if not np.isfinite(weights).all():
             return None
-    sizes = [request.batch_size for request in requests]
-    batch = Batch(ids, lengths, weights, sizes, sum(sizes))
+    batch = Batch(ids, lengths, weights, shape.sizes, shape.batch_size)
     if len(requests) > 1:
-        _make_feature_major(batch, len(model.features))
+        _make_feature_major(batch, shape.bag_order, bag_ends)
     if model.translator.is_identity:
         return batch if _ids_are_rows(batch, model) else None
     return batch if translate(batch, model) else None
+
+
+class _Shape:
+    """What a batch's arrangement owes to the sizes of its requests alone.
+
+    Attributes:
+        sizes: the examples of each request.
+        batch_size: their sum.
+        last_bags: int64, the last bag of each request, in the order of requests.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], features: int) -> None:
+        self.sizes = list(sizes)
+        self.batch_size = sum(sizes)
+        self.last_bags = (np.array(sizes) * features).cumsum() - 1
+        self._features = features
+
+    @cached_property
+    def bag_order(self) -> np.ndarray:
+        """int64, where the bags of the feature-major batch stand in the order of requests."""
+        return feature_major_order(np.array(self.sizes), self._features)
+
+
+_remembered_shape = lru_cache(maxsize=512)(_Shape)
+
+
+def _shape(sizes: tuple[int, ...], features: int) -> _Shape:
+    """Batches of a few small requests come in the same sizes over and over."""
+    bags = sum(sizes) * features
+    return (
+        _remembered_shape(sizes, features) if bags <= BAGS_REMEMBERED else _Shape(sizes, features)
+    )
 
 
 def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _lengths_add_up(lengths: np.ndarray, requests: Sequence[LookupRequest]) -> bool:
-    if lengths.min() < 0:
-        return False
-    bags_before = [0]
-    for request in requests[:-1]:
-        bags_before.append(bags_before[-1] + request.lengths.size)
-    totals = np.add.reduceat(lengths, bags_before, dtype=np.int64)
-    return bool(totals.tolist() == [request.ids.size for request in requests])
+def _lengths_add_up(ends: np.ndarray, requests: Sequence[LookupRequest]) -> bool:
+    """Whether each request's lengths end, in ``ends``, where its ids do."""
+    expected = list(accumulate([request.ids.size for request in requests]))
+    return bool(ends.tolist() == expected)
 
 
-def _make_feature_major(batch: Batch, features: int) -> None:
-    bag_order = feature_major_order(np.array(batch.sizes), features)
-    id_order = bags_to_ids(batch.lengths, bag_order)
+def _make_feature_major(batch: Batch, bag_order: np.ndarray, bag_ends: np.ndarray) -> None:
+    id_order = bags_to_ids(batch.lengths, bag_order, bag_ends)
     batch.lengths = batch.lengths[bag_order]
     batch.ids = batch.ids[id_order]
     if batch.weights is not None:

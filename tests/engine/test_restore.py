@@ -250,7 +250,7 @@ def _with_goldens(version: ModelVersion, goldens: object) -> ModelVersion:
 
 
 def test_a_model_that_cannot_be_scripted_runs_eagerly(ebc, published, monkeypatch, caplog) -> None:
-    def refuse(*args: object) -> None:
+    def refuse(*args: object, **options: object) -> None:
         raise RuntimeError("cannot be compiled")
 
     monkeypatch.setattr(torch.jit, "script", refuse)

@@ -223,7 +223,7 @@ def test_another_number_of_ranks_is_planned_anew(ec, write) -> None:
 
 
 def test_a_model_that_cannot_be_scripted_runs_eagerly(ec, write, monkeypatch, caplog) -> None:
-    def refuse(*args: object) -> None:
+    def refuse(*args: object, **options: object) -> None:
         raise RuntimeError("cannot be compiled")
 
     monkeypatch.setattr(torch.jit, "script", refuse)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import compress
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -17,6 +18,7 @@ from embedserve.types import LookupRequest, LookupResult, ModelInfo
 from embedserve_proto import embedding_pb2
 from embedserve_store.ids.rules import IdRule
 
+_INT64, _INT32, _FLOAT32 = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
 VALUES_TAG = b"\x32"
 """EmbedResponse.values: field 6, length-delimited."""
 
@@ -31,15 +33,16 @@ def decode_request(body: bytes, model: str = "") -> LookupRequest:
         message = embedding_pb2.EmbedRequest.FromString(body)
     except DecodeError as error:
         raise InvalidRequestError(f"body is not an EmbedRequest: {error}", "body") from error
-    features = tuple(message.keys)
-    ids = _array(message, "ids", np.int64)
-    lengths = _array(message, "lengths", np.int32)
-    weights = _array(message, "weights", np.float32)
+    features = tuple(message.keys[:])  # a slice is a list, which is read twice as fast
+    _check_features(features)
+    ids = _array("ids", message.ids, message.ids_bytes, _INT64)
+    lengths = _array("lengths", message.lengths, message.lengths_bytes, _INT32)
     batch_size = _batch_size(features, lengths)
     request = LookupRequest(model or message.model, features, ids, lengths, None, batch_size)
     if message.string_keys or message.string_ids:
         _add_strings(request, message)
-    if weights.size:
+    if message.weights or message.weights_bytes:
+        weights = _array("weights", message.weights, message.weights_bytes, _FLOAT32)
         id_count = request.ids.size
         if weights.size != id_count:
             raise InvalidRequestError(
@@ -50,10 +53,15 @@ def decode_request(body: bytes, model: str = "") -> LookupRequest:
     return request
 
 
-def _batch_size(features: tuple[str, ...], lengths: np.ndarray) -> int:
+@lru_cache(maxsize=1024)
+def _check_features(features: tuple[str, ...]) -> None:
+    """Callers name the same features over and over; what is wrong is not remembered."""
     if not features:
         raise InvalidRequestError("keys is empty: name at least one feature", "keys")
     _check_unique("keys", features)
+
+
+def _batch_size(features: tuple[str, ...], lengths: np.ndarray) -> int:
     batch_size, rest = divmod(lengths.size, len(features))
     if rest:
         raise InvalidRequestError(
@@ -92,21 +100,18 @@ def _add_strings(request: LookupRequest, message: embedding_pb2.EmbedRequest) ->
     request.string_features = string_keys
 
 
-def _array(message: embedding_pb2.EmbedRequest, field: str, dtype: type) -> np.ndarray:
-    """A field given as packed values or, as FIELD_bytes, little-endian."""
-    raw: bytes = getattr(message, f"{field}_bytes")
-    packed = getattr(message, field)
+def _array(field: str, packed: Any, raw: bytes, dtype: np.dtype) -> np.ndarray:
+    """A field given as ``packed`` values or, as FIELD_bytes, ``raw``: little-endian."""
     if not raw:
-        return np.array(packed[:], dtype)  # a slice is a list, which numpy reads twice as fast
+        return np.array(packed[:], dtype)
     if packed:
         raise InvalidRequestError(f"{field} and {field}_bytes are both given: send one", field)
-    little_endian = np.dtype(dtype).newbyteorder("<")
-    if len(raw) % little_endian.itemsize:
+    if len(raw) % dtype.itemsize:
         raise InvalidRequestError(
-            f"{field}_bytes has {len(raw)} bytes, not a multiple of {little_endian.itemsize}",
+            f"{field}_bytes has {len(raw)} bytes, not a multiple of {dtype.itemsize}",
             f"{field}_bytes",
         )
-    return np.frombuffer(raw, little_endian).astype(dtype, copy=False)
+    return np.frombuffer(raw, dtype)
 
 
 def encode_result(result: LookupResult) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 
 import torch
 
@@ -48,7 +49,11 @@ def restore(version: ModelVersion, devices: str = "auto", *, strict_plan: bool =
             raise
         reason = str(error).splitlines()[0]
         raise StoreError(f"{version.path}: does not fit on {device_type}: {reason}") from error
-    compiled = [compile_lookup(lookup) for lookup in lookups]
+    device = main_device(device_type)
+    compiled = [
+        compile_lookup(lookup, device, is_weighted=is_weighted)
+        for lookup, is_weighted in zip(lookups, (False, True), strict=False)
+    ]
     engine = Engine(
         version,
         plan,
@@ -63,7 +68,7 @@ def restore(version: ModelVersion, devices: str = "auto", *, strict_plan: bool =
 
 def _lookups(
     version: ModelVersion, plan: Plan, device_type: str
-) -> list[TensorLookup] | list[RowLookup]:
+) -> Sequence[TensorLookup | RowLookup]:
     """The plain lookup, and of a pooled model the one with weights."""
     features, keys = version.manifest.features, version.manifest.keys
     device = main_device(device_type)

@@ -1,7 +1,8 @@
 """Compiles a sharded model into one lookup: plain tensors in, one matrix out.
 
-Tracing and scripting remove the Python between torchrec's modules. A model that cannot be
-traced or scripted is looked up through the eager module: slower, same answers.
+Down to tensor operations where that is possible (trace.py); else tracing and scripting torchrec's
+modules removes the Python between them. A model that cannot be compiled is looked up through
+the eager module: slower, same answers.
 """
 
 # No "from __future__ import annotations": TorchScript reads the annotations below.
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 from torchrec.fx import Tracer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from embedserve.engine.trace import trace
 
 logger = logging.getLogger(__name__)
 
@@ -126,11 +129,21 @@ def _follow_one_another(slices: list[torch.Tensor]) -> bool:
     return True
 
 
-def compile_lookup(lookup: TensorLookup | RowLookup) -> tuple[Lookup, bool]:
-    """``lookup`` as TorchScript and True, or as it is and False where that fails (logged)."""
+def compile_lookup(
+    lookup: TensorLookup | RowLookup, device: torch.device, *, is_weighted: bool
+) -> tuple[Lookup, bool]:
+    """``lookup`` traced or as TorchScript and True, or as it is and False where both fail (logged).
+
+    Args:
+        device: where its batches are.
+        is_weighted: whether it is called with weights, always, or never.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch.jit's own deprecations
         try:
+            traced = trace(lookup, len(lookup.features), device, is_weighted=is_weighted)
+            if traced is not None:
+                return _with_optional_weights(traced, is_weighted), True
             graph = Tracer(leaf_modules=[KERNEL]).trace(lookup)
             scripted = torch.jit.script(torch.fx.GraphModule(lookup, graph).eval())
             # Frozen, attributes are constants (the mapped rows too, not copied) and much of
@@ -139,3 +152,9 @@ def compile_lookup(lookup: TensorLookup | RowLookup) -> tuple[Lookup, bool]:
         except Exception as error:  # anything: torch names no type for what it cannot compile
             logger.warning("lookups run eagerly, TorchScript failed: %s", str(error)[:500])
             return lookup, False
+
+
+def _with_optional_weights(traced: nn.Module, is_weighted: bool) -> Lookup:
+    if is_weighted:
+        return traced
+    return lambda ids, lengths, weights: traced(ids, lengths)

@@ -1,0 +1,83 @@
+"""A trace is used only where it says the same for every batch."""
+
+from __future__ import annotations
+
+import torch
+from reference import assert_same, expected, sample, stored_rows, to_kjt
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+
+from embedserve.engine import script as script_module
+from embedserve.engine.restore import restore
+from embedserve.engine.trace import trace
+from embedserve_store import ModelStore, publish
+
+CPU = torch.device("cpu")
+
+
+class Sums(nn.Module):
+    """Adds up the ids of a batch, in one piece or by slices whose sizes are Python numbers."""
+
+    def __init__(self, *, by_slices: bool) -> None:
+        super().__init__()
+        self.by_slices = by_slices
+
+    def forward(
+        self, ids: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        values = ids if weights is None else ids * weights
+        if self.by_slices:
+            return torch.stack([part.sum() for part in values.split(lengths.tolist())])
+        return values.sum()
+
+
+def test_what_is_the_same_for_every_batch_is_traced() -> None:
+    traced = trace(Sums(by_slices=False), 2, CPU, is_weighted=False)
+    assert traced is not None
+    assert traced(torch.arange(5), torch.tensor([2, 3])) == 10
+    assert traced(torch.arange(9), torch.tensor([9, 0])) == 36
+
+
+def test_weights_are_an_input_of_the_trace() -> None:
+    traced = trace(Sums(by_slices=False), 2, CPU, is_weighted=True)
+    assert traced is not None
+    weights = torch.tensor([0.5, 2.0])
+    assert traced(torch.tensor([4, 1]), torch.tensor([1, 1]), weights) == 4
+
+
+def test_what_depends_on_the_batch_is_not() -> None:
+    assert trace(Sums(by_slices=True), 2, CPU, is_weighted=False) is None
+
+
+def test_what_cannot_be_traced_is_not() -> None:
+    class Refusing(nn.Module):
+        def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("unsupported output type")
+
+    assert trace(Refusing(), 2, CPU, is_weighted=False) is None
+
+
+def test_tables_on_one_rank_are_looked_up_by_a_trace(tmp_path, monkeypatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("was scripted")
+
+    monkeypatch.setattr(script_module, "Tracer", refuse)
+    tables = [
+        EmbeddingBagConfig(
+            name=name,
+            num_embeddings=rows,
+            embedding_dim=dim,
+            feature_names=[f"of_{name}"],
+            pooling=PoolingType.MEAN if name == "b" else PoolingType.SUM,
+        )
+        for name, rows, dim in (("a", 50, 16), ("b", 7, 64), ("c", 300, 8))
+    ]
+    publish(EmbeddingBagCollection(tables=tables), tmp_path, model="traced")
+    version = ModelStore(tmp_path).load("traced")
+    engine = restore(version)
+    assert engine.is_scripted
+    for batch_size in (1, 2, 64, 301):
+        bags = sample(version, batch_size)
+        ids, lengths = to_kjt(bags, version.manifest.features)
+        answer = engine.lookup(ids, lengths)
+        assert_same(answer, expected(stored_rows(version), version.manifest, bags))
