@@ -13,6 +13,7 @@ import pytest
 from server.fake_engine import FakeEngine
 from server.live import make_service
 
+from embedserve.callers import Caller
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.frontends.grpc_server import GrpcServer
 from embedserve.frontends.management import management_app
@@ -58,6 +59,11 @@ class FailingService(Service):
     def submit(
         self, request: LookupRequest, timeout_s: float | None = None
     ) -> asyncio.Future[LookupResult]:
+        raise self.error
+
+    def enqueue(
+        self, request: LookupRequest, caller: Caller, timeout_s: float | None = None
+    ) -> None:
         raise self.error
 
 

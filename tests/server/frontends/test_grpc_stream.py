@@ -7,7 +7,7 @@ import gc
 import weakref
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import numpy as np
@@ -16,8 +16,8 @@ from server.fake_engine import FakeEngine
 from server.live import IN_THREAD, Live, live_server, make_service
 from server.waiting import until
 
-from embedserve.frontends import grpc_stream
-from embedserve.frontends.grpc_server import EmbeddingService, GrpcServer
+from embedserve.frontends import grpc_threads
+from embedserve.frontends.grpc_server import GrpcServer
 from embedserve.frontends.grpc_stream import WINDOW_REQUESTS_MAX, StreamReader, Window
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
@@ -138,7 +138,7 @@ async def test_an_empty_stream_ends_at_once(live: Live) -> None:
 async def test_the_window_is_also_bounded_by_the_bytes_of_its_answers(
     live: Live, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_stream, "WINDOW_BYTES_MAX", 3 * 36)  # an answer is 9 float32 values
+    monkeypatch.setattr(grpc_threads, "WINDOW_BYTES_MAX", 3 * 36)  # an answer is 9 float32 values
     engine.hold()
     call = live.stub.EmbedStream(request_for(i % 7) for i in range(20))
     await until(lambda: live.queued() == 2)
@@ -191,67 +191,6 @@ async def test_an_answer_that_waits_to_be_sent_does_not_keep_its_batch(
         answer = pb.EmbedResponse.FromString(first.result())
         assert user_vector(answer) == engine.tables["t_user"][user].tolist()
         window.remove_first()
-
-
-class Aborted(Exception):
-    pass
-
-
-class Context:
-    """What embed_stream asks of a call's context."""
-
-    def time_remaining(self) -> None:
-        return None
-
-    async def abort(self, code: grpc.StatusCode, message: str, metadata: object) -> NoReturn:
-        raise Aborted(f"{code.name}: {message}")
-
-
-async def test_a_stream_that_begins_during_the_drain_is_ended(
-    engine: FakeEngine, executor: ThreadPoolExecutor
-) -> None:
-    embedding = EmbeddingService(make_service(engine, executor=executor))
-    end = asyncio.Event()
-
-    async def bodies() -> AsyncIterator[bytes]:
-        await end.wait()
-        yield request_for(1).SerializeToString()
-
-    embedding.drain()
-    with pytest.raises(Aborted, match="UNAVAILABLE: draining before the stop"):
-        async with asyncio.timeout(5):
-            _ = [answer async for answer in embedding.embed_stream(bodies(), Context())]  # type: ignore[arg-type]
-    end.set()
-    await asyncio.sleep(0.01)
-    assert engine.lookups == []
-
-
-async def test_a_request_that_comes_during_the_drain_is_not_taken(
-    engine: FakeEngine, executor: ThreadPoolExecutor
-) -> None:
-    engine.hold()
-    service = make_service(engine, executor=executor, limits=IN_THREAD)
-    embedding = EmbeddingService(service)
-    end = asyncio.Event()
-
-    async def bodies() -> AsyncIterator[bytes]:
-        yield request_for(1).SerializeToString()
-        await end.wait()
-        yield request_for(2).SerializeToString()
-
-    stream = embedding.embed_stream(bodies(), Context())  # type: ignore[arg-type]
-    answer = asyncio.ensure_future(anext(stream))
-    await until(lambda: engine.lookups)
-    embedding.drain()
-    end.set()
-    await asyncio.sleep(0.01)
-    engine.release()
-    assert user_vector(pb.EmbedResponse.FromString(await answer)) == (
-        engine.tables["t_user"][1].tolist()
-    )
-    with pytest.raises(Aborted, match="UNAVAILABLE"):
-        await anext(stream)
-    assert len(engine.lookups) == 1
 
 
 async def test_ending_an_idle_stream_leaves_no_error_behind(
