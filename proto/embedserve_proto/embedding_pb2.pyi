@@ -1,4 +1,5 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -6,8 +7,15 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class OutputDType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FLOAT32: _ClassVar[OutputDType]
+    FLOAT16: _ClassVar[OutputDType]
+FLOAT32: OutputDType
+FLOAT16: OutputDType
+
 class EmbedRequest(_message.Message):
-    __slots__ = ("model", "keys", "ids", "lengths", "weights", "ids_bytes", "lengths_bytes", "weights_bytes", "string_keys", "string_ids")
+    __slots__ = ("model", "keys", "ids", "lengths", "weights", "ids_bytes", "lengths_bytes", "weights_bytes", "string_keys", "string_ids", "output_dtype")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +26,7 @@ class EmbedRequest(_message.Message):
     WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
     STRING_KEYS_FIELD_NUMBER: _ClassVar[int]
     STRING_IDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_DTYPE_FIELD_NUMBER: _ClassVar[int]
     model: str
     keys: _containers.RepeatedScalarFieldContainer[str]
     ids: _containers.RepeatedScalarFieldContainer[int]
@@ -28,10 +37,11 @@ class EmbedRequest(_message.Message):
     weights_bytes: bytes
     string_keys: _containers.RepeatedScalarFieldContainer[str]
     string_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ..., ids: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[float]] = ..., ids_bytes: _Optional[bytes] = ..., lengths_bytes: _Optional[bytes] = ..., weights_bytes: _Optional[bytes] = ..., string_keys: _Optional[_Iterable[str]] = ..., string_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    output_dtype: OutputDType
+    def __init__(self, model: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ..., ids: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[float]] = ..., ids_bytes: _Optional[bytes] = ..., lengths_bytes: _Optional[bytes] = ..., weights_bytes: _Optional[bytes] = ..., string_keys: _Optional[_Iterable[str]] = ..., string_ids: _Optional[_Iterable[str]] = ..., output_dtype: _Optional[_Union[OutputDType, str]] = ...) -> None: ...
 
 class EmbedResponse(_message.Message):
-    __slots__ = ("model", "version", "keys", "length_per_key", "batch_size", "values", "error", "unknown_ids", "lengths")
+    __slots__ = ("model", "version", "keys", "length_per_key", "batch_size", "values", "error", "unknown_ids", "lengths", "output_dtype")
     class UnknownIdsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +58,7 @@ class EmbedResponse(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_IDS_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_DTYPE_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: int
     keys: _containers.RepeatedScalarFieldContainer[str]
@@ -57,7 +68,8 @@ class EmbedResponse(_message.Message):
     error: Error
     unknown_ids: _containers.ScalarMap[str, int]
     lengths: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ..., length_per_key: _Optional[_Iterable[int]] = ..., batch_size: _Optional[int] = ..., values: _Optional[bytes] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., unknown_ids: _Optional[_Mapping[str, int]] = ..., lengths: _Optional[_Iterable[int]] = ...) -> None: ...
+    output_dtype: OutputDType
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ..., length_per_key: _Optional[_Iterable[int]] = ..., batch_size: _Optional[int] = ..., values: _Optional[bytes] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., unknown_ids: _Optional[_Mapping[str, int]] = ..., lengths: _Optional[_Iterable[int]] = ..., output_dtype: _Optional[_Union[OutputDType, str]] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "field")

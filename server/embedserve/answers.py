@@ -55,13 +55,22 @@ def _per_key(lengths: np.ndarray, model: ModelInfo) -> np.ndarray:
 
 
 def split(
-    values: np.ndarray, batch: Batch, requests: Sequence[LookupRequest], model: ModelInfo
+    pieces: Sequence[np.ndarray],
+    batch: Batch,
+    requests: Sequence[LookupRequest],
+    model: ModelInfo,
 ) -> list[LookupResult]:
-    """The results of ``requests``, from ``values`` in their order."""
-    if model.is_pooled:
-        results = _split_pooled(values, requests, model)
+    """The results of ``requests``, float32, from their values in the order of the requests.
+
+    Args:
+        pieces: what the engine answered; several where a pooled batch was cut by its examples.
+    """
+    if not model.is_pooled:
+        results = _split_unpooled(pieces[0], requests, model)
+    elif len(pieces) == 1:
+        results = _split_pooled(pieces[0], requests, model)
     else:
-        results = _split_unpooled(values, requests, model)
+        results = _split_pieces(pieces, requests, model)
     if batch.unknown_counts is not None:
         for result, counts in zip(results, batch.unknown_counts.tolist(), strict=True):
             if any(counts):
@@ -79,6 +88,24 @@ def _split_pooled(
         end = start + request.batch_size
         results.append(LookupResult(model, values[start:end]))
         start = end
+    return results
+
+
+def _split_pieces(
+    pieces: Sequence[np.ndarray], requests: Sequence[LookupRequest], model: ModelInfo
+) -> list[LookupResult]:
+    results = []
+    left = list(reversed(pieces))
+    for request in requests:
+        parts = []
+        missing = request.batch_size
+        while missing:
+            piece = left.pop()
+            parts.append(piece[:missing])
+            if len(piece) > missing:
+                left.append(piece[missing:])
+            missing -= len(parts[-1])
+        results.append(LookupResult(model, parts[0], more=parts[1:]))
     return results
 
 

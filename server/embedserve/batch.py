@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -60,6 +60,7 @@ def to_model_order(request: LookupRequest, model: ModelInfo) -> LookupRequest:
         batch_size=request.batch_size,
         string_features=request.string_features,
         strings=request.strings,
+        output_dtype=request.output_dtype,
     )
 
 
@@ -116,6 +117,36 @@ def _shape(sizes: tuple[int, ...], features: int) -> _Shape:
     bags = sum(sizes) * features
     return (
         _remembered_shape(sizes, features) if bags <= BAGS_REMEMBERED else _Shape(sizes, features)
+    )
+
+
+def cut(batch: Batch, features: int, pieces: int) -> list[Batch]:
+    """``batch`` (pooled) as so many batches of its examples, in their order, none of them empty."""
+    pieces = min(pieces, batch.batch_size)
+    if pieces <= 1:
+        return [batch]
+    lengths = batch.lengths.reshape(features, -1)
+    bounds = np.linspace(0, batch.batch_size, pieces + 1).astype(np.int64)
+    # [features, pieces + 1], where in the ids the bags of each piece begin.
+    starts = np.zeros((features, batch.batch_size + 1), np.int64)
+    lengths.cumsum(axis=1, out=starts[:, 1:])
+    starts += lengths.sum(axis=1, dtype=np.int64).cumsum()[:, None] - starts[:, -1:]
+    return [
+        _piece(batch, lengths[:, first:end], starts[:, first], starts[:, end])
+        for first, end in pairwise(bounds.tolist())
+    ]
+
+
+def _piece(batch: Batch, lengths: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Batch:
+    """The bags of ``lengths`` [features, examples], whose ids run from starts[f] to ends[f]."""
+    slices = [slice(*ends) for ends in zip(starts.tolist(), ends.tolist(), strict=True)]
+    weights = batch.weights
+    return Batch(
+        ids=np.concatenate([batch.ids[one] for one in slices]),
+        lengths=lengths.reshape(-1),
+        weights=None if weights is None else np.concatenate([weights[one] for one in slices]),
+        sizes=[lengths.shape[1]],
+        batch_size=lengths.shape[1],
     )
 
 

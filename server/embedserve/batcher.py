@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from embedserve.answers import in_request_order, split
-from embedserve.batch import join
+from embedserve.batch import cut, join
 from embedserve.callers import Caller, FutureCaller
 from embedserve.checks import find_invalid
 from embedserve.config import Limits
@@ -34,6 +34,9 @@ from embedserve.types import Batch, LookupRequest, LookupResult, ModelInfo
 
 logger = logging.getLogger(__name__)
 
+LookedUp = tuple[np.ndarray | EmbedServeError, float]
+"""The values of a batch, or what to answer instead; and the seconds it took."""
+
 FAILED = "the lookup failed; the server's log says why"
 
 
@@ -43,6 +46,8 @@ class LookupEngine(Protocol):
     def lookup(
         self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None
     ) -> np.ndarray: ...
+
+    def to_float16(self, values: np.ndarray) -> np.ndarray: ...
 
 
 class Entry:
@@ -76,8 +81,15 @@ class Batcher:
         limits: Limits,
         metrics: ModelMetrics,
         executor: Executor,
+        threads: int = 1,
     ) -> None:
+        """
+        Args:
+            executor: runs batches that are too large for the event loop's thread.
+            threads: of the executor; a large batch is cut into as many pieces.
+        """
         self.model = model
+        self._threads = threads if model.is_pooled else 1
         self._engine = engine
         self._limits = limits
         self._metrics = metrics
@@ -235,25 +247,31 @@ class Batcher:
         ids = batch.ids.size
         work_bytes = ids * self._row_bytes + self._output_bytes(batch.batch_size, ids)
         if work_bytes <= self._limits.inline_bytes_max:
-            self._finish(entries, batch, self._look_up(batch))
+            self._finish(entries, batch, [self._look_up(batch)])
             return
         self._is_working = True
-        future = loop.run_in_executor(self._executor, self._look_up, batch)
-        future.add_done_callback(lambda done: self._finish_in_loop(loop, entries, batch, done))
+        # The kernel uses one thread, so that a piece for each makes use of all.
+        pieces = cut(batch, len(self.model.features), self._threads)
+        looking_up = asyncio.gather(
+            *(loop.run_in_executor(self._executor, self._look_up, piece) for piece in pieces)
+        )
+        looking_up.add_done_callback(
+            lambda done: self._finish_in_loop(loop, entries, batch, done.result())
+        )
 
     def _finish_in_loop(
         self,
         loop: asyncio.AbstractEventLoop,
         entries: list[Entry],
         batch: Batch,
-        done: asyncio.Future[tuple[np.ndarray | EmbedServeError, float]],
+        looked_up: list[LookedUp],
     ) -> None:
         self._is_working = False
-        self._finish(entries, batch, done.result())
+        self._finish(entries, batch, looked_up)
         if self._queue:
             self._schedule(loop)
 
-    def _look_up(self, batch: Batch) -> tuple[np.ndarray | EmbedServeError, float]:
+    def _look_up(self, batch: Batch) -> LookedUp:
         """The values, or what to answer instead; and the seconds it took."""
         start = perf_counter()
         values: np.ndarray | EmbedServeError
@@ -271,20 +289,25 @@ class Batcher:
         return values, perf_counter() - start
 
     def _finish(
-        self,
-        entries: Sequence[Entry],
-        batch: Batch,
-        looked_up: tuple[np.ndarray | EmbedServeError, float],
+        self, entries: Sequence[Entry], batch: Batch, looked_up: Sequence[LookedUp]
     ) -> None:
-        values, seconds = looked_up
-        self._metrics.lookup_seconds.observe(seconds)
-        if isinstance(values, EmbedServeError):
-            self._fail(entries, values)
-            return
-        results = split(values, batch, [entry.request for entry in entries], self.model)
+        self._metrics.lookup_seconds.observe(max([seconds for _, seconds in looked_up]))
+        pieces = []
+        for values, _ in looked_up:
+            if isinstance(values, EmbedServeError):
+                self._fail(entries, values)
+                return
+            pieces.append(values)
+        results = split(pieces, batch, [entry.request for entry in entries], self.model)
         for entry, result in zip(entries, results, strict=True):
+            if entry.request.output_dtype == "float16":
+                self._round(result)
             if entry.caller.is_waiting:  # its client may have gone meanwhile
                 entry.caller.answer(result)
+
+    def _round(self, result: LookupResult) -> None:
+        result.values = self._engine.to_float16(result.values)
+        result.more = [self._engine.to_float16(piece) for piece in result.more]
 
     def _fail(self, entries: Sequence[Entry], error: EmbedServeError) -> None:
         for entry in entries:

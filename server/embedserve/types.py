@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,6 +25,7 @@ class LookupRequest:
         batch_size: examples B, 1 or more.
         string_features: those of ``features`` whose ids were given as strings.
         strings: these strings by their hashes, for messages; None where there are none.
+        output_dtype: "float32" or "float16", of the values that the caller wants.
     """
 
     model: str
@@ -35,6 +36,7 @@ class LookupRequest:
     batch_size: int
     string_features: frozenset[str] = frozenset()
     strings: Mapping[int, str] | None = None
+    output_dtype: str = "float32"
 
 
 @dataclass(slots=True)
@@ -43,16 +45,20 @@ class LookupResult:
 
     Attributes:
         model: that answered.
-        values: float32, C-contiguous, a slice of its batch: [B, sum(model.length_per_key)];
-            of an unpooled model [sum(lengths), dim], one row for each id, key after key.
+        values: float32 or float16, as the request wants, C-contiguous, a slice of its batch:
+            [B, sum(model.length_per_key)]; of an unpooled model [sum(lengths), dim], one row for
+            each id, key after key.
         unknown_ids: how many ids had no row, by feature; None where all had one.
         lengths: int32 [keys, B] of an unpooled model, else None.
+        more: the rest of the rows, where a batch was looked up in pieces: ``values`` has the
+            first B of them. Never joined before they are written, which would copy all.
     """
 
     model: ModelInfo
     values: np.ndarray
     unknown_ids: Mapping[str, int] | None = None
     lengths: np.ndarray | None = None
+    more: Sequence[np.ndarray] = ()
 
 
 @dataclass(slots=True)

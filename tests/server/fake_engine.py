@@ -97,6 +97,10 @@ class FakeEngine:
                 blocks += [self.tables[table.name][ids[s]] for s in slices]
         return np.ascontiguousarray(np.concatenate(blocks, axis=1 if self.model.is_pooled else 0))
 
+    def to_float16(self, values: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16)
+
     def _pool(self, table: TableInfo, rows: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
         total = np.zeros(table.embedding_dim, np.float32)
         for i, row in enumerate(rows):

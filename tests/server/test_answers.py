@@ -20,7 +20,7 @@ def test_pooled_values_are_slices_of_the_batch() -> None:
     assert batch is not None
     values = POOLED.lookup(batch.ids, batch.lengths)
     assert in_request_order(values, batch, POOLED.model) is values
-    for i, result in enumerate(split(values, batch, requests, POOLED.model)):
+    for i, result in enumerate(split([values], batch, requests, POOLED.model)):
         assert np.shares_memory(result.values, values[i])
         assert (result.unknown_ids, result.lengths) == (None, None)
 
@@ -41,9 +41,8 @@ def test_rows_come_key_after_key_for_each_request() -> None:
     batch = join(requests, UNPOOLED.model)
     assert batch is not None
     values = UNPOOLED.lookup(batch.ids, batch.lengths)
-    results = split(
-        in_request_order(values, batch, UNPOOLED.model), batch, requests, UNPOOLED.model
-    )
+    ordered = in_request_order(values, batch, UNPOOLED.model)
+    results = split([ordered], batch, requests, UNPOOLED.model)
     item, again = UNPOOLED.tables["t_item"], UNPOOLED.tables["t_again"]
     assert np.array_equal(results[0].values, [*item[[1, 2, 3, 4]], *again[[1, 2, 3]]])
     assert np.array_equal(results[1].values, item[[5, 6]])

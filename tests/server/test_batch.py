@@ -11,7 +11,7 @@ from server.fake_models import ruled_info, unpooled_info
 from server.strategies import bags_of, bags_of_ids, weights_or_none
 
 from embedserve.answers import in_request_order, split
-from embedserve.batch import join, to_model_order
+from embedserve.batch import cut, join, to_model_order
 from embedserve.errors import InvalidRequestError
 from embedserve.types import LookupRequest, LookupResult
 
@@ -25,13 +25,24 @@ def ordered(bags: Bags, weights: Weights | None = None) -> LookupRequest:
     return to_model_order(make_request(bags, weights), MODEL)
 
 
-def answered(engine: FakeEngine, requests: list[LookupRequest]) -> list[LookupResult]:
-    """What the batcher makes of ``requests``."""
+def answered(
+    engine: FakeEngine, requests: list[LookupRequest], pieces: int = 1
+) -> list[LookupResult]:
+    """What the batcher makes of ``requests``, on so many threads."""
     batch = join(requests, engine.model)
     assert batch is not None
     assert batch.batch_size == sum(request.batch_size for request in requests)
-    values = engine.lookup(batch.ids, batch.lengths, batch.weights)
-    return split(in_request_order(values, batch, engine.model), batch, requests, engine.model)
+    values = []
+    for piece in cut(batch, len(engine.model.features), pieces):
+        answer = engine.lookup(piece.ids, piece.lengths, piece.weights)
+        assert len(answer) or not engine.model.is_pooled
+        values.append(in_request_order(answer, piece, engine.model))
+    assert len(values) == min(pieces, batch.batch_size)
+    return split(values, batch, requests, engine.model)
+
+
+def rows(result: LookupResult) -> np.ndarray:
+    return np.concatenate([result.values, *result.more])
 
 
 @pytest.mark.parametrize("engine", [ENGINE, RULED, UNPOOLED], ids=lambda e: e.model.name)
@@ -45,9 +56,10 @@ def test_split_of_join_is_each_request_alone(engine: FakeEngine, data: st.DataOb
         to_model_order(make_request(bags, weights), engine.model)
         for bags, weights in zip(all_bags, all_weights, strict=True)
     ]
-    results = answered(engine, requests)
+    pieces = data.draw(st.integers(1, 5)) if engine.model.is_pooled else 1
+    results = answered(engine, requests, pieces)
     for bags, weights, result in zip(all_bags, all_weights, results, strict=True):
-        assert np.array_equal(result.values, engine.expected(bags, weights))
+        assert np.array_equal(rows(result), engine.expected(bags, weights))
         assert result.unknown_ids == engine.expected_unknown(bags)
         if engine.model.is_pooled:
             assert result.lengths is None

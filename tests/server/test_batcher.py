@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
 import numpy as np
@@ -14,6 +15,7 @@ from server.fake_engine import Bags, FakeEngine, make_request
 from server.waiting import until
 
 from embedserve.batch import to_model_order
+from embedserve.batcher import Batcher
 from embedserve.config import Limits
 from embedserve.errors import (
     DeadlineExceededError,
@@ -52,6 +54,47 @@ async def test_requests_of_one_turn_form_one_batch(
     assert [lookup.batch_size for lookup in engine.lookups] == [10]
     for bags, result in zip(all_bags, results, strict=True):
         assert np.array_equal(result.values, engine.expected(bags))
+
+
+async def test_a_large_batch_is_cut_for_all_threads(engine: FakeEngine) -> None:
+    with ThreadPoolExecutor(3) as executor:
+        metrics = ModelMetrics(engine.model)
+        batcher = Batcher(engine, engine.model, IN_THREAD, metrics, executor, threads=3)
+        all_bags: list[Bags] = [{"user": [[i], [i, i]]} for i in range(4)]
+        requests = [ordered(engine, bags) for bags in all_bags]
+        results = await asyncio.gather(*map(batcher.submit, requests))
+    assert sorted(lookup.batch_size for lookup in engine.lookups) == [2, 3, 3]
+    assert not any(lookup.is_inline for lookup in engine.lookups)
+    for bags, result in zip(all_bags, results, strict=True):
+        rows = np.concatenate([result.values, *result.more])
+        assert np.array_equal(rows, engine.expected(bags))
+    assert metrics.lookup_seconds.samples()[0][-1] == ("+Inf", 1)
+
+
+async def test_a_piece_that_fails_fails_its_batch(engine: FakeEngine) -> None:
+    engine.failure = RuntimeError("of one piece")
+    with ThreadPoolExecutor(2) as executor:
+        metrics = ModelMetrics(engine.model)
+        batcher = Batcher(engine, engine.model, IN_THREAD, metrics, executor, threads=2)
+        answer = batcher.submit(ordered(engine, {"user": [[1], [2]]}))
+        with pytest.raises(EngineError):
+            await answer
+        engine.failure = None
+        await batcher.submit(ordered(engine, USER))
+
+
+async def test_float16_is_what_its_caller_asked_for_alone(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher = make_batcher(INLINE)
+    rounded, exact = ordered(engine, USER), ordered(engine, USER)
+    rounded.output_dtype = "float16"
+    results = await asyncio.gather(batcher.submit(rounded), batcher.submit(exact))
+    assert len(engine.lookups) == 1
+    expected = engine.expected(USER)
+    assert results[0].values.dtype == np.float16
+    assert np.array_equal(results[0].values, expected.astype(np.float16))
+    assert np.array_equal(results[1].values, expected)
 
 
 async def test_requests_gather_while_the_engine_works(

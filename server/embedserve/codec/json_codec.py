@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import compress
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import msgspec
 import numpy as np
@@ -25,11 +25,13 @@ from embedserve.types import LookupRequest, LookupResult, ModelInfo
 class _Body(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     features: dict[str, list[list[int] | int]]
     weights: dict[str, list[list[float] | float]] | None = None
+    output_dtype: Literal["float32", "float16"] = "float32"
 
 
 class _BodyWithStrings(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     features: dict[str, list[list[int | str] | int | str]]
     weights: dict[str, list[list[float] | float]] | None = None
+    output_dtype: Literal["float32", "float16"] = "float32"
 
 
 _DECODER = msgspec.json.Decoder(_Body)
@@ -44,12 +46,16 @@ def decode_request(body: bytes, model: str) -> LookupRequest:
     """
     try:
         try:
-            return _request(_DECODER.decode(body), model)
+            parsed: _Body | _BodyWithStrings = _DECODER.decode(body)
         except msgspec.ValidationError:
             # Tried second: what may be a string or an integer takes longer to read.
-            return _request(_STRING_DECODER.decode(body), model)
+            parsed = _STRING_DECODER.decode(body)
+        request = _request(parsed, model)
     except (msgspec.DecodeError, TypeError, ValueError, OverflowError, RecursionError) as error:
         _refuse(body, error)
+    if parsed.output_dtype != "float32":
+        request.output_dtype = parsed.output_dtype
+    return request
 
 
 def _request(parsed: _Body | _BodyWithStrings, model: str) -> LookupRequest:
@@ -178,7 +184,7 @@ def encode_result(result: LookupResult) -> bytes:
         head += b',"lengths":' + _numpy_json(_by_key(result.lengths, result.model))
     if result.unknown_ids is not None:
         head += b',"unknown_ids":' + orjson.dumps(result.unknown_ids)
-    values: Any = result.values
+    values: Any = np.concatenate([result.values, *result.more]) if result.more else result.values
     if result.lengths is not None:
         ends = np.cumsum(result.lengths.sum(axis=1)).tolist()
         values = _by_key(np.split(values, ends[:-1]), result.model)

@@ -39,6 +39,8 @@ def decode_request(body: bytes, model: str = "") -> LookupRequest:
     lengths = _array("lengths", message.lengths, message.lengths_bytes, _INT32)
     batch_size = _batch_size(features, lengths)
     request = LookupRequest(model or message.model, features, ids, lengths, None, batch_size)
+    if message.output_dtype:
+        request.output_dtype = _output_dtype(message.output_dtype)
     if message.string_keys or message.string_ids:
         _add_strings(request, message)
     if message.weights or message.weights_bytes:
@@ -51,6 +53,14 @@ def decode_request(body: bytes, model: str = "") -> LookupRequest:
             )
         request.weights = weights
     return request
+
+
+def _output_dtype(value: int) -> str:
+    if value != embedding_pb2.FLOAT16:
+        raise InvalidRequestError(
+            f"output_dtype is {value}, expected FLOAT32 (0) or FLOAT16 (1)", "output_dtype"
+        )
+    return "float16"
 
 
 @lru_cache(maxsize=1024)
@@ -125,20 +135,27 @@ def encode_parts(result: LookupResult) -> list[bytes | memoryview]:
     A protobuf message is the concatenation of its fields, so what is the same for every
     answer of a model is encoded once, and lengths and unknown_ids, which few have, follow.
     """
-    values = result.values if result.values.dtype.str == "<f4" else result.values.astype("<f4")
-    batch_size = len(values) if result.lengths is None else result.lengths.shape[1]
+    pieces = [_little_endian(one) for one in (result.values, *result.more)]
+    batch_size = sum(map(len, pieces)) if result.lengths is None else result.lengths.shape[1]
+    values_bytes = sum([piece.nbytes for piece in pieces])
     parts: list[bytes | memoryview]
-    parts = [_start(result.model, batch_size, values.nbytes), values.data]
+    parts = [_start(result.model, batch_size, values_bytes, pieces[0].itemsize)]
+    parts += [piece.data for piece in pieces]
     if result.lengths is not None or result.unknown_ids:
         parts.append(_more(result))
     return parts
 
 
+def _little_endian(values: np.ndarray) -> np.ndarray:
+    return values.astype(values.dtype.newbyteorder("<"), copy=False)
+
+
 @lru_cache(maxsize=1024)
-def _start(model: ModelInfo, batch_size: int, values_bytes: int) -> bytes:
+def _start(model: ModelInfo, batch_size: int, values_bytes: int, itemsize: int) -> bytes:
     """All that comes before the values."""
-    size = embedding_pb2.EmbedResponse(batch_size=batch_size).SerializeToString()
-    return b"".join((_prefix(model), size, VALUES_TAG, _varint(values_bytes)))
+    output_dtype = embedding_pb2.FLOAT16 if itemsize == 2 else embedding_pb2.FLOAT32
+    sizes = embedding_pb2.EmbedResponse(batch_size=batch_size, output_dtype=output_dtype)
+    return b"".join((_prefix(model), sizes.SerializeToString(), VALUES_TAG, _varint(values_bytes)))
 
 
 def _more(result: LookupResult) -> bytes:

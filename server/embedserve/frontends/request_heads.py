@@ -19,6 +19,9 @@ HEADS_MAX = 4096
 """Bodies of other lengths have other heads; past this many, all are forgotten."""
 SPECIAL_HEADERS = {b"transfer-encoding", b"expect", b"upgrade"}
 
+SPECIAL_CHARACTERS = set("%?#")
+"""Of a URL: more than a path as it is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Head:
@@ -56,21 +59,18 @@ class RequestHeads:
 def parse_head(head: bytes) -> Head | None:
     """``head`` (with its empty line) if it is that of a plain embed request."""
     reader = _Reader()
-    parser = httptools.HttpRequestParser(reader)
     try:
-        parser.feed_data(head)
+        reader.parser.feed_data(head)
     except (httptools.HttpParserError, httptools.HttpParserUpgrade):
         return None
-    if not reader.is_whole or parser.get_method() != b"POST":
-        return None
-    if parser.get_http_version() != "1.1" or not parser.should_keep_alive():
+    if not reader.is_plain:
         return None
     names = {name for name, _ in reader.headers}
     if names & SPECIAL_HEADERS or b"content-length" not in names:
         return None
     url = reader.url.decode("latin-1")
     model = embed_route(url)
-    if model is None or "%" in url or "?" in url:
+    if model is None or not SPECIAL_CHARACTERS.isdisjoint(url):
         return None
     try:
         call = read_headers(reader.headers)
@@ -80,12 +80,17 @@ def parse_head(head: bytes) -> Head | None:
 
 
 class _Reader:
-    """What llhttp finds in a head."""
+    """What llhttp finds in a head.
+
+    Attributes:
+        is_plain: it is whole, a POST of HTTP/1.1, and its connection is kept alive.
+    """
 
     def __init__(self) -> None:
+        self.parser = httptools.HttpRequestParser(self)
         self.url = b""
         self.headers: Headers = []
-        self.is_whole = False
+        self.is_plain = False
 
     def on_url(self, url: bytes) -> None:
         self.url += url
@@ -94,4 +99,9 @@ class _Reader:
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self.is_whole = True
+        # Asked here: at the end of the message, which an empty body is, llhttp starts anew.
+        self.is_plain = (
+            self.parser.get_method() == b"POST"
+            and self.parser.get_http_version() == "1.1"
+            and self.parser.should_keep_alive()
+        )
