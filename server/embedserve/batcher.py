@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 LookedUp = tuple[np.ndarray | EmbedServeError, float]
 """The values of a batch, or what to answer instead; and the seconds it took."""
 
+OPEN_SHARE = 7 / 8
+"""Of its limits; a queue that was full and holds less takes requests again."""
 FAILED = "the lookup failed; the server's log says why"
 
 
@@ -97,6 +99,7 @@ class Batcher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queue: deque[Entry] = deque()
         self._queued_ids = 0
+        self._is_closed = False
         self._is_scheduled = False
         self._is_working = False
         self._timer: asyncio.TimerHandle | None = None
@@ -137,20 +140,40 @@ class Batcher:
         if not self._is_scheduled and not self._is_working:
             self._schedule(self._loop)
 
+    def check_open(self) -> None:
+        """Raises OverloadedError from when the queue was full until an eighth of it is free.
+
+        Asked before a request is decoded: refusing the many that come meanwhile costs little.
+        """
+        if self._is_closed:
+            raise OverloadedError(
+                f"the queue of {self.model.name!r} is full: it holds "
+                f"{self._metrics.queued_examples} examples and {self._queued_ids} ids"
+            )
+
     def _check_room(self, request: LookupRequest) -> None:
         """A lone request always has room: what one may hold is limited elsewhere."""
+        self.check_open()
         queued = self._metrics.queued_examples
         if queued and queued + request.batch_size > self._limits.queue_examples_max:
+            self._is_closed = True
             raise OverloadedError(
                 f"the queue of {self.model.name!r} holds {queued} examples, "
                 f"{request.batch_size} more pass its limit of {self._limits.queue_examples_max}"
             )
         ids = self._queued_ids
         if ids and ids + request.ids.size > self._limits.queue_ids_max:
+            self._is_closed = True
             raise OverloadedError(
                 f"the queue of {self.model.name!r} holds {ids} ids, "
                 f"{request.ids.size} more pass its limit of {self._limits.queue_ids_max}"
             )
+
+    def _has_room_again(self) -> bool:
+        return (
+            self._metrics.queued_examples <= OPEN_SHARE * self._limits.queue_examples_max
+            and self._queued_ids <= OPEN_SHARE * self._limits.queue_ids_max
+        )
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
         """Has the next batch start: soon, or once its first request waited for company."""
@@ -214,6 +237,8 @@ class Batcher:
             entry = self._pop()
             if _is_wanted(entry, now):
                 entries.append(entry)
+        if self._is_closed:
+            self._is_closed = not self._has_room_again()
         self._metrics.wait_seconds.observe_many([now - entry.arrived_s for entry in entries])
         return entries
 

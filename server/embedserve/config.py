@@ -33,7 +33,7 @@ class Limits:
     batch_ids_max: int = limit(
         262_144, "Ids of a batch of several requests; a larger request is a batch of its own."
     )
-    batch_output_bytes_max: int = limit(32 * MIB, "Bytes of such a batch's float32 values.")
+    batch_output_bytes_max: int = limit(8 * MIB, "Bytes of such a batch's float32 values.")
     queue_examples_max: int = limit(131_072, "Examples waiting before requests are refused.")
     queue_ids_max: int = limit(16_777_216, "Ids waiting before requests are refused.")
     delay_ms_max: float = limit(

@@ -42,6 +42,7 @@ class Service:
         metrics: Metrics,
     ) -> None:
         self._batchers = dict(batchers)
+        self._only = next(iter(self._batchers.values())) if len(self._batchers) == 1 else None
         self.default_model = default_model
         self.limits = limits
         self.metrics = metrics
@@ -86,6 +87,16 @@ class Service:
         """
         batcher, request, deadline_s = self._admit(request, timeout_s)
         batcher.enqueue(request, caller, deadline_s)
+
+    def check_open(self, model: str) -> None:
+        """Raises OverloadedError while the queue of ``model`` is full, before anything is decoded.
+
+        Does nothing where the model is not known from its name alone: a protobuf message may
+        name it inside.
+        """
+        batcher = self._only or self._batchers.get(model)
+        if batcher is not None:
+            batcher.check_open()
 
     def _admit(
         self, request: LookupRequest, timeout_s: float | None

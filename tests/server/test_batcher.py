@@ -380,3 +380,25 @@ async def test_a_failure_while_joining_still_answers_everyone(
     assert "no room for the batch" in caplog.text
     assert metrics.lookup_seconds.samples()[0][-1] == ("+Inf", 0)
     assert (await batcher.submit(ordered(engine, USER))).values.shape[0] == 1
+
+
+async def test_a_queue_that_was_full_takes_requests_once_an_eighth_is_free(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    # A batch holds two of these requests of one id.
+    limits = Limits(inline_bytes_max=0, queue_examples_max=16, batch_ids_max=2)
+    batcher = make_batcher(limits)
+    one: Bags = {"user": [[1]]}
+    engine.hold()
+    answers = [batcher.submit(ordered(engine, one))]
+    await until(lambda: engine.lookups)
+    answers += [batcher.submit(ordered(engine, one)) for _ in range(16)]
+    batcher.check_open()
+    with pytest.raises(OverloadedError, match="holds 16 examples, 1 more pass its limit of 16"):
+        batcher.submit(ordered(engine, one))
+    with pytest.raises(OverloadedError, match="'shop' is full: it holds 16 examples and 16 ids"):
+        batcher.check_open()
+    engine.release()
+    await asyncio.gather(*answers)
+    batcher.check_open()
+    assert np.array_equal((await batcher.submit(ordered(engine, one))).values, engine.expected(one))

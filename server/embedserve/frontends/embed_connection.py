@@ -113,6 +113,7 @@ class EmbedConnection(HttpToolsProtocol):
 
     def _ask(self, head: Head, body: bytes) -> None:
         try:
+            self._service.check_open(head.model)
             if head.call.body_is_protobuf:
                 request = protobuf_codec.decode_request(body, head.model)
             else:

@@ -127,6 +127,7 @@ class LoopDoor:
         try:
             message = ask.message
             if isinstance(message, bytes):
+                self._service.check_open("")
                 message = protobuf_codec.decode_request(message)
             self._service.enqueue(message, ask, ask.timeout_s)
         except EmbedServeError as error:
