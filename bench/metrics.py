@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from embedserve.metrics import (
+from embedserve.histogram import (
     COUNT_BUCKETS,
     LOOKUP_SECONDS_BUCKETS,
     SECONDS_BUCKETS,
     Histogram,
-    ProtocolMetrics,
 )
+from embedserve.metrics import ProtocolMetrics
 
 BATCHES = 20_000
 BATCH_EXAMPLES = 25

@@ -72,6 +72,17 @@ class ServeSettings:
     strict_plan: bool = setting(
         False, "Refuse to start where the stored plan does not fit the host."
     )
+    workers: int = setting(
+        1,
+        "Processes that share the ports and the tables, one for each core to serve from.",
+        min=1,
+        max=256,
+    )
+    tables: str = setting(
+        "mapped",
+        "mapped: read from the files as they are needed; resident: first copied into memory, in "
+        "huge pages where the host has them.",
+    )
     verify: bool = setting(False, "First check every byte of the store against its checksums.")
     drain_s: float = setting(
         10.0, "Seconds that accepted requests may take after SIGTERM.", min=0, max=3600

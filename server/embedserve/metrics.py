@@ -1,16 +1,17 @@
-"""The Prometheus metrics: every name, help text and bucket is written here, once.
+"""The Prometheus metrics: every name and help text but a process's is written here, once.
 
-Values are gathered in plain lists and numpy arrays on the event loop's thread and turned into
-samples only when /metrics is read: recording costs an append, not a lock and a search.
+Values are gathered in plain lists and integers on the event loop's thread, flushed into the cells
+of this worker's slot, and turned into samples only when /metrics is read: recording costs an
+append, not a lock and a search. What is read is the sum over all workers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -19,63 +20,41 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from embedserve.errors import EmbedServeError
+from embedserve.histogram import (
+    COUNT_BUCKETS,
+    LOOKUP_SECONDS_BUCKETS,
+    SECONDS_BUCKETS,
+    Histogram,
+    histogram_cells,
+)
+from embedserve.metric_slots import Slot, lone_slot
+from embedserve.process_metrics import PROCESS_CELLS, ProcessMetrics
 from embedserve.types import ModelInfo
 
-SECONDS_BUCKETS = tuple(
-    round(step * scale, 6)
-    for scale in (0.0001, 0.001, 0.01, 0.1, 1.0)
-    for step in (1, 1.5, 2, 3, 5, 7.5)
-)
-"""100 microseconds to 7.5 seconds, six a decade."""
-
-LOOKUP_SECONDS_BUCKETS = (0.00001, 0.00002, 0.00003, 0.00005, 0.000075, *SECONDS_BUCKETS)
-COUNT_BUCKETS = tuple(float(2**i) for i in range(21))
-PENDING_MAX = 4096
+_ERRORS: list[type[EmbedServeError]] = [EmbedServeError, *EmbedServeError.__subclasses__()]
+OUTCOMES = ("OK", "CANCELLED", *sorted({error.code for error in _ERRORS}))
+"""Of a request: answered, its client went away, or the code of its error."""
+PROTOCOLS = ("rest", "grpc")
 
 
-class Histogram:
-    """Counts in fixed buckets; observations wait in a list until there are many or a scrape."""
-
-    def __init__(self, buckets: Sequence[float]) -> None:
-        self.buckets = tuple(buckets)
-        self._bounds = np.array(buckets)
-        self._counts = np.zeros(len(buckets) + 1, np.int64)
-        self._sum = 0.0
-        self._pending: list[float] = []
-
-    def observe(self, value: float) -> None:
-        self._pending.append(value)
-        if len(self._pending) >= PENDING_MAX:
-            self._flush()
-
-    def observe_many(self, values: Iterable[float]) -> None:
-        self._pending.extend(values)
-        if len(self._pending) >= PENDING_MAX:
-            self._flush()
-
-    def _flush(self) -> None:
-        values = np.array(self._pending)
-        self._pending.clear()
-        # "le" buckets: a value equal to a bound belongs to it.
-        positions = np.searchsorted(self._bounds, values, side="left")
-        self._counts += np.bincount(positions, minlength=self._counts.size)
-        self._sum += float(values.sum())
-
-    def samples(self) -> tuple[list[tuple[str, float]], float]:
-        """([(bound, cumulative count), …, ("+Inf", count)], sum of all values)."""
-        self._flush()
-        cumulative = np.cumsum(self._counts).tolist()
-        bounds = [str(bound) for bound in self.buckets] + ["+Inf"]
-        return list(zip(bounds, cumulative, strict=True)), self._sum
+PROTOCOL_CELLS = len(OUTCOMES) + 1 + histogram_cells(SECONDS_BUCKETS)
 
 
 class ProtocolMetrics:
-    """What one protocol (rest or grpc) answered."""
+    """What one protocol (rest or grpc) answered.
 
-    def __init__(self) -> None:
+    Attributes:
+        outcomes, response_bytes: of this process alone.
+    """
+
+    def __init__(self, slot: Slot | None = None) -> None:
+        slot = slot or lone_slot(PROTOCOL_CELLS)
         self.outcomes: Counter[str] = Counter()
-        self.seconds = Histogram(SECONDS_BUCKETS)
         self.response_bytes = 0
+        self._cells = slot.take(len(OUTCOMES) + 1)
+        self._before = self._cells.own.copy()
+        self.seconds = Histogram(SECONDS_BUCKETS, slot)
 
     def answered(self, seconds: float, response_bytes: int) -> None:
         self.outcomes["OK"] += 1
@@ -87,42 +66,130 @@ class ProtocolMetrics:
         self.outcomes[code] += 1
         self.seconds.observe(seconds)
 
+    def flush(self) -> None:
+        counts = [self.outcomes[outcome] for outcome in OUTCOMES]
+        self._cells.own[:] = self._before + [*counts, self.response_bytes]
+        self.seconds.flush()
+
+    def total(self) -> tuple[dict[str, float], float]:
+        """(requests by outcome, where there were any; bytes of answers) of all workers."""
+        *counts, response_bytes = self._cells.total().tolist()
+        named = zip(OUTCOMES, counts, strict=True)
+        return {outcome: count for outcome, count in named if count}, response_bytes
+
+
+def model_cells(features: int) -> int:
+    buckets = (SECONDS_BUCKETS, COUNT_BUCKETS, COUNT_BUCKETS, LOOKUP_SECONDS_BUCKETS)
+    return 2 + features + sum(map(histogram_cells, buckets))
+
 
 class ModelMetrics:
-    """What one model's batcher did."""
+    """What one model's batcher did.
 
-    def __init__(self, model: ModelInfo) -> None:
+    Attributes:
+        queued_requests, queued_examples: that wait in this process.
+        unknown_ids: int64 [F], counted by this process.
+    """
+
+    def __init__(self, model: ModelInfo, slot: Slot | None = None) -> None:
+        features = len(model.features)
+        slot = slot or lone_slot(model_cells(features))
         self.model = model
         self.queued_requests = 0
         self.queued_examples = 0
-        self.wait_seconds = Histogram(SECONDS_BUCKETS)
-        self.batch_examples = Histogram(COUNT_BUCKETS)
-        self.batch_ids = Histogram(COUNT_BUCKETS)
-        self.lookup_seconds = Histogram(LOOKUP_SECONDS_BUCKETS)
-        self.unknown_ids = np.zeros(len(model.features), np.int64)
+        self.unknown_ids = np.zeros(features, np.int64)
+        self._queued = slot.take(2)
+        self._unknown = slot.take(features)
+        self._unknown_before = self._unknown.own.copy()
+        self.wait_seconds = Histogram(SECONDS_BUCKETS, slot)
+        self.batch_examples = Histogram(COUNT_BUCKETS, slot)
+        self.batch_ids = Histogram(COUNT_BUCKETS, slot)
+        self.lookup_seconds = Histogram(LOOKUP_SECONDS_BUCKETS, slot)
+
+    def flush(self) -> None:
+        self._queued.own[:] = self.queued_requests, self.queued_examples
+        self._unknown.own[:] = self._unknown_before + self.unknown_ids
+        for one in (self.wait_seconds, self.batch_examples, self.batch_ids, self.lookup_seconds):
+            one.flush()
+
+    def total_queued(self) -> list[float]:
+        """[requests, examples] that wait in all workers that are ready."""
+        queued: list[float] = self._queued.of_ready().sum(axis=0).tolist()
+        return queued
+
+    def total_unknown_ids(self) -> list[float]:
+        """[F] of all workers."""
+        unknown: list[float] = self._unknown.total().tolist()
+        return unknown
+
+
+def cells_per_worker(features_per_model: Iterable[int]) -> int:
+    """Cells that the metrics of a server with such models take of a slot."""
+    of_models = sum(map(model_cells, features_per_model))
+    return PROCESS_CELLS + len(PROTOCOLS) * PROTOCOL_CELLS + of_models
 
 
 class Metrics(Collector):
-    """All metrics of one server, as a prometheus_client collector."""
+    """All metrics of one server, as a prometheus_client collector.
 
-    def __init__(self, models: Iterable[ModelInfo]) -> None:
-        self.protocols = {"rest": ProtocolMetrics(), "grpc": ProtocolMetrics()}
-        self.models = {model.name: ModelMetrics(model) for model in models}
+    Attributes:
+        workers: the processes that the server has, ready or not.
+        tables: how it holds its tables, "mapped" or "resident".
+    """
+
+    def __init__(
+        self, models: Iterable[ModelInfo], slot: Slot | None = None, tables: str = "mapped"
+    ) -> None:
+        models = list(models)
+        slot = slot or lone_slot(cells_per_worker(len(model.features) for model in models))
+        self._slot = slot
+        self._process = ProcessMetrics(slot)
+        self.workers = slot.workers
+        self.tables = tables
+        self.protocols = {name: ProtocolMetrics(slot) for name in PROTOCOLS}
+        self.models = {model.name: ModelMetrics(model, slot) for model in models}
 
     def registry(self) -> CollectorRegistry:
-        """A registry of these metrics, and of the process and the garbage collector."""
+        """A registry of these metrics, and of the interpreter and its garbage collector.
+
+        The collector's counts are left out where there are workers: each has its own, they cannot
+        be asked for from another process, and a scrape would show those of whichever answered.
+        """
         registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
-        GCCollector(registry=registry)
+        if self.workers == 1:
+            GCCollector(registry=registry)
         registry.register(self)
         return registry
 
+    def flush(self) -> None:
+        """Writes what was recorded since the last time where other workers read it."""
+        self._process.flush()
+        for protocol in self.protocols.values():
+            protocol.flush()
+        for model in self.models.values():
+            model.flush()
+
     def collect(self) -> Iterator[Metric]:
+        self.flush()
+        yield from self._process.collect()
+        yield from self._collect_workers()
         yield from self._collect_protocols()
         yield from self._collect_batchers()
         yield self._collect_unknown_ids()
         yield from self._collect_models()
+
+    def _collect_workers(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "embedserve_workers",
+            "Processes of this server that are alive and ready.",
+            self._slot.ready_workers(),
+        )
+        yield CounterMetricFamily(
+            "embedserve_worker_restarts",
+            "Processes of this server that ended and were replaced.",
+            self._slot.restarts(),
+        )
 
     def _collect_protocols(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(
@@ -139,25 +206,27 @@ class Metrics(Collector):
             "embedserve_response_bytes", "Bytes of encoded answers.", labels=["protocol"]
         )
         for name, protocol in self.protocols.items():
-            for outcome, count in protocol.outcomes.items():
+            outcomes, nbytes = protocol.total()
+            for outcome, count in outcomes.items():
                 requests.add_metric([name, outcome], count)
             seconds.add_metric([name], *protocol.seconds.samples())
-            response_bytes.add_metric([name], protocol.response_bytes)
+            response_bytes.add_metric([name], nbytes)
         yield requests
         yield seconds
         yield response_bytes
 
     def _collect_batchers(self) -> Iterator[Metric]:
         models = self.models.items()
+        queued = {name: model.total_queued() for name, model in models}
         yield _gauge(
             "embedserve_queue_requests",
             "Requests waiting for a batch.",
-            {name: model.queued_requests for name, model in models},
+            {name: requests for name, (requests, _) in queued.items()},
         )
         yield _gauge(
             "embedserve_queue_examples",
             "Examples of the requests waiting for a batch.",
-            {name: model.queued_examples for name, model in models},
+            {name: examples for name, (_, examples) in queued.items()},
         )
         for attribute, name, help_text in (
             ("wait_seconds", "embedserve_queue_wait_seconds", "Seconds a request waited."),
@@ -178,7 +247,7 @@ class Metrics(Collector):
         )
         for name, metrics in self.models.items():
             is_counted = ~metrics.model.refuses_unknown
-            counts = zip(metrics.model.features, metrics.unknown_ids.tolist(), strict=True)
+            counts = zip(metrics.model.features, metrics.total_unknown_ids(), strict=True)
             for (feature, count), shown in zip(counts, is_counted, strict=True):
                 if shown:
                     family.add_metric([name, feature], count)

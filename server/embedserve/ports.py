@@ -1,7 +1,8 @@
 """Claims the two ports before anything is loaded, so that one in use is said at once.
 
 A claimed port listens: of two servers that start together the second is refused. Connections
-that come while the models load wait until they are served.
+that come while the models load wait until they are served. Ports that workers share are claimed
+as well, then held without listening: each worker listens for itself once it is warm.
 """
 
 from __future__ import annotations
@@ -30,6 +31,43 @@ class Ports:
     def close(self) -> None:
         self.http_socket.close()
         self.grpc_socket.close()
+
+    def share(self) -> SharedPorts:
+        """The same ports, held for workers; connections are refused from now on until one of
+        them listens."""
+        held = tuple(map(_hold, (self.http_socket, self.grpc_socket)))
+        self.close()
+        return SharedPorts(self.host, self.http, self.grpc, held)
+
+
+@dataclass(frozen=True)
+class SharedPorts:
+    """Ports that the workers of one server listen on, and no other server.
+
+    Attributes:
+        held: sockets that are bound and do not listen, so that no connection comes to them.
+    """
+
+    host: str
+    http: int
+    grpc: int
+    held: tuple[socket.socket, ...]
+
+    def bind_http(self) -> socket.socket:
+        """A socket of this worker's own, which it makes listen.
+
+        Raises:
+            OSError: the port was taken from us.
+        """
+        return _bind_shared(self.held[0])
+
+    def grpc_address(self) -> str:
+        """HOST:PORT, for grpcio, which binds by itself and does so at once."""
+        return f"{bracketed(self.host)}:{self.grpc}"
+
+    def close(self) -> None:
+        for sock in self.held:
+            sock.close()
 
 
 def claim_ports(host: str, http_port: int, grpc_port: int) -> Ports:
@@ -60,6 +98,27 @@ def _listen(host: str, port: int, protocol: str) -> socket.socket:
         raise OSError(
             f"cannot listen on {bracketed(host)}:{port} ({protocol}): {reason}"
         ) from error
+    return sock
+
+
+def _hold(listening: socket.socket) -> socket.socket:
+    """A socket on the port of ``listening``, bound while that still keeps others away.
+
+    With SO_REUSEADDR it may be bound beside connections of the server before, which the kernel
+    remembers for a minute; without it, from then on, no other server may bind and listen.
+    """
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held = _bind_shared(listening)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    return held
+
+
+def _bind_shared(other: socket.socket) -> socket.socket:
+    """A socket on the port of ``other``, which it shares."""
+    sock = socket.socket(other.family, socket.SOCK_STREAM)
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        sock.setsockopt(socket.SOL_SOCKET, option, 1)
+    sock.bind(other.getsockname())
     return sock
 
 

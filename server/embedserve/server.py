@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from embedserve.frontends.grpc_server import GrpcServer
 from embedserve.frontends.management import management_app
 from embedserve.frontends.request_heads import RequestHeads
 from embedserve.frontends.rest import EmbedEndpoint
+from embedserve.metric_slots import Slot
 from embedserve.metrics import Metrics
 from embedserve.ports import BACKLOG, Ports
 from embedserve.service import Service
@@ -91,14 +93,29 @@ def model_info(engine: Engine) -> ModelInfo:
     )
 
 
+def lookup_threads(settings: ServeSettings) -> int:
+    """Of one process, for large batches: its share of the cores that the server was given."""
+    return max(1, len(os.sched_getaffinity(0)) // settings.workers)
+
+
 def build_service(
-    engines: Mapping[str, Engine], settings: ServeSettings, executor: ThreadPoolExecutor
+    engines: Mapping[str, Engine],
+    settings: ServeSettings,
+    executor: ThreadPoolExecutor,
+    slot: Slot | None = None,
 ) -> Service:
-    """The service over ``engines`` (by model name)."""
+    """The service over ``engines`` (by model name); a worker counts in its ``slot``."""
     infos = {name: model_info(engine) for name, engine in engines.items()}
-    metrics = Metrics(infos.values())
+    metrics = Metrics(infos.values(), slot, settings.tables)
     batchers = {
-        name: Batcher(engine, infos[name], settings.limits, metrics.models[name], executor)
+        name: Batcher(
+            engine,
+            infos[name],
+            settings.limits,
+            metrics.models[name],
+            executor,
+            lookup_threads(settings),
+        )
         for name, engine in engines.items()
     }
     default = settings.default_model or (next(iter(infos)) if len(infos) == 1 else "")

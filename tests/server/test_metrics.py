@@ -11,15 +11,18 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import Metric
+from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from server.fake_engine import FakeEngine, model_info
 from server.fake_models import ruled_info
 from server.live import make_service
 
+from embedserve.errors import EmbedServeError
 from embedserve.frontends.management import management_app
 from embedserve.frontends.rest import EmbedEndpoint
-from embedserve.metrics import PENDING_MAX, Histogram, Metrics
+from embedserve.histogram import PENDING_MAX, Histogram
+from embedserve.metric_slots import Slot, Slots
+from embedserve.metrics import OUTCOMES, Metrics, cells_per_worker
 from embedserve.service import Service
 
 OURS = "embedserve_"
@@ -173,6 +176,103 @@ async def test_the_served_models_are_described(client: httpx.AsyncClient) -> Non
     assert value(families, "embedserve_model_replanned", model="shop") == 0
     rows_bytes = 4 * (7 * 4 + 11 * 3 + 5 * 2)
     assert value(families, "embedserve_table_bytes", model="shop", rank="0") == rows_bytes
+
+
+def samples_of(metrics: Metrics) -> dict[str, Metric]:
+    return read(generate_latest(metrics.registry()).decode())
+
+
+def two_workers() -> tuple[Slots, list[Metrics]]:
+    model = model_info()
+    slots = Slots(2, cells_per_worker([len(model.features)]))
+    for worker in (0, 1):
+        slots.set_ready(worker, True)
+    return slots, [Metrics([model], Slot(slots, worker)) for worker in (0, 1)]
+
+
+def test_a_slot_has_just_the_cells_that_the_metrics_take() -> None:
+    model = model_info()
+    cells = cells_per_worker([len(model.features)])
+    slot = Slot(Slots(1, cells), 0)
+    Metrics([model], slot)
+    assert slot.taken == cells
+    with pytest.raises(ValueError, match="count is 1: a slot has 0 more cells"):
+        slot.take(1)
+
+
+def test_workers_are_added_up_wherever_they_are_asked() -> None:
+    slots, workers = two_workers()
+    for count, metrics in enumerate(workers, 1):
+        for _ in range(count):
+            metrics.protocols["rest"].answered(0.02, 100)
+        metrics.protocols["grpc"].failed("INTERNAL", 0.5)
+        metrics.models["shop"].queued_requests += count
+        metrics.models["shop"].queued_examples += 10 * count
+        metrics.models["shop"].unknown_ids += 1
+        metrics.models["shop"].batch_ids.observe_many([5.0] * count)
+        metrics.flush()
+    one, other = map(samples_of, workers)
+    for families in (one, other):
+        total = "embedserve_requests_total"
+        assert value(families, total, protocol="rest", outcome="OK") == 3
+        assert value(families, total, protocol="grpc", outcome="INTERNAL") == 2
+        assert value(families, "embedserve_response_bytes_total", protocol="rest") == 300
+        assert value(families, "embedserve_request_seconds_count", protocol="rest") == 3
+        assert value(families, "embedserve_batch_ids_sum", model="shop") == 15
+        assert value(families, "embedserve_queue_requests", model="shop") == 3
+        assert value(families, "embedserve_queue_examples", model="shop") == 30
+        assert value(families, "embedserve_workers") == 2
+        assert value(families, "process_open_fds") > 0
+        assert not [name for name in families if name.startswith("python_gc")]
+    slots.count_restart(1)
+    assert value(samples_of(workers[0]), "embedserve_worker_restarts_total") == 1
+
+
+def test_a_dead_worker_keeps_its_counts_and_has_no_queue() -> None:
+    slots, (one, other) = two_workers()
+    other.protocols["rest"].answered(0.02, 100)
+    other.models["shop"].queued_requests += 7
+    other.models["shop"].unknown_ids += 2
+    other.flush()
+    cpu_s = value(samples_of(one), "process_cpu_seconds_total")
+    slots.set_ready(1, False)
+    families = samples_of(one)
+    assert value(families, "embedserve_queue_requests", model="shop") == 0
+    assert value(families, "embedserve_requests_total", protocol="rest", outcome="OK") == 1
+    assert value(families, "embedserve_workers") == 1
+    assert value(families, "process_cpu_seconds_total") >= cpu_s
+
+
+def test_the_replacement_counts_on() -> None:
+    slots, (one, other) = two_workers()
+    other.protocols["rest"].answered(0.02, 100)
+    other.models["shop"].unknown_ids += 2
+    other.flush()
+    cpu_s = value(samples_of(one), "process_cpu_seconds_total")
+    replacement = Metrics([other.models["shop"].model], Slot(slots, 1))
+    replacement.protocols["rest"].answered(0.02, 50)
+    replacement.models["shop"].unknown_ids += 1
+    replacement.flush()
+    families = samples_of(one)
+    assert value(families, "embedserve_requests_total", protocol="rest", outcome="OK") == 2
+    assert value(families, "embedserve_request_seconds_count", protocol="rest") == 2
+    assert value(families, "embedserve_response_bytes_total", protocol="rest") == 150
+    assert one.models["shop"].total_unknown_ids() == [3] * len(one.models["shop"].model.features)
+    assert value(families, "process_cpu_seconds_total") >= cpu_s
+
+
+def test_every_error_has_an_outcome() -> None:
+    errors = EmbedServeError.__subclasses__()
+    assert {error.code for error in errors} <= set(OUTCOMES)
+
+
+def test_one_process_counts_itself_as_a_worker() -> None:
+    families = samples_of(Metrics([model_info()]))
+    assert value(families, "embedserve_workers") == 1
+    assert value(families, "embedserve_worker_restarts_total") == 0
+    assert [name for name in families if name.startswith("python_gc")]
+    assert value(families, "process_resident_memory_bytes") > 0
+    assert value(families, "process_start_time_seconds") > 0
 
 
 def test_two_servers_share_no_metric() -> None:

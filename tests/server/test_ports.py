@@ -74,6 +74,44 @@ def test_grpc_gets_its_port_back() -> None:
     ports.close()
 
 
+def leave_connection_behind(port: int) -> None:
+    """What a server leaves that was stopped: a connection that it closed first."""
+    address = ("127.0.0.1", port)
+    with socket.create_server(address) as listening, socket.create_connection(address) as client:
+        listening.accept()[0].close()
+        client.recv(1)
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_held_ports_are_refused_to_others_before_a_worker_listens(is_fresh: bool) -> None:
+    port = free_port()
+    if not is_fresh:
+        leave_connection_behind(port)
+    shared = claim_ports("127.0.0.1", port, 0).share()
+    try:
+        with pytest.raises(OSError, match=f"127.0.0.1:{port} \\(HTTP\\): Address already in use"):
+            claim_ports("127.0.0.1", port, 0)
+        with pytest.raises(OSError, match=f"127.0.0.1:{shared.grpc} \\(HTTP\\): Address already"):
+            claim_ports("127.0.0.1", shared.grpc, 0)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+    finally:
+        shared.close()
+
+
+def test_workers_listen_on_held_ports_together_and_others_do_not() -> None:
+    shared = claim_ports("127.0.0.1", 0, 0).share()
+    workers = [shared.bind_http() for _ in range(2)]
+    for worker in workers:
+        worker.listen()
+    socket.create_connection(("127.0.0.1", shared.http)).close()
+    with pytest.raises(OSError, match="Address already in use"):
+        claim_ports("127.0.0.1", shared.http, 0)
+    for worker in workers:
+        worker.close()
+    shared.close()
+
+
 @pytest.mark.parametrize("taken", ["--http-port", "--grpc-port"])
 def test_serving_on_a_taken_port_is_one_line(store: Path, taken_port: int, taken: str) -> None:
     free = "--grpc-port" if taken == "--http-port" else "--http-port"

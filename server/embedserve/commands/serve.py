@@ -1,7 +1,11 @@
-"""`embedserve serve`: loads the models of a store and serves them until told to stop."""
+"""`embedserve serve`: loads the models of a store and serves them until told to stop.
+
+In this process, or in several that share what is done here (serve_workers.py).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shlex
@@ -13,9 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embedserve.commands.console import console, hush_torch, say, table_progress
+from embedserve.commands.held_tables import TABLES, made_resident, refuse_on_cuda
 from embedserve.commands.stores import opened
 from embedserve.config import ServeSettings
-from embedserve.ports import Ports, bracketed, claim_ports
+from embedserve.ports import Ports, SharedPorts, bracketed, claim_ports
 from embedserve.types import ModelInfo
 from embedserve_store import Bags, IdRule, ModelVersion, StoreError, verify
 from embedserve_store.staging import VERSION_PATTERN
@@ -29,7 +34,7 @@ CURL_IDS_MAX = 6
 
 
 def serve(settings: ServeSettings) -> None:
-    """Runs the server in this process until SIGTERM or SIGINT.
+    """Runs the server until SIGTERM or SIGINT.
 
     Raises:
         StoreError: nothing to serve, or a version that cannot be served.
@@ -37,8 +42,16 @@ def serve(settings: ServeSettings) -> None:
         ValueError: a setting makes no sense.
     """
     start = time.perf_counter()
-    _set_up_logging(settings.log_level)
-    versions = _open_versions(settings)
+    set_up_logging(settings.log_level)
+    if settings.tables not in TABLES:
+        raise ValueError(f"tables is {settings.tables!r}, expected one of {', '.join(TABLES)}")
+    refuse_on_cuda(settings, settings.devices)
+    if settings.workers > 1:
+        from embedserve.commands.serve_workers import serve_workers
+
+        serve_workers(settings, start)
+        return
+    versions = open_versions(settings)
     ports = claim_ports(settings.host, settings.http_port, settings.grpc_port)
     try:
         _serve(settings, versions, ports, start)
@@ -53,30 +66,59 @@ def _serve(
 
     from embedserve import server
 
-    if settings.verify:
-        _verify(versions)
+    versions = prepared(settings, versions)
     engines = restore_all(settings, versions)
-    with ThreadPoolExecutor(1, thread_name_prefix="lookup") as executor:
+    threads = server.lookup_threads(settings)
+    with ThreadPoolExecutor(threads, thread_name_prefix="lookup") as executor:
         service = server.build_service(engines, settings, executor)
 
         def say_ready() -> None:
-            _say_ready(service.models(), versions, ports, time.perf_counter() - start)
+            say_ready_to_serve(service.models(), versions, ports, time.perf_counter() - start, 1)
 
         uvloop.run(server.run(service, settings, ports, say_ready))
 
 
-def restore_all(settings: ServeSettings, versions: dict[str, ModelVersion]) -> dict[str, Engine]:
-    """The warm engine of each of ``versions``, by model name."""
-    with console.status("importing PyTorch and TorchRec …"):
-        from embedserve.engine.restore import restore
+def prepared(settings: ServeSettings, versions: dict[str, ModelVersion]) -> dict[str, ModelVersion]:
+    """``versions``, resident and verified where that is asked for; what is verified is what will
+    be read. Ends all its threads.
+
+    Raises:
+        StoreError: there is no memory for them, or they are not as they were published.
+    """
+    if settings.tables == "resident":
+        versions = made_resident(versions)
+    if settings.verify:
+        _verify(versions)
+    return versions
+
+
+def restore_all(
+    settings: ServeSettings, versions: dict[str, ModelVersion], *, is_shown: bool = True
+) -> dict[str, Engine]:
+    """The warm engine of each of ``versions``, by model name; ``is_shown`` on the console.
+
+    Raises:
+        StoreError: a version cannot be served on these devices, or answers wrongly.
+        ValueError: a setting does not fit these devices.
+    """
+    status = console.status if is_shown else contextlib.nullcontext
+    with status("importing PyTorch and TorchRec …"):
+        import torch
+
+        from embedserve.engine.restore import resolve_devices, restore
+    # Large batches are cut for threads of our own. torch's would spin between their turns, on
+    # cores that others need.
+    torch.set_num_threads(1)
     engines = {}
     for name, version in versions.items():
-        with console.status(f"restoring {name} version {version.manifest.version} …"):
+        refuse_on_cuda(settings, resolve_devices(settings.devices, version.plan.world_size)[0])
+        with status(f"restoring {name} version {version.manifest.version} …"):
             engines[name] = restore(version, settings.devices, strict_plan=settings.strict_plan)
     return engines
 
 
-def _set_up_logging(level: str) -> None:
+def set_up_logging(level: str) -> None:
+    """Of this process. Raises ValueError: there is no such level."""
     if level not in LOG_LEVELS:
         raise ValueError(f"log_level is {level!r}, expected one of {', '.join(LOG_LEVELS)}")
     # torchrec and FBGEMM tell at length how they were built; only what goes wrong is shown.
@@ -88,7 +130,13 @@ def _set_up_logging(level: str) -> None:
     hush_torch()
 
 
-def _open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
+def open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
+    """The versions to serve, by model name, pulled first where the store is remote.
+
+    Raises:
+        StoreError: there is none, or one cannot be read.
+        ValueError: a setting makes no sense.
+    """
     wanted = dict(map(_name_and_version, settings.model))
     if len(wanted) < len(settings.model):
         raise ValueError(f"model is {', '.join(settings.model)}: one is named twice")
@@ -135,12 +183,14 @@ def _verify(versions: dict[str, ModelVersion]) -> None:
             verify(version, progress)
 
 
-def _say_ready(
+def say_ready_to_serve(
     models: list[ModelInfo],
     versions: dict[str, ModelVersion],
-    ports: Ports,
+    ports: Ports | SharedPorts,
     seconds: float,
+    workers: int,
 ) -> None:
+    """Tells what is served, where, and how to ask it."""
     for model in models:
         shown = ", ".join(f"{table.name} {table.sharding}" for table in model.tables)
         ranks = len(model.bytes_per_rank)
@@ -150,7 +200,11 @@ def _say_ready(
         )
     host = "localhost" if ports.host in ("0.0.0.0", "::") else bracketed(ports.host)
     base = f"http://{host}:{ports.http}"
-    say(f"ready after {seconds:.1f} s: REST {base} (docs at {base}/docs), gRPC {host}:{ports.grpc}")
+    count = f"{workers} workers, " if workers > 1 else ""
+    say(
+        f"ready after {seconds:.1f} s: {count}REST {base} (docs at {base}/docs), "
+        f"gRPC {host}:{ports.grpc}"
+    )
     say("try:")
     model = models[0]
     print(f"  {curl_line(base, model, versions[model.name])}", flush=True)

@@ -79,6 +79,14 @@ class Health(BaseModel):
     status: str
 
 
+class Info(BaseModel):
+    """How the server runs."""
+
+    version: str = Field(description="Of embedserve.")
+    workers: int = Field(description="Processes that share its ports.")
+    tables: str = Field(description="mapped from the store's files, or resident in memory.")
+
+
 def describe(info: ModelInfo) -> Model:
     return Model(
         model=info.name,
@@ -135,6 +143,12 @@ def management_app(service: Service) -> FastAPI:
     async def metrics() -> Response:
         """Prometheus metrics."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/info", tags=["info"])
+    async def info() -> Info:
+        """How the server runs; what it serves is told by /models."""
+        shape = service.metrics
+        return Info(version=__version__, workers=shape.workers, tables=shape.tables)
 
     @app.get("/models", tags=["models"], response_model_exclude_none=True)
     async def models() -> Models:

@@ -1,0 +1,94 @@
+"""Where counts are kept: a row of float64 cells for each worker, in memory that workers share.
+
+A worker writes its own row and reads all of them. A row outlives its worker: the one that
+replaces it counts on from there, so that no counter goes backwards. Two cells at the front of a
+row are the supervisor's. No locks: a cell is eight aligned bytes, and each has one writer.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+from numpy.typing import NDArray
+
+READY, RESTARTS = 0, 1
+CONTROL_CELLS = 2
+"""Of each row: whether its worker is ready, and how often it was replaced."""
+
+Cells = NDArray[np.float64]
+
+
+class Slots:
+    """The rows of all workers; made before they are forked, they are shared by them."""
+
+    def __init__(self, workers: int, cells_per_worker: int) -> None:
+        cells = CONTROL_CELLS + cells_per_worker
+        self._memory = mmap.mmap(-1, workers * cells * np.dtype(np.float64).itemsize)
+        self.rows: Cells = np.frombuffer(self._memory, np.float64).reshape(workers, cells)
+
+    def set_ready(self, worker: int, is_ready: bool) -> None:
+        self.rows[worker, READY] = is_ready
+
+    def count_restart(self, worker: int) -> None:
+        self.rows[worker, RESTARTS] += 1
+
+
+class SlotCells:
+    """Some cells of one worker (``own``, float64 [n]), and the same of all (``every``,
+    float64 [workers, n])."""
+
+    def __init__(self, own: Cells, every: Cells, is_ready: Cells) -> None:
+        self.own = own
+        self.every = every
+        self._is_ready = is_ready
+
+    def total(self) -> Cells:
+        """Counts over all workers, those that died among them."""
+        total: Cells = self.every.sum(axis=0)
+        return total
+
+    def of_ready(self) -> Cells:
+        """[ready workers, n], for what a dead worker has no more of."""
+        rows: Cells = self.every[self._is_ready != 0]
+        return rows
+
+
+class Slot:
+    """One worker's row, whose cells are handed out from the front, always in the same order."""
+
+    def __init__(self, slots: Slots, worker: int) -> None:
+        self._rows = slots.rows
+        self.worker = worker
+        self.taken = 0
+        """Cells handed out."""
+
+    @property
+    def workers(self) -> int:
+        return len(self._rows)
+
+    def ready_workers(self) -> int:
+        return int(np.count_nonzero(self._rows[:, READY]))
+
+    def restarts(self) -> int:
+        return int(self._rows[:, RESTARTS].sum())
+
+    def take(self, count: int) -> SlotCells:
+        """The next ``count`` cells.
+
+        Raises:
+            ValueError: the row has no more.
+        """
+        start = CONTROL_CELLS + self.taken
+        every = self._rows[:, start : start + count]
+        if every.shape[1] < count:
+            raise ValueError(f"count is {count}: a slot has {every.shape[1]} more cells")
+        self.taken += count
+        return SlotCells(every[self.worker], every, self._rows[:, READY])
+
+
+def lone_slot(cells: int) -> Slot:
+    """The slot of a process that has no supervisor, and is all there is."""
+    slots = Slots(1, cells)
+    slots.set_ready(0, True)
+    return Slot(slots, 0)

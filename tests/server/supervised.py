@@ -1,0 +1,76 @@
+"""A supervised server over the fake engine, for the tests of workers.
+
+Its arguments are WORKERS DRAIN_S LOOKUP_S FILE. Prints its ports when ready; a worker that starts
+says so. While FILE exists workers fail, with what it says.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from embedserve.config import ServeSettings
+from embedserve.metric_slots import Slot, Slots
+from embedserve.metrics import cells_per_worker
+from embedserve.ports import SharedPorts, claim_ports
+from embedserve.supervisor import Supervisor, WorkerFailedError
+
+FEATURES = 3
+"""Of the fake engine's model."""
+
+
+def serve(
+    channel: socket.socket, slot: Slot, ports: SharedPorts, settings: ServeSettings, lookup_s: float
+) -> None:
+    import uvloop
+    from server.fake_engine import FakeEngine
+    from server.live import IN_THREAD
+
+    from embedserve import workers
+    from embedserve.batcher import Batcher
+    from embedserve.metrics import Metrics
+    from embedserve.service import Service
+
+    engine = FakeEngine()
+    engine.delay_s = lookup_s
+    with ThreadPoolExecutor(1) as executor:
+        metrics = Metrics([engine.model], slot)
+        batcher = Batcher(engine, engine.model, IN_THREAD, metrics.models["shop"], executor)
+        service = Service({"shop": batcher}, "shop", IN_THREAD, metrics)
+
+        def announce() -> None:
+            print("ready", ports.http, ports.grpc, flush=True)
+
+        if workers.wait_to_go(channel):
+            uvloop.run(workers.run_worker(service, settings, ports, channel, announce))
+
+
+def main(workers: int, drain_s: float, lookup_s: float, failure: Path) -> None:
+    logging.basicConfig(level=logging.INFO)
+    settings = ServeSettings(store="", drain_s=drain_s, workers=workers)
+    ports = claim_ports("127.0.0.1", 0, 0).share()
+    slots = Slots(workers, cells_per_worker([FEATURES]))
+
+    def run_worker(index: int, channel: socket.socket) -> int:
+        print("started", index, flush=True)
+        if failure.exists():
+            from embedserve.workers import tell_failure
+
+            tell_failure(channel, ValueError(failure.read_text()))
+            return 3
+        serve(channel, Slot(slots, index), ports, settings, lookup_s)
+        return 0
+
+    try:
+        Supervisor(run_worker, slots, drain_s).run()
+    except WorkerFailedError as error:
+        sys.exit(f"failed: {error}")
+    heavy = [name for name in ("torch", "grpc", "uvloop") if name in sys.modules]
+    print("imported:", *heavy, flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4]))
