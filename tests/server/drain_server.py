@@ -1,35 +1,43 @@
 """A server process over the fake engine, for the tests that stop one.
 
-Prints its two ports when ready. Every lookup runs in the thread and takes LOOKUP_S.
+Prints its two ports when ready. Every lookup runs in the thread and takes LOOKUP_S. gRPC comes from
+grpcio, or from pyvoy: then the server runs in an Envoy, which loads drain_app.py.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
 
-import uvloop
-from server.fake_engine import FakeEngine
-from server.live import IN_THREAD, make_service
+from embedserve.config import Limits, ServeSettings
+from embedserve.ports import Ports, claim_ports
 
-from embedserve import server
-from embedserve.config import ServeSettings
-from embedserve.ports import claim_ports
+LOOKUP_S = "TEST_LOOKUP_S"
+IN_THREAD = Limits(inline_bytes_max=0)
 
 
-def main(lookup_s: float, drain_s: float) -> None:
-    engine = FakeEngine()
-    engine.delay_s = lookup_s
-    settings = ServeSettings(store="", drain_s=drain_s, limits=IN_THREAD)
+def main(grpc_server: str, lookup_s: str, drain_s: str) -> int:
+    os.environ[LOOKUP_S] = lookup_s
+    settings = ServeSettings(store="", drain_s=float(drain_s), limits=IN_THREAD)
     ports = claim_ports("127.0.0.1", 0, 0)
-    with ThreadPoolExecutor(1) as executor:
-        service = make_service(engine, executor=executor, limits=IN_THREAD)
+    if grpc_server == "grpcio":
+        return run(settings, ports)
+    from embedserve.pyvoy_host import run_envoy
 
-        def say_ready() -> None:
-            print(ports.http, ports.grpc, flush=True)
+    return run_envoy(settings, ports, time.perf_counter(), "server.drain_app:app")
 
+
+def run(settings: ServeSettings, ports: Ports) -> int:
+    import uvloop
+    from server.drain_app import opened
+
+    from embedserve import server
+
+    with opened(None, ports) as (service, say_ready):
         uvloop.run(server.run(service, settings, ports, say_ready))
+    return 0
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), float(sys.argv[2]))
+    sys.exit(main(*sys.argv[1:]))

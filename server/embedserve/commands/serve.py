@@ -28,6 +28,7 @@ from embedserve_store.staging import VERSION_PATTERN
 if TYPE_CHECKING:
     from embedserve.engine.engine import Engine
 
+GRPC_SERVERS = ("grpcio", "pyvoy")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 CURL_EXAMPLES = 2
 CURL_IDS_MAX = 6
@@ -46,6 +47,15 @@ def serve(settings: ServeSettings) -> None:
     if settings.tables not in TABLES:
         raise ValueError(f"tables is {settings.tables!r}, expected one of {', '.join(TABLES)}")
     refuse_on_cuda(settings, settings.devices)
+    if settings.grpc_server not in GRPC_SERVERS:
+        raise ValueError(
+            f"grpc_server is {settings.grpc_server!r}, expected one of {', '.join(GRPC_SERVERS)}"
+        )
+    if settings.grpc_server == "pyvoy":
+        from embedserve.commands.serve_pyvoy import serve_with_pyvoy
+
+        serve_with_pyvoy(settings, start)
+        return
     if settings.workers > 1:
         from embedserve.commands.serve_workers import serve_workers
 

@@ -55,6 +55,12 @@ class Window:
         await self._until(lambda: self.is_closed or self._answers)
         return self._answers[0][1] if self._answers else None
 
+    def first_done(self) -> bytes | None:
+        """The answer that is sent next, if it is there already."""
+        if self._answers and self._answers[0][1].done():
+            return self._answers[0][1].result()
+        return None
+
     def remove_first(self) -> None:
         self._bytes -= self._answers.popleft()[0]
         self._changed.set()

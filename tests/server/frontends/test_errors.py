@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import grpc
 import httpx
 import pytest
+from server.envoy_server import Envoy, reset
 from server.fake_engine import FakeEngine
 from server.live import make_service
 
@@ -91,6 +93,36 @@ async def stub(service: Service) -> AsyncIterator[EmbeddingServiceStub]:
     await server.stop(0)
 
 
+@dataclass
+class Failing:
+    """A gRPC server whose service refuses every request, and a client of it."""
+
+    stub: EmbeddingServiceStub
+    fail: Callable[..., None]
+    """(class of the error, its arguments)"""
+
+
+@pytest.fixture(params=["grpcio", "pyvoy"])
+async def failing(request: pytest.FixtureRequest) -> AsyncIterator[Failing]:
+    if request.param == "grpcio":
+        service: FailingService = request.getfixturevalue("service")
+
+        def fail(error: type[Exception], *arguments: str) -> None:
+            service.error = error(*arguments)
+
+        server = GrpcServer(service, "127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            yield Failing(EmbeddingServiceStub(channel), fail)
+        await server.stop(0)
+        return
+    envoy: Envoy = request.getfixturevalue("envoy")
+    reset(envoy)
+    async with grpc.aio.insecure_channel(envoy.target) as channel:
+        stub = EmbeddingServiceStub(channel)
+        yield Failing(stub, lambda error, *of: envoy.ask("fail", error.__name__, *of))
+
+
 async def post(rest: httpx.AsyncClient) -> httpx.Response:
     return await rest.post("http://test/embed", content=b'{"features": {"user": [1]}}')
 
@@ -123,12 +155,12 @@ async def failure(stub: EmbeddingServiceStub) -> grpc.aio.AioRpcError:
 
 
 async def test_grpc_answers_with_the_code_of_the_leaf(
-    stub: EmbeddingServiceStub, service: FailingService
+    failing: Failing,
 ) -> None:
     for leaf in LEAVES:
-        service.error = leaf("said to the client", "features.user[0]")
+        failing.fail(leaf, "said to the client", "features.user[0]")
         status, code = STATUSES[leaf.__name__]
-        error = await failure(stub)
+        error = await failure(failing.stub)
         assert error.code() is grpc.StatusCode[code]
         assert error.details() == "said to the client"
         metadata = dict(error.trailing_metadata() or ())
@@ -137,11 +169,11 @@ async def test_grpc_answers_with_the_code_of_the_leaf(
 
 
 async def test_a_stream_answers_with_the_code_of_the_leaf(
-    stub: EmbeddingServiceStub, service: FailingService
+    failing: Failing,
 ) -> None:
     for leaf in LEAVES:
-        service.error = leaf("said to the client", "features.user[0]")
-        answers = [answer async for answer in stub.EmbedStream(iter([REQUEST]))]
+        failing.fail(leaf, "said to the client", "features.user[0]")
+        answers = [answer async for answer in failing.stub.EmbedStream(iter([REQUEST]))]
         code = STATUSES[leaf.__name__][1]
         error = pb.Error(code=code, message="said to the client", field="features.user[0]")
         assert answers == [pb.EmbedResponse(error=error)]
@@ -152,11 +184,11 @@ async def test_a_stream_answers_with_the_code_of_the_leaf(
 )
 @pytest.mark.parametrize("field", ["", "features." + "f" * 9000, "features.映画", "features.a\nb"])
 async def test_no_message_or_field_keeps_grpc_from_answering(
-    stub: EmbeddingServiceStub, service: FailingService, message: str, field: str
+    failing: Failing, message: str, field: str
 ) -> None:
     """Clients refuse trailers past 8 KiB, and metadata that is not printable ASCII."""
-    service.error = InvalidRequestError(message, field)
-    error = await failure(stub)
+    failing.fail(InvalidRequestError, message, field)
+    error = await failure(failing.stub)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert message.startswith(str(error.details()))
     assert str(error.details())[:500] == message[:500]
@@ -199,10 +231,10 @@ async def test_an_unforeseen_error_of_a_management_route_has_the_same_shape(
 
 
 async def test_an_unforeseen_error_does_not_end_a_stream(
-    stub: EmbeddingServiceStub, service: FailingService
+    failing: Failing,
 ) -> None:
-    service.error = ZeroDivisionError("secret of the server")
-    answers = [answer async for answer in stub.EmbedStream(iter([REQUEST, REQUEST]))]
+    failing.fail(ZeroDivisionError, "secret of the server")
+    answers = [answer async for answer in failing.stub.EmbedStream(iter([REQUEST, REQUEST]))]
     assert [answer.error.code for answer in answers] == ["INTERNAL"] * 2
     assert answers[0].error.message == INTERNAL
 

@@ -1,22 +1,20 @@
-"""The unary calls of gRPC, its health and reflection, and that it answers as REST does."""
+"""The unary calls of gRPC, its health and reflection, of both servers: grpcio and pyvoy."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
 
 import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from server.fake_engine import Bags, FakeEngine, model_info
-from server.live import PROTOBUF, Live, free_port, live_server
+from server.fake_engine import Bags, FakeEngine
+from server.live import Live
 from server.waiting import until
 
 from embedserve.config import Limits
-from embedserve.frontends.grpc_server import SERVICE_NAME, GrpcServer
+from embedserve.frontends.grpc_server import SERVICE_NAME
 from embedserve_proto import embedding_pb2 as pb
 
 BAGS: Bags = {"tag": [[1], [2, 3]], "user": [[4], []]}
@@ -25,10 +23,18 @@ LIMITS = Limits(inline_bytes_max=0, body_bytes_max=100_000)
 
 
 @pytest.fixture
-async def live(engine: FakeEngine) -> AsyncIterator[Live]:
-    films = FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
-    async with live_server(engine, films, limits=LIMITS) as live:
-        yield live
+def limits() -> Limits:
+    return LIMITS
+
+
+@pytest.fixture
+def engine(either_engine: FakeEngine) -> FakeEngine:
+    return either_engine
+
+
+@pytest.fixture
+def live(either_live: Live) -> Live:
+    return either_live
 
 
 def values_of(answer: pb.EmbedResponse) -> np.ndarray:
@@ -131,17 +137,6 @@ async def test_health_is_serving(live: Live, name: str) -> None:
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_health_is_not_serving_once_draining(engine: FakeEngine, live: Live) -> None:
-    server = GrpcServer(live.service, "127.0.0.1:0")
-    await server.start()
-    await server.stop_being_ready()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        answer = await health.Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
-    await server.stop(0)
-    assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
-
-
 async def test_reflection_lists_the_services_and_gives_the_contract(live: Live) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(live.channel)
     requests = [
@@ -152,38 +147,3 @@ async def test_reflection_lists_the_services_and_gives_the_contract(live: Live) 
     names = {service.name for service in services.list_services_response.service}
     assert {SERVICE_NAME, "grpc.health.v1.Health"} <= names
     assert contract.file_descriptor_response.file_descriptor_proto == [pb.DESCRIPTOR.serialized_pb]
-
-
-async def test_a_port_in_use_is_said_so(live: Live) -> None:
-    port = free_port()
-    server = GrpcServer(live.service, f"127.0.0.1:{port}")
-    await server.start()
-    with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port} "):
-        GrpcServer(live.service, f"127.0.0.1:{port}")
-    await server.stop(0)
-
-
-async def test_rest_and_grpc_answer_the_same_bits(live: Live) -> None:
-    weights = {"tag": [[0.1], [2.5, -3.0]], "user": [[1e-3], []]}
-    for request, body in (
-        (REQUEST, {"features": BAGS}),
-        (
-            pb.EmbedRequest(
-                keys=["tag", "user"],
-                ids=[1, 2, 3, 4],
-                lengths=[1, 2, 1, 0],
-                weights=[0.1, 2.5, -3.0, 1e-3],
-            ),
-            {"features": BAGS, "weights": weights},
-        ),
-    ):
-        raw = live.channel.unary_unary(f"/{SERVICE_NAME}/Embed")
-        over_grpc = await raw(request.SerializeToString())
-        headers = {"content-type": PROTOBUF}
-        over_rest = await live.http.post(
-            "/embed", content=request.SerializeToString(), headers=headers
-        )
-        assert over_rest.content == over_grpc
-        answer = await live.http.post("/embed", content=json.dumps(body))
-        as_json = np.array(answer.json()["values"], np.float32)
-        assert as_json.tobytes() == pb.EmbedResponse.FromString(over_grpc).values

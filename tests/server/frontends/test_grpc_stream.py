@@ -12,21 +12,30 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from server.envoy_server import RemoteLive
 from server.fake_engine import FakeEngine
-from server.live import IN_THREAD, Live, live_server, make_service
+from server.live import IN_THREAD, Live, make_service
 from server.waiting import until
 
+from embedserve.config import Limits
 from embedserve.frontends import grpc_threads
-from embedserve.frontends.grpc_server import GrpcServer
 from embedserve.frontends.grpc_stream import WINDOW_REQUESTS_MAX, StreamReader, Window
 from embedserve_proto import embedding_pb2 as pb
-from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
 
 @pytest.fixture
-async def live(engine: FakeEngine) -> AsyncIterator[Live]:
-    async with live_server(engine, limits=IN_THREAD) as live:
-        yield live
+def limits() -> Limits:
+    return IN_THREAD
+
+
+@pytest.fixture
+def engine(either_engine: FakeEngine) -> FakeEngine:
+    return either_engine
+
+
+@pytest.fixture
+def live(either_live: Live) -> Live:
+    return either_live
 
 
 def request_for(user: int) -> pb.EmbedRequest:
@@ -71,15 +80,18 @@ async def test_more_requests_than_the_window_are_pipelined_and_none_is_lost(
 ) -> None:
     count = 3 * WINDOW_REQUESTS_MAX
     engine.hold()
+    running = asyncio.ensure_future(live.stub.Embed(request_for(1)))
+    await until(lambda: engine.lookups)
     call = live.stub.EmbedStream(request_for(i % 7) for i in range(count))
-    # One is being looked up; what is past the window is left unread.
-    await until(lambda: live.queued() == WINDOW_REQUESTS_MAX - 1)
+    # What is past the window is left unread.
+    await until(lambda: live.queued() == WINDOW_REQUESTS_MAX)
     await asyncio.sleep(0.1)
-    assert live.queued() == WINDOW_REQUESTS_MAX - 1
+    assert live.queued() == WINDOW_REQUESTS_MAX
     engine.release()
+    await running
     answers = [user_vector(answer) async for answer in call]
     assert answers == [engine.tables["t_user"][i % 7].tolist() for i in range(count)]
-    assert engine.lookups[1].batch_size == WINDOW_REQUESTS_MAX - 1
+    assert engine.lookups[1].batch_size == WINDOW_REQUESTS_MAX
 
 
 async def test_a_cancelled_stream_leaves_the_queue(live: Live, engine: FakeEngine) -> None:
@@ -138,13 +150,19 @@ async def test_an_empty_stream_ends_at_once(live: Live) -> None:
 async def test_the_window_is_also_bounded_by_the_bytes_of_its_answers(
     live: Live, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_threads, "WINDOW_BYTES_MAX", 3 * 36)  # an answer is 9 float32 values
+    nbytes = 3 * 36  # an answer is 9 float32 values
+    if isinstance(live, RemoteLive):
+        live.envoy.ask("set_window_bytes", nbytes)
+    monkeypatch.setattr(grpc_threads, "WINDOW_BYTES_MAX", nbytes)
     engine.hold()
+    running = asyncio.ensure_future(live.stub.Embed(request_for(1)))
+    await until(lambda: engine.lookups)
     call = live.stub.EmbedStream(request_for(i % 7) for i in range(20))
-    await until(lambda: live.queued() == 2)
+    await until(lambda: live.queued() == 3)
     await asyncio.sleep(0.1)
-    assert live.queued() == 2
+    assert live.queued() == 3
     engine.release()
+    await running
     answers = [user_vector(answer) async for answer in call]
     assert answers == [engine.tables["t_user"][i % 7].tolist() for i in range(20)]
     assert max(lookup.batch_size for lookup in engine.lookups) <= 3
@@ -191,21 +209,3 @@ async def test_an_answer_that_waits_to_be_sent_does_not_keep_its_batch(
         answer = pb.EmbedResponse.FromString(first.result())
         assert user_vector(answer) == engine.tables["t_user"][user].tolist()
         window.remove_first()
-
-
-async def test_ending_an_idle_stream_leaves_no_error_behind(
-    engine: FakeEngine, executor: ThreadPoolExecutor
-) -> None:
-    errors: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-    server = GrpcServer(make_service(engine, executor=executor), "127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        call = EmbeddingServiceStub(channel).EmbedStream()
-        await call.write(request_for(1))
-        assert user_vector(await call.read()) == engine.tables["t_user"][1].tolist()
-        await server.stop(5)
-        with pytest.raises(grpc.aio.AioRpcError, match="draining before the stop"):
-            await call.read()
-    gc.collect()  # an error that nobody looked at is told when its task is collected
-    assert errors == []
