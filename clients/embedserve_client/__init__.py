@@ -12,6 +12,9 @@
         rows["history"].values      # float32 [3, dim], one row for each id
         rows["history"].lengths     # int32 [2]
 
+        halves = client.embed({"user": [7]}, output_dtype="float16")   # half the bytes
+        halves.values               # float16; past its largest, 65504, infinite
+
     with GrpcEmbedClient("127.0.0.1:8001") as client:
         for answer in client.embed_stream({"user": users} for users in batches):
             rank(answer.result())   # the result, or raises what went wrong with this item
@@ -34,7 +37,7 @@ from embedserve_client.errors import (
 )
 from embedserve_client.models import IdRule, ModelInfo, ModelList, TableInfo
 from embedserve_client.rest import AsyncEmbedClient, EmbedClient
-from embedserve_client.result import EmbedResult, JaggedVectors
+from embedserve_client.result import EmbedResult, JaggedVectors, OutputDType
 from embedserve_client.rpc import AsyncGrpcEmbedClient, GrpcEmbedClient
 from embedserve_client.stream import StreamAnswer, StreamItem, StreamRequest
 
@@ -52,6 +55,7 @@ __all__ = [
     "JaggedVectors",
     "ModelInfo",
     "ModelList",
+    "OutputDType",
     "Overloaded",
     "ServerError",
     "StreamAnswer",

@@ -11,7 +11,7 @@ import httpx
 from embedserve_client.batch import Features, Weights
 from embedserve_client.models import ModelInfo, ModelList
 from embedserve_client.rest_calls import Call, RestCalls, check_base_url, httpx_errors
-from embedserve_client.result import EmbedResult
+from embedserve_client.result import EmbedResult, OutputDType
 
 T = TypeVar("T")
 
@@ -49,9 +49,13 @@ class EmbedClient:
         weights: Weights | None = None,
         model: str | None = None,
         timeout_s: float | None = None,
+        output_dtype: OutputDType = "float32",
     ) -> EmbedResult:
-        """The vectors of a batch; raises EmbedServeClientError."""
-        return self._send(self._calls.embed(features, weights, model, timeout_s))
+        """The vectors of a batch; raises EmbedServeClientError.
+
+        output_dtype: "float16" halves the bytes; past its largest, 65504, a value is infinite.
+        """
+        return self._send(self._calls.embed(features, weights, model, timeout_s, output_dtype))
 
     def models(self) -> ModelList:
         """Every served model."""
@@ -105,9 +109,15 @@ class AsyncEmbedClient:
         weights: Weights | None = None,
         model: str | None = None,
         timeout_s: float | None = None,
+        output_dtype: OutputDType = "float32",
     ) -> EmbedResult:
-        """The vectors of a batch; raises EmbedServeClientError."""
-        return await self._send(self._calls.embed(features, weights, model, timeout_s))
+        """The vectors of a batch; raises EmbedServeClientError.
+
+        output_dtype: "float16" halves the bytes; past its largest, 65504, a value is infinite.
+        """
+        return await self._send(
+            self._calls.embed(features, weights, model, timeout_s, output_dtype)
+        )
 
     async def models(self) -> ModelList:
         """Every served model."""

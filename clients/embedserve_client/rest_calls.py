@@ -29,7 +29,7 @@ from embedserve_client.models import (
     model_info_from_json,
     model_list_from_json,
 )
-from embedserve_client.result import EmbedResult
+from embedserve_client.result import EmbedResult, OutputDType
 from embedserve_client.wire import AnswerReader, request_of
 
 T = TypeVar("T")
@@ -89,6 +89,7 @@ class RestCalls:
         weights: Weights | None,
         model: str | None,
         timeout_s: float | None,
+        output_dtype: OutputDType,
     ) -> Call[EmbedResult]:
         """POST /embed with an EmbedRequest, which names the model itself."""
         batch = batch_of(features, weights)
@@ -97,7 +98,7 @@ class RestCalls:
             path="/embed",
             read=partial(self._answers.read_bytes, batch_size=batch.batch_size),
             timeout_s=timeout_of(timeout_s, self._timeout_s),
-            content=request_of(batch, model).SerializeToString(),
+            content=request_of(batch, model, output_dtype).SerializeToString(),
             headers={"Content-Type": _PROTOBUF, "Accept": _PROTOBUF},
         )
 

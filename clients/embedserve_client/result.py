@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+
+OutputDType: TypeAlias = Literal["float32", "float16"]
+Vectors: TypeAlias = NDArray[np.float32] | NDArray[np.float16]
 
 
 class Layout:
@@ -36,11 +40,12 @@ class Layout:
 class JaggedVectors:
     """One key of an answer that is not pooled: a vector for each id, in the order sent.
 
-    values: float32 [sum(lengths), dim], read-only; zeros for an unknown id that is skipped.
+    values: float32 or float16 [sum(lengths), dim], read-only; zeros for an unknown id that is
+        skipped.
     lengths: int32 [batch_size], the ids of each example.
     """
 
-    values: NDArray[np.float32]
+    values: Vectors
     lengths: NDArray[np.int32]
 
     def to_jagged_tensor(self) -> JaggedTensor:
@@ -49,7 +54,7 @@ class JaggedVectors:
         from torchrec.sparse.jagged_tensor import JaggedTensor
 
         return JaggedTensor(
-            values=torch.from_numpy(self.values.astype(np.float32)),
+            values=_tensor(self.values),
             lengths=torch.from_numpy(self.lengths.astype(np.int32)),
         )
 
@@ -58,14 +63,15 @@ class JaggedVectors:
 class EmbedResult:
     """The vectors of one request.
 
-    values: float32, read-only: [batch_size, sum(length_per_key)], or, where the model is not
-        pooled, [ids, dim], key after key.
+    values: float32, or float16 where that was asked for (a server older than this option
+        answers float32); read-only: [batch_size, sum(length_per_key)], or, where the model is
+        not pooled, [ids, dim], key after key.
     model, version: what answered.
     unknown_ids: how many ids had no row, by feature; only features that had any.
     lengths: int32 [keys, batch_size] where the model is not pooled, else None.
     """
 
-    values: NDArray[np.float32]
+    values: Vectors
     layout: Layout
     model: str
     version: int
@@ -114,13 +120,12 @@ class EmbedResult:
         TypeError where the model is not pooled: see `to_jagged_tensors`.
         """
         self._check_kind(True, "to_jagged_tensors")
-        import torch
         from torchrec.sparse.jagged_tensor import KeyedTensor
 
         return KeyedTensor(
             keys=list(self.keys),
             length_per_key=list(self.length_per_key),
-            values=torch.from_numpy(self.values.astype(np.float32)),
+            values=_tensor(self.values),
         )
 
     def to_jagged_tensors(self) -> dict[str, JaggedTensor]:
@@ -139,3 +144,10 @@ class EmbedResult:
     def result(self) -> EmbedResult:
         """Itself; an error in a stream raises here instead."""
         return self
+
+
+def _tensor(values: Vectors) -> Tensor:
+    """A copy of the same dtype, in this machine's byte order."""
+    import torch
+
+    return torch.from_numpy(values.astype(values.dtype.newbyteorder("=")))

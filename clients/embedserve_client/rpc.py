@@ -14,7 +14,7 @@ import grpc
 from embedserve_client.batch import Features, Weights, batch_of
 from embedserve_client.deadline import check_timeout, timeout_of
 from embedserve_client.models import ModelInfo, ModelList, model_info_of, model_list_of
-from embedserve_client.result import EmbedResult
+from embedserve_client.result import EmbedResult, OutputDType
 from embedserve_client.rpc_calls import channel_options, grpc_errors
 from embedserve_client.stream import StreamAnswer, StreamItem, stream_answers, stream_answers_async
 from embedserve_client.wire import AnswerReader, request_of
@@ -54,12 +54,17 @@ class GrpcEmbedClient:
         weights: Weights | None = None,
         model: str | None = None,
         timeout_s: float | None = None,
+        output_dtype: OutputDType = "float32",
     ) -> EmbedResult:
-        """The vectors of a batch; raises EmbedServeClientError."""
+        """The vectors of a batch; raises EmbedServeClientError.
+
+        output_dtype: "float16" halves the bytes; past its largest, 65504, a value is infinite.
+        """
         batch = batch_of(features, weights)
+        request = request_of(batch, model, output_dtype)
         timeout_s = timeout_of(timeout_s, self._timeout_s)
         with grpc_errors():
-            answer = self._stub.Embed(request_of(batch, model), timeout=timeout_s)
+            answer = self._stub.Embed(request, timeout=timeout_s)
         return self._answers.read(answer, batch.batch_size)
 
     def embed_stream(
@@ -126,12 +131,17 @@ class AsyncGrpcEmbedClient:
         weights: Weights | None = None,
         model: str | None = None,
         timeout_s: float | None = None,
+        output_dtype: OutputDType = "float32",
     ) -> EmbedResult:
-        """The vectors of a batch; raises EmbedServeClientError."""
+        """The vectors of a batch; raises EmbedServeClientError.
+
+        output_dtype: "float16" halves the bytes; past its largest, 65504, a value is infinite.
+        """
         batch = batch_of(features, weights)
+        request = request_of(batch, model, output_dtype)
         timeout_s = timeout_of(timeout_s, self._timeout_s)
         with grpc_errors():
-            answer = await self._stub.Embed(request_of(batch, model), timeout=timeout_s)
+            answer = await self._stub.Embed(request, timeout=timeout_s)
         return self._answers.read(answer, batch.batch_size)
 
     def embed_stream(

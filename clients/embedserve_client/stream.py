@@ -25,7 +25,7 @@ import grpc
 
 from embedserve_client.batch import Features, Weights, batch_of
 from embedserve_client.errors import EmbedServeClientError, InvalidRequest, ServerError, error_from
-from embedserve_client.result import EmbedResult
+from embedserve_client.result import EmbedResult, OutputDType
 from embedserve_client.rpc_calls import Ending, grpc_errors
 from embedserve_client.wire import AnswerReader, request_of
 from embedserve_proto import embedding_pb2 as pb
@@ -33,11 +33,12 @@ from embedserve_proto import embedding_pb2 as pb
 
 @dataclass(frozen=True)
 class StreamRequest:
-    """One item of a stream, for those that need weights or name a model."""
+    """One item of a stream, for those that need weights, name a model or want float16."""
 
     features: Features
     weights: Weights | None = None
     model: str | None = None
+    output_dtype: OutputDType = "float32"
 
 
 StreamItem: TypeAlias = StreamRequest | Features
@@ -146,9 +147,10 @@ def _encoded(item: StreamItem) -> tuple[pb.EmbedRequest | None, _Step]:
     request = item if isinstance(item, StreamRequest) else StreamRequest(item)
     try:
         batch = batch_of(request.features, request.weights)
+        message = request_of(batch, request.model, request.output_dtype)
     except InvalidRequest as error:
         return None, error
-    return request_of(batch, request.model), _Sent(batch.batch_size)
+    return message, _Sent(batch.batch_size)
 
 
 def _receive(call: Any) -> pb.EmbedResponse | None:

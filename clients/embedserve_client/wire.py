@@ -5,20 +5,38 @@ EmbedResponse into an EmbedResult, or into the error that it carries. Pure but f
 reader's memory of layouts; no I/O.
 """
 
+from reprlib import repr as short
+from typing import Any
+
 import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from embedserve_client.batch import Batch
-from embedserve_client.errors import EmbedServeClientError, ServerError, error_from
-from embedserve_client.result import EmbedResult, Layout
+from embedserve_client.errors import (
+    EmbedServeClientError,
+    InvalidRequest,
+    ServerError,
+    error_from,
+)
+from embedserve_client.result import EmbedResult, Layout, OutputDType
 from embedserve_proto import embedding_pb2 as pb
 
 _LITTLE_FLOAT32 = np.dtype("<f4")
+_NUMBER_OF_DTYPE = {"float32": pb.FLOAT32, "float16": pb.FLOAT16}
+_DTYPE_OF_NUMBER: dict[int, np.dtype[Any]] = {
+    pb.FLOAT32: _LITTLE_FLOAT32,
+    pb.FLOAT16: np.dtype("<f2"),
+}
 
 
-def request_of(batch: Batch, model: str | None) -> pb.EmbedRequest:
-    """The message of a batch; model None is the server's default model."""
+def request_of(
+    batch: Batch, model: str | None, output_dtype: OutputDType = "float32"
+) -> pb.EmbedRequest:
+    """The message of a batch; model None is the server's default model.
+
+    InvalidRequest where output_dtype is neither "float32" nor "float16".
+    """
     message = pb.EmbedRequest(
         model=model or "",
         keys=batch.keys,
@@ -26,10 +44,20 @@ def request_of(batch: Batch, model: str | None) -> pb.EmbedRequest:
         lengths_bytes=batch.lengths.astype("<i4", copy=False).tobytes(),
         string_keys=batch.string_keys,
         string_ids=batch.string_ids,
+        output_dtype=_number_of(output_dtype),
     )
     if batch.weights is not None:
         message.weights_bytes = batch.weights.astype(_LITTLE_FLOAT32, copy=False).tobytes()
     return message
+
+
+def _number_of(output_dtype: object) -> pb.OutputDType:
+    if not isinstance(output_dtype, str) or output_dtype not in _NUMBER_OF_DTYPE:
+        raise InvalidRequest(
+            f"output_dtype: {short(output_dtype)} is not {' or '.join(_NUMBER_OF_DTYPE)}",
+            field="output_dtype",
+        )
+    return _NUMBER_OF_DTYPE[output_dtype]
 
 
 class AnswerReader:
@@ -52,13 +80,14 @@ class AnswerReader:
         rows, width = batch_size, layout.width
         if lengths is not None:
             rows, width = int(lengths.sum(dtype=np.int64)), layout.length_per_key[0]
-        expected_bytes = rows * width * _LITTLE_FLOAT32.itemsize
+        dtype = _dtype_of(message)
+        expected_bytes = rows * width * dtype.itemsize
         if message.batch_size != batch_size or len(message.values) != expected_bytes:
             raise ServerError(
                 f"the server answered {message.batch_size} examples in {len(message.values)} "
                 f"bytes, not {batch_size} in {expected_bytes}"
             )
-        values = np.frombuffer(message.values, dtype=_LITTLE_FLOAT32).reshape(rows, width)
+        values = np.frombuffer(message.values, dtype=dtype).reshape(rows, width)
         unknown_ids = dict(message.unknown_ids)
         return EmbedResult(values, layout, message.model, message.version, unknown_ids, lengths)
 
@@ -82,6 +111,17 @@ class AnswerReader:
             )
         layout = self._layouts[message.model] = Layout(keys, length_per_key)
         return layout
+
+
+def _dtype_of(message: pb.EmbedResponse) -> np.dtype[Any]:
+    """What the answer says that it holds, which is float32 from servers that know nothing else."""
+    dtype = _DTYPE_OF_NUMBER.get(message.output_dtype)
+    if dtype is None:
+        raise ServerError(
+            f"the server answered values of output_dtype {message.output_dtype}, which is not "
+            f"{' or '.join(_NUMBER_OF_DTYPE)}"
+        )
+    return dtype
 
 
 def _lengths_of(message: pb.EmbedResponse, layout: Layout) -> NDArray[np.int32]:

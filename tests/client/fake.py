@@ -3,7 +3,8 @@
 `FakeModel` pools ids from two little tables of whole numbers; its model "sequence" gives the
 rows of TITLES, one for each string, zeros where it is unknown. `rest_app` and `grpc_server`
 put it on the wire, written from the contract alone: they share no code with the real server.
-A request to the model "fail:CODE" is answered with that code.
+A request to the model "fail:CODE" is answered with that code. "old" is "shop" on a server of
+before output_dtype: it answers float32 and does not say so.
 """
 
 import json
@@ -52,6 +53,11 @@ def pooled(key: str, bags: list[list[int]]) -> np.ndarray:
     return np.stack([TABLES[key][bag].sum(axis=0) for bag in bags])
 
 
+def _bytes_of(values: np.ndarray, output_dtype: int) -> bytes:
+    with np.errstate(over="ignore"):  # what is too large is infinite
+        return values.astype("<f2" if output_dtype == pb.FLOAT16 else "<f4").tobytes()
+
+
 class FakeModel:
     """Model "shop", version 7; keeps the requests and headers that it got."""
 
@@ -67,17 +73,19 @@ class FakeModel:
             raise Refused(request.model[5:], "ordered by the test")
         if request.model == "sequence":
             return self._sequence(request)
-        if request.model not in ("", "shop"):
+        if request.model not in ("", "shop", "old"):
             raise Refused("NOT_FOUND", f"no model {request.model!r}")
         lengths = np.frombuffer(request.lengths_bytes, "<i4").reshape(len(request.keys), -1)
         values = self._values(request, lengths)
+        output_dtype = pb.FLOAT32 if request.model == "old" else request.output_dtype
         return pb.EmbedResponse(
             model="shop",
             version=7,
             keys=KEYS,
             length_per_key=[DIMS[key] for key in KEYS],
             batch_size=lengths.shape[1],
-            values=values.astype("<f4").tobytes(),
+            values=_bytes_of(values, output_dtype),
+            output_dtype=output_dtype,
         )
 
     def _sequence(self, request: pb.EmbedRequest) -> pb.EmbedResponse:
@@ -93,7 +101,8 @@ class FakeModel:
             keys=["title"],
             length_per_key=[2],
             batch_size=len(lengths),
-            values=np.array(rows, "<f4").tobytes(),
+            values=_bytes_of(np.array(rows, np.float32), request.output_dtype),
+            output_dtype=request.output_dtype,
             lengths=lengths,
             unknown_ids={"title": unknown} if unknown else {},
         )

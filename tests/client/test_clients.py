@@ -21,6 +21,7 @@ from embedserve_client import (
     Unavailable,
     UnknownModel,
 )
+from embedserve_proto import embedding_pb2 as pb
 
 
 def test_embed_gives_the_pooled_rows_of_every_key(client: Any) -> None:
@@ -61,6 +62,47 @@ def test_strings_may_be_numpy_arrays(client: Any) -> None:
 
     assert result["title"].values.tolist() == [[3, 4], [1, 2]]
     assert result.unknown_ids == {}
+
+
+def test_float16_is_answered_as_asked_for(client: Any, model: FakeModel) -> None:
+    features = {"movie": [[1, 2], [], [99]], "user": np.array([3, 4, 5])}
+    weights = {"movie": [[0.1, 1], [], [1000]]}
+    whole = client.embed(features, weights=weights)
+    halves = client.embed(features, weights=weights, output_dtype="float16")
+
+    assert (whole.values.dtype, halves.values.dtype) == (np.float32, np.float16)
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(halves.values, whole.values.astype(np.float16))
+    assert halves.values.nbytes == whole.values.nbytes // 2
+    assert np.isinf(halves["movie"][2]).all()
+    assert not halves.values.flags.owndata
+    assert [request.output_dtype for request in model.requests] == [pb.FLOAT32, pb.FLOAT16]
+
+
+def test_rows_of_a_model_that_is_not_pooled_may_be_float16(client: Any) -> None:
+    titles = {"title": [["Heat"], ["Alien"]]}
+    rows = client.embed(titles, model="sequence", output_dtype="float16")["title"]
+
+    assert (rows.values.dtype, rows.values.tolist()) == (np.float16, [[1, 2], [3, 4]])
+
+
+def test_a_server_that_knows_no_float16_answers_float32(client: Any) -> None:
+    result = client.embed({"user": [5]}, model="old", output_dtype="float16")
+
+    assert result.values.dtype == np.float32
+    np.testing.assert_array_equal(result["user"], pooled("user", [[5]]))
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "FLOAT16", "", None, 1, ["float16"], np.float16])
+def test_another_output_dtype_is_refused_before_anything_is_sent(
+    client: Any, model: FakeModel, name: Any
+) -> None:
+    with pytest.raises(InvalidRequest, match="is not float32 or float16") as caught:
+        client.embed({"user": [1]}, output_dtype=name)
+
+    assert caught.value.message.startswith("output_dtype: ")
+    assert caught.value.field == "output_dtype"
+    assert model.requests == []
 
 
 def test_models_are_records(client: Any) -> None:

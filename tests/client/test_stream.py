@@ -60,6 +60,17 @@ def test_a_stream_takes_strings_and_gives_rows_beside_pooled_vectors(stream_clie
     assert pooled_result.result()["user"].tolist() == [[2, 3]]
 
 
+def test_each_item_has_an_output_dtype_of_its_own(stream_client: Any) -> None:
+    halves = StreamRequest({"user": [1]}, output_dtype="float16")
+    wrong: Any = StreamRequest({"user": [1]}, output_dtype="int8")  # type: ignore[arg-type]
+    first, refused, whole = stream_client.stream([halves, wrong, {"user": [1]}])
+
+    assert (first.values.dtype, first["user"].tolist()) == (np.float16, [[2, 3]])
+    assert isinstance(refused, InvalidRequest)
+    assert str(refused) == "output_dtype: 'int8' is not float32 or float16"
+    assert (whole.values.dtype, whole["user"].tolist()) == (np.float32, [[2, 3]])
+
+
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_items_that_are_never_sent_are_answered_too(stream_client: Any, count: int) -> None:
     answers = stream_client.stream([{"user": "x"}] * count)

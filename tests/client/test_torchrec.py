@@ -80,6 +80,17 @@ def test_a_result_is_a_keyed_tensor_to_write_to(torch: Any, jagged: Any) -> None
     assert result["user"].tolist() == [[2], [5]]
 
 
+def test_tensors_have_the_dtype_of_the_result(torch: Any, jagged: Any) -> None:
+    values = np.frombuffer(np.arange(4, dtype="<f2").tobytes(), "<f2").reshape(2, 2)
+    layout, lengths = Layout(("movie",), (2,)), np.array([[2]], np.int32)
+
+    tensor = EmbedResult(values, layout, "shop", 7).to_keyed_tensor()["movie"]
+    rows = EmbedResult(values, layout, "sequence", 7, {}, lengths).to_jagged_tensors()["movie"]
+
+    assert (tensor.dtype, rows.values().dtype) == (torch.float16, torch.float16)
+    assert tensor.tolist() == rows.values().tolist() == [[0, 1], [2, 3]]
+
+
 def test_an_unpooled_result_is_a_jagged_tensor_for_each_key(torch: Any, jagged: Any) -> None:
     values = np.frombuffer(np.arange(8, dtype="<f4").tobytes(), "<f4").reshape(4, 2)
     lengths = np.array([[0, 3], [1, 0]], np.int32)

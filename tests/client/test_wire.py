@@ -18,7 +18,7 @@ INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
 def answer(values: Any, **fields: Any) -> pb.EmbedResponse:
-    array = np.array(values, dtype="<f4")
+    array = np.array(values, dtype="<f2" if fields.get("output_dtype") else "<f4")
     given_fields = {"batch_size": len(array), "keys": ["user"], "length_per_key": [2]} | fields
     return pb.EmbedResponse(model="shop", version=7, values=array.tobytes(), **given_fields)
 
@@ -32,6 +32,11 @@ def test_arrays_travel_as_little_endian_bytes() -> None:
     assert message.weights_bytes == bytes.fromhex("0000803f 0000003f")
     assert (message.model, list(message.keys)) == ("shop", ["user"])
     assert [*message.ids, *message.lengths, *message.weights] == []
+
+
+@pytest.mark.parametrize(("name", "number"), [("float32", pb.FLOAT32), ("float16", pb.FLOAT16)])
+def test_the_output_dtype_travels_as_its_number(name: Any, number: pb.OutputDType) -> None:
+    assert request_of(batch_of({"user": [1]}), None, name).output_dtype == number
 
 
 def test_no_model_and_no_weights_leave_the_fields_empty() -> None:
@@ -84,6 +89,21 @@ def test_values_are_a_view_of_the_answer() -> None:
     assert result.values.dtype == np.float32
     assert not result.values.flags.owndata
     assert not result.values.flags.writeable
+
+
+def test_float16_values_are_a_view_of_the_answer() -> None:
+    message = answer([[1, 0.1], [-7e-8, np.inf]], output_dtype=pb.FLOAT16)
+    result = AnswerReader().read(message, batch_size=2)
+
+    expected = np.array([[1, 0.1], [-7e-8, np.inf]], np.float16)
+    assert result.values.dtype == np.float16
+    np.testing.assert_array_equal(result.values, expected)
+    assert not result.values.flags.owndata
+
+
+def test_an_answer_in_a_dtype_we_do_not_know_is_a_server_error() -> None:
+    with pytest.raises(ServerError, match="output_dtype 7, which is not float32 or float16"):
+        AnswerReader().read(answer([[1, 2]], output_dtype=7), batch_size=1)
 
 
 def test_the_layout_is_kept_until_it_changes() -> None:
@@ -143,6 +163,7 @@ def test_an_unpooled_answer_without_any_id_is_empty() -> None:
         (unpooled([[1, 2]], [1, 1, 0, 0]), "answered 2 examples in 8 bytes, not 2 in 16"),
         (unpooled([[1, 2]], [1, 0, 0, 0], length_per_key=[2, 1]), r"rows of \(2, 1\) numbers"),
         (answer([[1, 2]]), r"answered 1 examples in 8 bytes, not 2 in 16"),
+        (answer([[1]] * 2, output_dtype=1), r"answered 2 examples in 4 bytes, not 2 in 8"),
         (answer([[1, 2]], batch_size=2), r"answered 2 examples in 8 bytes, not 2 in 16"),
         (answer([[1], [2]], keys=[]), "0 keys with 1 lengths"),
         (answer([[1], [2]], length_per_key=[1, 1]), "1 keys with 2 lengths"),

@@ -23,7 +23,8 @@ FEW = 8
 """Values in a bag that are quicker looked at each alone."""
 QUOTED_CHARACTERS_MAX = 60
 INT64_MAX = 2**63 - 1
-FIELDS = ("features", "weights")
+FIELDS = ("features", "weights", "output_dtype")
+OUTPUT_DTYPES = ("float32", "float16")
 
 
 def diagnose(body: bytes) -> InvalidRequestError | None:
@@ -42,9 +43,9 @@ def diagnose(body: bytes) -> InvalidRequestError | None:
     for name in parsed:
         if name not in FIELDS:
             return _wrong(
-                name or '""', f"is not a field of a request; there are {' and '.join(FIELDS)}"
+                name or '""', f"is not a field of a request; there are {', '.join(FIELDS)}"
             )
-    return _features(parsed) or _weights(parsed)
+    return _features(parsed) or _weights(parsed) or _output_dtype(parsed)
 
 
 def _features(parsed: dict[str, Any]) -> InvalidRequestError | None:
@@ -128,6 +129,14 @@ def _same_shape(name: str, ids: list[Any], weights: list[Any]) -> InvalidRequest
 
 def _as_bags(bags: list[Any]) -> list[list[Any]]:
     return bags if bags and isinstance(bags[0], list) else [bags]
+
+
+def _output_dtype(parsed: dict[str, Any]) -> InvalidRequestError | None:
+    output_dtype = parsed.get("output_dtype", OUTPUT_DTYPES[0])
+    if output_dtype in OUTPUT_DTYPES:
+        return None
+    expected = " or ".join(f'"{name}"' for name in OUTPUT_DTYPES)
+    return _wrong("output_dtype", f"is {_quote(output_dtype)}, expected {expected}")
 
 
 def _jagged(field: str, bags: Any, what: str, check: Any) -> InvalidRequestError | None:

@@ -17,6 +17,7 @@ import numpy as np
 import orjson
 
 from embedserve.codec.diagnose import diagnose
+from embedserve.codec.float16_digits import fewest_digits
 from embedserve.codec.strings import merge
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.types import LookupRequest, LookupResult, ModelInfo
@@ -175,16 +176,22 @@ def encode_result(result: LookupResult) -> bytes:
     An unpooled answer has "lengths": {key: [B]} and "values": {key: [n][dim]}. Where ids had no
     row, "unknown_ids" counts them by feature.
 
-    The numbers are the shortest that read back as the same float32. A value that is not finite
-    (a weighted sum past the largest float32) is null, as JSON has no infinity; protobuf carries
-    it as it is.
+    The numbers are the shortest that read back as the same float32, or, where float16 was asked
+    for, the same float16; "output_dtype" then says so. A value that is not finite (a weighted sum
+    past the largest float32, 65504 for float16) is null, as JSON has no infinity; protobuf
+    carries it as it is.
     """
     head = _head(result.model)
+    is_float16 = result.values.dtype == np.float16
+    if is_float16:
+        head += b',"output_dtype":"float16"'
     if result.lengths is not None:
         head += b',"lengths":' + _numpy_json(_by_key(result.lengths, result.model))
     if result.unknown_ids is not None:
         head += b',"unknown_ids":' + orjson.dumps(result.unknown_ids)
     values: Any = np.concatenate([result.values, *result.more]) if result.more else result.values
+    if is_float16:
+        values = fewest_digits(values)
     if result.lengths is not None:
         ends = np.cumsum(result.lengths.sum(axis=1)).tolist()
         values = _by_key(np.split(values, ends[:-1]), result.model)

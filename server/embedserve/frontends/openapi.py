@@ -31,6 +31,7 @@ def _by_key(description: str, items: dict[str, Any]) -> dict[str, Any]:
 
 
 _LENGTH = {"type": "integer", "minimum": 0}
+_OUTPUT_DTYPE = {"type": "string", "enum": ["float32", "float16"]}
 _VECTOR = {"type": "array", "items": {"type": ["number", "null"], "format": "float"}}
 
 
@@ -48,6 +49,13 @@ EMBED_SCHEMAS: dict[str, Any] = {
                 [{"type": "number"}],
                 "weights in the shape of its ids; not of a model that is unpooled. Left out: 1",
             ),
+            "output_dtype": _OUTPUT_DTYPE
+            | {
+                "default": "float32",
+                "description": "Of the answer's values: float16 has half the bytes in protobuf, "
+                "and fewer digits in JSON. Values are computed in float32 and rounded at the end; "
+                "past 65504 a float16 is infinite.",
+            },
         },
         "example": _REQUEST_EXAMPLE,
     },
@@ -59,6 +67,8 @@ EMBED_SCHEMAS: dict[str, Any] = {
             "version": {"type": "integer"},
             "keys": {"type": "array", "items": {"type": "string"}},
             "length_per_key": {"type": "array", "items": {"type": "integer"}},
+            "output_dtype": _OUTPUT_DTYPE
+            | {"description": "Only where float16 was asked for; else values are float32."},
             "lengths": _by_key("Of an unpooled model only: the ids of each example.", _LENGTH),
             "unknown_ids": {
                 "type": "object",
@@ -70,8 +80,8 @@ EMBED_SCHEMAS: dict[str, Any] = {
                     {
                         "type": "array",
                         "description": "For each example, the vectors of all keys one after the "
-                        "other. null stands for a sum past the largest float32: JSON has no "
-                        "infinity.",
+                        "other. null stands for a sum past the largest float32, or 65504 for "
+                        "float16: JSON has no infinity.",
                         "items": _VECTOR,
                     },
                     _by_key("Of an unpooled model: a vector for each id, as sent.", _VECTOR),

@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server.fake_engine import Bags, make_request
 from server.fake_models import ruled_info
-from server.strategies import bags_of, bags_of_ids, mutated_json, weights_or_none
+from server.strategies import (
+    JSON_VALUE,
+    bags_of,
+    bags_of_ids,
+    mutated_json,
+    weights_or_none,
+)
 
 from embedserve.codec.diagnose import CHUNK, diagnose
 from embedserve.codec.json_codec import decode_request, encode_error
@@ -32,6 +38,7 @@ def same(one: LookupRequest, other: LookupRequest) -> bool:
         and (one.weights is None or np.array_equal(one.weights, other.weights))
         and one.string_features == other.string_features
         and (one.strings or {}) == (other.strings or {})
+        and one.output_dtype == other.output_dtype
     )
 
 
@@ -76,6 +83,18 @@ def test_features_without_weights_count_every_id_once() -> None:
     weights = decode_request(body, "").weights
     assert weights is not None
     assert weights.tolist() == [1.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize("features", ['{"user": [1, 2]}', '{"user": ["a", "b"]}'])
+def test_the_output_dtype_is_read_and_is_float32_unless_given(features: str) -> None:
+    plain = decode_request(b'{"features": %b}' % features.encode(), "")
+    assert plain.output_dtype == "float32"
+    for name in ("float32", "float16"):
+        body = f'{{"features": {features}, "output_dtype": "{name}"}}'
+        request = decode_request(body.encode(), "")
+        assert request.output_dtype == name
+        request.output_dtype = "float32"
+        assert same(request, plain)
 
 
 @pytest.mark.parametrize("limit", [-(2**63), 2**63 - 1])
@@ -140,6 +159,18 @@ BAD = [
         "weights.user[0]",
         "float32",
     ),
+    *[
+        (
+            '{"features": {"user": [1]}, "output_dtype": ' + value + "}",
+            "output_dtype",
+            f"is {value}",
+        )
+        for value in ("null", "16", "true", '""', '"FLOAT16"', '"int8"', '["float16"]', "{}", "NaN")
+    ],
+    ('{"features": {"user": [1]}, "output_dtype": "\\ud800"}', "output_dtype", 'is "\\ud800"'),
+    ('{"features": {"user": ["a"]}, "output_dtype": "x"}', "output_dtype", 'or "float16"'),
+    ('{"features": {"user": [1]}, "output_dtype": ' + DEEP + "}", "body", "nested too deep"),
+    ('{"features": {"user": [1]}, "dtype": 1}', "dtype", "features, weights, output_dtype"),
 ]
 
 
@@ -235,8 +266,15 @@ def test_every_depth_of_nesting_is_refused_the_same_way() -> None:
                     decode_request(body.encode(), "")
 
 
-@given(parsed=mutated_json())
-def test_a_mutated_body_is_read_or_refused_and_nothing_else(parsed: object) -> None:
+OUTPUT_DTYPE = st.sampled_from(["float32", "float16"]) | JSON_VALUE
+
+
+@given(parsed=mutated_json(), output_dtype=st.none() | st.tuples(OUTPUT_DTYPE))
+def test_a_mutated_body_is_read_or_refused_and_nothing_else(
+    parsed: Any, output_dtype: tuple[Any] | None
+) -> None:
+    if output_dtype is not None:
+        parsed["output_dtype"] = output_dtype[0]
     body = json.dumps(parsed).encode()
     found = diagnose(body)
     if found is not None:
@@ -249,6 +287,7 @@ def test_a_mutated_body_is_read_or_refused_and_nothing_else(parsed: object) -> N
         assert request.lengths.size == len(request.features) * request.batch_size
         assert request.lengths.sum() == request.ids.size
         assert request.weights is None or request.weights.size == request.ids.size
+        assert request.output_dtype == parsed.get("output_dtype", "float32")
 
 
 @given(body=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))

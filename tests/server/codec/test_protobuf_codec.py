@@ -87,6 +87,13 @@ def test_the_model_of_the_url_goes_before_that_of_the_message() -> None:
     assert decode_request(body).model == "b"
 
 
+def test_the_output_dtype_is_read_and_is_float32_unless_given() -> None:
+    plain = pb.EmbedRequest(keys=["user"], lengths=[0])
+    halves = pb.EmbedRequest(keys=["user"], lengths=[0], output_dtype=pb.FLOAT16)
+    assert decode_request(plain.SerializeToString()).output_dtype == "float32"
+    assert decode_request(halves.SerializeToString()).output_dtype == "float16"
+
+
 GOOD: dict[str, Any] = {"keys": ["user", "tag"], "ids": [1, 2, 3], "lengths": [1, 1, 0, 1]}
 
 BAD = [
@@ -114,6 +121,8 @@ BAD = [
         "lengths[2]",
         "is -1",
     ),
+    ({"output_dtype": 2}, "output_dtype", "is 2, expected FLOAT32 (0) or FLOAT16 (1)"),
+    ({"output_dtype": -1}, "output_dtype", "is -1, expected"),
     ({"weights_bytes": bytes(3)}, "weights_bytes", "has 3 bytes, not a multiple of 4"),
 ]
 
@@ -152,25 +161,50 @@ def test_malformed_protobuf_is_said_to_be_no_embed_request() -> None:
         decode_request(b'{"features": {}}')
 
 
-@given(batch_size=st.integers(1, 300), seed=st.integers(0, 2**32 - 1))
-def test_the_answer_built_from_parts_is_the_message(batch_size: int, seed: int) -> None:
-    values = np.random.default_rng(seed).standard_normal((batch_size, 9), np.float32)
-    answer = pb.EmbedResponse.FromString(encode_result(LookupResult(model_info(), values)))
+DTYPES = [(np.float32, "<f4", pb.FLOAT32), (np.float16, "<f2", pb.FLOAT16)]
+
+
+@pytest.mark.parametrize(("dtype", "little_endian", "output_dtype"), DTYPES)
+@given(
+    batch_size=st.integers(1, 300),
+    seed=st.integers(0, 2**32 - 1),
+    cuts=st.lists(st.floats(0, 1), max_size=3),
+)
+def test_the_answer_built_from_parts_is_the_message(
+    dtype: type[np.floating],
+    little_endian: str,
+    output_dtype: pb.OutputDType,
+    batch_size: int,
+    seed: int,
+    cuts: list[float],
+) -> None:
+    """Whether it was looked up at once or in pieces."""
+    values = np.random.default_rng(seed).standard_normal((batch_size, 9)).astype(dtype)
+    first, *more = np.split(values, sorted(int(cut * batch_size) for cut in cuts))
+    result = LookupResult(model_info(), first, more=more)
+    answer = pb.EmbedResponse.FromString(encode_result(result))
     assert answer == pb.EmbedResponse(
         model="shop",
         version=7,
         keys=["user", "movie", "tag"],
         length_per_key=[4, 3, 2],
         batch_size=batch_size,
-        values=values.astype("<f4").tobytes(),
+        values=values.astype(little_endian).tobytes(),
+        output_dtype=output_dtype,
     )
 
 
+@pytest.mark.parametrize(("dtype", "little_endian", "output_dtype"), DTYPES)
 @given(data=st.data())
-def test_an_unpooled_answer_is_the_message(data: st.DataObject) -> None:
+def test_an_unpooled_answer_is_the_message(
+    dtype: type[np.floating],
+    little_endian: str,
+    output_dtype: pb.OutputDType,
+    data: st.DataObject,
+) -> None:
     bags = data.draw(bags_of(UNPOOLED.model))
     lengths = np.array(UNPOOLED.expected_lengths(bags), np.int32)
-    values, unknown = UNPOOLED.expected(bags), UNPOOLED.expected_unknown(bags)
+    values, unknown = UNPOOLED.expected(bags).astype(dtype), UNPOOLED.expected_unknown(bags)
     encoded = encode_result(LookupResult(UNPOOLED.model, values, unknown, lengths))
     assert pb.EmbedResponse.FromString(encoded) == pb.EmbedResponse(
         model="sequence",
@@ -178,7 +212,8 @@ def test_an_unpooled_answer_is_the_message(data: st.DataObject) -> None:
         keys=["item@t_item", "last", "tag", "item@t_again"],
         length_per_key=[4] * 4,
         batch_size=lengths.shape[1],
-        values=values.astype("<f4").tobytes(),
+        values=values.astype(little_endian).tobytes(),
+        output_dtype=output_dtype,
         unknown_ids=unknown,
         lengths=lengths.reshape(-1).tolist(),
     )

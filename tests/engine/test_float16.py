@@ -1,0 +1,52 @@
+"""Rounding answers to float16: the same values as numpy gives, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from embedserve.engine.engine import Engine
+from embedserve.engine.restore import restore
+from embedserve_store import ModelVersion
+
+EVERY = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
+RANDOM = np.random.default_rng(0).integers(0, 2**32, 2**20, dtype=np.uint32).view(np.float32)
+
+
+@pytest.fixture(scope="module")
+def engine(published: Callable[..., ModelVersion]) -> Engine:
+    return restore(published(), "cpu:1")
+
+
+def same_bits(engine: Engine, values: np.ndarray) -> bool:
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        expected = values.astype(np.float16)
+    rounded = engine.to_float16(values)
+    is_nan = np.isnan(expected)
+    bits, expected_bits = rounded.view(np.uint16), expected.view(np.uint16)
+    return (
+        rounded.shape == values.shape
+        and np.array_equal(np.isnan(rounded), is_nan)  # whose other bits say nothing
+        and np.array_equal(bits[~is_nan], expected_bits[~is_nan])
+    )
+
+
+def test_what_is_a_float16_stays_what_it_is(engine: Engine) -> None:
+    """Zeros, subnormals, infinities and nan among them."""
+    assert same_bits(engine, EVERY.reshape(256, 256))
+
+
+@pytest.mark.parametrize("towards", [-np.inf, None, np.inf])
+def test_half_way_goes_to_the_even_neighbour(engine: Engine, towards: float | None) -> None:
+    """And what is next to half way, to the nearer one; past 65504 by half a step, to infinity."""
+    finite = np.sort(EVERY[np.isfinite(EVERY)])
+    half_way = np.append((finite[:-1] + finite[1:]) / 2, np.float32([65520, -65520]))
+    values = half_way if towards is None else np.nextafter(half_way, np.float32(towards))
+    assert values.dtype == np.float32
+    assert same_bits(engine, values)
+
+
+def test_any_float32_is_rounded_as_numpy_does(engine: Engine) -> None:
+    assert same_bits(engine, RANDOM.reshape(1024, 1024))
