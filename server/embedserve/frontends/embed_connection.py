@@ -45,19 +45,27 @@ class EmbedConnection(HttpToolsProtocol):
         self._messages_in_uvicorn = 0
         self._is_last = False  # of this connection's answers
         self._start_s = 0.0
+        self._idle_since_s = 0.0
         self._idle_timer: asyncio.TimerHandle | None = None
 
     @property
     def is_waiting(self) -> bool:
         return self._head is not None
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._idle_since_s = perf_counter()
+        self._idle_timer = self.loop.call_later(KEEP_ALIVE_S, self._close_if_idle)
+
     def data_received(self, data: bytes) -> None:
         if self._missing_bytes:
             self._read_more(data)
-        elif self._head is not None:
+        elif self._head is not None or self._held:
             self._hold(data)
         elif self._uvicorn_is_busy():
             super().data_received(data)
+        elif self.flow.write_paused:
+            self._hold(data)
         else:
             end = data.find(b"\r\n\r\n") + 4
             head = self._heads.get(data[:end]) if end > 4 else None
@@ -78,12 +86,14 @@ class EmbedConnection(HttpToolsProtocol):
         self._messages_in_uvicorn -= 1
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._unset_keepalive_if_required()  # ours sees to all requests, and to those under way
+        self._idle_since_s = perf_counter()
+
     def _start(self, head: Head, data: bytes, body_start: int) -> None:
         self._start_s = perf_counter()
         self._head = head
-        if self._idle_timer is None:
-            self._unset_keepalive_if_required()
-            self._idle_timer = self.loop.call_later(KEEP_ALIVE_S, self._close_if_idle)
         missing = head.content_length - (len(data) - body_start)
         if missing == 0:
             self._ask(head, data[body_start:])
@@ -166,7 +176,8 @@ class EmbedConnection(HttpToolsProtocol):
             self.transport.write(b"".join((head, *parts)))
         else:
             self.transport.writelines([head, *parts])
-        seconds = perf_counter() - self._start_s
+        self._idle_since_s = perf_counter()
+        seconds = self._idle_since_s - self._start_s
         if outcome == "OK":
             self._metrics.answered(seconds, nbytes)
         else:
@@ -182,30 +193,39 @@ class EmbedConnection(HttpToolsProtocol):
         self._head = None
         if self._is_last:
             self.transport.close()
-        elif self._held and not self.flow.write_paused:
-            self._take_held()
+        elif self._held:
+            self.loop.call_soon(self._take_held)
 
     def _take_held(self) -> None:
-        self.loop.call_soon(self.data_received, b"".join(self._held))
+        """Until then nothing is read: uvloop may read before it makes a call that is due."""
+        if not self._held or self._head is not None or self.flow.write_paused:
+            return
+        if self.transport.is_closing():
+            return
+        data = b"".join(self._held)
         self._held.clear()
         self.flow.resume_reading()
+        self.data_received(data)
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._held and self._head is None:
-            self._take_held()
+            self.loop.call_soon(self._take_held)
 
     def _close_if_idle(self) -> None:
         """Runs once in a while rather than being set anew by each request."""
         self._idle_timer = None
         if self.transport.is_closing():
             return
-        busy = self._head is not None or self._uvicorn_is_busy()
-        idle_s = 0.0 if busy else perf_counter() - self._start_s
+        idle_s = 0.0 if self._is_busy() else perf_counter() - self._idle_since_s
         if idle_s >= KEEP_ALIVE_S:
             self.transport.close()
         else:
             self._idle_timer = self.loop.call_later(KEEP_ALIVE_S - idle_s, self._close_if_idle)
+
+    def _is_busy(self) -> bool:
+        waits = self._head is not None or bool(self._held)
+        return waits or self.flow.write_paused or self._uvicorn_is_busy()
 
     def shutdown(self) -> None:
         if self._head is None:
@@ -219,6 +239,7 @@ class EmbedConnection(HttpToolsProtocol):
             self._metrics.failed("CANCELLED", perf_counter() - self._start_s)
         if self._idle_timer is not None:
             self._idle_timer.cancel()
+        self._held.clear()
         super().connection_lost(exc)
 
 
