@@ -12,7 +12,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 TORCHREC := 1.8.0
 
-.PHONY: install serve test lint types contracts pytest test-gpu proto format bench bench-large clean
+.PHONY: install serve test lint types contracts pytest test-gpu proto format bench bench-peers bench-large clean
 
 install: $(INSTALLED)
 
@@ -61,9 +61,16 @@ proto: install
 	cd proto && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. \
 	    --grpc_python_out=. embedserve_proto/embedding.proto
 
-# Needs wrk and two cores.
-bench: install
-	$(BIN)/python -W ignore bench/small.py
+# Needs two cores, and wrk, h2load and redis-benchmark. Peers that are not installed are left out.
+bench: $(VENV)/.installed-bench
+	$(BIN)/python bench/run.py $(BENCH)
+
+bench-peers: $(VENV)/.installed-bench
+	$(BIN)/python bench/run.py --install
+
+$(VENV)/.installed-bench: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --editable ".[bench]"
+	touch $@
 
 # Needs 30 GB of disk and some minutes.
 bench-large: install

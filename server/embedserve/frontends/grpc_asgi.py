@@ -143,6 +143,7 @@ class GrpcApp:
         """The framed answer to one request."""
         if self._is_draining:
             raise NotReadyError(DRAINING)
+        self._service.check_open("")
         request = protobuf_codec.decode_request(message)
         result = self._service.submit(request, call.time_remaining())
         task = asyncio.current_task()

@@ -94,6 +94,7 @@ class EmbedEndpoint:
             raise MethodNotAllowedError(f"method is {scope['method']}: send a POST")
         call = read_headers(scope["headers"])
         body = await self._read_body(scope["headers"], receive)
+        self._service.check_open(model)
         request: LookupRequest
         if call.body_is_protobuf:
             request = protobuf_codec.decode_request(body, model)

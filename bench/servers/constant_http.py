@@ -2,7 +2,7 @@
 
 The floor of any Python server on this uvicorn: what embedserve's rates are compared with.
 
-    python bench/constant_reply.py FILE CONTENT_TYPE PORT
+    python bench/servers/constant_http.py FILE CONTENT_TYPE PORT
 """
 
 from __future__ import annotations

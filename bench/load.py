@@ -1,0 +1,146 @@
+"""Drives a server from one core with tools written in C, and reads their figures.
+
+wrk for HTTP, h2load for gRPC, redis-benchmark for Redis: a Python client would be the bottleneck.
+Latencies are of single requests, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+LOAD_CORE = "1"
+PACKAGES = {"wrk": "wrk", "h2load": "nghttp2-client", "redis-benchmark": "redis-tools"}
+STREAM_MESSAGES = 200
+"""Of one call of a stream: h2load sends them without waiting for answers."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one run gave; of a stream, rate counts messages and the latencies are None."""
+
+    rate: float
+    p50_ms: float | None
+    p99_ms: float | None
+    max_ms: float | None
+    errors: int
+
+    def as_dict(self) -> dict[str, float | None]:
+        return asdict(self)
+
+
+def need(*tools: str) -> None:
+    for tool in (*tools, "taskset"):
+        if shutil.which(tool) is None:
+            package = PACKAGES.get(tool, "util-linux")
+            sys.exit(f"{tool} is missing: install Debian's package {package}")
+
+
+def pinned(core: str, command: Sequence[str]) -> list[str]:
+    return ["taskset", "-c", core, *command]
+
+
+def run(command: Sequence[str], seconds: float) -> str:
+    return subprocess.run(
+        pinned(LOAD_CORE, command),
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=seconds + 60,
+    ).stdout
+
+
+def lua(path: Path, url_path: str, bodies: Sequence[bytes], headers: Sequence[dict]) -> None:
+    """A wrk script that posts the bodies in turn and prints its figures as JSON."""
+    quoted = ['"' + "".join(f"\\{byte:03d}" for byte in body) + '"' for body in bodies]
+    heads = [
+        "{" + ",".join(f'["{name}"]="{value}"' for name, value in head.items()) + "}"
+        for head in headers
+    ]
+    path.write_text(f"""
+local bodies = {{{",".join(quoted)}}}
+local headers = {{{",".join(heads)}}}
+local requests = {{}}
+function init(args)
+  for i, body in ipairs(bodies) do
+    requests[i] = wrk.format("POST", "{url_path}", headers[i], body)
+  end
+end
+local next_request = 0
+function request()
+  next_request = next_request % #requests + 1
+  return requests[next_request]
+end
+function done(summary, latency, requests)
+  io.write(string.format(
+    'FIGURES {{"requests": %d, "seconds": %f, "errors": %d, "p50_ms": %f, "p99_ms": %f, ' ..
+    '"max_ms": %f}}\\n', summary.requests, summary.duration / 1e6,
+    summary.errors.connect + summary.errors.read + summary.errors.write +
+    summary.errors.status + summary.errors.timeout,
+    latency:percentile(50) / 1e3, latency:percentile(99) / 1e3, latency.max / 1e3))
+end
+""")
+
+
+def http(script: Path, port: int, connections: int, seconds: float) -> Figures:
+    command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds:g}s", "--timeout", "10s"]
+    output = run([*command, "-s", str(script), f"http://127.0.0.1:{port}"], seconds)
+    found = re.search(r"^FIGURES (.*)$", output, re.MULTILINE)
+    if found is None:
+        sys.exit(f"wrk printed no figures:\n{output}")
+    got = json.loads(found[1])
+    rate = got["requests"] / got["seconds"]
+    return Figures(rate, got["p50_ms"], got["p99_ms"], got["max_ms"], int(got["errors"]))
+
+
+def framed(message: bytes) -> bytes:
+    """As gRPC sends it: not compressed, its length, the message."""
+    return b"\0" + struct.pack(">I", len(message)) + message
+
+
+def grpc(
+    body: Path, log: Path, port: int, path: str, connections: int, streams: int, seconds: float
+) -> Figures:
+    """Calls of ``path`` with the framed message(s) in ``body``, over and over."""
+    log.unlink(missing_ok=True)
+    warm_up_s = 1
+    command = ["h2load", "-t1", f"-c{connections}", f"-m{streams}", f"-D{seconds:g}"]
+    command += [f"--warm-up-time={warm_up_s}", "-w24", "-W24", "-d", str(body)]
+    command += ["-H", "content-type: application/grpc", "-H", "te: trailers"]
+    command += [f"--log-file={log}", f"http://127.0.0.1:{port}{path}"]
+    output = run(command, seconds + warm_up_s)
+    counts = re.search(r"(\d+) succeeded, (\d+) failed, (\d+) errored, (\d+) timeout", output)
+    if counts is None:
+        sys.exit(f"h2load printed no figures:\n{output}")
+    succeeded, *wrong = map(int, counts.groups())
+    times_us = sorted(_request_times(log))
+    at = lambda share: times_us[int(share * (len(times_us) - 1))] / 1e3 if times_us else None  # noqa: E731
+    return Figures(succeeded / seconds, at(0.5), at(0.99), at(1.0), sum(wrong))
+
+
+def _request_times(log: Path) -> list[int]:
+    """Microseconds of each request; h2load's log has its start, status and time in columns."""
+    times = []
+    for line in log.read_text().splitlines():
+        _, status, time_us = line.split("\t")[:3]
+        if status == "200":
+            times.append(int(time_us))
+    return times
+
+
+def redis(port: int, keys: Sequence[str], rows: int, connections: int, seconds: float) -> Figures:
+    """MGETs of ``keys``, with a number below ``rows`` for each __rand_int__ in them."""
+    requests = int(20_000 * seconds)
+    command = ["redis-benchmark", "-p", str(port), "-c", str(connections), "-n", str(requests)]
+    output = run([*command, "-r", str(rows), "--csv", "MGET", *keys], 60 * seconds)
+    names, values = (line.strip().strip('"').split('","') for line in output.splitlines()[-2:])
+    got = dict(zip(names, values, strict=True))
+    p50, p99, most = (float(got[f"{name}_latency_ms"]) for name in ("p50", "p99", "max"))
+    return Figures(float(got["rps"]), p50, p99, most, 0)

@@ -1,0 +1,139 @@
+"""Measures servers of one workload in turn, round after round, and takes medians.
+
+A round starts each server once, so that what the machine does meanwhile hits all alike. Every way
+of asking is compared with the exact sums before it is timed: a fast wrong answer is no figure.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import load
+from load import Figures
+from running import ask, port_of, running
+from servers.base import Server, Way
+from workloads import Request, Workload
+
+CHECKED = 3
+BODIES_BYTES_MAX = 24 << 20
+"""Of a wrk script: larger requests are fewer."""
+WARM_UP_S = 1.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians over the rounds of one way of asking, at so many connections and streams of each."""
+
+    server: str
+    way: str
+    connections: int
+    streams: int
+    figures: Figures
+
+
+def concurrency(workload: Workload, way: Way) -> list[tuple[int, int]]:
+    """[(connections, streams of each)]"""
+    if way.protocol == "grpc-stream":
+        return [(1, 1), (8, 1)]
+    if workload.name != "small":
+        return [(1, 1)]
+    if way.protocol == "grpc":
+        return [(64, 1), (8, 8), (1, 1)]
+    return [(64, 1), (1, 1)]
+
+
+def measure(
+    servers: Sequence[Server], workload: Workload, rounds: int, seconds: float
+) -> list[Row]:
+    samples: dict[tuple[str, str, int, int], list[Figures]] = {}
+    for number in range(rounds):
+        for server in servers:
+            round_said = f"{workload.name} {workload.ids} {number + 1}/{rounds}"
+            print(f"{round_said}: {server.name}", file=sys.stderr)
+            try:
+                measured = _measure_server(server, workload, seconds, is_first=number == 0)
+                for key, figures in measured:
+                    samples.setdefault(key, []).append(figures)
+            except (RuntimeError, AssertionError) as error:
+                print(f"{server.name} is left out: {error}", file=sys.stderr)
+    return [Row(*key, _median(figures)) for key, figures in samples.items()]
+
+
+def _measure_server(
+    server: Server, workload: Workload, seconds: float, *, is_first: bool
+) -> list[tuple[tuple[str, str, int, int], Figures]]:
+    measured = []
+    with running(server, workload), tempfile.TemporaryDirectory() as folder:
+        for way in server.ways:
+            if is_first and way.protocol != "redis":
+                for request in workload.requests[:CHECKED]:
+                    answer = ask(server, way, workload, request)
+                    is_constant = server.name.startswith("constant")
+                    if not is_constant:
+                        workload.check(request, server.values(way, workload, answer))
+            for connections, streams in concurrency(workload, way):
+                drive = _driver(server, way, workload, Path(folder), connections, streams)
+                drive(WARM_UP_S)
+                figures = drive(seconds)
+                if figures.errors:
+                    raise RuntimeError(f"{way.name}: {figures.errors} requests failed")
+                measured.append(((server.name, way.name, connections, streams), figures))
+    return measured
+
+
+def _driver(
+    server: Server, way: Way, workload: Workload, folder: Path, connections: int, streams: int
+) -> Callable[[float], Figures]:
+    """seconds -> Figures"""
+    port = port_of(way)
+    if way.protocol == "http":
+        script = folder / f"{way.name}.lua"
+        if not script.exists():
+            bodies = bodies_of(server, way, workload)
+            load.lua(script, way.path, bodies, [server.headers(way, body) for body in bodies])
+        return lambda seconds: load.http(script, port, connections, seconds)
+    if way.protocol == "redis":
+        keys = server.body(way, workload, typical(workload)).decode().split()
+        rows = workload.tables.rows
+        return lambda seconds: load.redis(port, keys, rows, connections, seconds)
+    # h2load sends one body: of the request whose ids are nearest to the mean.
+    message = load.framed(server.body(way, workload, typical(workload)))
+    body, log = folder / f"{way.name}.body", folder / "h2load.log"
+    if way.protocol == "grpc":
+        body.write_bytes(message)
+        return lambda seconds: load.grpc(body, log, port, way.path, connections, streams, seconds)
+    messages = max(1, min(load.STREAM_MESSAGES, BODIES_BYTES_MAX // len(message)))
+    body.write_bytes(message * messages)
+
+    def stream(seconds: float) -> Figures:
+        calls = load.grpc(body, log, port, way.path, connections, 1, seconds)
+        return Figures(calls.rate * messages, None, None, None, calls.errors)
+
+    return stream
+
+
+def bodies_of(server: Server, way: Way, workload: Workload) -> list[bytes]:
+    bodies: list[bytes] = []
+    for request in workload.requests:
+        bodies.append(server.body(way, workload, request))
+        if sum(map(len, bodies)) > BODIES_BYTES_MAX:
+            break
+    return bodies
+
+
+def typical(workload: Workload) -> Request:
+    mean = statistics.mean(request.ids.size for request in workload.requests)
+    return min(workload.requests, key=lambda request: abs(request.ids.size - mean))
+
+
+def _median(figures: Sequence[Figures]) -> Figures:
+    def middle(name: str) -> float | None:
+        values = [getattr(one, name) for one in figures]
+        return None if None in values else statistics.median(values)
+
+    return Figures(middle("rate") or 0.0, middle("p50_ms"), middle("p99_ms"), middle("max_ms"), 0)

@@ -1,0 +1,134 @@
+"""The benchmark: every server in turn, the same requests; a table, a picture, JSON, and the bars.
+
+    python bench/run.py [--workloads small rank bulk] [--ids uniform zipf] [--servers NAME …]
+                        [--operations pauses workers memory tables overload]
+                        [--rounds 3] [--seconds 3] [--quick] [--install]
+
+Uniform ids are measured in all rounds, Zipf-distributed ones in one. Figures of one run are
+compared with each other only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bars
+import kernel
+import load
+import operations
+import overload
+import report
+from measure import Row, measure
+from servers.base import Server
+from servers.constants import ConstantGrpc, ConstantHttp
+from servers.embedserve import EmbedServe, EmbedServeFast
+from servers.peers import peers
+from workloads import workload
+
+RESULTS = Path(__file__).parent / "results"
+OPERATIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "pauses": operations.pauses,
+    "workers": operations.workers,
+    "memory": operations.memory,
+    "tables": operations.tables,
+    "overload": overload.measure,
+}
+
+
+def all_servers() -> list[Server]:
+    return [
+        ConstantHttp("JSON"),
+        ConstantHttp("protobuf"),
+        ConstantGrpc("4"),
+        ConstantGrpc("8"),
+        ConstantGrpc("uvloop"),
+        EmbedServe(),
+        EmbedServeFast(),
+        *peers(),
+    ]
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workloads", nargs="*", default=["small", "rank", "bulk"])
+    parser.add_argument("--operations", nargs="*", choices=OPERATIONS, default=list(OPERATIONS))
+    parser.add_argument("--ids", nargs="+", default=["uniform", "zipf"])
+    parser.add_argument("--servers", nargs="+", help="only those whose names begin so")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=3)
+    parser.add_argument("--quick", action="store_true", help="one round of a second; no operations")
+    parser.add_argument("--install", action="store_true", help="install the peers and end")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    chosen = options()
+    servers = [one for one in all_servers() if _is_chosen(one, chosen.servers)]
+    if chosen.install:
+        for server in servers:
+            print(f"installing {server.name} …", file=sys.stderr)
+            server.install()
+        return
+    load.need("wrk", "h2load")
+    if (os.cpu_count() or 1) < 2:
+        sys.exit("two cores are needed: one serves, one loads")
+    rounds, seconds = (1, 1.0) if chosen.quick else (chosen.rounds, chosen.seconds)
+    results: dict[str, list[Row]] = {}
+    references: dict[str, dict[str, float]] = {}
+    for name in chosen.workloads:
+        for ids in chosen.ids:
+            work = workload(name, ids)
+            work.tables.make()
+            able = [one for one in servers if _is_able(one, name)]
+            label = f"{name} {ids}"
+            references[label] = kernel.measure(work)
+            results[label] = measure(able, work, rounds if ids == "uniform" else 1, seconds)
+    found = {name: _operated(name) for name in ([] if chosen.quick else chosen.operations)}
+    chosen.output.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(
+        (
+            report.tables(results, references),
+            report.operations(found),
+            bars.said(results, references, found),
+        )
+    )
+    print(text)
+    (chosen.output / "bench.md").write_text(text)
+    figures = report.as_json(results, references) | {"operations": found}
+    (chosen.output / "bench.json").write_text(json.dumps(figures, indent=1))
+    if results:
+        report.picture(results, chosen.output / "bench.png")
+    print(f"written to {chosen.output}", file=sys.stderr)
+
+
+def _operated(name: str) -> dict[str, Any]:
+    print(name, file=sys.stderr)
+    return OPERATIONS[name]()
+
+
+def _is_chosen(server: Server, names: list[str] | None) -> bool:
+    return names is None or any(server.name.startswith(name) for name in names)
+
+
+def _is_able(server: Server, workload_name: str) -> bool:
+    if workload_name not in server.workloads:
+        return False
+    if missing := server.missing():
+        print(f"{server.name} is left out: {missing}", file=sys.stderr)
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

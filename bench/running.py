@@ -1,0 +1,115 @@
+"""Starts a server on its core, asks it before it is measured, and ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from load import pinned
+from servers.base import Server, Way
+from workloads import Request, Workload
+
+SERVER_CORE = "0"
+PORT = 18_080
+READY_S_MAX = 120
+MODEL_READY_S_MAX = 20
+"""From when a server takes connections until it answers."""
+
+
+@contextmanager
+def running(
+    server: Server, workload: Workload, core: str = SERVER_CORE
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The server's process, which takes connections; ended with all its children."""
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            pinned(core, server.command(workload, PORT)),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **server.environment()},
+            start_new_session=True,
+        )
+        try:
+            _wait_for_ports(server, process)
+            server.prepare(workload, PORT)
+            yield process
+        except BaseException:
+            log.seek(0)
+            sys.stderr.write(log.read().decode(errors="replace")[-3000:])
+            raise
+        finally:
+            _end(process)
+
+
+def port_of(way: Way) -> int:
+    return PORT + 1 if way.protocol.startswith("grpc") else PORT
+
+
+def _wait_for_ports(server: Server, process: subprocess.Popen[bytes]) -> None:
+    ports = {port_of(way) for way in server.ways}
+    end = time.monotonic() + READY_S_MAX
+    while ports:
+        for port in list(ports):
+            with socket.socket() as sock:
+                if sock.connect_ex(("127.0.0.1", port)) == 0:
+                    ports.remove(port)
+        if process.poll() is not None or time.monotonic() > end:
+            raise RuntimeError(f"{server.name} did not start")
+        time.sleep(0.1)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=20)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # what it left behind
+    process.wait()
+
+
+def ask(server: Server, way: Way, workload: Workload, request: Request) -> bytes:
+    """The answer to one request, by a client that fails on any error."""
+    body = server.body(way, workload, request)
+    if way.protocol == "http":
+        return _post(way, body, server.headers(way, body))
+    if way.protocol.startswith("grpc"):
+        return _call(way, body)
+    raise ValueError(f"{way.protocol} is asked by its server's own module")
+
+
+def _post(way: Way, body: bytes, headers: dict[str, str]) -> bytes:
+    url = f"http://127.0.0.1:{PORT}{way.path}"
+    end = time.monotonic() + MODEL_READY_S_MAX
+    while True:
+        try:
+            request = urllib.request.Request(url, body, headers)
+            with urllib.request.urlopen(request, timeout=30) as response:
+                return response.read()
+        except (urllib.error.HTTPError, OSError) as error:
+            # Some servers take connections before their model is there.
+            if time.monotonic() > end:
+                raise RuntimeError(f"{url}: {error}") from error
+            time.sleep(0.2)
+
+
+def _call(way: Way, body: bytes) -> bytes:
+    import grpc
+
+    options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(f"127.0.0.1:{PORT + 1}", options=options) as channel:
+        if way.protocol == "grpc-stream":
+            (answer,) = channel.stream_stream(way.path)(
+                iter([body]), wait_for_ready=True, timeout=60
+            )
+        else:
+            answer = channel.unary_unary(way.path)(body, wait_for_ready=True, timeout=60)
+        return answer

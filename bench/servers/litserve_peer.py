@@ -1,0 +1,13 @@
+"""LitServe: FastAPI before worker processes that batch."""
+
+from __future__ import annotations
+
+from servers.json_peer import JsonPeer
+
+
+class LitServe(JsonPeer):
+    name = "LitServe"
+    folder = "litserve"
+    packages = ("litserve==0.2.19",)
+    script = "litserve_server.py"
+    path = "/predict"

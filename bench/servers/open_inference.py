@@ -1,0 +1,127 @@
+"""The Open Inference Protocol, as Triton speaks it: one jagged batch as a request.
+
+Three forms: JSON, JSON with tensors in binary behind it, and the protobuf messages of gRPC.
+The last are written and read here by field number, for the benchmark's own environment has no
+generated code of Triton's. Field numbers: grpc_service.proto, ModelInferRequest and
+ModelInferResponse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import orjson
+
+DATATYPES = {np.dtype("<i8"): "INT64", np.dtype("<i4"): "INT32"}
+HEAD_END = b'"binary_data_output":true}}'
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    values: np.ndarray
+
+    @property
+    def head(self) -> dict[str, object]:
+        datatype = DATATYPES[self.values.dtype]
+        return {"name": self.name, "shape": self.values.shape, "datatype": datatype}
+
+
+def json_request(tensors: Sequence[Tensor]) -> bytes:
+    inputs = [{**tensor.head, "data": tensor.values.ravel().tolist()} for tensor in tensors]
+    return orjson.dumps({"inputs": inputs})
+
+
+def json_values(answer: bytes) -> np.ndarray:
+    """float32, of the first output."""
+    output = orjson.loads(answer)["outputs"][0]
+    return np.array(output["data"], np.float32).reshape(output["shape"])
+
+
+def binary_request(tensors: Sequence[Tensor]) -> bytes:
+    """JSON, and the tensors' bytes behind it."""
+    inputs = [
+        {**tensor.head, "parameters": {"binary_data_size": tensor.values.nbytes}}
+        for tensor in tensors
+    ]
+    head = orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}})
+    return head + b"".join(tensor.values.tobytes() for tensor in tensors)
+
+
+def head_length(body: bytes) -> int:
+    """Bytes of the JSON in a body of ``binary_request``."""
+    return body.index(HEAD_END) + len(HEAD_END)
+
+
+def binary_values(answer: bytes) -> np.ndarray:
+    """float32, of the only output. The JSON before it ends where the tensor's bytes begin."""
+    marker = b'"binary_data_size":'
+    start = answer.index(marker) + len(marker)
+    end = start
+    while answer[end : end + 1].isdigit():
+        end += 1
+    size = int(answer[start:end])
+    output = orjson.loads(answer[:-size])["outputs"][0]
+    return np.frombuffer(answer[-size:], "<f4").reshape(output["shape"])
+
+
+def grpc_request(model: str, tensors: Sequence[Tensor]) -> bytes:
+    message = _field(1, model.encode())
+    for tensor in tensors:
+        shape = b"".join(map(_varint, tensor.values.shape))
+        datatype = DATATYPES[tensor.values.dtype]
+        head = _field(1, tensor.name.encode()) + _field(2, datatype.encode()) + _field(3, shape)
+        message += _field(5, head)
+    return message + b"".join(_field(7, tensor.values.tobytes()) for tensor in tensors)
+
+
+def grpc_values(answer: bytes) -> np.ndarray:
+    """float32, of the only output."""
+    fields = dict(_fields(answer))
+    output = dict(_fields(fields[5]))
+    return np.frombuffer(fields[6], "<f4").reshape(list(_varints(output[3])))
+
+
+def _varint(value: int) -> bytes:
+    digits = bytearray()
+    while value > 127:
+        digits.append(value & 127 | 128)
+        value >>= 7
+    digits.append(value)
+    return bytes(digits)
+
+
+def _varints(data: bytes) -> Iterator[int]:
+    value, shift = 0, 0
+    for byte in data:
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            yield value
+            value, shift = 0, 0
+
+
+def _field(number: int, data: bytes) -> bytes:
+    """A length-delimited field."""
+    return _varint(number << 3 | 2) + _varint(len(data)) + data
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
+    """The length-delimited fields of a message; those of other kinds do not occur here."""
+    at = 0
+    while at < len(message):
+        key, at = _read_varint(message, at)
+        if key & 7 != 2:
+            raise ValueError(f"field {key >> 3} has wire type {key & 7}, expected 2")
+        size, at = _read_varint(message, at)
+        yield key >> 3, message[at : at + size]
+        at += size
+
+
+def _read_varint(message: bytes, at: int) -> tuple[int, int]:
+    end = at
+    while message[end] > 127:
+        end += 1
+    return next(_varints(message[at : end + 1])), end + 1

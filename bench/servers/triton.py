@@ -1,0 +1,148 @@
+"""NVIDIA's Triton Inference Server, of the nvidia-pytriton wheel, on the CPU.
+
+Only the wheel's tritonserver is used, with its Python backend: pytriton's own Python layer is not.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+from workloads import CACHE, Request, Workload
+
+from servers.base import HERE, Server, Way, environment_folder, is_installed, make_environment
+from servers.open_inference import (
+    Tensor,
+    binary_request,
+    binary_values,
+    grpc_request,
+    grpc_values,
+    head_length,
+    json_request,
+    json_values,
+)
+
+SCRIPTS = HERE / "scripts"
+# The wheel's Python stub is built for numpy 1: with numpy 2 it gives tensors strides of 0.
+PACKAGES = ("nvidia-pytriton==0.7.0", "torch==2.13.0", "numpy==1.26.4")
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+PATH = "/v2/models/pooled/infer"
+HEAD_LENGTH = "Inference-Header-Content-Length"
+
+CONFIG = """\
+backend: "python"
+max_batch_size: 64
+input [
+  {{ name: "bags" data_type: TYPE_INT64 dims: [ -1 ] allow_ragged_batch: true }}
+]
+output [ {{ name: "values" data_type: TYPE_FP32 dims: [ -1, {width} ] }} ]
+dynamic_batching {{ {batching} }}
+instance_group [ {{ kind: KIND_CPU count: {instances} }} ]
+"""
+
+
+class Triton(Server):
+    name = "Triton"
+    ways = (
+        Way("JSON", "http", PATH, {"Content-Type": "application/json"}),
+        Way("binary", "http", PATH, {"Content-Type": "application/octet-stream"}),
+        Way("gRPC", "grpc", "/inference.GRPCInferenceService/ModelInfer"),
+    )
+
+    def __init__(self, instances: int = 1, batching: str = "") -> None:
+        self.instances = instances
+        self.batching = batching
+
+    def missing(self) -> str:
+        return "" if is_installed("triton") else "its environment: make bench-peers"
+
+    def install(self) -> None:
+        make_environment("triton", *PACKAGES)
+        wheel = _site_packages() / "pytriton" / "tritonserver"
+        shutil.copytree(wheel / "backends", _backends(), dirs_exist_ok=True)
+        # The backend looks for the stub of the interpreter beside its own library.
+        stub = Path("triton_python_backend_stub")
+        shutil.copy2(wheel / "python_backend_stubs" / PYTHON / stub, _backends() / "python" / stub)
+
+    def command(self, workload: Workload, port: int) -> list[str]:
+        return [
+            str(_site_packages() / "pytriton" / "tritonserver" / "bin" / "tritonserver"),
+            f"--model-repository={self._repository(workload)}",
+            f"--backend-directory={_backends()}",
+            "--http-address=127.0.0.1",
+            f"--http-port={port}",
+            "--http-thread-count=1",
+            "--grpc-address=127.0.0.1",
+            f"--grpc-port={port + 1}",
+            "--allow-metrics=false",
+            "--log-verbose=0",
+            "--log-info=false",
+            "--exit-timeout-secs=5",
+        ]
+
+    def environment(self) -> dict[str, str]:
+        libraries = (_site_packages() / "nvidia_pytriton.libs", Path(sys.base_prefix) / "lib")
+        return {
+            "LD_LIBRARY_PATH": ":".join(map(str, libraries)),
+            "PYTHONHOME": sys.base_prefix,
+            # The stub has Python inside, which takes the packages of the python3 that it finds.
+            "PATH": f"{environment_folder('triton') / 'bin'}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def body(self, way: Way, workload: Workload, request: Request) -> bytes:
+        tensors = _tensors(request)
+        if way.name == "JSON":
+            return json_request(tensors)
+        if way.name == "binary":
+            return binary_request(tensors)
+        return grpc_request("pooled", tensors)
+
+    def headers(self, way: Way, body: bytes) -> dict[str, str]:
+        if way.name != "binary":
+            return dict(way.headers)
+        return {**way.headers, HEAD_LENGTH: str(head_length(body))}
+
+    def values(self, way: Way, workload: Workload, answer: bytes) -> np.ndarray:
+        read = {"JSON": json_values, "binary": binary_values, "gRPC": grpc_values}[way.name]
+        return read(answer)[0]
+
+    def _repository(self, workload: Workload) -> Path:
+        """A model repository for the workload's tables."""
+        tables = workload.tables
+        repository = CACHE / "triton" / tables.folder.name
+        model = repository / "pooled"
+        (model / "1").mkdir(parents=True, exist_ok=True)
+        shutil.copy(SCRIPTS / "triton_model.py", model / "1" / "model.py")
+        config = CONFIG.format(
+            width=tables.count * tables.dim,
+            batching=self.batching,
+            instances=self.instances,
+        )
+        parameters = {
+            "tables": tables.folder,
+            "count": tables.count,
+            "scripts": SCRIPTS,
+        }
+        for name, value in parameters.items():
+            config += f'parameters {{ key: "{name}" value: {{ string_value: "{value}" }} }}\n'
+        (model / "config.pbtxt").write_text(config)
+        return repository
+
+
+def _tensors(request: Request) -> list[Tensor]:
+    """One tensor, which costs Triton less than two: the number of examples, lengths, and ids; with
+    the one element of Triton's batch before it."""
+    head = np.append(request.examples, request.lengths.ravel())
+    return [Tensor("bags", np.concatenate([head, request.ids]).astype("<i8")[None])]
+
+
+def _site_packages() -> Path:
+    return environment_folder("triton") / "lib" / f"python{PYTHON}" / "site-packages"
+
+
+def _backends() -> Path:
+    return environment_folder("triton") / "backends"

@@ -1,0 +1,87 @@
+"""What each step of the hot path costs on `small`, in microseconds, by itself and warm.
+
+    python bench/steps.py
+
+A batch of 25 requests is about what 64 connections make. Run on one core, the best of 15 rounds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable
+
+from servers.embedserve import EmbedServe
+from workloads import workload
+
+from embedserve.answers import split
+from embedserve.batch import join, to_model_order
+from embedserve.codec import json_codec, protobuf_codec
+from embedserve_store import ModelStore
+
+BATCH = 25
+ROUNDS = 15
+REPEATS = 400
+
+
+def best_us(step: Callable[[int], object]) -> float:
+    """Of one call; it is given a number that goes up."""
+    best = float("inf")
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for number in range(REPEATS):
+            step(number)
+        best = min(best, (time.perf_counter() - start) / REPEATS)
+    return best * 1e6
+
+
+def measure() -> dict[str, float]:
+    import torch
+
+    from embedserve.engine.restore import restore
+    from embedserve.server import model_info
+
+    torch.set_num_threads(1)
+    work, server = workload("small", "uniform"), EmbedServe()
+    work.tables.make()
+    engine = restore(ModelStore(work.tables.store).load(work.tables.name), "cpu:1")
+    model = model_info(engine)
+    as_json, as_protobuf = (
+        [server.body(way, work, request) for request in work.requests] for way in server.ways[:2]
+    )
+    requests = [to_model_order(json_codec.decode_request(body, ""), model) for body in as_json]
+
+    def some(number: int, size: int) -> list:
+        start = number * size % (len(requests) - size)
+        return requests[start : start + size]
+
+    found = {
+        "JSON decoded": best_us(lambda i: json_codec.decode_request(as_json[i], "")),
+        "protobuf decoded": best_us(lambda i: protobuf_codec.decode_request(as_protobuf[i])),
+    }
+    for size in (1, BATCH):
+        joined = [join(some(number, size), model) for number in range(REPEATS)]
+        values = [[engine.lookup(batch.ids, batch.lengths)] for batch in joined]
+        found[f"{size} joined"] = best_us(lambda i, size=size: join(some(i, size), model))
+        found[f"{size} looked up"] = best_us(
+            lambda i, joined=joined: engine.lookup(joined[i].ids, joined[i].lengths)
+        )
+        found[f"{size} split"] = best_us(
+            lambda i, joined=joined, values=values, size=size: split(
+                values[i], joined[i], some(i, size), model
+            )
+        )
+    results = split(values[0], joined[0], some(0, BATCH), model)
+    found["JSON encoded"] = best_us(lambda i: json_codec.encode_result(results[i % BATCH]))
+    found["protobuf encoded"] = best_us(lambda i: protobuf_codec.encode_result(results[i % BATCH]))
+    return found
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    os.sched_setaffinity(0, {0})
+    for step, us in measure().items():
+        print(f"{step}: {us:.1f} us")
