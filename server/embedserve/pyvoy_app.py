@@ -150,7 +150,7 @@ class PyvoyApp:
             self._watch(given, stop)
             ports = given.ports()
             with self._opened(given, ports) as (service, say_ready):
-                self._grpc_app = GrpcApp(service)
+                self._grpc_app = GrpcApp(service, waits_for_answers=False)
                 await server.serve_until(
                     stop,
                     service,

@@ -18,6 +18,7 @@ from server.fake_models import model_info
 from server.live import make_service
 
 from embedserve import errors
+from embedserve.callers import Caller
 from embedserve.config import Limits
 from embedserve.frontends import grpc_stream, rest
 from embedserve.frontends.grpc_asgi import GrpcApp, Scope
@@ -41,6 +42,13 @@ class FailingService(Service):
             raise self.error
         return super().submit(request, timeout_s)
 
+    def enqueue(
+        self, request: LookupRequest, caller: Caller, timeout_s: float | None = None
+    ) -> None:
+        if self.error is not None:
+            raise self.error
+        super().enqueue(request, caller, timeout_s)
+
 
 class Controls:
     """What a test may ask for; called on the event loop's thread."""
@@ -56,7 +64,7 @@ class Controls:
         service.__class__ = FailingService
         assert isinstance(service, FailingService)
         self._service = service
-        self.app = GrpcApp(service)
+        self.app = GrpcApp(service, waits_for_answers=False)
         self.app.set_serving(True)
         grpc_stream.WINDOW_BYTES_MAX = WINDOW_BYTES_MAX
 

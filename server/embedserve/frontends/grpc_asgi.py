@@ -7,6 +7,7 @@ grpc_server.py says, without a thread for a call. Messages stay bytes up to the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from time import perf_counter
@@ -27,11 +28,12 @@ from embedserve.frontends.grpc_call import (
     Send,
     write_each,
 )
+from embedserve.frontends.grpc_embed import EmbedCall
 from embedserve.frontends.grpc_gone import GoneClients
 from embedserve.frontends.grpc_health import Health
 from embedserve.frontends.grpc_server import SERVICE_NAME, error_status, list_models
 from embedserve.frontends.grpc_stream import StreamReader, Window
-from embedserve.frontends.grpc_wire import PREFIX_BYTES, WireError, framed
+from embedserve.frontends.grpc_wire import WireError, framed
 from embedserve.service import Service
 from embedserve_proto import embedding_pb2
 
@@ -48,11 +50,14 @@ class GrpcApp:
     """The ASGI application; not healthy until told.
 
     Attributes:
-        open_calls: tasks of the calls that an end of the process waits for.
+        open_calls: those that an end of the process waits for, as their tasks or without one.
     """
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, *, waits_for_answers: bool = True) -> None:
+        """``waits_for_answers``: return from Embed when it is answered, as ASGI has it. A server
+        that sends what comes later as well is spared a task's wake-up."""
         self._service = service
+        self._waits_for_answers = waits_for_answers
         self._metrics = service.metrics.protocols["grpc"]
         self._bytes_max = service.limits.body_bytes_max
         self._health = Health([SERVICE_NAME])
@@ -61,7 +66,8 @@ class GrpcApp:
         self._gone = GoneClients()
         self._windows: set[Window] = set()
         self._is_draining = False
-        self.open_calls: set[asyncio.Task[None]] = set()
+        self.open_calls: set[asyncio.Task[None] | EmbedCall] = set()
+        self._one_ended = asyncio.Event()
         self._endless_calls: set[asyncio.Task[None]] = set()
         self._methods: dict[str, Callable[[Call], Awaitable[None]]] = {
             f"/{SERVICE_NAME}/Embed": self._embed,
@@ -78,7 +84,7 @@ class GrpcApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
         method = self._methods.get(path)
-        calls = self.open_calls
+        calls: set[Any] = self.open_calls
         if method is None:
             method = self._endless_methods.get(path, _unknown_method)
             calls = self._endless_calls
@@ -91,6 +97,7 @@ class GrpcApp:
             pass  # there is nobody to tell
         finally:
             calls.discard(task)
+            self._one_ended.set()
 
     async def _run(
         self,
@@ -104,62 +111,59 @@ class GrpcApp:
         try:
             call.read_headers(headers)
             if not call.is_grpc:
-                return await call.refuse(UNSUPPORTED_MEDIA_TYPE)
+                return call.refuse(UNSUPPORTED_MEDIA_TYPE)
             await method(call)
         except EmbedServeError as error:
-            await call.end(*error_status(error))
+            call.end(*error_status(error))
         except WireError as error:
-            await call.end(grpc.StatusCode[error.code], error.message)
+            call.end(grpc.StatusCode[error.code], error.message)
         except DecodeError:
-            await call.end(grpc.StatusCode.INTERNAL, "the message is not one of this method's")
+            call.end(grpc.StatusCode.INTERNAL, "the message is not one of this method's")
         except asyncio.CancelledError:
             if not self._is_draining:
                 raise ClientGoneError from None
-            await call.end(*error_status(NotReadyError(DRAINING)))
+            call.end(*error_status(NotReadyError(DRAINING)))
         except ClientGoneError:
             raise
         except Exception:
             logger.exception("a call failed")
-            await call.end(*error_status(EngineError(INTERNAL)))
+            call.end(*error_status(EngineError(INTERNAL)))
 
     async def _embed(self, call: Call) -> None:
-        start = perf_counter()
+        start_s = perf_counter()
         message = await call.message(self._bytes_max)
+        waiting = EmbedCall(call, start_s, self._metrics, self._forget)
+        self.open_calls.add(waiting)
+        self._gone.add(call, waiting)
         try:
-            answer = await self._answer(call, message)
+            if self._is_draining:
+                raise NotReadyError(DRAINING)
+            self._service.check_open("")
+            request = protobuf_codec.decode_request(message)
+            self._service.enqueue(request, waiting, call.time_remaining())
         except EmbedServeError as error:
-            self._metrics.failed(error.code, perf_counter() - start)
-            raise
-        except asyncio.CancelledError:
-            self._metrics.failed("CANCELLED", perf_counter() - start)
-            raise
-        except Exception:
-            self._metrics.failed(EngineError.code, perf_counter() - start)
-            raise
-        self._metrics.answered(perf_counter() - start, len(answer) - PREFIX_BYTES)
-        await call.answer(answer)
+            waiting.refuse(error)
+        except Exception as error:
+            waiting.fail(error)
+        if self._waits_for_answers and waiting.is_waiting:
+            waiting.ended = asyncio.get_running_loop().create_future()
+            try:
+                await waiting.ended
+            except asyncio.CancelledError:
+                waiting.cancel()
+                raise
 
-    async def _answer(self, call: Call, message: bytes) -> bytes:
-        """The framed answer to one request."""
-        if self._is_draining:
-            raise NotReadyError(DRAINING)
-        self._service.check_open("")
-        request = protobuf_codec.decode_request(message)
-        result = self._service.submit(request, call.time_remaining())
-        task = asyncio.current_task()
-        assert task is not None
-        self._gone.add(call, task)
-        try:
-            return framed(*protobuf_codec.encode_parts(await result))
-        finally:
-            self._gone.remove(call)
+    def _forget(self, waiting: EmbedCall, call: Call) -> None:
+        self.open_calls.discard(waiting)
+        self._gone.remove(call)
+        self._one_ended.set()
 
     async def _embed_stream(self, call: Call) -> None:
         try:
             async with asyncio.timeout(call.timeout_s):
                 await self._answer_stream(call)
         except TimeoutError:
-            await call.end(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline of the stream passed")
+            call.end(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline of the stream passed")
 
     async def _answer_stream(self, call: Call) -> None:
         """Answers in order; reading goes on while answers are awaited."""
@@ -177,7 +181,7 @@ class GrpcApp:
                 await call.write(_joined(await answer, window))
             if not reading.done() or not reading.result():
                 raise NotReadyError(DRAINING)
-            await call.end()
+            call.end()
         finally:
             self._windows.discard(window)
             self._gone.remove(call)
@@ -199,18 +203,18 @@ class GrpcApp:
 
     async def _list_models(self, call: Call) -> None:
         embedding_pb2.ListModelsRequest.FromString(await call.message(self._bytes_max))
-        await call.answer(framed(list_models(self._service).SerializeToString()))
+        call.answer(framed(list_models(self._service).SerializeToString()))
 
     async def _get_model(self, call: Call) -> None:
         request = embedding_pb2.GetModelRequest.FromString(await call.message(self._bytes_max))
         model = protobuf_codec.model_message(self._service.model(request.model))
-        await call.answer(framed(model.SerializeToString()))
+        call.answer(framed(model.SerializeToString()))
 
     async def _check(self, call: Call) -> None:
         answer = self._health.check(await call.message(self._bytes_max))
         if answer is None:
-            return await call.end(grpc.StatusCode.NOT_FOUND)
-        await call.answer(framed(answer))
+            return call.end(grpc.StatusCode.NOT_FOUND)
+        call.answer(framed(answer))
 
     async def _watch(self, call: Call) -> None:
         message = await call.message(self._bytes_max)
@@ -221,7 +225,7 @@ class GrpcApp:
         watching = asyncio.create_task(self._read_ahead(call, incoming, asyncio.current_task()))
         try:
             await write_each(call, self._reflected(incoming.messages()))
-            await call.end()
+            call.end()
         finally:
             watching.cancel()
             self._gone.remove(call)
@@ -253,13 +257,19 @@ class GrpcApp:
 
     async def finish(self, grace_s: float) -> None:
         """Waits up to ``grace_s`` for the calls under way, then ends what is left."""
-        if self.open_calls:
-            await asyncio.wait(self.open_calls, timeout=grace_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while self.open_calls:
+                    self._one_ended.clear()
+                    await self._one_ended.wait()
+        for call in [one for one in self.open_calls if isinstance(one, EmbedCall)]:
+            call.refuse(NotReadyError(DRAINING))
+        await asyncio.sleep(0)  # tasks that waited for these end
         left = self.open_calls | self._endless_calls
-        for task in left:
-            task.cancel()
-        if left:
-            await asyncio.wait(left)
+        if tasks := [one for one in left if isinstance(one, asyncio.Task)]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
 
 def _joined(first: bytes, window: Window) -> bytes:

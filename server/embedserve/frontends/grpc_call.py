@@ -129,11 +129,15 @@ class Call:
     def deframer(self, bytes_max: int) -> Deframer:
         return Deframer(bytes_max, self._encoding)
 
-    async def answer(self, body: bytes) -> None:
-        """Sends the only message, framed, and the status OK."""
-        await self._sent(START)
-        await self._sent({"type": "http.response.body", "body": body})
-        await self._sent(OK_TRAILERS)
+    def answer(self, body: bytes) -> None:
+        """Sends the only message, framed, and the status OK.
+
+        Raises:
+            ClientGoneError: there is nobody to answer any more.
+        """
+        self._send_now(START)
+        self._send_now({"type": "http.response.body", "body": body})
+        self._send_now(OK_TRAILERS)
 
     async def write(self, body: bytes) -> None:
         """Sends framed messages of a stream; returns when the connection has room for more."""
@@ -142,28 +146,42 @@ class Call:
             await self._sent(START)
         await self._sent({"type": "http.response.body", "body": body, "more_body": True})
 
-    async def end(
+    def end(
         self,
         code: grpc.StatusCode = grpc.StatusCode.OK,
         message: str = "",
         metadata: Iterable[tuple[str, str]] = (),
     ) -> None:
-        """Ends the call with a status; ``metadata`` trails."""
+        """Ends the call with a status; ``metadata`` trails.
+
+        Raises:
+            ClientGoneError: there is nobody to tell any more.
+        """
         trailers = [(b"grpc-status", b"%d" % code.value[0])]
         if message:
             trailers.append((b"grpc-message", percent_encoded(message)))
         trailers += [(name.encode(), value.encode()) for name, value in metadata]
         if self._has_started:
-            await self._sent(END_BODY)
-            await self._sent({"type": "http.response.trailers", "headers": trailers})
+            self._send_now(END_BODY)
+            self._send_now({"type": "http.response.trailers", "headers": trailers})
             return
-        await self._sent({**START, "headers": HEADERS + trailers, "trailers": False})
-        await self._sent(END_BODY)
+        self._send_now({**START, "headers": HEADERS + trailers, "trailers": False})
+        self._send_now(END_BODY)
 
-    async def refuse(self, http_status: int) -> None:
+    def refuse(self, http_status: int) -> None:
         """Answers what is no gRPC."""
-        await self._sent({"type": "http.response.start", "status": http_status, "headers": []})
-        await self._sent(END_BODY)
+        self._send_now({"type": "http.response.start", "status": http_status, "headers": []})
+        self._send_now(END_BODY)
+
+    def _send_now(self, event: Event) -> None:
+        """Sends what ends an answer, for which an ASGI server has nothing to wait for."""
+        try:
+            next(self._send(event).__await__())
+        except StopIteration:
+            return
+        except OSError as error:  # as ASGI has it
+            raise ClientGoneError from error
+        raise RuntimeError(f"send() of {event['type']} did not return at once")
 
     async def _sent(self, event: Event) -> None:
         try:

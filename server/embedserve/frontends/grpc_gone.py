@@ -1,4 +1,4 @@
-"""Finds out which waiting calls have lost their client, and cancels their tasks.
+"""Finds out which waiting calls have lost their client, and cancels them.
 
 An ASGI server that has handed over a whole request tells of a disconnect only when it is asked
 (pyvoy answers each receive() with an empty body until then). So calls that have waited for a while
@@ -8,6 +8,7 @@ are asked about, less and less often, and not many at a time.
 from __future__ import annotations
 
 import asyncio
+from typing import Protocol
 
 from embedserve.frontends.grpc_call import Call, ClientGoneError
 
@@ -17,27 +18,33 @@ ASKED_PER_TICK_MAX = 64
 TICKS_BETWEEN_MAX = 32
 
 
+class Cancellable(Protocol):
+    """A task, or what waits without one."""
+
+    def cancel(self) -> object: ...
+
+
 class _Waiting:
-    """A call whose answer is awaited by ``task``."""
+    """A call whose answer is awaited by ``waiter``."""
 
-    __slots__ = ("call", "is_asked", "is_over", "next_tick", "task", "ticks_between")
+    __slots__ = ("call", "is_asked", "is_over", "next_tick", "ticks_between", "waiter")
 
-    def __init__(self, call: Call, task: asyncio.Task[None], tick: int) -> None:
+    def __init__(self, call: Call, waiter: Cancellable, tick: int) -> None:
         self.call = call
-        self.task = task
+        self.waiter = waiter
         self.is_asked = False
         self.is_over = False
         self.ticks_between = 1
         self.next_tick = tick + 1
 
     async def ask(self) -> None:
-        """Cancels the task if the client has gone."""
+        """Cancels the waiter if the client has gone."""
         self.is_asked = True
         try:
             await self.call.receive()
         except ClientGoneError:
             if not self.is_over:
-                self.task.cancel()
+                self.waiter.cancel()
         self.is_asked = False
 
 
@@ -50,12 +57,12 @@ class GoneClients:
         self._tick_number = 0
         self._is_ticking = False
 
-    def add(self, call: Call, task: asyncio.Task[None]) -> None:
-        """From now on ``task`` is cancelled if the client of ``call`` goes; nobody else receives.
+    def add(self, call: Call, waiter: Cancellable) -> None:
+        """From now on ``waiter`` is cancelled if the client of ``call`` goes; nobody else receives.
 
         That is noticed within milliseconds for a call that has just begun to wait, and within a
         second for one that has waited for long, unless hundreds wait."""
-        self._waiting[call] = _Waiting(call, task, self._tick_number)
+        self._waiting[call] = _Waiting(call, waiter, self._tick_number)
         if not self._is_ticking:
             self._is_ticking = True
             asyncio.get_running_loop().call_later(TICK_S, self._tick)

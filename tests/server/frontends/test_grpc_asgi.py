@@ -159,7 +159,7 @@ async def test_an_unforeseen_error_is_logged_and_answered_in_general(
     def fail(*arguments: object) -> None:
         raise ZeroDivisionError("secret of the server")
 
-    monkeypatch.setattr(service, "submit", fail)
+    monkeypatch.setattr(service, "enqueue", fail)
     client = await call(app, Client(framed(MESSAGE)))
     assert client.status() == grpc.StatusCode.INTERNAL.value[0]
     assert b"secret" not in client.headers()[b"grpc-message"]
@@ -221,6 +221,24 @@ async def test_what_is_not_answered_in_time_is_ended_as_unavailable(
     await app.finish(0.01)
     await asyncio.gather(running, watching)
     assert client.status() == watch.status() == grpc.StatusCode.UNAVAILABLE.value[0]
+
+
+async def test_calls_that_no_task_waits_for_are_ended_once_as_well(
+    held: Service, engine: FakeEngine
+) -> None:
+    app = GrpcApp(held, waits_for_answers=False)
+    outcomes = held.metrics.protocols["grpc"].outcomes
+    running, queued, gone = [await call(app, Client(framed(MESSAGE))) for _ in range(3)]
+    await until(lambda: engine.lookups)
+    gone.is_gone = True
+    await until(lambda: outcomes == {"CANCELLED": 1})
+    app.drain()
+    await app.finish(0.01)
+    assert running.status() == queued.status() == grpc.StatusCode.UNAVAILABLE.value[0]
+    assert (outcomes, app.open_calls) == ({"CANCELLED": 1, "UNAVAILABLE": 2}, set())
+    engine.release()
+    await until(lambda: held.metrics.models["shop"].queued_requests == 0)
+    assert [len(one.sent) for one in (running, queued, gone)] == [2, 2, 0]
 
 
 @pytest.fixture
