@@ -90,7 +90,7 @@ def main() -> None:
         for ids in chosen.ids:
             work = workload(name, ids)
             work.tables.make()
-            able = [one for one in servers if _is_able(one, name)]
+            able = [one for one in servers if _is_able(one, name, ids)]
             label = f"{name} {ids}"
             references[label] = kernel.measure(work)
             results[label] = measure(able, work, rounds if ids == "uniform" else 1, seconds)
@@ -121,8 +121,8 @@ def _is_chosen(server: Server, names: list[str] | None) -> bool:
     return names is None or any(server.name.startswith(name) for name in names)
 
 
-def _is_able(server: Server, workload_name: str) -> bool:
-    if workload_name not in server.workloads:
+def _is_able(server: Server, workload_name: str, ids: str) -> bool:
+    if workload_name not in server.workloads or ids not in server.ids:
         return False
     if missing := server.missing():
         print(f"{server.name} is left out: {missing}", file=sys.stderr)

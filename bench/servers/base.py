@@ -39,6 +39,7 @@ class Server(ABC):
     name: str
     ways: Sequence[Way]
     workloads: Sequence[str] = ("small", "rank", "bulk")
+    ids: Sequence[str] = ("uniform", "zipf")
 
     def missing(self) -> str:
         """What has to be installed first, said so; "" if nothing."""

@@ -13,7 +13,7 @@ from servers.json_peer import JsonPeer
 class BentoMl(JsonPeer):
     name = "BentoML"
     folder = "bentoml"
-    packages = ("bentoml==1.4.39",)
+    packages = ("bentoml==1.4.39", "uvloop==0.23.0", "httptools==0.9.0")
 
     def command(self, workload: Workload, port: int) -> list[str]:
         tables = workload.tables

@@ -18,7 +18,7 @@ from servers.base import (
     python_of,
 )
 
-TORCH = "torch==2.13.0"
+COMMON = ("torch==2.13.0", "numpy==2.4.6", "orjson==3.13.0")
 
 
 class JsonPeer(Server):
@@ -44,7 +44,7 @@ class JsonPeer(Server):
         return "" if is_installed(self.folder) else "its environment: make bench-peers"
 
     def install(self) -> None:
-        make_environment(self.folder, *self.packages, TORCH, "numpy", "orjson")
+        make_environment(self.folder, *self.packages, *COMMON)
 
     def command(self, workload: Workload, port: int) -> list[str]:
         tables = workload.tables

@@ -23,6 +23,7 @@ class Redis(Server):
     name = "Redis"
     ways = (Way("MGET", "redis", ""),)
     workloads = ("small",)
+    ids = ("uniform",)  # redis-benchmark draws no others
 
     def missing(self) -> str:
         lacking = [package for name, package in PROGRAMS.items() if shutil.which(name) is None]
@@ -43,6 +44,10 @@ class Redis(Server):
             for commands in _sets(workload):
                 loading.stdin.write(commands)
         request = workload.requests[0]
+        rows = workload.tables.count * workload.tables.rows
+        held = subprocess.check_output(["redis-cli", "-p", str(port), "DBSIZE"], text=True)
+        if int(held) != rows:
+            raise RuntimeError(f"Redis holds {held.strip()} of {rows} rows")
         workload.check(request, self._pooled(workload, request, port))
 
     def body(self, way: Way, workload: Workload, request: Request) -> bytes:
