@@ -43,13 +43,13 @@ class Times:
     refused_ms: list[float] = field(default_factory=list)
 
 
-def measure(seconds: float = 15) -> dict[str, Overload]:
+def measure(seconds: int = 16) -> dict[str, Overload]:
     """The figures of both protocols."""
     server = EmbedServe()
     return {way.name: _measure(server, way, seconds) for way in server.ways[1:3]}
 
 
-def _measure(server: EmbedServe, way: Way, seconds: float) -> Overload:
+def _measure(server: EmbedServe, way: Way, seconds: int) -> Overload:
     work = workload("rank", "uniform")
     work.tables.make()
     is_grpc = way.protocol == "grpc"
@@ -58,19 +58,19 @@ def _measure(server: EmbedServe, way: Way, seconds: float) -> Overload:
         body, log = Path(folder) / "body", Path(folder) / "log"
         body.write_bytes(load.framed(message) if is_grpc else message)
 
-        def drive(connections: int, seconds: float, rate: float | None) -> tuple[float, Times]:
+        def drive(connections: int, seconds: int, rate: float | None) -> tuple[float, Times]:
             before = _counted_ok(way)
             times = _drive(way, body, log, connections, seconds, rate)
             return (_counted_ok(way) - before) / seconds, times
 
         running.ask(server, way, work, work.requests[0])
         drive(PEAK_CONNECTIONS, 2, None)
-        peak, _ = drive(PEAK_CONNECTIONS, seconds / 2, None)
+        peak, _ = drive(PEAK_CONNECTIONS, seconds // 2, None)
         offered = OVERLOAD * peak
         connections = round(offered / RATE_PER_CONNECTION[way.protocol])
         with _memory(process.pid) as memory, _probes(way, message, is_grpc) as probed:
             goodput, ended = drive(connections, seconds, offered)
-        again, _ = drive(PEAK_CONNECTIONS, seconds / 2, None)
+        again, _ = drive(PEAK_CONNECTIONS, seconds // 2, None)
     times = probed if is_grpc else ended
     half = len(memory) // 2
     return {
@@ -89,7 +89,7 @@ def _measure(server: EmbedServe, way: Way, seconds: float) -> Overload:
 
 
 def _drive(
-    way: Way, body: Path, log: Path, connections: int, seconds: float, rate: float | None
+    way: Way, body: Path, log: Path, connections: int, seconds: int, rate: float | None
 ) -> Times:
     log.unlink(missing_ok=True)
     port = running.port_of(way)

@@ -12,6 +12,7 @@ from servers.json_peer import JsonPeer
 
 class BentoMl(JsonPeer):
     name = "BentoML"
+    workloads = ("small",)
     folder = "bentoml"
     packages = ("bentoml==1.4.39", "uvloop==0.23.0", "httptools==0.9.0")
 

@@ -7,6 +7,7 @@ from servers.json_peer import JsonPeer
 
 class LitServe(JsonPeer):
     name = "LitServe"
+    workloads = ("small",)
     folder = "litserve"
     packages = ("litserve==0.2.19",)
     script = "litserve_server.py"

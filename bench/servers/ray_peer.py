@@ -7,6 +7,7 @@ from servers.json_peer import JsonPeer
 
 class RayServe(JsonPeer):
     name = "Ray Serve"
+    workloads = ("small",)
     folder = "ray"
     packages = ("ray[serve]==2.60.0",)
     script = "ray_server.py"
