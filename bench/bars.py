@@ -109,7 +109,10 @@ def _operated(name: str, found: Mapping[str, Any]) -> Iterator[Bar]:
     if name == "pauses":
         # What the machine pauses, it pauses a constant reply, too.
         ours, theirs = (found[f"{who}: max_ms"] for who in (OURS, "constant reply, protobuf"))
-        yield Bar("longest request in 60 s, ms", ours, most=20)
+        yield Bar(
+            "requests over 20 ms in the server, of 60 s", found["over_20_ms_in_the_server"], most=0
+        )
+        yield Bar("longest request in 60 s, for its client, ms", ours, most=20)
         yield Bar("longest request in 60 s - constant's, ms", ours - theirs, most=20)
     elif name == "workers":
         yield Bar("two workers / one on two cores, load included", found["two_of_one"], 1.0)

@@ -7,6 +7,7 @@ of asking is compared with the exact sums before it is timed: a fast wrong answe
 from __future__ import annotations
 
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -59,7 +60,7 @@ def measure(
                 measured = _measure_server(server, workload, seconds, is_first=number == 0)
                 for key, figures in measured:
                     samples.setdefault(key, []).append(figures)
-            except (RuntimeError, AssertionError) as error:
+            except (RuntimeError, AssertionError, subprocess.SubprocessError) as error:
                 print(f"{server.name} is left out: {error}", file=sys.stderr)
     return [Row(*key, _median(figures)) for key, figures in samples.items()]
 
@@ -70,12 +71,8 @@ def _measure_server(
     measured = []
     with running(server, workload), tempfile.TemporaryDirectory() as folder:
         for way in server.ways:
-            if is_first and way.protocol != "redis":
-                for request in workload.requests[:CHECKED]:
-                    answer = ask(server, way, workload, request)
-                    is_constant = server.name.startswith("constant")
-                    if not is_constant:
-                        workload.check(request, server.values(way, workload, answer))
+            if way.protocol != "redis":
+                _check(server, way, workload, CHECKED if is_first else 1)
             for connections, streams in concurrency(workload, way):
                 drive = _driver(server, way, workload, Path(folder), connections, streams)
                 drive(WARM_UP_S)
@@ -84,6 +81,13 @@ def _measure_server(
                     raise RuntimeError(f"{way.name}: {figures.errors} requests failed")
                 measured.append(((server.name, way.name, connections, streams), figures))
     return measured
+
+
+def _check(server: Server, way: Way, workload: Workload, requests: int) -> None:
+    for request in workload.requests[:requests]:
+        answer = ask(server, way, workload, request)
+        if not server.name.startswith("constant"):
+            workload.check(request, server.values(way, workload, answer))
 
 
 def _driver(

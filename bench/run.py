@@ -95,6 +95,7 @@ def main() -> None:
             label = f"{name} {ids}"
             references[label] = kernel.measure(work)
             results[label] = measure(able, work, rounds if ids == "uniform" else 1, seconds)
+            _written(chosen.output, results, references, {})
     found: dict[str, dict[str, Any]] = {}
     for name in [] if chosen.quick else chosen.operations:
         print(name, file=sys.stderr)
@@ -102,21 +103,30 @@ def main() -> None:
             found[name] = OPERATIONS[name]()
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
-    chosen.output.mkdir(parents=True, exist_ok=True)
-    text = "\n".join(
-        (
-            report.tables(results, references),
-            report.operations(found),
-            bars.said(results, references, found),
-        )
-    )
-    print(text)
-    (chosen.output / "bench.md").write_text(text)
-    figures = report.as_json(results, references) | {"operations": found}
-    (chosen.output / "bench.json").write_text(json.dumps(figures, indent=1))
-    if results:
-        report.picture(results, chosen.output / "bench.png")
+    print(_written(chosen.output, results, references, found))
     print(f"written to {chosen.output}", file=sys.stderr)
+
+
+def _written(
+    folder: Path,
+    results: dict[str, list[Row]],
+    references: dict[str, dict[str, float]],
+    found: dict[str, dict[str, Any]],
+) -> str:
+    """Writes what there is so far, and gives its tables."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = (
+        report.tables(results, references),
+        report.operations(found),
+        bars.said(results, references, found),
+    )
+    text = "\n".join(parts)
+    (folder / "bench.md").write_text(text)
+    figures = report.as_json(results, references) | {"operations": found}
+    (folder / "bench.json").write_text(json.dumps(figures, indent=1))
+    if results:
+        report.picture(results, folder / "bench.png")
+    return text
 
 
 def _is_chosen(server: Server, names: list[str] | None) -> bool:

@@ -29,7 +29,7 @@ MODEL_READY_S_MAX = 20
 def running(
     server: Server, workload: Workload, core: str = SERVER_CORE
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The server's process, which takes connections; ended with all its children."""
+    """The server's process, which answers; ended with all its children."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             pinned(core, server.command(workload, PORT)),
@@ -41,6 +41,10 @@ def running(
         try:
             _wait_for_ports(server, process)
             server.prepare(workload, PORT)
+            way = server.ways[0]
+            if way.protocol != "redis":
+                # A port may take connections before there is a model behind it.
+                ask(server, way, workload, workload.requests[0])
             yield process
         except BaseException:
             log.seek(0)
@@ -86,6 +90,18 @@ def ask(server: Server, way: Way, workload: Workload, request: Request) -> bytes
     raise ValueError(f"{way.protocol} is asked by its server's own module")
 
 
+def metrics() -> dict[str, float]:
+    """Embedserve's, by name and labels as they are exposed.
+
+    Raises:
+        OSError: whom it asked is gone.
+    """
+    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in samples}
+
+
 def _post(way: Way, body: bytes, headers: dict[str, str]) -> bytes:
     url = f"http://127.0.0.1:{PORT}{way.path}"
     end = time.monotonic() + MODEL_READY_S_MAX
@@ -95,7 +111,6 @@ def _post(way: Way, body: bytes, headers: dict[str, str]) -> bytes:
             with urllib.request.urlopen(request, timeout=30) as response:
                 return response.read()
         except (urllib.error.HTTPError, OSError) as error:
-            # Some servers take connections before their model is there.
             if time.monotonic() > end:
                 raise RuntimeError(f"{url}: {error}") from error
             time.sleep(0.2)
