@@ -56,7 +56,7 @@ class ServeSettings:
     http_port: int = setting(8000, "REST, health and metrics; 0: any.", min=0, max=65535)
     grpc_port: int = setting(8001, "gRPC; 0: any.", min=0, max=65535)
     grpc_server: str = setting(
-        "grpcio", "grpcio, or pyvoy: Envoy with this server inside, several times faster."
+        "grpcio", "grpcio, or pyvoy: Envoy with this server inside, for more calls a second."
     )
     model: tuple[str, ...] = setting(
         (),

@@ -55,6 +55,11 @@ def until_gone(pid: int) -> None:
         time.sleep(0.01)
 
 
+def policies(pid: int) -> set[int]:
+    """How the threads of a process are scheduled."""
+    return {os.sched_getscheduler(int(one.name)) for one in Path(f"/proc/{pid}/task").iterdir()}
+
+
 def is_listening(target: str) -> bool:
     host, port = target.rsplit(":", 1)
     with socket.socket() as sock:
@@ -76,6 +81,7 @@ def test_rest_and_grpc_answer_the_same_and_nothing_is_left_behind(store, tmp_pat
                 answers.append(client.embed({"user": [[1, 2], [499]], "shop": [[3, 4, 5], []]}))
                 with pytest.raises(InvalidRequest, match=r"features\.user\[0\]\[0\] is 500"):
                     client.embed({"user": [[500]]})
+        assert policies(envoy) == {os.SCHED_BATCH}
         rest, grpc = answers
         assert np.array_equal(rest.values, grpc.values)
         assert rest.values.any()
