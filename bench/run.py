@@ -30,7 +30,7 @@ import report
 from measure import Row, measure
 from servers.base import Server
 from servers.constants import ConstantGrpc, ConstantHttp
-from servers.embedserve import EmbedServe, EmbedServeFast
+from servers.embedserve import EmbedServe, EmbedServeBatch, EmbedServeFast
 from servers.peers import peers
 from workloads import workload
 
@@ -53,6 +53,7 @@ def all_servers() -> list[Server]:
         ConstantGrpc("uvloop"),
         EmbedServe(),
         EmbedServeFast(),
+        EmbedServeBatch(),
         *peers(),
     ]
 

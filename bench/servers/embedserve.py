@@ -64,6 +64,17 @@ class EmbedServeFast(EmbedServe):
         return "" if "--grpc-server" in serve_help() else "this embedserve has no --grpc-server"
 
 
+class EmbedServeBatch(EmbedServe):
+    """Its threads scheduled as batch jobs, which a host does well that has cores for it alone."""
+
+    name = "embedserve, chrt --batch"
+    ways = EmbedServe.ways[2:]
+    workloads = ("small",)
+
+    def command(self, workload: Workload, port: int) -> list[str]:
+        return ["chrt", "--batch", "0", *super().command(workload, port)]
+
+
 @functools.cache
 def serve_help() -> str:
     command = [sys.executable, "-W", "ignore", "-m", "embedserve", "serve", "--help"]
