@@ -4,8 +4,7 @@
                         [--operations pauses workers memory tables overload]
                         [--rounds 3] [--seconds 2] [--quick] [--install]
 
-Uniform ids are measured in all rounds, Zipf-distributed ones in one. Figures of one run are
-compared with each other only.
+Figures of one run are compared with each other only.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def main() -> None:
             able = [one for one in servers if _is_able(one, name, ids)]
             label = f"{name} {ids}"
             references[label] = kernel.measure(work)
-            results[label] = measure(able, work, rounds if ids == "uniform" else 1, seconds)
+            results[label] = measure(able, work, rounds, seconds)
             _written(chosen.output, results, references, {})
     found: dict[str, dict[str, Any]] = {}
     for name in [] if chosen.quick else chosen.operations:
