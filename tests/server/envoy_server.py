@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from server.channels import OWN_CONNECTION
 from server.envoy_app import VARIABLE
 from server.fake_engine import FakeEngine, Lookup
 from server.live import free_port
@@ -96,7 +97,7 @@ def running_envoy(folder: Path) -> Iterator[Envoy]:
         try:
             with listener.accept() as control:
                 envoy = Envoy(f"127.0.0.1:{port}", control)
-                with grpc.insecure_channel(envoy.target) as channel:
+                with grpc.insecure_channel(envoy.target, options=OWN_CONNECTION) as channel:
                     grpc.channel_ready_future(channel).result(READY_S_MAX)
                 yield envoy
         finally:

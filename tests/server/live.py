@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import grpc
 import httpx
+from server.channels import OWN_CONNECTION
 from server.fake_engine import FakeEngine
 
 from embedserve import server
@@ -80,7 +81,7 @@ async def live_server(
         running = asyncio.create_task(server.run(service, settings, ports, ready.set))
         await asyncio.wait_for(ready.wait(), 10)
         target = f"127.0.0.1:{ports.grpc}"
-        channel = grpc.aio.insecure_channel(target)
+        channel = grpc.aio.insecure_channel(target, options=OWN_CONNECTION)
         try:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports.http}") as http:
                 stub = EmbeddingServiceStub(channel)

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
+from server.channels import OWN_CONNECTION
 from server.python import environment
 
 from embedserve_proto import embedding_pb2 as pb
@@ -80,7 +81,7 @@ async def server_process(
         target = f"127.0.0.1:{int(grpc_port)}"
         async with (
             httpx.AsyncClient(base_url=url, timeout=30) as http,
-            grpc.aio.insecure_channel(target) as channel,
+            grpc.aio.insecure_channel(target, options=OWN_CONNECTION) as channel,
         ):
             yield Process(process, http, channel)
     finally:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import httpx
 import pytest
+from server.channels import OWN_CONNECTION
 from server.envoy_server import Envoy, RemoteEngine, RemoteLive, reset, running_envoy
 from server.fake_engine import FakeEngine, model_info
 from server.live import Live, live_server, make_service
@@ -60,7 +61,9 @@ async def either_live(
 ) -> AsyncIterator[Live | RemoteLive]:
     """The gRPC server over that engine, and clients of it."""
     if isinstance(either_engine, RemoteEngine):
-        async with grpc.aio.insecure_channel(either_engine.envoy.target) as channel:
+        async with grpc.aio.insecure_channel(
+            either_engine.envoy.target, options=OWN_CONNECTION
+        ) as channel:
             yield RemoteLive(either_engine.envoy, channel)
     else:
         films = FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import grpc
 import httpx
 import pytest
+from server.channels import OWN_CONNECTION
 from server.envoy_server import Envoy, reset
 from server.fake_engine import FakeEngine
 from server.live import make_service
@@ -88,7 +89,9 @@ async def rest(service: Service) -> AsyncIterator[httpx.AsyncClient]:
 async def stub(service: Service) -> AsyncIterator[EmbeddingServiceStub]:
     server = GrpcServer(service, "127.0.0.1:0")
     await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+    async with grpc.aio.insecure_channel(
+        f"127.0.0.1:{server.port}", options=OWN_CONNECTION
+    ) as channel:
         yield EmbeddingServiceStub(channel)
     await server.stop(0)
 
@@ -112,13 +115,15 @@ async def failing(request: pytest.FixtureRequest) -> AsyncIterator[Failing]:
 
         server = GrpcServer(service, "127.0.0.1:0")
         await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        async with grpc.aio.insecure_channel(
+            f"127.0.0.1:{server.port}", options=OWN_CONNECTION
+        ) as channel:
             yield Failing(EmbeddingServiceStub(channel), fail)
         await server.stop(0)
         return
     envoy: Envoy = request.getfixturevalue("envoy")
     reset(envoy)
-    async with grpc.aio.insecure_channel(envoy.target) as channel:
+    async with grpc.aio.insecure_channel(envoy.target, options=OWN_CONNECTION) as channel:
         stub = EmbeddingServiceStub(channel)
         yield Failing(stub, lambda error, *of: envoy.ask("fail", error.__name__, *of))
 

@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from server.channels import OWN_CONNECTION
 from server.envoy_server import Envoy, RemoteEngine, reset
 from server.fake_engine import FakeEngine
 from server.live import IN_THREAD, make_service
@@ -250,7 +251,7 @@ def remote(envoy: Envoy) -> Iterator[RemoteEngine]:
 
 @pytest.fixture
 async def channel(remote: RemoteEngine) -> AsyncIterator[grpc.aio.Channel]:
-    async with grpc.aio.insecure_channel(remote.envoy.target) as channel:
+    async with grpc.aio.insecure_channel(remote.envoy.target, options=OWN_CONNECTION) as channel:
         yield channel
 
 

@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from server.channels import OWN_CONNECTION
 from server.fake_engine import Bags, FakeEngine
 from server.live import PROTOBUF, Live, free_port, live_server, make_service
 
@@ -34,7 +35,9 @@ async def test_health_is_not_serving_once_draining(engine: FakeEngine, live: Liv
     server = GrpcServer(live.service, "127.0.0.1:0")
     await server.start()
     await server.stop_being_ready()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+    async with grpc.aio.insecure_channel(
+        f"127.0.0.1:{server.port}", options=OWN_CONNECTION
+    ) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         answer = await health.Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
     await server.stop(0)
@@ -83,7 +86,9 @@ async def test_ending_an_idle_stream_leaves_no_error_behind(
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     server = GrpcServer(make_service(engine, executor=executor), "127.0.0.1:0")
     await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+    async with grpc.aio.insecure_channel(
+        f"127.0.0.1:{server.port}", options=OWN_CONNECTION
+    ) as channel:
         call = EmbeddingServiceStub(channel).EmbedStream()
         await call.write(REQUEST)
         assert (await call.read()).batch_size == 2
