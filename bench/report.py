@@ -115,6 +115,8 @@ def picture(results: Results, path: Path) -> None:
         latencies.set_ylim(rates.get_ylim())
         latencies.set_yticks([])
         latencies.set_xscale("log")
+        latencies.xaxis.set_major_formatter("{x:g}")
+        latencies.xaxis.set_minor_formatter("")
         latencies.set_title("p50 (dot) to p99 (line), ms", loc="left", fontsize=10)
         for axis in (rates, latencies):
             axis.tick_params(labelsize=8)
