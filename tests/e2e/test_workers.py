@@ -65,6 +65,10 @@ def counters(text: str) -> dict[str, float]:
     }
 
 
+def _cause(error: BaseException) -> BaseException:
+    return error if error.__cause__ is None else _cause(error.__cause__)
+
+
 class Load:
     """Clients that ask one request after the other, each over its own connection, and never
     repeat one; counts how they ended."""
@@ -80,8 +84,10 @@ class Load:
             while not self._stop.is_set():
                 try:
                     outcome = str(client.post("/embed", content=BODY).status_code)
-                except httpx.ConnectError:
-                    outcome = "refused"
+                except httpx.ConnectError as error:
+                    # Else the listener died that had already taken the connection.
+                    is_refused = isinstance(_cause(error), ConnectionRefusedError)
+                    outcome = "refused" if is_refused else "lost"
                 except httpx.TransportError:
                     outcome = "lost"
                 self.outcomes[outcome] += 1
