@@ -8,7 +8,7 @@ from typing import Any
 
 from measure import Row
 
-OURS, FAST, TRITON = "embedserve", "embedserve, fast gRPC", "Triton"
+OURS, TRITON = "embedserve", "Triton"
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,8 @@ def _small(label: str, rows: Rows, reference: Mapping[str, float]) -> Iterator[B
     best = [rows.rate("constant reply, grpcio*", "gRPC", *at) for at in ((64, 1), (8, 8))]
     for at, ours, theirs in zip(("64 x 1", "8 x 8"), grpc, best, strict=True):
         yield Bar(f"{label}: gRPC {at} / best constant grpcio", _ratio(ours, theirs), 0.6)
-    for at, least in (((8, 8), 1.2), ((64, 1), 1.0)):
-        ratio = _ratio(rows.rate(FAST, "gRPC", *at), rows.rate(TRITON, "gRPC", *at))
-        yield Bar(f"{label}: fast gRPC {at[0]} x {at[1]} / Triton gRPC", ratio, least)
-    triton = rows.rate(TRITON, "gRPC")
-    for server in (OURS, FAST):
-        stream = rows.rate(server, "gRPC stream", 8)
-        yield Bar(f"{label}: {server} gRPC stream / Triton gRPC", _ratio(stream, triton), 1.0)
+    stream = _ratio(rows.rate(OURS, "gRPC stream", 8), rows.rate(TRITON, "gRPC"))
+    yield Bar(f"{label}: gRPC stream / Triton gRPC", stream, 1.0)
 
 
 def _operated(name: str, found: Mapping[str, Any]) -> Iterator[Bar]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from embedserve.histogram import (
+from embedserve.metrics.histogram import (
     COUNT_BUCKETS,
     LOOKUP_SECONDS_BUCKETS,
     SECONDS_BUCKETS,
     Histogram,
 )
-from embedserve.metrics import ProtocolMetrics
+from embedserve.metrics.metrics import ProtocolMetrics
 
 BATCHES = 20_000
 BATCH_EXAMPLES = 25

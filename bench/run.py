@@ -29,7 +29,7 @@ import report
 from measure import Row, measure
 from servers.base import Server
 from servers.constants import ConstantGrpc, ConstantHttp
-from servers.embedserve import EmbedServe, EmbedServeBatch, EmbedServeFast
+from servers.embedserve import EmbedServe, EmbedServeBatch
 from servers.peers import peers
 from workloads import workload
 
@@ -51,7 +51,6 @@ def all_servers() -> list[Server]:
         ConstantGrpc("8"),
         ConstantGrpc("uvloop"),
         EmbedServe(),
-        EmbedServeFast(),
         EmbedServeBatch(),
         *peers(),
     ]

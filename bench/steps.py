@@ -16,8 +16,8 @@ from collections.abc import Callable
 from servers.embedserve import EmbedServe
 from workloads import workload
 
-from embedserve.answers import split
-from embedserve.batch import join, to_model_order
+from embedserve.batching.join import join, to_model_order
+from embedserve.batching.split import split
 from embedserve.codec import json_codec, protobuf_codec
 from embedserve_store import ModelStore
 
@@ -41,7 +41,7 @@ def measure() -> dict[str, float]:
     import torch
 
     from embedserve.engine.restore import restore
-    from embedserve.server import model_info
+    from embedserve.processes.server import model_info
 
     torch.set_num_threads(1)
     work, server = workload("small", "uniform"), EmbedServe()

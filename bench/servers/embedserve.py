@@ -1,9 +1,7 @@
-"""embedserve itself, with grpcio's server and with the fast one."""
+"""embedserve itself."""
 
 from __future__ import annotations
 
-import functools
-import subprocess
 import sys
 
 import numpy as np
@@ -51,19 +49,6 @@ class EmbedServe(Server):
         return np.frombuffer(response.values, "<f4").reshape(response.batch_size, -1)
 
 
-class EmbedServeFast(EmbedServe):
-    """With gRPC over ASGI on Envoy."""
-
-    name = "embedserve, fast gRPC"
-    ways = EmbedServe.ways[2:]
-
-    def __init__(self) -> None:
-        super().__init__("--grpc-server", "pyvoy")
-
-    def missing(self) -> str:
-        return "" if "--grpc-server" in serve_help() else "this embedserve has no --grpc-server"
-
-
 class EmbedServeBatch(EmbedServe):
     """Its threads scheduled as batch jobs, which a host does well that has cores for it alone."""
 
@@ -73,9 +58,3 @@ class EmbedServeBatch(EmbedServe):
 
     def command(self, workload: Workload, port: int) -> list[str]:
         return ["chrt", "--batch", "0", *super().command(workload, port)]
-
-
-@functools.cache
-def serve_help() -> str:
-    command = [sys.executable, "-W", "ignore", "-m", "embedserve", "serve", "--help"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

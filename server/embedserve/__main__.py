@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Runs the command line, or says what to install where only the client is installed."""
     try:
-        from embedserve.cli import app
+        from embedserve.commands.cli import app
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("embedserve"):
             raise

@@ -55,9 +55,6 @@ class ServeSettings:
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
     http_port: int = setting(8000, "REST, health and metrics; 0: any.", min=0, max=65535)
     grpc_port: int = setting(8001, "gRPC; 0: any.", min=0, max=65535)
-    grpc_server: str = setting(
-        "grpcio", "grpcio, or pyvoy: Envoy with this server inside, for more calls a second."
-    )
     model: tuple[str, ...] = setting(
         (),
         "A model to serve, NAME or NAME@VERSION; may be repeated. Default: all of the store, the "

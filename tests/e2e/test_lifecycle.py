@@ -103,10 +103,9 @@ def test_a_bad_publish_leaves_nothing(tmp_path, weight) -> None:
     assert not list((tmp_path / "store").glob("*/*"))
 
 
-@pytest.mark.parametrize("grpc_server", ["grpcio", "pyvoy"])
-def test_sigterm_under_load_loses_no_accepted_request(store, tmp_path, grpc_server: str) -> None:
+def test_sigterm_under_load_loses_no_accepted_request(store, tmp_path) -> None:
     """Every request is answered right or was refused for the stop; none is cut off."""
-    with running(store, tmp_path / "log", "--grpc-server", grpc_server) as server:
+    with running(store, tmp_path / "log") as server:
         outcomes: list[str] = []
         started = threading.Barrier(9)
 

@@ -1,27 +1,32 @@
-"""The fake engine, a batcher over it, one thread for large batches, a time limit; and a store."""
+"""The fake engine, a batcher and servers over it, a time limit; and a store."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
+import httpx
 import pytest
-from server.fake_engine import FakeEngine
+from server.fake_engine import FakeEngine, model_info
+from server.live import Live, live_server, make_service
 from server.python import run_python
 
-from embedserve.batcher import Batcher
+from embedserve.api.management import management_app
+from embedserve.batching.batcher import Batcher
 from embedserve.config import Limits
-from embedserve.metrics import ModelMetrics
+from embedserve.metrics.metrics import ModelMetrics
+from embedserve.models.models import Service
+from embedserve.wire.rest import EmbedEndpoint
 
 MakeBatcher = Callable[[Limits], Batcher]
 TEST_S_MAX = 30
 
 PUBLISH = """
 import sys, torch
-from embedserve.cli import app
+from embedserve.commands.cli import app
 checkpoint, tables, store = sys.argv[1:]
 torch.save({"embedding_bags.t_user.weight": torch.ones(7, 4)}, checkpoint)
 options = "--model shop --sharding row_wise --world-size 2"
@@ -71,6 +76,32 @@ def make_batcher(
     engine: FakeEngine, metrics: ModelMetrics, executor: ThreadPoolExecutor
 ) -> MakeBatcher:
     return lambda limits: Batcher(engine, engine.model, limits, metrics, executor)
+
+
+@pytest.fixture
+def limits() -> Limits:
+    return Limits(body_bytes_max=1000, request_examples_max=8)
+
+
+@pytest.fixture
+def service(engine: FakeEngine, executor: ThreadPoolExecutor, limits: Limits) -> Service:
+    return make_service(engine, executor=executor, limits=limits)
+
+
+@pytest.fixture
+async def rest(service: Service) -> AsyncIterator[httpx.AsyncClient]:
+    app = EmbedEndpoint(service, management_app(service))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield client
+
+
+@pytest.fixture
+async def live(engine: FakeEngine, limits: Limits) -> AsyncIterator[Live]:
+    """The whole server over that engine, and clients of it."""
+    films = FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
+    async with live_server(engine, films, limits=limits) as live:
+        yield live
 
 
 @pytest.fixture(scope="session")

@@ -15,12 +15,12 @@ import httpx
 from server.channels import OWN_CONNECTION
 from server.fake_engine import FakeEngine
 
-from embedserve import server
-from embedserve.batcher import Batcher
+from embedserve.batching.batcher import Batcher
 from embedserve.config import Limits, ServeSettings
-from embedserve.metrics import Metrics
-from embedserve.ports import claim_ports
-from embedserve.service import Service
+from embedserve.metrics.metrics import Metrics
+from embedserve.models.models import Service
+from embedserve.processes import server
+from embedserve.processes.ports import claim_ports
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
 IN_THREAD = Limits(inline_bytes_max=0)

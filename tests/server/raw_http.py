@@ -17,11 +17,11 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from embedserve.frontends.embed_connection import EmbedConnection
-from embedserve.frontends.management import management_app
-from embedserve.frontends.request_heads import RequestHeads
-from embedserve.frontends.rest import EmbedEndpoint, Receive, Scope, Send
-from embedserve.service import Service
+from embedserve.api.management import management_app
+from embedserve.models.models import Service
+from embedserve.wire.heads import RequestHeads
+from embedserve.wire.http1 import EmbedConnection
+from embedserve.wire.rest import EmbedEndpoint, Receive, Scope, Send
 
 BUFFER_BYTES = 4096
 """Of each socket, so that a reader is slow soon."""

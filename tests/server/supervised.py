@@ -1,4 +1,4 @@
-"""A supervised server over the fake engine, for the tests of workers.
+"""A supervised server over the fake engine, for the tests of worker.
 
 Its arguments are WORKERS DRAIN_S LOOKUP_S FILE. Prints its ports when ready; a worker that starts
 says so. While FILE exists workers fail, with what it says.
@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from embedserve.config import ServeSettings
-from embedserve.metric_slots import Slot, Slots
-from embedserve.metrics import cells_per_worker
-from embedserve.ports import SharedPorts, claim_ports
-from embedserve.supervisor import Supervisor, WorkerFailedError
+from embedserve.metrics.metrics import cells_per_worker
+from embedserve.metrics.slots import Slot, Slots
+from embedserve.processes.ports import SharedPorts, claim_ports
+from embedserve.processes.supervisor import Supervisor, WorkerFailedError
 
 FEATURES = 3
 """Of the fake engine's model."""
@@ -29,10 +29,10 @@ def serve(
     from server.fake_engine import FakeEngine
     from server.live import IN_THREAD
 
-    from embedserve import workers
-    from embedserve.batcher import Batcher
-    from embedserve.metrics import Metrics
-    from embedserve.service import Service
+    from embedserve.batching.batcher import Batcher
+    from embedserve.metrics.metrics import Metrics
+    from embedserve.models.models import Service
+    from embedserve.processes import worker
 
     engine = FakeEngine()
     engine.delay_s = lookup_s
@@ -44,8 +44,8 @@ def serve(
         def announce() -> None:
             print("ready", ports.http, ports.grpc, flush=True)
 
-        if workers.wait_to_go(channel):
-            uvloop.run(workers.run_worker(service, settings, ports, channel, announce))
+        if worker.wait_to_go(channel):
+            uvloop.run(worker.run_worker(service, settings, ports, channel, announce))
 
 
 def main(workers: int, drain_s: float, lookup_s: float, failure: Path) -> None:
@@ -57,7 +57,7 @@ def main(workers: int, drain_s: float, lookup_s: float, failure: Path) -> None:
     def run_worker(index: int, channel: socket.socket) -> int:
         print("started", index, flush=True)
         if failure.exists():
-            from embedserve.workers import tell_failure
+            from embedserve.processes.worker import tell_failure
 
             tell_failure(channel, ValueError(failure.read_text()))
             return 3

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from embedserve.checks import check_lengths
+from embedserve.batching.checks import check_lengths
 from embedserve.codec.strings import merge
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.types import LookupRequest, LookupResult, ModelInfo

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from embedserve.commands.console import hush_torch, say, step_progress
 from embedserve.commands.publish import describe_error
-from embedserve.commands.sigterm import sigterm_interrupts
-from embedserve.commands.sizes import human_bytes
+from embedserve.terminal.console import hush_torch, say, step_progress
+from embedserve.terminal.sigterm import sigterm_interrupts
+from embedserve.terminal.sizes import human_bytes
 from embedserve_store import ModelStore
 from embedserve_store.demo import build_demo
 

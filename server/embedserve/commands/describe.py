@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from embedserve.commands.console import say
+from embedserve.terminal.console import say
 from embedserve_store.errors import StoreError
 from embedserve_store.sources.checkpoint import open_checkpoint
 from embedserve_store.sources.description_draft import draft_description

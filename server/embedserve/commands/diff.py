@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from embedserve.commands.console import table_progress
-from embedserve.commands.grids import grid, show, write
-from embedserve.commands.stores import load_version
+from embedserve.terminal.console import table_progress
+from embedserve.terminal.grids import grid, show, write
+from embedserve.terminal.stores import load_version
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.diff import TableDiff, VersionDiff, compare
 

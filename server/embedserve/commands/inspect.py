@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from embedserve.commands.grids import grid, out, show, write
 from embedserve.commands.plan_view import show_plan
-from embedserve.commands.sizes import human_bytes
-from embedserve.commands.stores import opened
+from embedserve.terminal.grids import grid, out, show, write
+from embedserve.terminal.sizes import human_bytes
+from embedserve.terminal.stores import opened
 from embedserve_store.ids.rules import IdRule
 from embedserve_store.load import ModelStore, ModelVersion
 from embedserve_store.manifest import Manifest

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from embedserve.commands.console import console, say
 from embedserve.commands.plan_view import count_ranks, show_plan
 from embedserve.commands.sharding import parse_sharding
-from embedserve.commands.sizes import human_bytes, parse_bytes
-from embedserve.commands.stores import load_version
+from embedserve.terminal.console import console, say
+from embedserve.terminal.sizes import human_bytes, parse_bytes
+from embedserve.terminal.stores import load_version
 from embedserve_store.errors import StoreError
 from embedserve_store.load import ModelStore
 from embedserve_store.plans.constraints import TableConstraints, read_constraints

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from embedserve.commands.sizes import human_bytes
+from embedserve.terminal.sizes import human_bytes
 from embedserve_store.plans.plan import Plan, TablePlan, shard_bytes
 from embedserve_store.table_spec import TableSpec
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedserve.commands.choices import parse_choice
-from embedserve.commands.console import hush_torch, say, table_progress
 from embedserve.commands.sharding import parse_sharding
-from embedserve.commands.sigterm import sigterm_interrupts
-from embedserve.commands.sizes import human_bytes, parse_bytes
-from embedserve.commands.stores import transfer_progress
+from embedserve.terminal.console import hush_torch, say, table_progress
+from embedserve.terminal.sigterm import sigterm_interrupts
+from embedserve.terminal.sizes import human_bytes, parse_bytes
+from embedserve.terminal.stores import transfer_progress
 from embedserve_store import PublishedVersion, publish, read_description
 from embedserve_store.plans.constraints import read_constraints
 from embedserve_store.publishing.pooled_error import PooledError

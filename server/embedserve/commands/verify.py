@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from embedserve.commands.console import say, table_progress
-from embedserve.commands.sizes import human_bytes
-from embedserve.commands.stores import load_version
+from embedserve.terminal.console import say, table_progress
+from embedserve.terminal.sizes import human_bytes
+from embedserve.terminal.stores import load_version
 from embedserve_store import checksums
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from embedserve.cli import app
+from embedserve.commands.cli import app
 from embedserve_store.sources.description import read_description
 from embedserve_store.table_spec import TableSpec
 

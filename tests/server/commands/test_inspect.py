@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from embedserve.cli import app
+from embedserve.commands.cli import app
 from embedserve.commands.inspect import describe_ids
 from embedserve_store import IdRule
 

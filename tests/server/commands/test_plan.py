@@ -10,7 +10,7 @@ from click.testing import Result
 from server.python import run_python
 from typer.testing import CliRunner
 
-from embedserve.cli import app
+from embedserve.commands.cli import app
 from embedserve_store.plans.plan import read_plan
 
 TABLES = """

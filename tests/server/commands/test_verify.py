@@ -10,7 +10,7 @@ import pytest
 from store.sealing import seal
 from typer.testing import CliRunner
 
-from embedserve.cli import app
+from embedserve.commands.cli import app
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""The management application: health, metrics, models, OpenAPI pages."""

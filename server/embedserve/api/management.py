@@ -1,0 +1,224 @@
+"""The management routes, on FastAPI: health, metrics, models and the OpenAPI pages.
+
+Also describes the embed routes, which rest.py answers, in the same OpenAPI.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from fastapi_offline import FastAPIOffline
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+
+from embedserve import __version__
+from embedserve.api.openapi import EMBED_PATHS, EMBED_SCHEMAS, ERROR_RESPONSE
+from embedserve.codec.json_codec import encode_error
+from embedserve.errors import INTERNAL, EmbedServeError, EngineError, InvalidRequestError
+from embedserve.models.models import Service
+from embedserve.types import ModelInfo, TableInfo
+
+
+class IdRule(BaseModel):
+    """How callers' ids of a table become row numbers; what the rule does not use is left out."""
+
+    rule: str = Field(description="rows, modulo or map.")
+    id_type: str | None = Field(None, description="Of map: int64 or string.")
+    entries: int | None = Field(None, description="Of map: ids in the vocabulary.")
+    examples: list[str] | None = Field(None, description="Of a map of strings: some of its ids.")
+    modulus: int | None = Field(None, description="Of modulo: row = id mod modulus + offset.")
+    offset: int | None = None
+    unknown: str | None = Field(
+        None,
+        description="What becomes of an id without a row: error refuses its request, skip leaves "
+        "it out, row looks up default_row.",
+    )
+    default_row: int | None = None
+
+
+class Table(BaseModel):
+    """A table of a served model."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    pooling: str = Field(description="sum or mean; none of a model that is not pooled.")
+    dtype: str
+    features: list[str]
+    sharding: str
+    ids: IdRule
+
+
+class Model(BaseModel):
+    """A served model."""
+
+    model: str
+    version: int
+    features: list[str]
+    keys: list[str]
+    length_per_key: list[int]
+    unpooled: bool = Field(description="Answers have one row for each id, and lengths.")
+    tables: list[Table]
+    device: str
+    bytes_per_rank: list[int]
+    replanned: bool
+    scripted: bool
+
+
+class Models(BaseModel):
+    """All served models, and the one that POST /embed asks."""
+
+    models: list[Model]
+    default_model: str
+
+
+class Health(BaseModel):
+    status: str
+
+
+class Info(BaseModel):
+    """How the server runs."""
+
+    version: str = Field(description="Of embedserve.")
+    workers: int = Field(description="Processes that share its ports.")
+    tables: str = Field(description="mapped from the store's files, or resident in memory.")
+
+
+def describe(info: ModelInfo) -> Model:
+    return Model(
+        model=info.name,
+        version=info.version,
+        features=list(info.features),
+        keys=list(info.keys),
+        length_per_key=list(info.length_per_key),
+        unpooled=not info.is_pooled,
+        tables=[_describe_table(table) for table in info.tables],
+        device=info.device_type,
+        bytes_per_rank=list(info.bytes_per_rank),
+        replanned=info.replanned,
+        scripted=info.is_scripted,
+    )
+
+
+def _describe_table(table: TableInfo) -> Table:
+    return Table(
+        name=table.name,
+        num_embeddings=table.num_embeddings,
+        embedding_dim=table.embedding_dim,
+        pooling=table.pooling,
+        dtype=table.dtype,
+        features=list(table.features),
+        sharding=table.sharding,
+        ids=IdRule.model_validate(table.ids.to_json()),
+    )
+
+
+def management_app(service: Service) -> FastAPI:
+    """The FastAPI application of everything but the embed routes.
+
+    Its pages load nothing from elsewhere: clusters often reach no CDN.
+    """
+    app = FastAPIOffline(
+        title="embedserve",
+        version=__version__,
+        description="Embedding lookups of TorchRec models.",
+    )
+    registry = service.metrics.registry()
+
+    @app.get("/health/live", tags=["health"])
+    async def live() -> Health:
+        """The process runs."""
+        return Health(status="live")
+
+    @app.get("/health/ready", tags=["health"])
+    async def ready() -> Health:
+        """All models are loaded, checked and warm; 503 while draining before the stop."""
+        service.check_ready()
+        return Health(status="ready")
+
+    @app.get("/metrics", tags=["metrics"], response_class=Response)
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/info", tags=["info"])
+    async def info() -> Info:
+        """How the server runs; what it serves is told by /models."""
+        shape = service.metrics
+        return Info(version=__version__, workers=shape.workers, tables=shape.tables)
+
+    @app.get("/models", tags=["models"], response_model_exclude_none=True)
+    async def models() -> Models:
+        """Every served model."""
+        return Models(
+            models=[describe(info) for info in service.models()],
+            default_model=service.default_model,
+        )
+
+    @app.get("/models/{model}", tags=["models"], response_model_exclude_none=True)
+    async def model(model: str) -> Model:
+        """One served model."""
+        return describe(service.model(model))
+
+    _add_error_shape(app)
+    _add_embed_routes_to_openapi(app)
+    return app
+
+
+def _add_error_shape(app: FastAPI) -> None:
+    """Every error of every route has the JSON shape of the embed routes."""
+
+    def answer(error: EmbedServeError, status: int) -> Response:
+        return Response(encode_error(error), status, media_type="application/json")
+
+    async def of_ours(request: Request, error: Exception) -> Response:
+        assert isinstance(error, EmbedServeError)
+        return answer(error, error.http_status)
+
+    async def of_routing(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        shaped = InvalidRequestError(f"{request.method} {request.url.path}: {error.detail}")
+        if error.status_code == 404:
+            shaped.code = "NOT_FOUND"
+        response = answer(shaped, error.status_code)
+        response.headers.update(error.headers or {})
+        return response
+
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        """Starlette raises ``error`` again after the answer, and uvicorn logs it."""
+        return answer(EngineError(INTERNAL), EngineError.http_status)
+
+    app.add_exception_handler(EmbedServeError, of_ours)
+    app.add_exception_handler(HTTPException, of_routing)
+    app.add_exception_handler(Exception, unforeseen)
+
+
+def _add_embed_routes_to_openapi(app: FastAPI) -> None:
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(
+                title=app.title,
+                version=app.version,
+                description=app.description,
+                routes=app.routes,
+            )
+            _describe_errors(schema)
+            schema["paths"] = EMBED_PATHS | schema["paths"]
+            schema["components"]["schemas"].update(EMBED_SCHEMAS)
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _describe_errors(schema: dict[str, Any]) -> None:
+    """FastAPI describes errors of its own, which no route of this application answers with."""
+    for path in schema["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+            operation["responses"]["default"] = ERROR_RESPONSE
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema["components"]["schemas"].pop(name, None)

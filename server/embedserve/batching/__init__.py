@@ -1,0 +1,1 @@
+"""Batching: joins waiting requests into one batch, and gives each its slice of the answer."""

@@ -1,0 +1,181 @@
+"""Joins the requests of one batch into the engine's input, and checks them all at once.
+
+Pure functions on numpy arrays: no Python runs for each id. A request that is wrong is told
+apart from its neighbours (checks.py), which are joined without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from embedserve.batching.bag_order import bags_to_ids, feature_major_order
+from embedserve.batching.checks import check_kinds, check_lengths
+from embedserve.batching.translation import translate
+from embedserve.errors import InvalidRequestError
+from embedserve.types import Batch, LookupRequest, ModelInfo
+
+BAGS_REMEMBERED = 4096
+"""Of the largest batch whose arrangement is kept, 32 KiB of it."""
+
+
+def to_model_order(request: LookupRequest, model: ModelInfo) -> LookupRequest:
+    """``request`` with every feature of ``model``, in its order; those not named are empty bags.
+
+    Raises:
+        InvalidRequestError: a feature that the model does not have, ids or weights of a kind
+            that it does not take, or lengths that do not add up.
+    """
+    if not model.is_pooled or request.string_features or model.string_features:
+        check_kinds(request, model)
+    if request.features == model.features:
+        return request
+    for feature in request.features:
+        if feature not in model.features:
+            raise InvalidRequestError(
+                f"features.{feature}: model {model.name!r} has no such feature; "
+                f"it has {', '.join(model.features)}",
+                f"features.{feature}",
+            )
+    check_lengths(request.lengths, request.ids.size)
+    lengths = request.lengths.reshape(len(request.features), request.batch_size)
+    ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
+    positions = {feature: i for i, feature in enumerate(request.features)}
+    order = [positions.get(feature, -1) for feature in model.features]
+    slices = [slice(ends[i - 1] if i else 0, ends[i]) for i in order if i >= 0]
+    no_ids = np.zeros(request.batch_size, np.int32)
+    return LookupRequest(
+        model=request.model,
+        features=model.features,
+        ids=np.concatenate([request.ids[s] for s in slices]),
+        lengths=np.concatenate([lengths[i] if i >= 0 else no_ids for i in order]),
+        weights=(
+            None
+            if request.weights is None
+            else np.concatenate([request.weights[s] for s in slices])
+        ),
+        batch_size=request.batch_size,
+        string_features=request.string_features,
+        strings=request.strings,
+        output_dtype=request.output_dtype,
+    )
+
+
+def join(requests: Sequence[LookupRequest], model: ModelInfo) -> Batch | None:
+    """The batch of ``requests`` (each in the model's order), one after the other.
+
+    None where one of them is invalid: ``find_invalid`` tells which and why.
+    """
+    lengths = _concatenate([request.lengths for request in requests])
+    ids = _concatenate([request.ids for request in requests])
+    shape = _shape(tuple([request.batch_size for request in requests]), len(model.features))
+    bag_ends = lengths.cumsum(dtype=np.int64)
+    if lengths.min() < 0 or not _lengths_add_up(bag_ends[shape.last_bags], requests):
+        return None
+    weights = None
+    if any(request.weights is not None for request in requests):
+        weights = _concatenate([_weights_or_ones(request) for request in requests])
+        if not np.isfinite(weights).all():
+            return None
+    batch = Batch(ids, lengths, weights, shape.sizes, shape.batch_size)
+    if len(requests) > 1:
+        _make_feature_major(batch, shape.bag_order, bag_ends)
+    if model.translator.is_identity:
+        return batch if _ids_are_rows(batch, model) else None
+    return batch if translate(batch, model) else None
+
+
+class _Shape:
+    """What a batch's arrangement owes to the sizes of its requests alone.
+
+    Attributes:
+        sizes: the examples of each request.
+        batch_size: their sum.
+        last_bags: int64, the last bag of each request, in the order of requests.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], features: int) -> None:
+        self.sizes = list(sizes)
+        self.batch_size = sum(sizes)
+        self.last_bags = (np.array(sizes) * features).cumsum() - 1
+        self._features = features
+
+    @cached_property
+    def bag_order(self) -> np.ndarray:
+        """int64, where the bags of the feature-major batch stand in the order of requests."""
+        return feature_major_order(np.array(self.sizes), self._features)
+
+
+_remembered_shape = lru_cache(maxsize=512)(_Shape)
+
+
+def _shape(sizes: tuple[int, ...], features: int) -> _Shape:
+    """Batches of a few small requests come in the same sizes over and over."""
+    bags = sum(sizes) * features
+    return (
+        _remembered_shape(sizes, features) if bags <= BAGS_REMEMBERED else _Shape(sizes, features)
+    )
+
+
+def cut(batch: Batch, features: int, pieces: int) -> list[Batch]:
+    """``batch`` (pooled) as so many batches of its examples, in their order, none of them empty."""
+    pieces = min(pieces, batch.batch_size)
+    if pieces <= 1:
+        return [batch]
+    lengths = batch.lengths.reshape(features, -1)
+    bounds = np.linspace(0, batch.batch_size, pieces + 1).astype(np.int64)
+    # [features, pieces + 1], where in the ids the bags of each piece begin.
+    starts = np.zeros((features, batch.batch_size + 1), np.int64)
+    lengths.cumsum(axis=1, out=starts[:, 1:])
+    starts += lengths.sum(axis=1, dtype=np.int64).cumsum()[:, None] - starts[:, -1:]
+    return [
+        _piece(batch, lengths[:, first:end], starts[:, first], starts[:, end])
+        for first, end in pairwise(bounds.tolist())
+    ]
+
+
+def _piece(batch: Batch, lengths: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Batch:
+    """The bags of ``lengths`` [features, examples], whose ids run from starts[f] to ends[f]."""
+    slices = [slice(*ends) for ends in zip(starts.tolist(), ends.tolist(), strict=True)]
+    weights = batch.weights
+    return Batch(
+        ids=np.concatenate([batch.ids[one] for one in slices]),
+        lengths=lengths.reshape(-1),
+        weights=None if weights is None else np.concatenate([weights[one] for one in slices]),
+        sizes=[lengths.shape[1]],
+        batch_size=lengths.shape[1],
+    )
+
+
+def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _lengths_add_up(ends: np.ndarray, requests: Sequence[LookupRequest]) -> bool:
+    """Whether each request's lengths end, in ``ends``, where its ids do."""
+    expected = list(accumulate([request.ids.size for request in requests]))
+    return bool(ends.tolist() == expected)
+
+
+def _make_feature_major(batch: Batch, bag_order: np.ndarray, bag_ends: np.ndarray) -> None:
+    id_order = bags_to_ids(batch.lengths, bag_order, bag_ends)
+    batch.lengths = batch.lengths[bag_order]
+    batch.ids = batch.ids[id_order]
+    if batch.weights is not None:
+        batch.weights = batch.weights[id_order]
+
+
+def _ids_are_rows(batch: Batch, model: ModelInfo) -> bool:
+    ids_per_feature = batch.lengths.reshape(len(model.features), -1).sum(axis=1)
+    limits = np.repeat(model.translator.limits, ids_per_feature)
+    # A negative id is past every limit once it is read as unsigned.
+    return not (batch.ids.view(np.uint64) >= limits).any()
+
+
+def _weights_or_ones(request: LookupRequest) -> np.ndarray:
+    if request.weights is not None:
+        return request.weights
+    return np.ones(request.ids.size, np.float32)

@@ -1,0 +1,122 @@
+"""Splits what the engine answered to a batch into one result for each of its requests.
+
+A pooled answer is a slice. An unpooled one comes key after key over the whole batch, so that
+its rows are first put together request by request, in one gather. Never copies a pooled value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from embedserve.batching.bag_order import bags_to_ids, request_major_order
+from embedserve.types import Batch, LookupRequest, LookupResult, ModelInfo
+
+
+def in_request_order(values: np.ndarray, batch: Batch, model: ModelInfo) -> np.ndarray:
+    """The engine's answer to ``batch``, request after request.
+
+    Args:
+        values: float32, of a pooled model [B, sum(length_per_key)], which is in that order
+            already; of an unpooled one [n, dim]: for each key its feature's ids in the order of
+            the batch. Rows of skipped ids are zeroed in place.
+
+    Returns:
+        values, or float32 [n, dim]: for each request and key its ids in the order sent.
+    """
+    if model.is_pooled:
+        return values
+    if batch.skipped is not None:
+        values[_rows_of(batch.skipped, batch, model)] = 0
+    if len(batch.sizes) == 1:
+        return values
+    lengths = _per_key(batch.lengths, model).reshape(-1)
+    order = request_major_order(np.array(batch.sizes), len(model.keys))
+    ordered: np.ndarray = values[bags_to_ids(lengths, order)]
+    return ordered
+
+
+def _rows_of(ids: np.ndarray, batch: Batch, model: ModelInfo) -> np.ndarray:
+    """Where the engine's answer has the rows of the ids at positions ``ids``: an index."""
+    if model.keys_are_features:
+        return ids
+    is_one = np.zeros(batch.ids.size, bool)
+    is_one[ids] = True
+    bags = np.arange(batch.lengths.size).reshape(len(model.features), -1)
+    rows: np.ndarray = is_one[bags_to_ids(batch.lengths, bags[model.feature_per_key].reshape(-1))]
+    return rows
+
+
+def _per_key(lengths: np.ndarray, model: ModelInfo) -> np.ndarray:
+    """int32 [keys, B], from the [F * B] of features."""
+    per_feature = lengths.reshape(len(model.features), -1)
+    return per_feature if model.keys_are_features else per_feature[model.feature_per_key]
+
+
+def split(
+    pieces: Sequence[np.ndarray],
+    batch: Batch,
+    requests: Sequence[LookupRequest],
+    model: ModelInfo,
+) -> list[LookupResult]:
+    """The results of ``requests``, float32, from their values in the order of the requests.
+
+    Args:
+        pieces: what the engine answered; several where a pooled batch was cut by its examples.
+    """
+    if not model.is_pooled:
+        results = _split_unpooled(pieces[0], requests, model)
+    elif len(pieces) == 1:
+        results = _split_pooled(pieces[0], requests, model)
+    else:
+        results = _split_pieces(pieces, requests, model)
+    if batch.unknown_counts is not None:
+        for result, counts in zip(results, batch.unknown_counts.tolist(), strict=True):
+            if any(counts):
+                named = zip(model.features, counts, strict=True)
+                result.unknown_ids = {feature: count for feature, count in named if count}
+    return results
+
+
+def _split_pooled(
+    values: np.ndarray, requests: Sequence[LookupRequest], model: ModelInfo
+) -> list[LookupResult]:
+    results = []
+    start = 0
+    for request in requests:
+        end = start + request.batch_size
+        results.append(LookupResult(model, values[start:end]))
+        start = end
+    return results
+
+
+def _split_pieces(
+    pieces: Sequence[np.ndarray], requests: Sequence[LookupRequest], model: ModelInfo
+) -> list[LookupResult]:
+    results = []
+    left = list(reversed(pieces))
+    for request in requests:
+        parts = []
+        missing = request.batch_size
+        while missing:
+            piece = left.pop()
+            parts.append(piece[:missing])
+            if len(piece) > missing:
+                left.append(piece[missing:])
+            missing -= len(parts[-1])
+        results.append(LookupResult(model, parts[0], more=parts[1:]))
+    return results
+
+
+def _split_unpooled(
+    values: np.ndarray, requests: Sequence[LookupRequest], model: ModelInfo
+) -> list[LookupResult]:
+    results = []
+    start = 0
+    for request in requests:
+        lengths = _per_key(request.lengths, model)
+        end = start + int(lengths.sum())
+        results.append(LookupResult(model, values[start:end], None, lengths))
+        start = end
+    return results

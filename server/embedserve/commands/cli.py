@@ -1,0 +1,286 @@
+"""The command line: describe, plan, publish, verify, diff, inspect, serve and demo.
+
+Imports nothing heavy at the top, so that --help answers at once; torch comes with the command
+that needs it. What a person did wrong is one line on stderr and exit status 1, no traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from embedserve import __version__
+from embedserve.commands.serve_options import with_settings_as_options
+from embedserve.config import Limits, ServeSettings
+
+app = typer.Typer(
+    name="embedserve",
+    help="Serves the embedding tables of trained TorchRec models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"embedserve {__version__}")
+        raise typer.Exit
+
+
+Cache = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="EMBEDSERVE_CACHE",
+        help="Folder for what is pulled from a remote store. Default: ~/.cache/embedserve.",
+    ),
+]
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Serves the embedding tables of trained TorchRec models."""
+
+
+def serve(**values: Any) -> None:
+    """Serve the models of a store over REST and gRPC.
+
+    A setting is a flag, a variable such as EMBEDSERVE_HTTP_PORT or a key of the TOML file
+    such as http_port; the first of these wins.
+    """
+    values.pop("config")
+    limits = Limits(**{f.name: values.pop(f.name) for f in fields(Limits)})
+    values["model"] = tuple(values["model"] or ())
+    settings = ServeSettings(**values, limits=limits)
+    with one_line_errors():
+        from embedserve.processes.serve import serve as run
+
+        run(settings)
+
+
+app.command()(with_settings_as_options(serve))
+
+
+@app.command()
+def demo(
+    store: Annotated[Path, typer.Argument(help="The model store; made if missing.")],
+    model: Annotated[str, typer.Option(help="Name of the model.")] = "movies",
+    dtype: Annotated[str, typer.Option(help="float32, float16, int8 or int4.")] = "float32",
+    sharding: Annotated[str, typer.Option(help="table_wise or row_wise.")] = "row_wise",
+    world_size: Annotated[int, typer.Option(help="Ranks of the sharding plan.")] = 2,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Also save the trained state dict here.")
+    ] = None,
+    if_missing: Annotated[
+        bool, typer.Option("--if-missing", help="Do nothing if the store has the model.")
+    ] = False,
+) -> None:
+    """Train a small model on real movie ratings and publish it."""
+    with one_line_errors():
+        from embedserve.commands.demo import demo as run
+
+        run(store, model, dtype, sharding, world_size, checkpoint, if_missing)
+
+
+@app.command()
+def publish(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            help="A folder of torch.distributed.checkpoint, a file of torch.save, or safetensors."
+        ),
+    ],
+    tables: Annotated[
+        Path, typer.Argument(help="YAML or JSON: name, size, features and pooling of each table.")
+    ],
+    store: Annotated[str, typer.Argument(help="The model store; made if missing.")],
+    model: Annotated[str, typer.Option(help="Name of the model.")],
+    prefix: Annotated[
+        str, typer.Option(help="Of the tables' keys, where several collections have such tables.")
+    ] = "",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, float16, int8 or int4, or by table: user=int8,movie=float16. "
+            "Default: as the description says."
+        ),
+    ] = None,
+    sharding: Annotated[
+        str | None,
+        typer.Option(
+            help="table_wise, row_wise, column_wise, data_parallel or auto, or by table: "
+            "user=row_wise,movie=auto, or a plan.json. Default: as the description says, or "
+            "table_wise."
+        ),
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(help="Ranks of the sharding plan. Default: 1, or the plan's.")
+    ] = None,
+    constraints: Annotated[
+        Path | None,
+        typer.Option(help="YAML or JSON: for tables, what torchrec's ParameterConstraints take."),
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Of each rank, such as 80GB; a plan that needs more fails.")
+    ] = None,
+    max_error: Annotated[
+        float | None,
+        typer.Option(
+            help="Publish nothing if a table's pooled answers have a larger relative L2 error.",
+            min=0,
+        ),
+    ] = None,
+) -> None:
+    """Publish the embedding tables of a checkpoint as the next version of a model."""
+    with one_line_errors():
+        from embedserve.commands.publish import PublishOptions, publish_checkpoint
+
+        options = PublishOptions(
+            prefix=prefix,
+            dtype=dtype,
+            sharding=sharding,
+            world_size=world_size,
+            constraints=constraints,
+            device_memory=device_memory,
+            max_error=max_error,
+        )
+        publish_checkpoint(checkpoint, tables, store, model, options)
+
+
+@app.command()
+def describe(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            help="A folder of torch.distributed.checkpoint, a file of torch.save, or safetensors."
+        ),
+    ],
+    prefix: Annotated[
+        str, typer.Option(help="Of the tables' keys, where several collections have tables.")
+    ] = "",
+    output: Annotated[
+        Path | None, typer.Option(help="A new file for the draft. Default: print it.")
+    ] = None,
+) -> None:
+    """Draft the description of a checkpoint's tables, as publish needs it."""
+    with one_line_errors():
+        from embedserve.commands.describe import describe as run
+
+        run(checkpoint, prefix, output)
+
+
+@app.command()
+def plan(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A description of tables (YAML or JSON), or a model store, a folder or a URL."
+        ),
+    ],
+    model: Annotated[str, typer.Argument(help="Of a store: the model whose plan to show.")] = "",
+    version: Annotated[
+        int | None, typer.Argument(help="Of the model. Default: the newest.", min=1)
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(help="Ranks. Default: 1, or as the plan says.")
+    ] = None,
+    sharding: Annotated[
+        str | None,
+        typer.Option(
+            help="auto, table_wise, row_wise, column_wise or data_parallel, for all tables or as "
+            "TABLE=TYPE,…; or a plan.json. Default: as described or stored."
+        ),
+    ] = None,
+    constraints: Annotated[
+        Path | None,
+        typer.Option(help="YAML or JSON: by table, fields of torchrec's ParameterConstraints."),
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="Of each rank, such as 80GB or 24GiB: does the plan fit?")
+    ] = None,
+    device_type: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    output: Annotated[Path | None, typer.Option(help="Write the plan here, for publish.")] = None,
+    cache: Cache = None,
+) -> None:
+    """Show what a sharding plan puts where and whether it fits, without loading a table."""
+    with one_line_errors():
+        from embedserve.commands.plan import PlanOptions, plan_tables, plan_version
+
+        options = PlanOptions(world_size, sharding, constraints, device_memory, device_type, output)
+        if model:
+            plan_version(source, cache, model, version, options)
+        else:
+            plan_tables(Path(source), options)
+
+
+@app.command(name="inspect")
+def inspect_store(
+    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
+    model: Annotated[str, typer.Argument(help="Show one model's versions.")] = "",
+    version: Annotated[int, typer.Argument(help="Show one version's tables and plan.")] = 0,
+    cache: Cache = None,
+) -> None:
+    """Show what a store, a model or a version holds."""
+    with one_line_errors():
+        from embedserve.commands.inspect import inspect as run
+
+        run(store, model, version, cache)
+
+
+@app.command()
+def verify(
+    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
+    model: Annotated[str, typer.Argument(help="Name of the model.")],
+    version: Annotated[int | None, typer.Argument(help="Default: the newest.", min=1)] = None,
+    cache: Cache = None,
+) -> None:
+    """Reread a version and check every byte against its checksums."""
+    with one_line_errors():
+        from embedserve.commands.verify import verify as run
+
+        run(store, model, version, cache)
+
+
+@app.command()
+def diff(
+    versions: Annotated[
+        list[str],
+        typer.Argument(
+            help="STORE MODEL A B for two versions of a model, or STORE/MODEL/VERSION two times; "
+            "a store is a folder or a URL.",
+        ),
+    ],
+    cache: Cache = None,
+) -> None:
+    """Show what differs between two versions: tables, rows and how far they moved."""
+    with one_line_errors():
+        from embedserve.commands.diff import diff as run
+
+        run(versions, cache)
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turns the errors that a person can mend into one line and exit status 1."""
+    from embedserve_store.errors import StoreError
+
+    try:
+        yield
+    except (StoreError, OSError, ValueError) as error:
+        if isinstance(error, ValueError) and type(error) is not ValueError:
+            raise
+        typer.echo(f"embedserve: {error}", err=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        typer.echo("embedserve: interrupted", err=True)
+        raise typer.Exit(130) from None

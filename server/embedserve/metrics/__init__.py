@@ -1,0 +1,1 @@
+"""Metrics: counts and histograms that workers share, as Prometheus reads them."""

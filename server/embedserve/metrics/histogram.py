@@ -1,0 +1,66 @@
+"""Counts of values in fixed buckets, as Prometheus reads them; every bucket is written here, once.
+
+A recorded value waits in a list and is counted together with others, in the cells of a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from embedserve.metrics.slots import Slot, lone_slot
+
+SECONDS_BUCKETS = tuple(
+    round(step * scale, 6)
+    for scale in (0.0001, 0.001, 0.01, 0.1, 1.0)
+    for step in (1, 1.5, 2, 3, 5, 7.5)
+)
+"""100 microseconds to 7.5 seconds, six a decade."""
+
+LOOKUP_SECONDS_BUCKETS = (0.00001, 0.00002, 0.00003, 0.00005, 0.000075, *SECONDS_BUCKETS)
+COUNT_BUCKETS = tuple(float(2**i) for i in range(21))
+PENDING_MAX = 4096
+
+
+class Histogram:
+    """Counts in fixed buckets; observations wait in a list until there are many or a flush."""
+
+    def __init__(self, buckets: Sequence[float], slot: Slot | None = None) -> None:
+        self.buckets = tuple(buckets)
+        self._bounds = np.array(buckets)
+        # A count for each bucket, one for what is above all, and the sum of all values.
+        cells = histogram_cells(buckets)
+        self._cells = (slot or lone_slot(cells)).take(cells)
+        self._pending: list[float] = []
+
+    def observe(self, value: float) -> None:
+        self._pending.append(value)
+        if len(self._pending) >= PENDING_MAX:
+            self.flush()
+
+    def observe_many(self, values: Iterable[float]) -> None:
+        self._pending.extend(values)
+        if len(self._pending) >= PENDING_MAX:
+            self.flush()
+
+    def flush(self) -> None:
+        values = np.array(self._pending)
+        self._pending.clear()
+        # "le" buckets: a value equal to a bound belongs to it.
+        positions = np.searchsorted(self._bounds, values, side="left")
+        own = self._cells.own
+        own[:-1] += np.bincount(positions, minlength=own.size - 1)
+        own[-1] += values.sum()
+
+    def samples(self) -> tuple[list[tuple[str, float]], float]:
+        """([(bound, cumulative count), …, ("+Inf", count)], sum of all values) of all workers."""
+        self.flush()
+        total = self._cells.total()
+        cumulative = np.cumsum(total[:-1]).tolist()
+        bounds = [str(bound) for bound in self.buckets] + ["+Inf"]
+        return list(zip(bounds, cumulative, strict=True)), float(total[-1])
+
+
+def histogram_cells(buckets: Sequence[float]) -> int:
+    return len(buckets) + 2

@@ -1,0 +1,281 @@
+"""The Prometheus metrics: every name and help text but a process's is written here, once.
+
+Values are gathered in plain lists and integers on the event loop's thread, flushed into the cells
+of this worker's slot, and turned into samples only when /metrics is read: recording costs an
+append, not a lock and a search. What is read is the sum over all workers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from embedserve.errors import EmbedServeError
+from embedserve.metrics.histogram import (
+    COUNT_BUCKETS,
+    LOOKUP_SECONDS_BUCKETS,
+    SECONDS_BUCKETS,
+    Histogram,
+    histogram_cells,
+)
+from embedserve.metrics.process import PROCESS_CELLS, ProcessMetrics
+from embedserve.metrics.slots import Slot, lone_slot
+from embedserve.types import ModelInfo
+
+_ERRORS: list[type[EmbedServeError]] = [EmbedServeError, *EmbedServeError.__subclasses__()]
+OUTCOMES = ("OK", "CANCELLED", *sorted({error.code for error in _ERRORS}))
+"""Of a request: answered, its client went away, or the code of its error."""
+PROTOCOLS = ("rest", "grpc")
+
+
+PROTOCOL_CELLS = len(OUTCOMES) + 1 + histogram_cells(SECONDS_BUCKETS)
+
+
+class ProtocolMetrics:
+    """What one protocol (rest or grpc) answered.
+
+    Attributes:
+        outcomes, response_bytes: of this process alone.
+    """
+
+    def __init__(self, slot: Slot | None = None) -> None:
+        slot = slot or lone_slot(PROTOCOL_CELLS)
+        self.outcomes: Counter[str] = Counter()
+        self.response_bytes = 0
+        self._cells = slot.take(len(OUTCOMES) + 1)
+        self._before = self._cells.own.copy()
+        self.seconds = Histogram(SECONDS_BUCKETS, slot)
+
+    def answered(self, seconds: float, response_bytes: int) -> None:
+        self.outcomes["OK"] += 1
+        self.seconds.observe(seconds)
+        self.response_bytes += response_bytes
+
+    def failed(self, code: str, seconds: float) -> None:
+        """``code`` is an EmbedServeError's, or CANCELLED for a client that went away."""
+        self.outcomes[code] += 1
+        self.seconds.observe(seconds)
+
+    def flush(self) -> None:
+        counts = [self.outcomes[outcome] for outcome in OUTCOMES]
+        self._cells.own[:] = self._before + [*counts, self.response_bytes]
+        self.seconds.flush()
+
+    def total(self) -> tuple[dict[str, float], float]:
+        """(requests by outcome, where there were any; bytes of answers) of all workers."""
+        *counts, response_bytes = self._cells.total().tolist()
+        named = zip(OUTCOMES, counts, strict=True)
+        return {outcome: count for outcome, count in named if count}, response_bytes
+
+
+def model_cells(features: int) -> int:
+    buckets = (SECONDS_BUCKETS, COUNT_BUCKETS, COUNT_BUCKETS, LOOKUP_SECONDS_BUCKETS)
+    return 2 + features + sum(map(histogram_cells, buckets))
+
+
+class ModelMetrics:
+    """What one model's batcher did.
+
+    Attributes:
+        queued_requests, queued_examples: that wait in this process.
+        unknown_ids: int64 [F], counted by this process.
+    """
+
+    def __init__(self, model: ModelInfo, slot: Slot | None = None) -> None:
+        features = len(model.features)
+        slot = slot or lone_slot(model_cells(features))
+        self.model = model
+        self.queued_requests = 0
+        self.queued_examples = 0
+        self.unknown_ids = np.zeros(features, np.int64)
+        self._queued = slot.take(2)
+        self._unknown = slot.take(features)
+        self._unknown_before = self._unknown.own.copy()
+        self.wait_seconds = Histogram(SECONDS_BUCKETS, slot)
+        self.batch_examples = Histogram(COUNT_BUCKETS, slot)
+        self.batch_ids = Histogram(COUNT_BUCKETS, slot)
+        self.lookup_seconds = Histogram(LOOKUP_SECONDS_BUCKETS, slot)
+
+    def flush(self) -> None:
+        self._queued.own[:] = self.queued_requests, self.queued_examples
+        self._unknown.own[:] = self._unknown_before + self.unknown_ids
+        for one in (self.wait_seconds, self.batch_examples, self.batch_ids, self.lookup_seconds):
+            one.flush()
+
+    def total_queued(self) -> list[float]:
+        """[requests, examples] that wait in all workers that are ready."""
+        queued: list[float] = self._queued.of_ready().sum(axis=0).tolist()
+        return queued
+
+    def total_unknown_ids(self) -> list[float]:
+        """[F] of all workers."""
+        unknown: list[float] = self._unknown.total().tolist()
+        return unknown
+
+
+def cells_per_worker(features_per_model: Iterable[int]) -> int:
+    """Cells that the metrics of a server with such models take of a slot."""
+    of_models = sum(map(model_cells, features_per_model))
+    return PROCESS_CELLS + len(PROTOCOLS) * PROTOCOL_CELLS + of_models
+
+
+class Metrics(Collector):
+    """All metrics of one server, as a prometheus_client collector.
+
+    Attributes:
+        workers: the processes that the server has, ready or not.
+        tables: how it holds its tables, "mapped" or "resident".
+    """
+
+    def __init__(
+        self, models: Iterable[ModelInfo], slot: Slot | None = None, tables: str = "mapped"
+    ) -> None:
+        models = list(models)
+        slot = slot or lone_slot(cells_per_worker(len(model.features) for model in models))
+        self._slot = slot
+        self._process = ProcessMetrics(slot)
+        self.workers = slot.workers
+        self.tables = tables
+        self.protocols = {name: ProtocolMetrics(slot) for name in PROTOCOLS}
+        self.models = {model.name: ModelMetrics(model, slot) for model in models}
+
+    def registry(self) -> CollectorRegistry:
+        """A registry of these metrics, and of the interpreter and its garbage collector.
+
+        The collector's counts are left out where there are workers: each has its own, they cannot
+        be asked for from another process, and a scrape would show those of whichever answered.
+        """
+        registry = CollectorRegistry()
+        PlatformCollector(registry=registry)
+        if self.workers == 1:
+            GCCollector(registry=registry)
+        registry.register(self)
+        return registry
+
+    def flush(self) -> None:
+        """Writes what was recorded since the last time where other workers read it."""
+        self._process.flush()
+        for protocol in self.protocols.values():
+            protocol.flush()
+        for model in self.models.values():
+            model.flush()
+
+    def collect(self) -> Iterator[Metric]:
+        self.flush()
+        yield from self._process.collect()
+        yield from self._collect_workers()
+        yield from self._collect_protocols()
+        yield from self._collect_batchers()
+        yield self._collect_unknown_ids()
+        yield from self._collect_models()
+
+    def _collect_workers(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "embedserve_workers",
+            "Processes of this server that are alive and ready.",
+            self._slot.ready_workers(),
+        )
+        yield CounterMetricFamily(
+            "embedserve_worker_restarts",
+            "Processes of this server that ended and were replaced.",
+            self._slot.restarts(),
+        )
+
+    def _collect_protocols(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(
+            "embedserve_requests",
+            "Requests answered, by protocol and outcome (OK, an error code, or CANCELLED).",
+            labels=["protocol", "outcome"],
+        )
+        seconds = HistogramMetricFamily(
+            "embedserve_request_seconds",
+            "Seconds from a request's arrival to its encoded answer.",
+            labels=["protocol"],
+        )
+        response_bytes = CounterMetricFamily(
+            "embedserve_response_bytes", "Bytes of encoded answers.", labels=["protocol"]
+        )
+        for name, protocol in self.protocols.items():
+            outcomes, nbytes = protocol.total()
+            for outcome, count in outcomes.items():
+                requests.add_metric([name, outcome], count)
+            seconds.add_metric([name], *protocol.seconds.samples())
+            response_bytes.add_metric([name], nbytes)
+        yield requests
+        yield seconds
+        yield response_bytes
+
+    def _collect_batchers(self) -> Iterator[Metric]:
+        models = self.models.items()
+        queued = {name: model.total_queued() for name, model in models}
+        yield _gauge(
+            "embedserve_queue_requests",
+            "Requests waiting for a batch.",
+            {name: requests for name, (requests, _) in queued.items()},
+        )
+        yield _gauge(
+            "embedserve_queue_examples",
+            "Examples of the requests waiting for a batch.",
+            {name: examples for name, (_, examples) in queued.items()},
+        )
+        for attribute, name, help_text in (
+            ("wait_seconds", "embedserve_queue_wait_seconds", "Seconds a request waited."),
+            ("batch_examples", "embedserve_batch_examples", "Examples of a batch."),
+            ("batch_ids", "embedserve_batch_ids", "Ids of a batch."),
+            ("lookup_seconds", "embedserve_lookup_seconds", "Seconds of a batch's lookup."),
+        ):
+            histogram = HistogramMetricFamily(name, help_text, labels=["model"])
+            for model_name, model in models:
+                histogram.add_metric([model_name], *getattr(model, attribute).samples())
+            yield histogram
+
+    def _collect_unknown_ids(self) -> Metric:
+        family = CounterMetricFamily(
+            "embedserve_unknown_ids",
+            "Ids without a row that were left out or looked up as the default row, by feature.",
+            labels=["model", "feature"],
+        )
+        for name, metrics in self.models.items():
+            is_counted = ~metrics.model.refuses_unknown
+            counts = zip(metrics.model.features, metrics.total_unknown_ids(), strict=True)
+            for (feature, count), shown in zip(counts, is_counted, strict=True):
+                if shown:
+                    family.add_metric([name, feature], count)
+        return family
+
+    def _collect_models(self) -> Iterator[Metric]:
+        infos = {name: metrics.model for name, metrics in self.models.items()}
+        yield _gauge(
+            "embedserve_model_version",
+            "The served version of the model.",
+            {name: info.version for name, info in infos.items()},
+        )
+        yield _gauge(
+            "embedserve_model_replanned",
+            "1 where the stored sharding plan did not fit this host and another was made.",
+            {name: info.replanned for name, info in infos.items()},
+        )
+        table_bytes = GaugeMetricFamily(
+            "embedserve_table_bytes", "Bytes of table rows on a rank.", labels=["model", "rank"]
+        )
+        for name, info in infos.items():
+            for rank, nbytes in enumerate(info.bytes_per_rank):
+                table_bytes.add_metric([name, str(rank)], nbytes)
+        yield table_bytes
+
+
+def _gauge(name: str, help_text: str, values: dict[str, float]) -> Metric:
+    family = GaugeMetricFamily(name, help_text, labels=["model"])
+    for model, value in values.items():
+        family.add_metric([model], value)
+    return family

@@ -1,0 +1,57 @@
+"""What the worker processes use together: processor, memory and file descriptors.
+
+Each worker writes its own values into its slot; nobody reads another's /proc, and the processor
+time of a worker that died stays counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from embedserve.metrics.slots import Slot
+
+_GAUGES = (
+    ("process_virtual_memory_bytes", "Virtual memory of all workers, in bytes."),
+    (
+        "process_resident_memory_bytes",
+        "Resident memory of all workers, in bytes; pages that they share count in each.",
+    ),
+    ("process_open_fds", "Open file descriptors of all workers."),
+    ("process_max_fds", "File descriptors that all workers together may open."),
+)
+_CPU_SECONDS = "process_cpu_seconds"
+_START_SECONDS = "process_start_time_seconds"
+PROCESS_CELLS = 2 + len(_GAUGES)
+
+
+class ProcessMetrics:
+    """The metrics that prometheus_client has of a process, for one or several."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._cells = slot.take(PROCESS_CELLS)
+        self._cpu_s_before = float(self._cells.own[0])
+        self._process = ProcessCollector(registry=None)
+
+    def flush(self) -> None:
+        read = {family.name: family.samples[0].value for family in self._process.collect()}
+        cpu_s = self._cpu_s_before + read.get(_CPU_SECONDS, 0.0)
+        gauges = [read.get(name, 0.0) for name, _ in _GAUGES]
+        self._cells.own[:] = cpu_s, read.get(_START_SECONDS, 0.0), *gauges
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            _CPU_SECONDS,
+            "User and system processor time of all workers, in seconds.",
+            float(self._cells.total()[0]),
+        )
+        of_ready = self._cells.of_ready()
+        yield GaugeMetricFamily(
+            _START_SECONDS,
+            "When the oldest worker started, in seconds since the epoch.",
+            float(of_ready[:, 1].min()) if len(of_ready) else 0.0,
+        )
+        for column, (name, help_text) in enumerate(_GAUGES, 2):
+            yield GaugeMetricFamily(name, help_text, float(of_ready[:, column].sum()))

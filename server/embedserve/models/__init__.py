@@ -1,0 +1,1 @@
+"""Models: what is served, under which names."""

@@ -1,0 +1,1 @@
+"""Processes: loads models, wires the parts of a server, supervises workers, drains."""

@@ -1,0 +1,296 @@
+"""Forks the workers of a server, replaces those that end, and stops them all together.
+
+Runs in the process that the user started, which has no threads and never imports torch or grpc:
+only so can it fork workers for as long as it lives. No request passes through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+from embedserve.metrics.slots import Slots
+
+logger = logging.getLogger(__name__)
+
+MESSAGE_BYTES_MAX = 4096
+RESTART_DELAY_S_MAX = 30.0
+KILL_AFTER_S = 4.0
+"""Past the drain, before a worker that is still there is killed."""
+POLL_S = 1.0
+"""Between two looks for ended workers, should a signal have been missed."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+
+RunWorker = Callable[[int, socket.socket], int]
+"""Serves as the worker of that number until told to stop, with its end of the channel; gives
+the exit code of its process."""
+
+
+class WorkerMessage(enum.Enum):
+    """What travels over a worker's channel. The supervisor's end closes with the supervisor."""
+
+    WARM = b"warm"
+    """Worker: could serve, and waits for GO."""
+    GO = b"go"
+    READY = b"ready"
+    """Worker: listens on both ports."""
+    ANNOUNCE = b"announce"
+    """To one worker, when all are ready for the first time: tell the user."""
+
+
+FAILED = b"failed "
+"""Begins a worker's message of why it cannot serve."""
+
+
+class WorkerFailedError(ChildProcessError):
+    """A worker ended before the server was ready; says why."""
+
+
+@dataclass
+class _Worker:
+    """A place for a worker, and the process that has it."""
+
+    index: int
+    pid: int = 0
+    """0 while there is none."""
+    channel: socket.socket | None = None
+    is_warm: bool = False
+    is_ready: bool = False
+    reason: str = ""
+    failures: int = 0
+    """How often in a row it ended before it was ready."""
+    restart_at_s: float = 0.0
+
+
+class Supervisor:
+    """The workers of one server.
+
+    Attributes:
+        slots: where workers count; the supervisor writes which of them are ready.
+    """
+
+    def __init__(self, run_worker: RunWorker, slots: Slots, drain_s: float) -> None:
+        self._run_worker = run_worker
+        self._slots = slots
+        self._drain_s = drain_s
+        self._workers = [_Worker(index) for index in range(len(slots.rows))]
+        self._selector = selectors.DefaultSelector()
+        self._has_gone = False
+        self._is_announced = False
+        self._is_stopping = False
+
+    def run(self) -> None:
+        """Serves until SIGTERM or SIGINT, then drains.
+
+        Raises:
+            WorkerFailedError: a worker ended before all were ready for the first time.
+        """
+        with _signals_wake(self._selector, self._stop):
+            try:
+                for worker in self._workers:
+                    self._start(worker)
+                while not self._is_stopping:
+                    self._step()
+            finally:
+                self._drain()
+                self._selector.close()
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+
+    def _step(self) -> None:
+        """Waits until something happens, and acts on it."""
+        self._wait(self._seconds_to_restart())
+        self._let_go()
+        for worker in self._workers:
+            if worker.pid and (status := _ended(worker.pid)) is not None:
+                self._bury(worker, status)
+            if not worker.pid and not self._is_stopping and worker.restart_at_s <= time.monotonic():
+                self._start(worker)
+
+    def _wait(self, timeout_s: float) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            key.data()
+
+    def _seconds_to_restart(self) -> float:
+        now_s = time.monotonic()
+        waits = (worker.restart_at_s - now_s for worker in self._workers if not worker.pid)
+        return max(0.0, min(POLL_S, *waits, POLL_S))
+
+    def _start(self, worker: _Worker) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A signal that comes before the worker has dropped our handlers would run them in it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            pid = os.fork()
+            if not pid:
+                ours.close()
+                self._become(worker.index, theirs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        theirs.close()
+        ours.setblocking(False)
+        worker.pid, worker.channel, worker.reason = pid, ours, ""
+        self._selector.register(ours, selectors.EVENT_READ, lambda: self._hear(worker))
+
+    def _become(self, index: int, channel: socket.socket) -> NoReturn:
+        """Runs the worker in the process that was forked for it, and ends that process."""
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            # Ctrl-C reaches the workers, too; the supervisor stops them.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for other in self._workers:
+                if other.channel is not None:
+                    other.channel.close()
+            self._selector.close()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            status = self._run_worker(index, channel)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)
+
+    def _hear(self, worker: _Worker) -> None:
+        assert worker.channel is not None
+        try:
+            message = worker.channel.recv(MESSAGE_BYTES_MAX)
+        except ConnectionResetError:
+            return  # it ended with a message of ours unread; what it said itself comes next
+        if not message:
+            # It ends, or has ended: SIGCHLD tells which.
+            self._selector.unregister(worker.channel)
+            worker.channel.close()
+            worker.channel = None
+        elif message.startswith(FAILED):
+            worker.reason = message.removeprefix(FAILED).decode(errors="replace")
+        elif message == WorkerMessage.WARM.value:
+            worker.is_warm = True
+        elif message == WorkerMessage.READY.value:
+            worker.is_ready, worker.failures = True, 0
+            self._slots.set_ready(worker.index, True)
+            if self._is_announced:
+                logger.info("worker %d is ready again", worker.index)
+
+    def _let_go(self) -> None:
+        """Lets warm workers listen: the first time all together, afterwards each alone."""
+        self._has_gone = self._has_gone or all(worker.is_warm for worker in self._workers)
+        if not self._has_gone:
+            return
+        for worker in self._workers:
+            if worker.is_warm and worker.channel is not None:
+                worker.is_warm = False
+                _send(worker.channel, WorkerMessage.GO)
+        if not self._is_announced and all(worker.is_ready for worker in self._workers):
+            self._is_announced = True
+            first = self._workers[0].channel
+            if first is not None:
+                _send(first, WorkerMessage.ANNOUNCE)
+
+    def _bury(self, worker: _Worker, status: int) -> None:
+        """Clears the place of a worker that ended with ``status``, and says when it is filled."""
+        while worker.channel is not None:  # what it said last
+            self._hear(worker)
+        how = _described(status)
+        self._slots.set_ready(worker.index, False)
+        was_ready = worker.is_ready
+        pid, worker.pid, worker.is_warm, worker.is_ready = worker.pid, 0, False, False
+        if self._is_stopping:
+            return
+        if not self._is_announced:
+            raise WorkerFailedError(
+                worker.reason or f"worker {worker.index} {how} before the server was ready"
+            )
+        worker.failures += not was_ready
+        delay_s = min(2.0 ** (worker.failures - 1), RESTART_DELAY_S_MAX) if worker.failures else 0.0
+        worker.restart_at_s = time.monotonic() + delay_s
+        self._slots.count_restart(worker.index)
+        logger.error(
+            "worker %d (process %d) %s%s: %s",
+            worker.index,
+            pid,
+            how,
+            "" if was_ready else f" before it was ready ({worker.reason or 'it said no reason'})",
+            f"restarted in {delay_s:g} s" if delay_s else "restarted",
+        )
+
+    def _drain(self) -> None:
+        """Stops all workers, which answer what they accepted; kills those that do not end."""
+        self._is_stopping = True
+        self._signal_all(signal.SIGTERM)
+        kill_at_s = time.monotonic() + self._drain_s + KILL_AFTER_S
+        is_killed = False
+        while any(worker.pid for worker in self._workers):
+            left_s = kill_at_s - time.monotonic()
+            if left_s <= 0 and not is_killed:
+                is_killed = True
+                logger.error("workers are killed: they did not end in time")
+                self._signal_all(signal.SIGKILL)
+            self._wait(min(POLL_S, max(0.01, left_s)))
+            for worker in self._workers:
+                if worker.pid and (status := _ended(worker.pid)) is not None:
+                    self._bury(worker, status)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for worker in self._workers:
+            if worker.pid:
+                os.kill(worker.pid, number)
+
+
+def _send(channel: socket.socket, message: WorkerMessage) -> None:
+    # A worker that has ended is buried later.
+    with contextlib.suppress(OSError):
+        channel.send(message.value)
+
+
+def _ended(pid: int) -> int | None:
+    """The exit code of a child that ended, negative for a signal's number."""
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def _described(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"
+
+
+@contextlib.contextmanager
+def _signals_wake(selector: selectors.BaseSelector, stop: Callable[[], None]) -> Iterator[None]:
+    """Within, ``stop`` is called for SIGTERM and SIGINT, and any of our signals ends a select."""
+    ours, wakeup = socket.socketpair()
+    ours.setblocking(False)
+    wakeup.setblocking(False)
+    selector.register(ours, selectors.EVENT_READ, lambda: ours.recv(MESSAGE_BYTES_MAX))
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: stop()),
+        signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: stop()),
+        signal.SIGCHLD: signal.signal(signal.SIGCHLD, lambda *_: None),
+    }
+    before_fd = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before_fd)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        ours.close()
+        wakeup.close()

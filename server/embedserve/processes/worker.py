@@ -1,0 +1,96 @@
+"""One worker of a server with several: its channel to the supervisor, and how it serves.
+
+Listens when it is warm and the supervisor lets it, drains on SIGTERM and when the supervisor is
+gone. Other workers are known to it only by what they count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+
+from embedserve.config import ServeSettings
+from embedserve.metrics.metrics import Metrics
+from embedserve.models.models import Service
+from embedserve.processes.ports import SharedPorts
+from embedserve.processes.server import serve_until
+from embedserve.processes.supervisor import FAILED, MESSAGE_BYTES_MAX, WorkerMessage
+from embedserve.wire.grpc_server import GrpcServer
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 0.5
+"""How old at most what the other workers show of this one's counts is."""
+
+
+def wait_to_go(channel: socket.socket) -> bool:
+    """Tells that this worker is warm; returns when it may listen, False if it is to end."""
+    channel.send(WorkerMessage.WARM.value)
+    return channel.recv(MESSAGE_BYTES_MAX) == WorkerMessage.GO.value
+
+
+def tell_failure(channel: socket.socket, error: Exception) -> None:
+    """Tells why this worker cannot serve."""
+    channel.send((FAILED + str(error).encode())[:MESSAGE_BYTES_MAX])
+
+
+async def run_worker(
+    service: Service,
+    settings: ServeSettings,
+    ports: SharedPorts,
+    channel: socket.socket,
+    announce: Callable[[], None],
+) -> None:
+    """Serves until SIGTERM, or until the supervisor is gone, then drains.
+
+    ``announce`` is called if this worker is the one to tell that the server is ready.
+
+    Raises:
+        OSError: a port was taken from us.
+    """
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    channel.setblocking(False)
+
+    def hear() -> None:
+        try:
+            message = channel.recv(MESSAGE_BYTES_MAX)
+        except ConnectionResetError:
+            message = b""
+        if message == WorkerMessage.ANNOUNCE.value:
+            announce()
+        elif not message:
+            loop.remove_reader(channel)
+            logger.error("the supervisor is gone: this worker stops, too")
+            stop.set()
+
+    def say_ready() -> None:
+        channel.send(WorkerMessage.READY.value)
+
+    loop.add_reader(channel, hear)
+    async with flushed_regularly(service.metrics):
+        http_socket = ports.bind_http()
+        grpc_server = GrpcServer(service, ports.grpc_address(), shares_port=True)
+        await serve_until(stop, service, settings, http_socket, grpc_server, say_ready)
+
+
+@contextlib.asynccontextmanager
+async def flushed_regularly(metrics: Metrics) -> AsyncIterator[None]:
+    """Within, other workers see what this one counts soon; and at the end all of it."""
+
+    async def flush() -> None:
+        while True:
+            metrics.flush()
+            await asyncio.sleep(FLUSH_S)
+
+    flushing = asyncio.create_task(flush())
+    try:
+        yield
+    finally:
+        flushing.cancel()
+        metrics.flush()

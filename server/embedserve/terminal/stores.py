@@ -1,0 +1,53 @@
+"""Opens the store that a command names, a folder or a URL, with a bar for what it pulls."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from embedserve.terminal.console import console
+from embedserve.terminal.sizes import human_bytes
+from embedserve_store import ModelStore, ModelVersion
+from embedserve_store.remote.remote_files import TransferProgress
+from embedserve_store.remote.remote_store import RemoteStore, open_store
+
+
+def load_version(store: str, cache: Path | None, model: str, version: int | None) -> ModelVersion:
+    """One version of a model, pulled into ``cache`` first where the store is remote.
+
+    Raises:
+        StoreError: there is none, it is damaged, or the store cannot be read.
+    """
+    with opened(store, cache) as models:
+        return models.load(model, version)
+
+
+@contextlib.contextmanager
+def opened(store: str, cache: Path | None) -> Iterator[ModelStore | RemoteStore]:
+    """The store; within, loading shows what it pulls."""
+    with transfer_progress() as progress:
+        yield open_store(store, cache, progress)
+
+
+@contextlib.contextmanager
+def transfer_progress() -> Iterator[TransferProgress]:
+    """A bar of bytes for each file; nothing is printed where no file travels."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"))
+    progress = Progress(*columns, TimeRemainingColumn(), console=console)
+    tasks: dict[str, TaskID] = {}
+
+    def report(file: str, bytes_done: int, bytes_total: int) -> None:
+        progress.start()
+        if file not in tasks:
+            tasks[file] = progress.add_task(file, total=bytes_total, done="")
+        done = f"{human_bytes(bytes_done)} of {human_bytes(bytes_total)}"
+        progress.update(tasks[file], completed=bytes_done, done=done)
+
+    try:
+        yield report
+    finally:
+        if tasks:
+            progress.stop()

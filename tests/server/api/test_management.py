@@ -1,0 +1,154 @@
+"""Health, models, metrics, the OpenAPI pages, and that they all fail in one shape."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from server.fake_engine import FakeEngine
+from server.fake_models import ruled_info, unpooled_info
+from server.live import JSON, make_service
+from server.openapi import validate
+
+from embedserve.api.management import management_app
+from embedserve.models.models import Service
+
+
+async def schema(rest: httpx.AsyncClient) -> dict[str, Any]:
+    described: dict[str, Any] = (await rest.get("/openapi.json")).json()
+    return described
+
+
+async def test_live_and_ready(rest: httpx.AsyncClient, service: Service) -> None:
+    assert (await rest.get("/health/live")).json() == {"status": "live"}
+    assert (await rest.get("/health/ready")).json() == {"status": "ready"}
+    service.is_ready = False
+    assert (await rest.get("/health/live")).status_code == 200
+    answer = await rest.get("/health/ready")
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "UNAVAILABLE"
+
+
+async def test_models_are_described(rest: httpx.AsyncClient) -> None:
+    listed = (await rest.get("/models")).json()
+    assert listed["default_model"] == "shop"
+    assert [model["model"] for model in listed["models"]] == ["shop"]
+    shop = (await rest.get("/models/shop")).json()
+    assert shop == listed["models"][0]
+    assert shop["length_per_key"] == [4, 3, 2]
+    assert shop["tables"][0] == {
+        "name": "t_user",
+        "num_embeddings": 7,
+        "embedding_dim": 4,
+        "pooling": "sum",
+        "dtype": "float32",
+        "features": ["user"],
+        "sharding": "table_wise",
+        "ids": {"rule": "rows", "unknown": "error"},
+    }
+    assert not shop["unpooled"]
+
+
+async def test_tables_are_described_with_their_id_rules(executor: ThreadPoolExecutor) -> None:
+    engines = FakeEngine(ruled_info()), FakeEngine(unpooled_info())
+    app = management_app(make_service(*engines, executor=executor))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+        listed = (await client.get("http://test/models")).json()
+        validate(listed, "Models", (await client.get("http://test/openapi.json")).json())
+    ruled, sequence = listed["models"]
+    assert {table["name"]: table["ids"] for table in ruled["tables"]} == {
+        "t_user": {"rule": "map", "id_type": "int64", "entries": 5, "unknown": "skip"},
+        "t_movie": {"rule": "rows", "unknown": "row", "default_row": 3},
+        "t_tag": {
+            "rule": "map",
+            "id_type": "string",
+            "entries": 4,
+            "unknown": "skip",
+            "examples": ["drama", "comédie"],
+        },
+        "t_day": {"rule": "modulo", "modulus": 4, "offset": 2},
+        "t_shelf": {"rule": "map", "id_type": "int64", "entries": 3, "unknown": "error"},
+    }
+    assert (ruled["unpooled"], sequence["unpooled"]) == (False, True)
+    assert {table["pooling"] for table in sequence["tables"]} == {"none"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/models/shoes", 404, "NOT_FOUND"),
+        ("GET", "/nothing", 404, "NOT_FOUND"),
+        ("POST", "/models", 405, "INVALID_ARGUMENT"),
+        ("DELETE", "/models/shop", 405, "INVALID_ARGUMENT"),
+    ],
+)
+async def test_every_refusal_has_the_shape_of_the_embed_routes(
+    rest: httpx.AsyncClient, method: str, path: str, status: int, code: str
+) -> None:
+    answer = await rest.request(method, path)
+    assert (answer.status_code, answer.headers["content-type"]) == (status, JSON)
+    assert answer.json()["error"]["code"] == code
+    assert ("allow" in answer.headers) == (status == 405)
+    validate(answer.json(), "Error", await schema(rest))
+
+
+async def test_every_reference_of_the_openapi_document_has_its_schema(
+    rest: httpx.AsyncClient,
+) -> None:
+    answer = await rest.get("/openapi.json")
+    described = answer.json()
+    assert described["openapi"].startswith("3.1")
+    named = set(re.findall(r'"#/components/schemas/(\w+)"', answer.text))
+    assert {"EmbedRequest", "EmbedResponse", "Error"} <= named
+    assert named <= described["components"]["schemas"].keys()
+    for one in described["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(one)
+    for path in ("/embed", "/models/{model}/embed"):
+        assert described["paths"][path].keys() == {"post"}
+    named_in_path = [
+        p["name"] for p in described["paths"]["/models/{model}/embed"]["post"]["parameters"]
+    ]
+    assert named_in_path == ["model", "X-Timeout-Ms"]
+
+
+async def test_requests_and_answers_are_what_the_openapi_document_says(
+    rest: httpx.AsyncClient,
+) -> None:
+    described = await schema(rest)
+    for request in (
+        {"features": {"user": [[1, 2], []]}},
+        {"features": {"user": [1]}, "weights": {"user": [0.5]}},
+    ):
+        validate(request, "EmbedRequest", described)
+        answer = await rest.post("/embed", json=request)
+        assert answer.status_code == 200
+        validate(answer.json(), "EmbedResponse", described)
+    validate({"features": {"title": ["Heat"], "user": [[7]]}}, "EmbedRequest", described)
+    for bad in (
+        {"features": {"user": [1.5]}},
+        {"features": {"user": [1, "a"]}},
+        {},
+        {"features": {}, "more": 1},
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            validate(bad, "EmbedRequest", described)
+        validate((await rest.post("/embed", json=bad)).json(), "Error", described)
+    validate((await rest.get("/models")).json(), "Models", described)
+
+
+async def test_the_docs_page_shows_the_document(rest: httpx.AsyncClient) -> None:
+    answer = await rest.get("/docs")
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "/openapi.json" in answer.text
+
+
+async def test_the_example_of_the_document_is_a_request(rest: httpx.AsyncClient) -> None:
+    described = await schema(rest)
+    example = described["components"]["schemas"]["EmbedRequest"]["example"]
+    validate(example, "EmbedRequest", described)
+    answer = await rest.post("/embed", json=example)
+    assert answer.json()["error"]["field"] == "features.product"  # well formed, of another model

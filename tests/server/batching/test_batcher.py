@@ -1,0 +1,404 @@
+"""The batcher: when a batch starts, what it holds, and one answer for every request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+
+import numpy as np
+import pytest
+from server.conftest import MakeBatcher
+from server.fake_engine import Bags, FakeEngine, make_request
+from server.waiting import until
+
+from embedserve.batching.batcher import Batcher
+from embedserve.batching.join import to_model_order
+from embedserve.config import Limits
+from embedserve.errors import (
+    DeadlineExceededError,
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+)
+from embedserve.metrics.metrics import ModelMetrics
+from embedserve.types import LookupRequest
+
+INLINE = Limits()
+IN_THREAD = Limits(inline_bytes_max=0)
+USER: Bags = {"user": [[1, 2, 3]]}
+
+
+def ordered(engine: FakeEngine, bags: Bags) -> LookupRequest:
+    return to_model_order(make_request(bags), engine.model)
+
+
+async def test_an_idle_engine_takes_a_request_at_once(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    answer = make_batcher(INLINE).submit(ordered(engine, USER))
+    await asyncio.sleep(0)
+    assert answer.done()
+    assert np.array_equal(answer.result().values, engine.expected(USER))
+    assert answer.result().model is engine.model
+
+
+async def test_requests_of_one_turn_form_one_batch(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher = make_batcher(INLINE)
+    all_bags: list[Bags] = [{"user": [[i], [i, i]]} for i in range(5)]
+    results = await asyncio.gather(*(batcher.submit(ordered(engine, bags)) for bags in all_bags))
+    assert [lookup.batch_size for lookup in engine.lookups] == [10]
+    for bags, result in zip(all_bags, results, strict=True):
+        assert np.array_equal(result.values, engine.expected(bags))
+
+
+async def test_a_large_batch_is_cut_for_all_threads(engine: FakeEngine) -> None:
+    with ThreadPoolExecutor(3) as executor:
+        metrics = ModelMetrics(engine.model)
+        batcher = Batcher(engine, engine.model, IN_THREAD, metrics, executor, threads=3)
+        all_bags: list[Bags] = [{"user": [[i], [i, i]]} for i in range(4)]
+        requests = [ordered(engine, bags) for bags in all_bags]
+        results = await asyncio.gather(*map(batcher.submit, requests))
+    assert sorted(lookup.batch_size for lookup in engine.lookups) == [2, 3, 3]
+    assert not any(lookup.is_inline for lookup in engine.lookups)
+    for bags, result in zip(all_bags, results, strict=True):
+        rows = np.concatenate([result.values, *result.more])
+        assert np.array_equal(rows, engine.expected(bags))
+    assert metrics.lookup_seconds.samples()[0][-1] == ("+Inf", 1)
+
+
+async def test_a_piece_that_fails_fails_its_batch(engine: FakeEngine) -> None:
+    engine.failure = RuntimeError("of one piece")
+    with ThreadPoolExecutor(2) as executor:
+        metrics = ModelMetrics(engine.model)
+        batcher = Batcher(engine, engine.model, IN_THREAD, metrics, executor, threads=2)
+        answer = batcher.submit(ordered(engine, {"user": [[1], [2]]}))
+        with pytest.raises(EngineError):
+            await answer
+        engine.failure = None
+        await batcher.submit(ordered(engine, USER))
+
+
+async def test_float16_is_what_its_caller_asked_for_alone(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher = make_batcher(INLINE)
+    rounded, exact = ordered(engine, USER), ordered(engine, USER)
+    rounded.output_dtype = "float16"
+    results = await asyncio.gather(batcher.submit(rounded), batcher.submit(exact))
+    assert len(engine.lookups) == 1
+    expected = engine.expected(USER)
+    assert results[0].values.dtype == np.float16
+    assert np.array_equal(results[0].values, expected.astype(np.float16))
+    assert np.array_equal(results[1].values, expected)
+
+
+async def test_requests_gather_while_the_engine_works(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher = make_batcher(IN_THREAD)
+    engine.hold()
+    first = batcher.submit(ordered(engine, USER))
+    await until(lambda: engine.lookups)
+    others = [batcher.submit(ordered(engine, USER)) for _ in range(7)]
+    await asyncio.sleep(0.02)
+    assert len(engine.lookups) == 1
+    engine.release()
+    await asyncio.gather(first, *others)
+    assert [lookup.batch_size for lookup in engine.lookups] == [1, 7]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(batch_ids_max=6),
+        Limits(batch_output_bytes_max=2 * 36),  # an example is 9 float32 values
+    ],
+)
+async def test_a_batch_ends_at_its_limits(
+    engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits
+) -> None:
+    batcher = make_batcher(limits)
+    await asyncio.gather(*(batcher.submit(ordered(engine, USER)) for _ in range(5)))
+    assert [lookup.batch_size for lookup in engine.lookups] == [2, 2, 1]
+
+
+async def test_a_request_past_the_batch_limit_is_a_batch_of_its_own(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher = make_batcher(Limits(batch_ids_max=4))
+    large: Bags = {"user": [[1] * 9]}
+    bags = [USER, large, USER]
+    results = await asyncio.gather(*(batcher.submit(ordered(engine, b)) for b in bags))
+    assert [lookup.ids.size for lookup in engine.lookups] == [3, 9, 3]
+    assert np.array_equal(results[1].values, engine.expected(large))
+
+
+async def test_small_batches_run_in_the_event_loop_and_large_ones_beside_it(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    # One id reads a row of at most 4 dims, one example writes 9: 52 bytes.
+    batcher = make_batcher(Limits(inline_bytes_max=52))
+    await batcher.submit(ordered(engine, {"user": [[1]]}))
+    await batcher.submit(ordered(engine, {"user": [[1, 2]]}))
+    assert [lookup.is_inline for lookup in engine.lookups] == [True, False]
+
+
+async def test_the_event_loop_goes_on_while_a_large_batch_runs(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    engine.delay_s = 0.2
+    answer = make_batcher(IN_THREAD).submit(ordered(engine, USER))
+    turns = 0
+    while not answer.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert turns > 20
+
+
+async def test_with_a_delay_a_lone_request_waits_for_company(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher = make_batcher(Limits(delay_ms_max=100))
+    first = batcher.submit(ordered(engine, USER))
+    await asyncio.sleep(0.01)
+    assert not first.done()
+    await asyncio.gather(first, batcher.submit(ordered(engine, USER)))
+    assert [lookup.batch_size for lookup in engine.lookups] == [2]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(delay_ms_max=60_000, batch_ids_max=6),
+        Limits(delay_ms_max=60_000, batch_output_bytes_max=2 * 36),
+    ],
+)
+async def test_a_full_batch_does_not_wait_for_company(
+    engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits
+) -> None:
+    batcher = make_batcher(limits)
+    answers = [batcher.submit(ordered(engine, USER)) for _ in range(5)]
+    await asyncio.wait_for(asyncio.gather(*answers[:4]), 5)
+    await asyncio.sleep(0.01)
+    assert not answers[4].done()
+    answers.append(batcher.submit(ordered(engine, USER)))
+    await asyncio.wait_for(asyncio.gather(*answers), 5)
+    assert [lookup.batch_size for lookup in engine.lookups] == [2, 2, 2]
+
+
+async def test_a_batch_that_fills_as_its_delay_ends_begins_once(
+    engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
+) -> None:
+    batcher = make_batcher(Limits(delay_ms_max=20, batch_ids_max=6, inline_bytes_max=0))
+    engine.hold()
+    answers = [batcher.submit(ordered(engine, USER))]
+    time.sleep(0.03)  # noqa: ASYNC251  the delay ends in the next turn, after what is added
+    asyncio.get_running_loop().call_soon(
+        lambda: answers.extend(batcher.submit(ordered(engine, USER)) for _ in range(5))
+    )
+    await until(lambda: engine.lookups)
+    await asyncio.sleep(0.01)
+    assert metrics.queued_requests == 4  # one batch of two runs, and no other beside it
+    engine.release()
+    await asyncio.gather(*answers)
+
+
+async def test_a_request_that_waited_for_the_engine_has_waited_for_company(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher = make_batcher(Limits(delay_ms_max=300, inline_bytes_max=0))
+    engine.hold()
+    running = batcher.submit(ordered(engine, USER))
+    await until(lambda: engine.lookups)
+    waiting = batcher.submit(ordered(engine, USER))
+    await asyncio.sleep(0.35)
+    engine.release()
+    await running
+    released_s = perf_counter()
+    await waiting
+    assert perf_counter() - released_s < 0.2
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (Limits(inline_bytes_max=0, queue_examples_max=3), "3 examples, 1 more pass its limit of"),
+        (Limits(inline_bytes_max=0, queue_ids_max=9), "9 ids, 3 more pass its limit of 9"),
+    ],
+)
+async def test_a_full_queue_refuses_at_once_and_recovers(
+    engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits, message: str
+) -> None:
+    batcher = make_batcher(limits)
+    engine.hold()
+    running = batcher.submit(ordered(engine, USER))
+    await until(lambda: engine.lookups)
+    waiting = [batcher.submit(ordered(engine, USER)) for _ in range(3)]
+    with pytest.raises(OverloadedError, match=message):
+        batcher.submit(ordered(engine, USER))
+    engine.release()
+    await asyncio.gather(running, *waiting)
+    await batcher.submit(ordered(engine, USER))
+
+
+async def test_a_lone_request_has_room_however_large(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher = make_batcher(Limits(queue_examples_max=1, queue_ids_max=1))
+    bags: Bags = {"user": [[1, 2], [3, 4]]}
+    result = await batcher.submit(ordered(engine, bags))
+    assert np.array_equal(result.values, engine.expected(bags))
+
+
+async def test_a_cancelled_request_costs_no_lookup(
+    engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
+) -> None:
+    batcher = make_batcher(INLINE)
+    answers = [batcher.submit(ordered(engine, {"user": [[i]]})) for i in range(3)]
+    answers[1].cancel()
+    await asyncio.gather(answers[0], answers[2])
+    assert [lookup.ids.tolist() for lookup in engine.lookups] == [[0, 2]]
+    alone = batcher.submit(ordered(engine, USER))
+    alone.cancel()
+    await asyncio.sleep(0.01)
+    assert len(engine.lookups) == 1
+    assert (metrics.queued_requests, metrics.queued_examples) == (0, 0)
+
+
+async def test_a_request_cancelled_during_its_lookup_harms_nobody(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher = make_batcher(IN_THREAD)
+    engine.hold()
+    all_bags: list[Bags] = [{"user": [[i]]} for i in range(3)]
+    answers = [batcher.submit(ordered(engine, bags)) for bags in all_bags]
+    await until(lambda: engine.lookups)
+    answers[0].cancel()
+    engine.release()
+    for bags, answer in list(zip(all_bags, answers, strict=True))[1:]:
+        assert np.array_equal((await answer).values, engine.expected(bags))
+
+
+async def test_an_expired_deadline_is_answered_without_a_lookup(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher = make_batcher(IN_THREAD)
+    engine.hold()
+    running = batcher.submit(ordered(engine, USER))
+    await until(lambda: engine.lookups)
+    late = batcher.submit(ordered(engine, USER), perf_counter() + 0.01)
+    in_time = batcher.submit(ordered(engine, USER), perf_counter() + 60)
+    await asyncio.sleep(0.03)
+    engine.release()
+    await asyncio.gather(running, in_time)
+    with pytest.raises(DeadlineExceededError, match=r"after \d+\.\d ms in the queue"):
+        await late
+    assert [lookup.batch_size for lookup in engine.lookups] == [1, 1]
+
+
+@pytest.mark.parametrize("limits", [INLINE, IN_THREAD])
+async def test_a_failing_lookup_is_answered_in_general_and_logged_in_full(
+    engine: FakeEngine,
+    make_batcher: MakeBatcher,
+    limits: Limits,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    batcher = make_batcher(limits)
+    engine.failure = RuntimeError("row cache at 0x7f is corrupt")
+    answers = [batcher.submit(ordered(engine, USER)) for _ in range(3)]
+    with caplog.at_level(logging.ERROR):
+        for answer in answers:
+            with pytest.raises(EngineError) as caught:
+                await answer
+            assert "0x7f" not in caught.value.message
+    assert "row cache at 0x7f is corrupt" in caplog.text
+    engine.failure = None
+    await batcher.submit(ordered(engine, USER))
+
+
+async def test_an_invalid_request_fails_alone(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher = make_batcher(INLINE)
+    good: Bags = {"user": [[1], [2]]}
+    before, bad, after = (
+        batcher.submit(ordered(engine, bags)) for bags in (good, {"user": [[7]]}, good)
+    )
+    with pytest.raises(InvalidRequestError, match="is 7"):
+        await bad
+    for answer in (before, after):
+        assert np.array_equal((await answer).values, engine.expected(good))
+    assert [lookup.batch_size for lookup in engine.lookups] == [4]
+
+
+async def test_a_batch_of_invalid_requests_only_costs_no_lookup(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher = make_batcher(INLINE)
+    answers = [batcher.submit(ordered(engine, {"tag": [[-1]]})) for _ in range(3)]
+    outcomes = await asyncio.gather(*answers, return_exceptions=True)
+    assert all(isinstance(outcome, InvalidRequestError) for outcome in outcomes)
+    assert engine.lookups == []
+
+
+async def test_what_happened_is_counted(
+    engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
+) -> None:
+    batcher = make_batcher(INLINE)
+    answers = [batcher.submit(ordered(engine, {"user": [[1, 2], [3]]})) for _ in range(4)]
+    assert (metrics.queued_requests, metrics.queued_examples) == (4, 8)
+    await asyncio.gather(*answers)
+    assert (metrics.queued_requests, metrics.queued_examples) == (0, 0)
+    assert metrics.batch_examples.samples()[1] == 8
+    assert metrics.batch_ids.samples()[1] == 12
+    assert metrics.wait_seconds.samples()[0][-1] == ("+Inf", 4)
+    assert metrics.lookup_seconds.samples()[0][-1] == ("+Inf", 1)
+
+
+async def test_a_failure_while_joining_still_answers_everyone(
+    engine: FakeEngine,
+    make_batcher: MakeBatcher,
+    metrics: ModelMetrics,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*args: object) -> None:
+        raise MemoryError("no room for the batch")
+
+    batcher = make_batcher(INLINE)
+    with monkeypatch.context() as patched:
+        patched.setattr("embedserve.batching.batcher.join", fail)
+        answers = [batcher.submit(ordered(engine, USER)) for _ in range(3)]
+        for answer in answers:
+            with pytest.raises(EngineError, match="the server's log says why"):
+                await asyncio.wait_for(answer, 5)
+    assert "no room for the batch" in caplog.text
+    assert metrics.lookup_seconds.samples()[0][-1] == ("+Inf", 0)
+    assert (await batcher.submit(ordered(engine, USER))).values.shape[0] == 1
+
+
+async def test_a_queue_that_was_full_takes_requests_once_an_eighth_is_free(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    # A batch holds two of these requests of one id.
+    limits = Limits(inline_bytes_max=0, queue_examples_max=16, batch_ids_max=2)
+    batcher = make_batcher(limits)
+    one: Bags = {"user": [[1]]}
+    engine.hold()
+    answers = [batcher.submit(ordered(engine, one))]
+    await until(lambda: engine.lookups)
+    answers += [batcher.submit(ordered(engine, one)) for _ in range(16)]
+    batcher.check_open()
+    with pytest.raises(OverloadedError, match="holds 16 examples, 1 more pass its limit of 16"):
+        batcher.submit(ordered(engine, one))
+    with pytest.raises(OverloadedError, match="'shop' is full: it holds 16 examples and 16 ids"):
+        batcher.check_open()
+    engine.release()
+    await asyncio.gather(*answers)
+    batcher.check_open()
+    assert np.array_equal((await batcher.submit(ordered(engine, one))).values, engine.expected(one))

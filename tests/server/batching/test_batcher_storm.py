@@ -1,0 +1,115 @@
+"""Thousands of requests in random company: each gets one answer, and it is its own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import pytest
+from server.fake_engine import FEATURES, Bags, FakeEngine, make_request
+
+from embedserve.batching.batcher import Batcher
+from embedserve.batching.join import to_model_order
+from embedserve.config import Limits
+from embedserve.errors import EmbedServeError
+from embedserve.metrics.metrics import ModelMetrics
+
+CALLERS = 40
+REQUESTS_EACH = 60
+LIMITS = Limits(
+    inline_bytes_max=300,
+    batch_ids_max=24,
+    batch_output_bytes_max=12 * 36,
+    queue_examples_max=85,
+    queue_ids_max=260,
+)
+
+
+class SometimesFailing(FakeEngine):
+    """Fails every 13th lookup, and takes a moment for every 7th."""
+
+    def lookup(
+        self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None
+    ) -> np.ndarray:
+        count = len(self.lookups) + 1
+        self.failure = RuntimeError("on order") if count % 13 == 0 else None
+        self.delay_s = 0.002 if count % 7 == 0 else 0.0
+        return super().lookup(ids, lengths, weights)
+
+
+class Storm:
+    """Callers that send, wait, cancel and give up at random, and what became of each request."""
+
+    def __init__(self, seed: int, executor: ThreadPoolExecutor) -> None:
+        self.random = random.Random(seed)
+        self.engine = SometimesFailing()
+        self.metrics = ModelMetrics(self.engine.model)
+        self.batcher = Batcher(self.engine, self.engine.model, LIMITS, self.metrics, executor)
+        self.outcomes: Counter[str] = Counter()
+        self.loop_errors: list[dict[str, Any]] = []
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: self.loop_errors.append(context))
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(self._caller() for _ in range(CALLERS)))
+
+    async def _caller(self) -> None:
+        for _ in range(REQUESTS_EACH):
+            self.outcomes[await self._outcome()] += 1
+            await asyncio.sleep(self.random.choice((0, 0.001, 0.003)))
+
+    async def _outcome(self) -> str:
+        bags, is_bad = self._bags()
+        request = to_model_order(make_request(bags), self.engine.model)
+        deadline_s = perf_counter() + self.random.choice((0.0, 0.001, 60, 60, 60))
+        try:
+            answer = self.batcher.submit(request, deadline_s)
+            if self.random.random() < 0.15:
+                asyncio.get_running_loop().call_later(self.random.random() / 500, answer.cancel)
+            result = await answer
+        except EmbedServeError as error:
+            return f"{error.code} of a bad request" if is_bad else error.code
+        except asyncio.CancelledError:
+            return "CANCELLED"
+        if is_bad:
+            return "OK of a bad request"
+        assert np.array_equal(result.values, self.engine.expected(bags))
+        return "OK"
+
+    def _bags(self) -> tuple[Bags, bool]:
+        features = self.random.sample(list(FEATURES), self.random.randint(1, 3))
+        batch_size = self.random.randint(1, 4)
+        bags = {
+            feature: [
+                self.random.choices(range(FEATURES[feature][0]), k=self.random.randint(0, 3))
+                for _ in range(batch_size)
+            ]
+            for feature in features
+        }
+        is_bad = self.random.random() < 0.1
+        if is_bad:
+            bags[features[0]][0].append(99)
+        return bags, is_bad
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_request_gets_exactly_one_answer(seed: int, executor: ThreadPoolExecutor) -> None:
+    storm = Storm(seed, executor)
+    asyncio.run(storm.run())
+    assert storm.outcomes.total() == CALLERS * REQUESTS_EACH
+    assert not {"INVALID_ARGUMENT", "OK of a bad request"} & storm.outcomes.keys()
+    # Each kind of end took part; were one missing, the storm would prove less than it says.
+    ends = ("OK", "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "INTERNAL")
+    assert storm.outcomes.keys() >= {*ends, "INVALID_ARGUMENT of a bad request"}
+    assert storm.outcomes["OK"] > storm.outcomes.total() / 20
+    assert {lookup.is_inline for lookup in storm.engine.lookups} == {True, False}
+    assert max(lookup.batch_size for lookup in storm.engine.lookups) <= 12
+    assert (storm.metrics.queued_requests, storm.metrics.queued_examples) == (0, 0)
+    # A second answer to one request raises in the event loop, and so does an error nobody read.
+    assert storm.loop_errors == []

@@ -1,0 +1,101 @@
+"""Joining is invisible: every request of a batch is answered as if it were alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from server.fake_engine import Bags, FakeEngine, Weights, make_request
+from server.fake_models import ruled_info, unpooled_info
+from server.strategies import bags_of, bags_of_ids, weights_or_none
+
+from embedserve.batching.join import cut, join, to_model_order
+from embedserve.batching.split import in_request_order, split
+from embedserve.errors import InvalidRequestError
+from embedserve.types import LookupRequest, LookupResult
+
+ENGINE = FakeEngine()
+MODEL = ENGINE.model
+RULED = FakeEngine(ruled_info())
+UNPOOLED = FakeEngine(unpooled_info())
+
+
+def ordered(bags: Bags, weights: Weights | None = None) -> LookupRequest:
+    return to_model_order(make_request(bags, weights), MODEL)
+
+
+def answered(
+    engine: FakeEngine, requests: list[LookupRequest], pieces: int = 1
+) -> list[LookupResult]:
+    """What the batcher makes of ``requests``, on so many threads."""
+    batch = join(requests, engine.model)
+    assert batch is not None
+    assert batch.batch_size == sum(request.batch_size for request in requests)
+    values = []
+    for piece in cut(batch, len(engine.model.features), pieces):
+        answer = engine.lookup(piece.ids, piece.lengths, piece.weights)
+        assert len(answer) or not engine.model.is_pooled
+        values.append(in_request_order(answer, piece, engine.model))
+    assert len(values) == min(pieces, batch.batch_size)
+    return split(values, batch, requests, engine.model)
+
+
+def rows(result: LookupResult) -> np.ndarray:
+    return np.concatenate([result.values, *result.more])
+
+
+@pytest.mark.parametrize("engine", [ENGINE, RULED, UNPOOLED], ids=lambda e: e.model.name)
+@given(data=st.data())
+def test_split_of_join_is_each_request_alone(engine: FakeEngine, data: st.DataObject) -> None:
+    all_bags = data.draw(st.lists(bags_of(engine.model), min_size=1, max_size=6))
+    all_weights = [
+        data.draw(weights_or_none(bags)) if engine.model.is_pooled else None for bags in all_bags
+    ]
+    requests = [
+        to_model_order(make_request(bags, weights), engine.model)
+        for bags, weights in zip(all_bags, all_weights, strict=True)
+    ]
+    pieces = data.draw(st.integers(1, 5)) if engine.model.is_pooled else 1
+    results = answered(engine, requests, pieces)
+    for bags, weights, result in zip(all_bags, all_weights, results, strict=True):
+        assert np.array_equal(rows(result), engine.expected(bags, weights))
+        assert result.unknown_ids == engine.expected_unknown(bags)
+        if engine.model.is_pooled:
+            assert result.lengths is None
+        else:
+            assert result.lengths is not None
+            assert result.lengths.tolist() == engine.expected_lengths(bags)
+
+
+@given(data=st.data())
+def test_joining_leaves_the_requests_as_they_were(data: st.DataObject) -> None:
+    """A request whose neighbour is refused is joined again."""
+    requests = [
+        to_model_order(make_request(data.draw(bags_of(RULED.model))), RULED.model)
+        for _ in range(data.draw(st.integers(1, 3)))
+    ]
+    for request in requests:
+        request.ids.flags.writeable = request.lengths.flags.writeable = False
+    first, again = answered(RULED, requests), answered(RULED, requests)
+    for one, other in zip(first, again, strict=True):
+        assert np.array_equal(one.values, other.values)
+
+
+@given(bags=bags_of_ids(all_features=True))
+def test_the_order_of_features_in_a_request_does_not_matter(bags: Bags) -> None:
+    backwards = ordered(dict(reversed(bags.items())))
+    forwards = ordered(bags)
+    assert backwards.ids.tolist() == forwards.ids.tolist()
+    assert backwards.lengths.tolist() == forwards.lengths.tolist()
+
+
+def test_a_request_in_the_models_order_is_not_copied() -> None:
+    request = make_request({"user": [[1]], "movie": [[2]], "tag": [[3]]})
+    assert to_model_order(request, MODEL) is request
+
+
+def test_an_unknown_feature_is_named_with_those_that_there_are() -> None:
+    with pytest.raises(InvalidRequestError, match="it has user, movie, tag") as caught:
+        ordered({"user": [[1]], "actor": [[1]]})
+    assert caught.value.field == "features.actor"

@@ -1,0 +1,204 @@
+"""The command line: quick help, one order of precedence, one line for what a person can mend."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from server.python import run_python
+from typer.testing import CliRunner
+
+from embedserve import __version__
+from embedserve.commands.cli import app
+from embedserve.config import Limits, ServeSettings
+
+HEAVY = ("torch", "torchrec", "fbgemm_gpu", "fastapi", "grpc", "numpy", "uvicorn")
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("EMBEDSERVE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "300")  # help and errors are wrapped at the terminal's width
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeSettings]:
+    """The settings that `serve` would have run with, instead of running."""
+    settings: list[ServeSettings] = []
+    command = types.ModuleType("embedserve.processes.serve")
+    command.serve = settings.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "embedserve.processes.serve", command)
+    return settings
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def embedserve(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return run_python("-m", "embedserve", *arguments)
+
+
+@pytest.mark.parametrize("command", [(), ("serve",), ("publish",), ("inspect",), ("demo",)])
+def test_help_imports_nothing_heavy(command: tuple[str, ...]) -> None:
+    code = (
+        "import sys\n"
+        "from embedserve.commands.cli import app\n"
+        f"try:\n    app({[*command, '--help']})\n"
+        f"finally:\n    print('heavy:', *[m for m in {HEAVY} if m in sys.modules])"
+    )
+    done = run_python("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--help" in done.stdout
+    assert done.stdout.splitlines()[-1] == "heavy:"
+
+
+def test_version_is_the_packages() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"embedserve {__version__}\n")
+
+
+def test_help_of_serve_shows_every_setting_with_its_variable() -> None:
+    text = run("serve", "--help").stdout
+    names = {*ServeSettings.__dataclass_fields__, *Limits.__dataclass_fields__} - {"limits"}
+    for name in names:
+        assert f"EMBEDSERVE_{name.upper()}]" in text
+
+
+def test_without_any_setting_the_defaults_hold(served: list[ServeSettings]) -> None:
+    assert run("serve", "store").exit_code == 0
+    assert served == [ServeSettings(store="store")]
+
+
+def test_a_flag_beats_a_variable_beats_the_file(
+    served: list[ServeSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "serve.toml"
+    config.write_text("host = 'file'\nhttp_port = 1\ngrpc_port = 1\nbatch_ids_max = 1\n")
+    monkeypatch.setenv("EMBEDSERVE_HTTP_PORT", "2")
+    monkeypatch.setenv("EMBEDSERVE_GRPC_PORT", "2")
+    result = run("serve", "store", "--config", config, "--grpc-port", "3")
+    assert result.exit_code == 0
+    (settings,) = served
+    assert settings.host == "file"
+    assert (settings.http_port, settings.grpc_port) == (2, 3)
+    assert settings.limits.batch_ids_max == 1
+    assert settings.limits.queue_ids_max == Limits().queue_ids_max
+
+
+def test_every_setting_can_stand_in_the_file(served: list[ServeSettings], tmp_path: Path) -> None:
+    config = tmp_path / "serve.toml"
+    config.write_text(
+        "store = 'elsewhere'\nmodel = ['a', 'b']\ndefault_model = 'b'\ndevices = 'cpu:2'\n"
+        "strict_plan = true\nverify = true\ndrain_s = 2.5\nlog_level = 'debug'\n"
+        "delay_ms_max = 0.5\ninline_bytes_max = 0\n"
+    )
+    assert run("serve", "--config", config).exit_code == 0
+    assert served == [
+        ServeSettings(
+            store="elsewhere",
+            model=("a", "b"),
+            default_model="b",
+            devices="cpu:2",
+            strict_plan=True,
+            verify=True,
+            drain_s=2.5,
+            log_level="debug",
+            limits=Limits(delay_ms_max=0.5, inline_bytes_max=0),
+        )
+    ]
+
+
+def test_variables_alone_are_enough(
+    served: list[ServeSettings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = tmp_path / "serve.toml"
+    config.write_text("drain_s = 3\n")
+    monkeypatch.setenv("EMBEDSERVE_CONFIG", str(config))
+    monkeypatch.setenv("EMBEDSERVE_STORE", "there")
+    monkeypatch.setenv("EMBEDSERVE_MODEL", "a b")
+    monkeypatch.setenv("EMBEDSERVE_VERIFY", "true")
+    assert run("serve").exit_code == 0
+    (settings,) = served
+    assert settings == ServeSettings(store="there", model=("a", "b"), verify=True, drain_s=3)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"http_prot = 1\n", "'http_prot'"),
+        (b"limits = 1\n", "'limits'"),
+        (b"[server]\nhost = 'x'\n", "'server'"),
+        (b"host = \n", "serve.toml"),
+        (b"host = '\xff'\n", "serve.toml"),
+        (b"http_port = 'many'\n", "--http-port"),
+        (b"queue_ids_max = -1\n", "--queue-ids-max"),
+        (b"grpc_port = 65536\n", "--grpc-port"),
+    ],
+)
+def test_a_bad_file_stops_the_start_and_says_what_is_wrong(
+    served: list[ServeSettings], tmp_path: Path, content: bytes, named: str
+) -> None:
+    config = tmp_path / "serve.toml"
+    config.write_bytes(content)
+    result = run("serve", "store", "--config", config)
+    assert result.exit_code == 2
+    assert named in result.stderr
+    assert "Traceback" not in result.output
+    assert served == []
+
+
+def test_a_missing_file_stops_the_start(served: list[ServeSettings]) -> None:
+    result = run("serve", "store", "--config", "nowhere.toml")
+    assert result.exit_code == 2
+    assert "nowhere.toml: No such file" in result.stderr
+    assert served == []
+
+
+def check_one_line(done: subprocess.CompletedProcess[str], *parts: str) -> None:
+    """Exit status 1, one line on stderr that holds ``parts``, nothing on stdout."""
+    assert done.returncode == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("embedserve: ")
+    for part in parts:
+        assert part in line
+
+
+def test_serving_a_missing_store_is_one_line(tmp_path: Path) -> None:
+    check_one_line(embedserve("serve", tmp_path / "nowhere"), str(tmp_path / "nowhere"))
+
+
+def test_serving_an_empty_store_is_one_line(tmp_path: Path) -> None:
+    check_one_line(embedserve("serve", tmp_path), str(tmp_path), "no model")
+
+
+def test_inspecting_a_missing_store_is_one_line(tmp_path: Path) -> None:
+    check_one_line(embedserve("inspect", tmp_path / "nowhere"), str(tmp_path / "nowhere"))
+
+
+def test_an_unknown_log_level_is_one_line(tmp_path: Path) -> None:
+    check_one_line(embedserve("serve", tmp_path, "--log-level", "loud"), "log_level is 'loud'")
+
+
+def test_a_client_only_install_says_what_to_install() -> None:
+    code = "import sys; sys.modules['typer'] = None\nfrom embedserve.__main__ import main\nmain()"
+    done = run_python("-c", code)
+    assert done.returncode == 1
+    assert done.stderr.startswith("embedserve: typer is not installed: this is the client only")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--drain-s", "inf"), ("--drain-s", "nan"), ("--body-bytes-max", "4e9")]
+)
+def test_numbers_that_the_server_cannot_use_are_refused(flag: str, value: str) -> None:
+    result = run("serve", "store", flag, value)
+    assert result.exit_code == 2
+    assert flag in result.output

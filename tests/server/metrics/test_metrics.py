@@ -1,0 +1,283 @@
+"""The metrics: right buckets, a text that Prometheus reads, and counts that add up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from server.fake_engine import FakeEngine, model_info
+from server.fake_models import ruled_info
+from server.live import make_service
+
+from embedserve.api.management import management_app
+from embedserve.errors import EmbedServeError
+from embedserve.metrics.histogram import PENDING_MAX, Histogram
+from embedserve.metrics.metrics import OUTCOMES, Metrics, cells_per_worker
+from embedserve.metrics.slots import Slot, Slots
+from embedserve.models.models import Service
+from embedserve.wire.rest import EmbedEndpoint
+
+OURS = "embedserve_"
+
+
+def read(text: str) -> dict[str, Metric]:
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def value(families: dict[str, Metric], sample_name: str, **labels: str) -> float:
+    """The one sample of that name with those labels."""
+    found = [
+        sample.value
+        for family in families.values()
+        for sample in family.samples
+        if sample.name == sample_name and labels.items() <= sample.labels.items()
+    ]
+    assert len(found) == 1, f"{sample_name} {labels}: {found}"
+    return float(found[0])
+
+
+@pytest.fixture
+def service(engine: FakeEngine, executor: ThreadPoolExecutor) -> Service:
+    return make_service(engine, executor=executor)
+
+
+@pytest.fixture
+def client(service: Service) -> httpx.AsyncClient:
+    app = EmbedEndpoint(service, management_app(service))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+async def scraped(client: httpx.AsyncClient) -> dict[str, Metric]:
+    answer = await client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    return read(answer.text)
+
+
+def test_a_value_equal_to_a_bound_belongs_to_its_bucket() -> None:
+    histogram = Histogram((1.0, 2.0, 4.0))
+    histogram.observe_many([0.5, 1.0, 1.5, 2.0, 4.0, 4.1])
+    buckets, total = histogram.samples()
+    assert buckets == [("1.0", 2), ("2.0", 4), ("4.0", 5), ("+Inf", 6)]
+    assert total == pytest.approx(13.1)
+
+
+@given(values=st.lists(st.floats(0, 10), max_size=40), cut=st.integers(0, 40))
+def test_buckets_count_what_the_definition_says(values: list[float], cut: int) -> None:
+    bounds = (0.1, 1.0, 5.0)
+    histogram = Histogram(bounds)
+    histogram.observe_many(values[:cut])
+    histogram.samples()  # a scrape in between changes nothing
+    for single in values[cut:]:
+        histogram.observe(single)
+    counts = [count for _, count in histogram.samples()[0]]
+    assert counts == [sum(v <= bound for v in values) for bound in (*bounds, float("inf"))]
+
+
+def test_many_observations_are_kept_between_scrapes() -> None:
+    histogram = Histogram((1.0,))
+    for _ in range(2 * PENDING_MAX + 3):
+        histogram.observe(0.5)
+    assert histogram.samples() == (
+        [("1.0", 2 * PENDING_MAX + 3), ("+Inf", 2 * PENDING_MAX + 3)],
+        0.5 * (2 * PENDING_MAX + 3),
+    )
+
+
+async def test_counts_add_up_to_the_requests_sent(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    good = json.dumps({"features": {"user": [[1, 2], [3]]}})
+    bodies = [good] * 20 + ["{"] * 3 + ['{"features": {"user": [7]}}'] * 2
+    answers = await asyncio.gather(*(client.post("/embed", content=body) for body in bodies))
+    await client.post("/models/shoes/embed", content=good)
+    families = await scraped(client)
+    counted = {
+        outcome: value(families, "embedserve_requests_total", protocol="rest", outcome=outcome)
+        for outcome in ("OK", "INVALID_ARGUMENT", "NOT_FOUND")
+    }
+    assert counted == {"OK": 20, "INVALID_ARGUMENT": 5, "NOT_FOUND": 1}
+    assert value(families, "embedserve_request_seconds_count", protocol="rest") == 26
+    sent_bytes = sum(len(answer.content) for answer in answers if answer.status_code == 200)
+    assert value(families, "embedserve_response_bytes_total", protocol="rest") == sent_bytes
+    assert value(families, "embedserve_batch_examples_sum", model="shop") == 40
+    assert value(families, "embedserve_batch_ids_sum", model="shop") == 60
+    batches = len(engine.lookups)
+    assert value(families, "embedserve_batch_examples_count", model="shop") == batches
+    assert value(families, "embedserve_lookup_seconds_count", model="shop") == batches
+    # Those that were refused before the queue did not wait in it.
+    assert value(families, "embedserve_queue_wait_seconds_count", model="shop") == 22
+    assert value(families, "embedserve_queue_requests", model="shop") == 0
+    assert value(families, "embedserve_queue_examples", model="shop") == 0
+
+
+async def test_unknown_ids_are_counted_by_feature(executor: ThreadPoolExecutor) -> None:
+    service = make_service(FakeEngine(ruled_info()), executor=executor)
+    app = EmbedEndpoint(service, management_app(service))
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://test"
+    ) as client:
+        before = await scraped(client)
+        bags = {"user": [[-1, 5], [7]], "movie": [[11], [1]], "tag": [["war"], ["drama", "war"]]}
+        for body in ({"features": bags}, {"features": bags | {"shelf": [[7], []]}}):
+            await client.post("/embed", json=body)  # the second is refused
+        await client.post("/embed", json={"features": {"user": [6]}})
+        after = await scraped(client)
+    name = "embedserve_unknown_ids_total"
+    counted = {s.labels["feature"]: s.value for s in after["embedserve_unknown_ids"].samples}
+    assert counted == {"user": 3, "movie": 1, "tag": 2}  # not day and shelf: none is answered
+    assert value(before, name, model="ruled", feature="user") == 0
+
+
+async def test_every_histogram_is_cumulative_and_ends_with_its_count(
+    client: httpx.AsyncClient,
+) -> None:
+    await client.post("/embed", content='{"features": {"user": [1]}}')
+    families = await scraped(client)
+    histograms = [f for f in families.values() if f.type == "histogram" and OURS in f.name]
+    assert len(histograms) == 5
+    for family in histograms:
+        buckets: dict[str, list[tuple[float, float]]] = {}
+        for sample in family.samples:
+            if sample.name.endswith("_bucket"):
+                labels = {k: v for k, v in sample.labels.items() if k != "le"}
+                bound = float(sample.labels["le"])
+                buckets.setdefault(json.dumps(labels), []).append((bound, sample.value))
+        for labels, pairs in buckets.items():
+            assert pairs == sorted(pairs)
+            assert pairs[-1][0] == float("inf")
+            count = value(families, f"{family.name}_count", **json.loads(labels))
+            assert pairs[-1][1] == count
+
+
+async def test_names_and_help_follow_prometheus_conventions(client: httpx.AsyncClient) -> None:
+    await client.post("/embed", content='{"features": {"user": [1]}}')
+    text = (await client.get("/metrics")).text
+    families = {name: family for name, family in read(text).items() if name.startswith(OURS)}
+    assert families
+    for name, family in families.items():
+        assert re.fullmatch(r"embedserve_[a-z]+(_[a-z]+)*", name)
+        assert not re.search(r"_(ms|us|millis\w*|mib|kb|percent)(_|$)", name)
+        assert family.documentation.endswith(".")
+        is_counter = f"# TYPE {name}_total counter" in text
+        assert is_counter == (family.type == "counter")
+
+
+async def test_the_served_models_are_described(client: httpx.AsyncClient) -> None:
+    families = await scraped(client)
+    assert value(families, "embedserve_model_version", model="shop") == 7
+    assert value(families, "embedserve_model_replanned", model="shop") == 0
+    rows_bytes = 4 * (7 * 4 + 11 * 3 + 5 * 2)
+    assert value(families, "embedserve_table_bytes", model="shop", rank="0") == rows_bytes
+
+
+def samples_of(metrics: Metrics) -> dict[str, Metric]:
+    return read(generate_latest(metrics.registry()).decode())
+
+
+def two_workers() -> tuple[Slots, list[Metrics]]:
+    model = model_info()
+    slots = Slots(2, cells_per_worker([len(model.features)]))
+    for worker in (0, 1):
+        slots.set_ready(worker, True)
+    return slots, [Metrics([model], Slot(slots, worker)) for worker in (0, 1)]
+
+
+def test_a_slot_has_just_the_cells_that_the_metrics_take() -> None:
+    model = model_info()
+    cells = cells_per_worker([len(model.features)])
+    slot = Slot(Slots(1, cells), 0)
+    Metrics([model], slot)
+    assert slot.taken == cells
+    with pytest.raises(ValueError, match="count is 1: a slot has 0 more cells"):
+        slot.take(1)
+
+
+def test_workers_are_added_up_wherever_they_are_asked() -> None:
+    slots, workers = two_workers()
+    for count, metrics in enumerate(workers, 1):
+        for _ in range(count):
+            metrics.protocols["rest"].answered(0.02, 100)
+        metrics.protocols["grpc"].failed("INTERNAL", 0.5)
+        metrics.models["shop"].queued_requests += count
+        metrics.models["shop"].queued_examples += 10 * count
+        metrics.models["shop"].unknown_ids += 1
+        metrics.models["shop"].batch_ids.observe_many([5.0] * count)
+        metrics.flush()
+    one, other = map(samples_of, workers)
+    for families in (one, other):
+        total = "embedserve_requests_total"
+        assert value(families, total, protocol="rest", outcome="OK") == 3
+        assert value(families, total, protocol="grpc", outcome="INTERNAL") == 2
+        assert value(families, "embedserve_response_bytes_total", protocol="rest") == 300
+        assert value(families, "embedserve_request_seconds_count", protocol="rest") == 3
+        assert value(families, "embedserve_batch_ids_sum", model="shop") == 15
+        assert value(families, "embedserve_queue_requests", model="shop") == 3
+        assert value(families, "embedserve_queue_examples", model="shop") == 30
+        assert value(families, "embedserve_workers") == 2
+        assert value(families, "process_open_fds") > 0
+        assert not [name for name in families if name.startswith("python_gc")]
+    slots.count_restart(1)
+    assert value(samples_of(workers[0]), "embedserve_worker_restarts_total") == 1
+
+
+def test_a_dead_worker_keeps_its_counts_and_has_no_queue() -> None:
+    slots, (one, other) = two_workers()
+    other.protocols["rest"].answered(0.02, 100)
+    other.models["shop"].queued_requests += 7
+    other.models["shop"].unknown_ids += 2
+    other.flush()
+    cpu_s = value(samples_of(one), "process_cpu_seconds_total")
+    slots.set_ready(1, False)
+    families = samples_of(one)
+    assert value(families, "embedserve_queue_requests", model="shop") == 0
+    assert value(families, "embedserve_requests_total", protocol="rest", outcome="OK") == 1
+    assert value(families, "embedserve_workers") == 1
+    assert value(families, "process_cpu_seconds_total") >= cpu_s
+
+
+def test_the_replacement_counts_on() -> None:
+    slots, (one, other) = two_workers()
+    other.protocols["rest"].answered(0.02, 100)
+    other.models["shop"].unknown_ids += 2
+    other.flush()
+    cpu_s = value(samples_of(one), "process_cpu_seconds_total")
+    replacement = Metrics([other.models["shop"].model], Slot(slots, 1))
+    replacement.protocols["rest"].answered(0.02, 50)
+    replacement.models["shop"].unknown_ids += 1
+    replacement.flush()
+    families = samples_of(one)
+    assert value(families, "embedserve_requests_total", protocol="rest", outcome="OK") == 2
+    assert value(families, "embedserve_request_seconds_count", protocol="rest") == 2
+    assert value(families, "embedserve_response_bytes_total", protocol="rest") == 150
+    assert one.models["shop"].total_unknown_ids() == [3] * len(one.models["shop"].model.features)
+    assert value(families, "process_cpu_seconds_total") >= cpu_s
+
+
+def test_every_error_has_an_outcome() -> None:
+    errors = EmbedServeError.__subclasses__()
+    assert {error.code for error in errors} <= set(OUTCOMES)
+
+
+def test_one_process_counts_itself_as_a_worker() -> None:
+    families = samples_of(Metrics([model_info()]))
+    assert value(families, "embedserve_workers") == 1
+    assert value(families, "embedserve_worker_restarts_total") == 0
+    assert [name for name in families if name.startswith("python_gc")]
+    assert value(families, "process_resident_memory_bytes") > 0
+    assert value(families, "process_start_time_seconds") > 0
+
+
+def test_two_servers_share_no_metric() -> None:
+    one, other = Metrics([model_info()]), Metrics([model_info()])
+    one.protocols["rest"].answered(0.1, 10)
+    assert other.protocols["rest"].outcomes.total() == 0
+    one.registry()
+    other.registry()

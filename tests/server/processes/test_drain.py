@@ -1,0 +1,179 @@
+"""SIGTERM: what was accepted is answered, on both protocols, and the process ends with 0."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+from server.channels import OWN_CONNECTION
+from server.python import environment
+
+from embedserve_proto import embedding_pb2 as pb
+from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
+
+SCRIPT = Path(__file__).parents[1] / "drain_server.py"
+BODY = b'{"features": {"user": [1]}}'
+REQUEST = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1])
+START_S_MAX = 20
+STOP_S_MAX = 20
+
+
+@dataclass
+class Process:
+    """A server in a process of its own, and clients of it."""
+
+    process: asyncio.subprocess.Process
+    http: httpx.AsyncClient
+    channel: grpc.aio.Channel
+
+    async def seen(self) -> tuple[int, int]:
+        """(requests that wait for a batch, batches that began)."""
+        text = (await self.http.get("/metrics")).text
+        samples = {
+            sample.name: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+        queued = samples["embedserve_queue_requests"]
+        return int(queued), int(samples["embedserve_batch_examples_count"])
+
+    async def stopped(self) -> int:
+        """The exit status, once the process has ended."""
+        return await asyncio.wait_for(self.process.wait(), STOP_S_MAX)
+
+
+@asynccontextmanager
+async def server_process(lookup_s: float, drain_s: float = 10) -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(SCRIPT),
+        str(lookup_s),
+        str(drain_s),
+        env=environment(),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        line = await asyncio.wait_for(process.stdout.readline(), START_S_MAX)
+        http_port, grpc_port = line.split()
+        url = f"http://127.0.0.1:{int(http_port)}"
+        target = f"127.0.0.1:{int(grpc_port)}"
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=30) as http,
+            grpc.aio.insecure_channel(target, options=OWN_CONNECTION) as channel,
+        ):
+            yield Process(process, http, channel)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def until_seen(server: Process, queued: int) -> None:
+    """Returns once one batch runs and ``queued`` requests wait."""
+    async with asyncio.timeout(START_S_MAX):
+        while await server.seen() != (queued, 1):  # noqa: ASYNC110  it is another process
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_requests_in_flight_are_answered_before_the_end(number: signal.Signals) -> None:
+    async with server_process(lookup_s=0.7) as server:
+        stub = EmbeddingServiceStub(server.channel)
+        health = health_pb2_grpc.HealthStub(server.channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        first = asyncio.create_task(server.http.post("/embed", content=BODY))
+        await until_seen(server, queued=0)
+        posts = [asyncio.create_task(server.http.post("/embed", content=BODY)) for _ in range(5)]
+        calls = [asyncio.ensure_future(stub.Embed(REQUEST)) for _ in range(5)]
+        stream = stub.EmbedStream(iter([REQUEST] * 5))
+        await until_seen(server, queued=15)
+        server.process.send_signal(number)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watch.cancel()
+        assert [a.status_code for a in await asyncio.gather(first, *posts)] == [200] * 6
+        assert [a.batch_size for a in await asyncio.gather(*calls)] == [1] * 5
+        assert [a.batch_size async for a in stream] == [1] * 5
+        assert await server.stopped() == 0
+
+
+async def test_new_connections_are_refused_while_draining() -> None:
+    async with server_process(lookup_s=1.0) as server:
+        running = asyncio.create_task(server.http.post("/embed", content=BODY))
+        await until_seen(server, queued=0)
+        server.process.send_signal(signal.SIGTERM)
+        assert {*await statuses_until_refused(server)} <= {200, 503}
+        assert not running.done()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await EmbeddingServiceStub(server.channel).Embed(REQUEST)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert (await running).status_code == 200
+        assert await server.stopped() == 0
+
+
+async def statuses_until_refused(server: Process) -> list[int]:
+    """What readiness answered over new connections, until there was none to be had."""
+    statuses = []
+    with contextlib.suppress(httpx.TransportError):
+        while True:
+            async with httpx.AsyncClient(base_url=server.http.base_url) as fresh:
+                statuses.append((await fresh.get("/health/ready")).status_code)
+    return statuses
+
+
+async def test_an_idle_stream_is_ended_at_once() -> None:
+    async with server_process(lookup_s=0, drain_s=15) as server:
+        stream = EmbeddingServiceStub(server.channel).EmbedStream()
+        await stream.write(REQUEST)
+        assert (await stream.read()).batch_size == 1
+        start = asyncio.get_running_loop().time()
+        server.process.send_signal(signal.SIGTERM)
+        assert await server.stopped() == 0
+        assert asyncio.get_running_loop().time() - start < 10
+        await expect_draining(stream)
+
+
+async def expect_draining(stream: grpc.aio.StreamStreamCall) -> None:
+    """The stream has no answer left, and says that it was not the client who ended it."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream.read()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert caught.value.details() == "draining before the stop"
+
+
+async def test_an_open_stream_answers_what_it_accepted_before_it_is_ended() -> None:
+    async with server_process(lookup_s=0.7) as server:
+        first = asyncio.create_task(server.http.post("/embed", content=BODY))
+        await until_seen(server, queued=0)
+        stream = EmbeddingServiceStub(server.channel).EmbedStream()
+        for _ in range(5):
+            await stream.write(REQUEST)
+        await until_seen(server, queued=5)
+        server.process.send_signal(signal.SIGTERM)
+        assert [(await stream.read()).batch_size for _ in range(5)] == [1] * 5
+        await expect_draining(stream)
+        assert (await first).status_code == 200
+        assert await server.stopped() == 0
+
+
+async def test_an_idle_server_ends_at_once() -> None:
+    async with server_process(lookup_s=0) as server:
+        assert (await server.http.post("/embed", content=BODY)).status_code == 200
+        assert (await EmbeddingServiceStub(server.channel).Embed(REQUEST)).batch_size == 1
+        start = asyncio.get_running_loop().time()
+        server.process.send_signal(signal.SIGTERM)
+        assert await server.stopped() == 0
+        # Far less than drain_s, although both clients keep their connections open.
+        assert asyncio.get_running_loop().time() - start < 5

@@ -1,0 +1,122 @@
+"""Claiming the ports before models load, and the one line that a port in use is worth."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server.live import free_port
+from server.python import run_python
+
+from embedserve.processes.ports import claim_ports
+
+SERVE = """
+import sys
+from embedserve.commands.cli import app
+try:
+    app(["serve", *sys.argv[1:]])
+finally:
+    print("imported:", *[name for name in ("torch", "torchrec") if name in sys.modules])
+"""
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        yield sock.getsockname()[1]
+
+
+def test_claimed_ports_are_real_and_nobody_else_gets_them() -> None:
+    ports = claim_ports("127.0.0.1", 0, 0)
+    try:
+        assert ports.http != ports.grpc
+        for number in (ports.http, ports.grpc):
+            with pytest.raises(OSError, match=f"127.0.0.1:{number} \\(HTTP\\): Address already"):
+                claim_ports("127.0.0.1", number, 0)
+    finally:
+        ports.close()
+
+
+def test_a_taken_http_port_is_named(taken_port: int) -> None:
+    message = f"cannot listen on 127.0.0.1:{taken_port} \\(HTTP\\): Address already in use"
+    with pytest.raises(OSError, match=message):
+        claim_ports("127.0.0.1", taken_port, 0)
+
+
+def test_a_taken_grpc_port_is_named_and_the_other_given_back(taken_port: int) -> None:
+    message = f"cannot listen on 127.0.0.1:{taken_port} \\(gRPC\\): Address already in use"
+    free = free_port()
+    with pytest.raises(OSError, match=message):
+        claim_ports("127.0.0.1", free, taken_port)
+    claim_ports("127.0.0.1", free, 0).close()
+
+
+def test_one_port_for_both_protocols_is_refused() -> None:
+    free = free_port()
+    with pytest.raises(OSError, match=f"127.0.0.1:{free} \\(gRPC\\): Address already in use"):
+        claim_ports("127.0.0.1", free, free)
+
+
+def test_an_address_of_another_host_is_named() -> None:
+    with pytest.raises(OSError, match=r"192\.0\.2\.1:0 \(HTTP\): Cannot assign"):
+        claim_ports("192.0.2.1", 0, 0)
+
+
+def test_grpc_gets_its_port_back() -> None:
+    ports = claim_ports("127.0.0.1", 0, 0)
+    host, _, number = ports.release_grpc().rpartition(":")
+    with socket.socket() as sock:
+        sock.bind((host, int(number)))
+    ports.close()
+
+
+def leave_connection_behind(port: int) -> None:
+    """What a server leaves that was stopped: a connection that it closed first."""
+    address = ("127.0.0.1", port)
+    with socket.create_server(address) as listening, socket.create_connection(address) as client:
+        listening.accept()[0].close()
+        client.recv(1)
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_held_ports_are_refused_to_others_before_a_worker_listens(is_fresh: bool) -> None:
+    port = free_port()
+    if not is_fresh:
+        leave_connection_behind(port)
+    shared = claim_ports("127.0.0.1", port, 0).share()
+    try:
+        with pytest.raises(OSError, match=f"127.0.0.1:{port} \\(HTTP\\): Address already in use"):
+            claim_ports("127.0.0.1", port, 0)
+        with pytest.raises(OSError, match=f"127.0.0.1:{shared.grpc} \\(HTTP\\): Address already"):
+            claim_ports("127.0.0.1", shared.grpc, 0)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+    finally:
+        shared.close()
+
+
+def test_workers_listen_on_held_ports_together_and_others_do_not() -> None:
+    shared = claim_ports("127.0.0.1", 0, 0).share()
+    workers = [shared.bind_http() for _ in range(2)]
+    for worker in workers:
+        worker.listen()
+    socket.create_connection(("127.0.0.1", shared.http)).close()
+    with pytest.raises(OSError, match="Address already in use"):
+        claim_ports("127.0.0.1", shared.http, 0)
+    for worker in workers:
+        worker.close()
+    shared.close()
+
+
+@pytest.mark.parametrize("taken", ["--http-port", "--grpc-port"])
+def test_serving_on_a_taken_port_is_one_line(store: Path, taken_port: int, taken: str) -> None:
+    free = "--grpc-port" if taken == "--http-port" else "--http-port"
+    done = run_python("-c", SERVE, store, taken, str(taken_port), free, str(free_port()))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"embedserve: cannot listen on 127.0.0.1:{taken_port}")
+    assert done.stdout == "imported:\n"  # said at once, not after seconds of imports and loading

@@ -1,0 +1,219 @@
+"""Workers start together, are replaced when they end, and stop together, whatever ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from server.python import environment
+
+SCRIPT = Path(__file__).parents[1] / "supervised.py"
+BODY = b'{"features": {"user": [1]}}'
+WAIT_S_MAX = 20
+
+
+@dataclass
+class Supervised:
+    """A supervisor with its workers, in processes of their own."""
+
+    process: asyncio.subprocess.Process
+    http_port: int
+    failure: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    def worker_pids(self) -> list[int]:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in children.split()]
+
+    async def post(self) -> int:
+        """The status of one embed request, over a connection of its own."""
+        async with httpx.AsyncClient(timeout=WAIT_S_MAX, verify=False) as client:
+            return (await client.post(f"{self.url}/embed", content=BODY)).status_code
+
+    async def metric(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        async with httpx.AsyncClient(verify=False) as client:
+            text = (await client.get(f"{self.url}/metrics")).text
+        families = text_string_to_metric_families(text)
+        return sum(s.value for family in families for s in family.samples if s.name == name)
+
+    async def until_metric(self, name: str, is_right: Callable[[float], bool]) -> None:
+        """Scrapes on; a connection to a worker that was just killed may break."""
+        async with asyncio.timeout(WAIT_S_MAX):
+            while True:
+                with contextlib.suppress(httpx.TransportError):
+                    if is_right(await self.metric(name)):
+                        return
+                await asyncio.sleep(0.02)
+
+    async def until_line(self, wanted: str) -> list[str]:
+        """What it prints up to a line that begins so."""
+        assert self.process.stdout is not None
+        lines = []
+        async with asyncio.timeout(WAIT_S_MAX):
+            while not lines or not lines[-1].startswith(wanted):
+                line = await self.process.stdout.readline()
+                assert line, f"ended after {lines}"
+                lines.append(line.decode().strip())
+        return lines
+
+    async def ended(self) -> tuple[int, str]:
+        """(exit status, what it still printed and logged)."""
+        async with asyncio.timeout(WAIT_S_MAX):
+            output, _ = await self.process.communicate()
+        assert self.process.returncode is not None
+        return self.process.returncode, output.decode()
+
+
+async def start(
+    tmp_path: Path, workers: int, drain_s: float = 10, lookup_s: float = 0
+) -> Supervised:
+    failure = tmp_path / "failure"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(SCRIPT),
+        *map(str, (workers, drain_s, lookup_s, failure)),
+        env=environment(),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+    return Supervised(process, 0, failure)
+
+
+@asynccontextmanager
+async def supervised(
+    tmp_path: Path, workers: int = 2, drain_s: float = 10, lookup_s: float = 0
+) -> AsyncIterator[Supervised]:
+    """Ready; whatever is left of it at the end is killed."""
+    server = await start(tmp_path, workers, drain_s, lookup_s)
+    try:
+        server.http_port = int((await server.until_line("ready"))[-1].split()[1])
+        yield server
+    finally:
+        if server.process.returncode is None:
+            for pid in (server.process.pid, *server.worker_pids()):
+                os.kill(pid, signal.SIGKILL)
+        await server.process.wait()
+
+
+async def test_all_workers_serve_and_stop_on_sigterm(tmp_path: Path) -> None:
+    async with supervised(tmp_path, workers=3) as server:
+        assert len(server.worker_pids()) == 3
+        assert await asyncio.gather(*(server.post() for _ in range(40))) == [200] * 40
+        assert await server.metric("embedserve_workers") == 3
+        await server.until_metric("embedserve_requests_total", lambda value: value >= 40)
+        server.process.terminate()
+        status, output = await server.ended()
+    assert status == 0
+    assert output.endswith("imported:\n")  # the supervisor stays free of what has threads
+    assert output.count("draining") == 3
+
+
+async def test_what_was_accepted_is_answered_on_ctrl_c(tmp_path: Path) -> None:
+    """A terminal sends SIGINT to the supervisor and to every worker."""
+    async with supervised(tmp_path, lookup_s=1.5) as server:
+        posts = [asyncio.create_task(server.post()) for _ in range(10)]
+        queued, taken = "embedserve_queue_requests", "embedserve_queue_wait_seconds_count"
+        async with asyncio.timeout(WAIT_S_MAX):
+            while await server.metric(queued) + await server.metric(taken) < len(posts):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        os.killpg(server.process.pid, signal.SIGINT)
+        assert await asyncio.gather(*posts) == [200] * len(posts)
+        status, output = await server.ended()
+    assert status == 0
+    assert output.count("draining") == 2
+    assert "Traceback" not in output
+
+
+async def test_a_killed_worker_is_replaced_and_no_counter_goes_back(tmp_path: Path) -> None:
+    async with supervised(tmp_path) as server:
+        await asyncio.gather(*(server.post() for _ in range(40)))
+        await server.until_metric("embedserve_requests_total", lambda value: value >= 40)
+        first, second = server.worker_pids()
+        await asyncio.sleep(0.6)  # longer than FLUSH_S: all is where the other worker reads it
+        cpu_s = await server.metric("process_cpu_seconds_total")
+        os.kill(first, signal.SIGKILL)
+        await server.until_metric("embedserve_workers", lambda workers: workers == 1)
+        assert await server.metric("embedserve_requests_total") == 40
+        assert await server.metric("process_cpu_seconds_total") >= cpu_s
+        await server.until_metric("embedserve_workers", lambda value: value >= 2)
+        assert await server.metric("embedserve_worker_restarts_total") == 1
+        pids = server.worker_pids()
+        assert second in pids
+        assert first not in pids
+        os.kill(second, signal.SIGKILL)  # the replacement counts on, too
+        await server.until_metric("embedserve_worker_restarts_total", lambda value: value >= 2)
+        await server.until_metric("embedserve_workers", lambda value: value >= 2)
+        assert await server.metric("embedserve_requests_total") == 40
+        assert await server.post() == 200
+        await server.until_metric("embedserve_requests_total", lambda value: value >= 41)
+        server.process.terminate()
+        status, output = await server.ended()
+    assert status == 0
+    assert "was ended by SIGKILL: restarted" in output
+
+
+async def test_workers_that_fail_again_are_waited_for_longer(tmp_path: Path) -> None:
+    async with supervised(tmp_path) as server:
+        server.failure.write_text("no such thing")
+        os.kill(server.worker_pids()[0], signal.SIGKILL)
+        lines = await server.until_line("ERROR:embedserve.processes.supervisor:worker 0")
+        assert lines[-1].endswith("was ended by SIGKILL: restarted")
+        for delay in (1, 2):
+            lines = await server.until_line("ERROR:embedserve.processes.supervisor:worker 0")
+            assert lines[-1].endswith(f"(no such thing): restarted in {delay} s")
+        assert "ended with exit code 3 before it was ready" in lines[-1]
+        assert await server.post() == 200  # the other one serves meanwhile
+        server.failure.unlink()
+        await server.until_metric("embedserve_workers", lambda value: value >= 2)
+
+
+async def test_a_failure_before_the_first_ready_ends_the_server(tmp_path: Path) -> None:
+    (tmp_path / "failure").write_text("tables are damaged")
+    status, output = await (await start(tmp_path, 2)).ended()
+    assert status == 1
+    assert "failed: tables are damaged" in output
+    assert "Traceback" not in output
+
+
+async def test_workers_stop_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+    async with supervised(tmp_path) as server:
+        server.process.kill()
+        _, output = await server.ended()  # the pipe closes with the last worker
+    assert output.count("the supervisor is gone") == 2
+    assert output.count("stopped") == 2
+
+
+async def test_a_worker_that_does_not_drain_is_killed(tmp_path: Path) -> None:
+    async with supervised(tmp_path, drain_s=0.1) as server:
+        os.kill(server.worker_pids()[0], signal.SIGSTOP)
+        server.process.terminate()
+        status, output = await server.ended()
+    assert status == 0
+    assert "workers are killed: they did not end in time" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_server_that_is_not_ready_yet_is_stopped(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    server = await start(tmp_path, 2)
+    await server.until_line("started")
+    server.process.send_signal(number)
+    status, output = await server.ended()
+    assert status == 0
+    assert "Traceback" not in output

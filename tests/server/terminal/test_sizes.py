@@ -1,0 +1,36 @@
+"""Byte counts as a person reads and writes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from embedserve.terminal.sizes import human_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("80GB", 80_000_000_000),
+        ("24GiB", 24 << 30),
+        ("24 gib", 24 << 30),
+        ("1.5kb", 1500),
+        ("512MiB", 512 << 20),
+        ("2TB", 2 * 10**12),
+        ("4096", 4096),
+        ("1 B", 1),
+    ],
+)
+def test_sizes_with_and_without_units(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "80 apples", "1e9", "0", "0.1B", "9" * 400])
+def test_what_is_no_size_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size: expected such as 80GB"):
+        parse_bytes(text)
+
+
+def test_counts_are_shown_in_the_unit_that_fits() -> None:
+    assert human_bytes(999) == "999 B"
+    assert human_bytes(8_000_000) == "7.6 MiB"
+    assert human_bytes(3 << 40) == "3.0 TiB"

@@ -1,0 +1,584 @@
+"""Embed requests that the connection answers itself: as uvicorn's way does, in order, once each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import uvloop
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from server.fake_engine import FakeEngine, model_info
+from server.live import IN_THREAD, PROTOBUF, make_service
+from server.raw_http import (
+    RawServer,
+    chunked,
+    cut,
+    get,
+    post,
+    raw_server,
+    read_answer,
+)
+from server.waiting import until
+
+from embedserve.codec import json_codec
+from embedserve.config import Limits
+from embedserve.types import LookupResult
+from embedserve.wire import http1 as embed_connection
+from embedserve.wire.http1 import EmbedConnection
+from embedserve_proto import embedding_pb2 as pb
+
+BODY = b'{"features": {"user": [[1, 2]], "movie": [[3]]}}'
+OTHER = b'{"features": {"user": [[6], [5]]}}'
+BAD = b'{"features": {"user": [[99]]}}'
+MESSAGE = pb.EmbedRequest(keys=["user"], ids=[1, 2], lengths=[2]).SerializeToString()
+LARGE = json.dumps({"features": {"user": [[i % 7] for i in range(2000)]}}).encode()
+LAST = get("/health/live", "Connection: close")
+LIMITS = Limits(body_bytes_max=1000, request_examples_max=8)
+
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Overriding the .event_loop_policy. fixture:pytest.PytestDeprecationWarning"
+)
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLoopPolicy:
+    """Both: uvloop, which serves, reads between a callback's call and its turn."""
+    policy: asyncio.AbstractEventLoopPolicy = asyncio.DefaultEventLoopPolicy()
+    if request.param == "uvloop":
+        policy = uvloop.EventLoopPolicy()
+    return policy
+
+
+@pytest.fixture
+async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[RawServer]:
+    """Looks up inline."""
+    films = FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
+    service = make_service(engine, films, executor=executor, limits=LIMITS)
+    async with raw_server(service) as server:
+        yield server
+
+
+@pytest.fixture
+async def plain(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[RawServer]:
+    """uvicorn alone over an equal service."""
+    films = FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
+    service = make_service(engine, films, executor=executor, limits=LIMITS)
+    async with raw_server(service, is_plain=True) as server:
+        yield server
+
+
+@pytest.fixture
+async def slow(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[RawServer]:
+    """Looks up in the thread, where the engine can be held."""
+    async with raw_server(make_service(engine, executor=executor, limits=IN_THREAD)) as server:
+        yield server
+
+
+async def test_the_loop_is_that_of_the_parameter(request: pytest.FixtureRequest) -> None:
+    is_uvloop = isinstance(asyncio.get_running_loop(), uvloop.Loop)
+    assert is_uvloop == ("uvloop" in request.node.name)
+
+
+PLAIN_REQUESTS = {
+    "json": (BODY, [], "/embed"),
+    "several examples": (OTHER, [], "/embed"),
+    "named model": (b'{"features": {"user": [[1]]}}', [], "/models/films/embed"),
+    "protobuf": (MESSAGE, [f"Content-Type: {PROTOBUF}"], "/embed"),
+    "json, answered as protobuf": (BODY, [f"Accept: {PROTOBUF}"], "/embed"),
+    "protobuf, answered as json": (
+        MESSAGE,
+        [f"Content-Type: {PROTOBUF}", "Accept: application/json"],
+        "/embed",
+    ),
+    "in time": (BODY, ["X-Timeout-Ms: 20000"], "/embed"),
+    "too late": (BODY, ["X-Timeout-Ms: 1e-9"], "/embed"),
+    "no row": (BAD, [], "/embed"),
+    "not json": (b"{", [], "/embed"),
+    "nothing": (b"", [], "/embed"),
+    "not protobuf": (b"{", [f"Content-Type: {PROTOBUF}"], "/embed"),
+    "unknown model": (BODY, [], "/models/nobody/embed"),
+    "unprintable model": (BODY, [], '/models/a"<|>/embed'),
+    "too many examples": (
+        json.dumps({"features": {"user": [[1]] * 9}}).encode(),
+        [],
+        "/embed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_REQUESTS)
+async def test_a_request_is_answered_as_by_uvicorns_way(server: RawServer, name: str) -> None:
+    body, lines, url = PLAIN_REQUESTS[name]
+    reader, writer = await server.open()
+    writer.write(post(body, *lines, url=url))
+    fast = await read_answer(reader)
+    assert server.asgi_paths == []
+    counted = server.outcomes()
+    assert sum(counted.values()) == 1
+    response_bytes = server.service.metrics.protocols["rest"].response_bytes
+    writer.write(chunked(body, *lines, url=url))
+    slow = await read_answer(reader)
+    assert server.asgi_paths == [url]
+    if name == "too late":  # it says how late
+        assert fast[0] == slow[0] == 504
+        assert json.loads(fast[2])["error"]["code"] == json.loads(slow[2])["error"]["code"]
+    else:
+        assert fast == slow
+    assert list(fast[1]) == list(slow[1])
+    assert server.outcomes() == {outcome: 2 * count for outcome, count in counted.items()}
+    assert server.service.metrics.protocols["rest"].response_bytes == 2 * response_bytes
+    writer.close()
+
+
+ODD_REQUESTS = {
+    "http 1.0": post(BODY, version="1.0"),
+    "http 1.0, kept alive": post(BODY, "Connection: keep-alive", version="1.0"),
+    "close": post(BODY, "Connection: close"),
+    "keep-alive": post(BODY, "Connection: keep-alive") + LAST,
+    "expect": post(BODY, "Expect: 100-continue") + post(OTHER) + LAST,
+    "query": post(BODY, url="/embed?a=1") + post(OTHER) + LAST,
+    "percent": post(b'{"features": {"user": [[1]]}}', url="/models/%66ilms/embed") + LAST,
+    "absolute url": post(BODY, url="http://test/embed") + LAST,
+    "compressed": post(BODY, "Content-Encoding: gzip") + post(OTHER) + LAST,
+    "bad timeout": post(BODY, "X-Timeout-Ms: soon") + post(OTHER) + LAST,
+    "lower case": post(BODY).replace(b"Content-Length", b"content-length") + LAST,
+    "long head": post(BODY, "X: " + "a" * 5000) + post(OTHER) + LAST,
+    "no length": get("/embed").replace(b"GET", b"POST") + post(OTHER) + LAST,
+    "length 0": post(b"") + post(OTHER) + LAST,
+    "length below 0": post(BODY, length=-1) + LAST,
+    "length not a number": post(BODY).replace(b"Length: ", b"Length: x") + LAST,
+    "length with a plus": post(BODY).replace(b"Length: ", b"Length: +") + LAST,
+    "length with a zero": post(BODY).replace(b"Length: ", b"Length: 0") + LAST,
+    "length past 64 bits": post(BODY, length=2**70) + LAST,
+    "length twice": post(BODY, f"Content-Length: {len(BODY)}") + LAST,
+    "two lengths": post(BODY, "Content-Length: 3") + LAST,
+    "length and chunked": post(BODY, "Transfer-Encoding: chunked") + LAST,
+    "chunked and length": chunked(BODY, "Content-Length: 3") + LAST,
+    "folded line": post(BODY).replace(b"Length: ", b"Length:\r\n ") + LAST,
+    "space before colon": post(BODY).replace(b"Length:", b"Length :") + LAST,
+    "NUL": post(BODY, "X: a\0b") + LAST,
+    "bare line feeds": post(BODY).replace(b"\r\n", b"\n") + LAST,
+    "bare line feed at the end": post(BODY).replace(b"\r\n\r\n", b"\n\n") + LAST,
+    "line feeds before": b"\r\n\r\n" + post(BODY) + b"\r\n" + post(OTHER) + LAST,
+    "upgrade without connection": post(BODY, "Upgrade: h2c") + post(OTHER) + LAST,
+    "not http": b"\x16\x03\x01\x02\r\n\r\n" + post(BODY),
+    "body too large": post(b" " * 1001) + post(OTHER) + LAST,
+    "other methods": get("/embed") + get("/embed").replace(b"GET", b"HEAD") + post(BODY) + LAST,
+    "unknown path": post(BODY, url="/embed/") + post(OTHER) + LAST,
+    "body that reads as a request": post(post(BODY)) + post(OTHER) + LAST,
+}
+
+
+@pytest.mark.parametrize("name", ODD_REQUESTS)
+async def test_what_a_client_may_send_is_answered_as_by_uvicorn_alone(
+    server: RawServer, plain: RawServer, name: str
+) -> None:
+    sent = ODD_REQUESTS[name]
+    assert await server.exchange(sent) == await plain.exchange(sent)
+    await until(lambda: server.outcomes() == plain.outcomes())
+
+
+MIXED = [
+    post(BODY),
+    post(b"{"),
+    get("/models"),
+    post(OTHER),
+    chunked(BODY),
+    post(BAD),
+    post(MESSAGE, f"Content-Type: {PROTOBUF}"),
+    get("/nothing"),
+    post(b""),
+]
+
+
+async def test_a_request_may_be_split_anywhere(server: RawServer) -> None:
+    reader, writer = await server.open()
+    whole = post(BODY)
+    writer.write(whole)
+    _, _, expected = await read_answer(reader)
+    for where in range(1, len(whole)):
+        for packet in cut(whole, [where]):  # not by the socket, where the two may be joined
+            server.connection.data_received(packet)
+        status, _, body = await read_answer(reader)
+        assert (status, body) == (200, expected)
+    writer.close()
+
+
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    requests=st.lists(st.sampled_from(MIXED), min_size=1, max_size=8),
+    where=st.lists(st.integers(0, 1500), max_size=12),
+)
+def test_any_requests_split_anyhow_are_answered_as_by_uvicorn_alone(
+    event_loop_policy: asyncio.AbstractEventLoopPolicy,
+    engine: FakeEngine,
+    executor: ThreadPoolExecutor,
+    requests: list[bytes],
+    where: list[int],
+) -> None:
+    sent = b"".join(requests) + LAST
+    packets = cut(sent, {end for end in where if end < len(sent)})
+
+    async def compare() -> None:
+        service = make_service(engine, executor=executor, limits=LIMITS)
+        async with raw_server(service) as server, raw_server(service, is_plain=True) as plain:
+            assert await server.exchange(*packets) == await plain.exchange(sent)
+
+    with asyncio.Runner(loop_factory=event_loop_policy.new_event_loop) as runner:
+        runner.run(compare())
+
+
+@pytest.mark.parametrize("count", [2, 7, 20])
+async def test_pipelined_requests_are_answered_in_order_with_others_between(
+    server: RawServer, plain: RawServer, count: int
+) -> None:
+    sent = b"".join(MIXED[i % len(MIXED)] for i in range(count)) + LAST
+    answers = await server.exchange(sent)
+    assert answers == await plain.exchange(sent)
+    assert answers.count(b"HTTP/1.1 ") == count + 1
+    assert server.outcomes() == plain.outcomes()
+
+
+async def test_metrics_between_pipelined_requests_count_those_before(server: RawServer) -> None:
+    reader, writer = await server.open()
+    writer.write(post(BODY) + post(OTHER) + get("/metrics") + post(BODY))
+    assert [(await read_answer(reader))[0] for _ in range(2)] == [200, 200]
+    status, _, text = await read_answer(reader)
+    assert status == 200
+    assert b'embedserve_requests_total{outcome="OK",protocol="rest"} 2.0' in text
+    assert (await read_answer(reader))[0] == 200
+    assert server.outcomes() == {"OK": 3}
+    writer.close()
+
+
+async def test_what_is_held_comes_before_what_is_read_later(
+    slow: RawServer, engine: FakeEngine
+) -> None:
+    """The start of a request is held when the rest of it waits in the kernel's buffer."""
+    engine.hold()
+    reader, writer = await slow.open()
+    second = post(OTHER)
+    writer.write(post(BODY) + second[:30])
+    await until(lambda: engine.lookups and slow.connection.flow.read_paused)
+    writer.write(second[30:] + LAST)
+    engine.release()
+    answers = [await read_answer(reader) for _ in range(3)]
+    assert [status for status, _, _ in answers] == [200, 200, 200]
+    assert len(json.loads(answers[1][2])["values"]) == 2
+    writer.close()
+
+
+async def test_refused_requests_are_answered_in_order_when_reads_are_full(
+    server: RawServer, plain: RawServer
+) -> None:
+    """A refusal is written while the loop reads, and there is more to be read at once."""
+    sent = (post(b"{") + post(b"[" * 900)) * 600 + LAST
+    answers = await server.exchange(sent)
+    assert answers.count(b"HTTP/1.1 400 Bad Request\r\n") == 1200
+    assert answers == await plain.exchange(sent)
+
+
+def busy_connections(server: RawServer) -> int:
+    connections = [one for one in server.state.connections if isinstance(one, EmbedConnection)]
+    return sum(one.is_waiting or one._uvicorn_is_busy() for one in connections)
+
+
+async def test_a_client_that_hangs_up_leaves_the_queue(
+    slow: RawServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.hold()
+    neighbour, stays = await slow.open()
+    stays.write(post(BODY))
+    await until(lambda: engine.lookups)
+    for request in (post(OTHER), chunked(OTHER), post(OTHER)[:-1]):
+        _, goes = await slow.open()
+        before = slow.outcomes().get("CANCELLED", 0)
+        goes.write(request)
+        await until(lambda: busy_connections(slow) == 2)
+        goes.close()
+        await until(lambda before=before: slow.outcomes().get("CANCELLED", 0) == before + 1)
+    engine.release()
+    assert (await read_answer(neighbour))[0] == 200
+    stays.write(post(BODY))
+    assert (await read_answer(neighbour))[0] == 200
+    assert slow.outcomes() == {"CANCELLED": 3, "OK": 2}
+    assert [lookup.batch_size for lookup in engine.lookups] == [1, 1]
+    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
+    stays.close()
+
+
+async def test_a_client_that_hangs_up_during_its_lookup_is_not_answered(
+    slow: RawServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.hold()
+    _, writer = await slow.open()
+    writer.write(post(BODY))
+    await until(lambda: engine.lookups)
+    writer.transport.abort()
+    await until(lambda: slow.outcomes() == {"CANCELLED": 1})
+    engine.release()
+    assert b"HTTP/1.1 200 OK" in await slow.exchange(post(OTHER) + LAST)
+    assert slow.outcomes() == {"CANCELLED": 1, "OK": 1}
+    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
+
+
+async def test_what_a_client_left_behind_is_not_answered(
+    server: RawServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The connection is lost between an answer and the turn of what is held."""
+    _, writer = await server.open()
+    await until(lambda: server.state.connections)
+    connection = server.connection
+    connection.data_received(post(b"{") + post(BODY))
+    connection.transport.abort()
+    writer.close()
+    await until(lambda: not server.state.connections)
+    await asyncio.sleep(0)
+    assert server.outcomes() == {"INVALID_ARGUMENT": 1}
+    assert caplog.records == []
+
+
+async def test_answers_that_nobody_reads_stop_the_reading(
+    slow: RawServer, engine: FakeEngine
+) -> None:
+    """One request after the other, so that none is held while another is looked up."""
+    reader, writer = await slow.open()
+    writer.write(post(LARGE))
+    await until(lambda: slow.outcomes() == {"OK": 1} and slow.connection.flow.write_paused)
+    writer.write(post(LARGE))
+    await until(lambda: slow.connection.is_waiting or slow.connection.flow.read_paused)
+    assert not slow.connection.is_waiting
+    assert slow.outcomes() == {"OK": 1}
+    writer.write(post(LARGE))
+    answers = [await read_answer(reader) for _ in range(3)]
+    assert [status for status, _, _ in answers] == [200] * 3
+    assert len({body for _, _, body in answers}) == 1
+    assert len(json.loads(answers[0][2])["values"]) == 2000
+    await until(lambda: slow.connection.transport.get_write_buffer_size() == 0)
+    writer.close()
+
+
+async def test_pipelined_large_answers_reach_a_slow_reader_whole(slow: RawServer) -> None:
+    reader, writer = await slow.open()
+    writer.write((post(LARGE) + post(LARGE, f"Accept: {PROTOBUF}")) * 3 + LAST)
+    await until(lambda: slow.outcomes() and slow.connection.flow.write_paused)
+    assert slow.outcomes() == {"OK": 1}
+    answers = [await read_answer(reader) for _ in range(6)]
+    assert len(json.loads(answers[0][2])["values"]) == 2000
+    assert pb.EmbedResponse.FromString(answers[1][2]).batch_size == 2000
+    assert [body for _, _, body in answers] == [answers[0][2], answers[1][2]] * 3
+    assert (await read_answer(reader))[0] == 200
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_drain_answers_what_is_under_way_and_closes(
+    slow: RawServer, engine: FakeEngine
+) -> None:
+    engine.hold()
+    reader, writer = await slow.open()
+    writer.write(post(BODY))
+    await until(lambda: engine.lookups)
+    slow.connection.shutdown()
+    engine.release()
+    status, headers, _ = await read_answer(reader)
+    assert (status, headers[b"connection"]) == (200, b"close")
+    assert await reader.read() == b""
+    writer.close()
+
+
+@pytest.mark.parametrize("sent", [b"", post(BODY)[:30]])
+async def test_a_drain_closes_an_idle_connection_at_once(slow: RawServer, sent: bytes) -> None:
+    reader, writer = await slow.open()
+    writer.write(post(BODY))
+    await read_answer(reader)
+    writer.write(sent)
+    await until(lambda: bool(sent) == slow.connection._uvicorn_is_busy())
+    slow.connection.shutdown()
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_drain_takes_no_more_of_what_a_slow_reader_asked(slow: RawServer) -> None:
+    reader, writer = await slow.open()
+    writer.write(post(LARGE) * 2)
+    await until(
+        lambda: (
+            slow.outcomes()
+            and slow.connection.flow.write_paused
+            and slow.connection.flow.read_paused
+        )
+    )
+    slow.connection.shutdown()
+    assert (await read_answer(reader))[0] == 200
+    assert await reader.read() == b""
+    await until(lambda: not slow.state.connections)
+    assert slow.outcomes() == {"OK": 1}
+    writer.close()
+
+
+async def test_a_drain_waits_for_the_rest_of_a_body_and_answers_an_error_with_close(
+    slow: RawServer,
+) -> None:
+    reader, writer = await slow.open()
+    writer.write(post(BAD)[:-3])
+    await until(lambda: slow.state.connections and slow.connection.is_waiting)
+    slow.connection.shutdown()
+    writer.write(BAD[-3:])
+    status, headers, _ = await read_answer(reader)
+    assert (status, headers[b"connection"]) == (400, b"close")
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_deadline_that_passes_in_the_queue_is_answered_504(
+    slow: RawServer, engine: FakeEngine
+) -> None:
+    engine.hold()
+    first, one = await slow.open()
+    one.write(post(BODY))
+    await until(lambda: engine.lookups)
+    second, other = await slow.open()
+    other.write(post(BODY, "X-Timeout-Ms: 0.001"))
+    metrics = next(iter(slow.service.metrics.models.values()))
+    await until(lambda: metrics.queued_requests == 1)
+    engine.release()
+    assert (await read_answer(first))[0] == 200
+    status, _, body = await read_answer(second)
+    assert (status, json.loads(body)["error"]["code"]) == (504, "DEADLINE_EXCEEDED")
+    assert slow.outcomes() == {"OK": 1, "DEADLINE_EXCEEDED": 1}
+    one.close()
+    other.close()
+
+
+async def test_an_answer_that_cannot_be_encoded_fails_alone(
+    slow: RawServer,
+    engine: FakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    encode = json_codec.encode_result
+
+    def fail(result: LookupResult) -> bytes:
+        if result.values.shape[0] == 2:
+            raise ZeroDivisionError("secret of the server")
+        return encode(result)
+
+    monkeypatch.setattr(json_codec, "encode_result", fail)
+    engine.hold()
+    opened = [await slow.open() for _ in range(4)]
+    opened[0][1].write(post(BODY))
+    await until(lambda: engine.lookups)
+    for (_, writer), body in zip(opened[1:], (BODY, OTHER, BODY), strict=True):
+        writer.write(post(body))
+    metrics = next(iter(slow.service.metrics.models.values()))
+    await until(lambda: metrics.queued_requests == 3)
+    engine.release()
+    answers = [await read_answer(reader) for reader, _ in opened]
+    assert sorted(status for status, _, _ in answers) == [200, 200, 200, 500]
+    assert answers[2][0] == 500
+    assert b"secret" not in answers[2][2]
+    assert caplog.text.count("ZeroDivisionError: secret of the server") == 1
+    assert slow.outcomes() == {"OK": 3, "INTERNAL": 1}
+    for _, writer in opened:
+        writer.close()
+
+
+class Clock:
+    """What the connections take for the time."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(embed_connection, "perf_counter", clock)
+    return clock
+
+
+FAST, UVICORNS = post(BODY), get("/health/live")
+
+
+@pytest.mark.parametrize(
+    "requests", [[FAST], [UVICORNS], [FAST, UVICORNS], [UVICORNS, FAST], [FAST, FAST, UVICORNS]]
+)
+async def test_an_idle_connection_is_closed_after_the_same_time_whatever_it_asked(
+    server: RawServer, clock: Clock, requests: list[bytes]
+) -> None:
+    reader, writer = await server.open()
+    for request in requests:
+        clock.now_s += 50  # the first was long ago: it is the last that counts
+        writer.write(request)
+        await read_answer(reader)
+    connection = server.connection
+    assert connection.timeout_keep_alive_task is None  # uvicorn's own, of 5 s
+    clock.now_s += embed_connection.KEEP_ALIVE_S - 1
+    connection._close_if_idle()
+    assert not connection.transport.is_closing()
+    clock.now_s += 1
+    connection._close_if_idle()
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_busy_connection_is_never_closed(
+    slow: RawServer, engine: FakeEngine, clock: Clock
+) -> None:
+    engine.hold()
+    reader, writer = await slow.open()
+    for request in (UVICORNS, post(BODY), chunked(BODY)):
+        seen = len(engine.lookups)
+        writer.write(request)
+        if request is UVICORNS:
+            await read_answer(reader)
+            continue
+        await until(lambda seen=seen: len(engine.lookups) == seen + 1)
+        clock.now_s += 2 * embed_connection.KEEP_ALIVE_S
+        slow.connection._close_if_idle()
+        assert not slow.connection.transport.is_closing()
+        engine.release()
+        assert (await read_answer(reader))[0] == 200
+        slow.connection._close_if_idle()
+        assert not slow.connection.transport.is_closing()
+        engine.hold()
+    writer.close()
+
+
+async def test_a_connection_whose_answer_is_read_slowly_is_busy(
+    slow: RawServer, clock: Clock
+) -> None:
+    reader, writer = await slow.open()
+    writer.write(post(LARGE) * 2)
+    await until(lambda: slow.outcomes() and slow.connection.flow.write_paused)
+    clock.now_s += 2 * embed_connection.KEEP_ALIVE_S
+    slow.connection._close_if_idle()
+    assert [(await read_answer(reader))[0] for _ in range(2)] == [200, 200]
+    writer.close()
+
+
+async def test_idle_connections_are_closed_by_their_timer(
+    server: RawServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embed_connection, "KEEP_ALIVE_S", 0.02)
+    silent, first = await server.open()
+    asked, second = await server.open()
+    second.write(post(BODY) + UVICORNS)
+    assert (await read_answer(asked))[0] == 200
+    assert (await read_answer(asked))[0] == 200
+    assert await asked.read() == b""
+    assert await silent.read() == b""
+    first.close()
+    second.close()

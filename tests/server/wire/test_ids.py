@@ -1,0 +1,138 @@
+"""Raw ids, strings, unknown ids and rows over the wire: REST equals gRPC, and so do the clients."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from server.fake_engine import Bags, FakeEngine
+from server.fake_models import ruled_info, unpooled_info
+from server.live import PROTOBUF, Live, live_server
+from server.openapi import validate
+
+from embedserve.wire.grpc_server import SERVICE_NAME
+from embedserve_client import (
+    AsyncEmbedClient,
+    AsyncGrpcEmbedClient,
+    EmbedResult,
+    EmbedServeClientError,
+    StreamRequest,
+)
+from embedserve_client.batch import batch_of
+from embedserve_client.wire import request_of
+
+RULED = FakeEngine(ruled_info())
+UNPOOLED = FakeEngine(unpooled_info())
+
+RULED_BAGS: Bags = {
+    "tag": [["comédie", "war", "映画"], []],
+    "user": [[-(2**63), 2**63 - 1, 12], [13, 14]],
+    "movie": [[1], [99, -1]],
+    "day": [[-(2**63), -1], [2**63 - 1]],
+    "shelf": [[], [300]],
+}
+RULED_UNKNOWN = {"tag": 1, "user": 3, "movie": 2}
+UNPOOLED_BAGS: Bags = {"last": [[0], [8, 8]], "tag": [["drama", "war"], []], "item": [[9, 3], []]}
+UNPOOLED_UNKNOWN = {"tag": 1, "item": 1}
+CASES = [(RULED, RULED_BAGS, RULED_UNKNOWN), (UNPOOLED, UNPOOLED_BAGS, UNPOOLED_UNKNOWN)]
+
+
+@pytest.fixture
+async def live() -> AsyncIterator[Live]:
+    async with live_server(RULED, UNPOOLED) as live:
+        yield live
+
+
+def json_values(answer: dict[str, Any]) -> np.ndarray:
+    """As protobuf has them: of an unpooled model key after key."""
+    values = answer["values"]
+    if isinstance(values, dict):
+        values = [row for key in answer["keys"] for row in values[key]]
+    return np.array(values, np.float32)
+
+
+@pytest.mark.parametrize(("engine", "bags", "unknown"), CASES)
+async def test_rest_and_grpc_answer_the_same(
+    live: Live, engine: FakeEngine, bags: Bags, unknown: dict[str, int]
+) -> None:
+    name = engine.model.name
+    message = request_of(batch_of(bags), name).SerializeToString()
+    over_grpc = await live.channel.unary_unary(f"/{SERVICE_NAME}/Embed")(message)
+    headers = {"content-type": PROTOBUF}
+    over_rest = await live.http.post("/embed", content=message, headers=headers)
+    assert over_rest.content == over_grpc
+    answer = (await live.http.post(f"/models/{name}/embed", json={"features": bags})).json()
+    assert np.array_equal(json_values(answer), engine.expected(bags))
+    assert answer["unknown_ids"] == unknown
+
+
+@pytest.mark.parametrize(("engine", "bags", "unknown"), CASES)
+async def test_every_client_reads_the_answer(
+    live: Live, engine: FakeEngine, bags: Bags, unknown: dict[str, int]
+) -> None:
+    name = engine.model.name
+    rest = AsyncEmbedClient(f"http://127.0.0.1:{live.http_port}")
+    grpc = AsyncGrpcEmbedClient(live.grpc_target)
+    async with rest, grpc:
+        results = [await rest.embed(bags, model=name), await grpc.embed(bags, model=name)]
+        items = [StreamRequest(bags, model=name)] * 2
+        results += [answer.result() async for answer in grpc.embed_stream(items)]
+        assert [await client.model(name) for client in (rest, grpc)] == [await rest.model(name)] * 2
+    assert len(results) == 4
+    for result in results:
+        check(result, engine, bags, unknown)
+
+
+def check(result: EmbedResult, engine: FakeEngine, bags: Bags, unknown: dict[str, int]) -> None:
+    assert np.array_equal(result.values, engine.expected(bags))
+    assert result.unknown_ids == unknown
+    assert result.is_pooled == engine.model.is_pooled
+    if not result.is_pooled:
+        lengths = [result[key].lengths.tolist() for key in result.keys]
+        assert lengths == engine.expected_lengths(bags)
+        assert [len(result[key].values) for key in result.keys] == [sum(row) for row in lengths]
+
+
+BAD = [
+    ({"user": [["abc"]]}, "features.user[0][0] is 'abc': ids of 'user' are integers"),
+    ({"tag": [[], [7]]}, "features.tag[1][0] is 7: ids of 'tag' are strings"),
+    ({"shelf": [[100, -1]]}, "features.shelf[0][1] is -1: not one of the 3 ids of 'shelf'"),
+]
+
+
+@pytest.mark.parametrize(("bags", "message"), BAD)
+async def test_a_bad_id_is_refused_alike_by_every_frontend(
+    live: Live, bags: Bags, message: str
+) -> None:
+    field = message.split(" ")[0]
+    answer = await live.http.post("/embed", json={"features": bags})
+    assert answer.status_code == 400
+    expected = {"code": "INVALID_ARGUMENT", "message": message, "field": field}
+    assert answer.json()["error"] == expected
+    rest = AsyncEmbedClient(f"http://127.0.0.1:{live.http_port}")
+    grpc = AsyncGrpcEmbedClient(live.grpc_target)
+    async with rest, grpc:
+        streamed = [answer async for answer in grpc.embed_stream([bags])]
+        assert [str(error) for error in streamed] == [message]
+        for client in (rest, grpc):
+            with pytest.raises(EmbedServeClientError) as caught:
+                await client.embed(bags)
+            assert str(caught.value) == message
+
+
+async def test_weights_are_refused_where_nothing_is_pooled(live: Live) -> None:
+    body = {"features": {"item": [1]}, "weights": {"item": [1.0]}}
+    answer = await live.http.post("/models/sequence/embed", json=body)
+    assert (answer.status_code, answer.json()["error"]["field"]) == (400, "weights")
+
+
+async def test_the_openapi_document_describes_strings_unknown_ids_and_rows(live: Live) -> None:
+    described = (await live.http.get("/openapi.json")).json()
+    for path, bags in (("ruled", RULED_BAGS), ("sequence", UNPOOLED_BAGS)):
+        request = {"features": bags}
+        validate(request, "EmbedRequest", described)
+        answer: httpx.Response = await live.http.post(f"/models/{path}/embed", json=request)
+        validate(answer.json(), "EmbedResponse", described)

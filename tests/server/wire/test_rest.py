@@ -1,0 +1,217 @@
+"""POST /embed without a network: formats, headers, and every refusal in one JSON shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import numpy as np
+import pytest
+from server.fake_engine import Bags, FakeEngine, model_info
+from server.live import JSON, PROTOBUF, make_service
+
+from embedserve.api.management import management_app
+from embedserve.models.models import Service
+from embedserve.wire.rest import EmbedEndpoint
+from embedserve_proto import embedding_pb2 as pb
+
+BAGS: Bags = {"tag": [[1], [2, 3]], "user": [[4], []]}
+AS_JSON = json.dumps({"features": BAGS}).encode()
+AS_PROTOBUF = pb.EmbedRequest(
+    keys=["tag", "user"], ids=[1, 2, 3, 4], lengths=[1, 2, 1, 0]
+).SerializeToString()
+
+
+def values_of(answer: httpx.Response) -> np.ndarray:
+    """The values of an answer in either format."""
+    if answer.headers["content-type"] == PROTOBUF:
+        message = pb.EmbedResponse.FromString(answer.content)
+        return np.frombuffer(message.values, "<f4").reshape(message.batch_size, -1)
+    return np.array(answer.json()["values"], np.float32)
+
+
+def error_of(answer: httpx.Response) -> dict[str, str]:
+    """The error of an answer, whose shape is checked."""
+    assert answer.headers["content-type"] == JSON
+    assert answer.json().keys() == {"error"}
+    error: dict[str, str] = answer.json()["error"]
+    assert error.keys() == {"code", "message", "field"}
+    assert error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("content_type", "accept", "answered"),
+    [
+        (None, None, JSON),
+        (None, "*/*", JSON),
+        (JSON, JSON, JSON),
+        (f"{JSON}; charset=utf-8", "application/json, text/plain, */*", JSON),
+        ("application/x-www-form-urlencoded", "*/*", JSON),  # what curl -d sends
+        (JSON, PROTOBUF, PROTOBUF),
+        (PROTOBUF, None, PROTOBUF),
+        (PROTOBUF, "*/*", PROTOBUF),
+        (PROTOBUF, PROTOBUF, PROTOBUF),
+        (PROTOBUF, JSON, JSON),
+        (PROTOBUF.upper(), PROTOBUF.upper(), PROTOBUF),
+    ],
+)
+@pytest.mark.parametrize("path", ["/embed", "/models/shop/embed"])
+async def test_formats_of_request_and_answer(
+    rest: httpx.AsyncClient,
+    engine: FakeEngine,
+    path: str,
+    content_type: str | None,
+    accept: str | None,
+    answered: str,
+) -> None:
+    del rest.headers["accept"]
+    headers = {"content-type": content_type, "accept": accept}
+    body = AS_PROTOBUF if content_type in (PROTOBUF, PROTOBUF.upper()) else AS_JSON
+    answer = await rest.post(
+        path, content=body, headers={k: v for k, v in headers.items() if v is not None}
+    )
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == answered
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    assert np.array_equal(values_of(answer), engine.expected(BAGS))
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "OPTIONS"])
+@pytest.mark.parametrize("path", ["/embed", "/models/shop/embed"])
+async def test_only_post_is_allowed(rest: httpx.AsyncClient, method: str, path: str) -> None:
+    answer = await rest.request(method, path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert answer.headers["content-type"] == JSON
+    if method != "HEAD":  # whose answers have no body
+        assert error_of(answer)["message"] == f"method is {method}: send a POST"
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/nothing", "/embed/", "/models//embed", "/models/a/b/embed"]
+)
+async def test_an_unknown_path_is_answered_in_the_same_shape(
+    rest: httpx.AsyncClient, path: str
+) -> None:
+    answer = await rest.post(path, content=AS_JSON)
+    assert answer.status_code == 404
+    assert error_of(answer)["code"] == "NOT_FOUND"
+
+
+async def test_an_unknown_model_is_answered_404(rest: httpx.AsyncClient) -> None:
+    answer = await rest.post("/models/shoes/embed", content=AS_JSON)
+    assert answer.status_code == 404
+    message = "model is 'shoes': this server has shop"
+    assert error_of(answer) == {"code": "NOT_FOUND", "message": message, "field": "model"}
+
+
+async def test_the_url_names_the_model_even_if_the_message_names_another(
+    rest: httpx.AsyncClient,
+) -> None:
+    body = pb.EmbedRequest(model="shoes", keys=["user"], lengths=[0]).SerializeToString()
+    headers = {"content-type": PROTOBUF}
+    assert (await rest.post("/models/shop/embed", content=body, headers=headers)).is_success
+    assert (await rest.post("/embed", content=body, headers=headers)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "field"),
+    [
+        (b"", {}, 400, "body"),
+        (b"\x00", {"content-type": PROTOBUF}, 400, "body"),
+        (b'{"features": {"actor": [1]}}', {}, 400, "features.actor"),
+        (b'{"features": {"user": [[0], [7]]}}', {}, 400, "features.user[1][0]"),
+        (b'{"features": {"user": %s}}' % str([[0]] * 9).encode(), {}, 413, "features"),
+        (AS_JSON, {"x-timeout-ms": "soon"}, 400, "X-Timeout-Ms"),
+        (AS_JSON, {"x-timeout-ms": "0"}, 400, "X-Timeout-Ms"),
+        (AS_JSON, {"x-timeout-ms": "-5"}, 400, "X-Timeout-Ms"),
+        (AS_JSON, {"x-timeout-ms": "nan"}, 400, "X-Timeout-Ms"),
+        (AS_JSON, {"x-timeout-ms": "inf"}, 400, "X-Timeout-Ms"),
+        (AS_JSON, {"content-encoding": "gzip"}, 415, "Content-Encoding"),
+    ],
+)
+async def test_a_bad_request_is_refused_with_its_field(
+    rest: httpx.AsyncClient, body: bytes, headers: dict[str, str], status: int, field: str
+) -> None:
+    answer = await rest.post("/embed", content=body, headers=headers)
+    assert answer.status_code == status
+    assert error_of(answer)["field"] == field
+
+
+async def test_the_value_of_a_bad_header_is_named(rest: httpx.AsyncClient) -> None:
+    answer = await rest.post("/embed", content=AS_JSON, headers={"x-timeout-ms": "1,5"})
+    assert "X-Timeout-Ms is '1,5'" in error_of(answer)["message"]
+    answer = await rest.post("/embed", content=AS_JSON, headers={"content-encoding": "br"})
+    assert "Content-Encoding is 'br'" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize("headers", [{"content-encoding": "identity"}, {"x-timeout-ms": "2500.5"}])
+async def test_headers_that_change_nothing_here_are_taken(
+    rest: httpx.AsyncClient, headers: dict[str, str]
+) -> None:
+    assert (await rest.post("/embed", content=AS_JSON, headers=headers)).status_code == 200
+
+
+async def test_a_body_in_chunks_is_one_body(rest: httpx.AsyncClient, engine: FakeEngine) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for i in range(0, len(AS_JSON), 7):
+            yield AS_JSON[i : i + 7]
+
+    answer = await rest.post("/embed", content=chunks())
+    assert np.array_equal(values_of(answer), engine.expected(BAGS))
+
+
+@pytest.mark.parametrize("size", [1000, 1001])
+async def test_the_limit_on_the_body_is_exact(rest: httpx.AsyncClient, size: int) -> None:
+    answer = await rest.post("/embed", content=AS_JSON.ljust(size))
+    if size == 1000:
+        assert answer.status_code == 200
+    else:
+        assert answer.status_code == 413
+        error = error_of(answer)
+        assert error["field"] == "body"
+        assert error["message"] == "body has 1001 bytes, the limit is 1000"
+
+
+async def test_a_body_past_the_limit_is_refused_before_its_end(service: Service) -> None:
+    chunks_read = 0
+    sent = []
+
+    async def receive() -> dict[str, object]:
+        nonlocal chunks_read
+        chunks_read += 1
+        return {"type": "http.request", "body": bytes(600), "more_body": True}
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    app = EmbedEndpoint(service, management_app(service))
+    scope = {"type": "http", "method": "POST", "path": "/embed", "headers": []}
+    await app(scope, receive, send)  # type: ignore[arg-type]
+    assert chunks_read == 2
+    assert sent[0]["status"] == 413
+
+
+@pytest.mark.parametrize("name", ["films 2", "filme-übersicht", "50%41", "映画"])
+async def test_a_model_name_is_decoded_once(
+    name: str, executor: ThreadPoolExecutor, rest: httpx.AsyncClient
+) -> None:
+    service = make_service(FakeEngine(model_info(name)), executor=executor)
+    app = EmbedEndpoint(service, management_app(service))
+    path = "/models/" + "".join(f"%{byte:02X}" for byte in name.encode())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+        answer = await client.post(f"http://test{path}/embed", content=AS_JSON)
+        assert answer.json()["model"] == name
+        assert (await client.get(f"http://test{path}")).json()["model"] == name
+    answer = await rest.post(f"{path}/embed", content=AS_JSON)
+    assert f"model is {name!r}" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_a_slash_in_a_model_name_is_no_model(rest: httpx.AsyncClient, method: str) -> None:
+    suffix = "/embed" if method == "POST" else ""
+    answer = await rest.request(method, f"/models/a%2Fb{suffix}", content=AS_JSON)
+    assert answer.status_code == 404
+    assert error_of(answer)["code"] == "NOT_FOUND"
