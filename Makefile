@@ -12,7 +12,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 TORCHREC := 1.8.0
 
-.PHONY: install serve test lint types contracts pytest test-gpu proto format bench bench-peers bench-large clean
+.PHONY: install serve test lint types contracts pytest test-gpu proto docs format bench bench-peers bench-large clean
 
 install: $(INSTALLED)
 
@@ -50,7 +50,7 @@ contracts: install
 	PYTHONPATH=server:model_store:clients:proto $(BIN)/lint-imports
 
 pytest: install
-	command -v kubectl > /dev/null || deploy/install-debian-packages.sh
+	deploy/install-debian-packages.sh
 	$(BIN)/python -m pytest -q -m "not soak"
 
 test-gpu: install
@@ -60,6 +60,10 @@ test-gpu: install
 proto: install
 	cd proto && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. \
 	    --grpc_python_out=. embedserve_proto/embedding.proto
+
+# docs/settings.md and docs/metrics.md are committed, too; a test compares them.
+docs: install
+	PYTHONPATH=server:model_store:clients:proto $(BIN)/python docs/generate.py
 
 # Needs two cores, and wrk, h2load and redis-benchmark. Peers that are not installed are left out.
 bench: $(VENV)/.installed-bench

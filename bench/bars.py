@@ -8,7 +8,11 @@ from typing import Any
 
 from measure import Row
 
-OURS, TRITON = "embedserve", "Triton"
+OURS, BEFORE, TRITON = "embedserve", "embedserve before", "Triton"
+ONE_BODY = "protobuf, one body"
+"""Ours over HTTP/1, asked as gRPC is: by h2load, which repeats one request."""
+AT_ONCE = {"64 x 1": (64, 1), "8 x 8": (8, 8)}
+"""Connections and streams of each."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Bar:
         is_reached = (self.least is None or self.value >= self.least) and (
             self.most is None or self.value <= self.most
         )
-        return f"| {self.name} | {bound} | {self.value:.2f} | {'yes' if is_reached else 'NO'} |"
+        return f"| {self.name} | {bound} | {self.value:.3f} | {'yes' if is_reached else 'NO'} |"
 
 
 class Rows:
@@ -40,7 +44,7 @@ class Rows:
         self, figure: str, server: str, way: str, connections: int = 64, streams: int = 1
     ) -> float | None:
         """Of the server, or the best of those that a pattern such as Redis* names."""
-        found = [
+        found: list[float | None] = [
             getattr(row.figures, figure)
             for row in self._rows
             if (
@@ -49,12 +53,13 @@ class Rows:
             )
             and (row.way, row.connections, row.streams) == (way, connections, streams)
         ]
-        if not found or None in found:
+        figures = [value for value in found if value is not None]
+        if not figures or len(figures) < len(found):
             return None
-        return max(found) if figure == "rate" else min(found)
+        return max(figures) if figure == "rate" else min(figures)
 
-    def rate(self, *key: object) -> float | None:
-        return self.get("rate", *key)  # type: ignore[arg-type]
+    def rate(self, server: str, way: str, connections: int = 64, streams: int = 1) -> float | None:
+        return self.get("rate", server, way, connections, streams)
 
 
 def said(
@@ -74,6 +79,10 @@ def _ratio(a: float | None, b: float | None) -> float | None:
     return None if a is None or b is None or b == 0 else a / b
 
 
+def _difference(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a - b
+
+
 def _small(label: str, rows: Rows, reference: Mapping[str, float]) -> Iterator[Bar]:
     json, message = rows.rate(OURS, "JSON"), rows.rate(OURS, "protobuf")
     constant = "constant reply, "
@@ -86,19 +95,37 @@ def _small(label: str, rows: Rows, reference: Mapping[str, float]) -> Iterator[B
         yield Bar(f"{label}: protobuf / Redis MGET", _ratio(message, redis), 0.9)
     constant_message = rows.rate(constant + "protobuf", "protobuf")
     yield Bar(f"{label}: protobuf / constant", _ratio(message, constant_message), 0.65)
+    bare = _ratio(message, rows.rate(constant + "bare protocol", "protobuf"))
+    yield Bar(f"{label}: protobuf / constant of a bare protocol", bare, 0.42)
     for way in ("JSON", "protobuf"):
-        ours = rows.get("p50_ms", OURS, way, 1)
         theirs = rows.get("p50_ms", constant + way, way, 1)
-        more = None if ours is None or theirs is None else ours - theirs
+        more = _difference(rows.get("p50_ms", OURS, way, 1), theirs)
         yield Bar(f"{label}: {way}, one connection, p50 - constant's, ms", more, most=0.15)
         p99, p50 = rows.get("p99_ms", OURS, way), rows.get("p50_ms", OURS, way)
         yield Bar(f"{label}: {way}, p99 / p50", _ratio(p99, p50), most=2.5)
-    grpc = [rows.rate(OURS, "gRPC", *at) for at in ((64, 1), (8, 8))]
-    best = [rows.rate("constant reply, grpcio*", "gRPC", *at) for at in ((64, 1), (8, 8))]
-    for at, ours, theirs in zip(("64 x 1", "8 x 8"), grpc, best, strict=True):
-        yield Bar(f"{label}: gRPC {at} / best constant grpcio", _ratio(ours, theirs), 0.6)
-    stream = _ratio(rows.rate(OURS, "gRPC stream", 8), rows.rate(TRITON, "gRPC"))
-    yield Bar(f"{label}: gRPC stream / Triton gRPC", stream, 1.0)
+    yield from _small_grpc(label, rows)
+    for way in ("JSON", "protobuf"):
+        before = _ratio(rows.rate(OURS, way), rows.rate(BEFORE, way))
+        yield Bar(f"{label}: {way} / the server before", before, 0.97)
+
+
+def _small_grpc(label: str, rows: Rows) -> Iterator[Bar]:
+    for said, at in AT_ONCE.items():
+        ours, triton = rows.rate(OURS, "gRPC", *at), rows.rate(TRITON, "gRPC", *at)
+        yield Bar(f"{label}: gRPC {said} / Triton gRPC", _ratio(ours, triton), 4)
+        for http1 in ("protobuf", ONE_BODY):
+            ratio = _ratio(ours, rows.rate(OURS, http1))
+            yield Bar(f"{label}: gRPC {said} / HTTP/1 {http1}", ratio, 1)
+    unary = [rows.rate(TRITON, "gRPC", *at) for at in AT_ONCE.values()]
+    best = None if None in unary else max(rate or 0.0 for rate in unary)
+    stream = _ratio(rows.rate(OURS, "gRPC stream", 8), best)
+    yield Bar(f"{label}: gRPC stream, 8 connections / Triton's best unary rate", stream, 4)
+    ours_ms = rows.get("p50_ms", OURS, "gRPC", 1)
+    for http1 in ("protobuf", ONE_BODY):
+        more = _difference(ours_ms, rows.get("p50_ms", OURS, http1, 1))
+        yield Bar(f"{label}: gRPC, one caller, p50 - HTTP/1 {http1}, ms", more, most=0.03)
+    p99, p50 = rows.get("p99_ms", OURS, "gRPC"), rows.get("p50_ms", OURS, "gRPC")
+    yield Bar(f"{label}: gRPC 64 x 1, p99 / p50", _ratio(p99, p50), most=2)
 
 
 def _operated(name: str, found: Mapping[str, Any]) -> Iterator[Bar]:
@@ -111,30 +138,43 @@ def _operated(name: str, found: Mapping[str, Any]) -> Iterator[Bar]:
         yield Bar("longest request in 60 s, for its client, ms", ours, most=20)
         yield Bar("longest request in 60 s - constant's, ms", ours - theirs, most=20)
     elif name == "workers":
-        yield Bar("two workers / one on two cores, load included", found["two_of_one"], 1.0)
-        lost, clients = found["lost_when_one_of_two_was_killed"], found["of_clients"]
-        yield Bar("lost when one of two was killed / clients", lost / clients, most=1.0)
+        for way, figures in found.items():
+            two_of_one = figures["two_of_one"]
+            yield Bar(f"two workers / one on two cores, load included, {way}", two_of_one, 1.0)
+            lost = figures["lost_when_one_of_two_was_killed"] / figures["of_clients"]
+            yield Bar(f"lost when one of two was killed / clients, {way}", lost, most=1.0)
+    elif name == "heads":
+        yield Bar("heads: unique ids / plain", found["traced_of_plain"], 0.95)
+        yield Bar("heads: a token of 2 KB / plain", found["bearer_of_plain"], 0.9)
     elif name == "memory":
         yield Bar("private MB of a second server", max(found["private_mb"]), most=450)
     elif name == "overload":
         for way, figures in found.items():
-            yield Bar(f"overload, {way}: goodput / peak", figures["goodput_of_peak"], 0.9)
-            refused = figures["refused_p99_ms"]
-            yield Bar(f"overload, {way}: 99 of 100 refusals within, ms", refused, most=20)
-            first, second = (figures[f"memory_{half}_half_mb"] for half in ("first", "second"))
-            yield Bar(f"overload, {way}: memory, second half / first", second / first, most=1.05)
+            yield from _overloaded(f"overload, {way}", figures, way == "gRPC")
+
+
+def _overloaded(said: str, figures: Mapping[str, Any], is_grpc: bool) -> Iterator[Bar]:
+    yield Bar(f"{said}: load that came and ended / peak", figures["ended_of_peak"], 3.8)
+    goodput = figures["goodput_of_peak"]
+    yield Bar(f"{said}: goodput / peak", goodput, 0.85 if is_grpc else 0.9)
+    refused = figures["refused_p99_ms"]
+    yield Bar(f"{said}: 99 of 100 refusals within, ms", refused, most=50 if is_grpc else 20)
+    yield Bar(f"{said}: ended neither way", figures["ended_neither_way"], most=0)
+    first, second = (figures[f"memory_{half}_half_mb"] for half in ("first", "second"))
+    yield Bar(f"{said}: memory, second half / first", second / first, most=1.05)
 
 
 def _large(label: str, rows: Rows, reference: Mapping[str, float]) -> Iterator[Bar]:
-    for way, constant in (
-        ("protobuf", rows.get("p50_ms", "constant reply, protobuf", "protobuf", 1)),
-        ("gRPC", rows.get("p50_ms", "constant reply, grpcio*", "gRPC", 1)),
-    ):
-        ours = rows.get("p50_ms", OURS, way, 1)
-        floor = None if constant is None else constant + reference["kernel"]
-        yield Bar(f"{label}: {way}, p50 / (constant + kernel)", _ratio(ours, floor), most=1.3)
-        theirs = rows.get("p50_ms", TRITON, "binary" if way == "protobuf" else "gRPC", 1)
-        yield Bar(f"{label}: Triton's p50 / ours, {way}", _ratio(theirs, ours), 2.0)
+    ours, grpc = (rows.get("p50_ms", OURS, way, 1) for way in ("protobuf", "gRPC"))
+    constant = rows.get("p50_ms", "constant reply, protobuf", "protobuf", 1)
+    floor = None if constant is None else constant + reference["kernel"]
+    yield Bar(f"{label}: protobuf, p50 / (constant + kernel)", _ratio(ours, floor), most=1.3)
+    binary, triton = (rows.get("p50_ms", TRITON, way, 1) for way in ("binary", "gRPC"))
+    yield Bar(f"{label}: Triton's p50 / ours, protobuf", _ratio(binary, ours), 2.0)
+    yield Bar(f"{label}: Triton's p50 / ours, gRPC", _ratio(triton, grpc), 2.0)
+    for http1 in ("protobuf", ONE_BODY):
+        ratio = _ratio(grpc, rows.get("p50_ms", OURS, http1, 1))
+        yield Bar(f"{label}: gRPC, p50 / HTTP/1 {http1}", ratio, most=1.1)
     if label.startswith("bulk"):
         ratio = reference["engine"] / reference["kernel"]
         yield Bar(f"{label}: engine / bare kernel", ratio, most=1.15)

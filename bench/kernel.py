@@ -13,9 +13,13 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from workloads import Workload, workload
+
+if TYPE_CHECKING:
+    from embedserve_store import ModelVersion
 
 ROUNDS = 15
 
@@ -41,7 +45,7 @@ def measure(work: Workload) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def _version(work: Workload):  # noqa: ANN202
+def _version(work: Workload) -> ModelVersion:
     from embedserve_store import ModelStore
 
     return ModelStore(work.tables.store).load(work.tables.name)

@@ -12,12 +12,14 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 LOAD_CORE = "1"
 PACKAGES = {"wrk": "wrk", "h2load": "nghttp2-client", "redis-benchmark": "redis-tools"}
+WARM_UP_S = 1
+"""Of h2load, not counted."""
 STREAM_MESSAGES = 200
 """Of one call of a stream: h2load sends them without waiting for answers."""
 
@@ -57,8 +59,21 @@ def run(command: Sequence[str], seconds: float) -> str:
     ).stdout
 
 
-def lua(path: Path, url_path: str, bodies: Sequence[bytes], headers: Sequence[dict]) -> None:
-    """A wrk script that posts the bodies in turn and prints its figures as JSON."""
+def lua(
+    path: Path,
+    url_path: str,
+    bodies: Sequence[bytes],
+    headers: Sequence[Mapping[str, str]],
+    more_headers: str = "",
+    repeats: int = 1,
+) -> None:
+    """A wrk script that posts the bodies in turn and prints its figures as JSON.
+
+    Args:
+        headers: of each body.
+        more_headers: Lua that sets fields of ``more`` for request ``number``, which counts from 1
+            over all ``repeats`` of the bodies. It runs before the load, once for each request.
+    """
     quoted = ['"' + "".join(f"\\{byte:03d}" for byte in body) + '"' for body in bodies]
     heads = [
         "{" + ",".join(f'["{name}"]="{value}"' for name, value in head.items()) + "}"
@@ -68,9 +83,16 @@ def lua(path: Path, url_path: str, bodies: Sequence[bytes], headers: Sequence[di
 local bodies = {{{",".join(quoted)}}}
 local headers = {{{",".join(heads)}}}
 local requests = {{}}
+local function add_headers(number, more)
+  {more_headers}
+end
 function init(args)
-  for i, body in ipairs(bodies) do
-    requests[i] = wrk.format("POST", "{url_path}", headers[i], body)
+  for number = 1, #bodies * {repeats} do
+    local i = (number - 1) % #bodies + 1
+    local more = {{}}
+    for name, value in pairs(headers[i]) do more[name] = value end
+    add_headers(number, more)
+    requests[number] = wrk.format("POST", "{url_path}", more, bodies[i])
   end
 end
 local next_request = 0
@@ -105,24 +127,54 @@ def framed(message: bytes) -> bytes:
     return b"\0" + struct.pack(">I", len(message)) + message
 
 
-def grpc(
-    body: Path, log: Path, port: int, path: str, connections: int, streams: int, seconds: float
-) -> Figures:
-    """Calls of ``path`` with the framed message(s) in ``body``, over and over."""
+GRPC_HEADERS = {"content-type": "application/grpc", "te": "trailers"}
+
+
+@dataclass(frozen=True)
+class Post:
+    """What h2load posts over and over.
+
+    Attributes:
+        body: a file.
+        answer_bytes: of a whole answer's values; what has fewer counts as an error, for a call
+            that gRPC refuses has the HTTP status 200, too.
+        is_http1: over HTTP/1.1; else over HTTP/2 with prior knowledge.
+    """
+
+    body: Path
+    headers: Mapping[str, str]
+    port: int
+    path: str
+    answer_bytes: int
+    is_http1: bool = False
+
+    def command(self, connections: int, streams: int, seconds: float, log: Path) -> list[str]:
+        command = ["h2load", "-t1", f"-c{connections}", f"-m{streams}", f"-D{seconds:g}"]
+        command += ["-w24", "-W24", *(["--h1"] if self.is_http1 else []), "-d", str(self.body)]
+        for name, value in self.headers.items():
+            command += ["-H", f"{name}: {value}"]
+        return [*command, f"--log-file={log}", f"http://127.0.0.1:{self.port}{self.path}"]
+
+
+def h2load(post: Post, log: Path, connections: int, streams: int, seconds: float) -> Figures:
     log.unlink(missing_ok=True)
-    warm_up_s = 1
-    command = ["h2load", "-t1", f"-c{connections}", f"-m{streams}", f"-D{seconds:g}"]
-    command += [f"--warm-up-time={warm_up_s}", "-w24", "-W24", "-d", str(body)]
-    command += ["-H", "content-type: application/grpc", "-H", "te: trailers"]
-    command += [f"--log-file={log}", f"http://127.0.0.1:{port}{path}"]
-    output = run(command, seconds + warm_up_s)
+    command = post.command(connections, streams, seconds, log)
+    command[1:1] = [f"--warm-up-time={WARM_UP_S}"]
+    output = run(command, seconds + WARM_UP_S)
     counts = re.search(r"(\d+) succeeded, (\d+) failed, (\d+) errored, (\d+) timeout", output)
-    if counts is None:
+    data = re.search(r"\((\d+)\) data", output)
+    if counts is None or data is None:
         sys.exit(f"h2load printed no figures:\n{output}")
     succeeded, *wrong = map(int, counts.groups())
+    # Answers that were begun before the count and ended in it, or the other way round, even out.
+    whole = round(int(data[1]) / post.answer_bytes) + 2 * connections * streams
+    errors = sum(wrong) + max(0, succeeded - whole)
     times_us = sorted(_request_times(log))
-    at = lambda share: times_us[int(share * (len(times_us) - 1))] / 1e3 if times_us else None  # noqa: E731
-    return Figures(succeeded / seconds, at(0.5), at(0.99), at(1.0), sum(wrong))
+
+    def at(share: float) -> float | None:
+        return times_us[int(share * (len(times_us) - 1))] / 1e3 if times_us else None
+
+    return Figures(succeeded / seconds, at(0.5), at(0.99), at(1.0), errors)
 
 
 def _request_times(log: Path) -> list[int]:

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import load
-from load import Figures
+from load import Figures, Post
 from running import ask, port_of, running
 from servers.base import Server, Way
 from workloads import Request, Workload
 
 CHECKED = 3
 BODIES_BYTES_MAX = 24 << 20
-"""Of a wrk script: larger requests are fewer."""
+"""Of a wrk script, or of a stream's messages or answers: larger requests are fewer."""
 WARM_UP_S = 1.0
 
 
@@ -74,7 +74,7 @@ def _measure_server(
             if way.protocol != "redis":
                 _check(server, way, workload, CHECKED if is_first else 1)
             for connections, streams in concurrency(workload, way):
-                drive = _driver(server, way, workload, Path(folder), connections, streams)
+                drive = driver(server, way, workload, Path(folder), connections, streams)
                 drive(WARM_UP_S)
                 figures = drive(seconds)
                 if figures.errors:
@@ -90,10 +90,10 @@ def _check(server: Server, way: Way, workload: Workload, requests: int) -> None:
             workload.check(request, server.values(way, workload, answer))
 
 
-def _driver(
+def driver(
     server: Server, way: Way, workload: Workload, folder: Path, connections: int, streams: int
 ) -> Callable[[float], Figures]:
-    """seconds -> Figures"""
+    """Drives one way of a server that runs: seconds -> Figures."""
     port = port_of(way)
     if way.protocol == "http":
         script = folder / f"{way.name}.lua"
@@ -106,19 +106,27 @@ def _driver(
         rows = workload.tables.rows
         return lambda seconds: load.redis(port, keys, rows, connections, seconds)
     # h2load sends one body: of the request whose ids are nearest to the mean.
-    message = load.framed(server.body(way, workload, typical(workload)))
+    message = server.body(way, workload, typical(workload))
     body, log = folder / f"{way.name}.body", folder / "h2load.log"
-    if way.protocol == "grpc":
+    if way.protocol == "http-one":
         body.write_bytes(message)
-        return lambda seconds: load.grpc(body, log, port, way.path, connections, streams, seconds)
-    messages = max(1, min(load.STREAM_MESSAGES, BODIES_BYTES_MAX // len(message)))
+        post = Post(body, way.headers, port, way.path, workload.answer_bytes, is_http1=True)
+        return lambda seconds: load.h2load(post, log, connections, streams, seconds)
+    message = load.framed(message)
+    messages = 1
+    if way.protocol == "grpc-stream":
+        larger = max(len(message), workload.answer_bytes)
+        messages = max(1, min(load.STREAM_MESSAGES, BODIES_BYTES_MAX // larger))
     body.write_bytes(message * messages)
+    post = Post(body, load.GRPC_HEADERS, port, way.path, messages * workload.answer_bytes)
 
-    def stream(seconds: float) -> Figures:
-        calls = load.grpc(body, log, port, way.path, connections, 1, seconds)
+    def call(seconds: float) -> Figures:
+        calls = load.h2load(post, log, connections, streams, seconds)
+        if way.protocol == "grpc":
+            return calls
         return Figures(calls.rate * messages, None, None, None, calls.errors)
 
-    return stream
+    return call
 
 
 def bodies_of(server: Server, way: Way, workload: Workload) -> list[bytes]:
@@ -137,7 +145,8 @@ def typical(workload: Workload) -> Request:
 
 def _median(figures: Sequence[Figures]) -> Figures:
     def middle(name: str) -> float | None:
-        values = [getattr(one, name) for one in figures]
-        return None if None in values else statistics.median(values)
+        """Of the rounds that have it: a stream has no latencies."""
+        values = [value for one in figures if (value := getattr(one, name)) is not None]
+        return statistics.median(values) if values else None
 
     return Figures(middle("rate") or 0.0, middle("p50_ms"), middle("p99_ms"), middle("max_ms"), 0)

@@ -1,15 +1,11 @@
-"""What an operator asks, measured: pauses, workers, the memory of a second server, huge pages."""
+"""What an operator asks, measured: pauses, the memory of a second server, huge pages."""
 
 from __future__ import annotations
 
-import os
-import signal
 import statistics
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +17,12 @@ from servers.constants import ConstantHttp
 from servers.embedserve import EmbedServe
 from workloads import Tables, Workload, workload
 
-BOTH_CORES = "0,1"
 ROUNDS = 3
-KILL_AFTER_S = 3.0
 PAUSES_S = 60.0
 
 
 def script_of(server: Server, work: Workload, folder: str, way_number: int = 1) -> Path:
+    """A wrk script that asks one of the server's ways."""
     way = server.ways[way_number]
     bodies = bodies_of(server, way, work)
     path = Path(folder) / "requests.lua"
@@ -62,107 +57,16 @@ def _paused() -> float:
     return samples[f"{name}_count{rest}"] - within
 
 
-def workers() -> dict[str, Any]:
-    """One worker and two on both cores, load included; then one of two is killed under load."""
-    work = workload("small", "uniform")
-    work.tables.make()
-    rates: dict[int, list[float]] = {1: [], 2: []}
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(ROUNDS):
-            for count in rates:
-                server = EmbedServe("--workers", str(count))
-                with running.running(server, work, BOTH_CORES):
-                    script = script_of(server, work, folder, 0)
-                    load.http(script, running.PORT, 64, 1)
-                    # The load is on both cores, too, as the servers are.
-                    rates[count].append(_unpinned(script, 64, 5))
-        killed = _kill_one(work)
-    medians = {f"rate_of_{count}": statistics.median(all_) for count, all_ in rates.items()}
-    return {**medians, "two_of_one": medians["rate_of_2"] / medians["rate_of_1"], **killed}
-
-
-def _unpinned(script: Path, connections: int, seconds: float) -> float:
-    core, load.LOAD_CORE = load.LOAD_CORE, BOTH_CORES
-    try:
-        return load.http(script, running.PORT, connections, seconds).rate
-    finally:
-        load.LOAD_CORE = core
-
-
-def _kill_one(work: Workload) -> dict[str, Any]:
-    """Clients that ask one request at a time on connections of their own, and what they lost."""
-    import httpx
-
-    server = EmbedServe("--workers", "2")
-    way = server.ways[0]
-    body = server.body(way, work, work.requests[0])
-    url = f"http://127.0.0.1:{running.PORT}{way.path}"
-    stop, lost, answered = threading.Event(), [], []
-
-    def ask() -> None:
-        with httpx.Client(timeout=10) as client:
-            while not stop.is_set():
-                try:
-                    client.post(url, content=body).raise_for_status()
-                    answered.append(time.perf_counter())
-                except httpx.HTTPError as error:
-                    lost.append(type(error).__name__)
-
-    with running.running(server, work, BOTH_CORES) as process:
-        threads = [threading.Thread(target=ask) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        try:
-            time.sleep(KILL_AFTER_S)
-            victim = _children(process.pid)[0]
-            os.kill(victim, signal.SIGKILL)
-            start = time.perf_counter()
-            _until(lambda: _ready_workers() < 2, 60)
-            back_s = _until(lambda: _ready_workers() == 2, 60) - start
-            time.sleep(1)
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
-    return {
-        "lost_when_one_of_two_was_killed": len(lost),
-        "of_clients": 8,
-        "answered": len(answered),
-        "seconds_until_two_again": back_s,
-    }
-
-
-def _children(pid: int) -> list[int]:
-    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in listed]
-
-
-def _ready_workers() -> float:
-    try:
-        return running.metrics()["embedserve_workers"]
-    except OSError:  # the one that was asked is the one that died
-        return 0.0
-
-
-def _until(is_true: Callable[[], bool], seconds: float) -> float:
-    end = time.perf_counter() + seconds
-    while not is_true():
-        if time.perf_counter() > end:
-            raise TimeoutError
-        time.sleep(0.1)
-    return time.perf_counter()
-
-
 def memory() -> dict[str, Any]:
     """Two workers on the same mapped tables, after every table was read."""
     work = workload("bulk", "uniform")
     work.tables.make()
     server = EmbedServe("--workers", "2")
-    with running.running(server, work, BOTH_CORES) as process:
+    with running.running(server, work, running.BOTH_CORES) as process:
         way = server.ways[1]
         for request in work.requests * 8:
             running.ask(server, way, work, request)
-        sizes = [_memory(child) for child in _children(process.pid)]
+        sizes = [_memory(child) for child in running.children(process.pid)]
     return {
         "table_mb": work.tables.count * work.tables.rows * work.tables.dim * 4 / 1e6,
         "private_mb": [private / 1e6 for private, _ in sizes],

@@ -1,18 +1,25 @@
 """Overload: four times what the server can do is offered on `rank`, and it keeps its pace.
 
-Open loop: h2load's many connections each send at a fixed rate, so that requests come whether or
-not others were answered. Peak is what as many connections get that send no faster than they are
-answered. Goodput is what is answered under overload, as the server counts it; refusals are 429 or
-RESOURCE_EXHAUSTED. Of gRPC h2load sees no statuses, so their times come from a caller beside it.
-What is refused has been sent, and is read: 0.1 MB for each request of `rank`.
+Open loop: many connections send at a fixed rate, whether or not others were answered. Peak is what
+as many connections get that send no faster than they are answered. Goodput is what is answered
+under overload, as the server counts it; refusals are 429 or RESOURCE_EXHAUSTED. HTTP/1 is offered
+by h2load, gRPC by open_loop.py, which writes a call whole; refusals over gRPC are timed by a caller
+beside it.
+
+What is refused has been sent, 0.1 MB for each request of `rank`, also where the answer comes at the
+head: a client on the same host has written it by then. Whether all that was offered came is told
+by what ended, and by the share of its core that the load took.
 """
 
 from __future__ import annotations
 
+import json
+import resource
+import subprocess
+import sys
 import tempfile
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,20 +33,42 @@ from workloads import workload
 
 OVERLOAD = 4
 PEAK_CONNECTIONS = 16
-RATE_PER_CONNECTION = {"http": 8, "grpc": 3}
-"""More connections than requests that the server holds, or none is refused."""
+OVERLOAD_CONNECTIONS = 1000
+"""More than the 262 requests of `rank` that the server's queue holds, or none is refused."""
 SAMPLE_S = 0.25
-PROBE_PAUSE_S = 0.05
+OPEN_LOOP = Path(__file__).parent / "open_loop.py"
+PROBE = Path(__file__).parent / "probe.py"
+PROBE_PAUSE_S = 0.02
+PROBE_NICENESS = "-10"
+"""Where that is not allowed, `nice` says so and runs it all the same."""
 
 Overload = dict[str, float | None]
 
 
 @dataclass
 class Times:
-    """Milliseconds of the requests that were answered, and of those that were refused."""
+    """Milliseconds of the requests that were answered, and of those that were refused; how many
+    ended otherwise."""
 
     ok_ms: list[float] = field(default_factory=list)
     refused_ms: list[float] = field(default_factory=list)
+    others: int = 0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What came of the requests that were offered.
+
+    Attributes:
+        ended: were answered or refused.
+        cpu_s: seconds of its core that the load took.
+        times: where they are known.
+    """
+
+    ended: int
+    others: int
+    cpu_s: float
+    times: Times
 
 
 def measure(seconds: int = 16) -> dict[str, Overload]:
@@ -54,29 +83,40 @@ def _measure(server: EmbedServe, way: Way, seconds: int) -> Overload:
     is_grpc = way.protocol == "grpc"
     with running.running(server, work) as process, tempfile.TemporaryDirectory() as folder:
         message = server.body(way, work, typical(work))
-        body, log = Path(folder) / "body", Path(folder) / "log"
+        plain, body, log = (Path(folder) / name for name in ("message", "body", "log"))
+        plain.write_bytes(message)
         body.write_bytes(load.framed(message) if is_grpc else message)
+        headers = load.GRPC_HEADERS if is_grpc else way.headers
+        port = running.port_of(way)
+        post = load.Post(body, headers, port, way.path, work.answer_bytes, not is_grpc)
 
-        def drive(connections: int, seconds: int, rate: float | None) -> tuple[float, Times]:
+        def counted(drive: Callable[[], Load], seconds: float) -> tuple[float, Load]:
             before = _counted_ok(way)
-            times = _drive(way, body, log, connections, seconds, rate)
-            return (_counted_ok(way) - before) / seconds, times
+            ended = drive()
+            return (_counted_ok(way) - before) / seconds, ended
 
-        drive(PEAK_CONNECTIONS, 2, None)
-        peak, _ = drive(PEAK_CONNECTIONS, seconds // 2, None)
+        def closed(seconds: int) -> float:
+            command = post.command(PEAK_CONNECTIONS, 1, seconds, log)
+            return counted(lambda: _h2load(command, log, seconds), seconds)[0]
+
+        closed(2)
+        peak = closed(seconds // 2)
         offered = OVERLOAD * peak
-        connections = round(offered / RATE_PER_CONNECTION[way.protocol])
-        with _memory(process.pid) as memory, _probes(way, message, is_grpc) as probed:
-            goodput, ended = drive(connections, seconds, offered)
-        again, _ = drive(PEAK_CONNECTIONS, seconds // 2, None)
-    times = probed if is_grpc else ended
+        offer = _offer_grpc if is_grpc else _offer_http
+        with _memory(process.pid) as memory, _probe(way, plain, is_grpc) as probed:
+            goodput, ended = counted(lambda: offer(post, log, offered, seconds), seconds)
+        peak = max(peak, closed(seconds // 2))
+    times = probed if is_grpc else ended.times
     half = len(memory) // 2
     return {
-        "peak_per_s": max(peak, again),
+        "peak_per_s": peak,
         "offered_per_s": offered,
-        "ended_per_s": (len(ended.ok_ms) + len(ended.refused_ms)) / seconds,
+        "ended_per_s": ended.ended / seconds,
+        "ended_of_peak": ended.ended / seconds / peak,
+        "ended_neither_way": ended.others + probed.others,
+        "load_cpu_share": ended.cpu_s / seconds,
         "goodput_per_s": goodput,
-        "goodput_of_peak": goodput / max(peak, again),
+        "goodput_of_peak": goodput / peak,
         "refused_p50_ms": _at(times.refused_ms, 0.5),
         "refused_p99_ms": _at(times.refused_ms, 0.99),
         "answered_p50_ms": _at(times.ok_ms, 0.5),
@@ -86,28 +126,39 @@ def _measure(server: EmbedServe, way: Way, seconds: int) -> Overload:
     }
 
 
-def _drive(
-    way: Way, body: Path, log: Path, connections: int, seconds: int, rate: float | None
-) -> Times:
+def _offer_http(post: load.Post, log: Path, rate: float, seconds: int) -> Load:
+    command = post.command(OVERLOAD_CONNECTIONS, 1, seconds, log)
+    return _h2load([*command, f"--rps={rate / OVERLOAD_CONNECTIONS:.3f}"], log, seconds)
+
+
+def _offer_grpc(post: load.Post, log: Path, rate: float, seconds: int) -> Load:
+    """Counts of how calls ended, without their times."""
+    arguments = (post.port, post.path, post.body, post.answer_bytes, OVERLOAD_CONNECTIONS)
+    command = [sys.executable, str(OPEN_LOOP), *map(str, arguments), str(rate), str(seconds)]
+    before_s = _children_cpu_s()
+    ended = json.loads(load.run(command, seconds))
+    used_s = _children_cpu_s() - before_s
+    return Load(ended["ok"] + ended["refused"], ended["other"], used_s, Times())
+
+
+def _h2load(command: list[str], log: Path, seconds: int) -> Load:
     log.unlink(missing_ok=True)
-    port = running.port_of(way)
-    command = ["h2load", "-t1", f"-c{connections}", "-m1", f"-D{seconds:g}", "-w24", "-W24"]
-    headers = dict(way.headers)
-    if way.protocol == "grpc":
-        headers = {"content-type": "application/grpc", "te": "trailers"}
-    else:
-        command.append("--h1")
-    if rate is not None:
-        command.append(f"--rps={rate / connections:.3f}")
-    for name, value in headers.items():
-        command += ["-H", f"{name}: {value}"]
-    command += ["-d", str(body), f"--log-file={log}", f"http://127.0.0.1:{port}{way.path}"]
+    before_s = _children_cpu_s()
     load.run(command, seconds)
-    times = Times()
+    used_s, times = _children_cpu_s() - before_s, Times()
     for line in log.read_text().splitlines():
         _, status, time_us = line.split("\t")[:3]
-        {"200": times.ok_ms, "429": times.refused_ms}[status].append(int(time_us) / 1e3)
-    return times
+        if status in ("200", "429"):
+            ended = times.ok_ms if status == "200" else times.refused_ms
+            ended.append(int(time_us) / 1e3)
+        else:
+            times.others += 1
+    return Load(len(times.ok_ms) + len(times.refused_ms), times.others, used_s, times)
+
+
+def _children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _counted_ok(way: Way) -> float:
@@ -118,37 +169,30 @@ def _counted_ok(way: Way) -> float:
 
 
 @contextmanager
-def _probes(way: Way, message: bytes, is_needed: bool) -> Iterator[Times]:
+def _probe(way: Way, message: Path, is_needed: bool) -> Iterator[Times]:
     """Meanwhile one caller asks now and then, and sees how each of its calls ends."""
-    times, stop = Times(), threading.Event()
-
-    def ask() -> None:
-        import grpc
-
-        options = [("grpc.max_receive_message_length", -1)]
-        target = f"127.0.0.1:{running.port_of(way)}"
-        with grpc.insecure_channel(target, options=options) as channel:
-            call = channel.unary_unary(way.path)
-            while not stop.wait(PROBE_PAUSE_S):
-                start = time.perf_counter()
-                try:
-                    call(message, timeout=30)
-                    ended = times.ok_ms
-                except grpc.RpcError as error:
-                    if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
-                        raise
-                    ended = times.refused_ms
-                ended.append((time.perf_counter() - start) * 1e3)
-
-    thread = threading.Thread(target=ask)
-    if is_needed:
-        thread.start()
-    try:
+    times = Times()
+    if not is_needed:
         yield times
-    finally:
-        stop.set()
-        if is_needed:
-            thread.join()
+        return
+    command = [sys.executable, str(PROBE), str(running.port_of(way)), way.path, str(message)]
+    command = ["nice", "-n", PROBE_NICENESS, *command, str(PROBE_PAUSE_S)]
+    with subprocess.Popen(
+        load.pinned(load.LOAD_CORE, command), stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield times
+        finally:
+            process.terminate()
+        said, _ = process.communicate(timeout=60)
+    for line in said.splitlines():
+        status, ms = line.split()
+        if status == "OK":
+            times.ok_ms.append(float(ms))
+        elif status == "RESOURCE_EXHAUSTED":
+            times.refused_ms.append(float(ms))
+        else:
+            times.others += 1
 
 
 @contextmanager

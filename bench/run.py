@@ -1,8 +1,8 @@
 """The benchmark: every server in turn, the same requests; a table, a picture, JSON, and the bars.
 
     python bench/run.py [--workloads small rank bulk] [--ids uniform zipf] [--servers NAME …]
-                        [--operations pauses workers memory tables overload]
-                        [--rounds 3] [--seconds 2] [--quick] [--install]
+                        [--operations heads pauses workers memory tables overload]
+                        [--against CHECKOUT] [--rounds 3] [--seconds 2] [--quick] [--install]
 
 Figures of one run are compared with each other only.
 """
@@ -21,60 +21,101 @@ from pathlib import Path
 from typing import Any
 
 import bars
+import heads
 import kernel
 import load
 import operations
 import overload
 import report
+import workers
 from measure import Row, measure
 from servers.base import Server
-from servers.constants import ConstantGrpc, ConstantHttp
-from servers.embedserve import EmbedServe, EmbedServeBatch
+from servers.constants import ConstantGrpc, ConstantHttp, ConstantProtocol
+from servers.embedserve import EmbedServe, EmbedServeBefore, EmbedServeGrpcio
 from servers.peers import peers
 from workloads import workload
 
 RESULTS = Path(__file__).parent / "results"
 OPERATIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "heads": heads.measure,
     "pauses": operations.pauses,
-    "workers": operations.workers,
+    "workers": workers.measure,
     "memory": operations.memory,
     "tables": operations.tables,
     "overload": overload.measure,
 }
 
 
-def all_servers() -> list[Server]:
+WHOLE = {
+    "workloads": ["small", "rank", "bulk"],
+    "operations": list(OPERATIONS),
+    "ids": ["uniform", "zipf"],
+    "rounds": 3,
+    "seconds": 2,
+}
+QUICK = {
+    "workloads": ["small"],
+    "operations": [],
+    "ids": ["uniform"],
+    "rounds": 1,
+    "seconds": 2,
+}
+QUICK_SERVERS = {
+    "embedserve",
+    "embedserve before",
+    "constant reply, JSON",
+    "constant reply, protobuf",
+    "constant reply, bare protocol",
+    "Triton",
+}
+
+
+def all_servers(against: Path | None) -> list[Server]:
+    """In the order in which a round starts them: what is compared most closely is near."""
     return [
         ConstantHttp("JSON"),
         ConstantHttp("protobuf"),
+        ConstantProtocol(),
         ConstantGrpc("4"),
         ConstantGrpc("8"),
         ConstantGrpc("uvloop"),
         EmbedServe(),
-        EmbedServeBatch(),
+        *([EmbedServeBefore(against)] if against else []),
+        EmbedServeGrpcio(),
         *peers(),
     ]
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workloads", nargs="*", default=["small", "rank", "bulk"])
-    parser.add_argument("--operations", nargs="*", choices=OPERATIONS, default=list(OPERATIONS))
-    parser.add_argument("--ids", nargs="+", default=["uniform", "zipf"])
+    parser.add_argument("--workloads", nargs="*", help="default: small rank bulk")
+    parser.add_argument("--operations", nargs="*", choices=OPERATIONS, help="default: all")
+    parser.add_argument("--ids", nargs="+", help="default: uniform zipf")
     parser.add_argument("--servers", nargs="+", help="only those whose names begin so")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="one round of a second; no operations")
+    parser.add_argument("--against", type=Path, help="another checkout, whose server is compared")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--seconds", type=int)
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="embedserve, constant replies and Triton on `small`, one round; what else is given "
+        "goes before this",
+    )
     parser.add_argument("--install", action="store_true", help="install the peers and end")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    return parser.parse_args()
+    chosen = parser.parse_args()
+    defaults = QUICK if chosen.quick else WHOLE
+    for name, value in defaults.items():
+        if getattr(chosen, name) is None:
+            setattr(chosen, name, value)
+    return chosen
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     chosen = options()
-    servers = [one for one in all_servers() if _is_chosen(one, chosen.servers)]
+    servers = [one for one in all_servers(chosen.against) if _is_chosen(one, chosen)]
     if chosen.install:
         for server in servers:
             print(f"installing {server.name} …", file=sys.stderr)
@@ -83,7 +124,6 @@ def main() -> None:
     load.need("wrk", "h2load")
     if (os.cpu_count() or 1) < 2:
         sys.exit("two cores are needed: one serves, one loads")
-    rounds, seconds = (1, 1) if chosen.quick else (chosen.rounds, chosen.seconds)
     results: dict[str, list[Row]] = {}
     references: dict[str, dict[str, float]] = {}
     for name in chosen.workloads:
@@ -93,10 +133,10 @@ def main() -> None:
             able = [one for one in servers if _is_able(one, name, ids)]
             label = f"{name} {ids}"
             references[label] = kernel.measure(work)
-            results[label] = measure(able, work, rounds, seconds)
+            results[label] = measure(able, work, chosen.rounds, chosen.seconds)
             _written(chosen.output, results, references, {})
     found: dict[str, dict[str, Any]] = {}
-    for name in [] if chosen.quick else chosen.operations:
+    for name in chosen.operations:
         print(name, file=sys.stderr)
         try:
             found[name] = OPERATIONS[name]()
@@ -128,8 +168,10 @@ def _written(
     return text
 
 
-def _is_chosen(server: Server, names: list[str] | None) -> bool:
-    return names is None or any(server.name.startswith(name) for name in names)
+def _is_chosen(server: Server, chosen: argparse.Namespace) -> bool:
+    if chosen.servers is not None:
+        return any(server.name.startswith(name) for name in chosen.servers)
+    return not chosen.quick or server.name in QUICK_SERVERS
 
 
 def _is_able(server: Server, workload_name: str, ids: str) -> bool:

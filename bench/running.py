@@ -13,15 +13,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from load import pinned
 from servers.base import Server, Way
 from workloads import Request, Workload
 
 SERVER_CORE = "0"
+BOTH_CORES = "0,1"
 PORT = 18_080
 READY_S_MAX = 120
-MODEL_READY_S_MAX = 20
+MODEL_READY_S_MAX = 90
 """From when a server takes connections until it answers."""
 
 
@@ -80,10 +82,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def children(pid: int) -> list[int]:
+    """Of a server's process: its workers, if it has several."""
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in listed]
+
+
 def ask(server: Server, way: Way, workload: Workload, request: Request) -> bytes:
     """The answer to one request, by a client that fails on any error."""
     body = server.body(way, workload, request)
-    if way.protocol == "http":
+    if way.protocol.startswith("http"):
         return _post(way, body, server.headers(way, body))
     if way.protocol.startswith("grpc"):
         return _call(way, body)
@@ -109,7 +117,8 @@ def _post(way: Way, body: bytes, headers: dict[str, str]) -> bytes:
         try:
             request = urllib.request.Request(url, body, headers)
             with urllib.request.urlopen(request, timeout=30) as response:
-                return response.read()
+                answer: bytes = response.read()
+                return answer
         except (urllib.error.HTTPError, OSError) as error:
             if time.monotonic() > end:
                 raise RuntimeError(f"{url}: {error}") from error
@@ -119,6 +128,7 @@ def _post(way: Way, body: bytes, headers: dict[str, str]) -> bytes:
 def _call(way: Way, body: bytes) -> bytes:
     import grpc
 
+    answer: bytes
     options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(f"127.0.0.1:{PORT + 1}", options=options) as channel:
         if way.protocol == "grpc-stream":

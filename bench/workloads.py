@@ -38,7 +38,7 @@ class Request:
 
     @property
     def examples(self) -> int:
-        return self.lengths.shape[1]
+        return int(self.lengths.shape[1])
 
     def bags(self) -> Iterator[list[list[int]]]:
         """For each feature the ids of each example."""

@@ -1,21 +1,70 @@
 #!/usr/bin/env bash
-# Installs Debian's kubernetes-client when kubectl is missing; the tests render the manifests
-# with it. It does nothing where kubectl is there, and never touches a cluster.
+# Installs from Debian what the tests run and this host lacks: kubectl renders the manifests; curl,
+# nghttp, h2load, grpc-go and Node's gRPC ask the server; nginx and HAProxy stand before it. It does
+# nothing where all are there, never touches a cluster, and leaves no service running or enabled.
 set -euo pipefail
 
+# Debian's servers are there, which is not on every user's PATH.
+SBIN=${SBIN:-/usr/sbin}
+PATH=$PATH:$SBIN
+
+declare -A package_of=(
+    [kubectl]=kubernetes-client
+    [curl]=curl
+    [nghttp]=nghttp2-client
+    [h2load]=nghttp2-client
+    [nginx]=nginx-light
+    [haproxy]=haproxy
+    [node]=nodejs
+    [npm]=npm
+    [go]=golang-go
+)
+
 fail() {
-    echo "install-debian-packages.sh: kubectl is missing and $*" >&2
+    echo "install-debian-packages.sh: ${missing[*]}: not here, and $*" >&2
     exit 1
 }
 
-if command -v kubectl >/dev/null; then exit 0; fi
-command -v apt-get >/dev/null || fail "this host has no apt-get: install kubectl by hand"
+has_grpc_go() {
+    GO111MODULE=off GOFLAGS='' GOPATH=/usr/share/gocode go list -find google.golang.org/grpc
+}
 
+missing=()
+packages=()
+for command in kubectl curl nghttp h2load nginx haproxy node npm go; do
+    if ! command -v "$command" >/dev/null; then
+        missing+=("$command")
+        package=${package_of[$command]}
+        [[ " ${packages[*]} " == *" $package "* ]] || packages+=("$package")
+    fi
+done
+if ! has_grpc_go >/dev/null 2>&1; then
+    missing+=(grpc-go)
+    packages+=(golang-google-grpc-dev)
+fi
+if [ ${#missing[@]} -eq 0 ]; then exit 0; fi
+
+command -v apt-get >/dev/null || fail "this host has no apt-get: install by hand"
 as_root=(env DEBIAN_FRONTEND=noninteractive)
 if [ "$(id -u)" -ne 0 ]; then
-    command -v sudo >/dev/null || fail "there is no sudo: install kubernetes-client as root"
+    command -v sudo >/dev/null || fail "there is no sudo: install ${packages[*]} as root"
     as_root=(sudo env DEBIAN_FRONTEND=noninteractive)
 fi
+
+# Debian starts a service as its package is installed, unless this file says no.
+policy=$SBIN/policy-rc.d
+if [ ! -e "$policy" ]; then
+    "${as_root[@]}" sh -c 'printf "#!/bin/sh\nexit 101\n" >"$1" && chmod 755 "$1"' sh "$policy"
+    trap '"${as_root[@]}" rm -f "$policy"' EXIT
+fi
 "${as_root[@]}" apt-get update -qq || fail "apt-get update failed (its output is above)"
-"${as_root[@]}" apt-get install -qq -y --no-install-recommends kubernetes-client ||
-    fail "apt-get could not install kubernetes-client (its output is above)"
+"${as_root[@]}" apt-get install -qq -y --no-install-recommends "${packages[@]}" ||
+    fail "apt-get could not install ${packages[*]} (its output is above)"
+# Nor at the next start of the host.
+if command -v systemctl >/dev/null; then
+    for service in nginx haproxy; do
+        if [[ " ${missing[*]} " == *" $service "* ]]; then
+            "${as_root[@]}" systemctl disable --quiet "$service"
+        fi
+    done
+fi

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from embedserve_store import Manifest, ModelVersion
-from embedserve_store.layout import dequantize_rows
+from embedserve_store.format.row_layout import dequantize_rows
 
 Bags = Mapping[str, Sequence[Sequence[int]]]
 Weights = Mapping[str, Sequence[Sequence[float]]]

@@ -13,12 +13,14 @@ from reference import Bags, to_kjt
 from torchrec import EmbeddingCollection
 
 from embedserve_store import Manifest, ModelStore, ModelVersion, TableSpec
-from embedserve_store.checksums import sealed_json
-from embedserve_store.goldens import Goldens, sample_bags, save_goldens
-from embedserve_store.layout import dequantize_rows, encode_rows
-from embedserve_store.manifest import CHECKED_FILES
+from embedserve_store.format.manifest import CHECKED_FILES
+from embedserve_store.format.row_layout import dequantize_rows, encode_rows
+from embedserve_store.format.seal import sealed_json
+from embedserve_store.format.tables_file import TablesFile
+from embedserve_store.goldens.goldens_file import Goldens, save_goldens
+from embedserve_store.goldens.sampled_bags import sample_bags
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
-from embedserve_store.tables_file import TablesFile, write_tables
+from embedserve_store.publishing.tables_writer import write_tables
 
 
 def write_version(

@@ -21,8 +21,9 @@ class Way:
 
     Attributes:
         name: as in the tables, such as "JSON".
-        protocol: "http" (wrk posts the bodies), "grpc" (h2load sends the body as one message),
-            "grpc-stream" (as many messages in one call), or "redis" (redis-benchmark).
+        protocol: "http" (wrk posts the bodies), "http-one" (h2load posts one of them), "grpc"
+            (h2load sends one of them as a message), "grpc-stream" (as many messages in one
+            call), or "redis" (redis-benchmark).
         path: of the URL; of gRPC /package.Service/Method.
         headers: sent with each request.
     """

@@ -19,7 +19,7 @@ from servers.embedserve import PROTOBUF, SERVICE, EmbedServe
 
 
 class Constant(Server):
-    """Common to both: requests as embedserve takes them, answers that are not checked."""
+    """Common to all: requests as embedserve takes them, answers that are not checked."""
 
     def body(self, way: Way, workload: Workload, request: Request) -> bytes:
         return EmbedServe().body(way, workload, request)
@@ -30,6 +30,8 @@ class Constant(Server):
 
 
 class ConstantHttp(Constant):
+    """On uvicorn."""
+
     def __init__(self, kind: str) -> None:
         self.name = f"constant reply, {kind}"
         content_type = "application/json" if kind == "JSON" else PROTOBUF
@@ -40,6 +42,18 @@ class ConstantHttp(Constant):
         reply = reply_file(workload, way.name)
         server = str(HERE / "constant_http.py")
         return [sys.executable, server, str(reply), way.headers["Content-Type"], str(port)]
+
+
+class ConstantProtocol(Constant):
+    """Without any HTTP library."""
+
+    name = "constant reply, bare protocol"
+    ways = (Way("protobuf", "http", "/embed", {"Content-Type": PROTOBUF}),)
+
+    def command(self, workload: Workload, port: int) -> list[str]:
+        reply = reply_file(workload, "protobuf")
+        server = str(HERE / "constant_protocol.py")
+        return [sys.executable, server, str(reply), PROTOBUF, str(port)]
 
 
 class ConstantGrpc(Constant):

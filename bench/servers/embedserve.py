@@ -2,35 +2,52 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import orjson
 from workloads import Request, Workload
 
 from embedserve_proto.embedding_pb2 import EmbedRequest, EmbedResponse
-from servers.base import Server, Way
+from servers.base import HERE, Server, Way
 
 PROTOBUF = "application/x-protobuf"
 SERVICE = "/embedserve.v1.EmbeddingService"
 
 
-class EmbedServe(Server):
-    name = "embedserve"
-    ways = (
-        Way("JSON", "http", "/embed", {"Content-Type": "application/json"}),
-        Way("protobuf", "http", "/embed", {"Content-Type": PROTOBUF}),
-        Way("gRPC", "grpc", f"{SERVICE}/Embed"),
-        Way("gRPC stream", "grpc-stream", f"{SERVICE}/EmbedStream"),
-    )
+JSON = Way("JSON", "http", "/embed", {"Content-Type": "application/json"})
+MESSAGE = Way("protobuf", "http", "/embed", {"Content-Type": PROTOBUF})
+GRPC = Way("gRPC", "grpc", f"{SERVICE}/Embed")
+GRPC_STREAM = Way("gRPC stream", "grpc-stream", f"{SERVICE}/EmbedStream")
+ONE_MESSAGE = Way("protobuf, one body", "http-one", "/embed", {"Content-Type": PROTOBUF})
+"""As gRPC is asked: by h2load, which repeats one request."""
 
-    def __init__(self, *options: str) -> None:
+SERVE = (sys.executable, "-W", "ignore", "-m", "embedserve", "serve")
+GRPC_SERVER = "--grpc-server"
+OURS = HERE.parents[1]
+SOURCE_ROOTS = ("server", "model_store", "clients", "proto")
+
+
+class EmbedServe(Server):
+    """The server of a checkout: of this one, if no other is named."""
+
+    name = "embedserve"
+    ways: Sequence[Way] = (JSON, MESSAGE, GRPC, GRPC_STREAM, ONE_MESSAGE)
+
+    def __init__(self, *options: str, checkout: Path = OURS) -> None:
         self.options = options
+        self.checkout = checkout.resolve()
 
     def command(self, workload: Workload, port: int) -> list[str]:
         ports = ("--http-port", str(port), "--grpc-port", str(port + 1))
-        start = (sys.executable, "-W", "ignore", "-m", "embedserve", "serve")
-        return [*start, str(workload.tables.store), *ports, *self.options]
+        return [*SERVE, str(workload.tables.store), *ports, *self.options]
+
+    def environment(self) -> dict[str, str]:
+        return {"PYTHONPATH": ":".join(str(self.checkout / root) for root in SOURCE_ROOTS)}
 
     def body(self, way: Way, workload: Workload, request: Request) -> bytes:
         features = workload.tables.features
@@ -49,12 +66,37 @@ class EmbedServe(Server):
         return np.frombuffer(response.values, "<f4").reshape(response.batch_size, -1)
 
 
-class EmbedServeBatch(EmbedServe):
-    """Its threads scheduled as batch jobs, which a host does well that has cores for it alone."""
+class EmbedServeGrpcio(EmbedServe):
+    """Its other gRPC server, grpcio's."""
 
-    name = "embedserve, chrt --batch"
-    ways = EmbedServe.ways[2:]
-    workloads = ("small",)
+    name = "embedserve, grpcio"
+    ways = (GRPC, GRPC_STREAM)
 
-    def command(self, workload: Workload, port: int) -> list[str]:
-        return ["chrt", "--batch", "0", *super().command(workload, port)]
+    def __init__(self) -> None:
+        super().__init__(GRPC_SERVER, "grpcio")
+
+    def missing(self) -> str:
+        return "" if GRPC_SERVER in self._help() else f"a `serve` that has {GRPC_SERVER}"
+
+    def _help(self) -> str:
+        return subprocess.run(
+            [*SERVE, "--help"],
+            check=True,
+            capture_output=True,
+            text=True,
+            env={**os.environ, **self.environment(), "COLUMNS": "200"},
+        ).stdout
+
+
+class EmbedServeBefore(EmbedServe):
+    """The server of another checkout, such as the commit before a change."""
+
+    name = "embedserve before"
+    ways = (JSON, MESSAGE, GRPC, GRPC_STREAM)
+
+    def __init__(self, checkout: Path) -> None:
+        super().__init__(checkout=checkout)
+
+    def missing(self) -> str:
+        package = self.checkout / "server" / "embedserve" / "__main__.py"
+        return "" if package.exists() else f"{package}, in a checkout of embedserve"

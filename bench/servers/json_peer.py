@@ -35,7 +35,7 @@ class JsonPeer(Server):
     packages: Sequence[str]
     script: str
     path = "/embed"
-    workloads = ("small", "rank")
+    workloads: Sequence[str] = ("small", "rank")
 
     @property
     def ways(self) -> Sequence[Way]:  # type: ignore[override]

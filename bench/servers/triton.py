@@ -108,7 +108,8 @@ class Triton(Server):
 
     def values(self, way: Way, workload: Workload, answer: bytes) -> np.ndarray:
         read = {"JSON": json_values, "binary": binary_values, "gRPC": grpc_values}[way.name]
-        return read(answer)[0]
+        values: np.ndarray = read(answer)[0]
+        return values
 
     def _repository(self, workload: Workload) -> Path:
         """A model repository for the workload's tables."""

@@ -13,12 +13,14 @@
 Importing this package does not import torch; publishing does.
 """
 
-from embedserve_store.checksums import verify
 from embedserve_store.errors import InvalidModelError, StoreError
-from embedserve_store.goldens import Bags, Goldens
-from embedserve_store.ids.rules import IdRule
-from embedserve_store.load import ModelStore, ModelVersion
-from embedserve_store.manifest import Manifest
+from embedserve_store.format.id_rule import IdRule
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.format.tables_file import Progress, TablesFile
+from embedserve_store.goldens.goldens_file import Bags, Goldens
+from embedserve_store.local_store import ModelStore
+from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
 from embedserve_store.plans.plan import Plan, Shard, TablePlan, read_plan
 from embedserve_store.publishing.pooled_error import PooledError
@@ -26,8 +28,7 @@ from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.publish_sharded import publish_sharded
 from embedserve_store.publishing.version_writer import PublishedVersion
 from embedserve_store.sources.description import Description, read_description
-from embedserve_store.table_spec import TableSpec
-from embedserve_store.tables_file import Progress, TablesFile
+from embedserve_store.verification import verify
 
 __all__ = [
     "Bags",

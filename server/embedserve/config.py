@@ -55,6 +55,11 @@ class ServeSettings:
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
     http_port: int = setting(8000, "REST, health and metrics; 0: any.", min=0, max=65535)
     grpc_port: int = setting(8001, "gRPC; 0: any.", min=0, max=65535)
+    grpc_server: str = setting(
+        "native",
+        "native: by this server itself, on both ports; grpcio: by grpcio's own server on the gRPC "
+        "port, slower, to compare with.",
+    )
     model: tuple[str, ...] = setting(
         (),
         "A model to serve, NAME or NAME@VERSION; may be repeated. Default: all of the store, the "
@@ -71,6 +76,11 @@ class ServeSettings:
     )
     strict_plan: bool = setting(
         False, "Refuse to start where the stored plan does not fit the host."
+    )
+    lookup: str = setting(
+        "compiled",
+        "compiled: traced or scripted to tensor operations; eager: DistributedModelParallel's own "
+        "forward on a KeyedJaggedTensor, slower, to compare and to debug.",
     )
     workers: int = setting(
         1,
@@ -89,3 +99,36 @@ class ServeSettings:
     )
     log_level: str = setting("info", "debug, info, warning or error.")
     limits: Limits = field(default_factory=Limits)
+
+
+CHOICES = {
+    "grpc_server": ("native", "grpcio"),
+    "lookup": ("compiled", "eager"),
+    "tables": ("mapped", "resident"),
+    "log_level": ("debug", "info", "warning", "error"),
+}
+
+
+def check_settings(settings: ServeSettings) -> None:
+    """Raises ValueError for settings that make no sense, whatever the host and the store."""
+    for name, choices in CHOICES.items():
+        value = getattr(settings, name)
+        if value not in choices:
+            raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+    check_device(settings, settings.devices)
+
+
+def check_device(settings: ServeSettings, device_type: str) -> None:
+    """Raises ValueError for settings that make no sense where tables are copied to GPUs."""
+    if device_type != "cuda":
+        return
+    if settings.workers > 1:
+        raise ValueError(
+            f"workers is {settings.workers}, but the tables go to GPUs, and each worker would copy "
+            "them there again: use 1"
+        )
+    if settings.tables == "resident":
+        raise ValueError(
+            "tables is 'resident', but they are copied to GPUs, and nothing reads them in this "
+            "host's memory: use mapped"
+        )

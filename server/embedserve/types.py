@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+import orjson
 
-from embedserve_store.ids.rules import IdRule
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.translate import IdTranslator
 
 
@@ -85,66 +87,81 @@ class Batch:
     skipped: np.ndarray | None = None
 
 
-@dataclass(frozen=True)
-class TableInfo:
-    """A served table as callers may see it; ids is how theirs become row numbers."""
-
-    name: str
-    num_embeddings: int
-    embedding_dim: int
-    pooling: str
-    dtype: str
-    features: tuple[str, ...]
-    sharding: str
-    ids: IdRule
-
-
 @dataclass(frozen=True, eq=False)
 class ModelInfo:
-    """A served model as callers may see it, and what a request is checked against.
+    """A served model: its manifest, how it is served, and what a request is checked against.
 
-    Compared by identity, so that what is derived from it can be cached cheaply.
+    Compared by identity, so that what is derived from it can be cached cheaply. What requests
+    ask of the manifest is kept here: a cached_property costs no more than an attribute.
 
     Attributes:
-        features: names that requests may use, in the order of the engine's input.
-        rows_per_feature: row numbers of a feature are below this.
-        keys, length_per_key: of every answer, as in a KeyedTensor.
-        is_pooled: False for an EmbeddingCollection, answered by one row for each id.
+        sharding: how each table is split over the ranks, by its name.
         translator: turns callers' ids into row numbers.
         bytes_per_rank: table bytes of each rank.
         replanned: the plan is not the stored one.
     """
 
-    name: str
-    version: int
-    features: tuple[str, ...]
-    rows_per_feature: tuple[int, ...]
-    keys: tuple[str, ...]
-    length_per_key: tuple[int, ...]
-    tables: tuple[TableInfo, ...]
-    is_pooled: bool
+    manifest: Manifest
+    sharding: Mapping[str, str]
     translator: IdTranslator
     device_type: str
     bytes_per_rank: tuple[int, ...]
     replanned: bool
     is_scripted: bool
+    answer_starts: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    """What codecs keep with the model, so that it goes with it: by bytes of values and of each."""
+
+    @cached_property
+    def json_start(self) -> bytes:
+        """What every JSON answer begins with; orjson's, kept with the model."""
+        head = {
+            "model": self.name,
+            "version": self.version,
+            "keys": self.keys,
+            "length_per_key": self.length_per_key,
+        }
+        return orjson.dumps(head)[:-1]
+
+    @cached_property
+    def name(self) -> str:
+        return self.manifest.model
+
+    @cached_property
+    def version(self) -> int:
+        return self.manifest.version
+
+    @cached_property
+    def tables(self) -> tuple[TableSpec, ...]:
+        return self.manifest.tables
+
+    @cached_property
+    def features(self) -> tuple[str, ...]:
+        """Names that requests may use, in the order of the engine's input."""
+        return self.manifest.features
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """Of every answer, as in a KeyedTensor."""
+        return self.manifest.keys
+
+    @cached_property
+    def length_per_key(self) -> tuple[int, ...]:
+        return self.manifest.length_per_key
+
+    @cached_property
+    def is_pooled(self) -> bool:
+        """False for an EmbeddingCollection, answered by one row for each id."""
+        return self.manifest.is_pooled
 
     @cached_property
     def feature_per_key(self) -> np.ndarray:
         """int64 [keys], where the feature of each key stands in ``features``."""
-        uses = [feature for table in self.tables for feature in table.features]
-        return np.array([self.features.index(feature) for feature in uses])
+        return np.array([columns.feature for columns in self.manifest.columns])
 
     @cached_property
     def keys_are_features(self) -> bool:
         """Whether every feature serves one table, and so the keys are the features in order."""
         return bool(np.array_equal(self.feature_per_key, np.arange(len(self.features))))
-
-    @cached_property
-    def rule_per_feature(self) -> tuple[IdRule, ...]:
-        """Tables that share a feature have one rule."""
-        rules = {feature: table.ids for table in self.tables for feature in table.features}
-        return tuple(rules[feature] for feature in self.features)
 
     @cached_property
     def string_features(self) -> frozenset[str]:

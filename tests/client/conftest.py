@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from client.fake import FakeModel, grpc_server, rest_server
+from client.fake import FakeModel, RestFake, grpc_server, rest_server
 
 from embedserve_client import (
     AsyncEmbedClient,
@@ -33,7 +33,8 @@ class Blocking:
     def stream(self, items: Any, **options: Any) -> list[Any]:
         answers = self._client.embed_stream(items, **options)
         if hasattr(answers, "__aiter__"):
-            return self._wait(_collected(answers))
+            collected: list[Any] = self._wait(_collected(answers))
+            return collected
         return list(answers)
 
     def shut(self) -> None:
@@ -57,10 +58,17 @@ def model() -> FakeModel:
     return FakeModel()
 
 
+@pytest.fixture(scope="module")
+def rest_fake() -> Iterator[RestFake]:
+    """One server for all tests of a module: uvicorn takes its time to stop."""
+    with rest_server() as fake:
+        yield fake
+
+
 @pytest.fixture
-def rest_url(model: FakeModel) -> Iterator[str]:
-    with rest_server(model) as url:
-        yield url
+def rest_url(rest_fake: RestFake, model: FakeModel) -> str:
+    rest_fake.model = model
+    return rest_fake.url
 
 
 @pytest.fixture

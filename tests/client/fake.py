@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -65,6 +66,7 @@ class FakeModel:
         self.requests: list[pb.EmbedRequest] = []
         self.timeouts_ms: list[str | None] = []
         self.slow_s = 0.0
+        self.stream_ended = threading.Event()
 
     def embed(self, request: pb.EmbedRequest) -> pb.EmbedResponse:
         self.requests.append(request)
@@ -157,10 +159,11 @@ class FakeModel:
         )
 
 
-def rest_app(model: FakeModel) -> Callable[..., Awaitable[None]]:
-    """The REST side as an ASGI app."""
+def rest_app(current: Callable[[], FakeModel]) -> Callable[..., Awaitable[None]]:
+    """The REST side as an ASGI app; each request asks the model that is then the current one."""
 
     async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        model = current()
         body, more = b"", True
         while more:
             event = await receive()
@@ -212,9 +215,11 @@ class Servicer(pb_grpc.EmbeddingServiceServicer):
         self.model = model
 
     def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
-        return _or_abort(context, lambda: self.model.embed(request))
+        answer: pb.EmbedResponse = _or_abort(context, lambda: self.model.embed(request))
+        return answer
 
     def EmbedStream(self, requests: Iterator[pb.EmbedRequest], context: Any) -> Any:
+        context.add_callback(self.model.stream_ended.set)
         for request in requests:
             if request.model == "cut":
                 return
@@ -233,7 +238,8 @@ class Servicer(pb_grpc.EmbeddingServiceServicer):
         return self.model.models()
 
     def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.Model:
-        return _or_abort(context, lambda: self.model.model(request.model))
+        model: pb.Model = _or_abort(context, lambda: self.model.model(request.model))
+        return model
 
 
 def _or_abort(context: Any, answer: Callable[[], Any]) -> Any:
@@ -243,11 +249,21 @@ def _or_abort(context: Any, answer: Callable[[], Any]) -> Any:
         context.abort(grpc.StatusCode[error.code], error.message)
 
 
+@dataclass
+class RestFake:
+    """A running REST server and the model that it asks, which may be replaced between requests."""
+
+    url: str
+    model: FakeModel
+
+
 @contextmanager
-def rest_server(model: FakeModel) -> Iterator[str]:
-    """The base URL of the fake on a free loopback port."""
+def rest_server() -> Iterator[RestFake]:
+    """The fake on a free loopback port."""
+    fake = RestFake("", FakeModel())
+    app = rest_app(lambda: fake.model)
     config = uvicorn.Config(
-        rest_app(model), port=0, log_level="error", lifespan="off", access_log=False, ws="none"
+        app, port=0, log_level="error", lifespan="off", access_log=False, ws="none"
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
@@ -255,7 +271,8 @@ def rest_server(model: FakeModel) -> Iterator[str]:
     while not server.started:
         time.sleep(0.005)
     port = server.servers[0].sockets[0].getsockname()[1]
-    yield f"http://127.0.0.1:{port}"
+    fake.url = f"http://127.0.0.1:{port}"
+    yield fake
     server.should_exit = True
     thread.join()
 

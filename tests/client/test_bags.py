@@ -15,14 +15,14 @@ INT64_MAX = 2**63 - 1
 def ids(value: Any) -> tuple[list[int], list[int]]:
     bags = split(FIELD, value)
     flat = ids_of(FIELD, bags)
-    assert (flat.dtype, bags.lengths.dtype) == (np.int64, np.int32)
+    assert (flat.dtype, bags.lengths.dtype) == (np.dtype(np.int64), np.dtype(np.int32))
     return flat.tolist(), bags.lengths.tolist()
 
 
 def weights(value: Any) -> list[float]:
     flat = weights_of("weights.movie", split("weights.movie", value))
     assert flat.dtype == np.float32
-    return flat.tolist()
+    return [float(one) for one in flat]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_strings_stand_apart_from_integers_and_lengths_are_of_all() -> None:
 
     assert batch.keys == ("title", "user", "tag", "shop")
     assert (batch.string_keys, list(batch.string_ids)) == (("title", "tag"), ["a", "b", "c", "d"])
-    assert (batch.ids.dtype, batch.ids.tolist()) == (np.int64, [1])
+    assert (batch.ids.dtype, batch.ids.tolist()) == (np.dtype(np.int64), [1])
     assert batch.lengths.tolist() == [1, 2, 1, 0, 0, 1, 0, 0]
     assert batch.weights is not None
     assert batch.weights.tolist() == [1, 1, 1, 0.5, 2]
@@ -42,7 +42,7 @@ def test_strings_stand_apart_from_integers_and_lengths_are_of_all() -> None:
 def test_strings_alone_leave_no_integers() -> None:
     batch = batch_of({"title": ["a"]})
 
-    assert (batch.ids.dtype, batch.ids.size) == (np.int64, 0)
+    assert (batch.ids.dtype, batch.ids.size) == (np.dtype(np.int64), 0)
     assert batch.string_keys == ("title",)
 
 

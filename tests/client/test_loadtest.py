@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -289,8 +290,9 @@ def test_wrong_sizes_are_named(option: str, wrong: str) -> None:
     ],
 )
 def test_wrong_settings_are_named(changed: dict[str, float], message: str) -> None:
+    given: dict[str, Any] = {"sizes": ((1, 1),), "ids_max": 8, "zipf": 1, "seed": 0} | changed
     with pytest.raises(ValueError, match=message):
-        Settings(**({"sizes": ((1, 1),), "ids_max": 8, "zipf": 1, "seed": 0} | changed))
+        Settings(**given)
 
 
 def test_errors_that_differ_in_numbers_are_one_kind() -> None:

@@ -49,8 +49,8 @@ def test_a_keyed_jagged_tensor_is_read(torch: Any, jagged: Any) -> None:
     batch = batch_of(tensor)
 
     assert (batch.keys, batch.batch_size) == (("product", "user"), 3)
-    assert (batch.ids.dtype, batch.ids.tolist()) == (np.int64, [1, 2, 3, 4, 5, 6])
-    assert (batch.lengths.dtype, batch.lengths.tolist()) == (np.int32, [2, 0, 1, 1, 1, 1])
+    assert (batch.ids.dtype, batch.ids.tolist()) == (np.dtype(np.int64), [1, 2, 3, 4, 5, 6])
+    assert (batch.lengths.dtype, batch.lengths.tolist()) == (np.dtype(np.int32), [2, 0, 1, 1, 1, 1])
     assert batch.weights is not None
     assert batch.weights.tolist() == [0.5, 1, 1, 1, 1, 1]
 

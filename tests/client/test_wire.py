@@ -19,8 +19,9 @@ INT64 = st.integers(-(2**63), 2**63 - 1)
 
 def answer(values: Any, **fields: Any) -> pb.EmbedResponse:
     array = np.array(values, dtype="<f2" if fields.get("output_dtype") else "<f4")
-    given_fields = {"batch_size": len(array), "keys": ["user"], "length_per_key": [2]} | fields
-    return pb.EmbedResponse(model="shop", version=7, values=array.tobytes(), **given_fields)
+    given: dict[str, Any] = {"batch_size": len(array), "keys": ["user"], "length_per_key": [2]}
+    given |= fields
+    return pb.EmbedResponse(model="shop", version=7, values=array.tobytes(), **given)
 
 
 def test_arrays_travel_as_little_endian_bytes() -> None:
@@ -145,7 +146,7 @@ def test_an_unpooled_answer_is_a_view_with_lengths() -> None:
     assert result.values.tolist() == [[1, 2], [3, 4], [5, 6]]
     assert not result.values.flags.owndata
     assert result.lengths is not None
-    assert (result.lengths.dtype, result.lengths.tolist()) == (np.int32, [[0, 2], [1, 0]])
+    assert (result.lengths.dtype, result.lengths.tolist()) == (np.dtype(np.int32), [[0, 2], [1, 0]])
 
 
 def test_an_unpooled_answer_without_any_id_is_empty() -> None:

@@ -26,15 +26,18 @@ class Rendered:
     manifests: list[dict[str, Any]]
 
     def one(self, kind: str) -> dict[str, Any]:
+        found: dict[str, Any]
         (found,) = [manifest for manifest in self.manifests if manifest["kind"] == kind]
         return found
 
     @property
     def pod(self) -> dict[str, Any]:
-        return self.one("Deployment")["spec"]["template"]["spec"]
+        pod: dict[str, Any] = self.one("Deployment")["spec"]["template"]["spec"]
+        return pod
 
     @property
     def container(self) -> dict[str, Any]:
+        container: dict[str, Any]
         (container,) = self.pod["containers"]
         return container
 
@@ -61,7 +64,8 @@ def gpu() -> Rendered:
 
 @pytest.fixture(params=["base", "gpu"])
 def rendered(request: pytest.FixtureRequest) -> Rendered:
-    return request.getfixturevalue(request.param)
+    found: Rendered = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -76,7 +76,7 @@ def test_the_command_is_installed(installed: Distribution, pyproject: dict[str, 
     scripts = installed.entry_points.select(group="console_scripts")
     assert {script.name: script.value for script in scripts} == pyproject["project"]["scripts"]
     assert installed.version == pyproject["project"]["version"]
-    command = Path(installed.locate_file("")).parents[2] / "bin" / "embedserve"
+    command = Path(str(installed.locate_file(""))).parents[2] / "bin" / "embedserve"
     assert os.access(command, os.X_OK)
 
 

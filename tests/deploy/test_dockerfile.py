@@ -48,7 +48,8 @@ def test_there_is_a_base_for_each_variant_the_script_takes(
         "runtime": "base-${VARIANT}",
     }
     for stage in ("base-cpu", "base-cuda"):
-        command = [DEPLOY / "build-image-env.sh", "--dry-run", stage[5:], tmp_path / "env", ROOT]
+        script, env = DEPLOY / "build-image-env.sh", tmp_path / "env"
+        command = [str(script), "--dry-run", stage[5:], str(env), str(ROOT)]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
 
 

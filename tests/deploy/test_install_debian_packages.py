@@ -1,4 +1,4 @@
-"""install-debian-packages.sh calls apt-get only where kubectl is missing.
+"""install-debian-packages.sh calls apt-get only for what is missing, and leaves no service running.
 
 The script sees a PATH of stand-ins: nothing is installed by these tests.
 """
@@ -12,8 +12,15 @@ import pytest
 from .conftest import DEPLOY
 
 BASH = shutil.which("bash")
-ENV = shutil.which("env")
-INSTALL = "apt-get install -qq -y --no-install-recommends kubernetes-client"
+PLAIN = ("env", "sh", "chmod", "rm")
+"""Commands that are the host's own."""
+PROGRAMS = ("kubectl", "curl", "nghttp", "h2load", "nginx", "haproxy", "node", "npm", "go")
+PACKAGES = (
+    "kubernetes-client curl nghttp2-client nginx-light haproxy nodejs npm golang-go "
+    "golang-google-grpc-dev"
+)
+UPDATE = "apt-get update -qq"
+INSTALL = "apt-get install -qq -y --no-install-recommends"
 
 
 class Host:
@@ -22,11 +29,14 @@ class Host:
     def __init__(self, folder: Path, user: int) -> None:
         self.folder = folder
         self.calls_file = folder / "calls"
+        self.policy = folder / "policy-rc.d"
         self.command("id", f"echo {user}")
-        assert ENV is not None
-        (folder / "env").symlink_to(ENV)
+        for name in PLAIN:
+            path = shutil.which(name)
+            assert path is not None
+            (folder / name).symlink_to(path)
 
-    def command(self, name: str, body: str) -> None:
+    def command(self, name: str, body: str = "") -> None:
         path = self.folder / name
         path.write_text(f"#!{BASH}\n{body}\n")
         path.chmod(0o755)
@@ -35,9 +45,10 @@ class Host:
         self.command(name, f'echo "{name} $*" >> {self.calls_file}\n{then}')
 
     def run(self) -> subprocess.CompletedProcess[str]:
+        assert BASH is not None
         return subprocess.run(
             [BASH, DEPLOY / "install-debian-packages.sh"],
-            env={"PATH": str(self.folder)},
+            env={"PATH": str(self.folder), "SBIN": str(self.folder)},
             capture_output=True,
             text=True,
             timeout=60,
@@ -58,31 +69,78 @@ def user(tmp_path: Path) -> Host:
     return Host(tmp_path, user=1000)
 
 
-def test_nothing_happens_where_kubectl_is(root: Host) -> None:
-    root.record("kubectl")
+def have_all(host: Host, *but: str) -> None:
+    for name in PROGRAMS:
+        if name not in but:
+            host.command(name)
+
+
+def test_nothing_happens_where_all_are(root: Host) -> None:
+    have_all(root)
     root.record("apt-get")
+    root.record("systemctl")
     done = root.run()
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert root.calls == []
 
 
-def test_root_installs_the_package(root: Host) -> None:
+def test_root_installs_the_packages(root: Host) -> None:
     root.record("apt-get")
     assert root.run().returncode == 0
-    assert root.calls == ["apt-get update -qq", INSTALL]
+    assert root.calls == [UPDATE, f"{INSTALL} {PACKAGES}"]
+
+
+@pytest.mark.parametrize(
+    ("program", "package"),
+    [("kubectl", "kubernetes-client"), ("h2load", "nghttp2-client"), ("npm", "npm")],
+)
+def test_only_what_is_missing_is_installed(root: Host, program: str, package: str) -> None:
+    have_all(root, program)
+    root.record("apt-get")
+    root.record("systemctl")
+    assert root.run().returncode == 0
+    assert root.calls == [UPDATE, f"{INSTALL} {package}"]
+
+
+def test_go_without_its_grpc_gets_that(root: Host) -> None:
+    have_all(root, "go")
+    root.command("go", '[ "$*" != "list -find google.golang.org/grpc" ]')
+    root.record("apt-get")
+    assert root.run().returncode == 0
+    assert root.calls == [UPDATE, f"{INSTALL} golang-google-grpc-dev"]
+
+
+def test_new_services_are_neither_started_nor_enabled(root: Host) -> None:
+    have_all(root, "nginx")
+    root.record("apt-get", then=f"{root.policy}; echo policy-rc.d says $? >> {root.calls_file}")
+    root.record("systemctl")
+    assert root.run().returncode == 0
+    assert root.calls == [
+        UPDATE,
+        "policy-rc.d says 101",
+        f"{INSTALL} nginx-light",
+        "policy-rc.d says 101",
+        "systemctl disable --quiet nginx",
+    ]
+    assert not root.policy.exists()
+
+
+def test_a_policy_of_the_host_is_left_as_it_is(root: Host) -> None:
+    root.command("policy-rc.d", "exit 104")
+    before = root.policy.read_text()
+    root.record("apt-get")
+    assert root.run().returncode == 0
+    assert root.policy.read_text() == before
 
 
 def test_another_user_asks_sudo(user: Host) -> None:
+    have_all(user, "curl")
+    user.command("policy-rc.d")
     user.record("apt-get")
     user.record("sudo", then='"$@"')
     assert user.run().returncode == 0
     sudo = "sudo env DEBIAN_FRONTEND=noninteractive"
-    assert user.calls == [
-        f"{sudo} apt-get update -qq",
-        "apt-get update -qq",
-        f"{sudo} {INSTALL}",
-        INSTALL,
-    ]
+    assert user.calls == [f"{sudo} {UPDATE}", UPDATE, f"{sudo} {INSTALL} curl", f"{INSTALL} curl"]
 
 
 def test_a_host_without_apt_get_is_told_so(root: Host) -> None:
@@ -101,7 +159,9 @@ def test_a_user_without_sudo_is_told_so(user: Host) -> None:
 
 
 def test_a_failed_install_fails(root: Host) -> None:
+    have_all(root, "curl")
     root.record("apt-get", then='[ "$1" = update ]')
     done = root.run()
     assert done.returncode == 1
-    assert "could not install kubernetes-client" in done.stderr
+    assert "could not install curl" in done.stderr
+    assert not root.policy.exists()

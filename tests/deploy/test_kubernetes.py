@@ -20,7 +20,8 @@ def container_ports(rendered: Rendered) -> dict[str, int]:
 
 
 def settings(rendered: Rendered) -> dict[str, str]:
-    return rendered.one("ConfigMap")["data"]
+    data: dict[str, str] = rendered.one("ConfigMap")["data"]
+    return data
 
 
 def test_every_kind_is_rendered_once(rendered: Rendered) -> None:

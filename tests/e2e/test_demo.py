@@ -1,23 +1,31 @@
-"""The README's path: train, publish, serve, ask over REST and gRPC, compare with the checkpoint."""
+"""The README's path: train, publish, serve, ask over REST and gRPC, compare with the checkpoint.
+
+And the examples of the documents, as they are pasted.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
-from collections.abc import Iterator
+import sys
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from documents import ROOT, Block, blocks
+from e2e.demo_server import Demo
 from reference import assert_same, pooled
-from servers import Running, run_command, running
+from running_servers import Running, run_command
 
 from embedserve_client import EmbedClient, GrpcEmbedClient
 from embedserve_store import ModelStore
 
-FEATURES = {
+FEATURES: dict[str, list[list[Any]]] = {
     "history": [[111161, 1, 468569], [], [109830]],
     "candidate": [[120737], [1375666], [2171847]],
     "candidate_genres": [["Action", "Drama"], [], ["Western"]],
@@ -32,22 +40,17 @@ TABLE_OF = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("demo")
-    done = run_command("demo", folder / "store", "--checkpoint", folder / "demo.pt")
-    assert done.returncode == 0, done.stderr
-    assert "RMSE" in done.stderr
-    return folder
+@pytest.fixture
+def folder(demo: Demo) -> Path:
+    return demo.folder
 
 
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Running]:
-    with running(folder / "store", folder / "log") as server:
-        yield server
+@pytest.fixture
+def server(demo: Demo) -> Running:
+    return demo.server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def from_checkpoint(folder: Path) -> np.ndarray:
     """float32 [3, sum of dims], by nn.EmbeddingBag from the saved state dict."""
     weights = torch.load(folder / "demo.pt", weights_only=True)
@@ -61,7 +64,9 @@ def from_checkpoint(folder: Path) -> np.ndarray:
     return np.concatenate(blocks, axis=1)
 
 
-def test_rest_and_grpc_give_the_vectors_of_the_checkpoint(server, from_checkpoint) -> None:
+def test_rest_and_grpc_give_the_vectors_of_the_checkpoint(
+    server: Running, from_checkpoint: np.ndarray
+) -> None:
     with EmbedClient(server.http) as rest, GrpcEmbedClient(server.grpc) as grpc:
         over_rest, over_grpc = rest.embed(FEATURES), grpc.embed(FEATURES)
     assert tuple(over_rest.keys) == tuple(TABLE_OF)
@@ -69,7 +74,7 @@ def test_rest_and_grpc_give_the_vectors_of_the_checkpoint(server, from_checkpoin
     assert_same(over_rest.values, from_checkpoint)
 
 
-def test_json_gives_the_same_float32(server, from_checkpoint) -> None:
+def test_json_gives_the_same_float32(server: Running, from_checkpoint: np.ndarray) -> None:
     body = json.dumps({"features": FEATURES})
     answer = json.loads(
         subprocess.run(
@@ -84,7 +89,7 @@ def test_json_gives_the_same_float32(server, from_checkpoint) -> None:
         )
 
 
-def test_the_printed_curl_works_as_pasted(server) -> None:
+def test_the_printed_curl_works_as_pasted(server: Running) -> None:
     line = next(line.strip() for line in server.log.read_text().splitlines() if "curl" in line)
     done = subprocess.run(shlex.split(line), capture_output=True, check=True)
     answer = json.loads(done.stdout)
@@ -92,33 +97,81 @@ def test_the_printed_curl_works_as_pasted(server) -> None:
     assert len(answer["values"]) == 2
 
 
-def test_result_becomes_a_keyed_tensor(server) -> None:
+def test_result_becomes_a_keyed_tensor(server: Running) -> None:
     with EmbedClient(server.http) as rest:
         keyed = rest.embed(FEATURES).to_keyed_tensor()
     assert keyed.keys() == list(TABLE_OF)
     assert keyed["user"].shape == (3, 64)
 
 
-def test_demo_if_missing_does_not_train_again(folder) -> None:
+def test_demo_if_missing_does_not_train_again(folder: Path) -> None:
     done = run_command("demo", folder / "store", "--if-missing")
     assert done.returncode == 0
     assert "has model movies already" in done.stderr
     assert not (folder / "store" / "movies" / "2").exists()
 
 
-def test_the_checkpoint_publishes_as_the_demo_does(folder, server) -> None:
-    files = (folder / "demo.pt", folder / "demo.yaml", folder / "again")
+def test_the_checkpoint_publishes_as_the_demo_does(folder: Path, tmp_path: Path) -> None:
+    files = (folder / "demo.pt", folder / "demo.yaml", tmp_path / "again")
     done = run_command("publish", *files, "--model", "movies", "--dtype", "user=int8")
     assert done.returncode == 0, done.stderr
     assert "user: 3,060 rows of 64 int8, ids by map, 203.2 KiB (561.8 KiB saved)" in done.stderr
-    one, other = (ModelStore(folder / name).load("movies") for name in ("store", "again"))
+    stores = (folder / "store", tmp_path / "again")
+    one, other = (ModelStore(store).load("movies") for store in stores)
     assert [t.ids for t in one.manifest.tables] == [t.ids for t in other.manifest.tables]
     np.testing.assert_array_equal(one.tables.rows("movie"), other.tables.rows("movie"))
 
 
-def test_inspect_shows_tables_and_plan(folder) -> None:
+def test_inspect_shows_tables_and_plan(folder: Path) -> None:
     assert "movies" in run_command("inspect", folder / "store").stdout
     shown = run_command("inspect", folder / "store", "movies", "1").stdout
     assert "31,245" in shown
     assert "15,623 + 15,622 rows" in shown
     assert "row_wise" in shown
+
+
+DOCUMENTS = ("README.md", "docs/rest.md", "docs/grpc.md", "docs/store.md")
+EXAMPLES = [block for name in DOCUMENTS for block in blocks(ROOT / name)]
+CURLS = [pair for pair in pairwise(EXAMPLES) if "curl " in pair[0].text]
+"""Each with the block that follows, which is its answer if that is JSON."""
+SCRIPTS = [one for one in EXAMPLES if one.language == "python" and "localhost:" in one.text]
+
+
+def to(server: Running, text: str) -> str:
+    """``text`` with the server's addresses in the place of those in the documents."""
+    text = text.replace("localhost:8001", server.grpc)
+    return re.sub(r"localhost:80[01]0", server.http.removeprefix("http://"), text)
+
+
+def pattern_of(answer: str) -> str:
+    """Matches an answer without white space and with all fractions 0.0; … is anything."""
+    return ".*".join(map(re.escape, without_fractions(answer).split("…")))
+
+
+def without_fractions(answer: str) -> str:
+    return re.sub(r"-?\d+\.\d+(e-?\d+)?", "0.0", re.sub(r"\s", "", answer))
+
+
+@pytest.mark.parametrize(("block", "answer"), CURLS, ids=str)
+def test_the_documents_curls_are_answered_as_they_say(
+    server: Running, block: Block, answer: Block
+) -> None:
+    done = subprocess.run(shlex.split(to(server, block.text)), capture_output=True, check=True)
+    if answer.language == "json":
+        assert re.fullmatch(pattern_of(answer.text), without_fractions(done.stdout.decode()))
+    else:
+        assert json.loads(done.stdout)["model"] == "movies"
+
+
+@pytest.mark.parametrize("block", SCRIPTS, ids=str)
+def test_the_documents_python_runs_as_pasted(server: Running, folder: Path, block: Block) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", to(server, block.text)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    if "print(" in block.text:
+        assert float(done.stdout) < 1e-6
+
+
+def test_every_document_has_examples_that_are_tried() -> None:
+    tried = {block.path for block in (*SCRIPTS, *(block for block, _ in CURLS))}
+    assert tried == {ROOT / name for name in DOCUMENTS}

@@ -8,11 +8,12 @@ import subprocess
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from servers import Running, running
+from running_servers import Running, running
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -65,7 +66,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             EmbeddingConfig(name="word", num_embeddings=4, embedding_dim=8, feature_names=["word"]),
         ]
     )
-    options = {"sharding": "row_wise", "world_size": 2}
+    options: dict[str, Any] = {"sharding": "row_wise", "world_size": 2}
     publish(
         bags,
         folder / "store",
@@ -96,7 +97,7 @@ def weight(collection: EmbeddingBagCollection | EmbeddingCollection, table: str)
     return result
 
 
-REQUEST = {
+REQUEST: dict[str, list[list[Any]]] = {
     "user": [[USERS[3], 5, USERS[4]], [6], [USERS[0]]],
     "tag": [["war"], ["drama", ""], []],
     "city": [[2**62 + 1], [-1], [6, 7]],
@@ -144,7 +145,7 @@ def test_metrics_count_unknown_ids(served: Served) -> None:
 
 def test_every_id_of_an_unpooled_model_has_its_row(served: Served) -> None:
     item, word = weight(served.rows, "item"), weight(served.rows, "word")
-    request = {
+    request: dict[str, list[list[Any]]] = {
         "item": [[1, ROWS + 10, 3], []],
         "last": [[4], [5, 6]],
         "word": [["drama"], ["映画", ""]],
@@ -181,7 +182,9 @@ def test_every_id_of_an_unpooled_model_has_its_row(served: Served) -> None:
         ("bags", {"user": [["u"]]}, r"features\.user\[0\]\[0\] is 'u': ids of 'user' are integers"),
     ],
 )
-def test_what_is_no_id_is_named(served: Served, model: str, features: dict, message: str) -> None:
+def test_what_is_no_id_is_named(
+    served: Served, model: str, features: dict[str, Any], message: str
+) -> None:
     with EmbedClient(served.server.http) as rest, GrpcEmbedClient(served.server.grpc) as grpc:
         for client in (rest, grpc):
             with pytest.raises(InvalidRequest, match=message):
@@ -199,11 +202,12 @@ def test_the_printed_curl_has_ids_as_callers_have_them(served: Served) -> None:
     assert np.any(answer["values"])
 
 
-def post(served: Served, model: str, features: dict) -> dict:
+def post(served: Served, model: str, features: dict[str, Any]) -> dict[str, Any]:
     request = urllib.request.Request(
         f"{served.server.http}/models/{model}/embed",
         json.dumps({"features": features}).encode(),
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request) as answer:
-        return json.load(answer)
+        read: dict[str, Any] = json.load(answer)
+        return read

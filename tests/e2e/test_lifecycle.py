@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import threading
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from servers import free_port, run_command, running
+from running_servers import Running, free_port, run_command, run_commands, running
 
 from embedserve_client import EmbedClient, EmbedServeClientError, GrpcEmbedClient, Unavailable
 
@@ -29,70 +32,107 @@ def weight() -> torch.Tensor:
     return torch.randn(500, 8, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture
-def store(tmp_path: Path, weight: torch.Tensor) -> Path:
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory, weight: torch.Tensor) -> Path:
     """A store published from the command line, from a checkpoint with more in it."""
-    checkpoint, description = tmp_path / "model.pt", tmp_path / "tables.yaml"
+    folder = tmp_path_factory.mktemp("lifecycle")
+    checkpoint, description = folder / "model.pt", folder / "tables.yaml"
     torch.save(
         {"sparse.ebc.embedding_bags.user.weight": weight, "dense.0.bias": torch.zeros(4)},
         checkpoint,
     )
     description.write_text(DESCRIPTION)
-    done = run_command("publish", checkpoint, description, tmp_path / "store", "--model", "m")
+    done = run_command("publish", checkpoint, description, folder / "store", "--model", "m")
     assert done.returncode == 0, done.stderr
     assert "skipped, as not described: dense.0.bias" in done.stderr
     assert "published m version 1" in done.stderr
-    return tmp_path / "store"
+    return folder / "store"
 
 
-def test_a_published_checkpoint_is_served(store, weight, tmp_path) -> None:
-    with running(store, tmp_path / "log", "--verify") as server, EmbedClient(server.http) as client:
+@pytest.fixture
+def store(published: Path, tmp_path: Path) -> Path:
+    """A test's own copy of the store."""
+    return shutil.copytree(published, tmp_path / "store")
+
+
+@pytest.fixture(scope="module")
+def server(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(published, tmp_path_factory.mktemp("log") / "log", "--verify") as server:
+        yield server
+
+
+def test_a_published_checkpoint_is_served(server: Running, weight: torch.Tensor) -> None:
+    with EmbedClient(server.http) as client:
         values = client.embed({"user": [[1, 2], [499]]}).values
     expected = torch.stack([weight[1] + weight[2], weight[499]]).numpy()
     np.testing.assert_allclose(values, expected, rtol=1e-6, atol=1e-6)
 
 
-def refused(store: Path, *arguments: object) -> str:
-    """The one line with which serve refuses ``store``."""
-    ports = ("--http-port", free_port(), "--grpc-port", free_port())
-    done = run_command("serve", store, *ports, *arguments)
+def refused(*commands: tuple[object, ...]) -> list[str]:
+    """The one line with which serve refuses each store, with the options after it."""
+    ended = run_commands(
+        *(
+            ("serve", store, "--http-port", free_port(), "--grpc-port", free_port(), *options)
+            for store, *options in commands
+        )
+    )
+    return [refusal(done) for done in ended]
+
+
+def refusal(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("embedserve: ")]
     return line
 
 
-def test_damage_is_refused_before_ready(store) -> None:
-    version = store / "m" / "1"
-    tables = version / "tables.safetensors"
-    data = tables.read_bytes()
-    tables.write_bytes(data[:-1])
-    assert "tables.safetensors" in refused(store)
-    flipped = bytearray(data)
-    flipped[-1] ^= 1
-    tables.write_bytes(flipped)
-    assert "table 'user'" in refused(store, "--verify")
-    tables.write_bytes(data)
-    manifest = (version / "manifest.json").read_text()
-    (version / "manifest.json").write_text(
-        json.dumps(json.loads(manifest) | {"format_version": 99})
+def test_damage_is_refused_before_ready(published: Path, tmp_path: Path) -> None:
+    def damaged(kind: str, name: str, change: Callable[[bytes], bytes]) -> Path:
+        store = shutil.copytree(published, tmp_path / kind)
+        path = store / "m" / "1" / name
+        path.write_bytes(change(path.read_bytes()))
+        return store
+
+    def another_format(manifest: bytes) -> bytes:
+        return json.dumps(json.loads(manifest) | {"format_version": 99}).encode()
+
+    without_plan = damaged("unplanned", "plan.json", lambda data: data)
+    (without_plan / "m" / "1" / "plan.json").unlink()
+    cut, flipped, newer, changed, unplanned = refused(
+        (damaged("cut", "tables.safetensors", lambda data: data[:-1]),),
+        (
+            damaged(
+                "flipped", "tables.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 1])
+            ),
+            "--verify",
+        ),
+        (damaged("newer", "manifest.json", another_format),),
+        (damaged("changed", "manifest.json", lambda data: data.replace(b"sum", b"max")),),
+        (without_plan,),
     )
-    assert "format_version is 99" in refused(store)
-    (version / "manifest.json").write_text(manifest.replace("sum", "max"))
-    assert "manifest.json" in refused(store)
-    (version / "manifest.json").write_text(manifest)
-    (version / "plan.json").unlink()
-    assert "plan.json" in refused(store)
+    assert "tables.safetensors" in cut
+    assert "table 'user'" in flipped
+    assert "format_version is 99" in newer
+    assert "manifest.json" in changed
+    assert "plan.json" in unplanned
 
 
-def test_missing_things_are_named(store, tmp_path) -> None:
-    assert "nowhere" in refused(tmp_path / "nowhere")
-    assert "no-such" in refused(store, "--model", "no-such")
-    assert "default_model is 'other'" in refused(store, "--default-model", "other")
-    assert "devices is 'tpu'" in refused(store, "--devices", "tpu")
+def test_missing_things_are_named(store: Path, tmp_path: Path) -> None:
+    nowhere, model, default, misspelt, devices = refused(
+        (tmp_path / "nowhere",),
+        (store, "--model", "no-such"),
+        (store, "--default-model", "other"),
+        (store, "--model", "dlmr"),
+        (store, "--devices", "tpu"),
+    )
+    assert "nowhere" in nowhere
+    assert "no-such" in model
+    assert "default_model is 'other'" in default
+    assert "no model 'dlmr', there are m" in misspelt
+    assert "devices is 'tpu'" in devices
 
 
-def test_a_bad_publish_leaves_nothing(tmp_path, weight) -> None:
+def test_a_bad_publish_leaves_nothing(tmp_path: Path, weight: torch.Tensor) -> None:
     checkpoint, description = tmp_path / "model.pt", tmp_path / "tables.yaml"
     description.write_text(DESCRIPTION)
     torch.save({"embedding_bags.user.weight": weight[:, :4]}, checkpoint)
@@ -103,11 +143,14 @@ def test_a_bad_publish_leaves_nothing(tmp_path, weight) -> None:
     assert not list((tmp_path / "store").glob("*/*"))
 
 
-def test_sigterm_under_load_loses_no_accepted_request(store, tmp_path) -> None:
+@pytest.mark.parametrize("grpc_server", ["native", "grpcio"])
+def test_sigterm_under_load_loses_no_accepted_request(
+    store: Path, tmp_path: Path, grpc_server: str
+) -> None:
     """Every request is answered right or was refused for the stop; none is cut off."""
-    with running(store, tmp_path / "log") as server:
+    with running(store, tmp_path / "log", "--grpc-server", grpc_server) as server:
         outcomes: list[str] = []
-        started = threading.Barrier(9)
+        started, enough = threading.Barrier(9), threading.Event()
 
         def ask(client: EmbedClient | GrpcEmbedClient) -> None:
             started.wait()
@@ -122,24 +165,27 @@ def test_sigterm_under_load_loses_no_accepted_request(store, tmp_path) -> None:
                         outcomes.append(f"lost: {error!r}")
                         return
                     outcomes.append("ok")
+                    if len(outcomes) > 500:
+                        enough.set()
 
-        clients = [EmbedClient(server.http) for _ in range(4)]
-        clients += [GrpcEmbedClient(server.grpc) for _ in range(4)]
+        clients = [
+            *(EmbedClient(server.http) for _ in range(4)),
+            *(GrpcEmbedClient(server.grpc) for _ in range(4)),
+        ]
         threads = [threading.Thread(target=ask, args=(client,)) for client in clients]
         for thread in threads:
             thread.start()
         started.wait()
-        while len(outcomes) < 500:
-            assert server.process.poll() is None
+        assert enough.wait(timeout=120)
         server.process.terminate()
         for thread in threads:
-            thread.join(timeout=30)
-        assert server.process.wait(timeout=20) == 0
+            thread.join(timeout=120)
+        assert server.process.wait(timeout=60) == 0
     assert outcomes.count("ok") > 500
     assert [outcome for outcome in outcomes if outcome.startswith("lost")] == []
 
 
-def test_settings_flag_beats_variable_beats_file(store, tmp_path) -> None:
+def test_settings_flag_beats_variable_beats_file(store: Path, tmp_path: Path) -> None:
     config = tmp_path / "serve.toml"
     config.write_text('devices = "nonsense"\nlog_level = "noise"\n')
     done = run_command("serve", store, "--config", config, "--devices", "cpu:1")
@@ -150,19 +196,18 @@ def test_settings_flag_beats_variable_beats_file(store, tmp_path) -> None:
     assert "log_level is 'loud'" in done.stderr
 
 
-def test_docs_are_served(store, tmp_path) -> None:
-    with (
-        running(store, tmp_path / "log") as server,
-        urllib.request.urlopen(f"{server.http}/openapi.json") as response,
-    ):
+def test_docs_are_served(server: Running) -> None:
+    with urllib.request.urlopen(f"{server.http}/openapi.json") as response:
         paths = json.load(response)["paths"]
     assert "/embed" in paths
     assert "/models/{model}/embed" in paths
 
 
-def test_names_that_are_not_there_are_told_with_those_that_are(store, tmp_path, weight) -> None:
-    assert "no model 'dlmr', there are m" in refused(store, "--model", "dlmr")
+def test_names_that_are_not_there_are_told_with_those_that_are(
+    store: Path, tmp_path: Path, weight: torch.Tensor
+) -> None:
     checkpoint, description = tmp_path / "other.pt", tmp_path / "tables.yaml"
+    description.write_text(DESCRIPTION)
     torch.save({"ebc.embedding_bags.users.weight": weight}, checkpoint)
     done = run_command("publish", checkpoint, description, store, "--model", "m")
     assert "the tables there are users" in done.stderr

@@ -5,52 +5,76 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
-from servers import Running, free_port, run_command, running
+from e2e.demo_server import Demo
+from prometheus_client.parser import text_string_to_metric_families
+from running_servers import Running, free_port, running
 
+RUN_S_MAX = 180
 LOADTEST = Path(__file__).parents[2] / "clients" / "loadtest"
-
-
-@dataclass(frozen=True)
-class Demo:
-    folder: Path
-    server: Running
-
-    @property
-    def vocabularies(self) -> str:
-        return ",".join(f"{table}={self.folder}/demo.{table}.txt" for table in ("movie", "user"))
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
-    folder = tmp_path_factory.mktemp("loadtest")
-    done = run_command("demo", folder / "store", "--checkpoint", folder / "demo.pt")
-    assert done.returncode == 0, done.stderr
-    with running(folder / "store", folder / "log") as server:
-        yield Demo(folder, server)
 
 
 @pytest.fixture
 def full(demo: Demo, tmp_path: Path) -> Iterator[Running]:
     """A server whose queue is full as soon as one example waits."""
-    with running(demo.folder / "store", tmp_path / "log", "--queue-examples-max", 1) as server:
+    with running(demo.store, tmp_path / "log", "--queue-examples-max", 1) as server:
         yield server
 
 
-def locust(scripts: str, host: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """A headless run of "rest.py,steps.py" and the like."""
+def command(scripts: str, host: str, *arguments: object) -> list[str]:
+    """Of a headless run of "rest.py,steps.py" and the like."""
     files = ",".join(str(LOADTEST / name) for name in scripts.split(","))
     options = ("--headless", "--json", "--host", host, *map(str, arguments))
+    return [sys.executable, "-W", "ignore", "-m", "locust", "-f", files, *options]
+
+
+def locust(scripts: str, host: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A run to its end."""
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "locust", "-f", files, *options],
-        capture_output=True,
-        text=True,
-        timeout=60,
+        command(scripts, host, *arguments), capture_output=True, text=True, timeout=RUN_S_MAX
     )
+
+
+def answered(server: Running) -> Counter[str]:
+    """Requests that the server has answered, by outcome."""
+    outcomes: Counter[str] = Counter()
+    for family in text_string_to_metric_families(
+        httpx.get(f"{server.http}/metrics", verify=False).text
+    ):
+        if family.name == "embedserve_requests":
+            for sample in family.samples:
+                outcomes[sample.labels["outcome"]] += int(sample.value)
+    return outcomes
+
+
+def locust_until(
+    server: Running, wanted: dict[str, int], scripts: str, host: str, *arguments: object
+) -> subprocess.CompletedProcess[str]:
+    """A run that is ended when the server has answered so many more requests with each outcome,
+    however long that takes."""
+    before, end = answered(server), time.monotonic() + RUN_S_MAX
+    with subprocess.Popen(
+        command(scripts, host, *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            while process.poll() is None and time.monotonic() < end:
+                more = answered(server) - before
+                if all(more[outcome] >= count for outcome, count in wanted.items()):
+                    break
+                time.sleep(0.2)
+        finally:
+            process.terminate()
+        stdout, stderr = process.communicate(timeout=RUN_S_MAX)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 def counted(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[int, int]]:
@@ -64,8 +88,8 @@ def counted(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[int, int]
 )
 def test_requests_of_all_sizes_are_answered(demo: Demo, script: str, ways: tuple[str, ...]) -> None:
     host = demo.server.http if script == "rest.py" else demo.server.grpc
-    load = ("-u", 4, "-r", 4, "-t", "3s", "--sizes", "1:8,50:1,500:1")
-    done = locust(script, host, *load, "--vocabularies", demo.vocabularies)
+    load = ("-u", 4, "-r", 4, "--sizes", "1:8,50:1,500:1", "--vocabularies", demo.vocabularies)
+    done = locust_until(demo.server, {"OK": 500}, script, host, *load)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     rows = counted(done)
@@ -75,9 +99,10 @@ def test_requests_of_all_sizes_are_answered(demo: Demo, script: str, ways: tuple
 
 
 def test_refused_requests_have_rows_of_their_own(full: Running) -> None:
-    load = ("-u", 8, "-r", 8, "-t", "2s", "--sizes", "1:1", "--stream-depth", 4)
+    load = ("-u", 8, "-r", 8, "--sizes", "1:1", "--stream-depth", 4)
+    wanted = {"OK": 100, "RESOURCE_EXHAUSTED": 1}
     for script, host in (("rest.py", full.http), ("grpc_user.py", full.grpc)):
-        done = locust(script, host, *load)
+        done = locust_until(full, wanted, script, host, *load)
         assert done.returncode == 1
         rows = counted(done)
         refused = {name: row for name, row in rows.items() if name.endswith(", refused")}
@@ -140,7 +165,7 @@ def test_the_web_form_has_the_arguments() -> None:
         cwd=LOADTEST,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=RUN_S_MAX,
         check=True,
     )
     assert json.loads(done.stdout) == {

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from reference import assert_same, dequantized_int8, pooled, random_bags
-from servers import Running, running
+from reference import Bags, assert_same, dequantized_int8, pooled, random_bags
+from running_servers import Running, running
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
 from embedserve_client import (
@@ -81,11 +81,13 @@ def tables(ebc: EmbeddingBagCollection, dtype: str) -> dict[str, np.ndarray]:
     return rows if dtype == "float32" else {t: dequantized_int8(r) for t, r in rows.items()}
 
 
-def answers(rows: dict[str, np.ndarray], bags: dict) -> np.ndarray:
+def answers(rows: dict[str, np.ndarray], bags: Bags) -> np.ndarray:
     return np.concatenate([pooled(rows[f], bags[f]) for f in ("product", "user")], axis=1)
 
 
-def test_the_introductory_example_is_a_keyed_tensor_of_3_by_128(server, ebc) -> None:
+def test_the_introductory_example_is_a_keyed_tensor_of_3_by_128(
+    server: Running, ebc: EmbeddingBagCollection
+) -> None:
     bags = {"product": [[101, 202], [], [303]], "user": [[404], [505], [606]]}
     with EmbedClient(server.http) as client:
         keyed = client.embed(bags).to_keyed_tensor()
@@ -96,7 +98,7 @@ def test_the_introductory_example_is_a_keyed_tensor_of_3_by_128(server, ebc) -> 
 
 @pytest.mark.parametrize(("dtype", "sharding", "ranks"), PLANS)
 def test_every_plan_answers_exactly_over_both_protocols(
-    server, ebc, dtype, sharding, ranks
+    server: Running, ebc: EmbeddingBagCollection, dtype: str, sharding: str, ranks: int
 ) -> None:
     bags = random_bags(np.random.default_rng(2), {"product": ROWS, "user": ROWS}, 9)
     model = name(dtype, sharding, ranks)
@@ -107,7 +109,9 @@ def test_every_plan_answers_exactly_over_both_protocols(
     np.testing.assert_array_equal(over_rest.values, over_grpc.values)
 
 
-async def test_thousands_of_mixed_requests_each_get_their_own_answer(server, ebc) -> None:
+async def test_thousands_of_mixed_requests_each_get_their_own_answer(
+    server: Running, ebc: EmbeddingBagCollection
+) -> None:
     """Valid ones exact, invalid ones their own error, whoever they shared a batch with."""
     rng = np.random.default_rng(4)
     rows = tables(ebc, "float32")

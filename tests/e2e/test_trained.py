@@ -4,22 +4,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 from reference import assert_same
-from servers import Running, run_command, running
-from trained import Trained, train
+from running_servers import Running, run_command, running
+from trained import Trained
 
 from embedserve_client import EmbedClient, GrpcEmbedClient
 from embedserve_store import publish, read_description
 
 AS_TRAINED = "user=row_wise,item=table_wise,tag=column_wise,country=data_parallel,device=row_wise"
 BY_TABLE = dict(part.split("=") for part in AS_TRAINED.split(","))
-PLANS = {
+PLANS: dict[str, tuple[str | dict[str, str], int]] = {
     "one": ("table_wise", 1),
     "mixed-four": (BY_TABLE, 4),
     "rows-four": ("row_wise", 4),
@@ -36,10 +36,12 @@ class Served:
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 trainers", "4 trainers"])
 def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    trained_by: Callable[[int], Trained],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("trained")
-    trained = train(folder, request.param)
+    folder = tmp_path_factory.mktemp("served")
+    trained = trained_by(request.param)
     store = folder / "store"
     options = ("--model", "mixed-two", "--sharding", AS_TRAINED, "--world-size", 2)
     done = run_command("publish", trained.checkpoint, trained.description, store, *options)

@@ -15,22 +15,19 @@ import httpx
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from servers import Running, run_command, running
+from running_servers import Running, run_commands, running
 
 from embedserve_client import EmbedClient
+from embedserve_store import TableSpec, publish
 
 ROWS, DIM = 100_000, 32
 TABLE_BYTES = ROWS * DIM * 4
 HUGE_PAGE_BYTES = 2 << 20
 PRIVATE_BYTES_MAX = 450 << 20
 """Of a worker: what Python, torch and the model cost it."""
-RESTART_S_MAX = 60
+RESTART_S_MAX = 300
 CLIENTS = 8
 BODY = b'{"features": {"user": [[1, 2], [499]]}}'
-DESCRIPTION = f"""
-tables:
-- {{name: user, num_embeddings: {ROWS}, embedding_dim: {DIM}, feature_names: [user], pooling: sum}}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +37,10 @@ def weight() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory, weight: torch.Tensor) -> Path:
-    folder = tmp_path_factory.mktemp("workers")
-    torch.save({"ebc.embedding_bags.user.weight": weight}, folder / "model.pt")
-    (folder / "tables.yaml").write_text(DESCRIPTION)
-    done = run_command(
-        "publish", folder / "model.pt", folder / "tables.yaml", folder / "store", "--model", "m"
-    )
-    assert done.returncode == 0, done.stderr
-    return folder / "store"
+    store = tmp_path_factory.mktemp("workers") / "store"
+    tables = [TableSpec("user", ROWS, DIM, ("user",), "sum", "float32")]
+    publish({"ebc.embedding_bags.user.weight": weight}, store, model="m", tables=tables)
+    return store
 
 
 def worker_pids(server: Running) -> list[int]:
@@ -71,17 +64,18 @@ def _cause(error: BaseException) -> BaseException:
 
 class Load:
     """Clients that ask one request after the other, each over its own connection, and never
-    repeat one; counts how they ended."""
+    repeat one, as long as the server runs; counts how they ended."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, server: Running) -> None:
         self.outcomes: Counter[str] = Counter()
-        self._url = url
+        self._server = server
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._ask) for _ in range(CLIENTS)]
 
     def _ask(self) -> None:
-        with httpx.Client(base_url=self._url, verify=False) as client:
-            while not self._stop.is_set():
+        with httpx.Client(base_url=self._server.http, verify=False) as client:
+            # Once it has ended, anyone may listen on its port.
+            while not self._stop.is_set() and self._server.process.poll() is None:
                 try:
                     outcome = str(client.post("/embed", content=BODY).status_code)
                 except httpx.ConnectError as error:
@@ -125,8 +119,10 @@ def scrapes(server: Running) -> Iterator[str]:
     raise AssertionError(f"the worker did not come back: {server.log.read_text()}")
 
 
-def test_a_worker_killed_under_load_loses_what_it_held_and_comes_back(store, tmp_path) -> None:
-    with running(store, tmp_path / "log", "--workers", 2) as server, Load(server.http) as load:
+def test_a_worker_killed_under_load_loses_what_it_held_and_comes_back(
+    store: Path, tmp_path: Path
+) -> None:
+    with running(store, tmp_path / "log", "--workers", 2) as server, Load(server) as load:
         load.until(500)
         first, second = worker_pids(server)
         before: dict[str, float] = {}
@@ -147,12 +143,12 @@ def test_a_worker_killed_under_load_loses_what_it_held_and_comes_back(store, tmp
     assert f"worker 0 (process {first}) was ended by SIGKILL: restarted" in server.log.read_text()
 
 
-def test_sigterm_drains_all_workers(store, tmp_path) -> None:
-    with running(store, tmp_path / "log", "--workers", 2) as server, Load(server.http) as load:
+def test_sigterm_drains_all_workers(store: Path, tmp_path: Path) -> None:
+    with running(store, tmp_path / "log", "--workers", 2) as server, Load(server) as load:
         load.until(500)
         server.process.terminate()
         load.join()
-        assert server.process.wait(timeout=30) == 0
+        assert server.process.wait(timeout=RESTART_S_MAX) == 0
     # What is lost was sent to a connection just as it closed; no accepted request is, as
     # test_supervisor.py shows.
     assert set(load.outcomes) <= {"200", "refused", "lost"}
@@ -160,15 +156,32 @@ def test_sigterm_drains_all_workers(store, tmp_path) -> None:
     assert server.log.read_text().count("draining") == 2
 
 
-def test_a_second_server_on_the_ports_is_refused(store, tmp_path) -> None:
-    with running(store, tmp_path / "log", "--workers", 2) as server:
-        http_port, grpc_port = server.http.rpartition(":")[2], server.grpc.rpartition(":")[2]
-        for option, port in (("--http-port", http_port), ("--grpc-port", grpc_port)):
-            other = "--grpc-port" if option == "--http-port" else "--http-port"
-            for workers in (1, 2):
-                done = run_command("serve", store, "--workers", workers, option, port, other, 0)
-                assert done.returncode == 1
-                assert f"embedserve: cannot listen on 127.0.0.1:{port}" in done.stderr
+@pytest.fixture(scope="module")
+def resident(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    options = ("--workers", 2, "--tables", "resident", "--verify")
+    with running(store, tmp_path_factory.mktemp("resident") / "log", *options) as server:
+        yield server
+
+
+def test_a_second_server_on_the_ports_is_refused(store: Path, resident: Running) -> None:
+    http_port, grpc_port = resident.http.rpartition(":")[2], resident.grpc.rpartition(":")[2]
+    cases = [
+        (workers, option, other, port)
+        for option, other, port in (
+            ("--http-port", "--grpc-port", http_port),
+            ("--grpc-port", "--http-port", grpc_port),
+        )
+        for workers in (1, 2)
+    ]
+    ended = run_commands(
+        *(
+            ("serve", store, "--workers", workers, option, port, other, 0)
+            for workers, option, other, port in cases
+        )
+    )
+    for (*_, port), done in zip(cases, ended, strict=True):
+        assert done.returncode == 1
+        assert f"embedserve: cannot listen on 127.0.0.1:{port}" in done.stderr
 
 
 def smaps(pid: int) -> list[dict[str, str]]:
@@ -187,50 +200,53 @@ def kib(field: str) -> int:
     return int(field.split()[0]) << 10
 
 
-def test_workers_share_resident_tables(store, weight, tmp_path) -> None:
-    options = ("--workers", 2, "--tables", "resident", "--verify")
-    with running(store, tmp_path / "log", *options) as server:
-        with EmbedClient(server.http) as client:
-            values = client.embed({"user": [[1, 2], [ROWS - 1]]}).values
-        expected = torch.stack([weight[1] + weight[2], weight[ROWS - 1]])
-        torch.testing.assert_close(torch.tensor(values), expected, rtol=1e-6, atol=1e-6)
-        assert httpx.get(f"{server.http}/info", verify=False).json() | {"version": ""} == {
-            "version": "",
-            "workers": 2,
-            "tables": "resident",
-        }
-        workers = worker_pids(server)
-        # The largest anonymous mapping of the supervisor that asks for huge pages ("hg").
-        table = max(
-            (one for one in smaps(server.process.pid) if "hg" in one["VmFlags"].split()),
-            key=lambda one: kib(one["Size"]),
-        )["range"]
-        found = [
-            one
-            for pid in (server.process.pid, *workers)
-            for one in smaps(pid)
-            if one["range"] == table
-        ]
-        assert len(found) == 3
-        assert all(kib(one["Private_Dirty"]) == 0 for one in found)
-        pss_bytes = sum(kib(one["Pss"]) for one in found)
-        assert TABLE_BYTES <= pss_bytes <= TABLE_BYTES + 2 * HUGE_PAGE_BYTES
-        for pid in workers:
-            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            private = [kib(line.partition(":")[2]) for line in rollup if line[:8] == "Private_"]
-            assert len(private) >= 2
-            assert sum(private) < PRIVATE_BYTES_MAX
-    assert "12.2 MiB of tables are resident" in server.log.read_text()
+def test_workers_answer_from_resident_tables(resident: Running, weight: torch.Tensor) -> None:
+    with EmbedClient(resident.http) as client:
+        values = client.embed({"user": [[1, 2], [ROWS - 1]]}).values
+    expected = torch.stack([weight[1] + weight[2], weight[ROWS - 1]])
+    torch.testing.assert_close(torch.tensor(values), expected, rtol=1e-6, atol=1e-6)
+    assert httpx.get(f"{resident.http}/info", verify=False).json() | {"version": ""} == {
+        "version": "",
+        "workers": 2,
+        "tables": "resident",
+    }
+    assert "12.2 MiB of tables are resident" in resident.log.read_text()
 
 
-def test_what_cannot_be_is_refused_in_one_line(store) -> None:
-    for options, message in (
+def test_workers_share_resident_tables(resident: Running) -> None:
+    workers = worker_pids(resident)
+    # The largest anonymous mapping of the supervisor that asks for huge pages ("hg").
+    table = max(
+        (one for one in smaps(resident.process.pid) if "hg" in one["VmFlags"].split()),
+        key=lambda one: kib(one["Size"]),
+    )["range"]
+    found = [
+        one
+        for pid in (resident.process.pid, *workers)
+        for one in smaps(pid)
+        if one["range"] == table
+    ]
+    assert len(found) == 3
+    assert all(kib(one["Private_Dirty"]) == 0 for one in found)
+    pss_bytes = sum(kib(one["Pss"]) for one in found)
+    assert TABLE_BYTES <= pss_bytes <= TABLE_BYTES + 2 * HUGE_PAGE_BYTES
+    for pid in workers:
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        private = [kib(line.partition(":")[2]) for line in rollup if line[:8] == "Private_"]
+        assert len(private) >= 2
+        assert sum(private) < PRIVATE_BYTES_MAX
+
+
+def test_what_cannot_be_is_refused_in_one_line(store: Path) -> None:
+    cases: list[tuple[tuple[object, ...], str]] = [
         (("--workers", 2, "--devices", "cuda"), "workers is 2, but the tables go to GPUs"),
         (("--tables", "resident", "--devices", "cuda"), "tables is 'resident', but they are"),
         (("--tables", "rented"), "tables is 'rented', expected one of mapped, resident"),
         (("--workers", 2, "--devices", "tpu"), "devices is 'tpu'"),
-    ):
-        done = run_command("serve", store, "--http-port", 0, "--grpc-port", 0, *options)
+    ]
+    serve = ("serve", store, "--http-port", 0, "--grpc-port", 0)
+    ended = run_commands(*((*serve, *options) for options, _ in cases))
+    for (_, message), done in zip(cases, ended, strict=True):
         assert done.returncode == 1
         assert "Traceback" not in done.stderr
         (line,) = [line for line in done.stderr.splitlines() if line.startswith("embedserve: ")]

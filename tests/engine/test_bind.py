@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
+import pytest
 import torch
+from torchrec.distributed import DistributedModelParallel
 
 from embedserve.engine.bind import as_tensor
 from embedserve.engine.sharded import shard
+from embedserve_store import ModelVersion
+
+Publish = Callable[..., ModelVersion]
 
 SHARDING = {
     "movie": "column_wise",
@@ -17,7 +23,9 @@ SHARDING = {
 }
 
 
-def test_only_column_shards_are_copied(published, caplog) -> None:
+def test_only_column_shards_are_copied(
+    published: Publish, caplog: pytest.LogCaptureFixture
+) -> None:
     version = published(dtype="int8", sharding=SHARDING, world_size=2)
     with caplog.at_level(logging.INFO, "embedserve"):
         sharded = shard(version, version.plan, "cpu", is_weighted=False).module
@@ -33,7 +41,7 @@ def test_only_column_shards_are_copied(published, caplog) -> None:
     assert f"copied {total_bytes} bytes of column_wise shards" in caplog.text
 
 
-def test_a_column_shard_keeps_its_rows_scale_and_bias(published) -> None:
+def test_a_column_shard_keeps_its_rows_scale_and_bias(published: Publish) -> None:
     version = published(dtype="int8", sharding=SHARDING, world_size=2)
     sharded = shard(version, version.plan, "cpu", is_weighted=False).module
     stored = torch.from_numpy(version.tables.rows("user").copy())
@@ -53,12 +61,12 @@ def test_a_column_shard_keeps_its_rows_scale_and_bias(published) -> None:
     assert found == 2
 
 
-def test_the_weighted_twin_shares_the_copy(published) -> None:
+def test_the_weighted_twin_shares_the_copy(published: Publish) -> None:
     version = published(sharding=SHARDING, world_size=2)
     plain = shard(version, version.plan, "cpu", is_weighted=False)
     weighted = shard(version, version.plan, "cpu", is_weighted=True, rows_of=plain)
 
-    def addresses(module) -> list[int]:
+    def addresses(module: DistributedModelParallel) -> list[int]:
         return [kernel.weights_host.data_ptr() for kernel in module.module.tbes_configs()]
 
     assert addresses(plain) == addresses(weighted)

@@ -42,7 +42,7 @@ def test_what_is_a_float16_stays_what_it_is(engine: Engine) -> None:
 def test_half_way_goes_to_the_even_neighbour(engine: Engine, towards: float | None) -> None:
     """And what is next to half way, to the nearer one; past 65504 by half a step, to infinity."""
     finite = np.sort(EVERY[np.isfinite(EVERY)])
-    half_way = np.append((finite[:-1] + finite[1:]) / 2, np.float32([65520, -65520]))
+    half_way = np.append((finite[:-1] + finite[1:]) / 2, np.array([65520, -65520], np.float32))
     values = half_way if towards is None else np.nextafter(half_way, np.float32(towards))
     assert values.dtype == np.float32
     assert same_bits(engine, values)

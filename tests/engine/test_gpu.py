@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from reference import assert_same, expected, pooled, sample, stored_rows, to_kjt
@@ -9,7 +11,9 @@ from torchrec import KeyedJaggedTensor
 
 from embedserve.engine.restore import restore
 from embedserve.engine.sharded import shard
-from embedserve_store import Plan, Shard, TablePlan
+from embedserve_store import ModelVersion, Plan, Shard, TablePlan
+
+Publish = Callable[..., ModelVersion]
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +23,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise", "data_parallel"])
-def test_cuda_equals_the_stored_rows(published, dtype, sharding) -> None:
+def test_cuda_equals_the_stored_rows(published: Publish, dtype: str, sharding: str) -> None:
     world_size = torch.cuda.device_count()
     version = published(dtype=dtype, sharding=sharding, world_size=world_size)
     tables = stored_rows(version)
@@ -32,7 +36,7 @@ def test_cuda_equals_the_stored_rows(published, dtype, sharding) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
-def test_column_shards_that_share_a_gpu(published, dtype) -> None:
+def test_column_shards_that_share_a_gpu(published: Publish, dtype: str) -> None:
     plan = Plan(
         1,
         {

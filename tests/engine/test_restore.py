@@ -6,6 +6,9 @@ import dataclasses
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,13 +23,16 @@ from reference import (
 )
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
-from embedserve.engine import restore as restore_module
+from embedserve.engine.engine import Engine
 from embedserve.engine.restore import check_fits_cuda, resolve_devices, restore
 from embedserve_store import ModelVersion, Plan, Shard, StoreError, TablePlan, TableSpec, publish
+from embedserve_store.goldens.goldens_file import Goldens
 
 RESTORE_WITHIN = """
 import re, resource, sys
 from pathlib import Path
+from typing import Any
+from embedserve.engine.engine import Engine
 from embedserve.engine.restore import restore
 from embedserve_store import ModelStore
 
@@ -43,26 +49,45 @@ for devices in ("auto", "cpu:1", "cpu:4"):
     print(engine.plan.world_size, own_bytes("RssAnon") - before)
 """
 
-PLANS = [
-    *[(s, n) for s in ("table_wise", "row_wise") for n in (1, 2, 4)],
-    *[("column_wise", 2), ("column_wise", 4), ("data_parallel", 2)],
-]
+Publish = Callable[..., ModelVersion]
+Sharding = str | dict[str, str]
+
 MIXED = {
     "movie": "row_wise",
     "genre": "data_parallel",
     "user": "column_wise",
     "recent": "table_wise",
 }
+PLANS: list[tuple[Sharding, int]] = [
+    *[(s, n) for s in ("table_wise", "row_wise") for n in (1, 2, 4)],
+    ("column_wise", 2),
+    ("column_wise", 4),
+    ("data_parallel", 2),
+    (MIXED, 4),
+]
 
 
 def source_rows(ebc: EmbeddingBagCollection) -> dict[str, np.ndarray]:
     return {name: bag.weight.detach().numpy() for name, bag in ebc.embedding_bags.items()}
 
 
-@pytest.mark.parametrize(("sharding", "world_size"), PLANS)
-def test_float32_equals_embedding_bag(ebc, published, sharding, world_size) -> None:
+def plan_name(plan: tuple[Sharding, int]) -> str:
+    sharding, world_size = plan
+    return f"{sharding if isinstance(sharding, str) else 'mixed'}-{world_size}"
+
+
+@pytest.fixture(scope="module", params=PLANS, ids=plan_name)
+def float32(request: pytest.FixtureRequest, published: Publish) -> tuple[Engine, ModelVersion]:
+    """Restored once for the tests that ask the same plan; pytest runs them one after the other."""
+    sharding, world_size = request.param
     version = published(sharding=sharding, world_size=world_size)
-    engine = restore(version)
+    return restore(version), version
+
+
+def test_float32_equals_embedding_bag(
+    ebc: EmbeddingBagCollection, float32: tuple[Engine, ModelVersion]
+) -> None:
+    engine, version = float32
     assert engine.is_scripted
     assert engine.plan == version.plan
     bags = sample(version)
@@ -73,7 +98,9 @@ def test_float32_equals_embedding_bag(ebc, published, sharding, world_size) -> N
 @pytest.mark.parametrize(
     ("sharding", "world_size"), [("table_wise", 2), ("row_wise", 2), ("column_wise", 4)]
 )
-def test_int8_equals_dequantizing_by_hand(ebc, published, sharding, world_size) -> None:
+def test_int8_equals_dequantizing_by_hand(
+    ebc: EmbeddingBagCollection, published: Publish, sharding: Sharding, world_size: int
+) -> None:
     version = published(dtype="int8", sharding=sharding, world_size=world_size)
     tables = {name: dequantized_int8(rows) for name, rows in source_rows(ebc).items()}
     bags = sample(version)
@@ -90,7 +117,9 @@ def test_int8_equals_dequantizing_by_hand(ebc, published, sharding, world_size) 
         ("int4", "column_wise", 2),
     ],
 )
-def test_other_dtypes_equal_their_stored_rows(published, dtype, sharding, world_size) -> None:
+def test_other_dtypes_equal_their_stored_rows(
+    published: Publish, dtype: str, sharding: Sharding, world_size: int
+) -> None:
     version = published(dtype=dtype, sharding=sharding, world_size=world_size)
     tables = stored_rows(version)
     bags = sample(version)
@@ -98,7 +127,9 @@ def test_other_dtypes_equal_their_stored_rows(published, dtype, sharding, world_
     assert_same(restore(version).lookup(ids, lengths), expected(tables, version.manifest, bags))
 
 
-def test_every_table_its_own_dtype_and_sharding(ebc, published) -> None:
+def test_every_table_its_own_dtype_and_sharding(
+    ebc: EmbeddingBagCollection, published: Publish
+) -> None:
     version = published(
         dtype={"movie": "int8", "genre": "float32", "user": "float16", "recent": "float32"},
         sharding=MIXED,
@@ -112,11 +143,10 @@ def test_every_table_its_own_dtype_and_sharding(ebc, published) -> None:
     assert_same(restore(version).lookup(ids, lengths), expected(tables, version.manifest, bags))
 
 
-@pytest.mark.parametrize(
-    ("sharding", "world_size"), [("table_wise", 1), ("row_wise", 2), (MIXED, 4)]
-)
-def test_weights_multiply_rows(ebc, published, sharding, world_size) -> None:
-    version = published(sharding=sharding, world_size=world_size)
+def test_weights_multiply_rows(
+    ebc: EmbeddingBagCollection, float32: tuple[Engine, ModelVersion]
+) -> None:
+    engine, version = float32
     bags = sample(version)
     rng = np.random.default_rng(6)
     weights = {f: [rng.normal(size=len(bag)).tolist() for bag in bags[f]] for f in bags}
@@ -125,26 +155,28 @@ def test_weights_multiply_rows(ebc, published, sharding, world_size) -> None:
         [w for f in version.manifest.features for bag in weights[f] for w in bag], np.float32
     )
     assert_same(
-        restore(version).lookup(ids, lengths, flat),
+        engine.lookup(ids, lengths, flat),
         expected(source_rows(ebc), version.manifest, bags, weights),
     )
 
 
-def test_nothing_but_empty_bags_is_zeros(published) -> None:
-    version = published(sharding="row_wise", world_size=2)
+def test_nothing_but_empty_bags_is_zeros(float32: tuple[Engine, ModelVersion]) -> None:
+    engine, version = float32
     features = len(version.manifest.features)
-    values = restore(version).lookup(np.zeros(0, np.int64), np.zeros(features * 3, np.int32))
+    values = engine.lookup(np.zeros(0, np.int64), np.zeros(features * 3, np.int32))
     assert values.shape == (3, sum(version.manifest.length_per_key))
     assert not values.any()
 
 
-def test_tables_are_mapped_not_copied(published) -> None:
+def test_tables_are_mapped_not_copied(published: Publish) -> None:
     engine = restore(published(sharding="row_wise", world_size=2))
     mapped = engine._version.tables.data
     for lookup in (engine._lookup, engine._weighted_lookup):
+        assert isinstance(lookup, torch.jit.ScriptModule)
+        graph: Any = lookup.graph
         tensors = [
             node.t("value")
-            for node in lookup.graph.findAllNodes("prim::Constant")
+            for node in graph.findAllNodes("prim::Constant")
             if node.hasAttribute("value") and node.kindOf("value") == "t"
         ]
         rows = [tensor for tensor in tensors if tensor.numel() == mapped.size]
@@ -153,7 +185,7 @@ def test_tables_are_mapped_not_copied(published) -> None:
 
 
 def test_restoring_on_any_number_of_ranks_takes_no_memory_of_the_size_of_the_tables(
-    tmp_path,
+    tmp_path: Path,
 ) -> None:
     """Tables of 513 MiB are restored on 2, 1 and 4 ranks in turn, in a process that may add no
     400 MiB for all of it: a compiled lookup takes some 80 MB."""
@@ -180,13 +212,19 @@ def test_restoring_on_any_number_of_ranks_takes_no_memory_of_the_size_of_the_tab
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    grown = dict(tuple(map(int, line.split())) for line in done.stdout.splitlines())
+    printed = (line.split() for line in done.stdout.splitlines())
+    grown = {int(ranks): int(nbytes) for ranks, nbytes in printed}
     assert grown.keys() == {1, 2, 4}
     assert max(grown.values()) < 160 << 20
 
 
 @pytest.mark.parametrize("sharding", ["row_wise", MIXED])
-def test_another_number_of_ranks_is_planned_anew(ebc, published, caplog, sharding) -> None:
+def test_another_number_of_ranks_is_planned_anew(
+    ebc: EmbeddingBagCollection,
+    published: Publish,
+    caplog: pytest.LogCaptureFixture,
+    sharding: Sharding,
+) -> None:
     version = published(sharding=sharding, world_size=2)
     with caplog.at_level(logging.WARNING):
         engine = restore(version, "cpu:3")
@@ -200,7 +238,9 @@ def test_another_number_of_ranks_is_planned_anew(ebc, published, caplog, shardin
     assert_same(engine.lookup(ids, lengths), expected(source_rows(ebc), version.manifest, bags))
 
 
-def test_a_plan_by_hand_with_shards_of_all_sizes(ebc, published) -> None:
+def test_a_plan_by_hand_with_shards_of_all_sizes(
+    ebc: EmbeddingBagCollection, published: Publish
+) -> None:
     """Uneven ranges of rows, one of them empty; uneven columns, two shards of them on one rank."""
     plan = Plan(
         3,
@@ -226,13 +266,13 @@ def test_a_plan_by_hand_with_shards_of_all_sizes(ebc, published) -> None:
     assert_same(engine.lookup(ids, lengths), expected(tables, version.manifest, bags))
 
 
-def test_strict_plan_refuses_another_number_of_ranks(published) -> None:
+def test_strict_plan_refuses_another_number_of_ranks(published: Publish) -> None:
     version = published(sharding="row_wise", world_size=2)
     with pytest.raises(StoreError, match="stored plan is for 2 ranks, here there are 1"):
         restore(version, "cpu:1", strict_plan=True)
 
 
-def test_wrong_rows_never_become_ready(published) -> None:
+def test_wrong_rows_never_become_ready(published: Publish) -> None:
     version = published()
     goldens = version.goldens()
     wrong = dataclasses.replace(goldens, stored_answers=goldens.stored_answers * 1.01)
@@ -240,16 +280,21 @@ def test_wrong_rows_never_become_ready(published) -> None:
         restore(_with_goldens(version, wrong))
 
 
-def _with_goldens(version: ModelVersion, goldens: object) -> ModelVersion:
+def _with_goldens(version: ModelVersion, goldens: Goldens) -> ModelVersion:
     class Changed(ModelVersion):
-        def goldens(self):  # noqa: ANN202
+        def goldens(self) -> Goldens:
             return goldens
 
     fields = {field.name: getattr(version, field.name) for field in dataclasses.fields(version)}
     return Changed(**fields)
 
 
-def test_a_model_that_cannot_be_scripted_runs_eagerly(ebc, published, monkeypatch, caplog) -> None:
+def test_a_model_that_cannot_be_scripted_runs_eagerly(
+    ebc: EmbeddingBagCollection,
+    published: Publish,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise RuntimeError("cannot be compiled")
 
@@ -264,21 +309,21 @@ def test_a_model_that_cannot_be_scripted_runs_eagerly(ebc, published, monkeypatc
 
 
 @pytest.mark.parametrize("devices", ["cpu", "cpu:0", "cpu:-1", "gpu", "", "cuda:1"])
-def test_unknown_devices_are_named(devices) -> None:
+def test_unknown_devices_are_named(devices: str) -> None:
     with pytest.raises(ValueError, match=f"devices is '{devices}'"):
         resolve_devices(devices, 1)
 
 
-def test_auto_takes_the_stored_ranks_without_a_gpu(monkeypatch) -> None:
-    monkeypatch.setattr(restore_module.torch.cuda, "device_count", lambda: 0)
+def test_auto_takes_the_stored_ranks_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert resolve_devices("auto", 4) == ("cpu", 4)
     with pytest.raises(ValueError, match="no CUDA GPU"):
         resolve_devices("cuda", 4)
-    monkeypatch.setattr(restore_module.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert resolve_devices("auto", 4) == resolve_devices("cuda", 4) == ("cuda", 2)
 
 
-def test_tables_past_int32_are_refused_on_cuda(published) -> None:
+def test_tables_past_int32_are_refused_on_cuda(published: Publish) -> None:
     manifest = published().manifest
     huge = TableSpec("huge", 2**31, 64, ("f",), "sum", "int8")
     with pytest.raises(StoreError, match="'huge' has 2147483648 rows: on CUDA"):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 from reference import assert_same, expected, sample, stored_rows, to_kjt
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+from torchrec.fx import Tracer
 
-from embedserve.engine import script as script_module
 from embedserve.engine.restore import restore
 from embedserve.engine.trace import trace
 from embedserve_store import ModelStore, publish
@@ -57,11 +60,13 @@ def test_what_cannot_be_traced_is_not() -> None:
     assert trace(Refusing(), 2, CPU, is_weighted=False) is None
 
 
-def test_tables_on_one_rank_are_looked_up_by_a_trace(tmp_path, monkeypatch) -> None:
+def test_tables_on_one_rank_are_looked_up_by_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError("was scripted")
 
-    monkeypatch.setattr(script_module, "Tracer", refuse)
+    monkeypatch.setattr(Tracer, "trace", refuse)
     tables = [
         EmbeddingBagConfig(
             name=name,

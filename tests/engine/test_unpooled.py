@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from embedserve.engine.restore import restore
 from embedserve.engine.script import RowLookup
 from embedserve.engine.unpooled import shard_unpooled
 from embedserve_store import ModelVersion, StoreError
+from embedserve_store.goldens.goldens_file import Goldens
 
 DIM = 32
 PLANS = [(s, n) for s in ("table_wise", "row_wise") for n in (1, 2, 4)]
@@ -73,10 +76,18 @@ def lookup(engine: Engine, bags: dict[str, list[list[int]]]) -> np.ndarray:
     return engine.lookup(*to_kjt(bags, engine.manifest.features))
 
 
-@pytest.mark.parametrize(("sharding", "world_size"), PLANS)
-def test_float32_equals_the_source_collection(ec, write, sharding, world_size) -> None:
+@pytest.fixture(scope="module", params=PLANS, ids=lambda plan: f"{plan[0]}-{plan[1]}")
+def float32(request: pytest.FixtureRequest, write: Write) -> tuple[Engine, ModelVersion]:
+    """Restored once for the tests that ask the same plan; pytest runs them one after the other."""
+    sharding, world_size = request.param
     version = write(sharding=sharding, world_size=world_size)
-    engine = restore(version)
+    return restore(version), version
+
+
+def test_float32_equals_the_source_collection(
+    ec: EmbeddingCollection, float32: tuple[Engine, ModelVersion]
+) -> None:
+    engine, version = float32
     assert engine.is_scripted
     assert engine.plan == version.plan
     bags = jagged(version)
@@ -94,14 +105,16 @@ def test_float32_equals_the_source_collection(ec, write, sharding, world_size) -
 
 @pytest.mark.parametrize(("sharding", "world_size"), [("table_wise", 2), ("row_wise", 4)])
 @pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])
-def test_other_dtypes_equal_their_stored_rows(write, dtype, sharding, world_size) -> None:
+def test_other_dtypes_equal_their_stored_rows(
+    write: Write, dtype: str, sharding: str, world_size: int
+) -> None:
     version = write(dtype=dtype, sharding=sharding, world_size=world_size)
     bags = jagged(version)
     expected = rows_of(stored_rows(version), version.manifest, bags)
     np.testing.assert_allclose(lookup(restore(version), bags), expected, rtol=0, atol=1e-7)
 
 
-def test_int8_equals_dequantizing_by_hand(ec, write) -> None:
+def test_int8_equals_dequantizing_by_hand(ec: EmbeddingCollection, write: Write) -> None:
     version = write(dtype="int8", sharding="row_wise", world_size=2)
     tables = {name: dequantized_int8(rows) for name, rows in source_rows(ec).items()}
     bags = jagged(version)
@@ -110,32 +123,35 @@ def test_int8_equals_dequantizing_by_hand(ec, write) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_table_its_own_dtype_and_sharding(write, world_size) -> None:
+def test_every_table_its_own_dtype_and_sharding(write: Write, world_size: int) -> None:
     version = write(dtype=MIXED_DTYPES, sharding=MIXED_SHARDING, world_size=world_size)
     bags = jagged(version)
     expected = rows_of(stored_rows(version), version.manifest, bags)
     np.testing.assert_allclose(lookup(restore(version), bags), expected, rtol=0, atol=1e-7)
 
 
-def test_a_table_on_every_rank_is_looked_up_once(ec, write) -> None:
+def test_a_table_on_every_rank_is_looked_up_once(ec: EmbeddingCollection, write: Write) -> None:
     version = write(sharding={**MIXED_SHARDING, "genre": "data_parallel"}, world_size=2)
     bags = jagged(version)
     expected = rows_of(source_rows(ec), version.manifest, bags)
     np.testing.assert_array_equal(lookup(restore(version), bags), expected)
 
 
-def test_a_feature_of_two_tables_has_the_rows_of_both(ec, write) -> None:
-    version = write(sharding="row_wise", world_size=2)
+def test_a_feature_of_two_tables_has_the_rows_of_both(
+    ec: EmbeddingCollection, float32: tuple[Engine, ModelVersion]
+) -> None:
+    engine, version = float32
     assert version.manifest.keys[0] == "history@movie"
     assert version.manifest.keys[-1] == "history@recent"
+    bags: dict[str, list[list[int]]]
     bags = {"history": [[5, 70], [5]], "candidate": [[], []], "genres": [[], []], "user": [[], []]}
     tables = source_rows(ec)
     expected = [*tables["movie"][[5, 70, 5]], *tables["recent"][[5, 70, 5]]]
-    np.testing.assert_array_equal(lookup(restore(version), bags), expected)
+    np.testing.assert_array_equal(lookup(engine, bags), expected)
 
 
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
-def test_where_each_feature_has_one_table_row_i_is_of_id_i(tmp_path, sharding) -> None:
+def test_where_each_feature_has_one_table_row_i_is_of_id_i(tmp_path: Path, sharding: str) -> None:
     ec = collection([("a", 11, ["x", "y"]), ("b", 6, ["z"])])
     with torch.no_grad():
         for first, table in ((0, ec.embeddings["a"]), (100, ec.embeddings["b"])):
@@ -149,18 +165,16 @@ def test_where_each_feature_has_one_table_row_i_is_of_id_i(tmp_path, sharding) -
     assert values[:, 0].tolist() == [10, 0, 10, 3, 9, 105, 100, 105]
 
 
-@pytest.mark.parametrize(("sharding", "world_size"), PLANS)
-def test_no_ids_are_no_rows(write, sharding, world_size) -> None:
-    version = write(sharding=sharding, world_size=world_size)
+def test_no_ids_are_no_rows(float32: tuple[Engine, ModelVersion]) -> None:
+    engine, version = float32
     features = len(version.manifest.features)
-    engine = restore(version)
     for batch_size in (1, 3):
         values = engine.lookup(np.zeros(0, np.int64), np.zeros(features * batch_size, np.int32))
         assert values.shape == (0, DIM)
         assert values.dtype == np.float32
 
 
-def test_batches_of_every_size_follow_one_another(ec, write) -> None:
+def test_batches_of_every_size_follow_one_another(ec: EmbeddingCollection, write: Write) -> None:
     """TorchScript specializes what it compiles on the batches it has seen: none of it may stick."""
     version = write(dtype=MIXED_DTYPES, sharding=MIXED_SHARDING, world_size=2)
     engine = restore(version)
@@ -184,7 +198,9 @@ def test_batches_of_every_size_follow_one_another(ec, write) -> None:
         ({"sharding": MIXED_SHARDING, "world_size": 2}, False),
     ],
 )
-def test_rows_that_come_in_the_order_of_the_keys_are_not_copied(write, options, is_whole) -> None:
+def test_rows_that_come_in_the_order_of_the_keys_are_not_copied(
+    write: Write, options: dict[str, Any], is_whole: bool
+) -> None:
     version = write(**options)
     manifest = version.manifest
     sharded = shard_unpooled(version, version.plan, "cpu").module
@@ -199,12 +215,14 @@ def test_rows_that_come_in_the_order_of_the_keys_are_not_copied(write, options, 
     assert not RowLookup(sharded, manifest.features, manifest.keys[::-1], ids.device).is_whole
 
 
-def test_tables_are_mapped_not_copied(write) -> None:
+def test_tables_are_mapped_not_copied(write: Write) -> None:
     engine = restore(write(sharding="row_wise", world_size=2))
     mapped = engine._version.tables.data
+    assert isinstance(engine._lookup, torch.jit.ScriptModule)
+    graph: Any = engine._lookup.graph
     tensors = [
         node.t("value")
-        for node in engine._lookup.graph.findAllNodes("prim::Constant")
+        for node in graph.findAllNodes("prim::Constant")
         if node.hasAttribute("value") and node.kindOf("value") == "t"
     ]
     rows = [tensor for tensor in tensors if tensor.numel() == mapped.size]
@@ -212,7 +230,7 @@ def test_tables_are_mapped_not_copied(write) -> None:
     assert {tensor.data_ptr() for tensor in rows} == {mapped.ctypes.data}
 
 
-def test_another_number_of_ranks_is_planned_anew(ec, write) -> None:
+def test_another_number_of_ranks_is_planned_anew(ec: EmbeddingCollection, write: Write) -> None:
     version = write(sharding="row_wise", world_size=2)
     engine = restore(version, "cpu:3")
     assert engine.replanned
@@ -222,7 +240,12 @@ def test_another_number_of_ranks_is_planned_anew(ec, write) -> None:
     np.testing.assert_array_equal(lookup(engine, bags), expected)
 
 
-def test_a_model_that_cannot_be_scripted_runs_eagerly(ec, write, monkeypatch, caplog) -> None:
+def test_a_model_that_cannot_be_scripted_runs_eagerly(
+    ec: EmbeddingCollection,
+    write: Write,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise RuntimeError("cannot be compiled")
 
@@ -237,15 +260,15 @@ def test_a_model_that_cannot_be_scripted_runs_eagerly(ec, write, monkeypatch, ca
     np.testing.assert_array_equal(lookup(engine, bags), expected)
 
 
-def test_rows_have_no_weights(write) -> None:
+def test_rows_have_no_weights(write: Write) -> None:
     engine = restore(write())
     with pytest.raises(ValueError, match="no weights"):
         engine.lookup(np.zeros(1, np.int64), np.array([1, 0, 0, 0], np.int32), np.ones(1))
 
 
-def test_wrong_rows_never_become_ready(write) -> None:
+def test_wrong_rows_never_become_ready(write: Write) -> None:
     class Changed(ModelVersion):
-        def goldens(self):  # noqa: ANN202
+        def goldens(self) -> Goldens:
             goldens = super().goldens()
             answers = goldens.stored_answers.copy()
             answers[-1] *= 1.01
@@ -257,7 +280,7 @@ def test_wrong_rows_never_become_ready(write) -> None:
         restore(Changed(**fields))
 
 
-def test_a_column_wise_plan_is_refused_by_table_and_reason(write) -> None:
+def test_a_column_wise_plan_is_refused_by_table_and_reason(write: Write) -> None:
     with pytest.raises(StoreError, match="column_wise is for pooled tables"):
         write(sharding={**MIXED_SHARDING, "movie": "column_wise"})
 
@@ -266,7 +289,7 @@ def test_a_column_wise_plan_is_refused_by_table_and_reason(write) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
-def test_cuda_equals_the_stored_rows(write, dtype, sharding) -> None:
+def test_cuda_equals_the_stored_rows(write: Write, dtype: str, sharding: str) -> None:
     version = write(dtype=dtype, sharding=sharding, world_size=torch.cuda.device_count())
     bags = jagged(version)
     expected = rows_of(stored_rows(version), version.manifest, bags)

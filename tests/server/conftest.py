@@ -11,15 +11,15 @@ from typing import NoReturn
 import httpx
 import pytest
 from server.fake_engine import FakeEngine, model_info
-from server.live import Live, live_server, make_service
+from server.live import Live, live_server, make_exchange
 from server.python import run_python
 
 from embedserve.api.management import management_app
 from embedserve.batching.batcher import Batcher
 from embedserve.config import Limits
+from embedserve.exchange import Exchange
 from embedserve.metrics.metrics import ModelMetrics
-from embedserve.models.models import Service
-from embedserve.wire.rest import EmbedEndpoint
+from embedserve.wire.asgi import EmbedEndpoint
 
 MakeBatcher = Callable[[Limits], Batcher]
 TEST_S_MAX = 30
@@ -84,23 +84,29 @@ def limits() -> Limits:
 
 
 @pytest.fixture
-def service(engine: FakeEngine, executor: ThreadPoolExecutor, limits: Limits) -> Service:
-    return make_service(engine, executor=executor, limits=limits)
+def exchange(engine: FakeEngine, executor: ThreadPoolExecutor, limits: Limits) -> Exchange:
+    return make_exchange(engine, executor=executor, limits=limits)
 
 
 @pytest.fixture
-async def rest(service: Service) -> AsyncIterator[httpx.AsyncClient]:
-    app = EmbedEndpoint(service, management_app(service))
+async def rest(exchange: Exchange) -> AsyncIterator[httpx.AsyncClient]:
+    app = EmbedEndpoint(exchange, management_app(exchange))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
 
 
 @pytest.fixture
-async def live(engine: FakeEngine, limits: Limits) -> AsyncIterator[Live]:
+def grpc_server() -> str:
+    """Which server answers gRPC; modules of its contract go through both."""
+    return "native"
+
+
+@pytest.fixture
+async def live(engine: FakeEngine, limits: Limits, grpc_server: str) -> AsyncIterator[Live]:
     """The whole server over that engine, and clients of it."""
     films = FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
-    async with live_server(engine, films, limits=limits) as live:
+    async with live_server(engine, films, limits=limits, grpc_server=grpc_server) as live:
         yield live
 
 

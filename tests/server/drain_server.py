@@ -1,35 +1,46 @@
 """A server process over the fake engine, for the tests that stop one.
 
-Prints its two ports when ready. Every lookup runs in the thread and takes so many seconds.
+Prints its two ports when ready, drains on SIGTERM and SIGINT. Every lookup runs in the thread and
+takes so many seconds.
 """
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import uvloop
 from server.fake_engine import FakeEngine
-from server.live import IN_THREAD, make_service
+from server.live import IN_THREAD, make_exchange
 
 from embedserve.config import ServeSettings
-from embedserve.processes import server
-from embedserve.processes.ports import claim_ports
+from embedserve.exchange import Exchange
+from embedserve.processes.ports import Ports, claim_ports
+from embedserve.processes.server import serve_until
 
 
-def main(lookup_s: float, drain_s: float) -> None:
-    settings = ServeSettings(store="", drain_s=drain_s, limits=IN_THREAD)
+async def serve(exchange: Exchange, settings: ServeSettings, ports: Ports) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+    def say_ready() -> None:
+        print(ports.http, ports.grpc, flush=True)
+
+    await serve_until(stop, exchange, settings, ports, say_ready)
+
+
+def main(lookup_s: float, drain_s: float, grpc_server: str) -> None:
+    settings = ServeSettings(store="", drain_s=drain_s, limits=IN_THREAD, grpc_server=grpc_server)
     ports = claim_ports("127.0.0.1", 0, 0)
     engine = FakeEngine()
     engine.delay_s = lookup_s
     with ThreadPoolExecutor(1) as executor:
-        service = make_service(engine, executor=executor, limits=IN_THREAD)
-
-        def say_ready() -> None:
-            print(ports.http, ports.grpc, flush=True)
-
-        uvloop.run(server.run(service, settings, ports, say_ready))
+        exchange = make_exchange(engine, executor=executor, limits=IN_THREAD)
+        uvloop.run(serve(exchange, settings, ports))
 
 
 if __name__ == "__main__":
-    main(*map(float, sys.argv[1:]))
+    main(float(sys.argv[1]), float(sys.argv[2]), sys.argv[3])

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from server.fake_models import FEATURES, VOCABULARIES, model_info
 
-from embedserve.types import LookupRequest, ModelInfo, TableInfo
-from embedserve_store.ids.rules import hash_strings
+from embedserve.types import LookupRequest, ModelInfo
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.ids.string_hashes import hash_strings
 
 __all__ = ["FEATURES", "Bags", "FakeEngine", "Weights", "make_request", "model_info"]
 
@@ -60,7 +61,9 @@ class FakeEngine:
         self.delay_s = 0.0
         self.failure: Exception | None = None
         self.lookups: list[Lookup] = []
-        self._uses = [(table, feature) for table in self.model.tables for feature in table.features]
+        self._uses = [
+            (table, feature) for table in self.model.tables for feature in table.feature_names
+        ]
         self._may_go_on = threading.Event()
         self._may_go_on.set()
 
@@ -101,7 +104,7 @@ class FakeEngine:
         with np.errstate(over="ignore"):
             return values.astype(np.float16)
 
-    def _pool(self, table: TableInfo, rows: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+    def _pool(self, table: TableSpec, rows: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
         total = np.zeros(table.embedding_dim, np.float32)
         for i, row in enumerate(rows):
             total += self.tables[table.name][row] * (
@@ -133,7 +136,7 @@ class FakeEngine:
             return np.concatenate(blocks, axis=1)
         return np.array(blocks, np.float32).reshape(-1, self.model.length_per_key[0])
 
-    def _vector(self, table: TableInfo, one: int | str) -> np.ndarray:
+    def _vector(self, table: TableSpec, one: int | str) -> np.ndarray:
         row = row_of(table, one)
         if row is None:
             return np.zeros(table.embedding_dim, np.float32)
@@ -159,13 +162,13 @@ class FakeEngine:
         return dict(counts) or None
 
 
-def is_known(table: TableInfo, one: int | str) -> bool:
+def is_known(table: TableSpec, one: int | str) -> bool:
     if table.ids.rule == "map":
         return one in VOCABULARIES[table.name]
     return table.ids.rule == "modulo" or 0 <= int(one) < table.num_embeddings
 
 
-def row_of(table: TableInfo, one: int | str) -> int | None:
+def row_of(table: TableSpec, one: int | str) -> int | None:
     """The row of an id by its table's rule; None where it is skipped."""
     rule = table.ids
     if not is_known(table, one):

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from embedserve.types import ModelInfo, TableInfo
+from embedserve.types import ModelInfo
+from embedserve_store.format.id_rule import IdRule
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.id_map import IdMap
-from embedserve_store.ids.rules import IdRule, hash_strings
+from embedserve_store.ids.string_hashes import hash_strings
 from embedserve_store.ids.translate import IdTranslator
-from embedserve_store.manifest import Manifest
-from embedserve_store.table_spec import TableSpec
 
 Vocabularies = Mapping[str, Sequence[int | str]]
 """By table: its ids, each at the position of its row."""
@@ -38,26 +39,8 @@ def info_of(name: str, tables: Sequence[TableSpec], vocabularies: Vocabularies) 
     manifest = Manifest(name, 7, described, is_weighted=False)
     maps = {table: _id_map(table, ids) for table, ids in vocabularies.items()}
     return ModelInfo(
-        name=name,
-        version=7,
-        features=manifest.features,
-        rows_per_feature=manifest.rows_per_feature,
-        keys=manifest.keys,
-        length_per_key=manifest.length_per_key,
-        tables=tuple(
-            TableInfo(
-                name=table.name,
-                num_embeddings=table.num_embeddings,
-                embedding_dim=table.embedding_dim,
-                pooling=table.pooling,
-                dtype=table.dtype,
-                features=table.feature_names,
-                sharding="table_wise",
-                ids=table.ids,
-            )
-            for table in described
-        ),
-        is_pooled=manifest.is_pooled,
+        manifest=manifest,
+        sharding={table.name: "table_wise" for table in described},
         translator=IdTranslator(manifest, maps),
         device_type="cpu",
         bytes_per_rank=(manifest.nbytes,),

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-RUN_S_MAX = 25
+RUN_S_MAX = 120
 
 
 def environment() -> dict[str, str]:

@@ -1,7 +1,4 @@
-"""Embed connections on a loopback port, and plain uvicorn over the same endpoint to compare with.
-
-Without uvicorn.Server, whose stop waits: a connection is told of a drain by its `shutdown`.
-"""
+"""The wire on a loopback port with small buffers, and plain uvicorn to compare its HTTP/1 with."""
 
 from __future__ import annotations
 
@@ -10,18 +7,19 @@ import itertools
 import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
+from server.waiting import until
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from embedserve.api.management import management_app
-from embedserve.models.models import Service
-from embedserve.wire.heads import RequestHeads
-from embedserve.wire.http1 import EmbedConnection
-from embedserve.wire.rest import EmbedEndpoint, Receive, Scope, Send
+from embedserve.exchange import Exchange
+from embedserve.wire.asgi import EmbedEndpoint
+from embedserve.wire.connections import Connection
+from embedserve.wire.http1 import Http1Connection
+from embedserve.wire.server import WireServer
 
 BUFFER_BYTES = 4096
 """Of each socket, so that a reader is slow soon."""
@@ -29,67 +27,50 @@ BUFFER_BYTES = 4096
 READ_S_MAX = 10.0
 
 
-class RawServer:
-    """A port, the connections behind it, and the paths that came to the ASGI endpoint."""
+class RecordingServer(WireServer):
+    """A WireServer that shows its connections.
 
-    def __init__(self, service: Service, is_plain: bool) -> None:
-        self.service = service
-        self.state = ServerState()
-        self.asgi_paths: list[str] = []
+    Attributes:
+        connections: that are open.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__(exchange, management_app(exchange))
+        self.connections: set[Connection] = set()
+
+    def add(self, connection: Connection) -> None:
+        self.connections.add(connection)
+        super().add(connection)
+
+    def discard(self, connection: Connection) -> None:
+        self.connections.discard(connection)
+        super().discard(connection)
+
+
+class RawServer:
+    """A port and the connections behind it."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
         self.port = 0
         self._writers: list[asyncio.StreamWriter] = []
-        self._endpoint = EmbedEndpoint(service, management_app(service))
-        self._config = uvicorn.Config(
-            self._app,
-            interface="asgi3",
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            proxy_headers=False,
-            log_config=None,
-        )
-        self._of_protocol: dict[str, Any] = {
-            "config": self._config,
-            "server_state": self.state,
-            "app_state": {},
-        }
-        self._make = (
-            partial(HttpToolsProtocol, **self._of_protocol)
-            if is_plain
-            else partial(EmbedConnection, service, RequestHeads(), **self._of_protocol)
-        )
 
-    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.asgi_paths.append(scope["path"])
-        await self._endpoint(scope, receive, send)
-
-    async def start(self) -> asyncio.Server:
-        self._config.load()
+    def _bind(self) -> socket.socket:
         listening = socket.create_server(("127.0.0.1", 0))
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         self.port = listening.getsockname()[1]
-        return await asyncio.get_running_loop().create_server(self._make, sock=listening)
+        return listening
 
-    async def cut_all(self) -> None:
+    async def start(self) -> None:
+        raise NotImplementedError
+
+    async def stop(self) -> None:
         """Cuts the connections, at both ends, and waits until nothing of them is left."""
-        for connection in list(self.state.connections):
-            connection.transport.abort()
         for writer in self._writers:
             writer.transport.abort()
-        async with asyncio.timeout(5):
-            while self.state.connections or self.state.tasks:  # noqa: ASYNC110  no event
-                await asyncio.sleep(0)
-        await asyncio.sleep(0.001)
-
-    @property
-    def connection(self) -> EmbedConnection:
-        """The one that is open."""
-        (one,) = self.state.connections
-        assert isinstance(one, EmbedConnection)
-        return one
 
     def outcomes(self) -> dict[str, int]:
-        return dict(self.service.metrics.protocols["rest"].outcomes)
+        return dict(self.exchange.metrics.protocols["rest"].outcomes)
 
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection that holds few bytes which nobody reads."""
@@ -105,7 +86,7 @@ class RawServer:
         asyncio.get_running_loop().call_later(READ_S_MAX, reader.set_exception, late)
         return reader, writer
 
-    async def exchange(self, *packets: bytes) -> bytes:
+    async def talk(self, *packets: bytes) -> bytes:
         """All that is answered to ``packets``, the last of which has the connection closed."""
         reader, writer = await self.open()
         for packet in packets:
@@ -116,16 +97,90 @@ class RawServer:
         return answer
 
 
+class OurServer(RawServer):
+    """Connections as they are served."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__(exchange)
+        self.wire = RecordingServer(exchange)
+
+    async def start(self) -> None:
+        await self.wire.listen([self._bind()])
+
+    async def stop(self) -> None:
+        tasks = [task for one in self.http1() for task in one.tasks]
+        await self.wire.drain(0)
+        await super().stop()
+        await until(lambda: not self.wire.connections)
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), READ_S_MAX)
+
+    def http1(self) -> list[Http1Connection]:
+        """The connections that speak HTTP/1."""
+        return [one for one in self.wire.connections if isinstance(one, Http1Connection)]
+
+    @property
+    def connection(self) -> Http1Connection:
+        """The one that is open."""
+        (one,) = self.http1()
+        return one
+
+
+class PlainServer(RawServer):
+    """uvicorn's connections over the same endpoint.
+
+    Without uvicorn.Server, whose stop waits.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__(exchange)
+        self._state = ServerState()
+        self._config = uvicorn.Config(
+            cast(Any, EmbedEndpoint(exchange, management_app(exchange))),
+            interface="asgi3",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            proxy_headers=False,
+            log_config=None,
+            server_header=False,
+            date_header=False,
+        )
+        self._listening: asyncio.Server
+
+    async def start(self) -> None:
+        self._config.load()
+        self._listening = await asyncio.get_running_loop().create_server(
+            lambda: HttpToolsProtocol(self._config, self._state, {}), sock=self._bind()
+        )
+
+    async def stop(self) -> None:
+        self._listening.close()
+        for connection in list(self._state.connections):
+            connection.transport.abort()
+        await super().stop()
+        await until(lambda: not self._state.connections and not self._state.tasks)
+
+
 @asynccontextmanager
-async def raw_server(service: Service, is_plain: bool = False) -> AsyncIterator[RawServer]:
+async def our_server(exchange: Exchange) -> AsyncIterator[OurServer]:
     """Until the block ends; its connections are cut then."""
-    server = RawServer(service, is_plain)
-    listening = await server.start()
+    server = OurServer(exchange)
+    await server.start()
     try:
         yield server
     finally:
-        listening.close()
-        await server.cut_all()
+        await server.stop()
+
+
+@asynccontextmanager
+async def plain_server(exchange: Exchange) -> AsyncIterator[PlainServer]:
+    """uvicorn alone, until the block ends."""
+    server = PlainServer(exchange)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
 
 
 Answer = tuple[int, dict[bytes, bytes], bytes]

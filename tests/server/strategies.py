@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from server.fake_engine import FEATURES, Bags, Weights
 from server.fake_models import VOCABULARIES, ruled_info
 
-from embedserve.types import ModelInfo, TableInfo
+from embedserve.types import ModelInfo
+from embedserve_store.format.table_spec import TableSpec
 
 WEIGHT = st.floats(-100, 100, width=32)
 JSON_LEAF = (
@@ -45,7 +46,7 @@ def bags_of_ids(draw: st.DrawFn, *, all_features: bool = False) -> Bags:
 @st.composite
 def bags_of(draw: st.DrawFn, model: ModelInfo) -> Bags:
     """Some features of ``model`` in any order, with ids that its rules take, unknown ones too."""
-    tables = {feature: table for table in model.tables for feature in table.features}
+    tables = {feature: table for table in model.tables for feature in table.feature_names}
     features = draw(st.permutations(list(tables)))
     batch_size = draw(st.integers(1, 4))
     return {
@@ -54,7 +55,7 @@ def bags_of(draw: st.DrawFn, model: ModelInfo) -> Bags:
     }
 
 
-def ids_of(table: TableInfo) -> st.SearchStrategy[Any]:
+def ids_of(table: TableSpec) -> st.SearchStrategy[Any]:
     """Ids that a request may hold; those of a map are mostly known."""
     int64 = st.integers(-(2**63), 2**63 - 1)
     known: st.SearchStrategy[Any] = st.integers(0, table.num_embeddings - 1)

@@ -27,25 +27,20 @@ def serve(
 ) -> None:
     import uvloop
     from server.fake_engine import FakeEngine
-    from server.live import IN_THREAD
+    from server.live import IN_THREAD, make_exchange
 
-    from embedserve.batching.batcher import Batcher
-    from embedserve.metrics.metrics import Metrics
-    from embedserve.models.models import Service
     from embedserve.processes import worker
 
     engine = FakeEngine()
     engine.delay_s = lookup_s
     with ThreadPoolExecutor(1) as executor:
-        metrics = Metrics([engine.model], slot)
-        batcher = Batcher(engine, engine.model, IN_THREAD, metrics.models["shop"], executor)
-        service = Service({"shop": batcher}, "shop", IN_THREAD, metrics)
+        exchange = make_exchange(engine, executor=executor, limits=IN_THREAD, slot=slot)
 
         def announce() -> None:
             print("ready", ports.http, ports.grpc, flush=True)
 
         if worker.wait_to_go(channel):
-            uvloop.run(worker.run_worker(service, settings, ports, channel, announce))
+            uvloop.run(worker.run_worker(exchange, settings, ports, channel, announce))
 
 
 def main(workers: int, drain_s: float, lookup_s: float, failure: Path) -> None:

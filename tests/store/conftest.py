@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,58 +14,68 @@ import pytest
 import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
-from embedserve_store.checksums import sealed_json
-from embedserve_store.goldens import Goldens, sample_bags, save_goldens
-from embedserve_store.load import ModelStore, ModelVersion
-from embedserve_store.manifest import CHECKED_FILES, Manifest
+from embedserve_store.format.manifest import CHECKED_FILES, Manifest
+from embedserve_store.format.seal import sealed_json
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.goldens.goldens_file import Goldens, save_goldens
+from embedserve_store.goldens.sampled_bags import sample_bags
+from embedserve_store.local_store import ModelStore
+from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 from embedserve_store.publishing.publish import publish
-from embedserve_store.table_spec import TableSpec
 
 ROWS = {"user": 300, "item": 77, "tag": 16}
 
 
+def small_collection(
+    *, is_weighted: bool = False, pooling: str | None = None, half: bool = False
+) -> EmbeddingBagCollection:
+    """Three tables, two poolings, a shared table and a feature of two tables."""
+    torch.manual_seed(7)
+    described: list[tuple[str, int, list[str], str]] = [
+        ("user", 16, ["user", "friend"], "sum"),
+        ("item", 8, ["item"], "mean"),
+        ("tag", 4, ["tag", "item"], "sum"),
+    ]
+    ebc = EmbeddingBagCollection(
+        is_weighted=is_weighted,
+        tables=[
+            EmbeddingBagConfig(
+                name=name,
+                num_embeddings=ROWS[name],
+                embedding_dim=dim,
+                feature_names=features,
+                pooling=PoolingType[(pooling or own).upper()],
+            )
+            for name, dim, features, own in described
+        ],
+    )
+    return ebc.half() if half else ebc
+
+
 @pytest.fixture
 def make_ebc() -> Callable[..., EmbeddingBagCollection]:
-    """Three tables, two poolings, a shared table and a feature of two tables."""
-
-    def make(
-        *, is_weighted: bool = False, pooling: str | None = None, half: bool = False
-    ) -> EmbeddingBagCollection:
-        torch.manual_seed(7)
-        described: list[tuple[str, int, list[str], str]] = [
-            ("user", 16, ["user", "friend"], "sum"),
-            ("item", 8, ["item"], "mean"),
-            ("tag", 4, ["tag", "item"], "sum"),
-        ]
-        ebc = EmbeddingBagCollection(
-            is_weighted=is_weighted,
-            tables=[
-                EmbeddingBagConfig(
-                    name=name,
-                    num_embeddings=ROWS[name],
-                    embedding_dim=dim,
-                    feature_names=features,
-                    pooling=PoolingType[(pooling or own).upper()],
-                )
-                for name, dim, features, own in described
-            ],
-        )
-        return ebc.half() if half else ebc
-
-    return make
+    return small_collection
 
 
 @pytest.fixture
-def ebc(make_ebc: Callable[..., EmbeddingBagCollection]) -> EmbeddingBagCollection:
-    return make_ebc()
+def ebc() -> EmbeddingBagCollection:
+    return small_collection()
 
 
-@pytest.fixture
-def version(ebc: EmbeddingBagCollection, tmp_path: Path) -> ModelVersion:
-    """Version 1 of model "m", one dtype a table."""
+@pytest.fixture(scope="session")
+def published_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of version 1 of model "m", one dtype a table; not to be changed."""
+    store = tmp_path_factory.mktemp("published") / "store"
     dtypes = {"user": "float32", "item": "int8", "tag": "int4"}
-    publish(ebc, tmp_path / "store", model="m", dtype=dtypes, sharding="row_wise", world_size=2)
+    publish(small_collection(), store, model="m", dtype=dtypes, sharding="row_wise", world_size=2)
+    return store
+
+
+@pytest.fixture
+def version(published_store: Path, tmp_path: Path) -> ModelVersion:
+    """A test's own copy of the version in published_store."""
+    shutil.copytree(published_store, tmp_path / "store")
     return ModelStore(tmp_path / "store").load("m")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from embedserve_store.checksums import sealed_json
+from embedserve_store.format.seal import sealed_json
 
 
 def seal(folder: Path) -> Path:

@@ -24,6 +24,8 @@ class Pooling:
     @bentoml.api(
         route="/embed", batchable=True, max_batch_size=BATCH_MAX, max_latency_ms=LATENCY_MS_MAX
     )
-    def embed(self, features: list[dict[str, list[list[int]]]]) -> list[dict[str, list]]:
+    def embed(
+        self, features: list[dict[str, list[list[int]]]]
+    ) -> list[dict[str, list[list[float]]]]:
         pooled = self.tables.pool([from_bags(one, self.names) for one in features])
         return [{"values": values.tolist()} for values in pooled]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,10 +55,13 @@ def make_app(tables: Tables, is_typed: bool) -> FastAPI:
     async def embed(features: Features) -> Answer:
         return Answer({"values": tables.pool(features.root)})
 
-    async def embed_untyped(features: Features):  # noqa: ANN202
+    async def embed_untyped(features: Features) -> dict[str, Any]:
         return {"values": tables.pool(features.root)}
 
-    app.post("/embed")(embed if is_typed else embed_untyped)
+    if is_typed:
+        app.post("/embed")(embed)
+    else:
+        app.post("/embed", response_model=None)(embed_untyped)
     return app
 
 

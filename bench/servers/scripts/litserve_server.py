@@ -6,7 +6,7 @@ litserve_server.py TABLES_FOLDER TABLES PORT
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, no_type_check
 
 import litserve
 import orjson
@@ -27,7 +27,8 @@ class Pooling(litserve.LitAPI):
         self.names = [f"f{i}" for i in range(self.count)]
         self.tables = Tables(self.folder, self.count)
 
-    # LitServe reads the types of these two, if they have any.
+    # LitServe reads the types of the next and of encode_response, if they have any.
+    @no_type_check
     def decode_request(self, request):  # noqa: ANN201
         return from_bags(request, self.names)
 
@@ -40,6 +41,7 @@ class Pooling(litserve.LitAPI):
     def unbatch(self, output: list[Any]) -> list[Any]:
         return output
 
+    @no_type_check
     def encode_response(self, output):  # noqa: ANN201
         body = orjson.dumps({"values": output}, option=orjson.OPT_SERIALIZE_NUMPY)
         return Response(body, media_type="application/json")

@@ -45,7 +45,8 @@ if __name__ == "__main__":
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env=path)
     serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
     try:
-        serve.run(Pooling.bind(folder, int(count)), route_prefix="/embed")
+        application = Pooling.bind(folder, int(count))  # type: ignore[attr-defined]
+        serve.run(application, route_prefix="/embed")
         signal.pause()
     finally:
         serve.shutdown()

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embedserve_store.errors import StoreError
-from embedserve_store.staging import check_writable
+from embedserve_store.publishing.staging import check_writable
 
 if TYPE_CHECKING:
     import torch
 
     from embedserve_store.demo.train import Trained
+    from embedserve_store.format.table_spec import TableSpec
     from embedserve_store.publishing.pooled_error import PooledError
     from embedserve_store.publishing.publish_source import Choice
     from embedserve_store.publishing.version_writer import PublishedVersion
-    from embedserve_store.table_spec import TableSpec
 
 __all__ = ["DemoReport", "build_demo", "save_checkpoint"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from embedserve_store.demo.data import MovieTweetings
 from embedserve_store.errors import StoreError
-from embedserve_store.ids.rules import IdRule
-from embedserve_store.table_spec import TableSpec
+from embedserve_store.format.id_rule import IdRule
+from embedserve_store.format.table_spec import TableSpec
 
 RULES = {
     "movie": IdRule(rule="map", unknown="skip"),

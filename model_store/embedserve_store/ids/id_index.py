@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.errors import InvalidModelError
-from embedserve_store.ids.rules import ENTRIES_MAX
+from embedserve_store.format.id_rule import ENTRIES_MAX
 
 WINDOW = 4
 """Ids compared at once; each table's slots end with as many unused, so a window ends within."""

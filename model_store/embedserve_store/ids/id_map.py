@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.errors import StoreError
+from embedserve_store.format.safetensors_file import encode_header, map_tensors
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.id_index import WINDOW, IdIndex, bucket_count, build_index
-from embedserve_store.safetensors_file import encode_header, map_tensors
-from embedserve_store.table_spec import TableSpec
 
 _PARTS = {"ids": ("I64", 8), "rows": ("U32", 4), "starts": ("U32", 4)}
 """The tensors of a map: dtype and bytes of an element, all tables' ids before all rows."""

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from embedserve_store.format.manifest import Manifest
 from embedserve_store.ids.id_index import IdIndex
 from embedserve_store.ids.id_map import IdMap
-from embedserve_store.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)

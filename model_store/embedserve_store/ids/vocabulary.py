@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.ids.id_index import find_duplicate
-from embedserve_store.ids.rules import hash_strings
+from embedserve_store.ids.string_hashes import hash_strings
 
 _BLOCK_IDS = 1 << 16
 _QUOTED_MAX = 80

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embedserve_store.errors import StoreError
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.handwritten import read_handwritten
 from embedserve_store.plans.sharding_types import COLUMN_MULTIPLE, SHARDING_TYPES, why_not
-from embedserve_store.small_text import read_small_text
-from embedserve_store.table_spec import TableSpec
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner import ParameterConstraints
@@ -162,7 +162,7 @@ def _parsed(path: Path) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(read_small_text(path))  # JSON is YAML
+        return yaml.safe_load(read_handwritten(path))  # JSON is YAML
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:

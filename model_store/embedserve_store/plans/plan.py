@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.format.table_spec import TableSpec, row_bytes
 from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.sharding_types import COLUMN_MULTIPLE, why_not
-from embedserve_store.table_spec import TableSpec, row_bytes
 
 FORMAT_VERSION = 1
 PLAN_BYTES_MAX = 64 << 20

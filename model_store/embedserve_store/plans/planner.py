@@ -19,6 +19,7 @@ from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding
 
 from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.plan import Plan, Shard, TablePlan, check_fits
 from embedserve_store.plans.planner_request import (
@@ -28,7 +29,6 @@ from embedserve_store.plans.planner_request import (
     to_torchrec_constraints,
 )
 from embedserve_store.plans.planner_search import RANK_MEMORY_BYTES, search
-from embedserve_store.table_spec import TableSpec
 
 __all__ = [
     "Constraints",

@@ -12,9 +12,9 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.constants import MIN_CW_DIM
 
 from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.constraints import TableConstraints, from_torchrec
 from embedserve_store.plans.sharding_types import AUTO, COLUMN_MULTIPLE, auto_types, why_not
-from embedserve_store.table_spec import TableSpec
 
 Constraints = Mapping[str, TableConstraints | ParameterConstraints | Mapping[str, Any]]
 """By table: ours, torchrec's, or its fields by name."""

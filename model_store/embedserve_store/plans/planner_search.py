@@ -34,9 +34,9 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ModuleSharde
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Shard, shard_bytes
 from embedserve_store.plans.sharding_types import SHARDING_TYPES
-from embedserve_store.table_spec import TableSpec
 
 RANK_MEMORY_BYTES = 1 << 60
 """What the planner is told where no memory is given: more than any table."""

@@ -5,7 +5,7 @@ Names are torchrec's ShardingType. Never imports torch.
 
 from __future__ import annotations
 
-from embedserve_store.table_spec import TableSpec
+from embedserve_store.format.table_spec import TableSpec
 
 AUTO = "auto"
 """Lets the planner choose."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_store.goldens import pool_rows, stored_rows
+from embedserve_store.format.table_spec import TableSpec, row_bytes
+from embedserve_store.format.tables_file import TablesFile
+from embedserve_store.goldens.hand_pooling import pool_rows, stored_rows
 from embedserve_store.sources.rows import TableRows
-from embedserve_store.table_spec import TableSpec, row_bytes
-from embedserve_store.tables_file import TablesFile
 
 BAGS = 256
 IDS_PER_BAG_MAX = 8

@@ -17,8 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embedserve_store.errors import InvalidModelError, StoreError
-from embedserve_store.ids.rules import IdRule
-from embedserve_store.manifest import Manifest
+from embedserve_store.format.id_rule import IdRule
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.table_spec import (
+    NAME_PATTERN,
+    TableSpec,
+    check_table,
+    check_tables,
+    check_weighted,
+)
+from embedserve_store.format.tables_file import Progress
 from embedserve_store.plans.plan import Plan
 from embedserve_store.publishing.publish_source import (
     Choice,
@@ -28,6 +36,7 @@ from embedserve_store.publishing.publish_source import (
     with_dtypes,
 )
 from embedserve_store.publishing.resolve_ids import Vocabularies, resolve_ids
+from embedserve_store.publishing.staging import check_room, check_writable, staging_folder
 from embedserve_store.publishing.version_writer import (
     Draft,
     PublishedVersion,
@@ -35,15 +44,6 @@ from embedserve_store.publishing.version_writer import (
     write_version,
 )
 from embedserve_store.sources.description import Description
-from embedserve_store.staging import check_room, check_writable, staging_folder
-from embedserve_store.table_spec import (
-    NAME_PATTERN,
-    TableSpec,
-    check_table,
-    check_tables,
-    check_weighted,
-)
-from embedserve_store.tables_file import Progress
 
 if TYPE_CHECKING:
     from embedserve_store.plans.planner import Constraints

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from embedserve_store.errors import StoreError
 from embedserve_store.publishing.publish import as_store_error, check_options, publish
+from embedserve_store.publishing.staging import staging_folder
 from embedserve_store.publishing.version_writer import PublishedVersion
 from embedserve_store.sources.description import Description
-from embedserve_store.staging import staging_folder
 
 if TYPE_CHECKING:
     import torch

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from embedserve_store.errors import InvalidModelError
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.publishing.version_writer import Source
 from embedserve_store.sources import live
 from embedserve_store.sources.checkpoint import find_tables, from_state_dict, open_checkpoint
 from embedserve_store.sources.description import Description
-from embedserve_store.table_spec import TableSpec
 
 Choice = str | Mapping[str, str]
 """One name for all tables, or a mapping from table to name that names every table."""

@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.format.id_rule import IdRule
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.id_map import IdMap
-from embedserve_store.ids.rules import IdRule, hash_strings
+from embedserve_store.ids.string_hashes import hash_strings
 from embedserve_store.ids.vocabulary import first_strings, read_vocabulary
-from embedserve_store.table_spec import TableSpec
 
 Vocabulary = str | os.PathLike[str] | NDArray[Any] | Sequence[Any] | Mapping[Any, int]
 """A file, the ids in the order of the rows, or the row of each id."""

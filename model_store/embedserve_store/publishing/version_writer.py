@@ -15,29 +15,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_store.checksums import sealed_json
 from embedserve_store.errors import InvalidModelError
-from embedserve_store.goldens import (
-    Bags,
-    Goldens,
-    pool,
-    pool_stored,
-    row_numbers,
-    sample_bags,
-    save_goldens,
-)
+from embedserve_store.format.manifest import CHECKED_FILES, Manifest
+from embedserve_store.format.row_layout import encode_rows, unstorable_rows
+from embedserve_store.format.seal import sealed_json
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.format.tables_file import BLOCK_BYTES, Progress, TablesFile
+from embedserve_store.format.version_folder import to_json_bytes
+from embedserve_store.goldens.goldens_file import Bags, Goldens, save_goldens
+from embedserve_store.goldens.hand_pooling import pool, pool_stored, row_numbers
+from embedserve_store.goldens.parity import check_answers
+from embedserve_store.goldens.sampled_bags import sample_bags
 from embedserve_store.ids.id_map import IdMap, write_id_maps
 from embedserve_store.ids.translate import IdTranslator
-from embedserve_store.layout import encode_rows, unstorable_rows
-from embedserve_store.manifest import CHECKED_FILES, Manifest
-from embedserve_store.parity import check_answers
 from embedserve_store.plans.plan import Plan
 from embedserve_store.publishing.pooled_error import PooledError, pooled_error
+from embedserve_store.publishing.staging import publish_staged, sync, write_synced
+from embedserve_store.publishing.tables_writer import write_tables
 from embedserve_store.sources import live
 from embedserve_store.sources.rows import TableRows
-from embedserve_store.staging import publish_staged, sync, to_json_bytes, write_synced
-from embedserve_store.table_spec import TableSpec
-from embedserve_store.tables_file import BLOCK_BYTES, Progress, TablesFile, write_tables
 
 if TYPE_CHECKING:
     import torch

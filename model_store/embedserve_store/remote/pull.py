@@ -16,19 +16,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from embedserve_store.checksums import check_seal, verify
 from embedserve_store.errors import StoreError
-from embedserve_store.load import SMALL_FILE_BYTES_MAX, ModelStore
-from embedserve_store.manifest import CHECKED_FILES, Manifest
-from embedserve_store.remote.remote_files import RemoteFolder, TransferProgress
-from embedserve_store.staging import (
+from embedserve_store.format.manifest import CHECKED_FILES, Manifest
+from embedserve_store.format.seal import check_seal
+from embedserve_store.format.tables_file import header_bytes
+from embedserve_store.local_store import SMALL_FILE_BYTES_MAX, ModelStore
+from embedserve_store.publishing.staging import (
     check_room,
     check_writable,
     staging_folder,
     sync,
     write_synced,
 )
-from embedserve_store.tables_file import header_bytes
+from embedserve_store.remote.remote_files import RemoteFolder, TransferProgress
+from embedserve_store.verification import verify
 
 logger = logging.getLogger(__name__)
 

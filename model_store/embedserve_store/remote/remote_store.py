@@ -13,11 +13,12 @@ import re
 from pathlib import Path
 
 from embedserve_store.errors import StoreError
-from embedserve_store.load import ModelStore, ModelVersion
+from embedserve_store.format.table_spec import NAME_PATTERN
+from embedserve_store.format.version_folder import VERSION_PATTERN
+from embedserve_store.local_store import ModelStore
+from embedserve_store.model_version import ModelVersion
 from embedserve_store.remote.pull import MANIFEST, RemoteVersion, pull, read_manifest
 from embedserve_store.remote.remote_files import RemoteFolder, TransferProgress, UnreachableError
-from embedserve_store.staging import VERSION_PATTERN
-from embedserve_store.table_spec import NAME_PATTERN
 
 logger = logging.getLogger(__name__)
 

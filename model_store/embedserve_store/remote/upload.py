@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from embedserve_store.checksums import sealed_json, verify
 from embedserve_store.errors import StoreError
-from embedserve_store.load import ModelStore
-from embedserve_store.manifest import Manifest
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.seal import sealed_json
+from embedserve_store.format.version_folder import VERSION_PATTERN
+from embedserve_store.local_store import ModelStore
 from embedserve_store.remote.pull import MANIFEST, file_names
 from embedserve_store.remote.remote_files import RemoteFolder, TransferProgress
-from embedserve_store.staging import VERSION_PATTERN
+from embedserve_store.verification import verify
 
 
 def upload_version(

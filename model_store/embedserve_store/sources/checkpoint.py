@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.sources.rows import SOURCE_DTYPES, TableRows, TensorRows
-from embedserve_store.table_spec import TableSpec
 
 COLLECTIONS = {"embedding_bags": True, "embeddings": False}
 """What TorchRec calls the tables of a collection in its state dict, and whether it pools."""

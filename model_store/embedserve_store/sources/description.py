@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from embedserve_store.errors import InvalidModelError, StoreError
-from embedserve_store.ids.rules import ID_TYPES, RULES, UNKNOWN, IdRule
-from embedserve_store.manifest import typed
-from embedserve_store.small_text import read_small_text
-from embedserve_store.table_spec import TableSpec, check_table, check_tables
+from embedserve_store.format.id_rule import ID_TYPES, RULES, UNKNOWN, IdRule
+from embedserve_store.format.json_fields import typed
+from embedserve_store.format.table_spec import TableSpec, check_tables, table_of
+from embedserve_store.handwritten import read_handwritten
 
 _DESCRIPTION_KEYS = ("tables", "is_weighted")
 _REQUIRED_KEYS = ("name", "num_embeddings", "embedding_dim", "feature_names", "pooling")
@@ -70,7 +70,7 @@ def _parse(path: Path) -> Any:
     import yaml
 
     try:
-        text = read_small_text(path)
+        text = read_handwritten(path)
         return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
@@ -100,22 +100,10 @@ def _description(data: Any, path: Path) -> Description:
 
 def _table(data: Any, where: str) -> TableSpec:
     _check_keys(data, _TABLE_KEYS, _REQUIRED_KEYS, where)
-    features = typed(data, "feature_names", list, where)
-    if not all(isinstance(feature, str) for feature in features):
-        raise InvalidModelError(f"{where}: feature_names is {features}, expected a list of names")
     typed({"sharding": ""} | data, "sharding", str, where)
     rows = typed(data, "num_embeddings", int, where)
-    table = TableSpec(
-        name=typed(data, "name", str, where),
-        num_embeddings=rows,
-        embedding_dim=typed(data, "embedding_dim", int, where),
-        feature_names=tuple(features),
-        pooling=typed(data, "pooling", str, where),
-        dtype=typed({"dtype": "float32"} | data, "dtype", str, where),
-        ids=_rule(data["ids"], rows, f"{where}: ids") if "ids" in data else IdRule(),
-    )
-    check_table(table, where)
-    return table
+    ids = _rule(data["ids"], rows, f"{where}: ids") if "ids" in data else IdRule()
+    return table_of({"dtype": "float32"} | data, ids, where)
 
 
 def _rule(data: Any, rows: int, where: str) -> IdRule:

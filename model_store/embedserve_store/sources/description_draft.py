@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.format.table_spec import DTYPES, TableSpec, check_table
 from embedserve_store.sources.checkpoint import (
     Checkpoint,
     TableKey,
@@ -17,7 +18,6 @@ from embedserve_store.sources.checkpoint import (
     shown_prefixes,
     table_keys,
 )
-from embedserve_store.table_spec import DTYPES, TableSpec, check_table
 
 
 def draft_description(checkpoint: Checkpoint, prefix: str = "") -> str:

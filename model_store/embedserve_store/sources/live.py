@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.errors import InvalidModelError
-from embedserve_store.goldens import Bags
-from embedserve_store.manifest import Manifest
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.sources.rows import TableRows, TensorRows
-from embedserve_store.table_spec import TableSpec
 
 if TYPE_CHECKING:
     from torchrec import EmbeddingBagCollection, EmbeddingCollection

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from embedserve_store.errors import InvalidModelError
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.sources.checkpoint import table_keys
 from embedserve_store.sources.live import table_of
-from embedserve_store.table_spec import TableSpec
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
 """The management routes, on FastAPI: health, metrics, models and the OpenAPI pages.
 
-Also describes the embed routes, which rest.py answers, in the same OpenAPI.
+Also describes the embed routes, which the wire answers, in the same OpenAPI.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from starlette.exceptions import HTTPException
 from embedserve import __version__
 from embedserve.api.openapi import EMBED_PATHS, EMBED_SCHEMAS, ERROR_RESPONSE
 from embedserve.codec.json_codec import encode_error
+from embedserve.codec.model_description import describe
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, InvalidRequestError
-from embedserve.models.models import Service
-from embedserve.types import ModelInfo, TableInfo
+from embedserve.exchange import Exchange
 
 
 class IdRule(BaseModel):
@@ -87,36 +87,7 @@ class Info(BaseModel):
     tables: str = Field(description="mapped from the store's files, or resident in memory.")
 
 
-def describe(info: ModelInfo) -> Model:
-    return Model(
-        model=info.name,
-        version=info.version,
-        features=list(info.features),
-        keys=list(info.keys),
-        length_per_key=list(info.length_per_key),
-        unpooled=not info.is_pooled,
-        tables=[_describe_table(table) for table in info.tables],
-        device=info.device_type,
-        bytes_per_rank=list(info.bytes_per_rank),
-        replanned=info.replanned,
-        scripted=info.is_scripted,
-    )
-
-
-def _describe_table(table: TableInfo) -> Table:
-    return Table(
-        name=table.name,
-        num_embeddings=table.num_embeddings,
-        embedding_dim=table.embedding_dim,
-        pooling=table.pooling,
-        dtype=table.dtype,
-        features=list(table.features),
-        sharding=table.sharding,
-        ids=IdRule.model_validate(table.ids.to_json()),
-    )
-
-
-def management_app(service: Service) -> FastAPI:
+def management_app(exchange: Exchange) -> FastAPI:
     """The FastAPI application of everything but the embed routes.
 
     Its pages load nothing from elsewhere: clusters often reach no CDN.
@@ -126,7 +97,8 @@ def management_app(service: Service) -> FastAPI:
         version=__version__,
         description="Embedding lookups of TorchRec models.",
     )
-    registry = service.metrics.registry()
+    served, metrics_of_all = exchange.models, exchange.metrics
+    registry = metrics_of_all.registry()
 
     @app.get("/health/live", tags=["health"])
     async def live() -> Health:
@@ -136,7 +108,7 @@ def management_app(service: Service) -> FastAPI:
     @app.get("/health/ready", tags=["health"])
     async def ready() -> Health:
         """All models are loaded, checked and warm; 503 while draining before the stop."""
-        service.check_ready()
+        served.check_ready()
         return Health(status="ready")
 
     @app.get("/metrics", tags=["metrics"], response_class=Response)
@@ -147,21 +119,21 @@ def management_app(service: Service) -> FastAPI:
     @app.get("/info", tags=["info"])
     async def info() -> Info:
         """How the server runs; what it serves is told by /models."""
-        shape = service.metrics
+        shape = metrics_of_all
         return Info(version=__version__, workers=shape.workers, tables=shape.tables)
 
     @app.get("/models", tags=["models"], response_model_exclude_none=True)
     async def models() -> Models:
         """Every served model."""
         return Models(
-            models=[describe(info) for info in service.models()],
-            default_model=service.default_model,
+            models=[Model.model_validate(describe(info)) for info in served.models()],
+            default_model=served.default_model,
         )
 
     @app.get("/models/{model}", tags=["models"], response_model_exclude_none=True)
     async def model(model: str) -> Model:
         """One served model."""
-        return describe(service.model(model))
+        return Model.model_validate(describe(served.model(model)))
 
     _add_error_shape(app)
     _add_embed_routes_to_openapi(app)

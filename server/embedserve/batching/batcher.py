@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from time import perf_counter
 from typing import Protocol
 
 import numpy as np
 
-from embedserve.batching.caller import Caller, FutureCaller
+from embedserve.batching.caller import Caller
 from embedserve.batching.checks import find_invalid
 from embedserve.batching.join import cut, join
 from embedserve.batching.split import in_request_order, split
@@ -39,6 +39,8 @@ LookedUp = tuple[np.ndarray | EmbedServeError, float]
 
 OPEN_SHARE = 7 / 8
 """Of its limits; a queue that was full and holds less takes requests again."""
+WITHDRAWN_MIN = 1024
+"""Callers that went away are taken from a queue's middle once they are so many, and half of it."""
 FAILED = "the lookup failed; the server's log says why"
 
 
@@ -52,28 +54,20 @@ class LookupEngine(Protocol):
     def to_float16(self, values: np.ndarray) -> np.ndarray: ...
 
 
-class Entry:
-    """A waiting request: who waits for it, when it came and until when it is wanted."""
-
-    __slots__ = ("arrived_s", "caller", "deadline_s", "request")
-
-    def __init__(
-        self,
-        request: LookupRequest,
-        caller: Caller,
-        arrived_s: float,
-        deadline_s: float,
-    ) -> None:
-        self.request = request
-        self.caller = caller
-        self.arrived_s = arrived_s
-        self.deadline_s = deadline_s
+def _do_nothing() -> None:
+    return None
 
 
 class Batcher:
     """The queue of one model and the loop that empties it.
 
     Used from one event loop, that of its first request. Times are perf_counter seconds.
+
+    Attributes:
+        is_open: False from when the queue was full until an eighth of it is free.
+        on_answered: called when all callers of a batch were told: what they wrote may go out.
+        on_full: called when the queue is full.
+        on_room: called when it takes requests again.
     """
 
     def __init__(
@@ -90,6 +84,9 @@ class Batcher:
             executor: runs batches that are too large for the event loop's thread.
             threads: of the executor; a large batch is cut into as many pieces.
         """
+        self.on_answered: Callable[[], None] = _do_nothing
+        self.on_full: Callable[[], None] = _do_nothing
+        self.on_room: Callable[[], None] = _do_nothing
         self.model = model
         self._threads = threads if model.is_pooled else 1
         self._engine = engine
@@ -97,9 +94,10 @@ class Batcher:
         self._metrics = metrics
         self._executor = executor
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._queue: deque[Entry] = deque()
+        self._queue: deque[Caller] = deque()
         self._queued_ids = 0
-        self._is_closed = False
+        self._withdrawn = 0  # still in the queue
+        self.is_open = True
         self._is_scheduled = False
         self._is_working = False
         self._timer: asyncio.TimerHandle | None = None
@@ -107,45 +105,42 @@ class Batcher:
         self._bytes_per_id = model.answer_bytes_per_id
         self._row_bytes = 4 * max(model.length_per_key)
 
-    def submit(
-        self, request: LookupRequest, deadline_s: float = float("inf")
-    ) -> asyncio.Future[LookupResult]:
-        """Queues ``request`` (in the model's order); the future is its one answer.
-
-        Cancelling the future takes the request out before it costs a lookup.
+    def enqueue(self, request: LookupRequest, caller: Caller) -> None:
+        """Queues ``request`` (in the model's order); ``caller`` is told its one answer, unless it
+        goes away before.
 
         Raises:
-            OverloadedError: the queue is full.
-        """
-        future: asyncio.Future[LookupResult] = asyncio.get_running_loop().create_future()
-        self.enqueue(request, FutureCaller(future), deadline_s)
-        return future
-
-    def enqueue(
-        self, request: LookupRequest, caller: Caller, deadline_s: float = float("inf")
-    ) -> None:
-        """As submit, but ``caller`` is told the answer: futures and tasks cost as much as a lookup.
-
-        Raises:
-            OverloadedError: the queue is full.
+            OverloadedError: the queue is full, and ``caller`` is told nothing.
         """
         self._check_room(request)
         if self._loop is None:
             # Asked for once: in Python 3.11 it is a system call.
             self._loop = asyncio.get_running_loop()
-        self._queue.append(Entry(request, caller, perf_counter(), deadline_s))
+        caller.request = request
+        caller.queue = self
+        caller.queued_s = perf_counter()
+        self._queue.append(caller)
         self._queued_ids += request.ids.size
         self._metrics.queued_requests += 1
         self._metrics.queued_examples += request.batch_size
         if not self._is_scheduled and not self._is_working:
             self._schedule(self._loop)
 
+    def withdraw(self, caller: Caller) -> None:
+        """Takes a caller that waits in this queue out of it, and of what the queue holds."""
+        self._uncount(caller)
+        self._withdrawn += 1
+        if self._withdrawn >= WITHDRAWN_MIN and 2 * self._withdrawn >= len(self._queue):
+            self._queue = deque([one for one in self._queue if one.queue is self])
+            self._withdrawn = 0
+        self._open_again()
+
     def check_open(self) -> None:
         """Raises OverloadedError from when the queue was full until an eighth of it is free.
 
         Asked before a request is decoded: refusing the many that come meanwhile costs little.
         """
-        if self._is_closed:
+        if not self.is_open:
             raise OverloadedError(
                 f"the queue of {self.model.name!r} is full: it holds "
                 f"{self._metrics.queued_examples} examples and {self._queued_ids} ids"
@@ -154,20 +149,23 @@ class Batcher:
     def _check_room(self, request: LookupRequest) -> None:
         """A lone request always has room: what one may hold is limited elsewhere."""
         self.check_open()
-        queued = self._metrics.queued_examples
+        queued, ids = self._metrics.queued_examples, self._queued_ids
         if queued and queued + request.batch_size > self._limits.queue_examples_max:
-            self._is_closed = True
+            self._close()
             raise OverloadedError(
                 f"the queue of {self.model.name!r} holds {queued} examples, "
                 f"{request.batch_size} more pass its limit of {self._limits.queue_examples_max}"
             )
-        ids = self._queued_ids
         if ids and ids + request.ids.size > self._limits.queue_ids_max:
-            self._is_closed = True
+            self._close()
             raise OverloadedError(
                 f"the queue of {self.model.name!r} holds {ids} ids, "
                 f"{request.ids.size} more pass its limit of {self._limits.queue_ids_max}"
             )
+
+    def _close(self) -> None:
+        self.is_open = False
+        self.on_full()
 
     def _has_room_again(self) -> bool:
         return (
@@ -181,7 +179,7 @@ class Batcher:
             return
         if self._limits.delay_ms_max and not self._is_full():
             if self._timer is None:
-                start_s = self._queue[0].arrived_s + self._limits.delay_ms_max / 1000
+                start_s = self._queue[0].queued_s + self._limits.delay_ms_max / 1000
                 self._timer = loop.call_later(start_s - perf_counter(), self._step, loop)
             return
         self._stop_timer()
@@ -208,63 +206,97 @@ class Batcher:
         """One batch: take, join, look up, split."""
         self._is_scheduled = False
         self._stop_timer()
-        entries = self._take()
+        callers = self._take()
         try:
-            entries, batch = self._join(entries)
+            callers, batch = self._join(callers)
         except Exception:
-            logger.exception("joining %d requests to %r failed", len(entries), self.model.name)
-            self._fail(entries, EngineError(FAILED))
+            logger.exception("joining %d requests to %r failed", len(callers), self.model.name)
+            self._fail(callers, EngineError(FAILED))
         else:
-            if batch is not None:
-                self._work(loop, entries, batch)
+            if batch is None:
+                self.on_answered()
+            else:
+                self._work(loop, callers, batch)
         if self._queue:
             self._schedule(loop)
 
-    def _take(self) -> list[Entry]:
+    def _take(self) -> list[Caller]:
         """The requests of the next batch, without those that nobody waits for any more."""
         now = perf_counter()
-        entries: list[Entry] = []
+        if self._withdrawn or self._is_more_than_full():
+            callers = self._take_some(now)
+        else:
+            callers = self._take_all(now)
+        self._open_again()
+        self._metrics.wait_seconds.observe_many([now - caller.queued_s for caller in callers])
+        return callers
+
+    def _take_all(self, now_s: float) -> list[Caller]:
+        """The whole queue. It is left first: to refuse one may queue or withdraw others."""
+        callers, self._queue = self._queue, deque()
+        self._queued_ids = self._metrics.queued_requests = self._metrics.queued_examples = 0
+        for caller in callers:
+            caller.queue = None
+        return [one for one in callers if now_s < one.deadline_s or _refuse_late(one, now_s)]
+
+    def _is_more_than_full(self) -> bool:
+        """Whether what is queued is more than one batch may hold."""
+        limits, examples = self._limits, self._metrics.queued_examples
+        return (
+            self._queued_ids > limits.batch_ids_max
+            or self._output_bytes(examples, self._queued_ids) > limits.batch_output_bytes_max
+        )
+
+    def _take_some(self, now: float) -> list[Caller]:
+        """As many as a batch may hold, at least one."""
+        callers: list[Caller] = []
         ids = examples = 0
         while self._queue:
-            request = self._queue[0].request
-            ids += request.ids.size
-            examples += request.batch_size
-            if entries and (
+            caller = self._queue[0]
+            if caller.queue is not self:  # withdrawn
+                self._queue.popleft()
+                self._withdrawn -= 1
+                continue
+            ids += caller.request.ids.size
+            examples += caller.request.batch_size
+            if callers and (
                 ids > self._limits.batch_ids_max
                 or self._output_bytes(examples, ids) > self._limits.batch_output_bytes_max
             ):
                 break
-            entry = self._pop()
-            if _is_wanted(entry, now):
-                entries.append(entry)
-        if self._is_closed:
-            self._is_closed = not self._has_room_again()
-        self._metrics.wait_seconds.observe_many([now - entry.arrived_s for entry in entries])
-        return entries
+            self._queue.popleft()
+            self._uncount(caller)
+            if now < caller.deadline_s or _refuse_late(caller, now):
+                callers.append(caller)
+        return callers
 
-    def _pop(self) -> Entry:
-        entry = self._queue.popleft()
-        self._queued_ids -= entry.request.ids.size
+    def _uncount(self, caller: Caller) -> None:
+        caller.queue = None
+        self._queued_ids -= caller.request.ids.size
         self._metrics.queued_requests -= 1
-        self._metrics.queued_examples -= entry.request.batch_size
-        return entry
+        self._metrics.queued_examples -= caller.request.batch_size
 
-    def _join(self, entries: list[Entry]) -> tuple[list[Entry], Batch | None]:
-        """The batch of the valid entries; the others are answered with their error."""
-        if not entries:
+    def _open_again(self) -> None:
+        if not self.is_open and self._has_room_again():
+            self.is_open = True
+            self.on_room()
+
+    def _join(self, callers: list[Caller]) -> tuple[list[Caller], Batch | None]:
+        """The batch of the valid callers; the others are answered with their error."""
+        if not callers:
             return [], None
-        requests = [entry.request for entry in entries]
+        requests = [caller.request for caller in callers]
         batch = join(requests, self.model)
         if batch is not None:
-            return entries, batch
+            return callers, batch
         errors = find_invalid(requests, self.model)
         if not errors:
             raise AssertionError("a batch is invalid, but none of its requests")
         for i, error in errors.items():
-            entries[i].caller.refuse(error)
-        return self._join([entry for i, entry in enumerate(entries) if i not in errors])
+            callers[i].refuse(error)
+        return self._join([caller for i, caller in enumerate(callers) if i not in errors])
 
-    def _work(self, loop: asyncio.AbstractEventLoop, entries: list[Entry], batch: Batch) -> None:
+    def _work(self, loop: asyncio.AbstractEventLoop, callers: list[Caller], batch: Batch) -> None:
         self._metrics.batch_examples.observe(batch.batch_size)
         self._metrics.batch_ids.observe(batch.ids.size)
         if batch.unknown_counts is not None:
@@ -272,7 +304,7 @@ class Batcher:
         ids = batch.ids.size
         work_bytes = ids * self._row_bytes + self._output_bytes(batch.batch_size, ids)
         if work_bytes <= self._limits.inline_bytes_max:
-            self._finish(entries, batch, [self._look_up(batch)])
+            self._finish(callers, batch, [self._look_up(batch)])
             return
         self._is_working = True
         # The kernel uses one thread, so that a piece for each makes use of all.
@@ -281,18 +313,18 @@ class Batcher:
             *(loop.run_in_executor(self._executor, self._look_up, piece) for piece in pieces)
         )
         looking_up.add_done_callback(
-            lambda done: self._finish_in_loop(loop, entries, batch, done.result())
+            lambda done: self._finish_in_loop(loop, callers, batch, done.result())
         )
 
     def _finish_in_loop(
         self,
         loop: asyncio.AbstractEventLoop,
-        entries: list[Entry],
+        callers: list[Caller],
         batch: Batch,
         looked_up: list[LookedUp],
     ) -> None:
         self._is_working = False
-        self._finish(entries, batch, looked_up)
+        self._finish(callers, batch, looked_up)
         if self._queue:
             self._schedule(loop)
 
@@ -314,40 +346,50 @@ class Batcher:
         return values, perf_counter() - start
 
     def _finish(
-        self, entries: Sequence[Entry], batch: Batch, looked_up: Sequence[LookedUp]
+        self, callers: Sequence[Caller], batch: Batch, looked_up: Sequence[LookedUp]
     ) -> None:
         self._metrics.lookup_seconds.observe(max([seconds for _, seconds in looked_up]))
         pieces = []
         for values, _ in looked_up:
             if isinstance(values, EmbedServeError):
-                self._fail(entries, values)
+                self._fail(callers, values)
                 return
             pieces.append(values)
-        results = split(pieces, batch, [entry.request for entry in entries], self.model)
-        for entry, result in zip(entries, results, strict=True):
-            if entry.request.output_dtype == "float16":
+        try:
+            results = self._split(callers, batch, pieces)
+        except Exception:
+            logger.exception("splitting the batch of %d requests failed", len(callers))
+            self._fail(callers, EngineError(FAILED))
+            return
+        for caller, result in zip(callers, results, strict=True):
+            if caller.is_waiting:  # its client may have gone meanwhile
+                caller.answer(result)
+        self.on_answered()
+
+    def _split(
+        self, callers: Sequence[Caller], batch: Batch, pieces: Sequence[np.ndarray]
+    ) -> list[LookupResult]:
+        results = split(pieces, batch, [caller.request for caller in callers], self.model)
+        for caller, result in zip(callers, results, strict=True):
+            if caller.request.output_dtype == "float16":
                 self._round(result)
-            if entry.caller.is_waiting:  # its client may have gone meanwhile
-                entry.caller.answer(result)
+        return results
 
     def _round(self, result: LookupResult) -> None:
         result.values = self._engine.to_float16(result.values)
         result.more = [self._engine.to_float16(piece) for piece in result.more]
 
-    def _fail(self, entries: Sequence[Entry], error: EmbedServeError) -> None:
-        for entry in entries:
-            if entry.caller.is_waiting:
-                entry.caller.refuse(error)
+    def _fail(self, callers: Sequence[Caller], error: EmbedServeError) -> None:
+        for caller in callers:
+            if caller.is_waiting:
+                caller.refuse(error)
+        self.on_answered()
 
 
-def _is_wanted(entry: Entry, now_s: float) -> bool:
-    """False for a client that went away, and for a deadline that passed (which is answered)."""
-    if not entry.caller.is_waiting:
-        return False
-    if now_s < entry.deadline_s:
-        return True
-    waited_ms = (now_s - entry.arrived_s) * 1000
-    entry.caller.refuse(
+def _refuse_late(caller: Caller, now_s: float) -> bool:
+    """Answers one whose deadline passed in the queue; False: it is not looked up."""
+    waited_ms = (now_s - caller.queued_s) * 1000
+    caller.refuse(
         DeadlineExceededError(f"the deadline passed after {waited_ms:.1f} ms in the queue")
     )
     return False

@@ -6,43 +6,51 @@ one must not reach the requests that shared its batch.
 
 from __future__ import annotations
 
-import asyncio
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 from embedserve.errors import EmbedServeError
-from embedserve.types import LookupResult
+from embedserve.types import LookupRequest, LookupResult, ModelInfo
 
 
-class Caller(Protocol):
-    """One request's caller.
+class Queue(Protocol):
+    """Where a caller waits, for the model that it asks."""
+
+    model: ModelInfo
+
+    def withdraw(self, caller: Caller) -> None: ...
+
+
+class Caller(ABC):
+    """One request in a queue, and whoever waits for it. Times are perf_counter seconds.
 
     Attributes:
         is_waiting: False once it went away: its request leaves the queue before it costs a
             lookup, and it is told nothing.
+        queue: where it waits; None before, and once its batch was taken.
+        request: in the model's order; set as it is queued.
+        queued_s: when that was.
+        deadline_s: when nobody wants the answer any more.
     """
 
-    @property
-    def is_waiting(self) -> bool: ...
+    __slots__ = ("deadline_s", "is_waiting", "queue", "queued_s", "request")
 
-    def answer(self, result: LookupResult) -> None: ...
+    deadline_s: float
+    is_waiting: bool
+    queue: Queue | None
+    queued_s: float
+    request: LookupRequest
 
-    def refuse(self, error: EmbedServeError) -> None: ...
-
-
-class FutureCaller:
-    """A caller that awaits a future, and goes away by cancelling it."""
-
-    __slots__ = ("future",)
-
-    def __init__(self, future: asyncio.Future[LookupResult]) -> None:
-        self.future = future
-
-    @property
-    def is_waiting(self) -> bool:
-        return not self.future.done()
-
+    @abstractmethod
     def answer(self, result: LookupResult) -> None:
-        self.future.set_result(result)
+        """Takes the vectors, which are a slice of the whole batch's: kept, they keep it."""
 
+    @abstractmethod
     def refuse(self, error: EmbedServeError) -> None:
-        self.future.set_exception(error)
+        """Takes why there are none."""
+
+    def go_away(self) -> None:
+        """Nobody waits any more: its request leaves the queue before it costs a lookup."""
+        self.is_waiting = False
+        if self.queue is not None:
+            self.queue.withdraw(self)

@@ -115,10 +115,11 @@ def check_ids(request: LookupRequest, model: ModelInfo) -> None:
 def _ids_said(model: ModelInfo, feature: int) -> str:
     """What an id should have been."""
     name = model.features[feature]
-    rule = model.rule_per_feature[feature]
+    rule = model.manifest.rule_per_feature[feature]
     if rule.rule == "map":
         return f"not one of the {rule.entries:,} ids of {name!r}"
-    return f"ids of {name!r} are row numbers from 0 to {model.rows_per_feature[feature] - 1}"
+    last_row = model.manifest.rows_per_feature[feature] - 1
+    return f"ids of {name!r} are row numbers from 0 to {last_row}"
 
 
 def check_weights(request: LookupRequest) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from functools import lru_cache
 from itertools import compress
 from typing import Any, Literal, NoReturn
 
@@ -181,7 +180,7 @@ def encode_result(result: LookupResult) -> bytes:
     past the largest float32, 65504 for float16) is null, as JSON has no infinity; protobuf
     carries it as it is.
     """
-    head = _head(result.model)
+    head = result.model.json_start
     is_float16 = result.values.dtype == np.float16
     if is_float16:
         head += b',"output_dtype":"float16"'
@@ -204,20 +203,6 @@ def _by_key(values: Iterable[np.ndarray], model: ModelInfo) -> dict[str, np.ndar
 
 def _numpy_json(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
-
-
-@lru_cache(maxsize=256)
-def _head(model: ModelInfo) -> bytes:
-    """Of every answer, without its closing brace."""
-    head = orjson.dumps(
-        {
-            "model": model.name,
-            "version": model.version,
-            "keys": model.keys,
-            "length_per_key": model.length_per_key,
-        }
-    )
-    return head[:-1]
 
 
 def encode_error(error: EmbedServeError) -> bytes:

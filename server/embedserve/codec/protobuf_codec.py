@@ -4,23 +4,35 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import compress
 from typing import Any
 
 import numpy as np
+from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 
 from embedserve.batching.checks import check_lengths
+from embedserve.codec.model_description import describe
 from embedserve.codec.strings import merge
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.types import LookupRequest, LookupResult, ModelInfo
 from embedserve_proto import embedding_pb2
-from embedserve_store.ids.rules import IdRule
 
-_INT64, _INT32, _FLOAT32 = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
+_INT64, _INT32 = np.dtype("<i8"), np.dtype("<i4")
+_FLOAT32, _FLOAT16 = np.dtype("<f4"), np.dtype("<f2")
 VALUES_TAG = b"\x32"
 """EmbedResponse.values: field 6, length-delimited."""
+MODEL_FIELD = embedding_pb2.EmbedRequest.DESCRIPTOR.fields_by_name["model"].number
+MODEL_FIELDS_MAX = 64
+IDS_TAG, LENGTHS_TAG = b"\x32", b"\x3a"
+"""EmbedRequest.ids_bytes and lengths_bytes: fields 6 and 7, length-delimited."""
+STARTS_MAX = 256
+"""Of answers, remembered for a model: one for each size."""
+HEADS_MAX = 16
+HEAD_BYTES_MAX = 4096
+VARINT_BITS_MAX = 70
+ALWAYS_OF_A_RULE = {"id_type": "int64", "unknown": "error"}
+"""What an IdRule message has where the rule itself says nothing of it."""
 
 
 def decode_request(body: bytes, model: str = "") -> LookupRequest:
@@ -29,12 +41,16 @@ def decode_request(body: bytes, model: str = "") -> LookupRequest:
     Raises:
         InvalidRequestError: not an EmbedRequest, or not a batch of jagged ids.
     """
+    plain = _decode_plain(body, model)
+    if plain is not None:
+        return plain
     try:
         message = embedding_pb2.EmbedRequest.FromString(body)
     except DecodeError as error:
         raise InvalidRequestError(f"body is not an EmbedRequest: {error}", "body") from error
     features = tuple(message.keys[:])  # a slice is a list, which is read twice as fast
     _check_features(features)
+    _heads.remember(body, message.model, features)
     ids = _array("ids", message.ids, message.ids_bytes, _INT64)
     lengths = _array("lengths", message.lengths, message.lengths_bytes, _INT32)
     batch_size = _batch_size(features, lengths)
@@ -55,6 +71,47 @@ def decode_request(body: bytes, model: str = "") -> LookupRequest:
     return request
 
 
+def model_of(body: bytes) -> str:
+    """The model that an EmbedRequest names, found without decoding the rest; "" for none.
+
+    Serializers write fields in their order, so that the model comes first. Of a body that is not
+    so, MODEL_FIELDS_MAX fields are looked at.
+    """
+    position = 0
+    for _ in range(MODEL_FIELDS_MAX):
+        tag, position = _read_varint(body, position)
+        wire_type = tag & 7
+        if wire_type == 2:
+            length, position = _read_varint(body, position)
+            if tag >> 3 == MODEL_FIELD:
+                return body[position : position + length].decode(errors="replace")
+            position += length
+        elif wire_type == 0:
+            _, position = _read_varint(body, position)
+        elif wire_type in (1, 5):
+            position += 8 if wire_type == 1 else 4
+        else:
+            break
+        if position >= len(body):
+            break
+    return ""
+
+
+def _read_varint(body: bytes, position: int) -> tuple[int, int]:
+    """(value, where it ends) of the varint at ``position``; past the end it is 0."""
+    if position < len(body) and body[position] < 0x80:
+        return body[position], position + 1
+    value = shift = 0
+    while position < len(body) and shift < VARINT_BITS_MAX:
+        byte = body[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            break
+        shift += 7
+    return value, position
+
+
 def _output_dtype(value: int) -> str:
     if value != embedding_pb2.FLOAT16:
         raise InvalidRequestError(
@@ -63,9 +120,47 @@ def _output_dtype(value: int) -> str:
     return "float16"
 
 
-@lru_cache(maxsize=1024)
+class _Heads:
+    """How messages begin: the bytes of their model and keys, which callers send over and over, and
+    what these say. The one met last comes first."""
+
+    def __init__(self) -> None:
+        self.known: list[tuple[bytes, str, tuple[str, ...]]] = []
+
+    def remember(self, body: bytes, model: str, features: tuple[str, ...]) -> None:
+        """If ``body`` begins as serializers write it, with ids_bytes behind its keys."""
+        head = embedding_pb2.EmbedRequest(model=model, keys=features).SerializeToString()
+        is_short = len(head) <= HEAD_BYTES_MAX
+        if is_short and body.startswith(head) and body.startswith(IDS_TAG, len(head)):
+            self.known.insert(0, (head, model, features))
+            del self.known[HEADS_MAX:]
+
+
+_heads = _Heads()
+
+
+def _decode_plain(body: bytes, model: str) -> LookupRequest | None:
+    """The request in a message with a head that is known, ids_bytes and lengths_bytes, as
+    serializers write them; None for any other message."""
+    for head, named, features in _heads.known:
+        start = len(head)
+        if not body.startswith(head) or not body.startswith(IDS_TAG, start):
+            continue
+        size, start = _read_varint(body, start + 1)
+        middle = start + size
+        if not body.startswith(LENGTHS_TAG, middle):
+            return None
+        size, end = _read_varint(body, middle + 1)
+        if end + size != len(body):
+            return None
+        ids = _from_bytes("ids", body[start:middle], _INT64)
+        lengths = _from_bytes("lengths", body[end:], _INT32)
+        batch_size = _batch_size(features, lengths)
+        return LookupRequest(model or named, features, ids, lengths, None, batch_size)
+    return None
+
+
 def _check_features(features: tuple[str, ...]) -> None:
-    """Callers name the same features over and over; what is wrong is not remembered."""
     if not features:
         raise InvalidRequestError("keys is empty: name at least one feature", "keys")
     _check_unique("keys", features)
@@ -116,6 +211,10 @@ def _array(field: str, packed: Any, raw: bytes, dtype: np.dtype) -> np.ndarray:
         return np.array(packed[:], dtype)
     if packed:
         raise InvalidRequestError(f"{field} and {field}_bytes are both given: send one", field)
+    return _from_bytes(field, raw, dtype)
+
+
+def _from_bytes(field: str, raw: bytes, dtype: np.dtype) -> np.ndarray:
     if len(raw) % dtype.itemsize:
         raise InvalidRequestError(
             f"{field}_bytes has {len(raw)} bytes, not a multiple of {dtype.itemsize}",
@@ -124,38 +223,57 @@ def _array(field: str, packed: Any, raw: bytes, dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(raw, dtype)
 
 
-def encode_result(result: LookupResult) -> bytes:
-    """An EmbedResponse."""
-    return b"".join(encode_parts(result))
-
-
-def encode_parts(result: LookupResult) -> list[bytes | memoryview]:
-    """An EmbedResponse in pieces, one after the other: the values are not copied.
+def encode_parts(result: LookupResult) -> tuple[list[bytes | memoryview], int]:
+    """(an EmbedResponse in pieces, one after the other, their bytes): values are not copied.
 
     A protobuf message is the concatenation of its fields, so what is the same for every
     answer of a model is encoded once, and lengths and unknown_ids, which few have, follow.
     """
+    values, model = result.values, result.model
+    is_plain = values.dtype is _FLOAT32 or values.dtype is _FLOAT16
+    if result.more or result.lengths is not None or result.unknown_ids or not is_plain:
+        return _encode_unusual(result)
+    size = values.nbytes
+    start = model.answer_starts.get((size, values.itemsize))
+    if start is None:
+        start = _start(model, len(values), size, values.itemsize)
+    return [start, values.data], len(start) + size
+
+
+def _encode_unusual(result: LookupResult) -> tuple[list[bytes | memoryview], int]:
+    """As encode_parts, of any answer."""
     pieces = [_little_endian(one) for one in (result.values, *result.more)]
     batch_size = sum(map(len, pieces)) if result.lengths is None else result.lengths.shape[1]
-    values_bytes = sum([piece.nbytes for piece in pieces])
-    parts: list[bytes | memoryview]
-    parts = [_start(result.model, batch_size, values_bytes, pieces[0].itemsize)]
-    parts += [piece.data for piece in pieces]
-    if result.lengths is not None or result.unknown_ids:
-        parts.append(_more(result))
-    return parts
+    size = sum(piece.nbytes for piece in pieces)
+    itemsize = pieces[0].itemsize
+    head = _sizes(result.model, batch_size, itemsize) + VALUES_TAG + _varint(size)
+    tail = _more(result) if result.lengths is not None or result.unknown_ids else b""
+    return [head, *(piece.data for piece in pieces), tail], len(head) + size + len(tail)
 
 
 def _little_endian(values: np.ndarray) -> np.ndarray:
     return values.astype(values.dtype.newbyteorder("<"), copy=False)
 
 
-@lru_cache(maxsize=1024)
-def _start(model: ModelInfo, batch_size: int, values_bytes: int, itemsize: int) -> bytes:
-    """All that comes before the values."""
+def _start(model: ModelInfo, batch_size: int, size: int, itemsize: int) -> bytes:
+    """All that comes before the values of a pooled answer; kept with its model."""
+    start = _sizes(model, batch_size, itemsize) + VALUES_TAG + _varint(size)
+    if len(model.answer_starts) >= STARTS_MAX:
+        model.answer_starts.clear()
+    model.answer_starts[size, itemsize] = start
+    return start
+
+
+def _sizes(model: ModelInfo, batch_size: int, itemsize: int) -> bytes:
     output_dtype = embedding_pb2.FLOAT16 if itemsize == 2 else embedding_pb2.FLOAT32
-    sizes = embedding_pb2.EmbedResponse(batch_size=batch_size, output_dtype=output_dtype)
-    return b"".join((_prefix(model), sizes.SerializeToString(), VALUES_TAG, _varint(values_bytes)))
+    return embedding_pb2.EmbedResponse(
+        model=model.name,
+        version=model.version,
+        keys=model.keys,
+        length_per_key=model.length_per_key,
+        batch_size=batch_size,
+        output_dtype=output_dtype,
+    ).SerializeToString()
 
 
 def _more(result: LookupResult) -> bytes:
@@ -163,16 +281,6 @@ def _more(result: LookupResult) -> bytes:
     return embedding_pb2.EmbedResponse(
         lengths=None if result.lengths is None else result.lengths.reshape(-1).tolist(),
         unknown_ids=result.unknown_ids,
-    ).SerializeToString()
-
-
-@lru_cache(maxsize=256)
-def _prefix(model: ModelInfo) -> bytes:
-    return embedding_pb2.EmbedResponse(
-        model=model.name,
-        version=model.version,
-        keys=model.keys,
-        length_per_key=model.length_per_key,
     ).SerializeToString()
 
 
@@ -195,37 +303,7 @@ def encode_error(error: EmbedServeError) -> bytes:
 
 def model_message(model: ModelInfo) -> embedding_pb2.Model:
     """``model`` as ListModels and GetModel describe it."""
-    return embedding_pb2.Model(
-        model=model.name,
-        version=model.version,
-        features=model.features,
-        keys=model.keys,
-        length_per_key=model.length_per_key,
-        unpooled=not model.is_pooled,
-        tables=[
-            embedding_pb2.Table(
-                name=table.name,
-                num_embeddings=table.num_embeddings,
-                embedding_dim=table.embedding_dim,
-                pooling=table.pooling,
-                dtype=table.dtype,
-                features=table.features,
-                sharding=table.sharding,
-                ids=_rule_message(table.ids),
-            )
-            for table in model.tables
-        ],
-    )
-
-
-def _rule_message(rule: IdRule) -> embedding_pb2.IdRule:
-    return embedding_pb2.IdRule(
-        rule=rule.rule,
-        id_type=rule.id_type,
-        entries=rule.entries,
-        modulus=rule.modulus,
-        offset=rule.offset,
-        unknown=rule.unknown,
-        default_row=rule.default_row,
-        examples=rule.examples,
-    )
+    described = describe(model)
+    for table in described["tables"]:
+        table["ids"] = ALWAYS_OF_A_RULE | table["ids"]
+    return ParseDict(described, embedding_pb2.Model(), ignore_unknown_fields=True)

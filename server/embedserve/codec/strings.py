@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from embedserve_store.ids.rules import hash_strings
+from embedserve_store.ids.string_hashes import hash_strings
 
 
 def merge(

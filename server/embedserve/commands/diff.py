@@ -10,7 +10,7 @@ from embedserve.terminal.console import table_progress
 from embedserve.terminal.grids import grid, show, write
 from embedserve.terminal.stores import load_version
 from embedserve_store import ModelVersion, StoreError
-from embedserve_store.diff import TableDiff, VersionDiff, compare
+from embedserve_store.comparison.version_diff import TableDiff, VersionDiff, compare
 
 NUMBERS = ("rows", "changed", "share", "drift mean", "drift max", "at row", "cosine mean")
 """Of the rows that both versions have. Drift is a changed row's relative L2 distance,

@@ -8,9 +8,10 @@ from embedserve.commands.plan_view import show_plan
 from embedserve.terminal.grids import grid, out, show, write
 from embedserve.terminal.sizes import human_bytes
 from embedserve.terminal.stores import opened
-from embedserve_store.ids.rules import IdRule
-from embedserve_store.load import ModelStore, ModelVersion
-from embedserve_store.manifest import Manifest
+from embedserve_store.format.id_rule import IdRule
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.local_store import ModelStore
+from embedserve_store.model_version import ModelVersion
 from embedserve_store.remote.remote_store import RemoteStore
 
 TOTALS = ("tables", "rows", "bytes")

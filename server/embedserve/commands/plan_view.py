@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from embedserve.terminal.sizes import human_bytes
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan, TablePlan, shard_bytes
-from embedserve_store.table_spec import TableSpec
 
 LETTERS = string.ascii_uppercase + string.ascii_lowercase
 NO_LETTER = "*"

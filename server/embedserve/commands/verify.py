@@ -7,7 +7,8 @@ from pathlib import Path
 from embedserve.terminal.console import say, table_progress
 from embedserve.terminal.sizes import human_bytes
 from embedserve.terminal.stores import load_version
-from embedserve_store import checksums
+from embedserve_store import verification
+from embedserve_store.format.seal import is_sealed
 
 
 def verify(store: str, model: str, version: int | None, cache: Path | None) -> None:
@@ -18,7 +19,7 @@ def verify(store: str, model: str, version: int | None, cache: Path | None) -> N
     """
     loaded = load_version(store, cache, model, version)
     with table_progress() as progress:
-        checksums.verify(loaded, progress)
+        verification.verify(loaded, progress)
     manifest = loaded.manifest
     for table in manifest.tables:
         entries = f", {table.ids.entries:,} ids" if table.ids.rule == "map" else ""
@@ -26,6 +27,6 @@ def verify(store: str, model: str, version: int | None, cache: Path | None) -> N
             f"{table.name}: {table.num_embeddings:,} rows of {table.embedding_dim} {table.dtype}, "
             f"{human_bytes(table.nbytes)}{entries}: as published"
         )
-    if not checksums.is_sealed((loaded.path / "manifest.json").read_bytes()):
+    if not is_sealed((loaded.path / "manifest.json").read_bytes()):
         say("manifest.json: of format version 1, which has no checksum of it")
     say(f"{manifest.model} version {manifest.version} is as it was published, in {loaded.path}")

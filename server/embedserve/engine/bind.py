@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 
-from embedserve_store.load import ModelVersion
+from embedserve_store.format.table_spec import SCALE_BIAS_BYTES, row_bytes
+from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES
-from embedserve_store.table_spec import SCALE_BIAS_BYTES, row_bytes
 
 logger = logging.getLogger(__name__)
 

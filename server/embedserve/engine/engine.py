@@ -11,11 +11,11 @@ import torch
 
 from embedserve.engine.script import Lookup
 from embedserve.engine.sharded import main_device
-from embedserve_store.goldens import row_numbers
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.goldens.hand_pooling import row_numbers
+from embedserve_store.goldens.parity import check_answers
 from embedserve_store.ids.translate import IdTranslator
-from embedserve_store.load import ModelVersion
-from embedserve_store.manifest import Manifest
-from embedserve_store.parity import check_answers
+from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
 
 WARM_UP_CALLS = 4

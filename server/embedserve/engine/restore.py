@@ -13,8 +13,8 @@ from embedserve.engine.script import RowLookup, TensorLookup, compile_lookup
 from embedserve.engine.sharded import main_device, shard
 from embedserve.engine.unpooled import shard_unpooled
 from embedserve_store.errors import StoreError
-from embedserve_store.load import ModelVersion
-from embedserve_store.manifest import Manifest
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
 from embedserve_store.plans.planner import check_gpu_memory, plan_under
 
@@ -23,7 +23,13 @@ logger = logging.getLogger(__name__)
 CUDA_ROWS_MAX = 2**31 - 1
 
 
-def restore(version: ModelVersion, devices: str = "auto", *, strict_plan: bool = False) -> Engine:
+def restore(
+    version: ModelVersion,
+    devices: str = "auto",
+    *,
+    strict_plan: bool = False,
+    is_eager: bool = False,
+) -> Engine:
     """The engine of ``version``, warm and checked against its goldens.
 
     Args:
@@ -31,6 +37,8 @@ def restore(version: ModelVersion, devices: str = "auto", *, strict_plan: bool =
             "auto": cuda where there is a GPU, else as many CPU ranks as the stored plan has.
         strict_plan: refuse, instead of planning anew, where the stored plan is for another
             number of ranks.
+        is_eager: look up by the forward of the DistributedModelParallel, as torchrec has it,
+            instead of what is compiled from it.
 
     Raises:
         StoreError: the version cannot be served on these devices, or answers wrongly.
@@ -43,7 +51,7 @@ def restore(version: ModelVersion, devices: str = "auto", *, strict_plan: bool =
     if device_type == "cuda":
         check_gpu_memory(plan, version.manifest.tables)
     try:
-        lookups = _lookups(version, plan, device_type)
+        lookups = _lookups(version, plan, device_type, is_eager=is_eager)
     except RuntimeError as error:
         if "memory" not in str(error):
             raise
@@ -51,7 +59,7 @@ def restore(version: ModelVersion, devices: str = "auto", *, strict_plan: bool =
         raise StoreError(f"{version.path}: does not fit on {device_type}: {reason}") from error
     device = main_device(device_type)
     compiled = [
-        compile_lookup(lookup, device, is_weighted=is_weighted)
+        (lookup, False) if is_eager else compile_lookup(lookup, device, is_weighted=is_weighted)
         for lookup, is_weighted in zip(lookups, (False, True), strict=False)
     ]
     engine = Engine(
@@ -67,17 +75,20 @@ def restore(version: ModelVersion, devices: str = "auto", *, strict_plan: bool =
 
 
 def _lookups(
-    version: ModelVersion, plan: Plan, device_type: str
+    version: ModelVersion, plan: Plan, device_type: str, *, is_eager: bool
 ) -> Sequence[TensorLookup | RowLookup]:
-    """The plain lookup, and of a pooled model the one with weights."""
+    """The plain lookup, and of a pooled model the one with weights; over the module that
+    DistributedModelParallel wraps, from which they are compiled, or over the whole of it."""
     features, keys = version.manifest.features, version.manifest.keys
     device = main_device(device_type)
     if not version.manifest.is_pooled:
         unpooled = shard_unpooled(version, plan, device_type)
-        return [RowLookup(unpooled.module, features, keys, device)]
+        sharded = unpooled if is_eager else unpooled.module
+        return [RowLookup(sharded, features, keys, device)]
     plain = shard(version, plan, device_type, is_weighted=False)
     weighted = shard(version, plan, device_type, is_weighted=True, rows_of=plain)
-    return [TensorLookup(one.module, features, keys, device) for one in (plain, weighted)]
+    models = (plain, weighted) if is_eager else (plain.module, weighted.module)
+    return [TensorLookup(one, features, keys, device) for one in models]
 
 
 def resolve_devices(devices: str, stored_world_size: int) -> tuple[str, int]:

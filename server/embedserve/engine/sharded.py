@@ -32,8 +32,8 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 
 from embedserve.engine.bind import bind_rows, share_rows
-from embedserve_store.load import ModelVersion
-from embedserve_store.manifest import Manifest
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
 from embedserve_store.plans.planner import to_torchrec
 

@@ -29,19 +29,23 @@ def trace(
     The result takes (ids, lengths), and weights if ``is_weighted``.
     """
     module = (_Weighted(lookup) if is_weighted else _Plain(lookup)).eval()
-    traces = []
+    first, operations = None, ""
     for examples in EXAMPLES:
         inputs = _inputs(features, examples, device)
         try:
             with torch.no_grad():
-                traced = torch.jit.trace(  # type: ignore[no-untyped-call]
+                traced = torch.jit.trace(
                     module, inputs if is_weighted else inputs[:2], check_trace=False
                 )
         except RuntimeError as error:  # an operator that cannot be traced, as permuting features
             logger.debug("lookups are not traced: %s", error)
             return None
-        traces.append(torch.jit.freeze(traced.eval()))
-    return traces[0] if len({_operations(one) for one in traces}) == 1 else None
+        frozen = torch.jit.freeze(traced.eval())
+        if first is None:
+            first, operations = frozen, _operations(frozen)
+        elif _operations(frozen) != operations:
+            return None
+    return first
 
 
 class _Plain(nn.Module):

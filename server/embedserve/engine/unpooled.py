@@ -26,8 +26,8 @@ from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddi
 
 from embedserve.engine.bind import bind_rows
 from embedserve.engine.sharded import DATA_TYPES, kernels_without_rows, main_device
-from embedserve_store.load import ModelVersion
-from embedserve_store.manifest import Manifest
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
 from embedserve_store.plans.planner import to_torchrec
 

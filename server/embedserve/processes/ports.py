@@ -22,6 +22,8 @@ class Ports:
     grpc: int
     http_socket: socket.socket
     grpc_socket: socket.socket
+    are_shared: bool = False
+    """Whether other processes of this server listen on them, too."""
 
     def release_grpc(self) -> str:
         """The address (HOST:PORT) for grpcio, which binds by itself and does so at once."""
@@ -53,17 +55,14 @@ class SharedPorts:
     grpc: int
     held: tuple[socket.socket, ...]
 
-    def bind_http(self) -> socket.socket:
-        """A socket of this worker's own, which it makes listen.
+    def bind(self) -> Ports:
+        """The same ports with sockets of this worker's own, which it makes listen.
 
         Raises:
-            OSError: the port was taken from us.
+            OSError: a port was taken from us.
         """
-        return _bind_shared(self.held[0])
-
-    def grpc_address(self) -> str:
-        """HOST:PORT, for grpcio, which binds by itself and does so at once."""
-        return f"{bracketed(self.host)}:{self.grpc}"
+        http_socket, grpc_socket = map(_bind_shared, self.held)
+        return Ports(self.host, self.http, self.grpc, http_socket, grpc_socket, are_shared=True)
 
     def close(self) -> None:
         for sock in self.held:

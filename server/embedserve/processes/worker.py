@@ -14,12 +14,11 @@ import socket
 from collections.abc import AsyncIterator, Callable
 
 from embedserve.config import ServeSettings
+from embedserve.exchange import Exchange
 from embedserve.metrics.metrics import Metrics
-from embedserve.models.models import Service
 from embedserve.processes.ports import SharedPorts
 from embedserve.processes.server import serve_until
 from embedserve.processes.supervisor import FAILED, MESSAGE_BYTES_MAX, WorkerMessage
-from embedserve.wire.grpc_server import GrpcServer
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ def tell_failure(channel: socket.socket, error: Exception) -> None:
 
 
 async def run_worker(
-    service: Service,
+    exchange: Exchange,
     settings: ServeSettings,
     ports: SharedPorts,
     channel: socket.socket,
@@ -73,10 +72,8 @@ async def run_worker(
         channel.send(WorkerMessage.READY.value)
 
     loop.add_reader(channel, hear)
-    async with flushed_regularly(service.metrics):
-        http_socket = ports.bind_http()
-        grpc_server = GrpcServer(service, ports.grpc_address(), shares_port=True)
-        await serve_until(stop, service, settings, http_socket, grpc_server, say_ready)
+    async with flushed_regularly(exchange.metrics):
+        await serve_until(stop, exchange, settings, ports.bind(), say_ready)
 
 
 @contextlib.asynccontextmanager

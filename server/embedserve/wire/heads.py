@@ -1,63 +1,171 @@
-"""Remembers what the head of an embed request asks for.
+"""Matches the head of an embed request over HTTP/1 without what differs from request to request.
 
-A connection's requests have the same few heads (request line and headers) over and over, so that
-one is parsed, by llhttp, only when it is new. Heads that ask for anything but a plain embed
-request are left to uvicorn: chunked bodies, Expect, other methods, versions and routes.
+A caller's requests have the same few heads (request line and headers) over and over, but for the
+values of some headers: a trace, a request's id, a token, a length. A head that is new is parsed,
+by llhttp, and remembered as a form with gaps where such values stand; what comes next is compared
+with the forms of its length. Heads that ask for anything but a plain embed request are left to
+uvicorn: chunked bodies, Expect, other methods, versions and routes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
 
 import httptools
 
 from embedserve.errors import EmbedServeError
-from embedserve.wire.rest import Call, Headers, embed_route, read_headers
+from embedserve.exchange import Asked
+from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.wire.rest import Headers, embed_route, read_headers, timeout_s
 
-HEAD_BYTES_MAX = 2048
-HEADS_MAX = 4096
-"""Bodies of other lengths have other heads; past this many, all are forgotten."""
+HEAD_BYTES_MAX = 16 << 10
+FORMS_MAX = 1024
+"""Remembered of all lengths; past it all are forgotten."""
+FORMS_PER_LENGTH_MAX = 8
+"""The oldest goes for a new one."""
+
+READ_HEADERS = {
+    b"accept",
+    b"connection",
+    b"content-encoding",
+    b"content-type",
+    b"expect",
+    b"host",
+    b"keep-alive",
+    b"transfer-encoding",
+    b"upgrade",
+}
+"""Those whose values decide what becomes of a request; of others the values are gaps."""
 SPECIAL_HEADERS = {b"transfer-encoding", b"expect", b"upgrade"}
-
 SPECIAL_CHARACTERS = set("%?#")
 """Of a URL: more than a path as it is."""
+LENGTH_DIGITS_MAX = 19
+CONTROLS = bytes(c for c in (*range(32), 127) if c != ord("\t"))
+"""What no value holds (RFC 9110, section 5.5), and what ends a line."""
+_LINE = re.compile(rb"\r\n([^:\r\n]+):[ \t]*([^\r\n]*?)[ \t]*(?=\r\n)")
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """A plain POST of an embed request: HTTP/1.1, kept alive, with the length of its body.
+class HeadForm:
+    """Heads of plain embed requests that are equal but for the values in their gaps.
 
     Attributes:
-        model: of the URL; "" for the default model.
-        content_length: bytes of the body.
+        asked: what they ask for, but for a timeout.
+        gaps: (name, start, end) of each value.
     """
 
-    model: str
-    call: Call
-    content_length: int
+    __slots__ = (
+        "_last",
+        "_last_length",
+        "_length_gap",
+        "_parts",
+        "_printing_bytes",
+        "_timeout_gap",
+        "asked",
+        "gaps",
+    )
+
+    def __init__(self, head: bytes, asked: Asked) -> None:
+        """``head`` with its empty line, which llhttp has found right."""
+        self.asked = asked
+        self.gaps: list[tuple[bytes, int, int]] = []
+        parts = []
+        start = 0
+        for line in _LINE.finditer(head):
+            name = line[1].lower()
+            if name in READ_HEADERS:
+                continue
+            self.gaps.append((name, *line.span(2)))
+            parts.append((start, head[start : line.start(2)]))
+            start = line.end(2)
+        parts.append((start, head[start:]))
+        self._parts = tuple(parts)
+        self._printing_bytes = len(head.translate(None, CONTROLS))
+        self._last, self._last_length = b"\0", -1  # the head that matched last, and its length
+        self._length_gap = self._gap(b"content-length")
+        self._timeout_gap = self._gap(b"x-timeout-ms")
+
+    def _gap(self, name: bytes) -> tuple[int, int] | None:
+        return next(((start, end) for one, start, end in self.gaps if one == name), None)
+
+    def content_length(self, data: bytes, end: int) -> int:
+        """Of the body that follows the head data[:end]; -1 if that is another head.
+
+        A value that breaks its line would be headers of its own, and one with another control
+        character is none: those that the form has must be all.
+        """
+        if data.startswith(self._last):
+            return self._last_length
+        for start, part in self._parts:
+            if not data.startswith(part, start):
+                return -1
+        head = data[:end]
+        if len(head.translate(None, CONTROLS)) != self._printing_bytes:
+            return -1
+        start, stop = self._length_gap  # type: ignore[misc]  # a form without one is not made
+        digits = head[start:stop]
+        if not digits.isdigit() or len(digits) > LENGTH_DIGITS_MAX:
+            return -1
+        self._last, self._last_length = head, int(digits)
+        return self._last_length
+
+    def header(self, head: bytes, name: bytes) -> bytes | None:
+        """The value that stands in the gap of ``name`` in ``head``, if the form has one."""
+        gap = self._gap(name)
+        return None if gap is None else head[gap[0] : gap[1]]
+
+    def asked_by(self, data: bytes) -> Asked:
+        """What the head at the front of ``data`` asks for.
+
+        Raises:
+            InvalidRequestError: its X-Timeout-Ms is none.
+        """
+        if self._timeout_gap is None:
+            return self.asked
+        start, end = self._timeout_gap
+        one = self.asked
+        return Asked(
+            one.model, one.codec, one.answer_codec, timeout_s(data[start:end]), one.metrics
+        )
 
 
-class RequestHeads:
-    """The heads seen so far; shared by the connections of a server."""
+class HeadForms:
+    """The forms of the heads seen so far; shared by the connections of a server."""
 
-    def __init__(self) -> None:
-        self._heads: dict[bytes, Head | None] = {}
+    def __init__(self, metrics: ProtocolMetrics) -> None:
+        self._metrics = metrics
+        self._forms: dict[int, list[HeadForm]] = {}
+        self._count = 0
 
-    def get(self, head: bytes) -> Head | None:
-        """What ``head`` (with its empty line) asks for; None for what uvicorn should see to."""
-        try:
-            return self._heads[head]
-        except KeyError:
-            if len(head) > HEAD_BYTES_MAX:
-                return None
-            if len(self._heads) >= HEADS_MAX:
-                self._heads.clear()
-            self._heads[head] = parsed = parse_head(head)
-            return parsed
+    def match(self, data: bytes, end: int) -> tuple[HeadForm, int] | None:
+        """The form of the head data[:end] (with its empty line) and the length of the body that
+        follows; None for what uvicorn should see to."""
+        for form in self._forms.get(end, ()):
+            length = form.content_length(data, end)
+            if length >= 0:
+                return form, length
+        return self._remember(data[:end])
+
+    def _remember(self, head: bytes) -> tuple[HeadForm, int] | None:
+        if len(head) > HEAD_BYTES_MAX:
+            return None
+        form = parse_head(head, self._metrics)
+        length = -1 if form is None else form.content_length(head, len(head))
+        if form is None or length < 0:
+            return None
+        if self._count >= FORMS_MAX:
+            self._forms.clear()
+            self._count = 0
+        forms = self._forms.setdefault(len(head), [])
+        if len(forms) >= FORMS_PER_LENGTH_MAX:
+            forms.pop()
+            self._count -= 1
+        forms.insert(0, form)
+        self._count += 1
+        return form, length
 
 
-def parse_head(head: bytes) -> Head | None:
-    """``head`` (with its empty line) if it is that of a plain embed request."""
+def parse_head(head: bytes, metrics: ProtocolMetrics) -> HeadForm | None:
+    """The form of ``head`` (with its empty line) if it is that of a plain embed request."""
     reader = _Reader()
     try:
         reader.parser.feed_data(head)
@@ -65,18 +173,21 @@ def parse_head(head: bytes) -> Head | None:
         return None
     if not reader.is_plain:
         return None
-    names = {name for name, _ in reader.headers}
-    if names & SPECIAL_HEADERS or b"content-length" not in names:
+    names = [name for name, _ in reader.headers]
+    if SPECIAL_HEADERS.intersection(names):
+        return None
+    if names.count(b"content-length") != 1 or names.count(b"x-timeout-ms") > 1:
         return None
     url = reader.url.decode("latin-1")
     model = embed_route(url)
     if model is None or not SPECIAL_CHARACTERS.isdisjoint(url):
         return None
     try:
-        call = read_headers(reader.headers)
+        form = HeadForm(head, read_headers(model, reader.headers, metrics))
     except EmbedServeError:
         return None
-    return Head(model, call, int(dict(reader.headers)[b"content-length"]))
+    # What llhttp and the pattern see differently, such as folded lines, has no form.
+    return form if len(_LINE.findall(head)) == len(names) else None
 
 
 class _Reader:

@@ -11,11 +11,11 @@ import jsonschema
 import pytest
 from server.fake_engine import FakeEngine
 from server.fake_models import ruled_info, unpooled_info
-from server.live import JSON, make_service
+from server.live import JSON, make_exchange
 from server.openapi import validate
 
 from embedserve.api.management import management_app
-from embedserve.models.models import Service
+from embedserve.exchange import Exchange
 
 
 async def schema(rest: httpx.AsyncClient) -> dict[str, Any]:
@@ -23,10 +23,10 @@ async def schema(rest: httpx.AsyncClient) -> dict[str, Any]:
     return described
 
 
-async def test_live_and_ready(rest: httpx.AsyncClient, service: Service) -> None:
+async def test_live_and_ready(rest: httpx.AsyncClient, exchange: Exchange) -> None:
     assert (await rest.get("/health/live")).json() == {"status": "live"}
     assert (await rest.get("/health/ready")).json() == {"status": "ready"}
-    service.is_ready = False
+    exchange.models.is_ready = False
     assert (await rest.get("/health/live")).status_code == 200
     answer = await rest.get("/health/ready")
     assert answer.status_code == 503
@@ -55,7 +55,7 @@ async def test_models_are_described(rest: httpx.AsyncClient) -> None:
 
 async def test_tables_are_described_with_their_id_rules(executor: ThreadPoolExecutor) -> None:
     engines = FakeEngine(ruled_info()), FakeEngine(unpooled_info())
-    app = management_app(make_service(*engines, executor=executor))
+    app = management_app(make_exchange(*engines, executor=executor))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
         listed = (await client.get("http://test/models")).json()
         validate(listed, "Models", (await client.get("http://test/openapi.json")).json())

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from server.callers import submit
 from server.fake_engine import FEATURES, Bags, FakeEngine, make_request
 
 from embedserve.batching.batcher import Batcher
@@ -69,7 +70,7 @@ class Storm:
         request = to_model_order(make_request(bags), self.engine.model)
         deadline_s = perf_counter() + self.random.choice((0.0, 0.001, 60, 60, 60))
         try:
-            answer = self.batcher.submit(request, deadline_s)
+            answer = submit(self.batcher, request, deadline_s)
             if self.random.random() < 0.15:
                 asyncio.get_running_loop().call_later(self.random.random() / 500, answer.cancel)
             result = await answer

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from server.callers import submit
 from server.fake_engine import Bags, FakeEngine, make_request
 from server.fake_models import unpooled_info
 
@@ -33,7 +34,7 @@ async def test_an_unpooled_batch_ends_at_the_bytes_of_its_rows(
     limits = Limits(batch_output_bytes_max=5 * UNPOOLED_ITEM, inline_bytes_max=inline_bytes_max)
     batcher = Batcher(engine, engine.model, limits, ModelMetrics(engine.model), executor)
     all_bags: list[Bags] = [{"item": [[i, 9, i + 1], []], "last": [[i], [2]]} for i in range(3)]
-    results = await asyncio.gather(*(batcher.submit(ordered(b)) for b in all_bags))
+    results = await asyncio.gather(*(submit(batcher, ordered(b)) for b in all_bags))
     assert [lookup.batch_size for lookup in engine.lookups] == [2, 2, 2]
     for bags, result in zip(all_bags, results, strict=True):
         assert np.array_equal(result.values, engine.expected(bags))
@@ -49,6 +50,6 @@ async def test_small_unpooled_batches_run_inline_and_large_ones_beside_it(
     # One id reads a row of 4 float32 and writes up to two.
     limits = Limits(inline_bytes_max=16 + UNPOOLED_ITEM)
     batcher = Batcher(engine, engine.model, limits, ModelMetrics(engine.model), executor)
-    await batcher.submit(ordered({"item": [[1]]}))
-    await batcher.submit(ordered({"item": [[1, 2]]}))
+    await submit(batcher, ordered({"item": [[1]]}))
+    await submit(batcher, ordered({"item": [[1, 2]]}))
     assert [lookup.is_inline for lookup in engine.lookups] == [True, False]

@@ -14,8 +14,8 @@ from embedserve.batching.checks import find_invalid
 from embedserve.batching.join import join, to_model_order
 from embedserve.errors import InvalidRequestError
 from embedserve.types import LookupRequest, ModelInfo
-from embedserve_store.ids.rules import IdRule
-from embedserve_store.table_spec import TableSpec
+from embedserve_store.format.id_rule import IdRule
+from embedserve_store.format.table_spec import TableSpec
 
 ENGINE = FakeEngine()
 MODEL = ENGINE.model

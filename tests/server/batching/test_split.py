@@ -34,10 +34,8 @@ def test_rows_of_a_lone_request_are_in_its_order_already() -> None:
 
 
 def test_rows_come_key_after_key_for_each_request() -> None:
-    requests = [
-        to_model_order(make_request(bags), UNPOOLED.model)
-        for bags in (BAGS, {"last": [[5, 6]]}, {"item": [[]]})
-    ]
+    asked: tuple[Bags, ...] = (BAGS, {"last": [[5, 6]]}, {"item": [[]]})
+    requests = [to_model_order(make_request(bags), UNPOOLED.model) for bags in asked]
     batch = join(requests, UNPOOLED.model)
     assert batch is not None
     values = UNPOOLED.lookup(batch.ids, batch.lengths)

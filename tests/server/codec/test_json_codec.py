@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-import timeit
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -28,14 +30,17 @@ from embedserve.types import LookupRequest
 RULED = ruled_info()
 
 
+def same_weights(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    return one is other if one is None or other is None else np.array_equal(one, other)
+
+
 def same(one: LookupRequest, other: LookupRequest) -> bool:
     return (
         one.features == other.features
         and one.batch_size == other.batch_size
         and np.array_equal(one.ids, other.ids)
         and np.array_equal(one.lengths, other.lengths)
-        and (one.weights is None) == (other.weights is None)
-        and (one.weights is None or np.array_equal(one.weights, other.weights))
+        and same_weights(one.weights, other.weights)
         and one.string_features == other.string_features
         and (one.strings or {}) == (other.strings or {})
         and one.output_dtype == other.output_dtype
@@ -50,7 +55,7 @@ def test_bags_become_the_flat_arrays_of_a_keyed_jagged_tensor(data: st.DataObjec
     request = decode_request(body.encode(), "shop")
     assert same(request, make_request(bags, weights))
     assert request.model == "shop"
-    assert (request.ids.dtype, request.lengths.dtype) == (np.int64, np.int32)
+    assert (request.ids.dtype, request.lengths.dtype) == (np.dtype(np.int64), np.dtype(np.int32))
 
 
 @given(data=st.data())
@@ -60,7 +65,7 @@ def test_strings_become_their_hashes_and_are_kept_for_messages(data: st.DataObje
     body = json.dumps({"features": bags} | ({"weights": weights} if weights else {}))
     request = decode_request(body.encode(), "shop")
     assert same(request, make_request(bags, weights))
-    assert (request.ids.dtype, request.lengths.dtype) == (np.int64, np.int32)
+    assert (request.ids.dtype, request.lengths.dtype) == (np.dtype(np.int64), np.dtype(np.int32))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +78,7 @@ def test_strings_become_their_hashes_and_are_kept_for_messages(data: st.DataObje
         ({"tag": ["a", "é"], "user": [1]}, {"tag": [["a", "é"]], "user": [[1]]}),
     ],
 )
-def test_a_flat_list_is_a_batch_of_one(features: dict[str, list], bags: Bags) -> None:
+def test_a_flat_list_is_a_batch_of_one(features: dict[str, list[Any]], bags: Bags) -> None:
     body = json.dumps({"features": features}).encode()
     assert same(decode_request(body, ""), make_request(bags))
 
@@ -229,23 +234,40 @@ def test_what_is_wrong_is_found_far_into_a_large_body(
     assert caught.value.message.startswith(message)
 
 
+def calls_of(run: Callable[[], object]) -> int:
+    """How many Python functions, and turns of generators, ``run`` takes."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
 @pytest.mark.parametrize(
     "body",
     [
-        {"features": {"user": [1] * 1_000_000 + ["x"]}},
-        {"features": {"user": [[1]] * 400_000 + [["x"]]}},
+        {"features": {"user": [1] * 100_000 + ["x"]}},
+        {"features": {"user": [[1]] * 100_000 + [["x"]]}},
         {
-            "features": {"user": [[1]] * 200_000},
-            "weights": {"user": [[0.5]] * 199_999 + [[0.5, 0.5]]},
+            "features": {"user": [[1]] * 100_000},
+            "weights": {"user": [[0.5]] * 99_999 + [[0.5, 0.5]]},
         },
     ],
+    ids=["flat", "bags", "weights"],
 )
-def test_diagnosing_costs_not_much_more_than_parsing(body: dict[str, Any]) -> None:
-    """It runs on the event loop, where everyone else waits."""
+def test_diagnosing_calls_no_function_for_each_value(body: dict[str, Any]) -> None:
+    """It runs on the event loop, where everyone else waits: only the values near the wrong one are
+    looked at each alone."""
     text = json.dumps(body).encode()
     assert diagnose(text) is not None
-    parsing_s = min(timeit.repeat(lambda: json.loads(text), number=1, repeat=5))
-    assert min(timeit.repeat(lambda: diagnose(text), number=1, repeat=5)) < 3 * parsing_s
+    assert calls_of(lambda: diagnose(text)) < 10_000
 
 
 def test_other_encodings_than_plain_utf_8_are_said_not_to_be_json() -> None:

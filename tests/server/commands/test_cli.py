@@ -9,9 +9,8 @@ import types
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 from server.python import run_python
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from embedserve import __version__
 from embedserve.commands.cli import app

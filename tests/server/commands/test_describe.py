@@ -9,8 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from embedserve.commands.cli import app
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.sources.description import read_description
-from embedserve_store.table_spec import TableSpec
 
 USER = TableSpec("user", 10, 4, ("user",), "sum", "float32")
 

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from embedserve.commands.cli import app
 from embedserve.commands.diff import VersionName, parse
-from embedserve_store.checksums import sealed_json
 from embedserve_store.errors import StoreError
-from embedserve_store.load import ModelStore
+from embedserve_store.format.seal import sealed_json
+from embedserve_store.local_store import ModelStore
 
 
 @pytest.fixture

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 from server.python import run_python
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from embedserve.commands.cli import app
 from embedserve_store.plans.plan import read_plan

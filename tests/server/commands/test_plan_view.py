@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from embedserve.commands.plan_view import bar, show_plan, where
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
-from embedserve_store.table_spec import TableSpec
 
 
 def many(count: int, ranks: int) -> tuple[list[TableSpec], Plan]:

@@ -15,15 +15,15 @@ from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from server.fake_engine import FakeEngine, model_info
 from server.fake_models import ruled_info
-from server.live import make_service
+from server.live import make_exchange
 
 from embedserve.api.management import management_app
 from embedserve.errors import EmbedServeError
+from embedserve.exchange import Exchange
 from embedserve.metrics.histogram import PENDING_MAX, Histogram
 from embedserve.metrics.metrics import OUTCOMES, Metrics, cells_per_worker
 from embedserve.metrics.slots import Slot, Slots
-from embedserve.models.models import Service
-from embedserve.wire.rest import EmbedEndpoint
+from embedserve.wire.asgi import EmbedEndpoint
 
 OURS = "embedserve_"
 
@@ -45,13 +45,13 @@ def value(families: dict[str, Metric], sample_name: str, **labels: str) -> float
 
 
 @pytest.fixture
-def service(engine: FakeEngine, executor: ThreadPoolExecutor) -> Service:
-    return make_service(engine, executor=executor)
+def exchange(engine: FakeEngine, executor: ThreadPoolExecutor) -> Exchange:
+    return make_exchange(engine, executor=executor)
 
 
 @pytest.fixture
-def client(service: Service) -> httpx.AsyncClient:
-    app = EmbedEndpoint(service, management_app(service))
+def client(exchange: Exchange) -> httpx.AsyncClient:
+    app = EmbedEndpoint(exchange, management_app(exchange))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
@@ -119,8 +119,8 @@ async def test_counts_add_up_to_the_requests_sent(
 
 
 async def test_unknown_ids_are_counted_by_feature(executor: ThreadPoolExecutor) -> None:
-    service = make_service(FakeEngine(ruled_info()), executor=executor)
-    app = EmbedEndpoint(service, management_app(service))
+    exchange = make_exchange(FakeEngine(ruled_info()), executor=executor)
+    app = EmbedEndpoint(exchange, management_app(exchange))
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://test"
     ) as client:
@@ -150,10 +150,10 @@ async def test_every_histogram_is_cumulative_and_ends_with_its_count(
                 labels = {k: v for k, v in sample.labels.items() if k != "le"}
                 bound = float(sample.labels["le"])
                 buckets.setdefault(json.dumps(labels), []).append((bound, sample.value))
-        for labels, pairs in buckets.items():
+        for named, pairs in buckets.items():
             assert pairs == sorted(pairs)
             assert pairs[-1][0] == float("inf")
-            count = value(families, f"{family.name}_count", **json.loads(labels))
+            count = value(families, f"{family.name}_count", **json.loads(named))
             assert pairs[-1][1] == count
 
 

@@ -17,6 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 from server.channels import OWN_CONNECTION
+from server.live import GRPC_SERVERS
 from server.python import environment
 
 from embedserve_proto import embedding_pb2 as pb
@@ -27,6 +28,12 @@ BODY = b'{"features": {"user": [1]}}'
 REQUEST = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1])
 START_S_MAX = 20
 STOP_S_MAX = 20
+
+
+@pytest.fixture(params=GRPC_SERVERS)
+def grpc_server(request: pytest.FixtureRequest) -> str:
+    server: str = request.param
+    return server
 
 
 @dataclass
@@ -54,12 +61,15 @@ class Process:
 
 
 @asynccontextmanager
-async def server_process(lookup_s: float, drain_s: float = 10) -> AsyncIterator[Process]:
+async def server_process(
+    grpc_server: str, lookup_s: float, drain_s: float = 10
+) -> AsyncIterator[Process]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         str(SCRIPT),
         str(lookup_s),
         str(drain_s),
+        grpc_server,
         env=environment(),
         stdout=asyncio.subprocess.PIPE,
     )
@@ -88,8 +98,10 @@ async def until_seen(server: Process, queued: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_requests_in_flight_are_answered_before_the_end(number: signal.Signals) -> None:
-    async with server_process(lookup_s=0.7) as server:
+async def test_requests_in_flight_are_answered_before_the_end(
+    grpc_server: str, number: signal.Signals
+) -> None:
+    async with server_process(grpc_server, lookup_s=0.7) as server:
         stub = EmbeddingServiceStub(server.channel)
         health = health_pb2_grpc.HealthStub(server.channel)
         watch = health.Watch(health_pb2.HealthCheckRequest())
@@ -109,8 +121,8 @@ async def test_requests_in_flight_are_answered_before_the_end(number: signal.Sig
         assert await server.stopped() == 0
 
 
-async def test_new_connections_are_refused_while_draining() -> None:
-    async with server_process(lookup_s=1.0) as server:
+async def test_new_connections_are_refused_while_draining(grpc_server: str) -> None:
+    async with server_process(grpc_server, lookup_s=1.0) as server:
         running = asyncio.create_task(server.http.post("/embed", content=BODY))
         await until_seen(server, queued=0)
         server.process.send_signal(signal.SIGTERM)
@@ -133,8 +145,8 @@ async def statuses_until_refused(server: Process) -> list[int]:
     return statuses
 
 
-async def test_an_idle_stream_is_ended_at_once() -> None:
-    async with server_process(lookup_s=0, drain_s=15) as server:
+async def test_an_idle_stream_is_ended_at_once(grpc_server: str) -> None:
+    async with server_process(grpc_server, lookup_s=0, drain_s=15) as server:
         stream = EmbeddingServiceStub(server.channel).EmbedStream()
         await stream.write(REQUEST)
         assert (await stream.read()).batch_size == 1
@@ -153,8 +165,8 @@ async def expect_draining(stream: grpc.aio.StreamStreamCall) -> None:
     assert caught.value.details() == "draining before the stop"
 
 
-async def test_an_open_stream_answers_what_it_accepted_before_it_is_ended() -> None:
-    async with server_process(lookup_s=0.7) as server:
+async def test_an_open_stream_answers_what_it_accepted_before_it_is_ended(grpc_server: str) -> None:
+    async with server_process(grpc_server, lookup_s=0.7) as server:
         first = asyncio.create_task(server.http.post("/embed", content=BODY))
         await until_seen(server, queued=0)
         stream = EmbeddingServiceStub(server.channel).EmbedStream()
@@ -168,8 +180,8 @@ async def test_an_open_stream_answers_what_it_accepted_before_it_is_ended() -> N
         assert await server.stopped() == 0
 
 
-async def test_an_idle_server_ends_at_once() -> None:
-    async with server_process(lookup_s=0) as server:
+async def test_an_idle_server_ends_at_once(grpc_server: str) -> None:
+    async with server_process(grpc_server, lookup_s=0) as server:
         assert (await server.http.post("/embed", content=BODY)).status_code == 200
         assert (await EmbeddingServiceStub(server.channel).Embed(REQUEST)).batch_size == 1
         start = asyncio.get_running_loop().time()

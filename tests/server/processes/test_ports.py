@@ -101,12 +101,14 @@ def test_held_ports_are_refused_to_others_before_a_worker_listens(is_fresh: bool
 
 def test_workers_listen_on_held_ports_together_and_others_do_not() -> None:
     shared = claim_ports("127.0.0.1", 0, 0).share()
-    workers = [shared.bind_http() for _ in range(2)]
+    workers = [shared.bind() for _ in range(2)]
     for worker in workers:
-        worker.listen()
-    socket.create_connection(("127.0.0.1", shared.http)).close()
-    with pytest.raises(OSError, match="Address already in use"):
-        claim_ports("127.0.0.1", shared.http, 0)
+        worker.http_socket.listen()
+        worker.grpc_socket.listen()
+    for port in (shared.http, shared.grpc):
+        socket.create_connection(("127.0.0.1", port)).close()
+        with pytest.raises(OSError, match="Address already in use"):
+            claim_ports("127.0.0.1", port, 0)
     for worker in workers:
         worker.close()
     shared.close()

@@ -62,7 +62,7 @@ class Supervised:
     async def until_line(self, wanted: str) -> list[str]:
         """What it prints up to a line that begins so."""
         assert self.process.stdout is not None
-        lines = []
+        lines: list[str] = []
         async with asyncio.timeout(WAIT_S_MAX):
             while not lines or not lines[-1].startswith(wanted):
                 line = await self.process.stdout.readline()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from embedserve.commands import demo, publish
 def killed(*_):
     yield lambda *call: os.kill(os.getpid(), signal.SIGTERM)
 
+os.chdir(sys.argv.pop(1))
 demo.step_progress = publish.table_progress = killed
 torch.save({"embedding_bags.t.weight": torch.ones(7, 4)}, "model.pt")
 app(sys.argv[1:])
@@ -38,23 +41,37 @@ def test_it_interrupts_within_and_not_after() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+PUBLISH = "publish model.pt tables.yaml store --model m"
+DEMO = "demo store"
+
+Ended = tuple[Path, subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """Both commands, run side by side: where each ran, and how it ended."""
+
+    def run(arguments: str) -> Ended:
+        folder = tmp_path_factory.mktemp("killed")
+        (folder / "tables.yaml").write_text(TABLES)
+        return folder, run_python("-c", KILLED_AT_FIRST_PROGRESS, folder, *arguments.split())
+
+    commands = (PUBLISH, DEMO)
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(commands, pool.map(run, commands), strict=True))
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        ("publish model.pt tables.yaml store --model m", 1, "m: publishing was interrupted"),
-        ("demo store", 130, "embedserve: interrupted"),
+        (PUBLISH, 1, "m: publishing was interrupted"),
+        (DEMO, 130, "embedserve: interrupted"),
     ],
 )
 def test_commands_clean_up(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: str,
-    status: int,
-    message: str,
+    killed: dict[str, Ended], arguments: str, status: int, message: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("tables.yaml").write_text(TABLES)
-    done = run_python("-c", KILLED_AT_FIRST_PROGRESS, *arguments.split())
+    folder, done = killed[arguments]
     assert done.returncode == status, done.stderr
     assert done.stderr.splitlines()[-1].endswith(message)
-    assert not Path("store").exists() or os.listdir("store") == []
+    assert not (folder / "store").exists() or os.listdir(folder / "store") == []

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import grpc
 import httpx
 import pytest
-from server.channels import OWN_CONNECTION
 from server.fake_engine import FakeEngine
-from server.live import make_service
+from server.live import GRPC_SERVERS, Live, serving
 
-from embedserve.api.management import management_app
 from embedserve.api.openapi import EMBED_PATHS
+from embedserve.batching.batcher import Batcher
 from embedserve.batching.caller import Caller
+from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError
-from embedserve.models.models import Service
-from embedserve.types import LookupRequest, LookupResult, ModelInfo
-from embedserve.wire.grpc_server import GrpcServer
-from embedserve.wire.rest import EmbedEndpoint
+from embedserve.exchange import Exchange
+from embedserve.metrics.metrics import Metrics
+from embedserve.models.served_models import ServedModels
+from embedserve.types import LookupRequest, ModelInfo
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
@@ -37,6 +35,7 @@ STATUSES = {
     # Of the REST frontend alone; they would map if gRPC raised them.
     "MethodNotAllowedError": (405, "INVALID_ARGUMENT"),
     "UnsupportedEncodingError": (415, "INVALID_ARGUMENT"),
+    "HeadersTooLargeError": (431, "RESOURCE_EXHAUSTED"),
 }
 REQUEST = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1])
 INTERNAL = "an error of the server; its log says which"
@@ -53,67 +52,50 @@ def leaves(error: type[EmbedServeError] = EmbedServeError) -> Iterator[type[Embe
 LEAVES = sorted(leaves(), key=lambda leaf: leaf.__name__)
 
 
-class FailingService(Service):
-    """Refuses every request with ``error``."""
+class FailingModels(ServedModels):
+    """Refuses every request with ``error``, which also describing the models raises."""
 
     error: Exception
 
-    def submit(
-        self, request: LookupRequest, timeout_s: float | None = None
-    ) -> asyncio.Future[LookupResult]:
+    def enqueue(self, request: LookupRequest, caller: Caller) -> None:
         raise self.error
 
-    def enqueue(
-        self, request: LookupRequest, caller: Caller, timeout_s: float | None = None
-    ) -> None:
+    def models(self) -> list[ModelInfo]:
         raise self.error
 
 
 @pytest.fixture
-def service(engine: FakeEngine, executor: ThreadPoolExecutor) -> FailingService:
-    service = make_service(engine, executor=executor)
-    service.__class__ = FailingService
-    assert isinstance(service, FailingService)
-    return service
+def models(engine: FakeEngine, executor: ThreadPoolExecutor, metrics: Metrics) -> FailingModels:
+    limits = Limits()
+    batcher = Batcher(engine, engine.model, limits, metrics.models["shop"], executor)
+    return FailingModels({"shop": batcher}, "shop", limits)
 
 
 @pytest.fixture
-async def rest(service: Service) -> AsyncIterator[httpx.AsyncClient]:
-    app = EmbedEndpoint(service, management_app(service))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
-        yield client
+def metrics(engine: FakeEngine) -> Metrics:
+    return Metrics([engine.model])
+
+
+@pytest.fixture(params=GRPC_SERVERS)
+def grpc_server(request: pytest.FixtureRequest) -> str:
+    server: str = request.param
+    return server
 
 
 @pytest.fixture
-async def stub(service: Service) -> AsyncIterator[EmbeddingServiceStub]:
-    server = GrpcServer(service, "127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(
-        f"127.0.0.1:{server.port}", options=OWN_CONNECTION
-    ) as channel:
-        yield EmbeddingServiceStub(channel)
-    await server.stop(0)
-
-
-@dataclass
-class Failing:
-    """A gRPC server whose service refuses every request, and a client of it."""
-
-    stub: EmbeddingServiceStub
-    fail: Callable[..., None]
-    """(class of the error, its arguments)"""
+async def live(models: FailingModels, metrics: Metrics, grpc_server: str) -> AsyncIterator[Live]:
+    async with serving(Exchange(models, metrics), grpc_server=grpc_server) as live:
+        yield live
 
 
 @pytest.fixture
-def failing(stub: EmbeddingServiceStub, service: FailingService) -> Failing:
-    def fail(error: type[Exception], *arguments: str) -> None:
-        service.error = error(*arguments)
-
-    return Failing(stub, fail)
+async def rest(models: FailingModels, metrics: Metrics) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(Exchange(models, metrics)) as live:
+        yield live.http
 
 
 async def post(rest: httpx.AsyncClient) -> httpx.Response:
-    return await rest.post("http://test/embed", content=b'{"features": {"user": [1]}}')
+    return await rest.post("/embed", content=b'{"features": {"user": [1]}}')
 
 
 def test_the_table_has_every_leaf() -> None:
@@ -122,9 +104,9 @@ def test_the_table_has_every_leaf() -> None:
 
 @pytest.mark.parametrize("leaf", LEAVES)
 async def test_rest_answers_with_the_status_of_the_leaf(
-    rest: httpx.AsyncClient, service: FailingService, leaf: type[EmbedServeError]
+    rest: httpx.AsyncClient, models: FailingModels, metrics: Metrics, leaf: type[EmbedServeError]
 ) -> None:
-    service.error = leaf("said to the client", "features.user[0]")
+    models.error = leaf("said to the client", "features.user[0]")
     answer = await post(rest)
     status, code = STATUSES[leaf.__name__]
     assert answer.status_code == status
@@ -134,7 +116,7 @@ async def test_rest_answers_with_the_status_of_the_leaf(
         "field": "features.user[0]",
     }
     assert ("retry-after" in answer.headers) == (status in (429, 503))
-    assert service.metrics.protocols["rest"].outcomes == {code: 1}
+    assert metrics.protocols["rest"].outcomes == {code: 1}
 
 
 async def failure(stub: EmbeddingServiceStub) -> grpc.aio.AioRpcError:
@@ -143,13 +125,11 @@ async def failure(stub: EmbeddingServiceStub) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-async def test_grpc_answers_with_the_code_of_the_leaf(
-    failing: Failing,
-) -> None:
+async def test_grpc_answers_with_the_code_of_the_leaf(live: Live, models: FailingModels) -> None:
     for leaf in LEAVES:
-        failing.fail(leaf, "said to the client", "features.user[0]")
+        models.error = leaf("said to the client", "features.user[0]")
         status, code = STATUSES[leaf.__name__]
-        error = await failure(failing.stub)
+        error = await failure(live.stub)
         assert error.code() is grpc.StatusCode[code]
         assert error.details() == "said to the client"
         metadata = dict(error.trailing_metadata() or ())
@@ -158,11 +138,11 @@ async def test_grpc_answers_with_the_code_of_the_leaf(
 
 
 async def test_a_stream_answers_with_the_code_of_the_leaf(
-    failing: Failing,
+    live: Live, models: FailingModels
 ) -> None:
     for leaf in LEAVES:
-        failing.fail(leaf, "said to the client", "features.user[0]")
-        answers = [answer async for answer in failing.stub.EmbedStream(iter([REQUEST]))]
+        models.error = leaf("said to the client", "features.user[0]")
+        answers = [answer async for answer in live.stub.EmbedStream(iter([REQUEST]))]
         code = STATUSES[leaf.__name__][1]
         error = pb.Error(code=code, message="said to the client", field="features.user[0]")
         assert answers == [pb.EmbedResponse(error=error)]
@@ -173,11 +153,11 @@ async def test_a_stream_answers_with_the_code_of_the_leaf(
 )
 @pytest.mark.parametrize("field", ["", "features." + "f" * 9000, "features.映画", "features.a\nb"])
 async def test_no_message_or_field_keeps_grpc_from_answering(
-    failing: Failing, message: str, field: str
+    live: Live, models: FailingModels, message: str, field: str
 ) -> None:
     """Clients refuse trailers past 8 KiB, and metadata that is not printable ASCII."""
-    failing.fail(InvalidRequestError, message, field)
-    error = await failure(failing.stub)
+    models.error = InvalidRequestError(message, field)
+    error = await failure(live.stub)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert message.startswith(str(error.details()))
     assert str(error.details())[:500] == message[:500]
@@ -186,44 +166,44 @@ async def test_no_message_or_field_keeps_grpc_from_answering(
 
 
 async def test_an_unforeseen_error_is_logged_in_full_and_answered_in_general(
-    rest: httpx.AsyncClient,
-    stub: EmbeddingServiceStub,
-    service: FailingService,
-    caplog: pytest.LogCaptureFixture,
+    live: Live, models: FailingModels, metrics: Metrics, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service.error = ZeroDivisionError("secret of the server")
+    models.error = ZeroDivisionError("secret of the server")
     with caplog.at_level(logging.ERROR):
-        answer = await post(rest)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Embed(REQUEST)
+        answer = await post(live.http)
+        error = await failure(live.stub)
     assert (answer.status_code, answer.json()["error"]["message"]) == (500, INTERNAL)
-    assert caught.value.code() is grpc.StatusCode.INTERNAL
-    assert caught.value.details() == INTERNAL
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert error.details() == INTERNAL
     assert caplog.text.count("ZeroDivisionError: secret of the server") == 2
-    assert service.metrics.protocols["rest"].outcomes == {"INTERNAL": 1}
-    assert service.metrics.protocols["grpc"].outcomes == {"INTERNAL": 1}
+    assert metrics.protocols["rest"].outcomes == {"INTERNAL": 1}
+    assert metrics.protocols["grpc"].outcomes == {"INTERNAL": 1}
 
 
 async def test_an_unforeseen_error_of_a_management_route_has_the_same_shape(
-    service: FailingService, monkeypatch: pytest.MonkeyPatch
+    rest: httpx.AsyncClient, models: FailingModels, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail() -> list[ModelInfo]:
-        raise ZeroDivisionError("secret of the server")
-
-    monkeypatch.setattr(service, "models", fail)
-    transport = httpx.ASGITransport(management_app(service), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport) as client:
-        answer = await client.get("http://test/models")
+    models.error = ZeroDivisionError("secret of the server")
+    answer = await rest.get("/models")
     assert (answer.status_code, answer.headers["content-type"]) == (500, "application/json")
     expected = {"code": "INTERNAL", "message": INTERNAL, "field": ""}
     assert answer.json() == {"error": expected}
+    assert "ZeroDivisionError: secret of the server" in caplog.text
 
 
-async def test_an_unforeseen_error_does_not_end_a_stream(
-    failing: Failing,
+async def test_an_unforeseen_error_of_a_management_call_is_answered_in_general(
+    live: Live, models: FailingModels
 ) -> None:
-    failing.fail(ZeroDivisionError, "secret of the server")
-    answers = [answer async for answer in failing.stub.EmbedStream(iter([REQUEST, REQUEST]))]
+    models.error = ZeroDivisionError("secret of the server")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await live.stub.ListModels(pb.ListModelsRequest())
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert caught.value.details() == INTERNAL
+
+
+async def test_an_unforeseen_error_does_not_end_a_stream(live: Live, models: FailingModels) -> None:
+    models.error = ZeroDivisionError("secret of the server")
+    answers = [answer async for answer in live.stub.EmbedStream(iter([REQUEST, REQUEST]))]
     assert [answer.error.code for answer in answers] == ["INTERNAL"] * 2
     assert answers[0].error.message == INTERNAL
 

@@ -1,8 +1,9 @@
-"""The unary calls of gRPC, its health and reflection."""
+"""The unary calls of gRPC, its health and reflection; by both servers alike."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 
 import grpc
 import numpy as np
@@ -10,11 +11,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from server.fake_engine import Bags, FakeEngine
-from server.live import Live
+from server.live import GRPC_SERVERS, PROTOBUF, Live
 from server.waiting import until
 
 from embedserve.config import Limits
-from embedserve.wire.grpc_server import SERVICE_NAME
+from embedserve.wire.grpc.service import SERVICE_NAME
 from embedserve_proto import embedding_pb2 as pb
 
 BAGS: Bags = {"tag": [[1], [2, 3]], "user": [[4], []]}
@@ -25,6 +26,12 @@ LIMITS = Limits(inline_bytes_max=0, body_bytes_max=100_000)
 @pytest.fixture
 def limits() -> Limits:
     return LIMITS
+
+
+@pytest.fixture(params=GRPC_SERVERS)
+def grpc_server(request: pytest.FixtureRequest) -> str:
+    server: str = request.param
+    return server
 
 
 def values_of(answer: pb.EmbedResponse) -> np.ndarray:
@@ -137,3 +144,29 @@ async def test_reflection_lists_the_services_and_gives_the_contract(live: Live) 
     names = {service.name for service in services.list_services_response.service}
     assert {SERVICE_NAME, "grpc.health.v1.Health"} <= names
     assert contract.file_descriptor_response.file_descriptor_proto == [pb.DESCRIPTOR.serialized_pb]
+
+
+async def test_rest_and_grpc_answer_the_same_bits(live: Live) -> None:
+    weights = {"tag": [[0.1], [2.5, -3.0]], "user": [[1e-3], []]}
+    for request, body in (
+        (REQUEST, {"features": BAGS}),
+        (
+            pb.EmbedRequest(
+                keys=["tag", "user"],
+                ids=[1, 2, 3, 4],
+                lengths=[1, 2, 1, 0],
+                weights=[0.1, 2.5, -3.0, 1e-3],
+            ),
+            {"features": BAGS, "weights": weights},
+        ),
+    ):
+        raw = live.channel.unary_unary(f"/{SERVICE_NAME}/Embed")
+        over_grpc = await raw(request.SerializeToString())
+        headers = {"content-type": PROTOBUF}
+        over_rest = await live.http.post(
+            "/embed", content=request.SerializeToString(), headers=headers
+        )
+        assert over_rest.content == over_grpc
+        answer = await live.http.post("/embed", content=json.dumps(body))
+        as_json = np.array(answer.json()["values"], np.float32)
+        assert as_json.tobytes() == pb.EmbedResponse.FromString(over_grpc).values

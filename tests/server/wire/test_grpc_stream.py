@@ -1,4 +1,4 @@
-"""EmbedStream: answers in order, failures in their place, and no more read than can wait."""
+"""EmbedStream: answers in order, failures in their place, no more read than can wait; by both."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import grpc
 import numpy as np
 import pytest
 from server.fake_engine import FakeEngine
-from server.live import IN_THREAD, Live
+from server.live import GRPC_SERVERS, IN_THREAD, Live
 from server.waiting import until
 
 from embedserve.config import Limits
-from embedserve.wire import grpc_threads
-from embedserve.wire.grpc_threads import WINDOW_REQUESTS_MAX
+from embedserve.wire.grpc.embed_stream import REQUESTS_MAX
 from embedserve_proto import embedding_pb2 as pb
 
 
@@ -22,12 +21,19 @@ def limits() -> Limits:
     return IN_THREAD
 
 
+@pytest.fixture(params=GRPC_SERVERS)
+def grpc_server(request: pytest.FixtureRequest) -> str:
+    server: str = request.param
+    return server
+
+
 def request_for(user: int) -> pb.EmbedRequest:
     return pb.EmbedRequest(keys=["user"], ids=[user], lengths=[1])
 
 
 def user_vector(answer: pb.EmbedResponse) -> list[float]:
-    return np.frombuffer(answer.values, "<f4")[:4].tolist()
+    values: list[float] = np.frombuffer(answer.values, "<f4")[:4].tolist()
+    return values
 
 
 async def test_answers_come_in_order_with_a_failure_in_its_place(
@@ -62,20 +68,20 @@ async def test_a_stream_takes_turns_with_its_caller(live: Live, engine: FakeEngi
 async def test_more_requests_than_the_window_are_pipelined_and_none_is_lost(
     live: Live, engine: FakeEngine
 ) -> None:
-    count = 3 * WINDOW_REQUESTS_MAX
+    count = 3 * REQUESTS_MAX
     engine.hold()
     running = asyncio.ensure_future(live.stub.Embed(request_for(1)))
     await until(lambda: engine.lookups)
     call = live.stub.EmbedStream(request_for(i % 7) for i in range(count))
     # What is past the window is left unread.
-    await until(lambda: live.queued() == WINDOW_REQUESTS_MAX)
+    await until(lambda: live.queued() == REQUESTS_MAX)
     await asyncio.sleep(0.1)
-    assert live.queued() == WINDOW_REQUESTS_MAX
+    assert live.queued() == REQUESTS_MAX
     engine.release()
     await running
     answers = [user_vector(answer) async for answer in call]
     assert answers == [engine.tables["t_user"][i % 7].tolist() for i in range(count)]
-    assert engine.lookups[1].batch_size == WINDOW_REQUESTS_MAX
+    assert engine.lookups[1].batch_size == REQUESTS_MAX
 
 
 async def test_a_cancelled_stream_leaves_the_queue(live: Live, engine: FakeEngine) -> None:
@@ -102,8 +108,8 @@ async def test_a_cancelled_stream_with_a_full_window_leaves_the_queue(
     engine.hold()
     running = asyncio.ensure_future(live.stub.Embed(request_for(1)))
     await until(lambda: engine.lookups)
-    call = live.stub.EmbedStream(request_for(2) for _ in range(2 * WINDOW_REQUESTS_MAX))
-    await until(lambda: live.queued() == WINDOW_REQUESTS_MAX)
+    call = live.stub.EmbedStream(request_for(2) for _ in range(2 * REQUESTS_MAX))
+    await until(lambda: live.queued() == REQUESTS_MAX)
     await asyncio.sleep(0.05)
     call.cancel()
     await asyncio.sleep(0.05)
@@ -129,22 +135,3 @@ async def test_a_streams_deadline_holds_for_its_requests(live: Live, engine: Fak
 
 async def test_an_empty_stream_ends_at_once(live: Live) -> None:
     assert [answer async for answer in live.stub.EmbedStream(iter([]))] == []
-
-
-async def test_the_window_is_also_bounded_by_the_bytes_of_its_answers(
-    live: Live, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nbytes = 3 * 36  # an answer is 9 float32 values
-    monkeypatch.setattr(grpc_threads, "WINDOW_BYTES_MAX", nbytes)
-    engine.hold()
-    running = asyncio.ensure_future(live.stub.Embed(request_for(1)))
-    await until(lambda: engine.lookups)
-    call = live.stub.EmbedStream(request_for(i % 7) for i in range(20))
-    await until(lambda: live.queued() == 3)
-    await asyncio.sleep(0.1)
-    assert live.queued() == 3
-    engine.release()
-    await running
-    answers = [user_vector(answer) async for answer in call]
-    assert answers == [engine.tables["t_user"][i % 7].tolist() for i in range(20)]
-    assert max(lookup.batch_size for lookup in engine.lookups) <= 3

@@ -7,29 +7,31 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from time import perf_counter
 
 import pytest
 import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from server.fake_engine import FakeEngine, model_info
-from server.live import IN_THREAD, PROTOBUF, make_service
+from server.live import IN_THREAD, PROTOBUF, make_exchange
 from server.raw_http import (
-    RawServer,
+    OurServer,
+    PlainServer,
     chunked,
     cut,
     get,
+    our_server,
+    plain_server,
     post,
-    raw_server,
     read_answer,
 )
 from server.waiting import until
 
-from embedserve.codec import json_codec
 from embedserve.config import Limits
-from embedserve.types import LookupResult
-from embedserve.wire import http1 as embed_connection
-from embedserve.wire.http1 import EmbedConnection
+from embedserve.wire.connections import FIRST_BYTES_S_MAX
+from embedserve.wire.http1 import KEEP_ALIVE_S
 from embedserve_proto import embedding_pb2 as pb
 
 BODY = b'{"features": {"user": [[1, 2]], "movie": [[3]]}}'
@@ -56,33 +58,47 @@ def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLo
 
 
 @pytest.fixture
-async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[RawServer]:
+async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
     """Looks up inline."""
     films = FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
-    service = make_service(engine, films, executor=executor, limits=LIMITS)
-    async with raw_server(service) as server:
+    exchange = make_exchange(engine, films, executor=executor, limits=LIMITS)
+    async with our_server(exchange) as server:
         yield server
 
 
 @pytest.fixture
-async def plain(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[RawServer]:
-    """uvicorn alone over an equal service."""
+async def plain(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[PlainServer]:
+    """uvicorn alone over an equal exchange."""
     films = FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
-    service = make_service(engine, films, executor=executor, limits=LIMITS)
-    async with raw_server(service, is_plain=True) as server:
+    exchange = make_exchange(engine, films, executor=executor, limits=LIMITS)
+    async with plain_server(exchange) as server:
         yield server
 
 
 @pytest.fixture
-async def slow(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[RawServer]:
+async def slow(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
     """Looks up in the thread, where the engine can be held."""
-    async with raw_server(make_service(engine, executor=executor, limits=IN_THREAD)) as server:
+    exchange = make_exchange(engine, executor=executor, limits=IN_THREAD)
+    async with our_server(exchange) as server:
         yield server
 
 
 async def test_the_loop_is_that_of_the_parameter(request: pytest.FixtureRequest) -> None:
     is_uvloop = isinstance(asyncio.get_running_loop(), uvloop.Loop)
     assert is_uvloop == ("uvloop" in request.node.name)
+
+
+def was_uvicorns(server: OurServer) -> bool:
+    """Whether uvicorn has answered a request of the open connection."""
+    return server.connection.cycle is not None
+
+
+def _has_cancelled(server: OurServer, count: int) -> bool:
+    return server.outcomes().get("CANCELLED", 0) == count
+
+
+def _has_looked_up(engine: FakeEngine, count: int) -> bool:
+    return len(engine.lookups) == count
 
 
 PLAIN_REQUESTS = {
@@ -113,18 +129,19 @@ PLAIN_REQUESTS = {
 
 
 @pytest.mark.parametrize("name", PLAIN_REQUESTS)
-async def test_a_request_is_answered_as_by_uvicorns_way(server: RawServer, name: str) -> None:
+async def test_a_request_is_answered_as_by_uvicorns_way(server: OurServer, name: str) -> None:
     body, lines, url = PLAIN_REQUESTS[name]
     reader, writer = await server.open()
     writer.write(post(body, *lines, url=url))
     fast = await read_answer(reader)
-    assert server.asgi_paths == []
+    assert not was_uvicorns(server)
     counted = server.outcomes()
     assert sum(counted.values()) == 1
-    response_bytes = server.service.metrics.protocols["rest"].response_bytes
+    response_bytes = server.exchange.metrics.protocols["rest"].response_bytes
     writer.write(chunked(body, *lines, url=url))
     slow = await read_answer(reader)
-    assert server.asgi_paths == [url]
+    assert was_uvicorns(server)
+    assert server.connection.cycle.scope["path"] == url
     if name == "too late":  # it says how late
         assert fast[0] == slow[0] == 504
         assert json.loads(fast[2])["error"]["code"] == json.loads(slow[2])["error"]["code"]
@@ -132,7 +149,7 @@ async def test_a_request_is_answered_as_by_uvicorns_way(server: RawServer, name:
         assert fast == slow
     assert list(fast[1]) == list(slow[1])
     assert server.outcomes() == {outcome: 2 * count for outcome, count in counted.items()}
-    assert server.service.metrics.protocols["rest"].response_bytes == 2 * response_bytes
+    assert server.exchange.metrics.protocols["rest"].response_bytes == 2 * response_bytes
     writer.close()
 
 
@@ -167,7 +184,6 @@ ODD_REQUESTS = {
     "bare line feed at the end": post(BODY).replace(b"\r\n\r\n", b"\n\n") + LAST,
     "line feeds before": b"\r\n\r\n" + post(BODY) + b"\r\n" + post(OTHER) + LAST,
     "upgrade without connection": post(BODY, "Upgrade: h2c") + post(OTHER) + LAST,
-    "not http": b"\x16\x03\x01\x02\r\n\r\n" + post(BODY),
     "body too large": post(b" " * 1001) + post(OTHER) + LAST,
     "other methods": get("/embed") + get("/embed").replace(b"GET", b"HEAD") + post(BODY) + LAST,
     "unknown path": post(BODY, url="/embed/") + post(OTHER) + LAST,
@@ -177,11 +193,36 @@ ODD_REQUESTS = {
 
 @pytest.mark.parametrize("name", ODD_REQUESTS)
 async def test_what_a_client_may_send_is_answered_as_by_uvicorn_alone(
-    server: RawServer, plain: RawServer, name: str
+    server: OurServer, plain: PlainServer, name: str
 ) -> None:
     sent = ODD_REQUESTS[name]
-    assert await server.exchange(sent) == await plain.exchange(sent)
+    assert await server.talk(sent) == await plain.talk(sent)
     await until(lambda: server.outcomes() == plain.outcomes())
+
+
+@pytest.mark.parametrize(
+    "first", [b"\x16\x03\x01\x02", b"GET /embed", b"EHLO client", b"POST /embed HTTPS/1.1"]
+)
+async def test_what_does_not_begin_with_a_request_line_is_closed_without_an_answer(
+    server: OurServer, first: bytes
+) -> None:
+    assert await server.talk(first + b"\r\n\r\n" + post(BODY)) == b""
+    assert server.outcomes() == {}
+    assert (await server.talk(post(BODY) + LAST)).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 30])
+async def test_the_protocol_is_told_apart_however_few_bytes_come_first(
+    server: OurServer, plain: PlainServer, count: int
+) -> None:
+    sent = post(BODY, url="/embed") + LAST
+    reader, writer = await server.open()
+    writer.write(sent[:count])
+    await until(lambda: server.wire.connections)
+    await asyncio.sleep(0.01)  # the rest is another read
+    writer.write(sent[count:])
+    assert await reader.read() == await plain.talk(sent)
+    writer.close()
 
 
 MIXED = [
@@ -197,7 +238,7 @@ MIXED = [
 ]
 
 
-async def test_a_request_may_be_split_anywhere(server: RawServer) -> None:
+async def test_a_request_may_be_split_anywhere(server: OurServer) -> None:
     reader, writer = await server.open()
     whole = post(BODY)
     writer.write(whole)
@@ -228,9 +269,9 @@ def test_any_requests_split_anyhow_are_answered_as_by_uvicorn_alone(
     packets = cut(sent, {end for end in where if end < len(sent)})
 
     async def compare() -> None:
-        service = make_service(engine, executor=executor, limits=LIMITS)
-        async with raw_server(service) as server, raw_server(service, is_plain=True) as plain:
-            assert await server.exchange(*packets) == await plain.exchange(sent)
+        exchange = make_exchange(engine, executor=executor, limits=LIMITS)
+        async with our_server(exchange) as server, plain_server(exchange) as plain:
+            assert await server.talk(*packets) == await plain.talk(sent)
 
     with asyncio.Runner(loop_factory=event_loop_policy.new_event_loop) as runner:
         runner.run(compare())
@@ -238,16 +279,16 @@ def test_any_requests_split_anyhow_are_answered_as_by_uvicorn_alone(
 
 @pytest.mark.parametrize("count", [2, 7, 20])
 async def test_pipelined_requests_are_answered_in_order_with_others_between(
-    server: RawServer, plain: RawServer, count: int
+    server: OurServer, plain: PlainServer, count: int
 ) -> None:
     sent = b"".join(MIXED[i % len(MIXED)] for i in range(count)) + LAST
-    answers = await server.exchange(sent)
-    assert answers == await plain.exchange(sent)
+    answers = await server.talk(sent)
+    assert answers == await plain.talk(sent)
     assert answers.count(b"HTTP/1.1 ") == count + 1
     assert server.outcomes() == plain.outcomes()
 
 
-async def test_metrics_between_pipelined_requests_count_those_before(server: RawServer) -> None:
+async def test_metrics_between_pipelined_requests_count_those_before(server: OurServer) -> None:
     reader, writer = await server.open()
     writer.write(post(BODY) + post(OTHER) + get("/metrics") + post(BODY))
     assert [(await read_answer(reader))[0] for _ in range(2)] == [200, 200]
@@ -260,7 +301,7 @@ async def test_metrics_between_pipelined_requests_count_those_before(server: Raw
 
 
 async def test_what_is_held_comes_before_what_is_read_later(
-    slow: RawServer, engine: FakeEngine
+    slow: OurServer, engine: FakeEngine
 ) -> None:
     """The start of a request is held when the rest of it waits in the kernel's buffer."""
     engine.hold()
@@ -277,22 +318,21 @@ async def test_what_is_held_comes_before_what_is_read_later(
 
 
 async def test_refused_requests_are_answered_in_order_when_reads_are_full(
-    server: RawServer, plain: RawServer
+    server: OurServer, plain: PlainServer
 ) -> None:
     """A refusal is written while the loop reads, and there is more to be read at once."""
     sent = (post(b"{") + post(b"[" * 900)) * 600 + LAST
-    answers = await server.exchange(sent)
+    answers = await server.talk(sent)
     assert answers.count(b"HTTP/1.1 400 Bad Request\r\n") == 1200
-    assert answers == await plain.exchange(sent)
+    assert answers == await plain.talk(sent)
 
 
-def busy_connections(server: RawServer) -> int:
-    connections = [one for one in server.state.connections if isinstance(one, EmbedConnection)]
-    return sum(one.is_waiting or one._uvicorn_is_busy() for one in connections)
+def busy_connections(server: OurServer) -> int:
+    return sum(one._is_busy() for one in server.http1())
 
 
 async def test_a_client_that_hangs_up_leaves_the_queue(
-    slow: RawServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+    slow: OurServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.hold()
     neighbour, stays = await slow.open()
@@ -304,7 +344,7 @@ async def test_a_client_that_hangs_up_leaves_the_queue(
         goes.write(request)
         await until(lambda: busy_connections(slow) == 2)
         goes.close()
-        await until(lambda before=before: slow.outcomes().get("CANCELLED", 0) == before + 1)
+        await until(partial(_has_cancelled, slow, before + 1))
     engine.release()
     assert (await read_answer(neighbour))[0] == 200
     stays.write(post(BODY))
@@ -316,7 +356,7 @@ async def test_a_client_that_hangs_up_leaves_the_queue(
 
 
 async def test_a_client_that_hangs_up_during_its_lookup_is_not_answered(
-    slow: RawServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+    slow: OurServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.hold()
     _, writer = await slow.open()
@@ -325,37 +365,38 @@ async def test_a_client_that_hangs_up_during_its_lookup_is_not_answered(
     writer.transport.abort()
     await until(lambda: slow.outcomes() == {"CANCELLED": 1})
     engine.release()
-    assert b"HTTP/1.1 200 OK" in await slow.exchange(post(OTHER) + LAST)
+    assert b"HTTP/1.1 200 OK" in await slow.talk(post(OTHER) + LAST)
     assert slow.outcomes() == {"CANCELLED": 1, "OK": 1}
     assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
 
 
 async def test_what_a_client_left_behind_is_not_answered(
-    server: RawServer, caplog: pytest.LogCaptureFixture
+    server: OurServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The connection is lost between an answer and the turn of what is held."""
-    _, writer = await server.open()
-    await until(lambda: server.state.connections)
+    reader, writer = await server.open()
+    writer.write(post(b"{"))
+    await read_answer(reader)
     connection = server.connection
     connection.data_received(post(b"{") + post(BODY))
     connection.transport.abort()
     writer.close()
-    await until(lambda: not server.state.connections)
+    await until(lambda: not server.http1())
     await asyncio.sleep(0)
-    assert server.outcomes() == {"INVALID_ARGUMENT": 1}
+    assert server.outcomes() == {"INVALID_ARGUMENT": 2}
     assert caplog.records == []
 
 
 async def test_answers_that_nobody_reads_stop_the_reading(
-    slow: RawServer, engine: FakeEngine
+    slow: OurServer, engine: FakeEngine
 ) -> None:
     """One request after the other, so that none is held while another is looked up."""
     reader, writer = await slow.open()
     writer.write(post(LARGE))
     await until(lambda: slow.outcomes() == {"OK": 1} and slow.connection.flow.write_paused)
     writer.write(post(LARGE))
-    await until(lambda: slow.connection.is_waiting or slow.connection.flow.read_paused)
-    assert not slow.connection.is_waiting
+    await until(lambda: slow.connection._call or slow.connection.flow.read_paused)
+    assert slow.connection._call is None
     assert slow.outcomes() == {"OK": 1}
     writer.write(post(LARGE))
     answers = [await read_answer(reader) for _ in range(3)]
@@ -366,7 +407,7 @@ async def test_answers_that_nobody_reads_stop_the_reading(
     writer.close()
 
 
-async def test_pipelined_large_answers_reach_a_slow_reader_whole(slow: RawServer) -> None:
+async def test_pipelined_large_answers_reach_a_slow_reader_whole(slow: OurServer) -> None:
     reader, writer = await slow.open()
     writer.write((post(LARGE) + post(LARGE, f"Accept: {PROTOBUF}")) * 3 + LAST)
     await until(lambda: slow.outcomes() and slow.connection.flow.write_paused)
@@ -381,13 +422,13 @@ async def test_pipelined_large_answers_reach_a_slow_reader_whole(slow: RawServer
 
 
 async def test_a_drain_answers_what_is_under_way_and_closes(
-    slow: RawServer, engine: FakeEngine
+    slow: OurServer, engine: FakeEngine
 ) -> None:
     engine.hold()
     reader, writer = await slow.open()
     writer.write(post(BODY))
     await until(lambda: engine.lookups)
-    slow.connection.shutdown()
+    slow.connection.drain()
     engine.release()
     status, headers, _ = await read_answer(reader)
     assert (status, headers[b"connection"]) == (200, b"close")
@@ -396,18 +437,18 @@ async def test_a_drain_answers_what_is_under_way_and_closes(
 
 
 @pytest.mark.parametrize("sent", [b"", post(BODY)[:30]])
-async def test_a_drain_closes_an_idle_connection_at_once(slow: RawServer, sent: bytes) -> None:
+async def test_a_drain_closes_an_idle_connection_at_once(slow: OurServer, sent: bytes) -> None:
     reader, writer = await slow.open()
     writer.write(post(BODY))
     await read_answer(reader)
     writer.write(sent)
     await until(lambda: bool(sent) == slow.connection._uvicorn_is_busy())
-    slow.connection.shutdown()
+    slow.connection.drain()
     assert await reader.read() == b""
     writer.close()
 
 
-async def test_a_drain_takes_no_more_of_what_a_slow_reader_asked(slow: RawServer) -> None:
+async def test_a_drain_takes_no_more_of_what_a_slow_reader_asked(slow: OurServer) -> None:
     reader, writer = await slow.open()
     writer.write(post(LARGE) * 2)
     await until(
@@ -417,21 +458,21 @@ async def test_a_drain_takes_no_more_of_what_a_slow_reader_asked(slow: RawServer
             and slow.connection.flow.read_paused
         )
     )
-    slow.connection.shutdown()
+    slow.connection.drain()
     assert (await read_answer(reader))[0] == 200
     assert await reader.read() == b""
-    await until(lambda: not slow.state.connections)
+    await until(lambda: not slow.http1())
     assert slow.outcomes() == {"OK": 1}
     writer.close()
 
 
 async def test_a_drain_waits_for_the_rest_of_a_body_and_answers_an_error_with_close(
-    slow: RawServer,
+    slow: OurServer,
 ) -> None:
     reader, writer = await slow.open()
     writer.write(post(BAD)[:-3])
-    await until(lambda: slow.state.connections and slow.connection.is_waiting)
-    slow.connection.shutdown()
+    await until(lambda: slow.http1() and slow.connection._call)
+    slow.connection.drain()
     writer.write(BAD[-3:])
     status, headers, _ = await read_answer(reader)
     assert (status, headers[b"connection"]) == (400, b"close")
@@ -440,16 +481,18 @@ async def test_a_drain_waits_for_the_rest_of_a_body_and_answers_an_error_with_cl
 
 
 async def test_a_deadline_that_passes_in_the_queue_is_answered_504(
-    slow: RawServer, engine: FakeEngine
+    slow: OurServer, engine: FakeEngine
 ) -> None:
     engine.hold()
     first, one = await slow.open()
     one.write(post(BODY))
     await until(lambda: engine.lookups)
     second, other = await slow.open()
-    other.write(post(BODY, "X-Timeout-Ms: 0.001"))
-    metrics = next(iter(slow.service.metrics.models.values()))
-    await until(lambda: metrics.queued_requests == 1)
+    other.write(post(BODY, "X-Timeout-Ms: 300"))
+    metrics = next(iter(slow.exchange.metrics.models.values()))
+    await until(lambda: metrics.queued_requests == 1 or slow.outcomes())
+    seen_s = perf_counter()
+    await until(lambda: perf_counter() > seen_s + 0.3)
     engine.release()
     assert (await read_answer(first))[0] == 200
     status, _, body = await read_answer(second)
@@ -459,56 +502,6 @@ async def test_a_deadline_that_passes_in_the_queue_is_answered_504(
     other.close()
 
 
-async def test_an_answer_that_cannot_be_encoded_fails_alone(
-    slow: RawServer,
-    engine: FakeEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    encode = json_codec.encode_result
-
-    def fail(result: LookupResult) -> bytes:
-        if result.values.shape[0] == 2:
-            raise ZeroDivisionError("secret of the server")
-        return encode(result)
-
-    monkeypatch.setattr(json_codec, "encode_result", fail)
-    engine.hold()
-    opened = [await slow.open() for _ in range(4)]
-    opened[0][1].write(post(BODY))
-    await until(lambda: engine.lookups)
-    for (_, writer), body in zip(opened[1:], (BODY, OTHER, BODY), strict=True):
-        writer.write(post(body))
-    metrics = next(iter(slow.service.metrics.models.values()))
-    await until(lambda: metrics.queued_requests == 3)
-    engine.release()
-    answers = [await read_answer(reader) for reader, _ in opened]
-    assert sorted(status for status, _, _ in answers) == [200, 200, 200, 500]
-    assert answers[2][0] == 500
-    assert b"secret" not in answers[2][2]
-    assert caplog.text.count("ZeroDivisionError: secret of the server") == 1
-    assert slow.outcomes() == {"OK": 3, "INTERNAL": 1}
-    for _, writer in opened:
-        writer.close()
-
-
-class Clock:
-    """What the connections take for the time."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(embed_connection, "perf_counter", clock)
-    return clock
-
-
 FAST, UVICORNS = post(BODY), get("/health/live")
 
 
@@ -516,27 +509,23 @@ FAST, UVICORNS = post(BODY), get("/health/live")
     "requests", [[FAST], [UVICORNS], [FAST, UVICORNS], [UVICORNS, FAST], [FAST, FAST, UVICORNS]]
 )
 async def test_an_idle_connection_is_closed_after_the_same_time_whatever_it_asked(
-    server: RawServer, clock: Clock, requests: list[bytes]
+    server: OurServer, requests: list[bytes]
 ) -> None:
     reader, writer = await server.open()
     for request in requests:
-        clock.now_s += 50  # the first was long ago: it is the last that counts
+        last_s = perf_counter()
         writer.write(request)
         await read_answer(reader)
     connection = server.connection
     assert connection.timeout_keep_alive_task is None  # uvicorn's own, of 5 s
-    clock.now_s += embed_connection.KEEP_ALIVE_S - 1
-    connection._close_if_idle()
+    connection.check_time(last_s + KEEP_ALIVE_S)  # those before are longer ago
     assert not connection.transport.is_closing()
-    clock.now_s += 1
-    connection._close_if_idle()
+    connection.check_time(perf_counter() + KEEP_ALIVE_S)
     assert await reader.read() == b""
     writer.close()
 
 
-async def test_a_busy_connection_is_never_closed(
-    slow: RawServer, engine: FakeEngine, clock: Clock
-) -> None:
+async def test_a_busy_connection_is_never_closed(slow: OurServer, engine: FakeEngine) -> None:
     engine.hold()
     reader, writer = await slow.open()
     for request in (UVICORNS, post(BODY), chunked(BODY)):
@@ -545,40 +534,32 @@ async def test_a_busy_connection_is_never_closed(
         if request is UVICORNS:
             await read_answer(reader)
             continue
-        await until(lambda seen=seen: len(engine.lookups) == seen + 1)
-        clock.now_s += 2 * embed_connection.KEEP_ALIVE_S
-        slow.connection._close_if_idle()
+        await until(partial(_has_looked_up, engine, seen + 1))
+        slow.connection.check_time(perf_counter() + 2 * KEEP_ALIVE_S)
         assert not slow.connection.transport.is_closing()
         engine.release()
         assert (await read_answer(reader))[0] == 200
-        slow.connection._close_if_idle()
+        slow.connection.check_time(perf_counter())
         assert not slow.connection.transport.is_closing()
         engine.hold()
     writer.close()
 
 
-async def test_a_connection_whose_answer_is_read_slowly_is_busy(
-    slow: RawServer, clock: Clock
-) -> None:
+async def test_a_connection_whose_answer_is_read_slowly_is_busy(slow: OurServer) -> None:
     reader, writer = await slow.open()
     writer.write(post(LARGE) * 2)
     await until(lambda: slow.outcomes() and slow.connection.flow.write_paused)
-    clock.now_s += 2 * embed_connection.KEEP_ALIVE_S
-    slow.connection._close_if_idle()
+    slow.connection.check_time(perf_counter() + 2 * KEEP_ALIVE_S)
     assert [(await read_answer(reader))[0] for _ in range(2)] == [200, 200]
     writer.close()
 
 
-async def test_idle_connections_are_closed_by_their_timer(
-    server: RawServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(embed_connection, "KEEP_ALIVE_S", 0.02)
-    silent, first = await server.open()
-    asked, second = await server.open()
-    second.write(post(BODY) + UVICORNS)
-    assert (await read_answer(asked))[0] == 200
-    assert (await read_answer(asked))[0] == 200
-    assert await asked.read() == b""
-    assert await silent.read() == b""
-    first.close()
-    second.close()
+async def test_a_connection_that_sends_nothing_is_closed_soon(server: OurServer) -> None:
+    reader, writer = await server.open()
+    await until(lambda: server.wire.connections)
+    (new,) = server.wire.connections
+    new.check_time(perf_counter() + FIRST_BYTES_S_MAX - 5)
+    assert server.wire.connections == {new}
+    new.check_time(perf_counter() + FIRST_BYTES_S_MAX)
+    assert await reader.read() == b""
+    writer.close()

@@ -13,7 +13,7 @@ from server.fake_models import ruled_info, unpooled_info
 from server.live import PROTOBUF, Live, live_server
 from server.openapi import validate
 
-from embedserve.wire.grpc_server import SERVICE_NAME
+from embedserve.wire.grpc.service import SERVICE_NAME
 from embedserve_client import (
     AsyncEmbedClient,
     AsyncGrpcEmbedClient,

@@ -153,10 +153,10 @@ async def test_a_timeout_that_passes_in_the_queue_is_answered_504(
     engine.hold()
     running = asyncio.create_task(live.http.post("/embed", content=BODY))
     await until(lambda: engine.lookups)
-    headers = {"X-Timeout-Ms": "20"}
+    headers = {"X-Timeout-Ms": "300"}
     late = asyncio.create_task(live.http.post("/embed", content=BODY, headers=headers))
     await until(lambda: live.queued() == 1)
-    await asyncio.sleep(0.03)
+    await asyncio.sleep(0.3)
     engine.release()
     assert (await running).status_code == 200
     answer = await late

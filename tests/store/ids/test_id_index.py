@@ -30,7 +30,8 @@ def index_of(entries: dict[int, int]) -> IdIndex:
 
 
 def look_up(index: IdIndex, ids: list[int], entries: int) -> list[int]:
-    return index.rows_of(np.array(ids, np.int64), 0, bucket_count(entries), 0).tolist()
+    rows = index.rows_of(np.array(ids, np.int64), 0, bucket_count(entries), 0)
+    return [int(row) for row in rows]
 
 
 @settings(max_examples=150, deadline=None)

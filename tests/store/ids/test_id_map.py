@@ -13,10 +13,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.format.id_rule import IdRule
+from embedserve_store.format.safetensors_file import PAGE_BYTES, encode_header
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.id_map import IdMap, IdMaps, tensors_of, write_id_maps
-from embedserve_store.ids.rules import IdRule
-from embedserve_store.safetensors_file import PAGE_BYTES, encode_header
-from embedserve_store.table_spec import TableSpec
 
 ENTRIES = {"movie": 500, "empty": 0, "user": 33}
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from embedserve_store.format.id_rule import IdRule
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.id_map import IdMap, IdMaps, write_id_maps
-from embedserve_store.ids.rules import IdRule
 from embedserve_store.ids.translate import IdTranslator
-from embedserve_store.manifest import Manifest
-from embedserve_store.table_spec import TableSpec
 
 MAPPED = {"shop": {-5: 3, 0: 0, 2**63 - 1: 9}, "movie": {7: 1, -5: 2, 8: 1}, "void": {}}
 

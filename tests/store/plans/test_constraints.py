@@ -13,13 +13,13 @@ from torchrec.distributed.types import BoundsCheckMode, CacheParams
 from torchrec.modules.embedding_configs import DataType
 
 from embedserve_store.errors import StoreError
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.constraints import (
     NOT_HONOURED,
     TableConstraints,
     from_torchrec,
     read_constraints,
 )
-from embedserve_store.table_spec import TableSpec
 
 TABLE = TableSpec("t", 10, 8, ("x", "y"), "sum", "float32")
 ALL = TableConstraints(("row_wise",), 8, (1.0, 2.5), (1.0, 1.0), (64, 128), True)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.plan import Plan, Shard, TablePlan, check_fits, read_plan
-from embedserve_store.table_spec import TableSpec
 
 TABLES = (
     TableSpec("rows", 10, 8, ("x",), "sum", "float32"),

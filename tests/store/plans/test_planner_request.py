@@ -8,9 +8,9 @@ import pytest
 from torchrec.distributed.planner import ParameterConstraints
 
 from embedserve_store.errors import InvalidModelError
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.planner import make_plan
-from embedserve_store.table_spec import TableSpec
 
 
 def table(name: str, num_embeddings: int, dim: int = 128) -> TableSpec:

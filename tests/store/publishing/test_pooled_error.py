@@ -7,14 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torchrec import EmbeddingBagCollection
 
 from embedserve_store.errors import InvalidModelError
-from embedserve_store.layout import encode_rows
+from embedserve_store.format.row_layout import encode_rows
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.publishing.pooled_error import PooledError, cosines, pooled_error
 from embedserve_store.publishing.publish import publish
+from embedserve_store.publishing.tables_writer import write_tables
 from embedserve_store.sources.rows import TensorRows
-from embedserve_store.table_spec import TableSpec
-from embedserve_store.tables_file import TablesFile, write_tables
 
 
 def error_of(
@@ -66,7 +68,9 @@ def test_cosines_of_zeros() -> None:
     assert cosines(a, b).tolist() == [1.0, 0.0, 0.0]
 
 
-def test_a_larger_error_than_allowed_is_not_published(ebc, tmp_path: Path) -> None:
+def test_a_larger_error_than_allowed_is_not_published(
+    ebc: EmbeddingBagCollection, tmp_path: Path
+) -> None:
     message = r"table 'tag': stored as int4, its pooled answers have a relative L2 error of 0\.\d+"
     dtypes = {"user": "int8", "tag": "int4"}
     with pytest.raises(InvalidModelError, match=message + ", more than the 0.01 allowed"):

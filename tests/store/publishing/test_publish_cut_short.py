@@ -17,11 +17,12 @@ from store.listing import everything_under
 from torchrec import EmbeddingBagCollection
 
 import embedserve_store
-from embedserve_store import direct_file
-from embedserve_store.checksums import verify
 from embedserve_store.errors import StoreError
-from embedserve_store.load import ModelStore, ModelVersion
+from embedserve_store.local_store import ModelStore
+from embedserve_store.model_version import ModelVersion
+from embedserve_store.publishing import direct_file
 from embedserve_store.publishing.publish import publish
+from embedserve_store.verification import verify
 
 
 class FullDisk(io.FileIO):
@@ -63,7 +64,7 @@ def test_too_little_disk_is_refused_before_a_row_is_read(
 def test_an_interrupt_leaves_the_store_as_it_was(
     ebc: EmbeddingBagCollection, tmp_path: Path
 ) -> None:
-    def interrupt(*_: Any) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(StoreError, match="m: publishing was interrupted") as caught:
@@ -77,7 +78,7 @@ def test_a_broken_callback_leaves_the_store_as_it_was(
     ebc: EmbeddingBagCollection, tmp_path: Path
 ) -> None:
     with pytest.raises(StoreError, match=r"publishing failed: TypeError\("):
-        publish(ebc, tmp_path, model="m", progress=lambda: None)  # type: ignore[misc,arg-type]
+        publish(ebc, tmp_path, model="m", progress=lambda: None)  # type: ignore[arg-type]
     assert everything_under(tmp_path) == []
 
 
@@ -109,7 +110,7 @@ def test_a_read_only_file_system(
 def test_who_publishes_meanwhile_comes_first(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
     others: list[int] = []
 
-    def publish_another(*_: Any) -> None:
+    def publish_another(*_: Any, **__: Any) -> None:
         if not others:
             others.append(0)
             others[0] = publish(ebc, tmp_path, model="m", dtype="int8").version

@@ -17,7 +17,7 @@ from torchrec import (
 
 from embedserve_store import IdRule, ModelStore, ModelVersion, publish, verify
 from embedserve_store.errors import InvalidModelError
-from embedserve_store.goldens import row_numbers
+from embedserve_store.goldens.hand_pooling import row_numbers
 from embedserve_store.publishing.publish_sharded import publish_sharded
 
 TAGS = [f"tag {row}" for row in range(16)]
@@ -141,7 +141,7 @@ def test_tables_of_one_feature_have_one_rule(make_ebc: Any, tmp_path: Path) -> N
     different = {"item": range(16), "tag": range(15, -1, -1)}
     with pytest.raises(InvalidModelError, match="whose vocabularies differ"):
         publish(ebc, tmp_path, model="m", vocabularies=different)
-    in_another_order = {"item": {"b": 1, "a": 0}, "tag": ["a", "b"]}
+    in_another_order: dict[str, Any] = {"item": {"b": 1, "a": 0}, "tag": ["a", "b"]}
     strings = dict.fromkeys(("item", "tag"), IdRule(rule="map", id_type="string"))
     publish(ebc, tmp_path, model="s", ids=strings, vocabularies=in_another_order)
     assert (

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import s3fs
@@ -27,22 +29,34 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield endpoint
 
 
+@pytest.fixture(scope="module", autouse=True)
+def connections() -> Iterator[None]:
+    """s3fs keeps connections by URL options, whatever the environment was: those of other tests,
+    too. Making them anew takes longer than most of the tests."""
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def aws_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
+
 @pytest.fixture(autouse=True)
 def aws(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> Iterator[None]:
     """The endpoint and credentials as a user would set them, and none of this host's."""
-    for name in os.environ:
-        if name.startswith("AWS_"):
-            monkeypatch.delenv(name)
+    for name in aws_environment():
+        monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
         monkeypatch.setenv(name, os.devnull)
-    # s3fs keeps connections by URL options, whatever the environment was: an earlier test's too.
-    s3fs.S3FileSystem.clear_instance_cache()
+    before = aws_environment()
     yield
-    s3fs.S3FileSystem.clear_instance_cache()
+    if aws_environment() != before:
+        s3fs.S3FileSystem.clear_instance_cache()
 
 
 @pytest.fixture
@@ -69,22 +83,37 @@ def store(url: str, tmp_path: Path) -> RemoteStore:
     return RemoteStore(url, tmp_path / "cache")
 
 
+def publish_rows(store: Path, value: float, rows: int, **options: Any) -> Path:
+    """Publishes "m", whose row i is i * ``value``; the version's folder."""
+    config = EmbeddingBagConfig(
+        name="t",
+        num_embeddings=rows,
+        embedding_dim=16,
+        feature_names=["t"],
+        pooling=PoolingType.SUM,
+    )
+    ebc = EmbeddingBagCollection(tables=[config])
+    with torch.no_grad():
+        ebc.embedding_bags["t"].weight.copy_(torch.arange(rows)[:, None] * value)
+    return seal(publish(ebc, store, model="m", **options).path)
+
+
+@pytest.fixture(scope="session")
+def first_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What most tests begin with; not to be changed."""
+    return publish_rows(tmp_path_factory.mktemp("first"), 1.0, 2000)
+
+
 @pytest.fixture
-def new_version(tmp_path: Path) -> Publish:
+def new_version(tmp_path: Path, first_version: Path) -> Publish:
     """Publishes a version of "m" in a local store and gives its folder."""
 
-    def run(value: float = 1.0, rows: int = 2000, **options: object) -> Path:
-        config = EmbeddingBagConfig(
-            name="t",
-            num_embeddings=rows,
-            embedding_dim=16,
-            feature_names=["t"],
-            pooling=PoolingType.SUM,
-        )
-        ebc = EmbeddingBagCollection(tables=[config])
-        with torch.no_grad():
-            ebc.embedding_bags["t"].weight.copy_(torch.arange(rows)[:, None] * value)
-        return seal(publish(ebc, tmp_path / "local", model="m", **options).path)  # type: ignore[arg-type]
+    def run(value: float = 1.0, rows: int = 2000, **options: Any) -> Path:
+        folder = tmp_path / "local" / "m" / "1"
+        if (value, rows, options) == (1.0, 2000, {}) and not folder.exists():
+            shutil.copytree(first_version, folder)
+            return folder
+        return publish_rows(tmp_path / "local", value, rows, **options)
 
     return run
 

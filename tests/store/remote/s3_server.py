@@ -17,8 +17,8 @@ START_LINES_MAX = 20
 def serve_s3(folder: Path) -> Iterator[str]:
     """Serves ``folder`` on a free port; gives the endpoint's URL."""
     rclone = Path(sys.executable).with_name("rclone")
-    command = [rclone, "serve", "s3", folder, "--addr", "127.0.0.1:0", "--config", "/dev/null"]
-    command += ["--auth-key", f"{KEY},{SECRET}"]
+    command = [str(rclone), "serve", "s3", str(folder), "--addr", "127.0.0.1:0"]
+    command += ["--config", "/dev/null", "--auth-key", f"{KEY},{SECRET}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             yield _endpoint(server)

@@ -15,7 +15,6 @@ import pytest
 import s3fs
 
 import embedserve_store
-from embedserve_store import staging
 from embedserve_store.errors import StoreError
 from embedserve_store.remote.remote_store import RemoteStore
 
@@ -161,7 +160,7 @@ def test_too_little_disk_is_refused_before_a_byte_is_pulled(
 ) -> None:
     needed = sum(path.stat().st_size for path in uploaded.iterdir())
     free = shutil.disk_usage(tmp_path)._replace(free=needed - 1)
-    monkeypatch.setattr(staging.shutil, "disk_usage", lambda path: free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     calls: list[str] = []
     message = f"needs {needed:,} bytes, the disk has {needed - 1:,} free"
     with pytest.raises(StoreError, match=message):

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import s3fs
 
-from embedserve_store.checksums import verify
 from embedserve_store.errors import StoreError
-from embedserve_store.load import ModelStore
+from embedserve_store.local_store import ModelStore
 from embedserve_store.remote.remote_files import UnreachableError
 from embedserve_store.remote.remote_store import RemoteStore, default_cache, open_store
 from embedserve_store.remote.upload import upload_version
+from embedserve_store.verification import verify
 
 Publish = Callable[..., Path]
 

@@ -2,37 +2,66 @@
 
 from __future__ import annotations
 
-import _thread
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
 import s3fs
+from fsspec.implementations.local import LocalFileSystem
 
-from embedserve_store.checksums import verify
 from embedserve_store.errors import StoreError
-from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.remote.remote_store import RemoteStore
 from embedserve_store.remote.upload import upload_version
+from embedserve_store.verification import verify
 
 Publish = Callable[..., Path]
 
 
-def test_the_manifest_comes_last(
-    store: RemoteStore, new_version: Publish, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class WatchedFiles(LocalFileSystem):  # type: ignore[misc]
+    """Local files under watched:// URLs; calls ``written`` with the name of each that is written.
+
+    fsspec is untyped.
+    """
+
+    protocol = "watched"
+    written: ClassVar[Callable[[str], None] | None] = None
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(auto_mkdir=True, **options)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path.removeprefix("watched://")
+
+    def put_file(self, path1: str, path2: str, callback: Any = None, **options: Any) -> None:
+        super().put_file(path1, path2, callback, **options)
+        self._tell(path2)
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        super().pipe_file(path, value, mode, **options)
+        self._tell(path)
+
+    def _tell(self, path: str) -> None:
+        if WatchedFiles.written is not None:
+            WatchedFiles.written(path.split("/")[-1])
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[str]:
+    """The URL of a store whose files are WatchedFiles."""
+    fsspec.register_implementation("watched", WatchedFiles, clobber=True)
+    (tmp_path / "far" / "a").mkdir(parents=True)
+    yield f"watched://{tmp_path}/far/a"
+    WatchedFiles.written = None
+
+
+def test_the_manifest_comes_last(new_version: Publish, tmp_path: Path, watched: str) -> None:
     seen: list[tuple[str, list[int]]] = []
-    upload, write = RemoteFolder.upload, RemoteFolder.write
-    look = lambda name: seen.append((name.split("/")[-1], store.versions("m")))  # noqa: E731
-    monkeypatch.setattr(
-        RemoteFolder,
-        "upload",
-        lambda self, path, name, p: (upload(self, path, name, p), look(name)),
-    )
-    monkeypatch.setattr(
-        RemoteFolder, "write", lambda self, name, data: (write(self, name, data), look(name))
-    )
-    upload_version(new_version(), url)
+    store = RemoteStore(watched, tmp_path / "cache")
+    WatchedFiles.written = lambda name: seen.append((name, store.versions("m")))
+    upload_version(new_version(), watched)
     assert seen == [
         ("plan.json", []),
         ("goldens.safetensors", []),
@@ -59,17 +88,19 @@ def test_another_number_is_written_into_the_manifest_which_stays_sealed(
 
 
 def test_an_interrupted_upload_is_not_seen_and_the_next_number_is_free(
-    store: RemoteStore, new_version: Publish, url: str
+    new_version: Publish, tmp_path: Path, watched: str
 ) -> None:
-    def interrupt(file: str, bytes_done: int, bytes_total: int) -> None:
-        if file == "tables.safetensors":
-            _thread.interrupt_main()
+    def interrupt(name: str) -> None:
+        if name == "tables.safetensors":
+            raise KeyboardInterrupt
 
-    folder = new_version()
+    folder, store = new_version(), RemoteStore(watched, tmp_path / "cache")
+    WatchedFiles.written = interrupt
     with pytest.raises(KeyboardInterrupt):
-        upload_version(folder, url, progress=interrupt)
+        upload_version(folder, watched)
     assert (store.versions("m"), store.next_version("m")) == ([], 2)
-    upload_version(folder, url)
+    WatchedFiles.written = None
+    upload_version(folder, watched)
     assert store.versions("m") == [1]
     store.load("m")
 

@@ -13,6 +13,7 @@ import dataclasses
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from embedserve_store.sources.live_dmp import describe_sharded, save_tables
 
 
 def publish(dmp: DistributedModelParallel, rank: int, out: Path) -> None:
-    options = {"model": "m", "sharding": "row_wise", "world_size": 2}
+    options: dict[str, Any] = {"model": "m", "sharding": "row_wise", "world_size": 2}
     published = publish_sharded(dmp, out / "store", **options)
     outcome = "none" if published is None else str(published.version)
     try:
@@ -54,4 +55,5 @@ def run(rank: int, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    mp.spawn(run, (Path(sys.argv[1]),), nprocs=2)
+    # Forked, the ranks need not import torch again, which takes longer than all they do.
+    mp.start_processes(run, (Path(sys.argv[1]),), nprocs=2, start_method="fork")

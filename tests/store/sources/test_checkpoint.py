@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from store.sources.dcp_folder import grid, save_alone, write_dcp
 
 from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.sources.checkpoint import (
     Checkpoint,
     check_rows,
@@ -19,7 +20,6 @@ from embedserve_store.sources.checkpoint import (
     open_checkpoint,
 )
 from embedserve_store.sources.rows import TensorRows
-from embedserve_store.table_spec import TableSpec
 
 KEY = "ebc.embedding_bags.user.weight"
 WEIGHT = torch.randn(10, 4, generator=torch.Generator().manual_seed(3))

@@ -14,7 +14,7 @@ from store.sources.dcp_folder import edit_metadata, grid, save_alone, write_dcp
 from store.sources.malicious import Marker
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from trained import Trained, train
+from trained import Trained
 
 from embedserve_store.errors import StoreError
 from embedserve_store.sources.dcp import open_dcp
@@ -24,9 +24,9 @@ WEIGHT = torch.randn(11, 8, generator=torch.Generator().manual_seed(3))
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(trained_by: Callable[[int], Trained]) -> Trained:
     """Row-wise, table-wise, column-wise and data-parallel tables over two processes."""
-    return train(tmp_path_factory.mktemp("trained"), world_size=2)
+    return trained_by(2)
 
 
 def test_a_training_runs_tables_are_read_exactly(trained: Trained) -> None:
@@ -66,11 +66,11 @@ def test_shards_of_any_grid_make_up_the_table(
 def test_replicated_tables_and_every_file_layout(
     tmp_path: Path, single_file_per_rank: bool
 ) -> None:
-    state = {"model": {"a": WEIGHT, "b": WEIGHT.t(), "c": WEIGHT[2:5, 1:3]}, "step": 1}
-    save_alone(state, tmp_path, single_file_per_rank=single_file_per_rank)
+    model = {"a": WEIGHT, "b": WEIGHT.t(), "c": WEIGHT[2:5, 1:3]}
+    save_alone({"model": model, "step": 1}, tmp_path, single_file_per_rank=single_file_per_rank)
     tensors, others = open_dcp(tmp_path)
     assert others == ("step",)
-    for key, tensor in state["model"].items():
+    for key, tensor in model.items():
         assert torch.equal(tensors[f"model.{key}"].read(0, len(tensor)), tensor)
 
 

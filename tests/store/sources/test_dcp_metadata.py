@@ -124,7 +124,8 @@ def test_any_flipped_byte_gives_entries_or_a_store_error(folder: Path) -> None:
 
 
 def _info(metadata: Metadata) -> _StorageInfo:
-    return next(iter(metadata.storage_data.values()))
+    info: _StorageInfo = next(iter(metadata.storage_data.values()))
+    return info
 
 
 def _outside(metadata: Metadata) -> None:

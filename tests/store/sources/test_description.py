@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from embedserve_store.errors import InvalidModelError, StoreError
-from embedserve_store.ids.rules import IdRule
+from embedserve_store.format.id_rule import IdRule
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.sources.description import Description, read_description
-from embedserve_store.table_spec import TableSpec
 
 TABLE = {
     "name": "user",

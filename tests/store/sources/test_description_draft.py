@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from embedserve_store.errors import InvalidModelError
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.sources.checkpoint import Checkpoint, from_state_dict
 from embedserve_store.sources.description import Description, read_description
 from embedserve_store.sources.description_draft import draft_description
-from embedserve_store.table_spec import TableSpec
 
 USER = {"m.ebc.embedding_bags.user.weight": torch.ones(10, 4)}
 WORD = {"m.ec.embeddings.word.weight": torch.ones(6, 8)}

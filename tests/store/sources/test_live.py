@@ -17,10 +17,10 @@ from torchrec import (
 )
 
 from embedserve_store.errors import InvalidModelError
-from embedserve_store.goldens import sample_bags
-from embedserve_store.manifest import Manifest
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.goldens.sampled_bags import sample_bags
 from embedserve_store.sources import live
-from embedserve_store.table_spec import TableSpec
 
 
 def test_tables_are_described_in_order(ebc: EmbeddingBagCollection) -> None:

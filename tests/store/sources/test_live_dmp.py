@@ -26,10 +26,10 @@ from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from embedserve_store.errors import InvalidModelError, StoreError
-from embedserve_store.load import ModelStore
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.local_store import ModelStore
 from embedserve_store.sources.checkpoint import find_tables, from_state_dict, open_checkpoint
 from embedserve_store.sources.live_dmp import describe_sharded, save_tables
-from embedserve_store.table_spec import TableSpec
 
 USER = TableSpec("user", 30, 8, ("user", "friend"), "sum", "float32")
 ITEM = TableSpec("item", 20, 4, ("item",), "mean", "float32")

@@ -1,0 +1,167 @@
+"""Writes docs/settings.md and docs/metrics.md out of the code; `make docs` runs it.
+
+A setting is described by its field in config.py, a metric by the family that /metrics has of it:
+what is wrong on these pages is mended there. A test compares the committed pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import Metric
+
+from embedserve.config import Limits, ServeSettings
+from embedserve.metrics.histogram import COUNT_BUCKETS, LOOKUP_SECONDS_BUCKETS, SECONDS_BUCKETS
+from embedserve.metrics.metrics import OUTCOMES, PROTOCOLS, Metrics
+from embedserve.terminal.sizes import human_bytes
+
+DOCS = Path(__file__).parent
+MADE_BY = "<!-- Made by docs/generate.py (make docs) out of {source}: change that instead. -->"
+
+SETTINGS_HEAD = """# Settings of `embedserve serve`
+
+Each is a flag, an environment variable, or a key of the TOML file that `--config FILE`
+(`EMBEDSERVE_CONFIG`) names; the first of these wins. An unknown key, or a value that is out of
+bounds, stops the start with one line that names it.
+
+    embedserve serve store --http-port 8010
+    EMBEDSERVE_HTTP_PORT=8010 embedserve serve store
+    embedserve serve --config serve.toml            # http_port = 8010
+
+The store itself is an argument, `EMBEDSERVE_STORE` or the key `store`: a folder, or a URL such as
+`s3://bucket/store`. A setting that may be repeated is a list in the file, and several words in
+its variable.
+"""
+
+METRICS_HEAD = """# Metrics
+
+`GET /metrics` on the HTTP port has them in Prometheus' text format. With several workers any of
+them answers for all: counters and histograms are sums over the workers that there are and were;
+what waits and what is used are sums over those that are ready. What another worker counted is
+shown at most half a second late. [operations.md](operations.md) says which to watch.
+
+A counter's name ends in `_total`; a histogram `NAME` is exposed as `NAME_bucket` with the label
+`le`, `NAME_sum` and `NAME_count`.
+"""
+
+
+def settings_page() -> str:
+    parts = [_made_by("server/embedserve/config.py"), SETTINGS_HEAD]
+    for title, settings in (("Server", ServeSettings), ("Limits", Limits)):
+        described = [one for one in fields(settings) if "help" in one.metadata]
+        parts.append(f"## {title}\n\n{_summary(settings) if settings is Limits else ''}")
+        parts.append(_table(SETTING_COLUMNS, map(_setting_row, described)))
+    return _joined(parts)
+
+
+SETTING_COLUMNS = ("flag", "variable", "key", "default", "")
+
+
+def _setting_row(one: Field[Any]) -> Sequence[str]:
+    dashed = one.name.replace("_", "-")
+    is_switch = isinstance(one.default, bool)
+    flag = f"`--{dashed}`, `--no-{dashed}`" if is_switch else f"`--{dashed}`"
+    sentence = one.metadata["help"] + _bounds(one.metadata)
+    return flag, f"`EMBEDSERVE_{one.name.upper()}`", f"`{one.name}`", _default(one), sentence
+
+
+def _bounds(metadata: Mapping[str, Any]) -> str:
+    least, most = metadata.get("min"), metadata.get("max")
+    if least is None or most is None:
+        return ""
+    return f" {least} to {most}."
+
+
+def _default(one: Field[Any]) -> str:
+    """As it would stand in the file; "" where the sentence says it."""
+    value = one.default
+    if value in ("", ()):
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, int) and "bytes" in one.name:
+        return f"`{value}` ({human_bytes(value)})"
+    return f"`{value}`"
+
+
+def metrics_page() -> str:
+    """Of a server with one worker, which has the garbage collector's metrics, too."""
+    families = list(Metrics(()).registry().collect())
+    ours = [family for family in families if family.name.startswith("embedserve_")]
+    others = [family for family in families if family not in ours]
+    parts = [_made_by("a server's own collector, server/embedserve/metrics/"), METRICS_HEAD]
+    parts.append("## Of embedserve\n")
+    parts.append(_table(METRIC_COLUMNS, map(_metric_row, ours)))
+    parts.append(f"## Values of labels, and buckets\n\n{_label_values()}")
+    parts.append("## Of the processes\n")
+    parts.append(
+        "`python_gc_…` are left out where there are several workers: each has its own, and none "
+        "can be asked for another's.\n"
+    )
+    parts.append(_table(METRIC_COLUMNS, map(_metric_row, others)))
+    return _joined(parts)
+
+
+METRIC_COLUMNS = ("metric", "type", "labels", "")
+
+
+def _metric_row(family: Metric) -> Sequence[str]:
+    # What a family without samples is labelled by is told by no public attribute.
+    labels: Sequence[str] = family._labelnames  # type: ignore[attr-defined]
+    suffix = "_total" if family.type == "counter" else ""
+    sentence = family.documentation.rstrip(".") + "."
+    return f"`{family.name}{suffix}`", family.type, _named(labels), sentence
+
+
+def _label_values() -> str:
+    seconds = f"{SECONDS_BUCKETS[0]:g} to {SECONDS_BUCKETS[-1]:g}"
+    shorter = [bound for bound in LOOKUP_SECONDS_BUCKETS if bound < SECONDS_BUCKETS[0]]
+    before = ", ".join(f"{bound * 1e6:.0f}" for bound in shorter)
+    return (
+        f"- `protocol`: {_named(PROTOCOLS)}.\n"
+        f"- `outcome`: {_named(OUTCOMES)}.\n"
+        "- `model`, `feature`: names as published. `rank`: from 0.\n"
+        f"- Seconds have buckets from {seconds}, six a decade; "
+        f"`embedserve_lookup_seconds` has {before} microseconds before them.\n"
+        f"- Examples and ids of a batch: powers of two, {COUNT_BUCKETS[0]:g} to "
+        f"{COUNT_BUCKETS[-1]:.0f}.\n"
+    )
+
+
+def _named(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _summary(described: type) -> str:
+    return (described.__doc__ or "").strip() + "\n"
+
+
+def _made_by(source: str) -> str:
+    return MADE_BY.format(source=source) + "\n"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join("| " + " | ".join(line).replace("  ", " ") + " |\n" for line in lines)
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
+
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "settings.md": settings_page,
+    "metrics.md": metrics_page,
+}
+
+
+def main() -> None:
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Compares two versions: which tables came, went or changed, and how far their rows moved.
+
+Tables of equal checksums are not read, the others are streamed in blocks of rows, so memory does
+not grow with them. Rows are compared by number. Never imports torch, never writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from embedserve_store.comparison.row_diff import RowComparison, RowDiff
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.format.tables_file import Progress
+
+if TYPE_CHECKING:
+    from embedserve_store.format.id_rule import IdRule
+    from embedserve_store.model_version import ModelVersion
+    from embedserve_store.plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class TableDiff:
+    """A table that both versions have."""
+
+    before: TableSpec
+    after: TableSpec
+    changes: tuple[str, ...]
+    """What is different but rows, for a person, such as "dtype float32 to int8"."""
+    rows: RowDiff | None
+    """None where the dims differ: there is nothing to compare."""
+
+    @property
+    def is_changed(self) -> bool:
+        return bool(self.changes) or self.rows is None or self.rows.rows_changed > 0
+
+
+@dataclass(frozen=True)
+class VersionDiff:
+    """What is different in one version, called after, from another, called before."""
+
+    added: tuple[TableSpec, ...]
+    removed: tuple[TableSpec, ...]
+    tables: tuple[TableDiff, ...]
+    """Those of both, in the order of after."""
+    changes: tuple[str, ...]
+    """What is different of the model, for a person: features, weights."""
+    plan: str
+    """How the plans differ, for a person; empty where they are the same."""
+
+    @property
+    def is_changed(self) -> bool:
+        tables = any(table.is_changed for table in self.tables)
+        return tables or bool(self.added or self.removed or self.changes or self.plan)
+
+
+def compare(
+    before: ModelVersion, after: ModelVersion, progress: Progress | None = None
+) -> VersionDiff:
+    """What is different in ``after``; the two may be of different models and stores.
+
+    ``progress`` counts the bytes of ``after`` that are compared, or known to be equal.
+    """
+    old = {table.name: table for table in before.manifest.tables}
+    new = {table.name: table for table in after.manifest.tables}
+    tables = []
+    bytes_done = 0
+    for name in (name for name in new if name in old):
+        rows = _compare_rows(before, after, name, bytes_done, progress)
+        tables.append(TableDiff(old[name], new[name], _table_changes(old[name], new[name]), rows))
+        bytes_done += new[name].nbytes
+    return VersionDiff(
+        added=tuple(table for table in new.values() if table.name not in old),
+        removed=tuple(table for table in old.values() if table.name not in new),
+        tables=tuple(tables),
+        changes=_model_changes(before.manifest, after.manifest),
+        plan=_plan_change(before.plan, after.plan),
+    )
+
+
+def _compare_rows(
+    before: ModelVersion,
+    after: ModelVersion,
+    name: str,
+    bytes_before: int,
+    progress: Progress | None,
+) -> RowDiff | None:
+    old, new = before.tables.tables[name], after.tables.tables[name]
+    if old.embedding_dim != new.embedding_dim:
+        return None
+    total = min(old.num_embeddings, new.num_embeddings)
+
+    def report(rows_done: int) -> None:
+        if progress:
+            progress(name, rows_done, total, bytes_before + rows_done * new.row_bytes)
+
+    if _stored(old) == _stored(new):
+        report(total)
+        return RowDiff(total)
+    comparison = RowComparison(old, new)
+    old_rows, new_rows = before.tables.rows(name), after.tables.rows(name)
+    for start in range(0, total, comparison.block_rows):
+        stop = min(start + comparison.block_rows, total)
+        comparison.add(old_rows[start:stop], new_rows[start:stop])
+        report(stop)
+    return comparison.result()
+
+
+def _stored(table: TableSpec) -> tuple[object, ...]:
+    return table.sha256, table.dtype, table.num_embeddings, table.embedding_dim
+
+
+def _table_changes(old: TableSpec, new: TableSpec) -> tuple[str, ...]:
+    pairs = {
+        "rows": (f"{old.num_embeddings:,}", f"{new.num_embeddings:,}"),
+        "dim": (str(old.embedding_dim), str(new.embedding_dim)),
+        "dtype": (old.dtype, new.dtype),
+        "pooling": (old.pooling, new.pooling),
+        "features": (", ".join(old.feature_names), ", ".join(new.feature_names)),
+        "ids": (_describe(old.ids), _describe(new.ids)),
+    }
+    changes = [f"{what} {a} to {b}" for what, (a, b) in pairs.items() if a != b]
+    if "map" == old.ids.rule == new.ids.rule and old.ids.sha256 != new.ids.sha256:
+        changes.append("ids of another vocabulary: a row may stand for another id")
+    return tuple(changes)
+
+
+def _describe(rule: IdRule) -> str:
+    """All of the rule but its checksum, such as "map int64 20,000 unknown skip"."""
+    data = {key: value for key, value in rule.to_json().items() if key != "sha256"}
+    shown = [data.pop("rule")]
+    for key, value in data.items():
+        value = f"{value:,}" if isinstance(value, int) else value
+        shown.append(value if key == "id_type" else f"{key} {value}")
+    return " ".join(shown)
+
+
+def _model_changes(old: Manifest, new: Manifest) -> tuple[str, ...]:
+    changes = []
+    if added := [feature for feature in new.features if feature not in old.features]:
+        changes.append(f"features added: {', '.join(added)}")
+    if removed := [feature for feature in old.features if feature not in new.features]:
+        changes.append(f"features removed: {', '.join(removed)}")
+    if old.is_weighted != new.is_weighted:
+        changes.append("takes weights now" if new.is_weighted else "takes no weights any more")
+    return tuple(changes)
+
+
+def _plan_change(old: Plan, new: Plan) -> str:
+    changes = []
+    if old.world_size != new.world_size:
+        changes.append(f"{old.world_size} to {new.world_size} ranks")
+    moved = []
+    for name in (name for name in new.tables if name in old.tables):
+        a, b = old.tables[name], new.tables[name]
+        if a.sharding_type != b.sharding_type:
+            changes.append(f"{name} {a.sharding_type} to {b.sharding_type}")
+        elif a != b:
+            moved.append(name)
+    if moved:
+        changes.append(f"other shards of {', '.join(moved)}")
+    if old.constraints != new.constraints:
+        changes.append("other constraints")
+    return "; ".join(changes)

@@ -1,0 +1,15 @@
+"""Fields of parsed JSON or YAML, each of the type that it must have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from embedserve_store.errors import StoreError
+
+
+def typed(data: dict[str, Any], key: str, kind: type, where: str) -> Any:
+    """``data[key]``, or StoreError, led by ``where``, unless it is of type ``kind``."""
+    value = data.get(key)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise StoreError(f"{where}: {key} is {value!r}, expected {kind.__name__}")
+    return value

@@ -1,0 +1,61 @@
+"""Rows of a table as bytes: FBGEMM's inference layout, unpadded.
+
+float32 and float16 rows are plain little-endian numbers. An int8 or int4 row is its scale and
+its bias (float16 each), then the codes: value = code * scale + bias. An int4 byte holds two
+codes, the first in its low half. FBGEMM's quantize op puts scale and bias behind the codes, its
+inference kernels (TBE) read them in front: they are moved here. Nothing else knows the layout.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve_store.format.table_spec import SCALE_BIAS_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+_BITS = {"int8": 8, "int4": 4}
+
+
+def encode_rows(block: torch.Tensor, dtype: str) -> NDArray[np.uint8]:
+    """Rows [n, dim] (float32 or float16, on the CPU) as stored bytes [n, row_bytes]."""
+    import torch
+
+    if dtype in _BITS:
+        return _quantize(block, _BITS[dtype])
+    # Values beyond float16's range become infinite; unstorable_rows finds them.
+    target = torch.float32 if dtype == "float32" else torch.float16
+    return block.to(target).contiguous().numpy().view(np.uint8)
+
+
+def _quantize(block: torch.Tensor, bits: int) -> NDArray[np.uint8]:
+    import fbgemm_gpu  # noqa: F401  registers torch.ops.fbgemm
+    import torch
+
+    quantize = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf
+    behind: NDArray[np.uint8] = quantize(block.contiguous(), bits).numpy()
+    return np.roll(behind, SCALE_BIAS_BYTES, axis=1)
+
+
+def unstorable_rows(rows: NDArray[np.uint8], dtype: str) -> NDArray[np.intp]:
+    """Numbers of the encoded rows whose values, scale or bias went beyond their dtype's range."""
+    numbers = np.ascontiguousarray(rows[:, :SCALE_BIAS_BYTES] if dtype in _BITS else rows)
+    floats = numbers.view("<f4" if dtype == "float32" else "<f2")
+    return np.flatnonzero(~np.isfinite(floats).all(axis=1))
+
+
+def dequantize_rows(rows: NDArray[np.uint8], dtype: str, dim: int) -> NDArray[np.float32]:
+    """Stored bytes [n, row_bytes] as the values [n, dim] that a lookup adds up."""
+    rows = np.ascontiguousarray(rows)
+    if dtype in ("float32", "float16"):
+        return rows.view("<f4" if dtype == "float32" else "<f2").astype(np.float32)
+    scale_bias = np.ascontiguousarray(rows[:, :SCALE_BIAS_BYTES]).view("<f2").astype(np.float32)
+    codes = rows[:, SCALE_BIAS_BYTES:]
+    if dtype == "int4":
+        halves = np.stack((codes & 0x0F, codes >> 4), axis=2)
+        codes = halves.reshape(len(rows), 2 * codes.shape[1])[:, :dim]
+    return codes.astype(np.float32) * scale_bias[:, :1] + scale_bias[:, 1:]

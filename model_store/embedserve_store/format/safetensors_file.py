@@ -1,0 +1,115 @@
+"""A safetensors file that is mapped: its header written, and read back as exactly expected.
+
+The file is an 8-byte length, a JSON header and the tensors' bytes without holes. The header is
+padded with spaces so that the data starts on a page. Knows nothing of what the tensors mean.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve_store.errors import StoreError
+
+PAGE_BYTES = 4096
+HEADER_BYTES_MAX = 100 << 20
+"""The limit of the safetensors library."""
+
+LENGTH_BYTES = 8
+"""Of the header, in front of it."""
+
+Tensors = Mapping[str, Mapping[str, Any]]
+"""dtype, shape and data_offsets of each tensor, in the order of their bytes."""
+
+
+def encode_header(tensors: Tensors) -> bytes:
+    """Everything in front of the data, a whole number of pages."""
+    text = json.dumps(tensors, separators=(",", ":")).encode()
+    padding = -(LENGTH_BYTES + len(text)) % PAGE_BYTES
+    text += b" " * padding
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def map_tensors(path: Path, expected: Tensors, *, few_reads: bool = False) -> NDArray[np.uint8]:
+    """The data of ``path``, mapped read-only from a page on, without reading a byte of it.
+
+    Args:
+        few_reads: what is not in memory is read page by page, not with all that follows it.
+
+    Raises:
+        StoreError: missing, truncated, or its header is not that of ``expected``.
+    """
+    try:
+        with open(path, "rb") as file:
+            return _map(file, path, expected, few_reads)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _map(file: IO[bytes], path: Path, expected: Tensors, few_reads: bool) -> NDArray[np.uint8]:
+    header = _read_header(file, path)
+    _check_tensors(_parse_header(header, path), expected, path)
+    data_start = LENGTH_BYTES + len(header)
+    if data_start % PAGE_BYTES:
+        raise StoreError(f"{path}: data starts at byte {data_start}, expected a whole page")
+    data_bytes = max((tensor["data_offsets"][1] for tensor in expected.values()), default=0)
+    _check_size(file, path, data_start + data_bytes)
+    mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if few_reads:
+        mapping.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapping, np.uint8, offset=data_start)
+
+
+def _read_header(file: IO[bytes], path: Path) -> bytes:
+    length = int.from_bytes(_read_exactly(file, LENGTH_BYTES, path), "little")
+    if length > HEADER_BYTES_MAX:
+        raise StoreError(
+            f"{path}: header length is {length} bytes, more than the limit of {HEADER_BYTES_MAX}: "
+            "not a safetensors file"
+        )
+    return _read_exactly(file, length, path)
+
+
+def _read_exactly(file: IO[bytes], count: int, path: Path) -> bytes:
+    data = file.read(count)
+    if len(data) < count:
+        raise StoreError(f"{path}: ends within its header: truncated or half-written")
+    return data
+
+
+def _parse_header(header: bytes, path: Path) -> dict[str, Any]:
+    try:
+        tensors = json.loads(header)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{path}: header is not JSON: {error}") from error
+    if not isinstance(tensors, dict):
+        raise StoreError(f"{path}: header is not a JSON object")
+    return tensors
+
+
+def _check_tensors(found: dict[str, Any], expected: Tensors, path: Path) -> None:
+    for name in expected:
+        if name not in found:
+            raise StoreError(f"{path}: tensor {name!r} of the manifest is not in the file")
+    for name, tensor in found.items():
+        if name not in expected:
+            raise StoreError(f"{path}: tensor {name!r} is not one of the manifest's")
+        if tensor != expected[name]:
+            raise StoreError(
+                f"{path}: tensor {name!r} is {tensor} in the file, the manifest means "
+                f"{expected[name]}"
+            )
+
+
+def _check_size(file: IO[bytes], path: Path, expected: int) -> None:
+    size = os.fstat(file.fileno()).st_size
+    if size != expected:
+        problem = "truncated or half-written" if size < expected else "bytes after the last tensor"
+        raise StoreError(f"{path}: {size} bytes, expected {expected}: {problem}")

@@ -1,0 +1,152 @@
+"""The parity gate: are these the vectors that were trained, as closely as their dtype allows?
+
+Compares answers to a version's goldens with the rows as stored (sharply: only the order of the
+additions may differ) and with the source model (within what rounding to the dtype may cost).
+The publisher asks before a version appears, a server before it is ready. Never imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve_store.errors import StoreError
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.format.tables_file import TablesFile
+from embedserve_store.goldens.goldens_file import Bags, Goldens
+from embedserve_store.goldens.hand_pooling import pool, stored_rows
+
+SUMS_TOLERANCE = 1e-5
+"""Relative to the largest magnitude of a golden answer: float32 sums in another order."""
+
+_HALF = 2.0**-11
+"""Largest relative error of rounding to float16."""
+_HALF_MIN = 2.0**-25
+"""Largest error of rounding to a float16 below its normal range."""
+_MARGIN = 1.5
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """What storing a value may change it by: relative * (largest magnitude of its row) + floor.
+
+    A quantized row spans at most twice its largest magnitude in ``codes`` steps. Half a step
+    is rounding; the step and the row's minimum are float16 themselves.
+    """
+
+    relative: float
+    floor: float
+
+    @classmethod
+    def of_codes(cls, codes: int) -> _Rounding:
+        return cls(2 * (0.5 / codes + _HALF) + _HALF, (codes + 1) * _HALF_MIN)
+
+
+_ROUNDING = {
+    "float32": _Rounding(0.0, 0.0),
+    "float16": _Rounding(_HALF, _HALF_MIN),
+    "int8": _Rounding.of_codes(255),
+    "int4": _Rounding.of_codes(15),
+}
+
+
+def check_answers(
+    answers: NDArray[np.float32],
+    goldens: Goldens,
+    numbers: NDArray[np.int64],
+    manifest: Manifest,
+    tables: TablesFile,
+    where: str,
+) -> None:
+    """Compares ``answers`` to the goldens' bags with both answers that they must match.
+
+    Args:
+        numbers: int64 [n], the rows that the bags' ids mean.
+        where: the version, for errors.
+
+    Raises:
+        StoreError: an answer is another than the published one, or further from the source
+            model's than its dtype explains; names the key.
+    """
+    scales = _largest_per_key(goldens.stored_answers, goldens.bags, manifest)
+    _compare(
+        answers,
+        goldens.stored_answers,
+        SUMS_TOLERANCE * scales,
+        manifest,
+        goldens.bags,
+        f"{where}: the vectors of {{}} are not the published ones",
+    )
+    _compare(
+        answers,
+        goldens.source_answers,
+        SUMS_TOLERANCE * scales + _rounding(goldens.bags, numbers, manifest, tables),
+        manifest,
+        goldens.bags,
+        f"{where}: the vectors of {{}} are not the source model's, even for their dtype",
+    )
+
+
+def _compare(
+    answers: NDArray[np.float32],
+    expected: NDArray[np.float32],
+    bounds: NDArray[np.float32],
+    manifest: Manifest,
+    bags: Bags,
+    problem: str,
+) -> None:
+    # A NaN in the answers is never within the bounds.
+    wrong = ~(np.abs(answers - expected) <= np.maximum(bounds, np.finfo(np.float32).tiny))
+    if not wrong.any():
+        return
+    for key, block in _blocks(manifest, bags):
+        if wrong[block].any():
+            off = float(np.abs(answers[block] - expected[block]).max())
+            largest = float(np.abs(expected[block]).max())
+            raise StoreError(
+                f"{problem.format(repr(key))}: off by {off:.3g} where the largest is {largest:.3g}"
+            )
+
+
+def _blocks(manifest: Manifest, bags: Bags) -> list[tuple[str, tuple[slice, slice]]]:
+    """Where each key's answers lie: columns of a pooled model, rows of an unpooled one."""
+    everything = slice(None)
+    if manifest.is_pooled:
+        return [(one.key, (everything, slice(one.start, one.end))) for one in manifest.columns]
+    totals = bags.lengths.sum(axis=1)
+    blocks = []
+    start = 0
+    for one in manifest.columns:
+        end = start + int(totals[one.feature])
+        blocks.append((one.key, (slice(start, end), everything)))
+        start = end
+    return blocks
+
+
+def _largest_per_key(
+    answers: NDArray[np.float32], bags: Bags, manifest: Manifest
+) -> NDArray[np.float32]:
+    """In the shape of ``answers``, each key's largest magnitude."""
+    scales = np.zeros_like(answers)
+    for _, block in _blocks(manifest, bags):
+        scales[block] = np.abs(answers[block]).max(initial=0.0)
+    return scales
+
+
+def _rounding(
+    bags: Bags, numbers: NDArray[np.int64], manifest: Manifest, tables: TablesFile
+) -> NDArray[np.float32]:
+    """How far from the source's the answers may be, for storing rows in their dtypes."""
+
+    def row_bounds(table: TableSpec, wanted: NDArray[np.int64]) -> NDArray[np.float32]:
+        rounding = _ROUNDING[table.dtype]
+        rows = stored_rows(tables, table, wanted)
+        largest = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
+        bounds = np.float32(_MARGIN) * (largest * rounding.relative + rounding.floor)
+        return np.broadcast_to(bounds, rows.shape).astype(np.float32)
+
+    weights = None if bags.weights is None else np.abs(bags.weights)
+    return pool(manifest, Bags(bags.ids, bags.lengths, weights), numbers, row_bounds)

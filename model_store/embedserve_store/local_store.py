@@ -1,0 +1,128 @@
+"""Opens published versions, and refuses what is not exactly as it was published.
+
+``ModelStore`` lists and loads; loading reads the small files whole and maps the tables, so its
+time does not grow with them (verification.py reads every byte). Never imports torch or writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from embedserve_store.errors import StoreError
+from embedserve_store.format.manifest import CHECKED_FILES, Manifest
+from embedserve_store.format.seal import check_seal, check_sha256
+from embedserve_store.format.table_spec import NAME_PATTERN
+from embedserve_store.format.tables_file import TablesFile
+from embedserve_store.format.version_folder import version_numbers
+from embedserve_store.ids.id_map import IdMap, IdMaps
+from embedserve_store.model_version import ModelVersion
+from embedserve_store.plans.plan import Plan
+
+SMALL_FILE_BYTES_MAX = 256 << 20
+"""Manifest, plan and goldens are read whole; a larger one was not published by this code."""
+
+
+class ModelStore:
+    """A folder of published models: STORE/MODEL/VERSION/."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def models(self) -> list[str]:
+        """Names of the models that have a version, sorted.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        names = sorted(name for name in _listed(self.path, "store") if NAME_PATTERN.fullmatch(name))
+        return [name for name in names if (self.path / name).is_dir() and self.versions(name)]
+
+    def versions(self, model: str) -> list[int]:
+        """Published versions of ``model``, ascending; whatever else is in its folder is ignored.
+
+        Raises:
+            StoreError: the store or the model does not exist or cannot be read.
+        """
+        _listed(self.path, "store")
+        if not NAME_PATTERN.fullmatch(model):
+            raise StoreError(f"{self.path}: {model!r} is not the name of a model")
+        folder = self.path / model
+        _listed(folder, "model")
+        return [number for number in version_numbers(folder) if (folder / str(number)).is_dir()]
+
+    def load(self, model: str, version: int | None = None) -> ModelVersion:
+        """One version of ``model``, the highest unless ``version`` says which.
+
+        Raises:
+            StoreError: it does not exist, or one of its files is missing, damaged, of another
+                format version, or contradicts another. Rows are not read: see verification.py.
+        """
+        versions = self.versions(model)
+        folder = self.path / model
+        if not versions:
+            raise StoreError(f"{folder}: no version is published")
+        chosen = versions[-1] if version is None else version
+        if chosen not in versions:
+            raise StoreError(f"{folder}: version {chosen} does not exist, there are {versions}")
+        return _load(folder / str(chosen), model, chosen)
+
+
+def _listed(folder: Path, what: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError as error:
+        raise StoreError(f"{folder}: the {what} cannot be read: {error.strerror}") from error
+
+
+def _load(path: Path, model: str, version: int) -> ModelVersion:
+    manifest_path = path / "manifest.json"
+    text = _read(manifest_path)
+    manifest = Manifest.from_json(_parsed(text, manifest_path), str(manifest_path))
+    check_seal(text, str(manifest_path))
+    if (manifest.model, manifest.version) != (model, version):
+        raise StoreError(
+            f"{manifest_path}: is of model {manifest.model!r} version {manifest.version}, "
+            f"but lies in the folder of {model!r} version {version}"
+        )
+    _check_files(path, manifest)
+    plan_path = path / "plan.json"
+    plan = Plan.from_json(_parsed(_read(plan_path), plan_path), str(plan_path))
+    plan.check(manifest.tables, str(plan_path))
+    tables = TablesFile.open(path / "tables.safetensors", manifest.tables)
+    loaded = ModelVersion(path, manifest, plan, tables, _open_id_maps(path, manifest))
+    loaded.goldens()
+    return loaded
+
+
+def _open_id_maps(path: Path, manifest: Manifest) -> Mapping[str, IdMap]:
+    if not any(table.ids.rule == "map" for table in manifest.tables):
+        return {}
+    return IdMaps.open(path / "ids.safetensors", manifest.tables)
+
+
+def _check_files(path: Path, manifest: Manifest) -> None:
+    for name in CHECKED_FILES:
+        found = hashlib.sha256(_read(path / name)).hexdigest()
+        check_sha256(found, manifest.files[name], str(path / name))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        size = path.stat().st_size
+        if size > SMALL_FILE_BYTES_MAX:
+            raise StoreError(f"{path}: {size} bytes, the limit is {SMALL_FILE_BYTES_MAX}")
+        return path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _parsed(data: bytes, path: Path) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{path}: not JSON, or half-written: {error}") from error

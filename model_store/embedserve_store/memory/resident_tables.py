@@ -1,0 +1,128 @@
+"""Tables in memory: copied once from their file into huge pages, which forked processes share.
+
+Rows keep their places, so that a resident version is used as a mapped one is. The copy is
+written here and never again. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve_store.errors import StoreError
+from embedserve_store.format.safetensors_file import LENGTH_BYTES
+from embedserve_store.format.tables_file import Progress, TablesFile
+from embedserve_store.model_version import ModelVersion
+
+logger = logging.getLogger(__name__)
+
+HUGE_PAGE_BYTES = 2 << 20
+READ_BYTES = 32 << 20
+"""Read at once, then dropped from the page cache."""
+
+
+def check_room(versions: Iterable[ModelVersion], available: int) -> None:
+    """Raises StoreError where the tables of ``versions`` do not fit into ``available`` bytes."""
+    all_tables = [version.tables for version in versions]
+    needed = sum(tables.data.nbytes for tables in all_tables)
+    if needed > available:
+        raise StoreError(
+            f"{', '.join(str(tables.path) for tables in all_tables)}: {needed} bytes of tables "
+            f"cannot be resident where {available} bytes of memory are available; they can be "
+            "mapped"
+        )
+
+
+def make_resident(version: ModelVersion, progress: Progress | None = None) -> ModelVersion:
+    """``version`` with its tables in memory of this process, which processes forked later share.
+
+    Raises:
+        StoreError: the tables can no longer be read.
+    """
+    tables = replace(version.tables, data=_copied(version.tables, progress))
+    return replace(version, tables=tables)
+
+
+def _copied(tables: TablesFile, progress: Progress | None) -> NDArray[np.uint8]:
+    """The data section of the file of ``tables``, read-only, beginning on a huge page."""
+    data = _huge_memory(tables.data.nbytes)
+    try:
+        with open(tables.path, "rb", buffering=0) as file:
+            header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            data_start = LENGTH_BYTES + header_bytes
+            for name, offset in tables.offsets.items():
+                rows = data[offset : offset + tables.tables[name].nbytes]
+                _read_table(file, data_start + offset, rows, tables, name, progress)
+    except OSError as error:
+        raise StoreError(f"{tables.path}: cannot be read: {error.strerror}") from error
+    data.flags.writeable = False
+    return data
+
+
+def _huge_memory(nbytes: int) -> NDArray[np.uint8]:
+    """uint8 [nbytes] of private memory that may be in huge pages; zeros, and none used yet."""
+    whole_pages = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, whole_pages + HUGE_PAGE_BYTES, flags=flags)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:
+        logger.warning("huge pages are refused by this host: %s", error.strerror)
+    every = np.frombuffer(memory, np.uint8)
+    start = -every.ctypes.data % HUGE_PAGE_BYTES
+    return every[start : start + nbytes]
+
+
+def _read_table(
+    file: BinaryIO,
+    file_offset: int,
+    rows: NDArray[np.uint8],
+    tables: TablesFile,
+    name: str,
+    progress: Progress | None,
+) -> None:
+    """Fills ``rows`` (uint8 [nbytes of the table]) from ``file_offset`` on."""
+    table = tables.tables[name]
+    for done in range(0, rows.size, READ_BYTES):
+        block = rows[done : done + READ_BYTES]
+        _read_block(file, file_offset + done, block, tables.path)
+        if progress:
+            bytes_read = done + block.size
+            bytes_done = tables.offsets[name] + bytes_read
+            progress(name, bytes_read // table.row_bytes, table.num_embeddings, bytes_done)
+
+
+def _read_block(file: BinaryIO, offset: int, block: NDArray[np.uint8], path: Path) -> None:
+    """Reads ``block`` and drops it from the page cache, so that it is in memory once."""
+    rest = block.data
+    while rest:
+        count = os.preadv(file.fileno(), [rest], offset + block.size - len(rest))
+        if not count:
+            raise StoreError(f"{path}: ends within its tables: truncated since it was opened")
+        rest = rest[count:]
+    os.posix_fadvise(file.fileno(), offset, block.size, os.POSIX_FADV_DONTNEED)
+
+
+def huge_page_bytes(versions: Iterable[ModelVersion]) -> int:
+    """How much of the memory that holds the tables of resident ``versions`` is in huge pages, as
+    the kernel says it of the mappings of this process."""
+    addresses = [version.tables.data.ctypes.data for version in versions]
+    total = 0
+    is_ours = False
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            first, *rest = line.split()
+            if not first.endswith(":"):
+                start, end = (int(part, 16) for part in first.split("-"))
+                is_ours = any(start <= address < end for address in addresses)
+            elif is_ours and first == "AnonHugePages:":
+                total += int(rest[0]) << 10
+    return total

@@ -1,0 +1,75 @@
+"""Writes tables.safetensors as a stream: three blocks of a table are in memory at most.
+
+Gives each table's sha256, for the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.format.tables_file import Progress, file_order, header_bytes
+from embedserve_store.publishing.direct_file import Writer, new_file
+
+
+def write_tables(
+    path: Path,
+    tables: tuple[TableSpec, ...],
+    encoded_blocks: Callable[[TableSpec], Iterable[NDArray[np.uint8]]],
+    progress: Progress | None = None,
+) -> dict[str, str]:
+    """Writes ``path`` and syncs it to disk; returns each table's sha256.
+
+    Args:
+        encoded_blocks: gives the stored bytes of a table from its first row to its last,
+            in blocks [n, row_bytes].
+
+    Raises:
+        OSError: as the file system says, for instance when the disk is full.
+    """
+    checksums = {}
+    bytes_done = 0
+    header = header_bytes(tables)
+    with new_file(path, len(header) + sum(table.nbytes for table in tables)) as file:
+        file.write(header)
+        for table in file_order(tables):
+            blocks = encoded_blocks(table)
+            checksums[table.name] = _write_table(file, table, blocks, bytes_done, progress)
+            bytes_done += table.nbytes
+    return checksums
+
+
+def _write_table(
+    file: Writer,
+    table: TableSpec,
+    blocks: Iterable[NDArray[np.uint8]],
+    bytes_before: int,
+    progress: Progress | None,
+) -> str:
+    """Hashes a block in a thread while the next is read and encoded, and written in another.
+
+    A block is done before the one after the next is asked for, so three exist at most.
+    """
+    digest = hashlib.sha256()
+    rows_done = 0
+    before: tuple[Future[Any], ...] = ()
+    with ThreadPoolExecutor(1) as writer, ThreadPoolExecutor(1) as hasher:
+        for block in blocks:
+            for future in before:
+                future.result()
+            data = np.ascontiguousarray(block).data
+            before = writer.submit(file.write, data), hasher.submit(digest.update, data)
+            rows_done += len(block)
+            if progress:
+                bytes_done = bytes_before + rows_done * table.row_bytes
+                progress(table.name, rows_done, table.num_embeddings, bytes_done)
+        for future in before:
+            future.result()
+    return digest.hexdigest()

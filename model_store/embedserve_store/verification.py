@@ -1,0 +1,92 @@
+"""Reads every byte of an opened version and compares it with the checksums in its manifest.
+
+Never imports torch, never writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from embedserve_store.errors import StoreError
+from embedserve_store.format.manifest import CHECKED_FILES
+from embedserve_store.format.safetensors_file import LENGTH_BYTES, encode_header
+from embedserve_store.format.seal import check_seal, check_sha256
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.format.tables_file import BLOCK_BYTES, Progress, TablesFile, header_bytes
+from embedserve_store.ids.id_map import IdMaps
+from embedserve_store.model_version import ModelVersion
+
+
+def verify(version: ModelVersion, progress: Progress | None = None) -> None:
+    """Reads every byte of ``version`` and compares it with the checksums in its manifest.
+
+    Of a version of format version 1 the manifest itself has no checksum.
+
+    Raises:
+        StoreError: a file or table is not as it was published.
+    """
+    manifest_path = version.path / "manifest.json"
+    check_seal(_read(manifest_path), str(manifest_path))
+    for name in CHECKED_FILES:
+        found = hashlib.sha256(_read(version.path / name)).hexdigest()
+        check_sha256(found, version.manifest.files[name], str(version.path / name))
+    tables = version.tables
+    _check_header(tables.path, header_bytes(tuple(tables.tables.values())))
+    _verify_id_maps(version)
+    bytes_before = 0
+    for name in version.tables.offsets:
+        table = version.tables.tables[name]
+        found = _table_sha256(version.tables, table, bytes_before, progress)
+        check_sha256(found, table.sha256, f"{version.tables.path}: table {name!r}")
+        bytes_before += table.nbytes
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _verify_id_maps(version: ModelVersion) -> None:
+    if not version.id_maps:
+        return
+    path = version.path / "ids.safetensors"
+    IdMaps.open(path, version.manifest.tables).verify()
+    # Opening has compared what the header says; this is about the spaces around it.
+    data = _read_header(path)
+    _check_header(path, encode_header(json.loads(data[LENGTH_BYTES:])))
+
+
+def _check_header(path: Path, expected: bytes) -> None:
+    """A header says nothing that the manifest does not, so it needs no checksum."""
+    if _read_header(path) != expected:
+        raise StoreError(f"{path}: its header is not as it was published")
+
+
+def _read_header(path: Path) -> bytes:
+    """Everything in front of the data of a safetensors file."""
+    try:
+        with open(path, "rb") as file:
+            length = file.read(LENGTH_BYTES)
+            return length + file.read(int.from_bytes(length, "little"))
+    except (OSError, OverflowError) as error:
+        raise StoreError(f"{path}: cannot be read: {error}") from error
+
+
+def _table_sha256(
+    tables: TablesFile, table: TableSpec, bytes_before: int, progress: Progress | None
+) -> str:
+    digest = hashlib.sha256()
+    rows = tables.rows(table.name)
+    step = max(1, BLOCK_BYTES // table.row_bytes)
+    for start in range(0, len(rows), step):
+        block = rows[start : start + step]
+        digest.update(block.data)
+        if progress:
+            rows_done = start + len(block)
+            bytes_done = bytes_before + rows_done * table.row_bytes
+            progress(table.name, rows_done, len(rows), bytes_done)
+    return digest.hexdigest()

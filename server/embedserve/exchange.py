@@ -1,0 +1,189 @@
+"""The exchange: what happens between a protocol's bytes and its bytes, once for all of them.
+
+Admits a request, has a codec decode it, queues it with its model, and when its vectors come has
+them encoded, counts, and hands the bytes to whoever asked. A protocol is a small adapter: it makes
+a Call of its own kind for each request and writes what the call is given. It never sees ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+from embedserve.batching.caller import Caller
+from embedserve.codec.codec import Codec
+from embedserve.errors import INTERNAL, DeadlineExceededError, EmbedServeError, EngineError
+from embedserve.metrics.metrics import Metrics, ProtocolMetrics
+from embedserve.models.served_models import ServedModels
+from embedserve.types import LookupResult
+
+logger = logging.getLogger(__name__)
+
+Parts = Sequence[bytes | memoryview]
+"""An encoded answer in pieces, one after the other; those of a batch's values are not copied."""
+REQUEST_S_MAX = 30.0
+"""How long the body of one request may take to come."""
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """What the head of a request asks for; requests with the same head share it.
+
+    Attributes:
+        model: of the URL; "" for what the body names, or the default model.
+        codec: of the body.
+        answer_codec: of the answer.
+        timeout_s: how long the answer is wanted, from the request's first byte; None: for ever.
+        metrics: of the protocol.
+    """
+
+    model: str
+    codec: Codec
+    answer_codec: Codec
+    timeout_s: float | None
+    metrics: ProtocolMetrics
+
+
+class Call(Caller):
+    """One request, from its first byte until its answer is written; counted once.
+
+    A protocol's adapter says how an answer and a refusal are written.
+
+    Attributes:
+        asked: what its head says.
+        start_s: perf_counter when its first byte came.
+    """
+
+    __slots__ = ("asked", "start_s")
+
+    def __init__(self, asked: Asked, start_s: float) -> None:
+        self.asked = asked
+        self.start_s = start_s
+        self.is_waiting = True
+        self.queue = None
+        timeout_s = asked.timeout_s
+        self.deadline_s = _NEVER if timeout_s is None else start_s + timeout_s
+
+    @abstractmethod
+    def write_answer(self, parts: Parts, nbytes: int) -> None:
+        """Writes the encoded answer, ``nbytes`` in all."""
+
+    @abstractmethod
+    def write_error(self, error: EmbedServeError) -> None:
+        """Writes why there is no answer, in the protocol's form."""
+
+    def header(self, name: bytes) -> bytes | None:
+        """A header of this request alone (``name`` in lower case): who asks, and in which trace."""
+        return None
+
+    def answer(self, result: LookupResult) -> None:
+        asked = self.asked
+        try:
+            parts, nbytes = asked.answer_codec.encode(result)
+            self.is_waiting = False
+            self.write_answer(parts, nbytes)
+        except Exception:
+            return self.fail()
+        asked.metrics.answered(perf_counter() - self.start_s, nbytes)
+        return None
+
+    def refuse(self, error: EmbedServeError) -> None:
+        self.is_waiting = False
+        self.asked.metrics.failed(error.code, perf_counter() - self.start_s)
+        self.write_error(error)
+
+    def fail(self) -> None:
+        """Refuses for the error that is being handled, which nobody foresaw."""
+        logger.exception("a request failed")
+        self.refuse(EngineError(INTERNAL))
+
+    def cancel(self) -> None:
+        """The client went away: its request leaves the queue, and nothing is written."""
+        if self.is_waiting:
+            self.go_away()
+            self.asked.metrics.failed("CANCELLED", perf_counter() - self.start_s)
+
+
+class Writer(Protocol):
+    """What collects answers, to write them out together."""
+
+    def flush(self) -> None: ...
+
+
+class Exchange:
+    """The one way from bytes to a batch and back, of a whole process.
+
+    Attributes:
+        models: what is served.
+        metrics: of the process; by protocol in ``metrics.protocols``.
+    """
+
+    def __init__(self, models: ServedModels, metrics: Metrics) -> None:
+        self.models = models
+        self.metrics = metrics
+        self.limits = models.limits
+        self._unflushed: list[Writer] = []
+        self._on_room: list[Callable[[], None]] = []
+        models.call_back(self.flush, self._has_room)
+
+    def ask(self, call: Call, body: bytes) -> None:
+        """Has ``call`` answered, refused or failed; now or when its batch ends. Never raises."""
+        asked = call.asked
+        try:
+            if self.models.is_full:
+                self.models.check_open(asked.model, lambda: asked.codec.model_of(body))
+            if call.deadline_s != _NEVER:
+                _check_deadline(call)
+            request = asked.codec.decode(body, asked.model)
+            self.models.enqueue(request, call)
+        except EmbedServeError as error:
+            call.refuse(error)
+        except Exception:
+            call.fail()
+
+    def refuse_early(self, call: Call) -> None:
+        """Refuses ``call`` before its body has come if its queue is full; for while one is."""
+        try:
+            self.models.check_any_open(call.asked.model)
+        except EmbedServeError as error:
+            call.refuse(error)
+
+    def flush_later(self, writer: Writer) -> None:
+        """Has ``writer`` flushed once the batch that is being answered has ended, or soon."""
+        if not self._unflushed:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._unflushed.append(writer)
+
+    def flush(self) -> None:
+        """Writes out what was answered."""
+        writers, self._unflushed = self._unflushed, []
+        for writer in writers:
+            writer.flush()
+
+    def when_room(self, callback: Callable[[], None]) -> None:
+        """Has ``callback`` called whenever a queue that was full takes requests again."""
+        self._on_room.append(callback)
+
+    def _has_room(self) -> None:
+        for callback in self._on_room:
+            callback()
+
+
+def late_request() -> DeadlineExceededError:
+    """What is said of a request whose body did not come."""
+    return DeadlineExceededError(f"the request had not come whole after {REQUEST_S_MAX:g} s")
+
+
+def _check_deadline(call: Call) -> None:
+    now_s = perf_counter()
+    if now_s >= call.deadline_s:
+        waited_ms = (now_s - call.start_s) * 1000
+        raise DeadlineExceededError(
+            f"the deadline had passed when the request was read, {waited_ms:.1f} ms after its start"
+        )

@@ -1,0 +1,137 @@
+"""What is served: models by name, each with the queue of its batcher.
+
+Admits a decoded request (model, features, sizes) and hands it to its model's batcher, which
+checks ids and weights for a whole batch at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+from embedserve.batching.batcher import Batcher
+from embedserve.batching.caller import Caller
+from embedserve.batching.join import to_model_order
+from embedserve.config import Limits
+from embedserve.errors import DRAINING, NotReadyError, RequestTooLargeError, UnknownModelError
+from embedserve.types import LookupRequest, ModelInfo
+
+
+class ServedModels:
+    """Served models by name, and whether requests are taken.
+
+    Attributes:
+        default_model: answers requests that name none; "" if they must name one.
+        is_full: whether the queue of one of the models is full.
+        is_ready: False while draining: requests still come in over open connections and are
+            answered, but load balancers are told to send no more.
+    """
+
+    def __init__(self, batchers: Mapping[str, Batcher], default_model: str, limits: Limits) -> None:
+        self._batchers = dict(batchers)
+        self._only = next(iter(self._batchers.values())) if len(self._batchers) == 1 else None
+        self.default_model = default_model
+        self.limits = limits
+        self.is_full = False
+        self.is_ready = True
+        self._on_room: Callable[[], None] | None = None
+        for batcher in self._batchers.values():
+            batcher.on_full, batcher.on_room = self._has_full, self._has_room
+
+    def models(self) -> list[ModelInfo]:
+        return [batcher.model for batcher in self._batchers.values()]
+
+    def model(self, name: str) -> ModelInfo:
+        """Raises UnknownModelError if no model of that name is served."""
+        return self._batcher(name).model
+
+    def enqueue(self, request: LookupRequest, caller: Caller) -> None:
+        """Hands ``request`` over; ``caller``, which has its deadline, is told the answer.
+
+        Raises:
+            EmbedServeError: the request is refused at once, and ``caller`` is told nothing. An
+                InvalidRequestError that shows only in the batch is told to ``caller``.
+        """
+        batcher = self._batchers.get(request.model or self.default_model)
+        if batcher is None:
+            batcher = self._batcher(request.model)  # which says what there is
+        model, limits = batcher.model, self.limits
+        if (
+            request.batch_size > limits.request_examples_max
+            or model.answer_bytes(request) > limits.request_output_bytes_max
+        ):
+            self._refuse_size(request, model)
+        batcher.enqueue(to_model_order(request, model), caller)
+
+    def check_open(self, model: str, model_of_body: Callable[[], str]) -> None:
+        """Raises OverloadedError while the queue of a request's model is full.
+
+        Asked before a request is decoded.
+
+        Args:
+            model: as its URL says; "" where that says none.
+            model_of_body: what the body says, asked only where that matters.
+        """
+        batcher = self._only or self._batchers.get(model or self.default_model)
+        if batcher is None or batcher.is_open:
+            return
+        if not model and batcher is not self._only and (named := model_of_body()):
+            batcher = self._batchers.get(named, batcher)
+        batcher.check_open()
+
+    def check_any_open(self, model: str) -> None:
+        """As check_open, before there is a body: raises where no body could be let in."""
+        batcher = self._only or self._batchers.get(model)
+        if batcher is not None:
+            batcher.check_open()
+
+    def call_back(self, on_answered: Callable[[], None], on_room: Callable[[], None]) -> None:
+        """Has it told when a batch's callers were told, and when a queue has room again."""
+        self._on_room = on_room
+        for batcher in self._batchers.values():
+            batcher.on_answered = on_answered
+
+    def _has_full(self) -> None:
+        self.is_full = True
+
+    def _has_room(self) -> None:
+        self.is_full = not all(batcher.is_open for batcher in self._batchers.values())
+        if self._on_room is not None:
+            self._on_room()
+
+    def check_ready(self) -> None:
+        """Raises NotReadyError while draining."""
+        if not self.is_ready:
+            raise NotReadyError(DRAINING)
+
+    def _batcher(self, name: str) -> Batcher:
+        batcher = self._batchers.get(name or self.default_model)
+        if batcher is not None:
+            return batcher
+        served = ", ".join(self._batchers)
+        if name:
+            raise UnknownModelError(f"model is {name!r}: this server has {served}", "model")
+        raise UnknownModelError(
+            f"the request names no model and there is no default (serve --default-model): "
+            f"this server has {served}",
+            "model",
+        )
+
+    def _refuse_size(self, request: LookupRequest, model: ModelInfo) -> NoReturn:
+        limits = self.limits
+        if request.batch_size > limits.request_examples_max:
+            raise RequestTooLargeError(
+                f"features: the batch has {request.batch_size} examples, the limit is "
+                f"{limits.request_examples_max}",
+                "features",
+            )
+        asked = (
+            f"{request.batch_size} examples has"
+            if model.is_pooled
+            else f"{request.ids.size} ids has up to"
+        )
+        raise RequestTooLargeError(
+            f"features: the answer to {asked} {model.answer_bytes(request)} bytes, "
+            f"the limit is {limits.request_output_bytes_max}",
+            "features",
+        )

@@ -1,0 +1,75 @@
+"""What is told when a server is ready: what it serves, where, and a command that asks it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import numpy as np
+
+from embedserve.processes.ports import Ports, SharedPorts, bracketed
+from embedserve.terminal.console import say
+from embedserve.types import ModelInfo
+from embedserve_store import Bags, IdRule, ModelVersion
+
+CURL_EXAMPLES = 2
+CURL_IDS_MAX = 6
+
+
+def say_ready_to_serve(
+    models: list[ModelInfo],
+    versions: dict[str, ModelVersion],
+    ports: Ports | SharedPorts,
+    seconds: float,
+    workers: int,
+) -> None:
+    """Tells what is served, where, and how to ask it."""
+    for model in models:
+        shown = ", ".join(f"{table.name} {model.sharding[table.name]}" for table in model.tables)
+        ranks = len(model.bytes_per_rank)
+        say(
+            f"{model.name} version {model.version}: {len(model.tables)} tables over {ranks} "
+            f"{model.device_type} rank{'s' if ranks > 1 else ''} ({shown})"
+        )
+    host = "localhost" if ports.host in ("0.0.0.0", "::") else bracketed(ports.host)
+    base = f"http://{host}:{ports.http}"
+    count = f"{workers} workers, " if workers > 1 else ""
+    say(
+        f"ready after {seconds:.1f} s: {count}REST {base} (docs at {base}/docs), "
+        f"gRPC {host}:{ports.grpc}"
+    )
+    say("try:")
+    model = models[0]
+    print(f"  {curl_line(base, model, versions[model.name])}", flush=True)
+
+
+def curl_line(base: str, model: ModelInfo, version: ModelVersion) -> str:
+    """A command that works as pasted: two of the model's golden examples, shortened."""
+    bags = version.goldens().bags
+    fullest = sorted(
+        range(bags.lengths.shape[1]),
+        key=lambda example: -int(np.count_nonzero(bags.lengths[:, example])),
+    )
+    features = {
+        feature: _sample(bags, position, fullest[:CURL_EXAMPLES], rule)
+        for position, (feature, rule) in enumerate(
+            zip(model.features, version.manifest.rule_per_feature, strict=True)
+        )
+    }
+    body = json.dumps({"features": features}, separators=(",", ":"))
+    return f"curl -s {base}/models/{model.name}/embed -d {shlex.quote(body)}"
+
+
+def _sample(
+    bags: Bags, feature: int, examples: list[int], rule: IdRule
+) -> list[list[int]] | list[list[str]]:
+    """A bag of ids for each of ``examples``. Goldens know strings by their hash only."""
+    if rule.id_type == "string":
+        return [list(rule.examples)] * len(examples)
+    ends = bags.lengths.reshape(-1).cumsum().reshape(bags.lengths.shape)
+    return [
+        bags.ids[ends[feature, i] - bags.lengths[feature, i] : ends[feature, i]][
+            :CURL_IDS_MAX
+        ].tolist()
+        for i in examples
+    ]

@@ -1,0 +1,190 @@
+"""From a store to warm engines: finds the versions to serve, pulls, holds and restores them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embedserve.config import ServeSettings, check_device
+from embedserve.terminal.console import console, say, table_progress
+from embedserve.terminal.sizes import human_bytes
+from embedserve.terminal.stores import opened
+from embedserve_store import ModelStore, ModelVersion, StoreError, verify
+from embedserve_store.format.version_folder import VERSION_PATTERN
+from embedserve_store.memory.available_memory import available_bytes
+from embedserve_store.memory.resident_tables import check_room, huge_page_bytes, make_resident
+from embedserve_store.remote.remote_store import is_url
+
+if TYPE_CHECKING:
+    from embedserve.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+def open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
+    """The versions to serve, by model name, pulled first where the store is remote.
+
+    Raises:
+        StoreError: there is none, or one cannot be read.
+        ValueError: a setting makes no sense.
+    """
+    wanted = dict(map(_name_and_version, settings.model))
+    if len(wanted) < len(settings.model):
+        raise ValueError(f"model is {', '.join(settings.model)}: one is named twice")
+    with opened(settings.store, Path(settings.cache) if settings.cache else None) as store:
+        # A model of which a version is named is served from the cache even where a remote store
+        # cannot be reached, so what the store has is asked for only where it matters.
+        if not wanted or None in wanted.values():
+            _check_published(store.models(), wanted, settings)
+            wanted = wanted or dict.fromkeys(store.models())
+        if settings.default_model and settings.default_model not in wanted:
+            raise ValueError(
+                f"default_model is {settings.default_model!r}, but what is served is "
+                f"{', '.join(wanted)}"
+            )
+        return {name: store.load(name, version) for name, version in wanted.items()}
+
+
+def _name_and_version(text: str) -> tuple[str, int | None]:
+    """Of NAME or NAME@VERSION."""
+    name, at, version = text.partition("@")
+    if not at:
+        return name, None
+    if not VERSION_PATTERN.fullmatch(version):
+        raise ValueError(f"model is {text!r}: expected NAME or NAME@VERSION, such as dlrm@3")
+    return name, int(version)
+
+
+def _check_published(
+    published: list[str], wanted: dict[str, int | None], settings: ServeSettings
+) -> None:
+    for name in wanted:
+        if name not in published:
+            raise StoreError(
+                f"{settings.store}: no model {name!r}, there are {', '.join(published) or 'none'}"
+            )
+    if not published:
+        raise StoreError(f"{settings.store}: no model in this store; publish one first")
+
+
+def _verify(versions: dict[str, ModelVersion]) -> None:
+    for name, version in versions.items():
+        say(f"verifying {name} version {version.manifest.version}")
+        with table_progress() as progress:
+            verify(version, progress)
+
+
+def open_versions_to_fork(settings: ServeSettings) -> dict[str, ModelVersion]:
+    """As open_versions, in a process that is to fork: clients of remote stores have threads, so
+    a child pulls the versions, and here they are opened where it put them.
+
+    Raises:
+        StoreError: as open_versions.
+    """
+    if not is_url(settings.store):
+        return open_versions(settings)
+    reading, writing = os.pipe()
+    sys.stderr.flush()
+    child = os.fork()
+    if not child:
+        _report_pulled(settings, writing)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        report = pipe.read()
+    os.waitpid(child, 0)
+    if not report:
+        raise StoreError(f"{settings.store}: the process that pulls it was ended")
+    pulled = json.loads(report)
+    if isinstance(pulled, str):
+        raise StoreError(pulled)
+    return {
+        name: ModelStore(Path(path).parent.parent).load(name, int(Path(path).name))
+        for name, path in pulled.items()
+    }
+
+
+def _report_pulled(settings: ServeSettings, pipe: int) -> None:
+    """Writes the folder of each version to ``pipe``, or why there is none; ends the process."""
+    status = 1
+    try:
+        try:
+            versions = open_versions(settings)
+            report: object = {name: str(one.path) for name, one in versions.items()}
+        except (StoreError, OSError, ValueError) as error:
+            report = str(error)
+        os.write(pipe, json.dumps(report).encode())
+        status = 0
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def prepared(settings: ServeSettings, versions: dict[str, ModelVersion]) -> dict[str, ModelVersion]:
+    """``versions``, resident and verified where that is asked for; what is verified is what will
+    be read. Ends all its threads.
+
+    Raises:
+        StoreError: there is no memory for them, or they are not as they were published.
+    """
+    if settings.tables == "resident":
+        versions = _made_resident(versions)
+    if settings.verify:
+        _verify(versions)
+    return versions
+
+
+def _made_resident(versions: dict[str, ModelVersion]) -> dict[str, ModelVersion]:
+    """``versions`` with their tables in memory, which processes forked later share.
+
+    Raises:
+        StoreError: there is no room for all of them, or a file cannot be read.
+    """
+    check_room(versions.values(), available_bytes())
+    resident = {}
+    for name, version in versions.items():
+        say(f"copying the tables of {name} version {version.manifest.version} into memory")
+        with table_progress() as progress:
+            resident[name] = make_resident(version, progress)
+    nbytes = sum(version.tables.data.nbytes for version in resident.values())
+    in_huge_pages = huge_page_bytes(resident.values())
+    logger.info(
+        "%s of tables are resident, %s in huge pages",
+        human_bytes(nbytes),
+        human_bytes(min(nbytes, in_huge_pages)),
+    )
+    return resident
+
+
+def restore_all(
+    settings: ServeSettings, versions: dict[str, ModelVersion], *, is_shown: bool = True
+) -> dict[str, Engine]:
+    """The warm engine of each of ``versions``, by model name; ``is_shown`` on the console.
+
+    Raises:
+        StoreError: a version cannot be served on these devices, or answers wrongly.
+        ValueError: a setting does not fit these devices.
+    """
+    status = console.status if is_shown else contextlib.nullcontext
+    with status("importing PyTorch and TorchRec …"):
+        import torch
+
+        from embedserve.engine.restore import resolve_devices, restore
+    # Large batches are cut for threads of our own. torch's would spin between their turns, on
+    # cores that others need.
+    torch.set_num_threads(1)
+    engines = {}
+    for name, version in versions.items():
+        check_device(settings, resolve_devices(settings.devices, version.plan.world_size)[0])
+        with status(f"restoring {name} version {version.manifest.version} …"):
+            engines[name] = restore(
+                version,
+                settings.devices,
+                strict_plan=settings.strict_plan,
+                is_eager=settings.lookup == "eager",
+            )
+    return engines

@@ -1,0 +1,233 @@
+"""The ASGI application behind the wire: management routes, and unusual embed requests of HTTP/1.
+
+``EmbedEndpoint`` is what uvicorn runs for HTTP/1; ``AsgiStream`` runs the management application
+for one stream of HTTP/2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from time import perf_counter
+from typing import Any
+from urllib.parse import unquote
+
+from embedserve.errors import INTERNAL, EmbedServeError, EngineError, RequestTooLargeError
+from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, Parts, late_request
+from embedserve.wire.http2.frames import ErrorCode
+from embedserve.wire.http2.header_blocks import encode
+from embedserve.wire.http2.requests import Request
+from embedserve.wire.http2.stream import Stream
+from embedserve.wire.rest import (
+    Headers,
+    check_method,
+    embed_route,
+    error_answer,
+    read_headers,
+    too_large,
+)
+from embedserve.wire.rest_streams import write_error
+
+logger = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+MANAGEMENT_BODY_BYTES_MAX = 64 << 10
+"""Of a request that is not an embed request: none of them needs a body."""
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection; nobody is there to be answered."""
+
+
+class AsgiCall(Call):
+    """An embed request that came through ASGI; its answer is awaited."""
+
+    __slots__ = ("answered",)
+
+    def __init__(self, asked: Asked, start_s: float) -> None:
+        super().__init__(asked, start_s)
+        loop = asyncio.get_running_loop()
+        self.answered: asyncio.Future[tuple[int, Headers, bytes]] = loop.create_future()
+
+    def write_answer(self, parts: Parts, nbytes: int) -> None:
+        headers = [(b"content-type", self.asked.answer_codec.content_type)]
+        self._end(200, headers, b"".join(parts))
+
+    def write_error(self, error: EmbedServeError) -> None:
+        self._end(error.http_status, *error_answer(error))
+
+    def _end(self, status: int, headers: Headers, body: bytes) -> None:
+        if not self.answered.done():
+            self.answered.set_result((status, headers, body))
+
+
+class EmbedEndpoint:
+    """The ASGI application: the embed routes itself, everything else through ``management``."""
+
+    def __init__(self, exchange: Exchange, management: ASGIApp) -> None:
+        self._exchange = exchange
+        self._management = management
+        self._metrics = exchange.metrics.protocols["rest"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        model = embed_route(scope["path"]) if scope["type"] == "http" else None
+        if model is None:
+            return await self._management(scope, receive, send)
+        return await self._embed(model, scope, receive, send)
+
+    async def _embed(self, model: str, scope: Scope, receive: Receive, send: Send) -> None:
+        start_s = perf_counter()
+        try:
+            check_method(scope["method"])
+            asked = read_headers(model, scope["headers"], self._metrics)
+            body = await self._read_body(scope["headers"], receive)
+        except EmbedServeError as error:
+            self._metrics.failed(error.code, perf_counter() - start_s)
+            await _send(send, error.http_status, *error_answer(error))
+            return
+        except ClientGoneError:
+            self._metrics.failed("CANCELLED", perf_counter() - start_s)
+            return
+        call = AsgiCall(asked, start_s)
+        self._exchange.ask(call, body)
+        gone = asyncio.ensure_future(receive())
+        try:
+            await asyncio.wait((call.answered, gone), return_when=asyncio.FIRST_COMPLETED)
+            if call.answered.done():
+                await _send(send, *call.answered.result())
+        finally:
+            gone.cancel()
+            call.cancel()
+
+    async def _read_body(self, headers: Headers, receive: Receive) -> bytes:
+        limit = self._exchange.limits.body_bytes_max
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            chunk: bytes = message.get("body", b"")
+            size += len(chunk)
+            if size > limit:
+                raise RequestTooLargeError(too_large(_size_said(headers, size), limit), "body")
+            if not message.get("more_body", False):
+                return b"".join([*chunks, chunk]) if chunks else chunk
+            chunks.append(chunk)
+
+
+def _size_said(headers: Headers, size_seen: int) -> str:
+    """A body's size as its Content-Length says, or else that it is ``size_seen`` or more."""
+    said = dict(headers).get(b"content-length", b"")
+    return said.decode() if said.isdigit() else f"at least {size_seen}"
+
+
+async def _send(send: Send, status: int, headers: Headers, body: bytes) -> None:
+    headers = [*headers, (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+class AsgiStream:
+    """The handler of a stream that the management application answers, in a task, once the request
+    is whole."""
+
+    def __init__(self, app: ASGIApp, request: Request, stream: Stream) -> None:
+        self._app = app
+        self._request = request
+        self._stream = stream
+        self._start_s = perf_counter()
+        self._body: list[bytes] = []
+        self._size = 0
+        self._has_started = False
+        self._has_sent = asyncio.Event()
+        self._is_gone = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def receive(self, data: bytes, is_end: bool) -> None:
+        self._size += len(data)
+        if self._size > MANAGEMENT_BODY_BYTES_MAX:
+            said = too_large(f"at least {self._size}", MANAGEMENT_BODY_BYTES_MAX)
+            write_error(self._stream, RequestTooLargeError(said, "body"))
+            return
+        self._body.append(data)
+        if is_end:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        scope = _scope(self._request)
+        try:
+            await self._app(scope, self._receive, self._send)
+        except ClientGoneError:
+            return
+        except Exception:
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            if not self._has_started:
+                write_error(self._stream, EngineError(INTERNAL))
+        if not self._stream.is_sent and self._stream.tail is None:
+            self._stream.cancel(ErrorCode.INTERNAL_ERROR)
+
+    async def _receive(self) -> Message:
+        if self._body:
+            body = b"".join(self._body)
+            self._body.clear()
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._is_gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if self._is_gone.is_set():
+            raise ClientGoneError
+        if message["type"] == "http.response.start":
+            self._has_started = True
+            status = (b":status", b"%d" % message["status"])
+            headers = [(name.lower(), value) for name, value in message.get("headers", ())]
+            self._stream.send_head(encode([status, *headers]))
+            return
+        body = message.get("body", b"")
+        if body and self._request.method != b"HEAD":
+            self._has_sent.clear()
+            self._stream.send_body((body,), len(body))
+        if not message.get("more_body", False):
+            self._stream.end(b"")
+        elif self._stream.unsent_bytes:
+            await self._has_sent.wait()
+
+    def reset(self) -> None:
+        self._is_gone.set()
+        self._has_sent.set()
+
+    def resume(self) -> None:
+        self._has_sent.set()
+
+    def check_time(self, now_s: float) -> None:
+        if self._task is None and now_s - self._start_s > REQUEST_S_MAX:
+            write_error(self._stream, late_request())
+
+    def drain(self) -> None:
+        """It is answered as soon as it is there."""
+
+
+def _scope(request: Request) -> Scope:
+    path, _, query = request.target.partition(b"?")
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "2",
+        "method": request.method.decode("latin-1"),
+        "scheme": request.scheme.decode("latin-1"),
+        "path": unquote(path.decode("latin-1")),
+        "raw_path": path,
+        "query_string": query,
+        "root_path": "",
+        "headers": request.headers,
+        "server": None,
+        "client": None,
+        "state": {},
+    }

@@ -1,0 +1,224 @@
+"""Connections as asyncio's protocols: the first bytes tell HTTP/2 from HTTP/1.
+
+``Http2Transport`` moves bytes between a socket and an Http2Connection, and reads no more while its
+client does not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from time import perf_counter
+from typing import Protocol, cast
+
+from embedserve.exchange import Exchange
+from embedserve.wire.http2.connection import Http2Connection
+from embedserve.wire.http2.frames import PREFACE, ErrorCode
+from embedserve.wire.http2.requests import OpenRequest
+from embedserve.wire.http2.uploads import Uploads
+
+FIRST_BYTES_S_MAX = 10.0
+"""How long a connection may take to show its protocol, and one of HTTP/2 to send its settings."""
+IDLE_S_MAX = 600.0
+"""How long an HTTP/2 connection may have no stream: its clients expect to keep it."""
+UNREAD_S_MAX = 30.0
+"""How long a client may leave its socket full."""
+DRAIN_PING_S_MAX = 1.0
+"""How long a client may take to answer the ping of a drain."""
+JOINED_BYTES_MAX = 64 << 10
+"""Pieces of no more bytes are written as one."""
+
+
+class Connection(Protocol):
+    """What the server asks of any of its connections."""
+
+    def check_time(self, now_s: float) -> None:
+        """Ends what takes too long (perf_counter seconds); called now and then."""
+
+    def drain(self) -> None:
+        """Answers what was asked, takes no more, and closes."""
+
+    def abort(self) -> None:
+        """Closes at once."""
+
+
+class Registry(Protocol):
+    """Where connections are kept, and what makes them."""
+
+    def http1(self) -> asyncio.Protocol: ...
+
+    def http2(self) -> asyncio.Protocol: ...
+
+    def add(self, connection: Connection) -> None: ...
+
+    def discard(self, connection: Connection) -> None: ...
+
+
+class NewConnection(asyncio.Protocol):
+    """A connection that has not said yet which protocol it speaks."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._data = b""
+        self._start_s = perf_counter()
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of that class
+        self._registry.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._data:
+            data = self._data + data
+        if len(data) < len(PREFACE) and PREFACE.startswith(data):
+            self._data = data
+            return
+        is_http2 = data.startswith(PREFACE)
+        if not is_http2 and not _may_be_http1(data):
+            self._transport.close()
+            return
+        protocol = self._registry.http2() if is_http2 else self._registry.http1()
+        self._registry.discard(self)
+        self._transport.set_protocol(protocol)
+        protocol.connection_made(self._transport)
+        protocol.data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._registry.discard(self)
+
+    def check_time(self, now_s: float) -> None:
+        if now_s - self._start_s > FIRST_BYTES_S_MAX:
+            self._transport.close()
+
+    def drain(self) -> None:
+        self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+
+def _may_be_http1(data: bytes) -> bool:
+    """False where the first line is whole and no request line of HTTP/1: neither protocol's error
+    would be understood."""
+    line, end, _ = data.partition(b"\r\n")
+    return not end or b" HTTP/" in line or not line
+
+
+class Http2Transport(asyncio.Protocol):
+    """An HTTP/2 connection and its socket."""
+
+    def __init__(
+        self, exchange: Exchange, open_request: OpenRequest, uploads: Uploads, registry: Registry
+    ) -> None:
+        self._exchange = exchange
+        self._registry = registry
+        self._connection = Http2Connection(open_request, uploads, self._on_output)
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._is_flush_due = False
+        self._is_reading = False
+        self._paused_s = 0.0
+        self._start_s = self._idle_since_s = perf_counter()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of that class
+        self._registry.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        connection = self._connection
+        self._is_reading = True
+        connection.receive(data)
+        self._is_reading = False
+        if connection.has_more:
+            # Other connections are read before the rest is.
+            self._transport.pause_reading()
+            self._loop.call_soon(self._go_on)
+        sender = connection.sender
+        if sender.out or sender.ready or connection.is_over:
+            self.flush()
+
+    def _go_on(self) -> None:
+        if self._transport.is_closing():
+            return
+        if self._paused_s:
+            return  # resume_writing goes on
+        self._transport.resume_reading()
+        self.data_received(b"")
+
+    def _on_output(self) -> None:
+        # What is answered while reading is written at its end.
+        if not (self._is_reading or self._is_flush_due):
+            self._is_flush_due = True
+            self._exchange.flush_later(self)
+
+    def flush(self) -> None:
+        """Writes what there is to be written, as far as the client reads."""
+        self._is_flush_due = False
+        if self._paused_s or self._transport.is_closing():
+            return
+        sender = self._connection.sender
+        out = sender.out
+        if len(out) == 1 and not (sender.ready or sender.fresh or self._connection.is_over):
+            self._transport.write(out.pop())
+            return
+        while True:
+            if sender.ready:
+                sender.pump()
+            if not out:
+                break
+            if len(out) == 1:
+                self._transport.write(out[0])
+            elif sum(map(len, out)) <= JOINED_BYTES_MAX:
+                self._transport.write(b"".join(out))
+            else:
+                self._transport.writelines(list(out))
+            out.clear()
+            if self._paused_s or not sender.ready:
+                break
+        if sender.fresh:
+            sender.keep()
+        if self._connection.is_over:
+            self._transport.close()
+
+    def pause_writing(self) -> None:
+        self._paused_s = perf_counter()
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._paused_s = 0.0
+        if self._transport.is_closing():
+            return
+        self.flush()
+        if not self._paused_s:
+            self._transport.resume_reading()
+            if self._connection.has_more:
+                self._loop.call_soon(self._go_on)
+
+    def eof_received(self) -> bool:
+        """The client sends no more, and so cannot end a stream properly: all of it ends."""
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._registry.discard(self)
+        self._connection.close()
+
+    def check_time(self, now_s: float) -> None:
+        connection = self._connection
+        if connection.is_over and not self._paused_s:
+            self._paused_s = now_s  # its last words are not read
+        if self._paused_s and now_s - self._paused_s > UNREAD_S_MAX:
+            self._transport.abort()
+            return
+        if not connection.is_begun and now_s - self._start_s > FIRST_BYTES_S_MAX:
+            connection.end(ErrorCode.SETTINGS_TIMEOUT, "no settings have come")
+        connection.check_time(now_s)
+        if connection.streams:
+            self._idle_since_s = now_s
+        elif now_s - self._idle_since_s > IDLE_S_MAX:
+            connection.finish_drain()
+
+    def drain(self) -> None:
+        self._connection.start_drain()
+        self._loop.call_later(DRAIN_PING_S_MAX, self._connection.finish_drain)
+
+    def abort(self) -> None:
+        self._transport.abort()

@@ -1,0 +1,284 @@
+"""gRPC calls as the handlers of their streams: messages in, messages and a status out.
+
+A call with one message waits for it whole; a stream of messages takes them as they come. What they
+say is the exchange's, or a plain function's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from time import perf_counter
+
+from embedserve.errors import DRAINING, INTERNAL, EmbedServeError, EngineError, NotReadyError
+from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, Parts, late_request
+from embedserve.wire.grpc.messages import PREFIX_BYTES, Deframer, WireError, framed, only_message
+from embedserve.wire.grpc.statuses import (
+    HEAD_BLOCK,
+    OK_BLOCK,
+    error_trailers,
+    only_trailers,
+    wire_error_trailers,
+)
+from embedserve.wire.http2.header_blocks import Headers, encode
+from embedserve.wire.http2.stream import Stream
+
+logger = logging.getLogger(__name__)
+
+ANSWER_BYTES_MAX = 64 << 20
+"""Of one stream's answers that wait or are not sent; one request past it is still taken."""
+
+
+class OneMessage:
+    """The body of a call with one message, as its pieces come."""
+
+    __slots__ = ("_bytes_max", "_deframer", "_encoding", "_stream")
+
+    def __init__(self, stream: Stream, encoding: bytes, bytes_max: int) -> None:
+        self._stream = stream
+        self._encoding = encoding
+        self._bytes_max = bytes_max
+        self._deframer: Deframer | None = None
+
+    def receive(self, data: bytes, is_end: bool) -> bytes | None:
+        """The message, once all has come.
+
+        Raises:
+            WireError: there is none, it is too large, or not framed or compressed rightly.
+        """
+        if self._deframer is None:
+            self._deframer = Deframer(self._bytes_max, self._encoding)
+        deframer = self._deframer
+        deframer.feed(data)
+        if not is_end:
+            # The size is known from the start: one that is too large is refused before it comes.
+            self._stream.expect(deframer.check_size())
+            return None
+        self._stream.consumed(self._stream.held_bytes)
+        message = deframer.next_message()
+        if message is None:
+            deframer.check_end()
+            raise WireError("UNIMPLEMENTED", "the method requires exactly one message: none came")
+        if deframer.nbytes:
+            raise WireError("UNIMPLEMENTED", "the method requires exactly one message: more came")
+        return message
+
+
+class EmbedCall(Call):
+    """An Embed call, from its header block to its answer: the handler of its stream. It is refused
+    before its message comes while its model's queue is full."""
+
+    __slots__ = ("_encoding", "_exchange", "_message", "_stream")
+
+    def __init__(self, asked: Asked, exchange: Exchange, encoding: bytes, stream: Stream) -> None:
+        super().__init__(asked, perf_counter())
+        self._exchange = exchange
+        self._stream = stream
+        self._encoding = encoding
+        self._message: OneMessage | None = None
+        if exchange.models.is_full:
+            exchange.refuse_early(self)
+
+    def receive(self, data: bytes, is_end: bool) -> None:
+        if self._message is None:
+            bytes_max = self._exchange.limits.body_bytes_max
+            if is_end and self._encoding == b"identity":
+                whole = only_message(data, bytes_max)
+                if whole is not None:
+                    self._exchange.ask(self, whole)
+                    return
+            self._message = OneMessage(self._stream, self._encoding, bytes_max)
+        try:
+            message = self._message.receive(data, is_end)
+        except WireError as error:
+            self._fail_framing(error)
+            return
+        if message is not None:
+            self._exchange.ask(self, message)
+
+    def _fail_framing(self, error: WireError) -> None:
+        self.is_waiting = False
+        self.asked.metrics.failed(error.outcome, perf_counter() - self.start_s)
+        self._stream.send_head(only_trailers(wire_error_trailers(error)), is_end=True)
+
+    def write_answer(self, parts: Parts, nbytes: int) -> None:
+        prefix, stream = b"\0" + nbytes.to_bytes(4, "big"), self._stream
+        stream.connection.sender.answer(
+            stream, HEAD_BLOCK, (prefix, *parts), nbytes + PREFIX_BYTES, OK_BLOCK
+        )
+
+    def write_error(self, error: EmbedServeError) -> None:
+        self._stream.send_head(only_trailers(error_trailers(error)), is_end=True)
+
+    def reset(self) -> None:
+        self.cancel()
+
+    def resume(self) -> None:
+        """The whole answer is written at once: there is no more."""
+
+    def check_time(self, now_s: float) -> None:
+        if not self._stream.is_received and now_s - self.start_s > REQUEST_S_MAX:
+            self.refuse(late_request())
+
+    def drain(self) -> None:
+        """It was accepted, so it is answered."""
+
+
+class UnaryCall:
+    """A call that a plain function answers at once."""
+
+    def __init__(
+        self,
+        function: Callable[[bytes], bytes],
+        encoding: bytes,
+        bytes_max: int,
+        stream: Stream,
+    ) -> None:
+        """``function`` takes the message and gives the answer, or raises EmbedServeError."""
+        self._function = function
+        self._stream = stream
+        self._start_s = perf_counter()
+        self._message = OneMessage(stream, encoding, bytes_max)
+
+    def receive(self, data: bytes, is_end: bool) -> None:
+        try:
+            message = self._message.receive(data, is_end)
+            if message is None:
+                return
+            answer = framed(self._function(message))
+        except WireError as error:
+            self._end(wire_error_trailers(error))
+        except EmbedServeError as error:
+            self._end(error_trailers(error))
+        except Exception:
+            logger.exception("a call failed")
+            self._end(error_trailers(EngineError(INTERNAL)))
+        else:
+            self._stream.answer(HEAD_BLOCK, (answer,), len(answer), OK_BLOCK)
+
+    def _end(self, trailers: Headers) -> None:
+        self._stream.send_head(only_trailers(trailers), is_end=True)
+
+    def reset(self) -> None:
+        """Nothing waits."""
+
+    def resume(self) -> None:
+        """The answer is written at once."""
+
+    def check_time(self, now_s: float) -> None:
+        if not self._stream.is_received and now_s - self._start_s > REQUEST_S_MAX:
+            self._end(error_trailers(late_request()))
+
+    def drain(self) -> None:
+        """It is answered as soon as it is there."""
+
+
+class MessageStream:
+    """A call with any number of messages both ways; subclasses say what becomes of one.
+
+    Attributes:
+        is_read: the client has sent all, and all was taken.
+    """
+
+    def __init__(self, encoding: bytes, bytes_max: int, stream: Stream) -> None:
+        """Raises WireError: UNIMPLEMENTED, there is no such encoding."""
+        self._stream = stream
+        self._deframer = Deframer(bytes_max, encoding)
+        self._whole_s = perf_counter()  # when no message was under way
+        self._has_started = False
+        self._has_all = False
+        self._is_over = False
+        self._is_draining = False
+        self._is_taking = False
+
+    @property
+    def is_read(self) -> bool:
+        return self._has_all and not self._deframer.nbytes
+
+    def receive(self, data: bytes, is_end: bool) -> None:
+        self._deframer.feed(data)
+        self._has_all = is_end
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Takes what messages there are, as long as there is room for their answers."""
+        if self._is_over or self._is_taking:
+            return
+        self._is_taking = True
+        try:
+            self._take_all()
+        except WireError as error:
+            self.finish(wire_error_trailers(error))
+        except Exception:
+            logger.exception("a call failed")
+            self.finish(error_trailers(EngineError(INTERNAL)))
+        finally:
+            self._is_taking = False
+        if self.is_idle() and (self.is_read or self._is_draining):
+            if self.is_read:
+                self.finish([(b"grpc-status", b"0")])
+            else:
+                self.finish(error_trailers(NotReadyError(DRAINING)))
+
+    def _take_all(self) -> None:
+        while not self._is_over and not self._is_draining and self.has_room():
+            before = self._deframer.nbytes
+            message = self._deframer.next_message()
+            if message is None:
+                self._want_more()
+                return
+            self._stream.consumed(min(self._stream.held_bytes, before - self._deframer.nbytes))
+            self.take(message)
+
+    def _want_more(self) -> None:
+        if self._has_all:
+            self._deframer.check_end()
+            return
+        self._stream.expect(self._deframer.check_size())
+
+    def has_room(self) -> bool:
+        """Whether another message may be taken."""
+        return self._stream.unsent_bytes < ANSWER_BYTES_MAX
+
+    def is_idle(self) -> bool:
+        """Whether all that was taken has been answered."""
+        return True
+
+    def take(self, message: bytes) -> None:
+        """Answers ``message``, now or later."""
+        raise AssertionError("a subclass takes messages")
+
+    def write(self, parts: Parts, nbytes: int) -> None:
+        """Sends one message."""
+        if not self._has_started:
+            self._has_started = True
+            self._stream.send_head(HEAD_BLOCK)
+        prefix = b"\0" + nbytes.to_bytes(4, "big")
+        self._stream.send_body((prefix, *parts), nbytes + PREFIX_BYTES)
+
+    def finish(self, trailers: Headers) -> None:
+        """Ends the call."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._has_started:
+            self._stream.end(encode(trailers))
+        else:
+            self._stream.send_head(only_trailers(trailers), is_end=True)
+
+    def reset(self) -> None:
+        self._is_over = True
+
+    def resume(self) -> None:
+        self.go_on()
+
+    def check_time(self, now_s: float) -> None:
+        """A stream may be idle for as long as its connection is open, but not within a message."""
+        if not (self._deframer.nbytes and self.has_room()):
+            self._whole_s = now_s
+        elif now_s - self._whole_s > REQUEST_S_MAX:
+            self.finish(error_trailers(late_request()))
+
+    def drain(self) -> None:
+        self._is_draining = True
+        self.go_on()

@@ -1,0 +1,111 @@
+"""One EmbedStream call: its requests are read ahead, and answered in order.
+
+Reading goes on while answers are awaited, until a window of requests or bytes is full. An answer is
+encoded as soon as it is there, so that none keeps the values of its whole batch. Never ends a
+request that was accepted, unless its client went away.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from time import perf_counter
+
+from embedserve.codec import protobuf_codec
+from embedserve.errors import EmbedServeError
+from embedserve.exchange import Asked, Call, Exchange, Parts
+from embedserve.wire.grpc.calls import ANSWER_BYTES_MAX, MessageStream
+from embedserve.wire.http2.stream import Stream
+
+REQUESTS_MAX = 256
+"""Requests of one stream that wait for their answers or to be sent; more are left unread."""
+
+
+class StreamedRequest(Call):
+    """One request of a stream.
+
+    Attributes:
+        parts, nbytes: its encoded answer, once ``is_done``.
+        reserved_bytes: of the stream's room for answers.
+    """
+
+    __slots__ = ("_stream", "is_done", "nbytes", "parts", "reserved_bytes")
+
+    def __init__(self, asked: Asked, stream: EmbedStream) -> None:
+        super().__init__(asked, perf_counter())
+        self.deadline_s = stream.deadline_s
+        self._stream = stream
+        self.is_done = False
+        self.parts: Parts = ()
+        self.nbytes = 0
+        self.reserved_bytes = 0
+
+    def write_answer(self, parts: Parts, nbytes: int) -> None:
+        self._end(parts, nbytes)
+
+    def write_error(self, error: EmbedServeError) -> None:
+        body = protobuf_codec.encode_error(error)
+        self._end((body,), len(body))
+
+    def _end(self, parts: Parts, nbytes: int) -> None:
+        self.is_done = True
+        self.parts = parts
+        self.nbytes = nbytes
+        if not self._stream.write_those_done(self):
+            self.parts = (b"".join(parts),)  # of its own: it waits for those before it
+
+
+class EmbedStream(MessageStream):
+    """The handler of such a call."""
+
+    def __init__(
+        self,
+        asked: Asked,
+        exchange: Exchange,
+        encoding: bytes,
+        stream: Stream,
+        answer_bytes_max: int = ANSWER_BYTES_MAX,
+    ) -> None:
+        super().__init__(encoding, exchange.limits.body_bytes_max, stream)
+        self._asked = asked
+        self._exchange = exchange
+        self._requests: deque[StreamedRequest] = deque()
+        self._answer_bytes = 0
+        self._answer_bytes_max = answer_bytes_max
+        timeout_s = asked.timeout_s
+        self.deadline_s = float("inf") if timeout_s is None else perf_counter() + timeout_s
+
+    def has_room(self) -> bool:
+        return (
+            len(self._requests) < REQUESTS_MAX
+            and self._answer_bytes + self._stream.unsent_bytes < self._answer_bytes_max
+        )
+
+    def is_idle(self) -> bool:
+        return not self._requests
+
+    def take(self, message: bytes) -> None:
+        request = StreamedRequest(self._asked, self)
+        self._requests.append(request)
+        self._exchange.ask(request, message)
+        if request.queue is not None:
+            request.reserved_bytes = request.queue.model.answer_bytes(request.request)
+            self._answer_bytes += request.reserved_bytes
+
+    def write_those_done(self, request: StreamedRequest) -> bool:
+        """Sends ``request``'s answer and those behind it that are there; False if it is not its
+        turn."""
+        requests = self._requests
+        if requests[0] is not request:
+            return False
+        while requests and requests[0].is_done:
+            first = requests.popleft()
+            self._answer_bytes -= first.reserved_bytes
+            self.write(first.parts, first.nbytes)
+        self.go_on()
+        return True
+
+    def reset(self) -> None:
+        super().reset()
+        requests, self._requests = self._requests, deque()
+        for request in requests:
+            request.cancel()

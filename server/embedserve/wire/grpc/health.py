@@ -1,0 +1,86 @@
+"""Health as grpc.health.v1 has it: the status of each service, asked for or watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
+
+from embedserve.errors import UnknownModelError
+from embedserve.wire.grpc.calls import MessageStream
+from embedserve.wire.grpc.messages import WireError
+from embedserve.wire.http2.stream import Stream
+
+SERVICE_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_RESPONSE = health_pb2.HealthCheckResponse
+
+
+class Health:
+    """Statuses of services, "" among them for the whole server."""
+
+    def __init__(self, services: Iterable[str], is_ready: Callable[[], bool]) -> None:
+        self._services = ("", *services)
+        self._is_ready = is_ready
+
+    def check(self, message: bytes) -> bytes:
+        """Answers a Check.
+
+        Raises:
+            UnknownModelError: there is no such service.
+            WireError: INTERNAL, it is none.
+        """
+        service = _service(message)
+        status = self.status(service)
+        if status == _RESPONSE.SERVICE_UNKNOWN:
+            raise UnknownModelError(f"service is {service!r}: this server has no such service")
+        return self.response(status)
+
+    def status(self, service: str) -> Any:
+        if service not in self._services:
+            return _RESPONSE.SERVICE_UNKNOWN
+        return _RESPONSE.SERVING if self._is_ready() else _RESPONSE.NOT_SERVING
+
+    def response(self, status: Any) -> bytes:
+        answer: bytes = _RESPONSE(status=status).SerializeToString()
+        return answer
+
+
+def _service(message: bytes) -> str:
+    try:
+        service: str = health_pb2.HealthCheckRequest.FromString(message).service
+    except DecodeError as error:
+        raise WireError("INTERNAL", f"not a HealthCheckRequest: {error}") from error
+    return service
+
+
+class Watch(MessageStream):
+    """A Watch: tells the status now, and NOT_SERVING when the server drains, with which it ends."""
+
+    def __init__(self, health: Health, encoding: bytes, bytes_max: int, stream: Stream) -> None:
+        super().__init__(encoding, bytes_max, stream)
+        self._health = health
+        self._service: str | None = None
+        self._told: Any = None
+
+    def take(self, message: bytes) -> None:
+        if self._service is None:
+            self._service = _service(message)
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._service is None:
+            return
+        status = self._health.status(self._service)
+        if status != self._told:
+            self._told = status
+            answer = self._health.response(status)
+            self.write((answer,), len(answer))
+
+    def is_idle(self) -> bool:
+        return self._is_draining or self._service is None
+
+    def drain(self) -> None:
+        self._tell()
+        super().drain()

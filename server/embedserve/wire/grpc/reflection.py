@@ -1,0 +1,36 @@
+"""Server reflection, v1 and v1alpha: which services there are, and their descriptions.
+
+The messages of both are the same on the wire; what they say is grpcio-reflection's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from google.protobuf.message import DecodeError
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from embedserve.wire.grpc.calls import MessageStream
+from embedserve.wire.grpc.messages import WireError
+from embedserve.wire.http2.stream import Stream
+
+SERVICE_NAMES = ("grpc.reflection.v1.ServerReflection", reflection.SERVICE_NAME)
+
+
+class ServerReflection(MessageStream):
+    """A ServerReflectionInfo call."""
+
+    def __init__(
+        self, services: Iterable[str], encoding: bytes, bytes_max: int, stream: Stream
+    ) -> None:
+        super().__init__(encoding, bytes_max, stream)
+        self._servicer = reflection.ReflectionServicer(services)
+
+    def take(self, message: bytes) -> None:
+        try:
+            request = reflection_pb2.ServerReflectionRequest.FromString(message)
+        except DecodeError as error:
+            raise WireError("INTERNAL", f"not a ServerReflectionRequest: {error}") from error
+        for response in self._servicer.ServerReflectionInfo(iter((request,)), None):
+            answer = response.SerializeToString()
+            self.write((answer,), len(answer))

@@ -1,0 +1,129 @@
+"""The methods that gRPC clients may call, and what opens a call of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from google.protobuf.message import DecodeError
+
+from embedserve.codec import protobuf_codec
+from embedserve.codec.codec import PROTOBUF
+from embedserve.errors import InvalidRequestError
+from embedserve.exchange import Asked, Exchange
+from embedserve.wire.grpc import health, reflection
+from embedserve.wire.grpc.calls import EmbedCall, UnaryCall
+from embedserve.wire.grpc.embed_stream import EmbedStream
+from embedserve.wire.grpc.messages import Deframer, WireError, timeout_s
+from embedserve.wire.grpc.statuses import only_trailers, wire_error_trailers
+from embedserve.wire.http2.requests import Request
+from embedserve.wire.http2.stream import ENDED, Handler, Stream
+from embedserve_proto import embedding_pb2
+
+SERVICE_NAME = embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"].full_name
+
+Open = Callable[[Stream], Handler]
+
+
+class GrpcService:
+    """embedserve.v1.EmbeddingService, health and reflection.
+
+    Attributes:
+        health: which services are ready.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._metrics = exchange.metrics.protocols["grpc"]
+        self._bytes_max = exchange.limits.body_bytes_max
+        models = exchange.models
+        self.health = health.Health((SERVICE_NAME, health.SERVICE_NAME), lambda: models.is_ready)
+        self._names = (SERVICE_NAME, health.SERVICE_NAME, *reflection.SERVICE_NAMES)
+        self._methods: dict[bytes, Callable[[bytes, float | None], Open]] = {
+            _path(SERVICE_NAME, "Embed"): self._embed,
+            _path(SERVICE_NAME, "EmbedStream"): self._embed_stream,
+            _path(SERVICE_NAME, "ListModels"): self._unary(self.list_models),
+            _path(SERVICE_NAME, "GetModel"): self._unary(self.get_model),
+            _path(health.SERVICE_NAME, "Check"): self._unary(self.health.check),
+            _path(health.SERVICE_NAME, "Watch"): self._watch,
+        }
+        for name in reflection.SERVICE_NAMES:
+            self._methods[_path(name, "ServerReflectionInfo")] = self._reflection
+
+    def open(self, request: Request) -> Open:
+        """What opens calls with such a head."""
+        encoding = b"identity"
+        wanted_s = None
+        try:
+            for name, value in request.headers:
+                if name == b"grpc-encoding":
+                    encoding = value
+                elif name == b"grpc-timeout":
+                    wanted_s = timeout_s(value)
+            method = self._methods.get(request.target)
+            if method is None:
+                shown = request.target.decode("latin-1")
+                raise WireError("UNIMPLEMENTED", f"there is no method {shown}")
+            return method(encoding, wanted_s)
+        except WireError as error:
+            return refused(error)
+
+    def _asked(self, wanted_s: float | None) -> Asked:
+        return Asked("", PROTOBUF, PROTOBUF, wanted_s, self._metrics)
+
+    def _embed(self, encoding: bytes, wanted_s: float | None) -> Open:
+        return partial(EmbedCall, self._asked(wanted_s), self._exchange, encoding)
+
+    def _embed_stream(self, encoding: bytes, wanted_s: float | None) -> Open:
+        asked, exchange = self._asked(wanted_s), self._exchange
+        check_encoding(encoding)
+        return lambda stream: EmbedStream(asked, exchange, encoding, stream)
+
+    def _unary(self, function: Callable[[bytes], bytes]) -> Callable[[bytes, float | None], Open]:
+        return lambda encoding, wanted_s: (
+            lambda stream: UnaryCall(function, encoding, self._bytes_max, stream)
+        )
+
+    def _watch(self, encoding: bytes, wanted_s: float | None) -> Open:
+        check_encoding(encoding)
+        return lambda stream: health.Watch(self.health, encoding, self._bytes_max, stream)
+
+    def _reflection(self, encoding: bytes, wanted_s: float | None) -> Open:
+        check_encoding(encoding)
+        return lambda stream: reflection.ServerReflection(
+            self._names, encoding, self._bytes_max, stream
+        )
+
+    def list_models(self, message: bytes) -> bytes:
+        models = self._exchange.models
+        return embedding_pb2.ListModelsResponse(
+            models=[protobuf_codec.model_message(model) for model in models.models()],
+            default_model=models.default_model,
+        ).SerializeToString()
+
+    def get_model(self, message: bytes) -> bytes:
+        try:
+            name = embedding_pb2.GetModelRequest.FromString(message).model
+        except DecodeError as error:
+            raise InvalidRequestError(f"body is not a GetModelRequest: {error}", "body") from error
+        return protobuf_codec.model_message(self._exchange.models.model(name)).SerializeToString()
+
+
+def _path(service: str, method: str) -> bytes:
+    return f"/{service}/{method}".encode()
+
+
+def check_encoding(encoding: bytes) -> None:
+    """Raises WireError: UNIMPLEMENTED, messages are not decompressed from it."""
+    Deframer(0, encoding)
+
+
+def refused(error: WireError) -> Open:
+    """Opens calls only to end them."""
+    block = only_trailers(wire_error_trailers(error))
+
+    def open_refused(stream: Stream) -> Handler:
+        stream.send_head(block, is_end=True)
+        return ENDED
+
+    return open_refused

@@ -1,0 +1,65 @@
+"""How a gRPC call ends: status codes, and the header blocks of answers, errors and trailers."""
+
+from __future__ import annotations
+
+from embedserve.errors import EmbedServeError
+from embedserve.wire.grpc.messages import ENCODINGS, WireError, percent_encoded
+from embedserve.wire.http2.header_blocks import Headers, encode
+
+CODES = {
+    "OK": 0,
+    "CANCELLED": 1,
+    "INVALID_ARGUMENT": 3,
+    "DEADLINE_EXCEEDED": 4,
+    "NOT_FOUND": 5,
+    "RESOURCE_EXHAUSTED": 8,
+    "UNIMPLEMENTED": 12,
+    "INTERNAL": 13,
+    "UNAVAILABLE": 14,
+}
+"""The codes that are used here, by name (github.com/grpc/grpc, doc/statuscodes.md)."""
+MESSAGE_BYTES_MAX = 2000
+"""Of a status message: percent-encoding triples it, and clients refuse trailers over 8 KiB."""
+FIELD_CHARACTERS_MAX = 500
+"""Of an error's field, which goes into the same trailers."""
+
+_HEAD: Headers = [(b":status", b"200"), (b"content-type", b"application/grpc")]
+HEAD_BLOCK = encode(_HEAD)
+OK_BLOCK = encode([(b"grpc-status", b"0")])
+
+
+def error_trailers(error: EmbedServeError) -> Headers:
+    """The trailers of a call that ends with ``error``: its code, message, field and patience."""
+    message = error.message.encode()[:MESSAGE_BYTES_MAX].decode(errors="ignore")
+    trailers = _trailers(error.code, message)
+    if error.field:
+        trailers.append((b"embedserve-field", _printable(error.field)))
+    if error.retry_after_s:
+        trailers.append((b"retry-after", b"%d" % error.retry_after_s))
+    return trailers
+
+
+def wire_error_trailers(error: WireError) -> Headers:
+    """The trailers of a call whose bytes were not gRPC's."""
+    trailers = _trailers(error.code, error.message)
+    if error.code == "UNIMPLEMENTED":
+        trailers.append((b"grpc-accept-encoding", ENCODINGS))
+    return trailers
+
+
+def _trailers(code: str, message: str) -> Headers:
+    trailers = [(b"grpc-status", b"%d" % CODES[code])]
+    if message:
+        trailers.append((b"grpc-message", percent_encoded(message)))
+    return trailers
+
+
+def only_trailers(trailers: Headers) -> bytes:
+    """The header block of an answer that is nothing but its end."""
+    return encode([*_HEAD, *trailers])
+
+
+def _printable(text: str) -> bytes:
+    """``text`` as a metadata value may be: printable ASCII, and not too long."""
+    shown = "".join(c if " " <= c <= "~" else "?" for c in text[:FIELD_CHARACTERS_MAX])
+    return shown.strip().encode()

@@ -1,0 +1,214 @@
+"""gRPC by grpcio's own asyncio server over the same exchange: `serve --grpc-server grpcio`.
+
+The reference that the wire's own gRPC is compared with, and the operator's way out. It answers
+what GrpcService answers; how calls travel is grpcio's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from time import perf_counter
+from typing import NoReturn
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from embedserve.codec import protobuf_codec
+from embedserve.codec.codec import PROTOBUF
+from embedserve.errors import DRAINING, INTERNAL, EmbedServeError, EngineError, NotReadyError
+from embedserve.exchange import Asked, Call, Exchange, Parts
+from embedserve.wire.grpc.embed_stream import REQUESTS_MAX
+from embedserve.wire.grpc.service import SERVICE_NAME, GrpcService
+from embedserve.wire.grpc.statuses import error_trailers
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S_MAX = 1e9
+"""grpcio gives what is left of no deadline as a very large number."""
+
+
+class AwaitedCall(Call):
+    """A request whose answer is awaited: the encoded message, or the error."""
+
+    __slots__ = ("ended",)
+
+    def __init__(self, asked: Asked) -> None:
+        super().__init__(asked, perf_counter())
+        self.ended: asyncio.Future[bytes | EmbedServeError] = (
+            asyncio.get_running_loop().create_future()
+        )
+
+    def write_answer(self, parts: Parts, nbytes: int) -> None:
+        self._end(b"".join(parts))
+
+    def write_error(self, error: EmbedServeError) -> None:
+        self._end(error)
+
+    def _end(self, end: bytes | EmbedServeError) -> None:
+        if not self.ended.done():
+            self.ended.set_result(end)
+
+
+class GrpcioServer:
+    """grpcio's server, bound, not started."""
+
+    def __init__(self, exchange: Exchange, address: str, *, shares_port: bool = False) -> None:
+        """Binds ``address`` (HOST:PORT).
+
+        Args:
+            shares_port: other processes of this server bind it, too.
+
+        Raises:
+            OSError: it cannot be bound.
+        """
+        self._exchange = exchange
+        self._service = GrpcService(exchange)
+        self._draining = asyncio.Event()
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", exchange.limits.body_bytes_max),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", int(shares_port)),
+            ]
+        )
+        self._server.add_generic_rpc_handlers((self._handlers(),))
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        try:
+            self.port: int = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address} (gRPC)") from error
+
+    def _handlers(self) -> grpc.GenericRpcHandler:
+        return grpc.method_handlers_generic_handler(
+            SERVICE_NAME,
+            {
+                "Embed": grpc.unary_unary_rpc_method_handler(self._embed),
+                "EmbedStream": grpc.stream_stream_rpc_method_handler(self._embed_stream),
+                "ListModels": grpc.unary_unary_rpc_method_handler(self._list_models),
+                "GetModel": grpc.unary_unary_rpc_method_handler(self._get_model),
+            },
+        )
+
+    async def start(self) -> None:
+        await self._server.start()
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    async def drain(self, drain_s: float) -> None:
+        """Takes no more calls, and waits up to ``drain_s`` for those that are running."""
+        await self._health.enter_graceful_shutdown()
+        self._draining.set()
+        await self._server.stop(drain_s)
+
+    def _call(self, context: grpc.aio.ServicerContext) -> AwaitedCall:
+        remaining_s = context.time_remaining()
+        if remaining_s is not None and remaining_s > TIMEOUT_S_MAX:
+            remaining_s = None
+        metrics = self._exchange.metrics.protocols["grpc"]
+        return AwaitedCall(Asked("", PROTOBUF, PROTOBUF, remaining_s, metrics))
+
+    async def _embed(self, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        call = self._call(context)
+        self._exchange.ask(call, body)
+        try:
+            end = await call.ended
+        finally:
+            call.cancel()
+        if isinstance(end, EmbedServeError):
+            await _abort(context, end)
+        return end
+
+    async def _embed_stream(
+        self, bodies: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        """Answers in order; a task reads ahead while answers are awaited."""
+        calls: deque[AwaitedCall] = deque()
+        changed = asyncio.Event()
+        reading = asyncio.create_task(self._read(bodies, context, calls, changed))
+        try:
+            while True:
+                changed.clear()
+                if calls:
+                    end = await calls[0].ended
+                    calls.popleft()
+                    changed.set()
+                    yield (
+                        protobuf_codec.encode_error(end)
+                        if isinstance(end, EmbedServeError)
+                        else end
+                    )
+                elif reading.done():
+                    break
+                else:
+                    await changed.wait()
+            if not reading.result():
+                await _abort(context, NotReadyError(DRAINING))
+        finally:
+            reading.cancel()
+            for call in calls:
+                call.cancel()
+
+    async def _read(
+        self,
+        bodies: AsyncIterator[bytes],
+        context: grpc.aio.ServicerContext,
+        calls: deque[AwaitedCall],
+        changed: asyncio.Event,
+    ) -> bool:
+        """Whether all was taken that the client sent; a drain ends it before."""
+        draining = asyncio.create_task(self._draining.wait())
+        try:
+            while True:
+                coming = asyncio.ensure_future(anext(bodies, None))
+                await asyncio.wait((coming, draining), return_when=asyncio.FIRST_COMPLETED)
+                if not coming.done():
+                    coming.cancel()
+                    return False
+                body = coming.result()
+                if body is None:
+                    return True
+                call = self._call(context)
+                calls.append(call)
+                self._exchange.ask(call, body)
+                changed.set()
+                while len(calls) >= REQUESTS_MAX:
+                    changed.clear()
+                    await changed.wait()
+        finally:
+            draining.cancel()
+            changed.set()
+
+    async def _list_models(self, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return await _answer(self._service.list_models, body, context)
+
+    async def _get_model(self, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return await _answer(self._service.get_model, body, context)
+
+
+async def _answer(
+    function: Callable[[bytes], bytes], body: bytes, context: grpc.aio.ServicerContext
+) -> bytes:
+    try:
+        return function(body)
+    except EmbedServeError as error:
+        await _abort(context, error)
+    except Exception:
+        logger.exception("a call failed")
+        await _abort(context, EngineError(INTERNAL))
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: EmbedServeError) -> NoReturn:
+    metadata = tuple(
+        (name.decode(), value.decode())
+        for name, value in error_trailers(error)
+        if not name.startswith(b"grpc-")
+    )
+    await context.abort(grpc.StatusCode[error.code], error.message[:500], metadata)
+    raise AssertionError("abort raises")

@@ -1,0 +1,451 @@
+"""An HTTP/2 connection of a server, without I/O: what its bytes mean, and what is wrong with them.
+
+``receive`` takes what came; what is to be sent lies in ``sender.out``. A request whose header block
+is whole becomes a stream with a handler, which is told of its body and answers it. The states and
+errors are those of RFC 9113, sections 5.1, 5.4 and 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from embedserve.wire.http2 import frames
+from embedserve.wire.http2.allowance import Allowance
+from embedserve.wire.http2.control import DRAIN_PING, ControlFrames
+from embedserve.wire.http2.ended_streams import EndedStreams
+from embedserve.wire.http2.frames import (
+    ACK,
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    FRAME_BYTES_MAX,
+    HAS_PRIORITY,
+    HEAD,
+    HEAD_BYTES,
+    HEADERS,
+    PADDED,
+    PREFACE,
+    SETTINGS,
+    STREAM_MASK,
+    ErrorCode,
+    ProtocolViolation,
+    StreamError,
+    violation,
+    without_padding,
+)
+from embedserve.wire.http2.header_blocks import HeaderBlocks
+from embedserve.wire.http2.receiver import STREAM_WINDOW, WINDOW_LOW, Receiver
+from embedserve.wire.http2.requests import Opened, OpenRequest, wrong_header
+from embedserve.wire.http2.sender import Sender
+from embedserve.wire.http2.stream import ENDED, Handler, Stream
+from embedserve.wire.http2.uploads import Uploads
+
+STREAMS_MAX = 128
+BLOCK_BYTES_MAX = 16 << 10
+"""Of a compressed header block; past it the connection ends."""
+HEADER_LIST_BYTES_MAX = 16 << 10
+NEW_BLOCK_BYTES_PER_TURN = 16 << 10
+"""Of header blocks that are not known, decoded in one go: after them it is others' turn."""
+UNSENT_BYTES_MAX = 64 << 20
+"""Of answers that a client does not read; past it its new streams are refused."""
+UNREAD_S_MAX = 30.0
+"""How long an answer may wait for its client to give it a window."""
+LATE_BLOCK_BYTES = 64
+"""Of a block that asks nothing any more, which cost as much as another frame."""
+MAX_STREAM_ID = 2**31 - 1
+
+
+class Http2Connection:
+    """One connection, from its preface to its end.
+
+    Attributes:
+        sender, receiver: its halves.
+        idle_work: what the client may send that asks nothing.
+        streams: that are open, by their number.
+        is_begun: the preface and the client's settings have come.
+        is_over: nothing is to be read any more; what is in ``sender.out`` is the last.
+        has_more: bytes are left that are to be read after other connections had their turn.
+    """
+
+    def __init__(
+        self, open_request: OpenRequest, uploads: Uploads, on_output: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            open_request: makes of a request's headers what opens its handler.
+            uploads: the room for large bodies.
+            on_output: called when there is something to send.
+        """
+        self.sender = Sender()
+        self.receiver = Receiver(self.sender.out, uploads, on_output)
+        self.streams: dict[int, Stream] = {}
+        self.is_begun = False
+        self.is_over = False
+        self.has_more = False
+        self._on_output = on_output
+        self._blocks: HeaderBlocks[Opened | str] = HeaderBlocks(open_request)
+        self._left = b""
+        self._preface_left = PREFACE
+        self._next_id = 1
+        self._ended = EndedStreams(self.sender.out)
+        self._block: list[bytes] = []  # of a header block that is not whole
+        self._block_bytes = 0
+        self._block_head = (0, 0)  # its stream and flags
+        self._turn_left = 0
+        self._is_draining = False
+        self._resets = Allowance()
+        self.idle_work = Allowance()
+        self._control = ControlFrames(self)
+        self.sender.out.append(
+            frames.settings(
+                (frames.SETTINGS_MAX_CONCURRENT_STREAMS, STREAMS_MAX),
+                (frames.SETTINGS_INITIAL_WINDOW_SIZE, STREAM_WINDOW),
+                (frames.SETTINGS_MAX_HEADER_LIST_SIZE, HEADER_LIST_BYTES_MAX),
+            )
+        )
+        self.receiver.top_up()
+
+    def receive(self, data: bytes) -> None:
+        """Takes what came. With b"" goes on with what was left for later."""
+        if self.is_over:
+            return
+        if self._left:
+            data = self._left + data
+        self.has_more = False
+        self._turn_left = NEW_BLOCK_BYTES_PER_TURN
+        try:
+            if self._preface_left:
+                data = self._read_preface(data)
+            self._left = data[self._read_frames(data) :]
+            if self._turn_left <= 0 and self._left:
+                self.has_more = True
+        except ProtocolViolation as error:
+            self.end(error.code, error.reason)
+            return
+        if self.receiver.window <= WINDOW_LOW:
+            self.receiver.top_up()
+
+    def _read_preface(self, data: bytes) -> bytes:
+        count = min(len(data), len(self._preface_left))
+        if data[:count] != self._preface_left[:count]:
+            raise ProtocolViolation(ErrorCode.PROTOCOL_ERROR, "not the preface of HTTP/2")
+        self._preface_left = self._preface_left[count:]
+        return data[count:]
+
+    def _read_frames(self, data: bytes) -> int:
+        """Acts on the whole frames in ``data``; gives where they end."""
+        position, end = 0, len(data)
+        unpack = HEAD.unpack_from
+        while end - position >= HEAD_BYTES and self._turn_left > 0:
+            upper, lower, kind, flags, stream_id = unpack(data, position)
+            length = upper << 8 | lower
+            start = position + HEAD_BYTES
+            after = start + length
+            if length > FRAME_BYTES_MAX:
+                raise ProtocolViolation(
+                    ErrorCode.FRAME_SIZE_ERROR, f"a frame has {length} bytes, the most is 16384"
+                )
+            if after > end:
+                break
+            position = after
+            stream_id &= STREAM_MASK
+            if not self.is_begun or self._block:
+                self._check_order(kind, flags)
+            try:
+                if kind == DATA:
+                    self._on_data(stream_id, flags, data[start:after])
+                elif kind == HEADERS:
+                    if flags & ~END_STREAM == END_HEADERS and stream_id & 1:
+                        self._on_block(stream_id, flags, data[start:after])
+                    else:
+                        self._on_headers(stream_id, flags, data[start:after])
+                elif kind == CONTINUATION:
+                    self._on_continuation(stream_id, flags, data[start:after])
+                else:
+                    self._control.receive(kind, stream_id, flags, data[start:after])
+            except StreamError as error:
+                self._end_stream(error)
+            if self.is_over:
+                return end
+        return position
+
+    def _check_order(self, kind: int, flags: int) -> None:
+        """The client's settings come first, and nothing within a header block."""
+        if not self.is_begun:
+            if kind != SETTINGS or flags & ACK:
+                raise violation("the first frame is not SETTINGS")
+            self.is_begun = True
+        if self._block and kind != CONTINUATION:
+            raise violation("another frame within a header block")
+
+    # Requests
+
+    def _on_headers(self, stream_id: int, flags: int, payload: bytes) -> None:
+        if not stream_id & 1:
+            raise violation(f"HEADERS on stream {stream_id}, which no client opens")
+        if flags & (PADDED | HAS_PRIORITY):
+            payload = without_padding(payload, flags)
+            if flags & HAS_PRIORITY:
+                payload = self._without_priority(stream_id, payload)
+        if flags & END_HEADERS:
+            self._on_block(stream_id, flags, payload)
+        else:
+            self._block = [payload]
+            self._block_bytes = len(payload)
+            self._block_head = (stream_id, flags)
+            self._check_block()
+
+    def _without_priority(self, stream_id: int, payload: bytes) -> bytes:
+        if len(payload) < 5:
+            raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "HEADERS too short for a priority")
+        if int.from_bytes(payload[:4], "big") & STREAM_MASK == stream_id:
+            # Its block has to be read all the same, or later ones cannot be.
+            self._blocks.decode(payload[5:])
+            self._next_id = max(self._next_id, stream_id + 2)
+            raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, "a stream depends on itself")
+        return payload[5:]
+
+    def _on_continuation(self, stream_id: int, flags: int, payload: bytes) -> None:
+        if not self._block or stream_id != self._block_head[0]:
+            raise violation("CONTINUATION without its HEADERS")
+        self.spend(self.idle_work, "CONTINUATION frames")
+        self._block.append(payload)
+        self._block_bytes += len(payload)
+        self._check_block()
+        if flags & END_HEADERS:
+            block, self._block = b"".join(self._block), []
+            self._on_block(stream_id, self._block_head[1], block)
+
+    def _check_block(self) -> None:
+        if self._block_bytes > BLOCK_BYTES_MAX:
+            raise ProtocolViolation(
+                ErrorCode.ENHANCE_YOUR_CALM, f"a header block of over {BLOCK_BYTES_MAX} bytes"
+            )
+
+    def _on_block(self, stream_id: int, flags: int, block: bytes) -> None:
+        """A header block that is whole: it opens a stream, or ends a request."""
+        opened = self._blocks.known.get(block)
+        if opened is None:
+            self._turn_left -= len(block) + 1
+        if stream_id < self._next_id:
+            self._on_later_block(stream_id, flags, block)
+            return
+        if stream_id != self._next_id:
+            self._ended.pass_over(self._next_id, stream_id)
+        self._next_id = stream_id + 2
+        if opened is None:
+            opened = self._blocks.read(block)
+        sender = self.sender
+        if (
+            len(self.streams) >= STREAMS_MAX
+            or self._is_draining
+            or sender.unsent_bytes > UNSENT_BYTES_MAX
+        ):
+            self.spend(self.idle_work, "streams over the limit")
+            self._ended.reset(stream_id, ErrorCode.REFUSED_STREAM)
+            return
+        if isinstance(opened, str):
+            raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, opened)
+        stream = Stream(self, stream_id, sender.stream_window, STREAM_WINDOW)
+        stream.missing_bytes = opened.content_length
+        is_end = bool(flags & END_STREAM)
+        if is_end:
+            if opened.content_length:
+                raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, "a body is missing")
+            stream.is_received = True
+        self.streams[stream_id] = stream
+        handler = opened.open(stream)
+        if not stream.is_sent:
+            stream.handler = handler
+            if is_end:
+                handler.receive(b"", True)
+
+    def _on_later_block(self, stream_id: int, flags: int, block: bytes) -> None:
+        """HEADERS on a stream that has begun, has ended, or was passed over."""
+        stream = self.streams.get(stream_id)
+        if stream is not None:
+            self._on_trailers(stream, flags, block)
+            return
+        self._ended.read_headers(stream_id, flags)
+        cost = 1 + len(block) // LATE_BLOCK_BYTES
+        self.spend(self.idle_work, "HEADERS on streams that were reset", cost)
+        self._blocks.decode(block)
+
+    def _on_trailers(self, stream: Stream, flags: int, block: bytes) -> None:
+        headers = self._blocks.decode(block)
+        if stream.is_received:
+            raise StreamError(stream.id, ErrorCode.STREAM_CLOSED, "HEADERS after the request's end")
+        if not flags & END_STREAM:
+            raise StreamError(stream.id, ErrorCode.PROTOCOL_ERROR, "HEADERS within a body")
+        if any(name.startswith(b":") or wrong_header(name, value) for name, value in headers):
+            raise StreamError(stream.id, ErrorCode.PROTOCOL_ERROR, "malformed trailers")
+        self._end_body(stream)
+        stream.handler.receive(b"", True)
+
+    def _on_data(self, stream_id: int, flags: int, payload: bytes) -> None:
+        length = len(payload)
+        stream = self.streams.get(stream_id)
+        if (
+            flags == END_STREAM
+            and stream is not None
+            and length <= stream.receive_window
+            and length <= self.receiver.window
+            and not (stream.is_received or stream.held_bytes)
+            and stream.missing_bytes is None
+        ):
+            # A whole body: what most requests are. It is the handler's at once, and never held.
+            self.receiver.window -= length
+            stream.is_received = True
+            stream.handler.receive(payload, True)
+            return
+        self.receiver.take(length)
+        if flags & PADDED:
+            payload = without_padding(payload, flags)
+        if stream is None:
+            if not self.was_opened(stream_id):
+                raise violation(f"DATA on stream {stream_id}, which is not open")
+            if not (length and self._ended.may_come(stream_id)):
+                self.spend(self.idle_work, "DATA on streams that ended")
+            self._ended.read_data(stream_id, flags, length)
+            return
+        if stream.is_received:
+            raise StreamError(stream_id, ErrorCode.STREAM_CLOSED, "DATA after the request's end")
+        nbytes = len(payload)
+        self.receiver.hold(stream, length, nbytes)
+        if stream.missing_bytes is not None:
+            stream.missing_bytes -= nbytes
+            if stream.missing_bytes < 0:
+                raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, "more body than declared")
+        if flags & END_STREAM:
+            self._end_body(stream)
+            stream.handler.receive(payload, True)
+        else:
+            if not nbytes:
+                self.spend(self.idle_work, "empty DATA frames")
+            stream.handler.receive(payload, False)
+
+    def _end_body(self, stream: Stream) -> None:
+        if stream.missing_bytes:
+            raise StreamError(stream.id, ErrorCode.PROTOCOL_ERROR, "less body than declared")
+        stream.is_received = True
+
+    def spend(self, allowance: Allowance, what: str, count: int = 1) -> None:
+        """Raises ProtocolViolation where the client has done ``what`` too often."""
+        if not allowance.spend(count):
+            raise ProtocolViolation(ErrorCode.ENHANCE_YOUR_CALM, f"too many {what}")
+
+    def was_opened(self, stream_id: int) -> bool:
+        """Whether there is or was a stream of that number."""
+        return 0 < stream_id < self._next_id and stream_id & 1 == 1
+
+    # Ends
+
+    def sent(self, stream: Stream) -> None:
+        """Something of ``stream`` is to be written; if that was its end, it is forgotten."""
+        if stream.is_sent and stream.id in self.streams:
+            self._forget(stream)
+            if not stream.is_received:
+                self._ended.leave_unread(stream.id)
+        self._on_output()
+
+    def answered(self, stream: Stream) -> None:
+        """As sent, of a whole answer, which ends its stream."""
+        if stream.is_received and not (stream.held_bytes or self._is_draining):
+            # What most streams are: nothing is left of them.
+            stream.is_sent = True
+            stream.handler = ENDED
+            del self.streams[stream.id]
+            self._on_output()
+        else:
+            stream.is_sent = True
+            self.sent(stream)
+
+    def cancel(self, stream: Stream, code: ErrorCode) -> None:
+        if stream.id in self.streams:
+            self._forget(stream)
+            self._ended.reset(stream.id, code)
+            self._on_output()
+
+    def reset_by_client(self, stream_id: int) -> None:
+        """The client ended a stream."""
+        self.spend(self._resets, "resets")
+        self._ended.forget(stream_id)
+        stream = self.streams.get(stream_id)
+        if stream is not None:
+            self._forget(stream).reset()
+
+    def _end_stream(self, error: StreamError) -> None:
+        stream = self.streams.get(error.stream_id)
+        self.spend(self._resets, "streams in error")
+        if stream is not None:
+            self._forget(stream).reset()
+        self._ended.reset(error.stream_id, error.code)
+
+    def _forget(self, stream: Stream) -> Handler:
+        """Ends a stream; gives its handler, which has it no more: handlers hold their streams, and
+        such circles live until garbage is collected."""
+        del self.streams[stream.id]
+        stream.is_sent = True
+        handler, stream.handler = stream.handler, ENDED
+        if stream.held_bytes or stream.granted_bytes:
+            self.receiver.forget(stream)
+        if stream.unsent:
+            self.sender.forget(stream)
+        if self._is_draining and not self.streams:
+            self.is_over = True
+        return handler
+
+    def check_time(self, now_s: float) -> None:
+        """Ends what takes too long; called now and then."""
+        if self._ended.reset_unread():
+            self._on_output()
+        if self.sender.stuck_s(now_s) > UNREAD_S_MAX:
+            self.end(ErrorCode.ENHANCE_YOUR_CALM, "no window for the answers")
+            return
+        for stream in list(self.sender.parked.values()):
+            if now_s - stream.parked_s > UNREAD_S_MAX:
+                handler = stream.handler
+                self.cancel(stream, ErrorCode.CANCEL)
+                handler.reset()
+        for stream in list(self.streams.values()):
+            stream.handler.check_time(now_s)
+
+    def start_drain(self) -> None:
+        """Tells the client to open no more streams; those that are on their way are taken."""
+        self.sender.out.append(frames.goaway(MAX_STREAM_ID, ErrorCode.NO_ERROR))
+        self.sender.out.append(frames.ping(DRAIN_PING))
+        for stream in list(self.streams.values()):
+            stream.handler.drain()
+        self._on_output()
+
+    def finish_drain(self) -> None:
+        """Takes no more streams, and is over when the last has ended."""
+        if self._is_draining:
+            return
+        self._is_draining = True
+        self.sender.out.append(frames.goaway(max(0, self._next_id - 2), ErrorCode.NO_ERROR))
+        for stream in list(self.streams.values()):
+            stream.handler.drain()
+        if not self.streams:
+            self.is_over = True
+        self._on_output()
+
+    def end(self, code: ErrorCode, reason: str = "") -> None:
+        """Ends the connection now; what its streams wait for is dropped."""
+        if not self.is_over:
+            self.sender.out.append(frames.goaway(max(0, self._next_id - 2), code, reason))
+        self.close()
+        self._on_output()
+
+    def close(self) -> None:
+        """The connection is gone."""
+        self.is_over = True
+        streams, self.streams = self.streams, {}
+        for stream in streams.values():
+            stream.is_sent = True
+            self.receiver.forget(stream)
+            self.sender.forget(stream)
+            handler, stream.handler = stream.handler, ENDED
+            handler.reset()
+        self.receiver.close()

@@ -1,0 +1,168 @@
+"""The frames that carry no request: settings, pings, windows, resets, priorities."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from embedserve.wire.http2 import frames
+from embedserve.wire.http2.allowance import Allowance
+from embedserve.wire.http2.frames import (
+    ACK,
+    FRAME_BYTES_MAX,
+    GOAWAY,
+    PING,
+    PRIORITY,
+    PUSH_PROMISE,
+    RST_STREAM,
+    SETTINGS,
+    STREAM_MASK,
+    WINDOW_MAX,
+    WINDOW_UPDATE,
+    ErrorCode,
+    ProtocolViolation,
+    StreamError,
+    violation,
+)
+from embedserve.wire.http2.sender import FRAME_BYTES_TAKEN
+
+if TYPE_CHECKING:
+    from embedserve.wire.http2.connection import Http2Connection
+
+DRAIN_PING = b"draining"
+UPDATES_PER_FRAME = 4
+"""Of windows, for each DATA frame sent: readers send one each for its stream and connection."""
+
+
+class ControlFrames:
+    """Checks such frames of one connection, and acts on them."""
+
+    def __init__(self, connection: Http2Connection) -> None:
+        self._connection = connection
+        self._sender = connection.sender
+        self._updates = Allowance()
+        self._data_frames_seen = 0
+        self._on_frame = {
+            PRIORITY: self._on_priority,
+            RST_STREAM: self._on_rst_stream,
+            SETTINGS: self._on_settings,
+            PUSH_PROMISE: self._on_push_promise,
+            PING: self._on_ping,
+            GOAWAY: self._on_goaway,
+            WINDOW_UPDATE: self._on_window_update,
+        }
+
+    def receive(self, kind: int, stream_id: int, flags: int, payload: bytes) -> None:
+        """Acts on a frame; one of an unknown kind is ignored.
+
+        Raises:
+            ProtocolViolation: it ends the connection.
+            StreamError: it ends its stream.
+        """
+        if kind != WINDOW_UPDATE and kind != RST_STREAM:
+            self._connection.spend(self._connection.idle_work, "frames that ask nothing")
+        act = self._on_frame.get(kind)
+        if act is not None:
+            act(stream_id, flags, payload)
+
+    def _on_push_promise(self, stream_id: int, flags: int, payload: bytes) -> None:
+        raise violation("PUSH_PROMISE of a client")
+
+    def _on_priority(self, stream_id: int, flags: int, payload: bytes) -> None:
+        """Checked and ignored."""
+        if stream_id == 0:
+            raise violation("PRIORITY of no stream")
+        if len(payload) != 5:
+            raise self._error(stream_id, ErrorCode.FRAME_SIZE_ERROR, "PRIORITY is 5 bytes")
+        if int.from_bytes(payload[:4], "big") & STREAM_MASK == stream_id:
+            raise self._error(stream_id, ErrorCode.PROTOCOL_ERROR, "a stream depends on itself")
+
+    def _error(self, stream_id: int, code: ErrorCode, reason: str) -> Exception:
+        """Of a stream, or of the connection where the stream is none that could be reset."""
+        if self._connection.was_opened(stream_id):
+            return StreamError(stream_id, code, reason)
+        return ProtocolViolation(code, reason)
+
+    def _on_rst_stream(self, stream_id: int, flags: int, payload: bytes) -> None:
+        if len(payload) != 4:
+            raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "RST_STREAM is 4 bytes")
+        if not self._connection.was_opened(stream_id):
+            raise violation(f"RST_STREAM of stream {stream_id}, which was not opened")
+        self._connection.reset_by_client(stream_id)
+
+    def _on_settings(self, stream_id: int, flags: int, payload: bytes) -> None:
+        if stream_id:
+            raise violation("SETTINGS of a stream")
+        if len(payload) % 6 or (flags & ACK and payload):
+            raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS of a wrong length")
+        if flags & ACK:
+            return
+        window = self._sender.stream_window
+        for start in range(0, len(payload), 6):
+            number = int.from_bytes(payload[start : start + 2], "big")
+            value = int.from_bytes(payload[start + 2 : start + 6], "big")
+            _check_setting(number, value)
+            if number == frames.SETTINGS_INITIAL_WINDOW_SIZE:
+                window = value
+            elif number == frames.SETTINGS_MAX_FRAME_SIZE:
+                self._sender.frame_bytes_max = min(value, FRAME_BYTES_TAKEN)
+        if window != self._sender.stream_window:
+            # Once for all that the frame says of it: there may be many streams.
+            change = window - self._sender.stream_window
+            self._sender.stream_window = window
+            for stream in list(self._connection.streams.values()):
+                self._sender.open_window(stream, change)
+        self._sender.out.append(frames.SETTINGS_ACK)
+
+    def _on_ping(self, stream_id: int, flags: int, payload: bytes) -> None:
+        if stream_id:
+            raise violation("PING of a stream")
+        if len(payload) != 8:
+            raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "PING is 8 bytes")
+        if not flags & ACK:
+            self._sender.out.append(frames.ping(payload, ACK))
+        elif payload == DRAIN_PING:
+            self._connection.finish_drain()
+
+    def _on_goaway(self, stream_id: int, flags: int, payload: bytes) -> None:
+        if stream_id:
+            raise violation("GOAWAY of a stream")
+        if len(payload) < 8:
+            raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "GOAWAY of under 8 bytes")
+
+    def _on_window_update(self, stream_id: int, flags: int, payload: bytes) -> None:
+        if len(payload) != 4:
+            raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "WINDOW_UPDATE is 4 bytes")
+        if stream_id and not self._connection.was_opened(stream_id):
+            raise violation(f"WINDOW_UPDATE of stream {stream_id}, which was not opened")
+        if not self._updates.spend():
+            self._updates.earn(
+                UPDATES_PER_FRAME * (self._sender.data_frames - self._data_frames_seen)
+            )
+            self._data_frames_seen = self._sender.data_frames
+            self._connection.spend(self._updates, "updates of windows")
+        increment = int.from_bytes(payload, "big") & STREAM_MASK
+        stream = self._connection.streams.get(stream_id) if stream_id else None
+        if increment == 0:
+            if not stream_id:
+                raise violation("WINDOW_UPDATE of 0")
+            raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE of 0")
+        if stream_id and stream is None:
+            return  # it has ended
+        try:
+            self._sender.open_window(stream, increment)
+        except ProtocolViolation as error:
+            if stream is None:
+                raise
+            raise StreamError(stream_id, error.code, error.reason) from error
+
+
+def _check_setting(number: int, value: int) -> None:
+    """Raises ProtocolViolation for a value that the setting cannot have."""
+    if number == frames.SETTINGS_ENABLE_PUSH and value > 1:
+        raise violation(f"SETTINGS_ENABLE_PUSH is {value}")
+    if number == frames.SETTINGS_INITIAL_WINDOW_SIZE and value > WINDOW_MAX:
+        raise ProtocolViolation(
+            ErrorCode.FLOW_CONTROL_ERROR, f"SETTINGS_INITIAL_WINDOW_SIZE is {value}"
+        )
+    if number == frames.SETTINGS_MAX_FRAME_SIZE and not FRAME_BYTES_MAX <= value < 1 << 24:
+        raise violation(f"SETTINGS_MAX_FRAME_SIZE is {value}")

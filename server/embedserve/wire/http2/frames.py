@@ -1,0 +1,121 @@
+"""HTTP/2 frames as they are written: types, flags, settings, error codes, and small builders.
+
+RFC 9113, sections 4 (frames), 6 (their definitions) and 7 (error codes).
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEAD_BYTES = 9
+HEAD = struct.Struct(">HBBBI")
+"""A frame's head: the upper 16 and the lower 8 bits of its length, type, flags, stream."""
+FRAME_BYTES_MAX = 16384
+"""Of a payload, unless the receiver's settings allow more; ours never do."""
+STREAM_MASK = 0x7FFFFFFF
+WINDOW_MAX = 2**31 - 1
+WINDOW_AT_START = 65535
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE = range(6)
+PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(6, 10)
+
+END_STREAM = ACK = 0x1
+END_HEADERS = 0x4
+PADDED = 0x8
+HAS_PRIORITY = 0x20
+
+SETTINGS_ENABLE_PUSH = 2
+SETTINGS_MAX_CONCURRENT_STREAMS = 3
+SETTINGS_INITIAL_WINDOW_SIZE = 4
+SETTINGS_MAX_FRAME_SIZE = 5
+SETTINGS_MAX_HEADER_LIST_SIZE = 6
+
+SETTINGS_ACK = b"\0\0\0\4\1\0\0\0\0"
+
+
+class ErrorCode(IntEnum):
+    """RFC 9113, section 7."""
+
+    NO_ERROR = 0
+    PROTOCOL_ERROR = 1
+    INTERNAL_ERROR = 2
+    FLOW_CONTROL_ERROR = 3
+    SETTINGS_TIMEOUT = 4
+    STREAM_CLOSED = 5
+    FRAME_SIZE_ERROR = 6
+    REFUSED_STREAM = 7
+    CANCEL = 8
+    COMPRESSION_ERROR = 9
+    CONNECT_ERROR = 10
+    ENHANCE_YOUR_CALM = 11
+    INADEQUATE_SECURITY = 12
+    HTTP_1_1_REQUIRED = 13
+
+
+class ProtocolViolation(Exception):
+    """The peer broke the protocol in a way that ends its connection."""
+
+    def __init__(self, code: ErrorCode, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason
+
+
+class StreamError(Exception):
+    """The peer broke the protocol in a way that ends one stream."""
+
+    def __init__(self, stream_id: int, code: ErrorCode, reason: str) -> None:
+        super().__init__(reason)
+        self.stream_id = stream_id
+        self.code = code
+        self.reason = reason
+
+
+def violation(reason: str) -> ProtocolViolation:
+    """A connection error of the kind PROTOCOL_ERROR."""
+    return ProtocolViolation(ErrorCode.PROTOCOL_ERROR, reason)
+
+
+def without_padding(payload: bytes, flags: int) -> bytes:
+    """The payload of DATA or HEADERS without its padding.
+
+    Raises:
+        ProtocolViolation: the padding is as long as the frame.
+    """
+    if not flags & PADDED:
+        return payload
+    if not payload:
+        raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "a padded frame without its length")
+    padding = payload[0]
+    if padding >= len(payload):
+        raise violation("padding as long as its frame")
+    return payload[1 : len(payload) - padding]
+
+
+def head(length: int, kind: int, flags: int, stream_id: int) -> bytes:
+    return HEAD.pack(length >> 8, length & 0xFF, kind, flags, stream_id)
+
+
+def settings(*pairs: tuple[int, int]) -> bytes:
+    return head(6 * len(pairs), SETTINGS, 0, 0) + b"".join(
+        struct.pack(">HI", *pair) for pair in pairs
+    )
+
+
+def window_update(stream_id: int, increment: int) -> bytes:
+    return head(4, WINDOW_UPDATE, 0, stream_id) + increment.to_bytes(4, "big")
+
+
+def rst_stream(stream_id: int, code: int) -> bytes:
+    return head(4, RST_STREAM, 0, stream_id) + code.to_bytes(4, "big")
+
+
+def ping(payload: bytes, flags: int = 0) -> bytes:
+    return head(8, PING, flags, 0) + payload
+
+
+def goaway(last_stream_id: int, code: int, reason: str = "") -> bytes:
+    text = reason.encode()
+    return head(8 + len(text), GOAWAY, 0, 0) + struct.pack(">II", last_stream_id, code) + text

@@ -1,0 +1,152 @@
+"""The receiving half's windows: what clients may send, and when they may send more.
+
+A connection has room for so many bytes that were received and not consumed; a stream for fewer.
+What a message needs beyond that is granted by Uploads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from embedserve.wire.http2 import frames
+from embedserve.wire.http2.frames import WINDOW_AT_START, ErrorCode, ProtocolViolation, StreamError
+from embedserve.wire.http2.stream import Stream
+from embedserve.wire.http2.uploads import Uploads
+
+STREAM_WINDOW = 64 << 10
+CONNECTION_WINDOW = 1 << 20
+WINDOW_LOW = CONNECTION_WINDOW // 2
+
+
+class Receiver:
+    """The windows of one connection's receiving half.
+
+    Attributes:
+        out: where updates of windows go.
+        window: bytes of DATA that the client may send on the connection.
+    """
+
+    def __init__(
+        self, out: list[bytes | memoryview], uploads: Uploads, on_output: Callable[[], None]
+    ) -> None:
+        """``on_output`` is called where an update comes later than what asked for it."""
+        self.out = out
+        self._on_output = on_output
+        self._uploads = uploads
+        self.window = WINDOW_AT_START
+        self._held_bytes = 0
+        self._granted_bytes = 0
+        self._spare_bytes = 0
+        self._wants_spare = False
+        self._is_over = False
+
+    def take(self, nbytes: int) -> None:
+        """Counts a DATA frame's payload against the connection's window.
+
+        Raises:
+            ProtocolViolation: the client had no window for it.
+        """
+        self.window -= nbytes
+        if self.window < 0:
+            raise ProtocolViolation(
+                ErrorCode.FLOW_CONTROL_ERROR, "DATA beyond the connection's window"
+            )
+
+    def hold(self, stream: Stream, length: int, nbytes: int) -> None:
+        """Counts a frame of ``length`` with ``nbytes`` of body against the stream's window.
+
+        Raises:
+            StreamError: the client had no window for it.
+        """
+        stream.receive_window -= length
+        if stream.receive_window < 0:
+            raise StreamError(
+                stream.id, ErrorCode.FLOW_CONTROL_ERROR, "DATA beyond the stream's window"
+            )
+        stream.held_bytes += nbytes
+        self._held_bytes += nbytes
+
+    def consumed(self, stream: Stream, nbytes: int) -> None:
+        stream.held_bytes -= nbytes
+        self._held_bytes -= nbytes
+        over = stream.receive_window + stream.held_bytes - STREAM_WINDOW
+        self._return_grant(stream, 0 if stream.is_received else max(0, over))
+        if stream.is_received:
+            return
+        more = STREAM_WINDOW - stream.receive_window - stream.held_bytes
+        if more >= STREAM_WINDOW // 2:
+            self._open(stream, more)
+
+    def _open(self, stream: Stream, nbytes: int) -> None:
+        stream.receive_window += nbytes
+        self.out.append(frames.window_update(stream.id, nbytes))
+
+    def want(self, stream: Stream, missing_bytes: int) -> None:
+        """Gives ``stream`` more window as there is room, until what it misses has come.
+
+        In steps, each as large as what has come: what a client promises costs nothing, only what
+        it sends.
+        """
+        step = max(STREAM_WINDOW, stream.held_bytes)
+        if stream.has_asked or stream.receive_window >= min(missing_bytes, step // 2):
+            return
+
+        def grant(nbytes: int) -> bool:
+            stream.has_asked = False
+            if stream.is_received or stream.is_sent or self._is_over:
+                return False
+            stream.granted_bytes += nbytes
+            self._granted_bytes += nbytes
+            self._open(stream, nbytes)
+            self.top_up()
+            stream.connection.sent(stream)
+            return True
+
+        stream.has_asked = True
+        self._uploads.ask(min(missing_bytes - stream.receive_window, step), grant)
+
+    def top_up(self) -> None:
+        """Gives the client more of the connection's window, once there is much to give: not while
+        ``window`` is over WINDOW_LOW."""
+        room = CONNECTION_WINDOW + self._granted_bytes + self._spare_bytes - self._held_bytes
+        more = room - self.window
+        if more >= WINDOW_LOW:
+            self.window += more
+            self.out.append(frames.window_update(0, more))
+        elif self.window < STREAM_WINDOW and not self._wants_spare:
+            # Bodies that have all begun and cannot end would wait for each other.
+            self._wants_spare = True
+            self._uploads.ask(CONNECTION_WINDOW, self._spare)
+
+    def _spare(self, nbytes: int) -> bool:
+        self._wants_spare = False
+        if self._is_over or self.window >= STREAM_WINDOW:
+            return False
+        self._spare_bytes += nbytes
+        self.top_up()
+        self._on_output()
+        return True
+
+    def forget(self, stream: Stream) -> None:
+        """The stream has ended: what it held and was granted is free again."""
+        self._held_bytes -= stream.held_bytes
+        stream.held_bytes = 0
+        self._return_grant(stream, 0)
+        if self._spare_bytes and self._held_bytes < CONNECTION_WINDOW // 2:
+            spare, self._spare_bytes = self._spare_bytes, 0
+            self._uploads.give_back(spare)
+
+    def _return_grant(self, stream: Stream, kept_bytes: int) -> None:
+        """Gives back what ``stream`` was granted, but for so much."""
+        granted = stream.granted_bytes - kept_bytes
+        if granted > 0:
+            stream.granted_bytes = kept_bytes
+            self._granted_bytes -= granted
+            self._uploads.give_back(granted)
+
+    def close(self) -> None:
+        """The connection has ended, and before it its streams."""
+        self._is_over = True
+        if self._spare_bytes:
+            spare, self._spare_bytes = self._spare_bytes, 0
+            self._uploads.give_back(spare)

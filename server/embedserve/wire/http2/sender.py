@@ -1,0 +1,268 @@
+"""The sending half of a connection: answers as frames, within the windows of the client.
+
+Small answers are one piece of bytes at once. What the client has no window for waits with its
+stream; streams that have something to send take turns of a few frames each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from time import perf_counter
+
+from embedserve.wire.http2 import frames
+from embedserve.wire.http2.frames import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    FRAME_BYTES_MAX,
+    HEADERS,
+    WINDOW_AT_START,
+    WINDOW_MAX,
+    ErrorCode,
+    ProtocolViolation,
+)
+from embedserve.wire.http2.header_blocks import NO_TABLE
+from embedserve.wire.http2.stream import Stream
+
+TURN_BYTES = 64 << 10
+"""Of a stream's body, before it is another's turn."""
+OUT_BYTES_MAX = 1 << 20
+"""Framed at a time, before it is written."""
+KEPT_BYTES_MIN = 1 << 20
+"""A smaller answer that waits is copied: it is a slice of its batch, and would keep that."""
+UNPARK_BYTES = 64 << 10
+"""Sent since a stream first waited for its client, after which the client counts as reading."""
+FRAME_BYTES_TAKEN = 1 << 20
+"""Of larger frames that a client allows, no use is made."""
+
+
+HEAD_FRAME = bytes((HEADERS, END_HEADERS))
+TAIL_FRAME = bytes((HEADERS, END_HEADERS | END_STREAM))
+MORE_DATA_FRAME = bytes((DATA, 0))
+LAST_DATA_FRAME = bytes((DATA, END_STREAM))
+"""Type and flags, as they stand between a frame's length and the number of its stream."""
+
+
+class Sender:
+    """Frames what streams send.
+
+    Attributes:
+        window: bytes of DATA that the client takes on this connection.
+        stream_window: of a new stream.
+        frame_bytes_max: of a payload that the client takes.
+        out: what is to be written, in order.
+        unsent_bytes: of all streams.
+        data_frames: sent so far.
+        fresh: streams that have written since ``keep`` was called.
+        ready: streams that have something to send, and a window for it.
+        parked: streams whose client gives them no window.
+    """
+
+    def __init__(self) -> None:
+        self.window = WINDOW_AT_START
+        self.stream_window = WINDOW_AT_START
+        self.frame_bytes_max = FRAME_BYTES_MAX
+        self.out: list[bytes | memoryview] = []
+        self.unsent_bytes = 0
+        self.data_frames = 0
+        self.parked: dict[int, Stream] = {}
+        self.ready: deque[Stream] = deque()
+        self.fresh: list[Stream] = []
+        self._block_start = NO_TABLE
+        self._given_bytes = 0  # of the connection's window, since _stuck_since_s
+        self._stuck_since_s = perf_counter()
+
+    def answer(
+        self,
+        stream: Stream,
+        head: bytes,
+        parts: Sequence[bytes | memoryview],
+        nbytes: int,
+        tail: bytes,
+    ) -> None:
+        """A whole answer: at once where it fits into one frame, else as there is room."""
+        if (
+            nbytes > stream.send_window
+            or nbytes > self.window
+            or nbytes > FRAME_BYTES_MAX
+            or self._block_start
+            or stream.is_sent
+        ):
+            self.head(stream, head, False)
+            self.body(stream, parts, nbytes)
+            self.end(stream, tail)
+            return
+        self.window -= nbytes
+        self.data_frames += 1
+        number = stream.id.to_bytes(4, "big")
+        size = nbytes.to_bytes(3, "big")
+        head_size = len(head).to_bytes(3, "big")
+        if tail:
+            tail_size = len(tail).to_bytes(3, "big")
+            start = (head_size, HEAD_FRAME, number, head, size, MORE_DATA_FRAME, number)
+            pieces = (*start, *parts, tail_size, TAIL_FRAME, number, tail)
+        else:
+            pieces = (head_size, HEAD_FRAME, number, head, size, LAST_DATA_FRAME, number, *parts)
+        self.out.append(b"".join(pieces))
+        stream.connection.answered(stream)
+
+    def head(self, stream: Stream, block: bytes, is_end: bool) -> None:
+        if stream.is_sent:
+            return
+        block = self._block_start + block
+        self._block_start = b""
+        flags = END_HEADERS
+        if is_end:
+            flags |= END_STREAM
+        self._block(stream.id, block, flags)
+        if is_end:
+            stream.is_sent = True
+        stream.connection.sent(stream)
+
+    def _block(self, stream_id: int, block: bytes, flags: int) -> None:
+        """A header block, in as many frames as it needs."""
+        first, rest = block[:FRAME_BYTES_MAX], block[FRAME_BYTES_MAX:]
+        kind = HEADERS
+        while rest:
+            self.out += (frames.head(len(first), kind, flags & ~END_HEADERS, stream_id), first)
+            kind, flags = frames.CONTINUATION, END_HEADERS
+            first, rest = rest[:FRAME_BYTES_MAX], rest[FRAME_BYTES_MAX:]
+        self.out += (frames.head(len(first), kind, flags, stream_id), first)
+
+    def body(self, stream: Stream, parts: Sequence[bytes | memoryview], nbytes: int) -> None:
+        if stream.is_sent or not nbytes:
+            return
+        if stream.unsent is None:
+            stream.unsent = deque()
+        was_empty = not stream.unsent
+        stream.unsent.extend([memoryview(part).cast("B") for part in parts if len(part)])
+        stream.unsent_bytes += nbytes
+        self.unsent_bytes += nbytes
+        self.fresh.append(stream)
+        if was_empty:
+            self._make_ready(stream)
+        stream.connection.sent(stream)
+
+    def end(self, stream: Stream, tail: bytes) -> None:
+        if stream.is_sent or stream.tail is not None:
+            return
+        stream.tail = tail
+        if not stream.unsent:
+            self._send_tail(stream)
+        stream.connection.sent(stream)
+
+    def _make_ready(self, stream: Stream) -> None:
+        if stream.send_window > 0:
+            self.ready.append(stream)
+        else:
+            self._park(stream)
+
+    def _park(self, stream: Stream) -> None:
+        self.parked[stream.id] = stream
+        if not stream.parked_s:
+            stream.parked_s = perf_counter()
+            stream.sent_since_parked = 0
+
+    def pump(self) -> None:
+        """Frames what the windows allow, some of it: more once that was written."""
+        left = OUT_BYTES_MAX
+        while self.ready and self.window > 0 and left > 0:
+            stream = self.ready.popleft()
+            if not stream.unsent or stream.is_sent:
+                continue
+            left -= self._send_some(stream)
+            if not stream.unsent:
+                self._has_sent(stream)
+            else:
+                self._make_ready(stream)
+
+    def keep(self) -> None:
+        """Copies what has to wait, once all was framed that can be: see KEPT_BYTES_MIN."""
+        fresh, self.fresh = self.fresh, []
+        for stream in fresh:
+            if stream.unsent and stream.unsent_bytes < KEPT_BYTES_MIN:
+                stream.unsent = deque((memoryview(b"".join(stream.unsent)),))
+
+    def _send_some(self, stream: Stream) -> int:
+        """A turn's bytes of a stream that has some, and window; gives how many."""
+        assert stream.unsent is not None
+        turn = min(TURN_BYTES, stream.send_window, self.window)
+        left = turn
+        while left and stream.unsent:
+            part = stream.unsent[0]
+            size = min(len(part), left, self.frame_bytes_max)
+            left -= size
+            if size < len(part):
+                stream.unsent[0] = part[size:]
+                part = part[:size]
+            else:
+                stream.unsent.popleft()
+            is_end = not stream.unsent and stream.tail == b""
+            self.out += (frames.head(size, DATA, END_STREAM if is_end else 0, stream.id), part)
+            self.data_frames += 1
+        sent = turn - left
+        stream.send_window -= sent
+        self.window -= sent
+        stream.unsent_bytes -= sent
+        self.unsent_bytes -= sent
+        if stream.parked_s:
+            stream.sent_since_parked += sent
+            if stream.sent_since_parked >= UNPARK_BYTES:
+                stream.parked_s = 0.0
+        return sent
+
+    def _has_sent(self, stream: Stream) -> None:
+        """All of the body that was written has been framed."""
+        stream.parked_s = 0.0
+        if stream.tail == b"":
+            stream.is_sent = True
+            stream.connection.sent(stream)
+        elif stream.tail is not None:
+            self._send_tail(stream)
+            stream.connection.sent(stream)
+        else:
+            stream.handler.resume()
+
+    def _send_tail(self, stream: Stream) -> None:
+        if stream.tail:
+            self.out.append(
+                frames.head(len(stream.tail), HEADERS, END_HEADERS | END_STREAM, stream.id)
+                + stream.tail
+            )
+        else:
+            self.out.append(frames.head(0, DATA, END_STREAM, stream.id))
+        stream.is_sent = True
+
+    def stuck_s(self, now_s: float) -> float:
+        """For how long answers have waited for the connection's window; asked now and then."""
+        if not self.ready or self.window > 0 or self._given_bytes >= UNPARK_BYTES:
+            self._stuck_since_s = now_s
+            self._given_bytes = 0
+        return now_s - self._stuck_since_s
+
+    def forget(self, stream: Stream) -> None:
+        """The stream has ended: what it has not sent is dropped."""
+        if stream.unsent:
+            self.unsent_bytes -= stream.unsent_bytes
+            stream.unsent.clear()
+            stream.unsent_bytes = 0
+            self.parked.pop(stream.id, None)
+
+    def open_window(self, stream: Stream | None, increment: int) -> None:
+        """The client takes more: on ``stream``, or on the connection.
+
+        Raises:
+            ProtocolViolation: more than a window can be.
+        """
+        if stream is None:
+            self.window += increment
+            self._given_bytes += increment
+            is_over = self.window > WINDOW_MAX
+        else:
+            stream.send_window += increment
+            is_over = stream.send_window > WINDOW_MAX
+            if stream.send_window > 0 and self.parked.pop(stream.id, None) is not None:
+                self.ready.append(stream)
+        if is_over:
+            raise ProtocolViolation(ErrorCode.FLOW_CONTROL_ERROR, "a window is over 2^31 - 1")

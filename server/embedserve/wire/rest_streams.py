@@ -1,0 +1,134 @@
+"""Embed requests of REST over HTTP/2: each the handler of its stream, straight to the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+from embedserve.errors import EmbedServeError, RequestTooLargeError
+from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, Parts, late_request
+from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.wire.http2.header_blocks import encode
+from embedserve.wire.http2.requests import Request
+from embedserve.wire.http2.stream import ENDED, Handler, Stream
+from embedserve.wire.rest import (
+    HeadersTooLargeError,
+    check_method,
+    error_answer,
+    read_headers,
+    too_large,
+)
+
+
+class RestCall(Call):
+    """An embed request, from its header block to its answer."""
+
+    __slots__ = ("_exchange", "_pieces", "_size", "_stream")
+
+    def __init__(self, asked: Asked, exchange: Exchange, stream: Stream) -> None:
+        super().__init__(asked, perf_counter())
+        self._exchange = exchange
+        self._stream = stream
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    def receive(self, data: bytes, is_end: bool) -> None:
+        self._size += len(data)
+        limit = self._exchange.limits.body_bytes_max
+        if self._size > limit:
+            self.refuse_size(f"at least {self._size}")
+            return
+        if not is_end:
+            self._pieces.append(data)
+            self._want_more()
+            return
+        if self._pieces:
+            data = b"".join((*self._pieces, data))
+            self._pieces.clear()
+            self._stream.consumed(self._stream.held_bytes)
+        self._exchange.ask(self, data)
+
+    def refuse_size(self, size: object) -> None:
+        limit = self._exchange.limits.body_bytes_max
+        self.refuse(RequestTooLargeError(too_large(size, limit), "body"))
+
+    def _want_more(self) -> None:
+        stream = self._stream
+        left = self._exchange.limits.body_bytes_max - self._size
+        stream.expect(left if stream.missing_bytes is None else stream.missing_bytes)
+
+    def write_answer(self, parts: Parts, nbytes: int) -> None:
+        head = encode(
+            [
+                (b":status", b"200"),
+                (b"content-type", self.asked.answer_codec.content_type),
+                (b"content-length", b"%d" % nbytes),
+            ]
+        )
+        self._stream.answer(head, parts, nbytes, b"")
+
+    def write_error(self, error: EmbedServeError) -> None:
+        write_error(self._stream, error)
+
+    def reset(self) -> None:
+        self.cancel()
+
+    def resume(self) -> None:
+        """The whole answer is written at once: there is no more."""
+
+    def check_time(self, now_s: float) -> None:
+        if not self._stream.is_received and now_s - self.start_s > REQUEST_S_MAX:
+            self.refuse(late_request())
+
+    def drain(self) -> None:
+        """It was accepted, so it is answered."""
+
+
+def write_error(stream: Stream, error: EmbedServeError, method: bytes = b"POST") -> None:
+    """Answers ``error`` in the JSON shape of every REST error; a HEAD by its headers alone."""
+    headers, body = error_answer(error)
+    status = (b":status", b"%d" % error.http_status)
+    head = encode([status, *headers, (b"content-length", b"%d" % len(body))])
+    if method == b"HEAD":
+        stream.send_head(head, is_end=True)
+    else:
+        stream.answer(head, (body,), len(body), b"")
+
+
+def open_embed(
+    model: str, request: Request, exchange: Exchange, metrics: ProtocolMetrics
+) -> Callable[[Stream], Handler]:
+    """What opens embed requests to ``model`` with such a head."""
+    try:
+        check_method(request.method.decode("latin-1"))
+        asked = read_headers(model, request.headers, metrics)
+    except EmbedServeError as error:
+        return refused(error, request, metrics)
+
+    def open_call(stream: Stream) -> Handler:
+        call = RestCall(asked, exchange, stream)
+        size = stream.missing_bytes
+        if size is not None and size > exchange.limits.body_bytes_max:
+            call.refuse_size(size)
+        elif exchange.models.is_full:
+            exchange.refuse_early(call)
+        return call
+
+    return open_call
+
+
+def refused(
+    error: EmbedServeError, request: Request, metrics: ProtocolMetrics
+) -> Callable[[Stream], Handler]:
+    """Opens streams only to answer them with ``error``."""
+
+    def open_refused(stream: Stream) -> Handler:
+        metrics.failed(error.code, 0.0)
+        write_error(stream, error, request.method)
+        return ENDED
+
+    return open_refused
+
+
+def headers_too_large(list_bytes: int, limit: int) -> HeadersTooLargeError:
+    return HeadersTooLargeError(f"the headers have {list_bytes} bytes, the limit is {limit}")

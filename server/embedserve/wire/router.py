@@ -1,0 +1,71 @@
+"""Which handler an HTTP/2 request goes to: gRPC's, an embed route's, or the management's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from embedserve.exchange import Exchange
+from embedserve.wire.asgi import ASGIApp, AsgiStream
+from embedserve.wire.grpc.messages import WireError
+from embedserve.wire.grpc.service import GrpcService
+from embedserve.wire.grpc.service import refused as refused_call
+from embedserve.wire.http2.connection import HEADER_LIST_BYTES_MAX
+from embedserve.wire.http2.header_blocks import Headers, encode
+from embedserve.wire.http2.requests import Opened, Request, read_request
+from embedserve.wire.http2.stream import Handler, Stream
+from embedserve.wire.rest import embed_route
+from embedserve.wire.rest_streams import headers_too_large, open_embed, refused
+
+CONTINUE = encode([(b":status", b"100")])
+
+
+class Router:
+    """Finds what handles a request by its head; what it finds serves all with the same head."""
+
+    def __init__(self, exchange: Exchange, management: ASGIApp) -> None:
+        self._exchange = exchange
+        self._management = management
+        self._metrics = exchange.metrics.protocols["rest"]
+        self._grpc = GrpcService(exchange)
+
+    def open_request(self, headers: Headers) -> Opened | str:
+        """What opens a request with ``headers``, or what is malformed about them."""
+        request = read_request(headers)
+        if isinstance(request, str):
+            return request
+        open_stream = self._find(request)
+        if (b"expect", b"100-continue") in request.headers:
+            open_stream = _after_continue(open_stream)
+        return Opened(open_stream, request.content_length)
+
+    def _find(self, request: Request) -> Callable[[Stream], Handler]:
+        content_type = next((v for name, v in request.headers if name == b"content-type"), b"")
+        is_grpc = _is_grpc(content_type) and request.method == b"POST"
+        if request.list_bytes > HEADER_LIST_BYTES_MAX:
+            error = headers_too_large(request.list_bytes, HEADER_LIST_BYTES_MAX)
+            if is_grpc:
+                return refused_call(WireError(error.code, error.message))
+            return refused(error, request, self._metrics)
+        if is_grpc:
+            return self._grpc.open(request)
+        model = embed_route(request.target.partition(b"?")[0].decode("latin-1"))
+        if model is not None:
+            return open_embed(model, request, self._exchange, self._metrics)
+        return lambda stream: AsgiStream(self._management, request, stream)
+
+
+def _after_continue(open_stream: Callable[[Stream], Handler]) -> Callable[[Stream], Handler]:
+    """Tells a client to go on that waits for that before it sends its body."""
+
+    def tell(stream: Stream) -> Handler:
+        if not stream.is_received:
+            stream.send_head(CONTINUE)
+        return open_stream(stream)
+
+    return tell
+
+
+def _is_grpc(content_type: bytes) -> bool:
+    return content_type == b"application/grpc" or content_type.startswith(
+        (b"application/grpc+", b"application/grpc;")
+    )

@@ -1,0 +1,121 @@
+"""Listens on the ports of one process, and owns its connections from their start to the drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any, cast
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from embedserve.exchange import Exchange
+from embedserve.wire.asgi import ASGIApp, EmbedEndpoint
+from embedserve.wire.connections import Connection, Http2Transport, NewConnection
+from embedserve.wire.heads import HeadForms
+from embedserve.wire.http1 import Http1Connection
+from embedserve.wire.http2.uploads import Uploads
+from embedserve.wire.router import Router
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 4096
+CHECK_S = 1.0
+"""Between two looks at the connections for what takes too long."""
+UPLOAD_BYTES = 256 << 20
+"""Of bodies under way, past what every stream may send; at least one of the largest."""
+
+
+class WireServer:
+    """The connections of a process, of all protocols, over one exchange."""
+
+    def __init__(self, exchange: Exchange, management: ASGIApp) -> None:
+        """``management`` is the ASGI application that answers all but embed requests."""
+        self._exchange = exchange
+        self._router = Router(exchange, management)
+        self._forms = HeadForms(exchange.metrics.protocols["rest"])
+        upload_bytes = max(UPLOAD_BYTES, exchange.limits.body_bytes_max)
+        self._uploads = Uploads(upload_bytes, lambda: not exchange.models.is_full)
+        exchange.when_room(self._uploads.retry)
+        self._connections: set[Connection] = set()
+        self._listening: list[asyncio.Server] = []
+        self._checking: asyncio.TimerHandle | None = None
+        self._is_empty = asyncio.Event()
+        self._is_draining = False
+        self._uvicorn_state = ServerState()
+        self._uvicorn_config = uvicorn.Config(
+            cast(Any, EmbedEndpoint(exchange, management)),
+            loop="none",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            proxy_headers=False,
+            log_config=None,
+            server_header=False,
+            date_header=False,
+        )
+        self._uvicorn_config.load()
+
+    async def listen(self, sockets: Sequence[socket.socket]) -> None:
+        """Takes connections of all ``sockets``, which are bound; each of any protocol."""
+        loop = asyncio.get_running_loop()
+        for sock in sockets:
+            server = await loop.create_server(
+                lambda: NewConnection(self), sock=sock, backlog=BACKLOG
+            )
+            self._listening.append(server)
+        self._check()
+
+    async def drain(self, drain_s: float) -> None:
+        """Takes no more connections, answers what was accepted, and closes all in ``drain_s``."""
+        for server in self._listening:
+            server.close()
+        self._is_draining = True
+        for connection in list(self._connections):
+            connection.drain()
+        if self._connections:
+            self._is_empty.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_empty.wait(), drain_s)
+        if self._connections:
+            logger.warning(
+                "%d connections are cut: they did not end in time", len(self._connections)
+            )
+        for connection in list(self._connections):
+            connection.abort()
+        if self._checking is not None:
+            self._checking.cancel()
+
+    def http1(self) -> Http1Connection:
+        return Http1Connection(
+            self._exchange,
+            self._forms,
+            self,
+            config=self._uvicorn_config,
+            server_state=self._uvicorn_state,
+            app_state={},
+        )
+
+    def http2(self) -> Http2Transport:
+        return Http2Transport(self._exchange, self._router.open_request, self._uploads, self)
+
+    def add(self, connection: Connection) -> None:
+        self._connections.add(connection)
+        if self._is_draining:
+            asyncio.get_running_loop().call_soon(connection.drain)
+
+    def discard(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        if not self._connections:
+            self._is_empty.set()
+
+    def _check(self) -> None:
+        now_s = perf_counter()
+        for connection in list(self._connections):
+            connection.check_time(now_s)
+        self._checking = asyncio.get_running_loop().call_later(CHECK_S, self._check)

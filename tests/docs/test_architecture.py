@@ -1,0 +1,27 @@
+"""Every file and folder that docs/architecture.md names is there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from documents import ROOT
+
+ROOTS = (ROOT, ROOT / "server" / "embedserve", ROOT / "model_store" / "embedserve_store")
+"""Where the page's paths begin."""
+
+
+def named_paths() -> list[str]:
+    """What stands in `…` and ends as a folder or a file of ours does."""
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    return sorted(set(re.findall(r"`([\w/]+(?:/|\.py|\.proto|\.toml))`", text)))
+
+
+def test_the_page_names_paths_of_every_kind() -> None:
+    endings = {re.sub(r".*(?=[./])", "", path) for path in named_paths()}
+    assert endings == {"/", ".py", ".toml"}
+
+
+@pytest.mark.parametrize("path", named_paths())
+def test_what_the_page_names_is_there(path: str) -> None:
+    assert any((root / path).exists() for root in ROOTS)

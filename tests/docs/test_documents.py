@@ -1,0 +1,44 @@
+"""Links lead somewhere, the index has every page, and the README stays short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from documents import ROOT, anchors, links, markdown_files
+
+DOCS = ROOT / "docs"
+README_LINES_MAX = 150
+FIRST_DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/README.md", "docs/rest.md")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_the_documents_are_found_and_have_links() -> None:
+    found = {name_of(path): links(path) for path in markdown_files()}
+    assert all(found[name] for name in FIRST_DOCUMENTS)
+
+
+@pytest.mark.parametrize("path", markdown_files(), ids=name_of)
+def test_links_lead_to_files_and_headings_that_are_there(path: Path) -> None:
+    for link in links(path):
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        assert target.is_relative_to(ROOT), link
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_the_index_has_every_page() -> None:
+    linked = {(DOCS / link.partition("#")[0]).resolve() for link in links(DOCS / "README.md")}
+    assert {*DOCS.glob("*.md")} - {DOCS / "README.md"} <= linked
+
+
+def test_the_readme_is_short_and_names_the_two_commands() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert len(text.splitlines()) <= README_LINES_MAX
+    assert "make serve" in text
+    assert "make test" in text

@@ -1,0 +1,53 @@
+"""The committed references are what docs/generate.py makes of the code, and name all of it."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+import pytest
+from documents import ROOT
+from prometheus_client import Metric
+from server.fake_models import ruled_info
+
+from embedserve.metrics.metrics import Metrics
+
+DOCS = ROOT / "docs"
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["settings.md", "metrics.md"])
+def test_the_committed_page_is_current(name: str) -> None:
+    made = generator().PAGES[name]()
+    assert (DOCS / name).read_text("utf-8") == made, "run make docs and commit the result"
+
+
+def families_with_samples() -> list[Metric]:
+    """Of a server that answered and refused requests to a model of every id rule."""
+    metrics = Metrics([ruled_info()])
+    metrics.protocols["rest"].answered(0.001, 100)
+    metrics.protocols["grpc"].failed("INTERNAL", 0.001)
+    return list(metrics.registry().collect())
+
+
+@pytest.mark.parametrize("family", families_with_samples(), ids=lambda family: family.name)
+def test_the_page_has_every_metric_with_the_labels_of_its_samples(family: Metric) -> None:
+    assert family.samples
+    lines = (DOCS / "metrics.md").read_text("utf-8").splitlines()
+    suffix = "_total" if family.type == "counter" else ""
+    (line,) = [line for line in lines if line.startswith(f"| `{family.name}{suffix}` |")]
+    _, _, kind, labels, sentence, _ = (cell.strip() for cell in line.split("|"))
+    assert kind == family.type
+    assert sentence.rstrip(".") == family.documentation.rstrip(".")
+    for sample in family.samples:
+        assert [name.strip("`") for name in labels.split(", ") if name] == [
+            name for name in sample.labels if name != "le"
+        ]

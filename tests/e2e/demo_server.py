@@ -1,0 +1,28 @@
+"""The demo model with what its training left, and a server of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from running_servers import Running
+
+
+@dataclass(frozen=True)
+class Demo:
+    """
+    Attributes:
+        folder: store/, demo.pt and the vocabularies demo.TABLE.txt; not to be changed.
+        server: of the store, with no option.
+    """
+
+    folder: Path
+    server: Running
+
+    @property
+    def store(self) -> Path:
+        return self.folder / "store"
+
+    @property
+    def vocabularies(self) -> str:
+        return ",".join(f"{table}={self.folder}/demo.{table}.txt" for table in ("movie", "user"))

@@ -1,0 +1,182 @@
+"""One real server for all of these tests, a neighbour that must not suffer, and peers that are cut.
+
+Every test runs inside `unharmed`: whatever it does to the server, the neighbour is answered right
+and soon, and the server keeps neither the memory nor the sockets.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+import numpy as np
+import pytest
+from hostile.neighbour import Neighbour, anonymous_kib, open_sockets
+from hostile.peer import GREETING, Peer
+from hostile.victim import table
+from server.python import environment
+
+SCRIPT = Path(__file__).with_name("victim.py")
+STOP_S_MAX = 20
+TEST_S_MAX = 60
+SLOWEST_S_MAX = 2.0
+"""Of the neighbour's answers: a bound, not a speed. Two cores may be busy with something else."""
+GROWTH_KIB_MAX = 24 << 10
+"""Unless a test says otherwise by @pytest.mark.growth(kib)."""
+FORGET_S_MAX = 15.0
+
+
+@dataclass(frozen=True)
+class Victim:
+    """The server's ports and process."""
+
+    http_port: int
+    grpc_port: int
+    pid: int
+    log: Path
+
+
+@pytest.fixture(scope="session")
+def rows() -> np.ndarray:
+    """What the table holds."""
+    return table()
+
+
+@pytest.fixture(scope="session")
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+    """Stopped by SIGTERM at the end, which it must still obey."""
+    log = tmp_path_factory.mktemp("hostile") / "log"
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, SCRIPT], env=environment(), stdout=subprocess.PIPE, stderr=errors
+        )
+    with process:
+        try:
+            assert process.stdout is not None
+            http_port, grpc_port = map(int, process.stdout.readline().split())
+            yield Victim(http_port, grpc_port, process.pid, log)
+            assert process.poll() is None, log.read_text()
+            process.terminate()
+            assert process.wait(STOP_S_MAX) == 0, log.read_text()
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="session")
+def neighbour(victim: Victim, rows: np.ndarray) -> Iterator[Neighbour]:
+    neighbour = Neighbour(victim.http_port, victim.grpc_port, victim.pid, rows)
+    yield neighbour
+    neighbour.stop()
+
+
+@pytest.fixture(autouse=True)
+def time_limit() -> Iterator[None]:
+    """Fails a test that waits for an answer that never comes."""
+
+    def give_up(*_: object) -> NoReturn:
+        raise TimeoutError(f"the test ran for {TEST_S_MAX} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(TEST_S_MAX)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+class Bounds:
+    """What a test may do to the server, and its connections.
+
+    Attributes:
+        peers: to close before the server is looked at.
+    """
+
+    def __init__(self, victim: Victim, neighbour: Neighbour, growth_kib_max: int) -> None:
+        self.peers: list[Peer] = []
+        self._victim = victim
+        self._neighbour = neighbour
+        self._growth_kib_max = growth_kib_max
+        neighbour.begin()
+        self._before_kib = anonymous_kib(victim.pid)
+        self._sockets = open_sockets(victim.pid)
+        self._log_bytes = victim.log.stat().st_size
+
+    def check(self) -> dict[str, float]:
+        """What was measured, if all of it is within the bounds."""
+        seen = self._neighbour.seen()
+        growth_kib = seen.anonymous_kib_max - self._before_kib
+        assert seen.failures == []
+        assert seen.slowest_s < SLOWEST_S_MAX
+        assert growth_kib < self._growth_kib_max
+        self.close()
+        end = time.monotonic() + FORGET_S_MAX
+        while open_sockets(self._victim.pid) > self._sockets:
+            assert time.monotonic() < end, "sockets of closed connections are still open"
+            time.sleep(0.01)
+        assert "Traceback" not in self._victim.log.read_text()[self._log_bytes :]
+        return {"slowest_ms": round(seen.slowest_s * 1e3, 1), "growth_kib": growth_kib}
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+
+
+@pytest.fixture(autouse=True)
+def unharmed(
+    request: pytest.FixtureRequest, victim: Victim, neighbour: Neighbour
+) -> Iterator[Bounds]:
+    """The bounds of every test: pytest_runtest_call checks them."""
+    marker = request.node.get_closest_marker("growth")
+    bounds = Bounds(victim, neighbour, marker.args[0] if marker else GROWTH_KIB_MAX)
+    yield bounds
+    bounds.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
+    """A test that leaves the server harmed has failed."""
+    result = yield
+    bounds = item.funcargs.get("unharmed")
+    if isinstance(bounds, Bounds):
+        item.user_properties += bounds.check().items()
+    return result
+
+
+class MakePeer(Protocol):
+    """Opens a connection, which is closed when the test ends."""
+
+    def __call__(
+        self,
+        greeting: bytes = GREETING,
+        acknowledges: bool = True,
+        receive_buffer: int | None = None,
+    ) -> Peer: ...
+
+
+def peers_of(port: int, bounds: Bounds) -> MakePeer:
+    def connect(
+        greeting: bytes = GREETING,
+        acknowledges: bool = True,
+        receive_buffer: int | None = None,
+    ) -> Peer:
+        bounds.peers.append(Peer(port, greeting, acknowledges, receive_buffer))
+        return bounds.peers[-1]
+
+    return connect
+
+
+@pytest.fixture
+def rest_peer(victim: Victim, unharmed: Bounds) -> MakePeer:
+    """To the HTTP port."""
+    return peers_of(victim.http_port, unharmed)
+
+
+@pytest.fixture
+def grpc_peer(victim: Victim, unharmed: Bounds) -> MakePeer:
+    """To the gRPC port."""
+    return peers_of(victim.grpc_port, unharmed)

@@ -1,0 +1,224 @@
+"""One HTTP/2 connection of a client that obeys nothing: it sends bytes and keeps what comes back.
+
+Blocking, with a limit on every wait. It acknowledges the server's first SETTINGS unless told not
+to, and does nothing else by itself: no window is given, no PING is answered.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+
+from hostile import frames as f
+from hostile.frames import Frame
+from hpack import Decoder
+
+WAIT_S_MAX = 20.0
+"""For whatever a server does at once; it may share two cores with other work."""
+READ_BYTES = 1 << 18
+WIDE = f.settings((f.INITIAL_WINDOW_SIZE, f.WINDOW_MAX))
+"""Answers of any size come without asking."""
+WIDER = f.window_update(0, f.WINDOW_MAX - 65_535)
+GREETING = f.PREFACE + WIDE + WIDER
+
+
+@dataclass
+class Answer:
+    """What came on one stream."""
+
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    trailers: dict[str, str] = field(default_factory=dict)
+    reset_code: int | None = None
+    is_whole: bool = False
+
+    @property
+    def status(self) -> int:
+        return int(self.headers[":status"])
+
+    @property
+    def grpc_status(self) -> int:
+        """gRPC's code, from the trailers or from headers that are all of the answer."""
+        return int((self.trailers or self.headers)["grpc-status"])
+
+    @property
+    def grpc_message(self) -> str:
+        return (self.trailers or self.headers).get("grpc-message", "")
+
+
+class Peer:
+    """A connection, the answers of its streams, and how it ended.
+
+    Attributes:
+        answers: by stream, of all that came so far.
+        goaway_code: of the last GOAWAY; None before.
+        is_closed: the server has closed the connection.
+        others: the other frames: SETTINGS, PING, WINDOW_UPDATE.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        greeting: bytes = GREETING,
+        acknowledges: bool = True,
+        receive_buffer: int | None = None,
+    ) -> None:
+        self.sock = socket.socket()
+        if receive_buffer is not None:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.sock.connect(("127.0.0.1", port))
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock.setblocking(False)
+        self.answers: dict[int, Answer] = {}
+        self.others: list[Frame] = []
+        self.goaway_code: int | None = None
+        self.is_closed = False
+        self._decoder = Decoder(max_header_list_size=1 << 20)
+        self._block = b""
+        self._buffer = bytearray()
+        try:
+            self.send(greeting)
+            if acknowledges:
+                self._read_until(lambda: self.of_type(f.SETTINGS), "SETTINGS")
+                self.send(f.settings_ack())
+        except BaseException:
+            self.close()
+            raise
+
+    def of_type(self, type_: int) -> list[Frame]:
+        """Those of the other frames."""
+        return [one for one in self.others if one.type == type_]
+
+    def send(self, sent: bytes, reads: bool = True, wait_s: float = WAIT_S_MAX) -> int:
+        """Sends until all is sent, the server has closed, or ``wait_s`` went by without a byte
+        taken; says how many bytes went out. What comes is read meanwhile if it ``reads``."""
+        rest, end = memoryview(sent), monotonic() + wait_s
+        while rest and not self.is_closed:
+            wanted = [self.sock] if reads else []
+            readable, writable, _ = select.select(
+                wanted, [self.sock], [], max(end - monotonic(), 0)
+            )
+            if not readable and not writable:
+                break
+            if readable:
+                self._read()
+            elif writable:
+                try:
+                    count = self.sock.send(rest)
+                except BlockingIOError:
+                    continue
+                except ConnectionError:
+                    self._read_rest()
+                    break
+                rest, end = rest[count:], monotonic() + wait_s
+        return len(sent) - len(rest)
+
+    def read_for(self, seconds: float) -> None:
+        """All that comes within ``seconds``."""
+        end = monotonic() + seconds
+        while not self.is_closed and (left := end - monotonic()) > 0:
+            if select.select([self.sock], [], [], left)[0]:
+                self._read()
+
+    def read_frame(self, wait_s: float) -> bool:
+        """Waits for more to come; False when nothing does."""
+        readable = select.select([self.sock], [], [], wait_s)[0]
+        if readable:
+            self._read()
+        return bool(readable) and not self.is_closed
+
+    def _read_until(self, is_done: Callable[[], object], what: str) -> None:
+        end = monotonic() + WAIT_S_MAX
+        while not is_done():
+            left = end - monotonic()
+            if self.is_closed or left <= 0:
+                how = "closed" if self.is_closed else "silent"
+                raise AssertionError(f"no {what}: {how}, GOAWAY {self.goaway_code}")
+            if select.select([self.sock], [], [], left)[0]:
+                self._read()
+
+    def answer(self, stream: int) -> Answer:
+        """The answer of ``stream``, once it is whole or reset."""
+        found = self.answers.setdefault(stream, Answer())
+        self._read_until(
+            lambda: found.is_whole or found.reset_code is not None, f"answer on stream {stream}"
+        )
+        return found
+
+    def body_of(self, stream: int, nbytes: int) -> bytes:
+        """What came of a body, once that is ``nbytes`` or more."""
+        found = self.answers.setdefault(stream, Answer())
+        self._read_until(lambda: len(found.body) >= nbytes, f"{nbytes} bytes on stream {stream}")
+        return found.body
+
+    def pong(self, number: int = 7) -> None:
+        """A PING there and back: what was sent before it has been read."""
+        self.send(f.ping(number))
+        ack = Frame(f.PING, f.ACK, 0, struct.pack(">Q", number))
+        self._read_until(lambda: ack in self.others, "PING's ACK")
+        self.others.remove(ack)
+
+    def ending(self) -> int | None:
+        """The code of the GOAWAY, once the server has closed; None if there was none."""
+        end = monotonic() + WAIT_S_MAX
+        while not self.is_closed:
+            if not select.select([self.sock], [], [], max(end - monotonic(), 0))[0]:
+                raise AssertionError(f"not closed, GOAWAY {self.goaway_code}")
+            self._read()
+        return self.goaway_code
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def _read_rest(self) -> None:
+        while not self.is_closed:
+            if not select.select([self.sock], [], [], WAIT_S_MAX)[0]:
+                return
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            received = self.sock.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            received = b""
+        if not received:
+            self.is_closed = True
+            return
+        self._buffer += received
+        for one in f.take_frames(self._buffer):
+            self._take(one)
+
+    def _take(self, one: Frame) -> None:
+        if one.type in (f.HEADERS, f.CONTINUATION):
+            self._block += one.payload
+            if one.flags & f.END_HEADERS:
+                self._take_headers(one)
+        elif one.type == f.DATA:
+            self.answers.setdefault(one.stream, Answer()).body += one.payload
+        elif one.type == f.RST_STREAM:
+            answer = self.answers.setdefault(one.stream, Answer())
+            (code,) = struct.unpack(">L", one.payload)
+            # RFC 9113, 8.1: an early answer may be followed by a reset that says no more is read.
+            if not (answer.is_whole and code == f.NO_ERROR):
+                answer.reset_code = code
+        elif one.type == f.GOAWAY:
+            self.goaway_code = struct.unpack(">L", one.payload[4:8])[0]
+        else:
+            self.others.append(one)
+        if one.ends_stream:
+            self.answers[one.stream].is_whole = True
+
+    def _take_headers(self, one: Frame) -> None:
+        decoded = {str(name): str(value) for name, value in self._decoder.decode(self._block)}
+        self._block = b""
+        answer = self.answers.setdefault(one.stream, Answer())
+        if answer.headers:
+            answer.trailers = decoded
+        else:
+            answer.headers = decoded

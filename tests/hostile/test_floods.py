@@ -1,0 +1,243 @@
+"""Frames that cost a client nothing, without end: the server hangs up before they cost it much."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+from hostile import frames as f
+from hostile.conftest import MakePeer
+from hostile.frames import ENHANCE_YOUR_CALM
+from hostile.neighbour import embed_request
+
+FLOOD = 20_000
+"""Frames, far over every allowance."""
+PLAIN = f.PREFACE + f.settings()
+"""Windows as they are, so that they can be raised."""
+ROUNDS = 2
+"""Connections, one after the other: what one leaves behind would show."""
+
+
+def rapid_resets() -> bytes:
+    streams = range(1, 20_000, 2)
+    return b"".join(f.get(stream) + f.rst_stream(stream) for stream in streams)
+
+
+def resets_before_the_end_of_requests() -> bytes:
+    opened = f.head(b"POST", b"/embed")
+    return b"".join(
+        f.headers(stream, opened, end=False)
+        + f.data(stream, b"{", end=False)
+        + f.rst_stream(stream)
+        for stream in range(1, 20_000, 2)
+    )
+
+
+def own_errors() -> bytes:
+    """Streams that the client makes the server reset: MadeYouReset."""
+    return b"".join(f.get(stream) + f.window_update(stream, 0) for stream in range(1, 20_000, 2))
+
+
+def bad_heads() -> bytes:
+    """Streams that the server resets since their heads are malformed."""
+    malformed = f.block([(b":method", b"GET")])
+    return b"".join(f.headers(stream, malformed) for stream in range(1, 20_000, 2))
+
+
+def small_continuations() -> bytes:
+    opened = f.frame(f.HEADERS, f.END_STREAM, 1, f.head(b"GET", b"/health/live"))
+    return opened + f.frame(f.CONTINUATION, 0, 1, f.literal(b"a", b"b")) * FLOOD
+
+
+def continuations_of_a_byte() -> bytes:
+    """As many as the limit on a block's bytes lets through."""
+    opened = f.frame(f.HEADERS, f.END_STREAM, 1, f.head(b"GET", b"/health/live"))
+    return opened + f.frame(f.CONTINUATION, 0, 1, b"\x82") * FLOOD
+
+
+def empty_continuations() -> bytes:
+    opened = f.frame(f.HEADERS, f.END_STREAM, 1, f.head(b"GET", b"/health/live"))
+    return opened + f.frame(f.CONTINUATION, 0, 1) * FLOOD
+
+
+def large_continuations() -> bytes:
+    filler = f.literal(b"a", b"b" * 16_000)
+    opened = f.frame(f.HEADERS, f.END_STREAM, 1, f.head(b"GET", b"/health/live"))
+    return opened + f.frame(f.CONTINUATION, 0, 1, filler) * 1000
+
+
+def settings() -> bytes:
+    return f.settings((f.INITIAL_WINDOW_SIZE, 65_535)) * FLOOD
+
+
+def empty_settings() -> bytes:
+    return f.settings() * FLOOD
+
+
+def settings_of_many_values() -> bytes:
+    return f.settings(*[(f.INITIAL_WINDOW_SIZE, 1), (f.INITIAL_WINDOW_SIZE, 2)] * 100) * (
+        FLOOD // 8
+    )
+
+
+def pings() -> bytes:
+    return b"".join(map(f.ping, range(FLOOD)))
+
+
+def ping_acks() -> bytes:
+    return f.frame(f.PING, f.ACK, 0, bytes(8)) * FLOOD
+
+
+def settings_acks() -> bytes:
+    return f.settings_ack() * FLOOD
+
+
+def window_updates_of_the_connection() -> bytes:
+    return f.window_update(0, 1) * FLOOD
+
+
+def window_updates_of_a_stream() -> bytes:
+    opened = f.headers(1, f.head(b"POST", b"/embed"), end=False)
+    return opened + f.window_update(1, 1) * FLOOD
+
+
+def empty_data() -> bytes:
+    opened = f.headers(1, f.head(b"POST", b"/embed"), end=False)
+    return opened + f.data(1, b"", end=False) * FLOOD
+
+
+def padded_empty_data() -> bytes:
+    opened = f.headers(1, f.head(b"POST", b"/embed"), end=False)
+    return opened + f.frame(f.DATA, f.PADDED, 1, b"\x01\x00") * FLOOD
+
+
+def priorities() -> bytes:
+    return f.frame(f.PRIORITY, 0, 1, bytes([0, 0, 0, 3, 16])) * FLOOD
+
+
+def priorities_of_many_streams() -> bytes:
+    return b"".join(
+        f.frame(f.PRIORITY, 0, stream, bytes([0, 0, 0, 0, 16])) for stream in range(1, 2 * FLOOD, 2)
+    )
+
+
+def unknown_frames() -> bytes:
+    return f.frame(f.UNKNOWN_TYPE, 0, 0, b"x") * FLOOD
+
+
+def large_unknown_frames() -> bytes:
+    return f.frame(f.UNKNOWN_TYPE, 0xFF, 1, bytes(16_000)) * 1500
+
+
+Flood = Callable[[], bytes]
+FLOODS: list[Flood] = [
+    rapid_resets,
+    resets_before_the_end_of_requests,
+    own_errors,
+    bad_heads,
+    small_continuations,
+    continuations_of_a_byte,
+    empty_continuations,
+    large_continuations,
+    settings,
+    empty_settings,
+    settings_of_many_values,
+    pings,
+    ping_acks,
+    settings_acks,
+    window_updates_of_the_connection,
+    window_updates_of_a_stream,
+    empty_data,
+    padded_empty_data,
+    priorities,
+    priorities_of_many_streams,
+    unknown_frames,
+    large_unknown_frames,
+]
+
+
+@pytest.mark.parametrize("flood", FLOODS, ids=lambda flood: flood.__name__)
+def test_a_flood_ends_its_connection(flood: Flood, rest_peer: MakePeer) -> None:
+    frames = flood()
+    for _ in range(ROUNDS):
+        peer = rest_peer(greeting=PLAIN)
+        peer.send(frames)
+        assert peer.ending() == ENHANCE_YOUR_CALM
+        peer.close()
+
+
+AFTER_A_RESET = f.headers(1, f.block([(b":method", b"GET")]), end=False)
+"""A malformed request: what follows on its stream may have been on its way."""
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [f.headers(1, f.integer(19, 7, 0x80) * 1000), f.data(1, b"", end=False)],
+    ids=["HEADERS", "empty DATA"],
+)
+def test_a_flood_on_a_stream_that_was_reset(frame: bytes, rest_peer: MakePeer) -> None:
+    peer = rest_peer(greeting=PLAIN)
+    peer.send(AFTER_A_RESET + frame * 1500)
+    with contextlib.suppress(AssertionError):
+        peer.pong()
+    assert peer.goaway_code == ENHANCE_YOUR_CALM
+
+
+def test_settings_that_change_many_windows(rest_peer: MakePeer) -> None:
+    """Each of 2,600 values of each SETTINGS changes the window of 128 streams; 1 MB in all."""
+    opened = f.head(b"POST", b"/embed")
+    streams = b"".join(f.headers(stream, opened, end=False) for stream in range(1, 257, 2))
+    pairs = [(f.INITIAL_WINDOW_SIZE, 1), (f.INITIAL_WINDOW_SIZE, 2)] * 1300
+    peers = [rest_peer(greeting=PLAIN) for _ in range(4)]
+    for peer in peers:
+        peer.send(streams)
+        peer.pong()
+    for peer in peers:
+        peer.send(f.settings(*pairs) * 16)
+    for peer in peers:
+        peer.pong()
+
+
+def test_a_flood_ends_in_the_midst_of_answers(grpc_peer: MakePeer) -> None:
+    """On the other port, too, and with a call under way."""
+    peer = grpc_peer()
+    peer.send(f.headers(1, f.grpc_head(b"EmbedStream"), end=False) + pings())
+    assert peer.ending() == ENHANCE_YOUR_CALM
+
+
+@pytest.mark.parametrize("flood", [pings, settings], ids=lambda flood: flood.__name__)
+def test_a_flood_whose_acks_nobody_reads(flood: Flood, rest_peer: MakePeer) -> None:
+    """The server stops taking frames or hangs up; it does not pile up the acknowledgements."""
+    peer = rest_peer(receive_buffer=4096)
+    frames = flood()
+    for _ in range(20):
+        if peer.send(frames, reads=False, wait_s=0.2) < len(frames):
+            break
+    else:
+        pytest.fail("the server took 400,000 frames whose answers nobody read")
+
+
+def test_what_is_within_the_allowance_is_no_flood(rest_peer: MakePeer) -> None:
+    """A connection that pings, resets and updates its windows as real clients do goes on."""
+    peer = rest_peer(greeting=PLAIN)
+    resets = b"".join(f.get(stream) + f.rst_stream(stream) for stream in range(1, 201, 2))
+    peer.send(resets + f.window_update(0, 1) * 100 + f.frame(f.UNKNOWN_TYPE, 0, 0, b"x") * 100)
+    for number in range(100):
+        peer.pong(number)
+    peer.send(f.get(301))
+    assert peer.answer(301).status == 200
+    assert peer.goaway_code is None
+
+
+@pytest.mark.growth(8 << 10)
+def test_answered_streams_are_forgotten(grpc_peer: MakePeer) -> None:
+    """10,000 calls on one connection leave nothing behind."""
+    peer = grpc_peer()
+    request = embed_request([1])
+    for first in range(1, 20_000, 200):
+        batch = range(first, first + 200, 2)
+        peer.send(b"".join(f.call(stream, request) for stream in batch))
+        assert [peer.answer(stream).grpc_status for stream in batch] == [0] * 100
+        peer.answers.clear()
+    assert peer.goaway_code is None

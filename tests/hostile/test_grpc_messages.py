@@ -1,0 +1,243 @@
+"""gRPC on sound HTTP/2: prefixes, compression, counts, deadlines and metadata that are wrong."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import zlib
+from urllib.parse import unquote_to_bytes
+
+import numpy as np
+import pytest
+from hostile import frames as f
+from hostile.conftest import MakePeer
+from hostile.neighbour import embed_request, embedded
+from hostile.peer import Answer, Peer
+from hostile.victim import LIMITS
+
+from embedserve.wire.http2.receiver import STREAM_WINDOW
+from embedserve_proto import embedding_pb2 as pb
+
+BODY_BYTES_MAX = LIMITS.body_bytes_max
+CANCELLED, UNKNOWN, INVALID_ARGUMENT, DEADLINE_EXCEEDED, NOT_FOUND = range(1, 6)
+RESOURCE_EXHAUSTED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE = 8, 12, 13, 14
+REQUEST = embed_request([5])
+LARGE_CALL = embed_request([0] * 4096)
+BODY_GZIP = (b"grpc-encoding", b"gzip")
+BODY_DEFLATE = (b"grpc-encoding", b"deflate")
+
+
+def ask(peer: Peer, stream: int, body: bytes, *more: f.Header, method: bytes = b"Embed") -> Answer:
+    """What a unary call of these bytes is answered."""
+    peer.send(f.headers(stream, f.grpc_head(method, *more), end=False) + f.data(stream, body))
+    return peer.answer(stream)
+
+
+def check_refused(answer: Answer, *codes: int) -> None:
+    """gRPC's way: HTTP status 200, one of these codes, no message, no reset."""
+    assert answer.reset_code is None
+    assert answer.status == 200
+    assert answer.grpc_status in codes, answer.grpc_message
+    assert answer.body == b""
+
+
+def check_usable(peer: Peer, stream: int, rows: np.ndarray) -> None:
+    peer.send(f.call(stream, REQUEST))
+    np.testing.assert_array_equal(embedded(peer, stream), rows[[5]])
+    assert peer.goaway_code is None
+
+
+def prefix(length: int) -> bytes:
+    return struct.pack(">?L", False, length)
+
+
+BROKEN = {INTERNAL, INVALID_ARGUMENT, UNIMPLEMENTED}
+"""Codes for a body that is no single message; gRPC's own servers differ."""
+BOMB = gzip.compress(bytes(16 << 20))
+"""16 KB that become 16 MiB."""
+ZEROS = gzip.compress(bytes(BODY_BYTES_MAX + 1))
+SENT = {
+    "2^32-1 bytes promised": (prefix(2**32 - 1) + b"x", (), {RESOURCE_EXHAUSTED}),
+    "a byte too many promised": (prefix(BODY_BYTES_MAX + 1), (), {RESOURCE_EXHAUSTED}),
+    "a byte too many": (f.message(bytes(BODY_BYTES_MAX + 1)), (), {RESOURCE_EXHAUSTED}),
+    "a bomb": (f.message(BOMB, True), (BODY_GZIP,), {RESOURCE_EXHAUSTED}),
+    "a deflated bomb": (
+        f.message(zlib.compress(bytes(16 << 20)), True),
+        (BODY_DEFLATE,),
+        {RESOURCE_EXHAUSTED},
+    ),
+    "a byte too many, inflated": (f.message(ZEROS, True), (BODY_GZIP,), {RESOURCE_EXHAUSTED}),
+    "gzip that is none": (f.message(b"no gzip", True), (BODY_GZIP,), {INTERNAL, INVALID_ARGUMENT}),
+    "gzip cut short": (
+        f.message(gzip.compress(REQUEST)[:-4], True),
+        (BODY_GZIP,),
+        {INTERNAL, INVALID_ARGUMENT},
+    ),
+    "an unknown encoding": (
+        f.message(REQUEST, True),
+        ((b"grpc-encoding", b"snappy"),),
+        {UNIMPLEMENTED},
+    ),
+    "compressed without an encoding": (f.message(REQUEST, True), (), {INTERNAL, UNIMPLEMENTED}),
+    "a flag of 2": (b"\x02" + f.message(REQUEST)[1:], (), {INTERNAL, UNIMPLEMENTED}),
+    "no message": (b"", (), BROKEN),
+    "half a prefix": (b"\0\0\0", (), BROKEN),
+    "a message cut short": (f.message(REQUEST)[:-1], (), BROKEN),
+    "a byte after the message": (f.message(REQUEST) + b"\0", (), BROKEN),
+    "two messages": (f.message(REQUEST) * 2, (), BROKEN),
+    "100 messages": (f.message(b"") * 100, (), BROKEN),
+    "no protobuf": (f.message(b"\xff" * 40), (), {INVALID_ARGUMENT}),
+    "protobuf of many small fields": (f.message(b"\x08\x00" * 400_000), (), {INVALID_ARGUMENT}),
+    "nested groups": (f.message(b"\x63" * 100_000), (), {INVALID_ARGUMENT}),
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+@pytest.mark.growth(40 << 10)
+def test_messages_that_are_wrong(name: str, grpc_peer: MakePeer, rows: np.ndarray) -> None:
+    body, more, codes = SENT[name]
+    peer = grpc_peer()
+    check_refused(ask(peer, 1, body, *more), *codes)
+    check_usable(peer, 3, rows)
+
+
+def test_bombs_in_a_row_hold_no_memory(grpc_peer: MakePeer) -> None:
+    """20 at once, 320 MiB in all if they were inflated."""
+    peer = grpc_peer()
+    opened = f.grpc_head(b"Embed", BODY_GZIP)
+    peer.send(b"".join(f.headers(stream, opened, end=False) for stream in range(1, 41, 2)))
+    bomb = f.message(BOMB, True)
+    for stream in range(1, 41, 2):
+        peer.send(f.data(stream, bomb))
+        assert peer.answer(stream).grpc_status == RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("nbytes", [1, 2, 7])
+def test_a_message_in_many_frames(nbytes: int, grpc_peer: MakePeer, rows: np.ndarray) -> None:
+    """A call of 4,000 bytes so many at a time is answered, or is a flood that ends."""
+    ids = [i % 500 for i in range(330)]
+    body = f.message(embed_request(ids))
+    peer = grpc_peer()
+    peer.send(f.headers(1, f.grpc_head(b"Embed"), end=False))
+    parts = [body[i : i + nbytes] for i in range(0, len(body), nbytes)]
+    peer.send(b"".join(f.data(1, part, end=False) for part in parts) + f.data(1))
+    np.testing.assert_array_equal(embedded(peer, 1), rows[ids])
+
+
+def test_many_messages_in_a_frame(grpc_peer: MakePeer, rows: np.ndarray) -> None:
+    """A stream's 500 messages in few frames are answered in order."""
+    peer = grpc_peer()
+    body = b"".join(f.message(embed_request([i % 500])) for i in range(500))
+    peer.send(f.headers(1, f.grpc_head(b"EmbedStream"), end=False) + f.data(1, body))
+    answered = peer.answer(1)
+    assert answered.grpc_status == 0
+    rest, values = answered.body, []
+    while rest:
+        end = 5 + int.from_bytes(rest[1:5], "big")
+        values.append(np.frombuffer(pb.EmbedResponse.FromString(rest[5:end]).values, "<f4"))
+        rest = rest[end:]
+    np.testing.assert_array_equal(np.stack(values), rows[np.arange(500) % 500])
+
+
+@pytest.mark.parametrize(
+    "timeout", [b"", b"1", b"S", b"-1S", b"1.5S", b"123456789S", b"1s", b"\xff", b"1S 1S", b"1X"]
+)
+def test_a_timeout_that_is_none(timeout: bytes, grpc_peer: MakePeer, rows: np.ndarray) -> None:
+    """Refused, or taken as no timeout at all."""
+    peer = grpc_peer()
+    answer = ask(peer, 1, f.message(REQUEST), (b"grpc-timeout", timeout))
+    if answer.reset_code is None and answer.status == 200:
+        assert answer.grpc_status in (0, INTERNAL, INVALID_ARGUMENT, UNKNOWN)
+    else:
+        assert answer.reset_code == f.PROTOCOL_ERROR or answer.status == 400
+    check_usable(peer, 3, rows)
+
+
+@pytest.mark.parametrize("timeout", [b"99999999H", b"00000001H", b"99999999n"])
+def test_a_timeout_at_the_ends_of_its_range(timeout: bytes, grpc_peer: MakePeer) -> None:
+    answer = ask(grpc_peer(), 1, f.message(REQUEST), (b"grpc-timeout", timeout))
+    assert answer.grpc_status in (0, DEADLINE_EXCEEDED)
+
+
+def test_a_timeout_of_nothing(grpc_peer: MakePeer, rows: np.ndarray) -> None:
+    peer = grpc_peer()
+    check_refused(ask(peer, 1, f.message(REQUEST), (b"grpc-timeout", b"0n")), DEADLINE_EXCEEDED)
+    check_usable(peer, 3, rows)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        b"/embedserve.v1.EmbeddingService/Nothing",
+        b"/embedserve.v1.EmbeddingService",
+        b"/embedserve.v1.Nothing/Embed",
+        b"/",
+        b"//",
+        b"/" + b"a" * 8000,
+        b"/embedserve.v1.EmbeddingService/Embed/",
+        b"/embedserve.v1.EmbeddingService/\xc3\xa9",
+    ],
+    ids=lambda path: path[:40].decode(errors="replace"),
+)
+def test_methods_that_are_none(path: bytes, grpc_peer: MakePeer, rows: np.ndarray) -> None:
+    peer = grpc_peer()
+    opened = f.headers(1, f.head(b"POST", path, *f.GRPC), end=False)
+    peer.send(opened + f.data(1, f.message(REQUEST)))
+    check_refused(peer.answer(1), UNIMPLEMENTED)
+    check_usable(peer, 3, rows)
+
+
+def test_a_body_nobody_asked_for(grpc_peer: MakePeer, rows: np.ndarray) -> None:
+    """An unknown method is answered before its body has come, which goes on coming."""
+    peer = grpc_peer()
+    opened = f.headers(1, f.grpc_head(b"Nothing"), end=False)
+    peer.send(opened + f.data(1, bytes(100), end=False))
+    check_refused(peer.answer(1), UNIMPLEMENTED)
+    for _ in range(50):
+        peer.send(f.data(1, bytes(10_000), end=False))
+    check_usable(peer, 3, rows)
+
+
+def test_large_metadata_comes_back_cut(grpc_peer: MakePeer, rows: np.ndarray) -> None:
+    """A model's name of 1 MB is wrong, and is not sent back whole in a header."""
+    peer = grpc_peer()
+    request = pb.EmbedRequest(model="\u00e9%\n" * 100_000, keys=["user"], ids=[1], lengths=[1])
+    answer = ask(peer, 1, f.message(request.SerializeToString()))
+    check_refused(answer, NOT_FOUND, INVALID_ARGUMENT)
+    assert len(unquote_to_bytes(answer.grpc_message)) <= 2000
+    check_usable(peer, 3, rows)
+
+
+@pytest.mark.growth(64 << 10)
+def test_messages_that_wait_for_their_end(grpc_peer: MakePeer, rows: np.ndarray) -> None:
+    """16 calls on each of 4 connections, whose messages are promised and come by half."""
+    for _ in range(4):
+        peer = grpc_peer()
+        for stream in range(1, 33, 2):
+            opened = f.headers(stream, f.grpc_head(b"Embed"), end=False)
+            peer.send(opened + f.data(stream, prefix(BODY_BYTES_MAX) + bytes(60_000), end=False))
+        peer.pong()
+        check_usable(peer, 33, rows)
+
+
+@pytest.mark.growth(128 << 10)
+def test_a_stream_whose_answers_nobody_takes(grpc_peer: MakePeer) -> None:
+    """An EmbedStream asks on and on and gives no window: the server stops taking its messages."""
+    peer = grpc_peer(greeting=f.PREFACE + f.settings((f.INITIAL_WINDOW_SIZE, 0)))
+    peer.send(f.headers(1, f.grpc_head(b"EmbedStream"), end=False))
+    frame = f.data(1, f.message(LARGE_CALL), end=False)
+    given = STREAM_WINDOW
+    for _ in range(300):
+        if peer.goaway_code is not None or peer.is_closed or given < len(frame):
+            break
+        peer.send(frame)
+        given -= len(f.message(LARGE_CALL))
+        peer.read_for(0.005)
+        given += sum(window_of(one) for one in peer.of_type(f.WINDOW_UPDATE) if one.stream == 1)
+        peer.others.clear()
+    else:
+        pytest.fail("300 messages were taken whose answers, 300 MiB, nobody takes")
+
+
+def window_of(update: f.Frame) -> int:
+    return int.from_bytes(update.payload, "big")

@@ -1,0 +1,48 @@
+"""h2spec, the conformance tests of RFC 9113 and RFC 7541, against both ports.
+
+Its binary is no part of the project: it lies in shared/tools beside the checkout, or these tests
+skip.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hostile.conftest import Victim
+
+H2SPEC = Path(__file__).parents[3] / "shared/tools/h2spec"
+RUN_S_MAX = 55
+CASES = 146
+STRICT_CASES = 147
+
+pytestmark = pytest.mark.skipif(not H2SPEC.exists(), reason=f"there is no {H2SPEC}")
+
+
+def failures(port: int, report: Path, *options: str) -> tuple[int, set[str]]:
+    """(cases that ran, those that did not pass)."""
+    where = ("-h", "127.0.0.1", "-p", str(port), "-P", "/health/live", "-o", "1")
+    subprocess.run(
+        [H2SPEC, *where, "-j", report, *options],
+        capture_output=True,
+        timeout=RUN_S_MAX,
+        check=False,
+    )
+    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    failed = {f"{case.get('package')}: {case.get('classname')}" for case in cases if len(case)}
+    return len(cases), failed
+
+
+@pytest.fixture(params=["http", "grpc"])
+def port(request: pytest.FixtureRequest, victim: Victim) -> int:
+    return victim.http_port if request.param == "http" else victim.grpc_port
+
+
+def test_every_case_passes(port: int, tmp_path: Path) -> None:
+    assert failures(port, tmp_path / "report.xml") == (CASES, set())
+
+
+def test_every_strict_case_passes(port: int, tmp_path: Path) -> None:
+    assert failures(port, tmp_path / "report.xml", "-S") == (STRICT_CASES, set())

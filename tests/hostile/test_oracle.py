@@ -1,0 +1,308 @@
+"""The server's HTTP/2 beside libnghttp2: what both make of the same bytes of a client.
+
+Compared are the requests that were opened, with which headers and bodies, which of them ended and
+which the client reset; what was acknowledged; which streams the server reset and whether it ended
+the connection, with which codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from hostile import frames as f
+from hostile import nghttp2, scripts
+from hostile.scripts import Script
+from hostile.trace import Request, Settings, Trace
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from embedserve.wire.http2.connection import Http2Connection
+from embedserve.wire.http2.header_blocks import encode
+from embedserve.wire.http2.receiver import STREAM_WINDOW
+from embedserve.wire.http2.requests import Opened, read_request
+from embedserve.wire.http2.stream import Stream
+from embedserve.wire.http2.uploads import Uploads
+
+OURS: Settings = [
+    (f.MAX_CONCURRENT_STREAMS, 128),
+    (f.INITIAL_WINDOW_SIZE, STREAM_WINDOW),
+    (f.MAX_HEADER_LIST_SIZE, 16_384),
+]
+EXAMPLES = 120
+NO_CONTENT = encode([(b":status", b"204")])
+LIBRARY = nghttp2.load()
+
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there is no libnghttp2.so.14")
+
+
+class Recorder:
+    """The handler of one stream: writes down what it is told, and answers if it is to."""
+
+    def __init__(self, trace: Trace, request: Request, stream: Stream, answers: bool) -> None:
+        self._trace = trace
+        self._request = request
+        self._stream = stream
+        self._answers = answers
+
+    def receive(self, data: bytes, is_end: bool) -> None:
+        self._request.body += data
+        self._request.has_ended |= is_end
+        self._stream.consumed(len(data))
+        if is_end and self._answers:
+            self._stream.send_head(NO_CONTENT, is_end=True)
+
+    def reset(self) -> None:
+        """Called, too, for streams that end with their connection, and for those in error."""
+        if not self._stream.connection.is_over:
+            self._request.was_reset = True
+
+    def resume(self) -> None: ...
+
+    def check_time(self, now_s: float) -> None: ...
+
+    def drain(self) -> None: ...
+
+
+class Ours:
+    """The server's connection, as `Nghttp2` shows the library's."""
+
+    def __init__(self, answers: bool) -> None:
+        self.trace = Trace()
+        self._answers = answers
+        uploads = Uploads(1 << 20, lambda: True)
+        self._connection = Http2Connection(self._open_request, uploads, lambda: None)
+        self._send()
+
+    def _open_request(self, fields: list[f.Header]) -> Opened | str:
+        request = read_request(fields)
+        if isinstance(request, str):
+            return request
+
+        def open_recorder(stream: Stream) -> Recorder:
+            made = self.trace.requests[stream.id] = Request(fields)
+            return Recorder(self.trace, made, stream, self._answers)
+
+        return Opened(open_recorder, request.content_length)
+
+    def receive(self, data: bytes) -> None:
+        self._connection.receive(data)
+        self._send()
+        while self._connection.has_more:
+            self._connection.receive(b"")
+            self._send()
+
+    def _send(self) -> None:
+        self.trace.sent(b"".join(self._connection.sender.out))
+        self._connection.sender.out.clear()
+
+
+def both(data: bytes, ends: list[int], answers: bool) -> tuple[Trace, Trace]:
+    """What the server and the library make of ``data``, cut at ``ends``.
+
+    The library sends nothing amid what it is given: it gets a frame at a time, or its answers would
+    come later than ours.
+    """
+    assert LIBRARY is not None
+    ours, theirs = Ours(answers), nghttp2.Nghttp2(LIBRARY, OURS, answers)
+    try:
+        for packet in scripts.packets(data, ends):
+            ours.receive(packet)
+        for packet in scripts.packets(data, scripts.frame_ends(data)):
+            theirs.receive(packet)
+    finally:
+        theirs.close()
+    return ours.trace, theirs.trace
+
+
+MALFORMED = {f.PROTOCOL_ERROR, f.FRAME_SIZE_ERROR, f.STREAM_CLOSED, f.COMPRESSION_ERROR}
+
+
+def kind_of(code: int | None) -> str:
+    """Codes for what is malformed are one kind: a frame may have several faults."""
+    if code is None:
+        return "nothing"
+    return "malformed" if code in MALFORMED else str(code)
+
+
+@dataclass
+class Case:
+    """What was sent, and what was made of it."""
+
+    data: bytes
+    ours: Trace
+    theirs: Trace
+
+    @property
+    def frames(self) -> list[f.Frame]:
+        """The whole ones."""
+        return f.take_frames(bytearray(self.data[len(f.PREFACE) :]))
+
+    def ended_alone(self) -> str:
+        """Who ended the connection, if one did and the other did not."""
+        ends = self.ours.goaway_code is not None, self.theirs.goaway_code is not None
+        return {(True, False): "ours", (False, True): "theirs"}.get(ends, "")
+
+
+def is_cut_off(case: Case) -> bool:
+    """The bytes end within a frame or a header block: the library judges a part of it, we wait."""
+    frames = case.frames
+    blocks = [one for one in frames if one.type in (f.HEADERS, f.CONTINUATION)]
+    size = len(f.PREFACE) + sum(9 + len(one.payload) for one in frames)
+    return size < len(case.data) or (blocks != [] and not blocks[-1].flags & f.END_HEADERS)
+
+
+def goes_backwards(case: Case) -> bool:
+    """RFC 9113, 5.1.1: a stream below the newest is a PROTOCOL_ERROR; the library ignores it."""
+    opened = [one.stream for one in case.frames if one.type == f.HEADERS]
+    return case.ended_alone() == "ours" and opened != sorted(opened)
+
+
+def has_a_wrong_priority(case: Case) -> bool:
+    """RFC 9113, 6.3: a PRIORITY that is not 5 bytes ends its stream; with the library, all."""
+    found = any(one.type == f.PRIORITY and len(one.payload) != 5 for one in case.frames)
+    return found and case.theirs.goaway_code == f.FRAME_SIZE_ERROR
+
+
+def has_settings_of_extensions(case: Case) -> bool:
+    """RFC 8441 and RFC 9218: settings that the library knows and refuses some values of."""
+    numbers = {
+        int.from_bytes(one.payload[i : i + 2], "big")
+        for one in case.frames
+        if one.type == f.SETTINGS
+        for i in range(0, len(one.payload), 6)
+    }
+    return not numbers.isdisjoint({8, 9}) and case.ended_alone() == "theirs"
+
+
+def has_no_authority(case: Case) -> bool:
+    """Neither :authority nor host: RFC 9113, 8.3.1, lets a client leave them out."""
+    return any(
+        not {b":authority", b"host"}.intersection(dict(request.fields))
+        and case.theirs.reset_codes.get(stream) == f.PROTOCOL_ERROR
+        for stream, request in case.ours.requests.items()
+    )
+
+
+def has_odd_trailers(case: Case) -> bool:
+    """Of trailers, which nobody reads, we look at names only; the library at values, too."""
+    opened = [one.stream for one in case.frames if one.type == f.HEADERS]
+    return any(
+        opened.count(stream) > 1 and case.ours.reset_codes.get(stream) is None
+        for stream, code in case.theirs.reset_codes.items()
+        if code == f.PROTOCOL_ERROR
+    )
+
+
+def repeats_its_length(case: Case) -> bool:
+    """content-length twice, with the same value: RFC 9110, 8.6, lets a server take it."""
+    return any(
+        [name for name, _ in request.fields].count(b"content-length") > 1
+        for request in case.ours.requests.values()
+    )
+
+
+CHOICES = [
+    is_cut_off,
+    goes_backwards,
+    has_a_wrong_priority,
+    has_settings_of_extensions,
+    has_no_authority,
+    has_odd_trailers,
+    repeats_its_length,
+]
+"""Where the two may differ, and why: their docstrings."""
+
+
+def check(data: bytes, ours: Trace, theirs: Trace) -> None:
+    found = list(differences(ours, theirs))
+    case = Case(data, ours, theirs)
+    if found and not any(is_choice(case) for is_choice in CHOICES):
+        pytest.fail(f"{found} of {scripts.split_frames(data[len(f.PREFACE) :])}")
+
+
+def differences(ours: Trace, theirs: Trace) -> Iterator[str]:
+    """In words; ours first. What follows the end of one connection alone is not compared."""
+    ends = kind_of(ours.goaway_code), kind_of(theirs.goaway_code)
+    if ends[0] != ends[1]:
+        yield f"GOAWAY: {ends[0]}, {ends[1]}"
+        return
+    for stream in sorted({*ours.requests, *theirs.requests}):
+        one, other = ours.requests.get(stream), theirs.requests.get(stream)
+        for name in ("fields", "body", "has_ended", "was_reset"):
+            values = getattr(one, name, None), getattr(other, name, None)
+            # Ours is told of our own resets, too.
+            is_told = name == "was_reset" and stream in ours.reset_codes
+            if values[0] != values[1] and not is_told:
+                yield f"{name}: {values[0]}, {values[1]}"
+    for stream in sorted({*ours.reset_codes, *theirs.reset_codes}):
+        codes = (kind_of(one.reset_codes.get(stream)) for one in (ours, theirs))
+        if len({*codes}) > 1:
+            yield f"RST_STREAM: {ours.reset_codes.get(stream)}, {theirs.reset_codes.get(stream)}"
+    if ours.goaway_code is None:
+        if ours.pongs != theirs.pongs:
+            yield f"PING: {ours.pongs}, {theirs.pongs}"
+        if ours.settings_acks != theirs.settings_acks:
+            yield f"SETTINGS: {ours.settings_acks}, {theirs.settings_acks}"
+
+
+Operations = list[scripts.Operation]
+Faults = list[tuple[scripts.Fault, int, int]]
+
+
+def sent_by(operations: Operations, faults: Faults) -> bytes:
+    script = Script(f.settings(*OURS))
+    for operation in operations:
+        script.do(operation)
+    for fault, at, value in faults:
+        if script.frames:
+            fault(script.frames, at % len(script.frames), value)
+    return f.PREFACE + b"".join(script.frames)
+
+
+BOUNDED = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+many_operations = st.lists(scripts.operations, min_size=3, max_size=25)
+malformed_operations = st.lists(
+    st.one_of(scripts.operations, scripts.wrong_opens, scripts.wrong_trailers),
+    min_size=3,
+    max_size=15,
+)
+cuts = st.lists(st.integers(0, 4000), max_size=6)
+
+
+@BOUNDED
+@given(operations=many_operations, ends=cuts, answers=st.booleans())
+def test_sound_clients(operations: Operations, ends: list[int], answers: bool) -> None:
+    """All of them are understood alike, and none is refused."""
+    data = sent_by(operations, [])
+    ours, theirs = both(data, ends, answers)
+    event(f"{len(theirs.requests)} requests")
+    assert list(differences(ours, theirs)) == []
+    assert (ours.goaway_code, ours.reset_codes) == (None, {})
+
+
+@BOUNDED
+@given(operations=malformed_operations, ends=cuts, answers=st.booleans())
+def test_malformed_requests(operations: Operations, ends: list[int], answers: bool) -> None:
+    data = sent_by(operations, [])
+    ours, theirs = both(data, ends, answers)
+    event(f"resets {len(theirs.reset_codes)}")
+    check(data, ours, theirs)
+
+
+@BOUNDED
+@given(operations=many_operations, faults=scripts.faults, ends=cuts, answers=st.booleans())
+def test_clients_with_faults(
+    operations: Operations, faults: Faults, ends: list[int], answers: bool
+) -> None:
+    data = sent_by(operations, faults)
+    ours, theirs = both(data, ends, answers)
+    event(f"GOAWAY {theirs.goaway_code}, resets {sorted(set(theirs.reset_codes.values()))}")
+    check(data, ours, theirs)

@@ -1,0 +1,276 @@
+"""Streams: too many, half of one, a byte at a time, and idle ones by the thousand."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+
+import numpy as np
+import pytest
+from hostile import frames as f
+from hostile.conftest import MakePeer
+from hostile.frames import CANCEL, ENHANCE_YOUR_CALM, REFUSED_STREAM
+from hostile.neighbour import embed_request, embedded
+from hostile.peer import WIDE, WIDER, Peer
+from hostile.victim import LIMITS
+
+from embedserve.wire.http2.receiver import STREAM_WINDOW
+from embedserve_proto import embedding_pb2 as pb
+
+STREAMS_MAX = 128
+OPEN_POST = f.head(b"POST", b"/embed", (b"content-type", b"application/json"))
+SOON_S = 4.0
+STREAM_HEAD = f.grpc_head(b"EmbedStream")
+
+
+def opened(first: int, count: int, block: bytes) -> bytes:
+    """The heads of requests whose bodies do not come."""
+    return b"".join(f.headers(first + 2 * i, block, end=False) for i in range(count))
+
+
+def test_the_limit_is_announced(rest_peer: MakePeer) -> None:
+    (first, *_) = rest_peer().of_type(f.SETTINGS)
+    pairs = [first.payload[i : i + 6] for i in range(0, len(first.payload), 6)]
+    values = {int.from_bytes(p[:2], "big"): int.from_bytes(p[2:], "big") for p in pairs}
+    assert values[f.MAX_CONCURRENT_STREAMS] == STREAMS_MAX
+    assert values[f.INITIAL_WINDOW_SIZE] == STREAM_WINDOW
+    assert values[f.MAX_HEADER_LIST_SIZE] == 16_384
+
+
+def test_streams_over_the_limit_are_refused(rest_peer: MakePeer) -> None:
+    """And as soon as one of the others ends, the next is taken."""
+    peer = rest_peer()
+    peer.send(opened(1, STREAMS_MAX + 5, OPEN_POST))
+    refused = [2 * i + 1 for i in range(STREAMS_MAX, STREAMS_MAX + 5)]
+    assert [peer.answer(stream).reset_code for stream in refused] == [REFUSED_STREAM] * 5
+    assert set(peer.answers) == set(refused)
+    peer.send(f.data(1, b'{"features": {"user": [1]}}'))
+    assert peer.answer(1).status == 200
+    last = refused[-1] + 2
+    peer.send(f.get(last))
+    assert peer.answer(last).status == 200
+
+
+def test_streams_over_the_limit_without_end(rest_peer: MakePeer) -> None:
+    """20,000 of them: each is refused, or the connection ends; none is kept."""
+    peer = rest_peer()
+    peer.send(opened(1, 20_000, OPEN_POST))
+    last = 2 * 20_000 - 1
+    if not peer.is_closed and peer.goaway_code is None:
+        peer.read_for(0.5)
+    if peer.goaway_code is None:
+        assert peer.answer(last).reset_code == REFUSED_STREAM
+    else:
+        assert peer.ending() == ENHANCE_YOUR_CALM
+
+
+def test_header_tables_agree_after_a_refusal(rest_peer: MakePeer) -> None:
+    """A refused stream's block is decoded all the same: the tables of both ends must agree."""
+    peer = rest_peer()
+    peer.send(opened(1, STREAMS_MAX, OPEN_POST))
+    entry = f.literal(b":path", b"/health/live", 0x40)
+    start = f.block([(b":method", b"GET"), (b":scheme", b"http"), (b":authority", b"test")])
+    refused, after = 2 * STREAMS_MAX + 1, 2 * STREAMS_MAX + 3
+    peer.send(f.headers(refused, start + entry))
+    assert peer.answer(refused).reset_code == REFUSED_STREAM
+    peer.send(f.rst_stream(1) + f.headers(after, start + f.integer(62, 7, 0x80)))
+    assert peer.answer(after).status == 200
+
+
+def test_header_tables_agree_after_a_reset(rest_peer: MakePeer) -> None:
+    """The same of HEADERS for a stream that the client had reset: trailers that crossed it."""
+    peer = rest_peer()
+    entry = f.literal(b":path", b"/health/live", 0x40)
+    start = f.block([(b":method", b"GET"), (b":scheme", b"http"), (b":authority", b"test")])
+    malformed = f.headers(1, f.block([(b":method", b"GET")]) + entry, end=False)
+    peer.send(malformed + f.headers(3, start + f.integer(62, 7, 0x80)))
+    assert peer.answer(3).status == 200
+
+
+def test_bodies_that_never_end(rest_peer: MakePeer, grpc_peer: MakePeer) -> None:
+    """A connection full of half requests, on both ports; the rest of the server goes on."""
+    for peer, block in ((rest_peer(), OPEN_POST), (grpc_peer(), f.grpc_head(b"Embed"))):
+        numbers = range(1, 2 * STREAMS_MAX, 2)
+        peer.send(opened(1, STREAMS_MAX, block))
+        peer.send(b"".join(f.data(stream, b"\0\0\0", end=False) for stream in numbers))
+        peer.pong()
+        assert peer.answers == {}
+
+
+@pytest.mark.growth(64 << 10)
+def test_bodies_that_stop_below_the_limit(rest_peer: MakePeer) -> None:
+    """128 bodies of 200,000 bytes which are not read to their end: a connection has a window."""
+    peer = rest_peer()
+    numbers = range(1, 2 * STREAMS_MAX, 2)
+    peer.send(opened(1, STREAMS_MAX, OPEN_POST))
+    for stream in numbers:
+        peer.send(f.data(stream, bytes(8_000), end=False))
+    peer.pong()
+    assert peer.goaway_code is None
+
+
+def test_more_than_the_window_given(rest_peer: MakePeer) -> None:
+    """A body past the stream's window, without waiting for WINDOW_UPDATE."""
+    peer = rest_peer()
+    peer.send(opened(1, 4, OPEN_POST))
+    sent = b"".join(f.data(stream, bytes(1 << 20), end=False) for stream in range(1, 9, 2))
+    peer.send(sent * 2)
+    peer.read_for(0.5)
+    ended = {answer.reset_code for answer in peer.answers.values()} | {peer.goaway_code}
+    statuses = {a.headers[":status"] for a in peer.answers.values() if a.headers}
+    assert f.FLOW_CONTROL_ERROR in ended or statuses == {"413"}
+
+
+def test_a_byte_now_and_then(grpc_peer: MakePeer, rows: np.ndarray) -> None:
+    peer = grpc_peer()
+    peer.send(f.headers(1, f.grpc_head(b"Embed"), end=False))
+    for byte in f.message(embed_request([499])):
+        peer.send(f.data(1, bytes([byte]), end=False))
+        peer.read_for(0.01)
+    peer.send(f.data(1))
+    np.testing.assert_array_equal(embedded(peer, 1), rows[[499]])
+
+
+def test_a_request_line_now_and_then(rest_peer: MakePeer) -> None:
+    """A frame's bytes one at a time, while another connection's answers must not wait."""
+    peer = rest_peer()
+    for byte in f.get(1):
+        peer.send(bytes([byte]))
+        peer.read_for(0.01)
+    assert peer.answer(1).status == 200
+
+
+def test_a_thousand_idle_streams_of_one_client(grpc_peer: MakePeer, rows: np.ndarray) -> None:
+    """1,000 EmbedStreams over 8 connections, each of which answered once and then says nothing."""
+    message = f.message(embed_request([7]))
+    connections: list[Peer] = []
+    for _ in range(8):
+        peer = grpc_peer()
+        numbers = range(1, 251, 2)
+        peer.send(b"".join(f.headers(n, STREAM_HEAD, end=False) for n in numbers))
+        peer.send(b"".join(f.data(n, message, end=False) for n in numbers))
+        for n in numbers:
+            body = peer.body_of(n, 5 + 4 * rows.shape[1])
+            values = np.frombuffer(pb.EmbedResponse.FromString(body[5:]).values, "<f4")
+            np.testing.assert_array_equal(values, rows[7])
+        connections.append(peer)
+    end = time.monotonic() + 1.0
+    number = 251
+    while time.monotonic() < end:
+        peer = connections[number % 8]
+        peer.send(f.get(number) + f.call(number + 2, embed_request([9])))
+        assert peer.answer(number).status == 200
+        np.testing.assert_array_equal(embedded(peer, number + 2), rows[[9]])
+        number += 4
+    for peer in connections:
+        assert not any(answer.is_whole for n, answer in peer.answers.items() if n < 251)
+        peer.send(f.data(1))
+        assert peer.answer(1).grpc_status == 0
+
+
+def test_an_answer_is_never_two(rest_peer: MakePeer) -> None:
+    """A body that nobody reads goes on while the answer waits for window, past every limit."""
+    peer = rest_peer(greeting=f.PREFACE + f.settings((f.INITIAL_WINDOW_SIZE, 0)))
+    peer.send(f.headers(1, f.head(b"GET", b"/health/live"), end=False))
+    peer.read_for(0.2)
+    for _ in range(10):
+        peer.send(f.data(1, bytes(16_000), end=False))
+    peer.pong()
+    peer.send(f.window_update(1, 1000))
+    answer = peer.answer(1)
+    assert answer.reset_code is not None or answer.status in (200, 413)
+    assert answer.trailers == {}
+
+
+def test_an_answer_is_sent_though_another_waits(grpc_peer: MakePeer, rows: np.ndarray) -> None:
+    """Answers that need window are made amid reading; later ones do not wait for more to read."""
+    peer = grpc_peer(greeting=f.PREFACE + f.settings((f.INITIAL_WINDOW_SIZE, 0)))
+    peer.send(f.headers(1, STREAM_HEAD, end=False))
+    for _ in range(3):
+        peer.send(f.data(1, f.message(b"\xff"), end=False))
+        peer.pong()
+    peer.send(f.settings((f.INITIAL_WINDOW_SIZE, 10_000)))
+    for stream in range(3, 43, 2):
+        peer.send(f.call(stream, embed_request([8])))
+        np.testing.assert_array_equal(embedded(peer, stream), rows[[8]])
+
+
+def test_an_answer_is_sent_though_others_have_no_window(
+    grpc_peer: MakePeer, rows: np.ndarray
+) -> None:
+    peer = grpc_peer(greeting=f.PREFACE + f.settings((f.INITIAL_WINDOW_SIZE, 0)))
+    peer.send(f.headers(1, STREAM_HEAD, end=False))
+    peer.send(f.data(1, f.message(b"\xff"), end=False))
+    peer.pong()
+    peer.send(f.data(1, f.message(b"\xff"), end=False))
+    peer.read_for(0.1)
+    opened = f.headers(3, f.grpc_head(b"Embed"), end=False) + f.window_update(3, 10_000)
+    peer.send(opened + f.data(3, f.message(embed_request([8]))))
+    assert peer.read_frame(SOON_S), "no answer, with nothing more sent"
+    np.testing.assert_array_equal(embedded(peer, 3), rows[[8]])
+
+
+def test_promises_leave_room_for_others(grpc_peer: MakePeer, rows: np.ndarray) -> None:
+    """Streams that promise large messages and send a byte of them: another's still gets room."""
+    promised = (LIMITS.body_bytes_max).to_bytes(4, "big")
+    for _ in range(4):
+        peer = grpc_peer()
+        peer.send(opened(1, STREAMS_MAX, STREAM_HEAD))
+        peer.send(
+            b"".join(
+                f.data(stream, b"\0" + promised + b"x", end=False)
+                for stream in range(1, 2 * STREAMS_MAX, 2)
+            )
+        )
+        peer.pong()
+    ids = np.arange(40_000) % 500
+    request = f.message(embed_request(ids))
+    peer = grpc_peer()
+    peer.send(f.headers(1, f.grpc_head(b"Embed"), end=False))
+    window, sent = STREAM_WINDOW, 0
+    while sent < len(request):
+        part = request[sent : sent + window]
+        peer.send(f.data(1, part, end=sent + len(part) == len(request)))
+        sent += len(part)
+        window = 0
+        while not window and sent < len(request):
+            peer.others.clear()
+            assert peer.read_frame(SOON_S), "no more window for a message of 480 KB"
+            window = sum(
+                int.from_bytes(one.payload, "big")
+                for one in peer.of_type(f.WINDOW_UPDATE)
+                if one.stream == 1
+            )
+    np.testing.assert_array_equal(embedded(peer, 1), rows[ids])
+
+
+def test_a_reset_stream_is_given_up(grpc_peer: MakePeer) -> None:
+    """Nothing comes on a stream after its reset but what had gone out before."""
+    peer = grpc_peer()
+    for stream in range(1, 401, 2):
+        peer.send(f.call(stream, embed_request([1])) + f.rst_stream(stream, CANCEL))
+    peer.pong(1)
+    before = {stream: len(answer.body) for stream, answer in peer.answers.items()}
+    peer.read_for(0.3)
+    assert {stream: len(answer.body) for stream, answer in peer.answers.items()} == before
+
+
+def test_clients_that_cut_their_connections(rest_peer: MakePeer) -> None:
+    """A reset of the connection while its answers are made; other connections get theirs."""
+    requests = b"".join(f.get(stream) for stream in range(1, 41, 2))
+    linger = struct.pack("ii", 1, 0)
+    for number in range(300):
+        peer = rest_peer(greeting=f.PREFACE + WIDE + WIDER + requests, acknowledges=False)
+        peer.read_for(number % 20 * 0.0005)
+        peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        peer.close()
+
+
+def test_connections_leave_nothing(rest_peer: MakePeer) -> None:
+    """Opened, asked and cut in the midst of the answer, 500 times."""
+    for _ in range(500):
+        peer = rest_peer(
+            greeting=f.PREFACE + f.settings() + f.get(1) + f.get(3), acknowledges=False
+        )
+        peer.close()

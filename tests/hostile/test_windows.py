@@ -1,0 +1,189 @@
+"""Readers that give no window, or a byte of it: the server waits, exactly and at little cost."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hostile import frames as f
+from hostile.conftest import MakePeer
+from hostile.frames import INITIAL_WINDOW_SIZE
+from hostile.neighbour import embed_request
+from hostile.peer import Peer
+
+from embedserve_proto import embedding_pb2 as pb
+
+EXAMPLES = 4096
+ANSWER_BYTES = EXAMPLES * 64 * 4
+"""Of a large answer's values: 1 MiB."""
+STREAMS_MAX = 128
+LARGE_CALL = embed_request(np.arange(EXAMPLES) % 500)
+
+
+def greeting(window: int) -> bytes:
+    return f.PREFACE + f.settings((INITIAL_WINDOW_SIZE, window))
+
+
+def check_large(body: bytes, rows: np.ndarray) -> None:
+    values = np.frombuffer(pb.EmbedResponse.FromString(body[5:]).values, "<f4")
+    np.testing.assert_array_equal(values.reshape(EXAMPLES, -1), rows[np.arange(EXAMPLES) % 500])
+
+
+def test_no_window_at_all(grpc_peer: MakePeer) -> None:
+    """Its headers come, none of its bytes; other streams of the connection are answered."""
+    peer = grpc_peer(greeting=greeting(0) + f.window_update(0, 1 << 20))
+    peer.send(f.call(1, LARGE_CALL))
+    peer.pong()
+    peer.send(f.get(3))
+    peer.send(f.window_update(3, 1000))
+    assert peer.answer(3).status == 200
+    peer.read_for(0.3)
+    assert peer.answers.get(1) is None or peer.answers[1].body == b""
+
+
+@pytest.mark.growth(200 << 10)
+def test_no_window_on_every_stream(grpc_peer: MakePeer) -> None:
+    """128 answers of 1 MiB that nobody takes: at most 64 MiB of them wait, the rest is refused."""
+    peer = grpc_peer(greeting=greeting(0))
+    for stream in range(1, 2 * STREAMS_MAX, 2):
+        peer.send(f.call(stream, LARGE_CALL))
+    peer.pong()
+    peer.read_for(1.0)
+    assert all(answer.body == b"" for answer in peer.answers.values())
+    assert {answer.reset_code for answer in peer.answers.values()} <= {None, f.REFUSED_STREAM}
+
+
+@pytest.mark.parametrize("streams", [1, STREAMS_MAX])
+def test_a_byte_of_window_at_a_time(streams: int, grpc_peer: MakePeer) -> None:
+    """What comes is what the window allows, byte for byte."""
+    peer = grpc_peer(greeting=greeting(1))
+    numbers = range(1, 2 * streams, 2)
+    request = embed_request([3])
+    peer.send(b"".join(f.call(stream, request) for stream in numbers))
+    for given in range(1, 9):
+        for stream in numbers:
+            assert len(peer.body_of(stream, given)) == given
+        peer.pong(given)
+        assert {len(peer.answers[stream].body) for stream in numbers} == {given}
+        peer.send(b"".join(f.window_update(stream, 1) for stream in numbers))
+    peer.send(b"".join(f.window_update(stream, 60_000) for stream in numbers))
+    peer.send(f.window_update(0, 1 << 20))
+    bodies = {peer.answer(stream).body for stream in numbers}
+    (body,) = bodies
+    assert pb.EmbedResponse.FromString(body[5:]).batch_size == 1
+
+
+def test_a_connection_without_window(grpc_peer: MakePeer, rows: np.ndarray) -> None:
+    """Its streams have window; the connection's 65,535 bytes are all that comes."""
+    peer = grpc_peer(greeting=greeting(f.WINDOW_MAX))
+    peer.send(f.call(1, LARGE_CALL) + f.call(3, LARGE_CALL))
+    peer.body_of(1, 1)
+    peer.read_for(0.3)
+    assert sum(len(answer.body) for answer in peer.answers.values()) == 65_535
+    peer.send(f.window_update(0, 1))
+    peer.read_for(0.2)
+    assert sum(len(answer.body) for answer in peer.answers.values()) == 65_536
+    peer.send(f.window_update(0, 4 << 20))
+    for stream in (1, 3):
+        check_large(peer.answer(stream).body, rows)
+
+
+def test_windows_below_zero(grpc_peer: MakePeer, rows: np.ndarray) -> None:
+    """RFC 9113, 6.9.2: a smaller initial window may leave a stream owing bytes."""
+    peer = grpc_peer(greeting=greeting(40_000) + f.window_update(0, 4 << 20))
+    peer.send(f.call(1, LARGE_CALL))
+    assert len(peer.body_of(1, 40_000)) == 40_000
+    peer.send(f.settings((INITIAL_WINDOW_SIZE, 10_000)))
+    peer.pong(1)
+    peer.send(f.window_update(1, 29_999))
+    peer.pong(2)
+    peer.read_for(0.2)
+    assert len(peer.answers[1].body) == 40_000
+    peer.send(f.window_update(1, 2))
+    assert len(peer.body_of(1, 40_001)) == 40_001
+    peer.send(f.settings((INITIAL_WINDOW_SIZE, 10_005)))
+    assert len(peer.body_of(1, 40_006)) == 40_006
+    peer.send(f.settings((INITIAL_WINDOW_SIZE, 0)) + f.settings((INITIAL_WINDOW_SIZE, 10_006)))
+    assert len(peer.body_of(1, 40_007)) == 40_007
+    peer.pong(3)
+    assert len(peer.answers[1].body) == 40_007
+    peer.send(f.settings((INITIAL_WINDOW_SIZE, f.WINDOW_MAX - 100_000)))
+    check_large(peer.answer(1).body, rows)
+
+
+def test_a_frame_size_that_changes_amid_an_answer(grpc_peer: MakePeer, rows: np.ndarray) -> None:
+    peer = grpc_peer(greeting=greeting(1 << 16) + f.window_update(0, 4 << 20))
+    peer.send(f.call(1, LARGE_CALL))
+    peer.body_of(1, 1 << 16)
+    peer.send(f.settings((f.MAX_FRAME_SIZE, 1 << 20)) + f.window_update(1, 1 << 17))
+    peer.body_of(1, 3 << 16)
+    peer.send(f.settings((f.MAX_FRAME_SIZE, 1 << 14)) + f.window_update(1, 1 << 20))
+    check_large(peer.answer(1).body, rows)
+
+
+@pytest.mark.growth(200 << 10)
+def test_large_answers_that_nobody_reads(grpc_peer: MakePeer) -> None:
+    """All the window there is, and not a byte read from the socket."""
+    peer = grpc_peer(receive_buffer=4096)
+    for stream in range(1, 2 * STREAMS_MAX, 2):
+        sent = f.call(stream, LARGE_CALL)
+        if peer.send(sent, reads=False, wait_s=0.3) < len(sent):
+            break
+    peer.read_for(0.0)
+
+
+def slow_readers(make: MakePeer, count: int) -> list[Peer]:
+    opened = [make(greeting=greeting(0)) for _ in range(count)]
+    for peer in opened:
+        peer.send(f.call(1, LARGE_CALL))
+    return opened
+
+
+@pytest.mark.growth(96 << 10)
+def test_many_connections_that_take_nothing(grpc_peer: MakePeer) -> None:
+    """40 connections with an answer of 1 MiB each; then they are gone, and so are their answers."""
+    for peer in slow_readers(grpc_peer, 40):
+        peer.pong()
+
+
+@pytest.mark.growth(96 << 10)
+def test_answers_are_forgotten_with_their_connections(grpc_peer: MakePeer) -> None:
+    """200 MiB of answers that nobody takes, 20 at a time."""
+    for _ in range(10):
+        opened = slow_readers(grpc_peer, 20)
+        for peer in opened:
+            peer.pong()
+            peer.close()
+
+
+@pytest.mark.growth(96 << 10)
+def test_answers_are_forgotten_with_their_streams(grpc_peer: MakePeer) -> None:
+    """200 of 1 MiB on one connection, each given up before a byte of it was taken."""
+    peer = grpc_peer(greeting=greeting(0))
+    for stream in range(1, 401, 2):
+        peer.send(f.call(stream, LARGE_CALL))
+        peer.pong()
+        peer.send(f.rst_stream(stream))
+    peer.send(f.get(401) + f.window_update(401, 1000))
+    assert peer.answer(401).status == 200
+
+
+def test_rest_answers_wait_for_window(rest_peer: MakePeer, rows: np.ndarray) -> None:
+    """JSON of 4,000 rows, 100,000 bytes of window at a time."""
+    peer = rest_peer(greeting=greeting(0) + f.window_update(0, 64 << 20))
+    ids = [[i % 500] for i in range(4000)]
+    body = json.dumps({"features": {"user": ids}}).encode()
+    json_type = (b"content-type", b"application/json")
+    peer.send(f.headers(1, f.head(b"POST", b"/embed", json_type), end=False) + f.data(1, body))
+    given = 0
+    while not (found := peer.answers.get(1)) or not found.is_whole:
+        if found is None or len(found.body) == given:
+            given += 100_000
+            peer.send(f.window_update(1, 100_000))
+        peer.read_for(0.01)
+        if (found := peer.answers.get(1)) is not None:
+            assert len(found.body) <= given
+    assert found.status == 200
+    values = np.array(json.loads(found.body)["values"], np.float32)
+    np.testing.assert_array_equal(values, rows[np.array(ids)[:, 0]])

@@ -1,0 +1,61 @@
+"""The process that the hostile tests attack: the whole server over a table in numpy, without torch.
+
+Prints its two ports when ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import uvloop
+from server.fake_engine import FakeEngine, model_info
+from server.live import make_exchange
+
+from embedserve.config import Limits, ServeSettings
+from embedserve.processes.ports import claim_ports
+from embedserve.processes.server import serve_until
+
+ROWS, DIM = 500, 64
+LIMITS = Limits(body_bytes_max=1 << 20, queue_examples_max=1 << 20, queue_ids_max=1 << 24)
+
+
+def table() -> np.ndarray:
+    """Rows of whole numbers, whose sums are exact."""
+    return np.arange(ROWS * DIM, dtype=np.float32).reshape(ROWS, DIM)
+
+
+class TableEngine(FakeEngine):
+    """Sums of the table's rows, fast enough for answers of megabytes; it keeps no batch."""
+
+    def __init__(self) -> None:
+        super().__init__(model_info("m", {"user": (ROWS, DIM)}))
+        self.table = table()
+
+    def lookup(
+        self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None
+    ) -> np.ndarray:
+        sums = np.zeros((len(lengths), DIM), np.float32)
+        np.add.at(sums, np.repeat(np.arange(len(lengths)), lengths), self.table[ids])
+        return sums
+
+
+async def serve() -> None:
+    """Until SIGTERM; prints the ports once they take requests."""
+    settings = ServeSettings(store="", limits=LIMITS)
+    ports = claim_ports("127.0.0.1", 0, 0)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    with ThreadPoolExecutor(1) as executor:
+        exchange = make_exchange(TableEngine(), executor=executor, limits=LIMITS)
+
+        def say_ready() -> None:
+            print(ports.http, ports.grpc, flush=True)
+
+        await serve_until(stop, exchange, settings, ports, say_ready)
+
+
+if __name__ == "__main__":
+    uvloop.run(serve())

@@ -1,0 +1,48 @@
+"""One small store and one server over it for all of these tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from interop.lookups import DIMS, MODEL, ROWS, TABLES
+from running_servers import Running, run_command, running
+from safetensors.numpy import save_file
+
+TABLE = (
+    "- {{name: {name}, num_embeddings: {rows}, embedding_dim: {dim}, "
+    "feature_names: [{name}], pooling: sum}}\n"
+)
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("interop")
+    weights = {f"embedding_bags.{name}.weight": table for name, table in TABLES.items()}
+    save_file(weights, folder / "model.safetensors")
+    tables = [TABLE.format(name=name, rows=rows, dim=DIMS[name]) for name, rows in ROWS.items()]
+    (folder / "tables.yaml").write_text("tables:\n" + "".join(tables))
+    names = (folder / "model.safetensors", folder / "tables.yaml", folder / "store")
+    done = run_command("publish", *names, "--model", MODEL)
+    assert done.returncode == 0, done.stderr
+    return folder / "store"
+
+
+@pytest.fixture(scope="session")
+def server(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Serves until the last of these tests has ended."""
+    with running(store, tmp_path_factory.mktemp("server") / "log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def target(server: Running) -> str:
+    """HOST:PORT of gRPC."""
+    return server.grpc
+
+
+@pytest.fixture(params=["http", "grpc"])
+def each_port(server: Running, request: pytest.FixtureRequest) -> str:
+    """HOST:PORT of one port, then of the other: both take every protocol."""
+    return server.http.removeprefix("http://") if request.param == "http" else server.grpc

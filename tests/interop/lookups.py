@@ -1,0 +1,156 @@
+"""Lookups with the answers that they must get, computed with numpy, outside of the server.
+
+The tables hold whole numbers, so that float32 sums are the same in any order, and every answer is
+compared as a whole: model, version, keys, widths and each value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+
+from embedserve_proto import embedding_pb2 as pb
+
+MODEL = "shop"
+SERVICE = "embedserve.v1.EmbeddingService"
+ROWS = {"user": 500, "movie": 300}
+DIMS = {"user": 8, "movie": 64}
+WIDTH = sum(DIMS.values())
+
+_rng = np.random.default_rng(0)
+TABLES = {
+    feature: _rng.integers(-100, 101, (rows, DIMS[feature])).astype(np.float32)
+    for feature, rows in ROWS.items()
+}
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A request of both features.
+
+    Attributes:
+        bags: by feature, the ids of each example.
+        is_raw: ids and lengths are sent as bytes, not as packed fields.
+    """
+
+    bags: dict[str, list[list[int]]]
+    is_raw: bool = False
+
+    @cached_property
+    def request(self) -> pb.EmbedRequest:
+        bags = [bag for feature in self.bags for bag in self.bags[feature]]
+        ids, lengths = [one for bag in bags for one in bag], [len(bag) for bag in bags]
+        request = pb.EmbedRequest(model=MODEL, keys=list(self.bags))
+        if self.is_raw:
+            request.ids_bytes = np.array(ids, "<i8").tobytes()
+            request.lengths_bytes = np.array(lengths, "<i4").tobytes()
+        else:
+            request.ids.extend(ids)
+            request.lengths.extend(lengths)
+        return request
+
+    @cached_property
+    def body(self) -> bytes:
+        return self.request.SerializeToString()
+
+    @cached_property
+    def framed(self) -> bytes:
+        """The request as gRPC sends it: not compressed, its length, itself."""
+        return b"\0" + len(self.body).to_bytes(4, "big") + self.body
+
+    @cached_property
+    def json_body(self) -> bytes:
+        return json.dumps({"features": self.bags}).encode()
+
+    @cached_property
+    def values(self) -> np.ndarray:
+        """float32 [B, WIDTH]"""
+        return np.concatenate([_pooled(feature, self.bags[feature]) for feature in ROWS], axis=1)
+
+    @cached_property
+    def answer(self) -> pb.EmbedResponse:
+        return pb.EmbedResponse(
+            model=MODEL,
+            version=1,
+            keys=list(ROWS),
+            length_per_key=list(DIMS.values()),
+            batch_size=len(self.values),
+            values=self.values.tobytes(),
+        )
+
+    @cached_property
+    def json_answer(self) -> dict[str, Any]:
+        return {
+            "model": MODEL,
+            "version": 1,
+            "keys": list(ROWS),
+            "length_per_key": list(DIMS.values()),
+            "values": self.values.tolist(),
+        }
+
+
+def _pooled(feature: str, bags: list[list[int]]) -> np.ndarray:
+    """float32 [B, dim]: how often each bag has each row, times the rows."""
+    rows = ROWS[feature]
+    cells = [rows * example + one for example, bag in enumerate(bags) for one in bag]
+    counts = np.bincount(np.array(cells, np.int64), minlength=rows * len(bags))
+    return counts.reshape(len(bags), rows).astype(np.float32) @ TABLES[feature]
+
+
+def lookup(seed: int, examples: int = 3, ids_max: int = 8, is_raw: bool = False) -> Lookup:
+    """Jagged ids, some bags empty; another seed, other ids."""
+    rng = np.random.default_rng(seed)
+    bags = {
+        feature: [
+            rng.integers(0, rows, rng.integers(0, ids_max + 1)).tolist() for _ in range(examples)
+        ]
+        for feature, rows in ROWS.items()
+    }
+    return Lookup(bags, is_raw)
+
+
+def lookups(count: int, first_seed: int = 0) -> list[Lookup]:
+    """Of one to seven examples each."""
+    return [lookup(seed, 1 + seed % 7) for seed in range(first_seed, first_seed + count)]
+
+
+@cache
+def large_answer() -> Lookup:
+    """Its answer has 5.8 MB, its request 0.8 MB."""
+    return lookup(1, 20_000, 4, is_raw=True)
+
+
+@cache
+def large_request() -> Lookup:
+    """Its request has 3.2 MB, more than a stream's or a connection's window; its answer 0.1 MB."""
+    return lookup(2, 500, 800, is_raw=True)
+
+
+WRONG = Lookup({"user": [[7], [ROWS["user"]]], "movie": [[], []]})
+"""Its second example has an id past the table's end."""
+WRONG_FIELD = "features.user[1][0]"
+
+
+def assert_answers(bodies: Sequence[bytes], asked: Sequence[Lookup]) -> None:
+    """Each body is the answer to its lookup; what differs is said in short."""
+    assert len(bodies) == len(asked)
+    for number, (body, one) in enumerate(zip(bodies, asked, strict=True)):
+        is_right = pb.EmbedResponse.FromString(body) == one.answer
+        assert is_right, f"answer {number} of {len(asked)} is wrong: {body[:80]!r}"
+
+
+def unframed(data: bytes) -> list[bytes]:
+    """The messages in the body of a gRPC answer; none of them compressed."""
+    messages = []
+    while data:
+        size = int.from_bytes(data[1:5], "big")
+        assert data[0] == 0, data[:5]
+        assert len(data) >= 5 + size, (len(data), size)
+        messages.append(data[5 : 5 + size])
+        data = data[5 + size :]
+    return messages

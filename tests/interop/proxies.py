@@ -1,0 +1,143 @@
+"""nginx and HAProxy from Debian, as child processes with all their files in one folder."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from interop.tools import tool
+from running_servers import free_port
+
+START_S_MAX = 30
+NGINX = """
+daemon off;
+master_process off;
+pid {folder}/pid;
+error_log {folder}/log warn;
+events {{ worker_connections 256; }}
+http {{
+    access_log off;
+    client_body_temp_path {folder}/client_body;
+    proxy_temp_path {folder}/proxy;
+    fastcgi_temp_path {folder}/fastcgi;
+    uwsgi_temp_path {folder}/uwsgi;
+    scgi_temp_path {folder}/scgi;
+    client_max_body_size 64m;
+    upstream rest {{ server 127.0.0.1:{to_http}; keepalive 8; }}
+    upstream grpc {{ server 127.0.0.1:{to_grpc}; keepalive 8; }}
+    server {{
+        listen 127.0.0.1:{http};
+        location / {{
+            proxy_pass http://rest;
+            proxy_http_version 1.1;
+            proxy_set_header Connection "";
+        }}
+    }}
+    server {{
+        listen 127.0.0.1:{grpc} http2;
+        location / {{ grpc_pass grpc://grpc; }}
+        error_page 502 = @unavailable;
+        location @unavailable {{ add_header grpc-status 14; return 204; }}
+    }}
+}}
+"""
+"""HTTP/1.1 to the one port and HTTP/2 to the other, both over connections that are kept. What it
+refuses of gRPC, it refuses in gRPC's way."""
+HAPROXY = """
+global
+    nbthread 1
+    log stdout format raw local0
+defaults
+    mode http
+    log global
+    option httplog
+    retries 0
+    timeout connect 60s
+    timeout client 60s
+    timeout server 60s
+frontend http
+    bind 127.0.0.1:{http}
+    default_backend rest
+frontend grpc
+    bind 127.0.0.1:{grpc} proto h2
+    default_backend grpc
+backend rest
+    server one 127.0.0.1:{to_http} proto h2
+backend grpc
+    server one 127.0.0.1:{to_grpc} proto h2
+"""
+"""HTTP/2 to both ports, of many clients over few connections. A server listens before it answers:
+connecting may take as long as it takes to start."""
+
+
+@dataclass(frozen=True)
+class Ports:
+    http: int
+    grpc: int
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """A running proxy: where it takes REST and gRPC, and what it writes."""
+
+    name: str
+    http: str
+    grpc: str
+    log: Path
+
+
+@contextmanager
+def nginx(folder: Path, to: Ports) -> Iterator[Proxy]:
+    config, ports = folder / "nginx.conf", Ports(free_port(), free_port())
+    config.write_text(_filled(NGINX, folder, ports, to))
+    command = [tool("nginx"), "-e", "stderr", "-p", str(folder), "-c", str(config)]
+    with _running("nginx", command, folder, ports) as proxy:
+        yield proxy
+
+
+@contextmanager
+def haproxy(folder: Path, to: Ports) -> Iterator[Proxy]:
+    config, ports = folder / "haproxy.cfg", Ports(free_port(), free_port())
+    config.write_text(_filled(HAPROXY, folder, ports, to))
+    with _running("haproxy", [tool("haproxy"), "-db", "-f", str(config)], folder, ports) as proxy:
+        yield proxy
+
+
+PROXIES = {"nginx": nginx, "haproxy": haproxy}
+
+
+def _filled(config: str, folder: Path, ports: Ports, to: Ports) -> str:
+    return config.format(
+        folder=folder, http=ports.http, grpc=ports.grpc, to_http=to.http, to_grpc=to.grpc
+    )
+
+
+@contextmanager
+def _running(name: str, command: Sequence[str], folder: Path, ports: Ports) -> Iterator[Proxy]:
+    log = folder / "log"
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        for port in (ports.http, ports.grpc):
+            _wait_until_it_listens(process, port, log)
+        yield Proxy(name, f"http://127.0.0.1:{ports.http}", f"127.0.0.1:{ports.grpc}", log)
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def _wait_until_it_listens(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    end = time.monotonic() + START_S_MAX
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            time.sleep(0.02)
+        else:
+            return
+    raise AssertionError(f"the proxy does not listen: {log.read_text()}")

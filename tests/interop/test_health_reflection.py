@@ -1,0 +1,69 @@
+"""The clients of grpcio-health-checking and grpcio-reflection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+from interop.lookups import SERVICE, lookup
+from server.channels import OWN_CONNECTION
+
+ANSWER_S_MAX = 60
+SERVING = health_pb2.HealthCheckResponse.SERVING
+SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+@pytest.fixture
+def channel(target: str) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(target, options=OWN_CONNECTION) as channel:
+        yield channel
+
+
+@pytest.fixture
+def health(channel: grpc.Channel) -> health_pb2_grpc.HealthStub:
+    return health_pb2_grpc.HealthStub(channel)
+
+
+@pytest.mark.parametrize("name", ["", SERVICE])
+def test_check(health: health_pb2_grpc.HealthStub, name: str) -> None:
+    request = health_pb2.HealthCheckRequest(service=name)
+    assert health.Check(request, timeout=ANSWER_S_MAX).status == SERVING
+
+
+def test_check_of_an_unknown_service(health: health_pb2_grpc.HealthStub) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        health.Check(health_pb2.HealthCheckRequest(service="nothing"), timeout=ANSWER_S_MAX)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize(("name", "status"), [(SERVICE, SERVING), ("nothing", SERVICE_UNKNOWN)])
+def test_watch(health: health_pb2_grpc.HealthStub, name: str, status: int) -> None:
+    watch = health.Watch(health_pb2.HealthCheckRequest(service=name), timeout=ANSWER_S_MAX)
+    assert next(watch).status == status
+    watch.cancel()
+    assert watch.code() is grpc.StatusCode.CANCELLED
+
+
+def test_a_client_made_from_reflection_is_answered(channel: grpc.Channel) -> None:
+    database = ProtoReflectionDescriptorDatabase(channel)
+    assert {SERVICE, "grpc.health.v1.Health"} <= set(database.get_services())
+    service = DescriptorPool(database).FindServiceByName(SERVICE)
+    method = service.methods_by_name["Embed"]
+    request_class, answer_class = map(GetMessageClass, (method.input_type, method.output_type))
+    embed = channel.unary_unary(
+        f"/{service.full_name}/{method.name}",
+        request_serializer=request_class.SerializeToString,
+        response_deserializer=answer_class.FromString,
+    )
+    asked = lookup(1)
+    answer = embed(request_class.FromString(asked.body), timeout=ANSWER_S_MAX)
+    assert answer.SerializeToString(deterministic=True) == asked.answer.SerializeToString(
+        deterministic=True
+    )

@@ -1,0 +1,101 @@
+"""Behind nginx and HAProxy: unary calls, streams and REST, answered as without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+import httpx
+import pytest
+from interop.drivers import Call, go_driver
+from interop.lookups import WRONG, WRONG_FIELD, large_answer, large_request, lookup, lookups
+from interop.proxies import PROXIES, Ports, Proxy
+from interop.tools import run_tool
+from running_servers import Running
+from server.channels import OWN_CONNECTION
+
+from embedserve_proto import embedding_pb2 as pb
+from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
+
+ANSWER_S_MAX = 60
+ANY_SIZE = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+PROTOBUF = {"content-type": "application/x-protobuf"}
+
+
+@pytest.fixture(scope="module", params=list(PROXIES))
+def proxy(
+    server: Running, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Proxy]:
+    http_port, grpc_port = (int(one.rpartition(":")[2]) for one in (server.http, server.grpc))
+    folder = tmp_path_factory.mktemp(request.param)
+    with PROXIES[request.param](folder, Ports(http_port, grpc_port)) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def stub(proxy: Proxy) -> Iterator[EmbeddingServiceStub]:
+    with grpc.insecure_channel(proxy.grpc, options=(*OWN_CONNECTION, *ANY_SIZE)) as channel:
+        yield EmbeddingServiceStub(channel)
+
+
+def test_unary_calls_one_by_one_and_at_once(stub: EmbeddingServiceStub) -> None:
+    asked = lookups(100)
+    for one in asked[:30]:
+        assert stub.Embed(one.request, timeout=ANSWER_S_MAX) == one.answer
+    calls = [stub.Embed.future(one.request, timeout=ANSWER_S_MAX) for one in asked]
+    assert [call.result() for call in calls] == [one.answer for one in asked]
+
+
+def test_large_messages(stub: EmbeddingServiceStub) -> None:
+    for one in (large_answer(), large_request()):
+        assert stub.Embed(one.request, timeout=ANSWER_S_MAX) == one.answer
+
+
+def test_a_stream(stub: EmbeddingServiceStub) -> None:
+    asked = [*lookups(100), large_answer(), lookup(100)]
+    stream = stub.EmbedStream((one.request for one in asked), timeout=ANSWER_S_MAX)
+    assert list(stream) == [one.answer for one in asked]
+    assert stream.code() is grpc.StatusCode.OK
+
+
+def test_a_grpc_error_keeps_its_status_and_field(stub: EmbeddingServiceStub) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Embed(WRONG.request, timeout=ANSWER_S_MAX)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert dict(caught.value.trailing_metadata())["embedserve-field"] == WRONG_FIELD
+
+
+def test_grpc_go_behind_it(proxy: Proxy) -> None:
+    asked = lookups(100)
+    calls = [Call("EmbedStream", asked[:50], in_turns=True)]
+    calls += [Call("Embed", [one]) for one in asked]
+    stream, *unary = go_driver()(proxy.grpc, *calls, gzip=True)
+    assert stream.answers == [one.answer for one in asked[:50]]
+    assert [one.answers for one in unary] == [[one.answer] for one in asked]
+
+
+def test_rest(proxy: Proxy) -> None:
+    with httpx.Client(base_url=proxy.http, timeout=ANSWER_S_MAX) as client:
+        for one in (*lookups(30), large_answer(), large_request()):
+            answer = client.post("/embed", content=one.body, headers=PROTOBUF)
+            assert answer.status_code == 200
+            assert pb.EmbedResponse.FromString(answer.content) == one.answer
+        answer = client.post("/embed", content=lookup(1).json_body)
+        assert answer.json() == lookup(1).json_answer
+        answer = client.post("/embed", content=WRONG.json_body)
+        assert (answer.status_code, answer.json()["error"]["field"]) == (400, WRONG_FIELD)
+        assert client.get("/models").json()["models"][0]["model"] == "shop"
+        assert client.get("/nothing").status_code == 404
+
+
+def test_h2load_behind_it(proxy: Proxy, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """HTTP/2 to HAProxy's REST, HTTP/1.1 to nginx's."""
+    asked, body = lookup(2), tmp_path_factory.mktemp("h2load") / "body"
+    body.write_bytes(asked.body)
+    version = ("--h1",) if proxy.name == "nginx" else ()
+    load = (*version, "-n", 2000, "-c", 4, "-m", 50, "-d", body)
+    said = run_tool(
+        "h2load", *load, "-H", "content-type: application/x-protobuf", proxy.http + "/embed"
+    )
+    assert b"2000 succeeded, 0 failed, 0 errored, 0 timeout" in said
+    assert b"status codes: 2000 2xx," in said

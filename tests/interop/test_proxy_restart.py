@@ -1,0 +1,186 @@
+"""The server is drained and started again behind nginx and HAProxy, under a light steady load.
+
+In the gap requests may be refused, in the way of each protocol; whatever else ends a request is a
+loss. Before and after, every answer is right.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from interop.lookups import Lookup, lookups
+from interop.proxies import PROXIES, Ports, Proxy
+from running_servers import free_port, running
+from server.channels import OWN_CONNECTION
+
+from embedserve_proto import embedding_pb2 as pb
+from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
+
+STEP_S_MAX = 60
+PAUSE_S = 0.01
+"""Between a client's requests: the load is steady, not heavy."""
+PROTOBUF = {"content-type": "application/x-protobuf"}
+ANSWERED = {"200", "OK"}
+RESET = "CANCELLED before an answer"
+"""HAProxy 2.6 resets the open half of a stream behind its 503, which grpcio may see first."""
+REFUSED = {"502", "503", "UNAVAILABLE", RESET}
+STREAM_REQUESTS = 5
+OPTIONS = (*OWN_CONNECTION, ("grpc.max_reconnect_backoff_ms", 200))
+"""A channel soon tries again, to see the server that came back."""
+Ask = Callable[[Lookup], str]
+
+
+class Load:
+    """Clients that ask one request after the other, and count how each ended."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, Counter[str]] = {}
+        self.changed = threading.Condition()
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def add(self, name: str, ask: Ask) -> None:
+        self.outcomes[name] = Counter()
+        self._threads.append(threading.Thread(target=self._run, args=(name, ask)))
+
+    def _run(self, name: str, ask: Ask) -> None:
+        asked = lookups(20)
+        while not self._stop.wait(PAUSE_S):
+            for one in asked:
+                try:
+                    outcome = ask(one)
+                except Exception as error:  # whatever it is, it is counted as a loss
+                    outcome = repr(error)
+                with self.changed:
+                    self.outcomes[name][outcome] += 1
+                    self.changed.notify_all()
+                if self._stop.wait(PAUSE_S):
+                    return
+
+    def until_each(self, count: int, outcomes: set[str]) -> None:
+        """Each client has met ``outcomes`` ``count`` times more than by now."""
+        with self.changed:
+            wanted = {name: met + count for name, met in self._met(outcomes).items()}
+            is_done = self.changed.wait_for(
+                lambda: all(met >= wanted[name] for name, met in self._met(outcomes).items()),
+                timeout=STEP_S_MAX,
+            )
+        assert is_done, (outcomes, self.outcomes)
+
+    def _met(self, outcomes: set[str]) -> dict[str, int]:
+        return {
+            name: sum(counts[outcome] for outcome in outcomes)
+            for name, counts in self.outcomes.items()
+        }
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(timeout=STEP_S_MAX)
+
+
+def rest(client: httpx.Client) -> Ask:
+    def ask(one: Lookup) -> str:
+        answer = client.post("/embed", content=one.body, headers=PROTOBUF)
+        if answer.status_code == 200:
+            assert pb.EmbedResponse.FromString(answer.content) == one.answer
+        return str(answer.status_code)
+
+    return ask
+
+
+def unary(stub: EmbeddingServiceStub) -> Ask:
+    def ask(one: Lookup) -> str:
+        try:
+            assert stub.Embed(one.request, timeout=STEP_S_MAX) == one.answer
+        except grpc.RpcError as error:
+            return _code(error)
+        return "OK"
+
+    return ask
+
+
+def stream(stub: EmbeddingServiceStub) -> Ask:
+    """A short stream; what it answers is right, also where it ends early."""
+
+    def ask(one: Lookup) -> str:
+        answers = stub.EmbedStream(iter([one.request] * STREAM_REQUESTS), timeout=STEP_S_MAX)
+        count = 0
+        try:
+            for answer in answers:
+                assert answer == one.answer
+                count += 1
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.CANCELLED and not count:
+                return RESET
+            return _code(error)
+        assert count == STREAM_REQUESTS
+        return "OK"
+
+    return ask
+
+
+def _code(error: grpc.RpcError) -> str:
+    code: str = error.code().name
+    return code if code in REFUSED else f"{code}: {error.details()}"
+
+
+@pytest.fixture
+def ports() -> Ports:
+    return Ports(free_port(), free_port())
+
+
+@pytest.fixture
+def proxies(ports: Ports, tmp_path: Path) -> Iterator[list[Proxy]]:
+    with ExitStack() as open_:
+        started = []
+        for name, proxy in PROXIES.items():
+            (tmp_path / name).mkdir()
+            started.append(open_.enter_context(proxy(tmp_path / name, ports)))
+        yield started
+
+
+@pytest.fixture
+def load(proxies: list[Proxy]) -> Iterator[Load]:
+    load = Load()
+    with ExitStack() as open_:
+        for proxy in proxies:
+            client = httpx.Client(base_url=proxy.http, timeout=STEP_S_MAX)
+            load.add(f"{proxy.name} REST", rest(open_.enter_context(client)))
+            for kind in (unary, stream):
+                channel = grpc.insecure_channel(proxy.grpc, options=OPTIONS)
+                stub = EmbeddingServiceStub(open_.enter_context(channel))
+                load.add(f"{proxy.name} {kind.__name__}", kind(stub))
+        yield load
+        load.stop()
+
+
+def test_a_restart_behind_proxies(store: Path, tmp_path: Path, ports: Ports, load: Load) -> None:
+    same = (ports.http, ports.grpc)
+    with running(store, tmp_path / "first", ports_used=same) as server:
+        load.start()
+        load.until_each(100, ANSWERED)
+        for name, met in load.outcomes.items():
+            assert set(met) <= ANSWERED, (name, met)
+        server.process.terminate()
+        assert server.process.wait(timeout=STEP_S_MAX) == 0
+    load.until_each(3, REFUSED)
+    with running(store, tmp_path / "second", ports_used=same):
+        load.until_each(20, ANSWERED)
+        before = {name: met.copy() for name, met in load.outcomes.items()}
+        load.until_each(100, ANSWERED)
+        load.stop()
+    for name, met in load.outcomes.items():
+        assert set(met - before[name]) <= ANSWERED, (name, met - before[name])
+        assert set(met) <= ANSWERED | REFUSED, (name, met)

@@ -1,0 +1,99 @@
+"""Real servers in processes of their own, on free loopback ports."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+READY_S_MAX = 300
+STOPPED_S_MAX = 60
+COMMAND_S_MAX = 300
+COMMANDS_AT_ONCE = 4
+
+
+@dataclass
+class Running:
+    """A server process and where it listens."""
+
+    process: subprocess.Popen[bytes]
+    http: str
+    grpc: str
+    log: Path
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-W", "ignore", "-m", "embedserve", *map(str, arguments)]
+
+
+@contextmanager
+def running(
+    store: Path, log: Path, *arguments: object, ports_used: tuple[int, int] | None = None
+) -> Iterator[Running]:
+    """`embedserve serve STORE …`, ready; stopped with SIGTERM at the end.
+
+    Its (HTTP, gRPC) ports are free ones, or ``ports_used`` by a server before it.
+    """
+    http_port, grpc_port = ports_used or (free_port(), free_port())
+    ports = ("--http-port", http_port, "--grpc-port", grpc_port)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command("serve", store, *ports, *arguments), stdout=output, stderr=subprocess.STDOUT
+        )
+    server = Running(process, f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", log)
+    try:
+        _wait_until_ready(server)
+        yield server
+    finally:
+        process.terminate()
+        process.wait(timeout=STOPPED_S_MAX)
+
+
+def _wait_until_ready(server: Running) -> None:
+    end = time.monotonic() + READY_S_MAX
+    while time.monotonic() < end:
+        if server.process.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(f"{server.http}/health/ready", timeout=2):
+                return
+        except (OSError, urllib.error.URLError):
+            time.sleep(0.1)
+    raise AssertionError(f"not ready: {server.log.read_text()}")
+
+
+def run_commands(
+    *commands: Sequence[object],
+) -> list[subprocess.CompletedProcess[str]]:
+    """Embedserve commands to their ends, a few of them at a time."""
+    with ThreadPoolExecutor(COMMANDS_AT_ONCE) as pool:
+        return list(pool.map(lambda arguments: run_command(*arguments), commands))
+
+
+def run_command(
+    *arguments: object, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """An embedserve command to its end."""
+    return subprocess.run(
+        command(*arguments),
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_S_MAX,
+        env={**os.environ, "COLUMNS": "200", **(environment or {})},
+    )

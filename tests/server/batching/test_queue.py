@@ -1,0 +1,226 @@
+"""The batcher's queue: what it counts, when it is full, and what leaves it unanswered."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from server.callers import Waiting, submit
+from server.conftest import MakeBatcher
+from server.fake_engine import Bags, FakeEngine, make_request
+from server.waiting import until
+
+from embedserve.batching.batcher import WITHDRAWN_MIN, Batcher
+from embedserve.batching.join import to_model_order
+from embedserve.config import Limits
+from embedserve.errors import EngineError, InvalidRequestError, OverloadedError
+from embedserve.metrics.metrics import ModelMetrics
+from embedserve.types import LookupRequest
+
+ONE: Bags = {"user": [[1]]}
+IN_THREAD = Limits(inline_bytes_max=0)
+
+
+def ordered(engine: FakeEngine, bags: Bags) -> LookupRequest:
+    return to_model_order(make_request(bags), engine.model)
+
+
+async def test_a_queue_that_was_full_takes_requests_once_an_eighth_is_free(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    # A batch holds two of these requests of one id.
+    limits = Limits(inline_bytes_max=0, queue_examples_max=16, batch_ids_max=2)
+    batcher = make_batcher(limits)
+    one: Bags = {"user": [[1]]}
+    engine.hold()
+    answers = [submit(batcher, ordered(engine, one))]
+    await until(lambda: engine.lookups)
+    answers += [submit(batcher, ordered(engine, one)) for _ in range(16)]
+    batcher.check_open()
+    with pytest.raises(OverloadedError, match="holds 16 examples, 1 more pass its limit of 16"):
+        submit(batcher, ordered(engine, one))
+    with pytest.raises(OverloadedError, match="'shop' is full: it holds 16 examples and 16 ids"):
+        batcher.check_open()
+    engine.release()
+    await asyncio.gather(*answers)
+    batcher.check_open()
+    assert np.array_equal(
+        (await submit(batcher, ordered(engine, one))).values, engine.expected(one)
+    )
+
+
+async def busy_batcher(
+    engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits
+) -> tuple[Batcher, Waiting]:
+    """A batcher whose engine is held at work, and the request that it works on."""
+    batcher = make_batcher(limits)
+    engine.hold()
+    running = submit(batcher, ordered(engine, ONE))
+    await until(lambda: engine.lookups)
+    return batcher, running
+
+
+def counted(metrics: ModelMetrics) -> tuple[int, int]:
+    return metrics.queued_requests, metrics.queued_examples
+
+
+async def test_one_who_goes_away_is_not_counted_any_more(
+    engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
+) -> None:
+    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
+    bags: list[Bags] = [{"user": [[1], [2]]}, {"user": [[3]]}, {"user": [[4], [5], [6]]}]
+    waiting = [submit(batcher, ordered(engine, one)) for one in bags]
+    assert counted(metrics) == (3, 6)
+    waiting[0].caller.go_away()
+    assert counted(metrics) == (2, 4)
+    waiting[2].caller.go_away()
+    assert counted(metrics) == (1, 1)
+    waiting[0].caller.go_away()  # twice is as once
+    assert counted(metrics) == (1, 1)
+    engine.release()
+    await asyncio.gather(running, waiting[1])
+    assert [lookup.ids.tolist() for lookup in engine.lookups] == [[1], [3]]
+    assert not waiting[0].done()
+    assert not waiting[2].done()
+    assert counted(metrics) == (0, 0)
+
+
+async def test_one_who_goes_away_during_its_lookup_is_told_nothing(
+    engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
+) -> None:
+    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
+    assert running.caller.queue is None
+    running.caller.go_away()
+    engine.release()
+    await submit(batcher, ordered(engine, ONE))
+    assert not running.done()
+    assert counted(metrics) == (0, 0)
+
+
+async def test_what_went_away_does_not_keep_its_request_in_memory(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    """However long the engine works: those who stay in front hold nobody behind them."""
+    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
+    first = submit(batcher, ordered(engine, ONE))
+    gone = []
+    for _ in range(3 * WITHDRAWN_MIN):
+        waiting = submit(batcher, ordered(engine, ONE))
+        gone.append(weakref.ref(waiting))
+        waiting.caller.go_away()
+    del waiting
+    gc.collect()
+    assert sum(ref() is not None for ref in gone) < WITHDRAWN_MIN
+    engine.release()
+    await asyncio.gather(running, first)
+    gc.collect()
+    assert not any(ref() for ref in gone)
+
+
+async def test_those_who_stay_are_answered_in_order_when_others_are_cleared_away(
+    engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
+) -> None:
+    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
+    waiting = [
+        submit(batcher, ordered(engine, {"user": [[i % 7]]})) for i in range(2 * WITHDRAWN_MIN + 10)
+    ]
+    stay = waiting[:: len(waiting) // 5]
+    for one in waiting:
+        if one not in stay:
+            one.caller.go_away()
+    assert counted(metrics) == (len(stay), len(stay))
+    engine.release()
+    await asyncio.gather(running, *stay)
+    ids = [waiting.index(one) % 7 for one in stay]
+    assert [lookup.ids.tolist() for lookup in engine.lookups] == [[1], ids]
+
+
+async def test_a_full_queue_is_open_again_when_enough_went_away(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    limits = Limits(inline_bytes_max=0, queue_examples_max=16)
+    batcher, running = await busy_batcher(engine, make_batcher, limits)
+    rooms: list[bool] = []
+    batcher.on_room = lambda: rooms.append(batcher.is_open)
+    waiting = [submit(batcher, ordered(engine, ONE)) for _ in range(16)]
+    assert batcher.is_open
+    with pytest.raises(OverloadedError):
+        submit(batcher, ordered(engine, ONE))
+    assert rooms == []
+    waiting[3].caller.go_away()
+    assert (batcher.is_open, rooms) == (False, [])
+    waiting[4].caller.go_away()
+    assert (batcher.is_open, rooms) == (True, [True])
+    waiting[5].caller.go_away()
+    assert rooms == [True]  # it was not full
+    engine.release()
+    await asyncio.gather(running, *waiting[:3], *waiting[6:])
+
+
+async def test_a_full_queue_is_open_again_when_its_batch_begins(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    limits = Limits(inline_bytes_max=0, queue_ids_max=8)
+    batcher, running = await busy_batcher(engine, make_batcher, limits)
+    has_room = asyncio.Event()
+    batcher.on_room = has_room.set
+    waiting = [submit(batcher, ordered(engine, ONE)) for _ in range(8)]
+    with pytest.raises(OverloadedError):
+        submit(batcher, ordered(engine, ONE))
+    assert not has_room.is_set()
+    engine.release()
+    await asyncio.wait_for(has_room.wait(), 5)
+    await asyncio.gather(running, *waiting)
+
+
+@pytest.mark.parametrize("limits", [Limits(), IN_THREAD])
+async def test_the_end_of_each_batch_is_told_once_after_its_callers_were(
+    engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits
+) -> None:
+    batcher = make_batcher(limits)
+    told: list[list[bool]] = []
+    waiting = [submit(batcher, ordered(engine, ONE)) for _ in range(3)]
+    batcher.on_answered = lambda: told.append([one.done() for one in waiting])
+    await asyncio.gather(*waiting)
+    assert told == [[True] * 3]
+
+
+def fails(engine: FakeEngine) -> Bags:
+    engine.failure = RuntimeError("on order")
+    return ONE
+
+
+@pytest.mark.parametrize(
+    ("bags_of", "error"),
+    [(fails, EngineError), (lambda engine: {"user": [[99]]}, InvalidRequestError)],
+)
+@pytest.mark.parametrize("limits", [Limits(), IN_THREAD])
+async def test_the_end_of_a_batch_that_has_no_answers_is_told_too(
+    engine: FakeEngine,
+    make_batcher: MakeBatcher,
+    limits: Limits,
+    bags_of: Callable[[FakeEngine], Bags],
+    error: type[Exception],
+) -> None:
+    batcher = make_batcher(limits)
+    told: list[bool] = []
+    waiting = submit(batcher, ordered(engine, bags_of(engine)))
+    batcher.on_answered = lambda: told.append(waiting.done())
+    with pytest.raises(error):
+        await waiting
+    assert told == [True]
+
+
+async def test_the_end_of_a_batch_that_all_left_is_told(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher = make_batcher(Limits())
+    has_ended = asyncio.Event()
+    batcher.on_answered = has_ended.set
+    submit(batcher, ordered(engine, ONE)).cancel()
+    await asyncio.wait_for(has_ended.wait(), 5)
+    assert engine.lookups == []

@@ -1,0 +1,61 @@
+"""Callers of a batcher that wait for a future: cancelling it withdraws the request."""
+
+from __future__ import annotations
+
+import asyncio
+
+from embedserve.batching.batcher import Batcher
+from embedserve.batching.caller import Caller
+from embedserve.errors import EmbedServeError
+from embedserve.models.served_models import ServedModels
+from embedserve.types import LookupRequest, LookupResult
+
+NEVER = float("inf")
+
+
+class WaitingCaller(Caller):
+    """Tells a future. To be told twice raises InvalidStateError in the batcher."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, future: asyncio.Future[LookupResult], deadline_s: float = NEVER) -> None:
+        self.future = future
+        self.deadline_s = deadline_s
+        self.is_waiting = True
+        self.queue = None
+
+    def answer(self, result: LookupResult) -> None:
+        self.future.set_result(result)
+
+    def refuse(self, error: EmbedServeError) -> None:
+        self.future.set_exception(error)
+
+
+class Waiting(asyncio.Future[LookupResult]):
+    """What a WaitingCaller is told.
+
+    Attributes:
+        caller: goes away as this is cancelled.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        super().__init__()
+        self.caller = WaitingCaller(self, deadline_s)
+
+    def cancel(self, msg: object = None) -> bool:
+        self.caller.go_away()
+        return super().cancel(msg)
+
+
+def submit(batcher: Batcher, request: LookupRequest, deadline_s: float = NEVER) -> Waiting:
+    """Queues ``request`` (in the model's order). Raises OverloadedError: the queue is full."""
+    waiting = Waiting(deadline_s)
+    batcher.enqueue(request, waiting.caller)
+    return waiting
+
+
+def submit_to(models: ServedModels, request: LookupRequest) -> Waiting:
+    """Has ``request`` answered by its model. Raises EmbedServeError: it is refused at once."""
+    waiting = Waiting(NEVER)
+    models.enqueue(request, waiting.caller)
+    return waiting

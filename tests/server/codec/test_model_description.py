@@ -1,0 +1,51 @@
+"""REST and gRPC say the same of a model, each in its own schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from server.fake_models import model_info, ruled_info, unpooled_info
+
+from embedserve.api.management import Model, Table
+from embedserve.codec.model_description import describe
+from embedserve.codec.protobuf_codec import model_message
+from embedserve.types import ModelInfo
+from embedserve_proto import embedding_pb2
+
+
+def of_rest(model: ModelInfo) -> dict[str, Any]:
+    return Model.model_validate(describe(model)).model_dump(exclude_none=True)
+
+
+def test_a_table_is_what_the_manifest_says_and_how_it_is_split() -> None:
+    table = describe(ruled_info())["tables"][3]
+    assert table == {
+        "name": "t_day",
+        "num_embeddings": 6,
+        "embedding_dim": 1,
+        "feature_names": ["day"],
+        "pooling": "sum",
+        "dtype": "float32",
+        "sha256": "",
+        "row_bytes": 4,
+        "features": ["day"],
+        "sharding": "table_wise",
+        "ids": {"rule": "modulo", "modulus": 4, "offset": 2},
+    }
+
+
+@pytest.mark.parametrize("model", [model_info(), ruled_info(), unpooled_info()])
+def test_rest_and_grpc_agree(model: ModelInfo) -> None:
+    said = of_rest(model)
+    for key in ("device", "bytes_per_rank", "replanned", "scripted"):
+        del said[key]
+    for table in said["tables"]:
+        table["ids"] = {"id_type": "int64", "unknown": "error"} | table["ids"]
+    assert model_message(model) == embedding_pb2.Model(**said)
+
+
+def test_what_only_the_manifest_is_for_is_not_shown() -> None:
+    for table in of_rest(ruled_info())["tables"]:
+        assert table.keys() == set(Table.model_fields)
+        assert "sha256" not in table["ids"]

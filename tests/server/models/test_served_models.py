@@ -1,0 +1,204 @@
+"""Which model a request is for, which limits it keeps, whether there is room and readiness."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from server.callers import submit_to
+from server.fake_engine import Bags, FakeEngine, make_request, model_info
+from server.fake_models import unpooled_info
+from server.live import make_exchange
+from server.waiting import until
+
+from embedserve.config import Limits
+from embedserve.errors import (
+    InvalidRequestError,
+    NotReadyError,
+    OverloadedError,
+    RequestTooLargeError,
+    UnknownModelError,
+)
+from embedserve.models.served_models import ServedModels
+
+USER: Bags = {"user": [[1, 2]]}
+
+
+@pytest.fixture
+def other() -> FakeEngine:
+    return FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
+
+
+async def test_a_request_is_answered_by_the_model_that_it_names(
+    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    models = make_exchange(engine, other, executor=executor).models
+    for named, answers in (("films", other), ("shop", engine), ("", engine)):
+        result = await submit_to(models, make_request(USER, model=named))
+        assert result.model is answers.model
+        assert np.array_equal(result.values, answers.expected(USER))
+    assert models.models() == [engine.model, other.model]
+    assert models.model("films") is other.model
+    assert models.model("") is engine.model
+
+
+async def test_an_unknown_model_is_named_with_those_that_there_are(
+    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    models = make_exchange(engine, other, executor=executor).models
+    with pytest.raises(UnknownModelError, match="model is 'shoes': this server has shop, films"):
+        submit_to(models, make_request(USER, model="shoes"))
+    with pytest.raises(UnknownModelError):
+        models.model("shoes")
+
+
+async def test_without_a_default_a_request_must_name_a_model(
+    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    models = make_exchange(engine, other, executor=executor, default_model="").models
+    with pytest.raises(UnknownModelError, match="names no model and there is no default"):
+        submit_to(models, make_request(USER))
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (Limits(request_examples_max=2), "features: the batch has 3 examples, the limit is 2"),
+        (
+            Limits(request_output_bytes_max=72),
+            "features: the answer to 3 examples has 108 bytes, the limit is 72",
+        ),
+    ],
+)
+async def test_a_request_past_a_limit_is_refused_with_both_numbers(
+    engine: FakeEngine, executor: ThreadPoolExecutor, limits: Limits, message: str
+) -> None:
+    models = make_exchange(engine, executor=executor, limits=limits).models
+    with pytest.raises(RequestTooLargeError, match=f"^{message}$") as caught:
+        submit_to(models, make_request({"user": [[1], [2], [3]]}))
+    assert caught.value.field == "features"
+    await submit_to(models, make_request({"user": [[1], [2]]}))
+
+
+async def test_of_an_unpooled_model_the_limit_is_on_a_row_for_each_id_and_table(
+    executor: ThreadPoolExecutor,
+) -> None:
+    engine = FakeEngine(unpooled_info())
+    # 4 float32 a row, and up to two rows an id: item is served by two tables.
+    limits = Limits(request_output_bytes_max=3 * 2 * 16)
+    models = make_exchange(engine, executor=executor, limits=limits).models
+    allowed = make_request({"item": [[1, 2, 3]]})
+    assert engine.model.answer_bytes(allowed) == 96
+    assert (await submit_to(models, allowed)).values.nbytes == 96
+    message = "^features: the answer to 4 ids has up to 128 bytes, the limit is 96$"
+    with pytest.raises(RequestTooLargeError, match=message):
+        submit_to(models, make_request({"item": [[1, 2, 3, 4]]}))
+    with pytest.raises(InvalidRequestError, match=r"^weights: model 'sequence' answers one row"):
+        submit_to(models, make_request({"item": [[1]]}, {"item": [[1.0]]}))
+
+
+async def test_an_unknown_feature_is_refused_before_the_queue(
+    engine: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    exchange = make_exchange(engine, executor=executor)
+    with pytest.raises(InvalidRequestError, match=r"features\.actor"):
+        submit_to(exchange.models, make_request({"actor": [[1]]}))
+    assert exchange.metrics.models["shop"].queued_requests == 0
+
+
+async def test_while_draining_requests_are_answered_but_readiness_is_not(
+    engine: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    models = make_exchange(engine, executor=executor).models
+    models.check_ready()
+    models.is_ready = False
+    with pytest.raises(NotReadyError, match="draining"):
+        models.check_ready()
+    result = await submit_to(models, make_request(USER))
+    assert np.array_equal(result.values, engine.expected(USER))
+
+
+class Full:
+    """Two models, of which "shop", the default one, is full and "films" is open."""
+
+    def __init__(self, engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor) -> None:
+        limits = Limits(inline_bytes_max=0, queue_examples_max=1)
+        self.models = make_exchange(engine, other, executor=executor, limits=limits).models
+        engine.hold()
+        self.running = submit_to(self.models, make_request(USER))
+        self._engine = engine
+
+    async def fill(self) -> None:
+        await until(lambda: self._engine.lookups)
+        self.waiting = submit_to(self.models, make_request(USER))
+        with pytest.raises(OverloadedError):
+            submit_to(self.models, make_request(USER))
+
+
+@pytest.fixture
+async def full(
+    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+) -> AsyncIterator[ServedModels]:
+    one = Full(engine, other, executor)
+    assert not one.models.is_full
+    await one.fill()
+    yield one.models
+    engine.release()
+    await asyncio.gather(one.running, one.waiting)
+    assert not one.models.is_full
+
+
+def never_asked() -> str:
+    raise AssertionError("the body was looked at")
+
+
+async def test_a_full_model_is_refused_and_no_other(full: ServedModels) -> None:
+    assert full.is_full
+    for model in ("", "shop"):
+        with pytest.raises(OverloadedError, match="the queue of 'shop' is full"):
+            full.check_open(model, lambda: "")
+    full.check_open("films", never_asked)
+    full.check_open("nobody", never_asked)
+
+
+async def test_the_body_is_asked_only_where_its_model_matters(full: ServedModels) -> None:
+    full.check_open("", lambda: "films")
+    for named in ("shop", "", "nobody"):  # one unknown is refused as the default would be
+        with pytest.raises(OverloadedError):
+            full.check_open("", lambda named=named: named)  # type: ignore[misc]
+    with pytest.raises(OverloadedError):
+        full.check_open("shop", never_asked)
+
+
+async def test_a_lone_model_is_full_whatever_the_body_names(
+    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    limits = Limits(inline_bytes_max=0, queue_examples_max=1)
+    models = make_exchange(engine, executor=executor, limits=limits).models
+    engine.hold()
+    running = submit_to(models, make_request(USER))
+    await until(lambda: engine.lookups)
+    waiting = submit_to(models, make_request(USER))
+    models.check_open("", never_asked)
+    with pytest.raises(OverloadedError):
+        submit_to(models, make_request(USER))
+    for model in ("", "shop", "nobody"):
+        with pytest.raises(OverloadedError):
+            models.check_open(model, never_asked)
+        with pytest.raises(OverloadedError):
+            models.check_any_open(model)
+    engine.release()
+    await asyncio.gather(running, waiting)
+
+
+async def test_before_its_body_has_come_only_what_names_a_full_model_is_refused(
+    full: ServedModels,
+) -> None:
+    with pytest.raises(OverloadedError):
+        full.check_any_open("shop")
+    full.check_any_open("films")
+    full.check_any_open("")  # its body may name the other
+    full.check_any_open("nobody")

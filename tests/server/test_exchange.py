@@ -1,0 +1,407 @@
+"""The exchange: refused undecoded while full, in time, told, counted and flushed once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from time import perf_counter
+from typing import NoReturn
+
+import numpy as np
+import pytest
+from server.fake_engine import FakeEngine, model_info
+from server.live import make_exchange
+from server.waiting import until
+
+from embedserve.codec.codec import JSON, PROTOBUF, Codec
+from embedserve.config import Limits
+from embedserve.errors import DeadlineExceededError, EmbedServeError, OverloadedError
+from embedserve.exchange import Asked, Call, Exchange, Parts
+from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.types import LookupRequest
+from embedserve_proto import embedding_pb2 as pb
+
+BODY = b'{"features": {"user": [1]}}'
+BAD = b'{"features": {"user": [99]}}'
+SECRET = "secret of the server"
+
+
+class RecordingCall(Call):
+    """Keeps what it is told.
+
+    Attributes:
+        told: answers and errors, in order.
+        failure: what writing an answer raises, if anything.
+    """
+
+    __slots__ = ("failure", "told")
+
+    def __init__(self, asked: Asked, start_s: float | None = None) -> None:
+        super().__init__(asked, perf_counter() if start_s is None else start_s)
+        self.told: list[bytes | EmbedServeError] = []
+        self.failure: Exception | None = None
+
+    def write_answer(self, parts: Parts, nbytes: int) -> None:
+        if self.failure is not None:
+            raise self.failure
+        body = b"".join(parts)
+        assert len(body) == nbytes
+        self.told.append(body)
+
+    def write_error(self, error: EmbedServeError) -> None:
+        self.told.append(error)
+
+    @property
+    def error(self) -> EmbedServeError:
+        (one,) = self.told
+        assert isinstance(one, EmbedServeError)
+        return one
+
+
+@pytest.fixture
+def limits() -> Limits:
+    return Limits(inline_bytes_max=0, queue_examples_max=1)
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    """A thread for each model."""
+    with ThreadPoolExecutor(2) as executor:
+        yield executor
+
+
+@pytest.fixture
+def other() -> FakeEngine:
+    return FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
+
+
+@pytest.fixture
+def exchange(
+    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor, limits: Limits
+) -> Exchange:
+    return make_exchange(engine, other, executor=executor, limits=limits)
+
+
+def metrics_of(exchange: Exchange) -> ProtocolMetrics:
+    return exchange.metrics.protocols["rest"]
+
+
+def outcomes(exchange: Exchange) -> dict[str, int]:
+    return dict(metrics_of(exchange).outcomes)
+
+
+def asked(
+    exchange: Exchange, codec: Codec = JSON, *, model: str = "", timeout_s: float | None = None
+) -> Asked:
+    return Asked(model, codec, PROTOBUF, timeout_s, metrics_of(exchange))
+
+
+def ask(exchange: Exchange, body: bytes = BODY, *, model: str = "") -> RecordingCall:
+    call = RecordingCall(asked(exchange, model=model))
+    exchange.ask(call, body)
+    return call
+
+
+@pytest.fixture
+async def full(exchange: Exchange, engine: FakeEngine) -> AsyncIterator[Exchange]:
+    """Its model "shop", the default one, is full; "films" is open."""
+    engine.hold()
+    running = ask(exchange)
+    await until(lambda: engine.lookups)
+    waiting = ask(exchange)
+    assert isinstance(ask(exchange).error, OverloadedError)
+    assert outcomes(exchange) == {"RESOURCE_EXHAUSTED": 1}
+    yield exchange
+    engine.release()
+    await until(lambda: running.told and waiting.told)
+
+
+def undecodable(decoded: list[bytes], codec: Codec) -> Codec:
+    """``codec``, but what is decoded is listed."""
+
+    def decode(body: bytes, model: str) -> LookupRequest:
+        decoded.append(body)
+        return codec.decode(body, model)
+
+    return replace(codec, decode=decode)
+
+
+async def test_an_answer_is_encoded_and_counted_once(
+    exchange: Exchange, engine: FakeEngine
+) -> None:
+    call = ask(exchange)
+    await until(lambda: call.told)
+    (body,) = call.told
+    assert isinstance(body, bytes)
+    values = np.frombuffer(pb.EmbedResponse.FromString(body).values, "<f4")
+    assert np.array_equal(values, engine.expected({"user": [[1]]})[0])
+    assert outcomes(exchange) == {"OK": 1}
+    assert metrics_of(exchange).response_bytes == len(body)
+
+
+async def test_while_its_model_is_full_a_request_is_refused_undecoded(full: Exchange) -> None:
+    decoded: list[bytes] = []
+    for model in ("", "shop"):
+        call = RecordingCall(asked(full, undecodable(decoded, JSON), model=model))
+        full.ask(call, b"not decoded, so not said to be wrong")
+        assert isinstance(call.error, OverloadedError)
+        assert call.error.message == "the queue of 'shop' is full: it holds 1 examples and 1 ids"
+    assert decoded == []
+    assert outcomes(full) == {"RESOURCE_EXHAUSTED": 3}
+
+
+async def test_while_one_model_is_full_another_answers(full: Exchange, other: FakeEngine) -> None:
+    call = ask(full, model="films")
+    await until(lambda: call.told)
+    assert isinstance(call.told[0], bytes)
+    assert len(other.lookups) == 1
+
+
+@pytest.mark.parametrize(("named", "is_refused"), [("films", False), ("shop", True), ("", True)])
+async def test_the_model_that_a_message_names_decides_whether_it_is_refused_undecoded(
+    full: Exchange, named: str, is_refused: bool
+) -> None:
+    decoded: list[bytes] = []
+    call = RecordingCall(asked(full, undecodable(decoded, PROTOBUF)))
+    message = pb.EmbedRequest(model=named, keys=["user"], ids=[1], lengths=[1])
+    full.ask(call, message.SerializeToString())
+    await until(lambda: call.told)
+    assert bool(decoded) != is_refused
+    assert isinstance(call.told[0], OverloadedError) == is_refused
+
+
+async def test_what_names_a_full_model_is_refused_before_its_body_has_come(full: Exchange) -> None:
+    call = RecordingCall(asked(full, model="shop"))
+    full.refuse_early(call)
+    assert isinstance(call.error, OverloadedError)
+    assert not call.is_waiting
+    assert outcomes(full) == {"RESOURCE_EXHAUSTED": 2}
+    for model in ("", "films", "nobody"):
+        call = RecordingCall(asked(full, model=model))
+        full.refuse_early(call)
+        assert call.told == []
+        assert call.is_waiting
+    assert outcomes(full) == {"RESOURCE_EXHAUSTED": 2}
+
+
+async def test_nothing_is_refused_early_while_there_is_room(exchange: Exchange) -> None:
+    call = RecordingCall(asked(exchange, model="shop"))
+    exchange.refuse_early(call)
+    assert (call.told, outcomes(exchange)) == ([], {})
+
+
+async def test_room_is_told_when_the_queue_has_some_again(
+    exchange: Exchange, engine: FakeEngine
+) -> None:
+    told: list[bool] = []
+    exchange.when_room(lambda: told.append(not exchange.models.is_full))
+    engine.hold()
+    first = ask(exchange)
+    await until(lambda: engine.lookups)
+    second = ask(exchange)
+    ask(exchange)
+    assert (told, exchange.models.is_full) == ([], True)
+    engine.release()
+    await until(lambda: first.told and second.told)
+    assert told == [True]
+
+
+async def test_the_deadline_counts_from_the_first_byte(
+    exchange: Exchange, engine: FakeEngine
+) -> None:
+    decoded: list[bytes] = []
+    wanted = asked(exchange, undecodable(decoded, JSON), timeout_s=5.0)
+    late = RecordingCall(wanted, perf_counter() - 5.1)
+    exchange.ask(late, BODY)
+    assert isinstance(late.error, DeadlineExceededError)
+    assert late.error.message.startswith("the deadline had passed when the request was read, 5100.")
+    assert decoded == []
+    assert outcomes(exchange) == {"DEADLINE_EXCEEDED": 1}
+    in_time = RecordingCall(wanted, perf_counter() - 1)
+    exchange.ask(in_time, BODY)
+    await until(lambda: in_time.told)
+    assert isinstance(in_time.told[0], bytes)
+    assert len(engine.lookups) == 1
+
+
+async def test_a_deadline_that_passes_in_the_queue_is_told(
+    exchange: Exchange, engine: FakeEngine
+) -> None:
+    engine.hold()
+    running = ask(exchange)
+    await until(lambda: engine.lookups)
+    late = ask(exchange)
+    assert late.queue is not None
+    late.deadline_s = perf_counter()
+    engine.release()
+    await until(lambda: running.told and late.told)
+    assert isinstance(late.error, DeadlineExceededError)
+    assert len(engine.lookups) == 1
+    assert outcomes(exchange) == {"OK": 1, "DEADLINE_EXCEEDED": 1}
+
+
+def fail(*args: object) -> NoReturn:
+    raise ZeroDivisionError(SECRET)
+
+
+def expect_internal(call: RecordingCall, caplog: pytest.LogCaptureFixture) -> None:
+    """It was answered in general, and the log says why in full."""
+    assert call.error.code == "INTERNAL"
+    assert call.error.message == "an error of the server; its log says which"
+    assert caplog.text.count(f"ZeroDivisionError: {SECRET}") == 1
+    assert "Traceback" in caplog.text
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+
+
+async def test_an_unforeseen_error_in_decoding_is_answered_in_general(
+    exchange: Exchange, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = RecordingCall(asked(exchange, replace(JSON, decode=fail)))
+    exchange.ask(call, BODY)
+    expect_internal(call, caplog)
+    assert outcomes(exchange) == {"INTERNAL": 1}
+
+
+async def test_an_unforeseen_error_in_reading_a_messages_model_is_answered_in_general(
+    full: Exchange, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = RecordingCall(asked(full, replace(PROTOBUF, model_of=fail)))
+    full.ask(call, b"")
+    expect_internal(call, caplog)
+
+
+async def test_an_answer_that_cannot_be_encoded_fails_alone(
+    engine: FakeEngine, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    exchange = make_exchange(engine, executor=executor)
+    wanted = Asked("", JSON, replace(PROTOBUF, encode=fail), None, metrics_of(exchange))
+    neighbours = ask(exchange), RecordingCall(wanted), RecordingCall(asked(exchange))
+    for call in neighbours[1:]:
+        exchange.ask(call, BODY)
+    await until(lambda: all(call.told for call in neighbours))
+    assert len(engine.lookups) == 1
+    expect_internal(neighbours[1], caplog)
+    assert isinstance(neighbours[0].told[0], bytes)
+    assert neighbours[0].told == neighbours[2].told
+    assert outcomes(exchange) == {"OK": 2, "INTERNAL": 1}
+
+
+async def test_an_answer_that_cannot_be_written_fails_alone(
+    engine: FakeEngine, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    exchange = make_exchange(engine, executor=executor)
+    first, second = RecordingCall(asked(exchange)), RecordingCall(asked(exchange))
+    first.failure = ZeroDivisionError(SECRET)
+    for call in (first, second):
+        exchange.ask(call, BODY)
+    await until(lambda: first.told and second.told)
+    expect_internal(first, caplog)
+    assert isinstance(second.told[0], bytes)
+    assert outcomes(exchange) == {"OK": 1, "INTERNAL": 1}
+
+
+@pytest.mark.parametrize(
+    ("body", "model", "code"),
+    [
+        (b"{", "", "INVALID_ARGUMENT"),
+        (BAD, "", "INVALID_ARGUMENT"),
+        (BODY, "nobody", "NOT_FOUND"),
+    ],
+)
+async def test_a_refusal_is_told_and_counted_once(
+    exchange: Exchange, body: bytes, model: str, code: str
+) -> None:
+    call = ask(exchange, body, model=model)
+    await until(lambda: call.told)
+    assert call.error.code == code
+    assert not call.is_waiting
+    call.cancel()
+    assert outcomes(exchange) == {code: 1}
+
+
+async def test_a_client_that_goes_away_leaves_the_queue_and_is_counted_once(
+    exchange: Exchange, engine: FakeEngine
+) -> None:
+    engine.hold()
+    running = ask(exchange)
+    await until(lambda: engine.lookups)
+    waiting = ask(exchange)
+    waiting.cancel()
+    waiting.cancel()
+    assert exchange.metrics.models["shop"].queued_requests == 0
+    assert outcomes(exchange) == {"CANCELLED": 1}
+    engine.release()
+    await until(lambda: running.told)
+    running.cancel()
+    assert waiting.told == []
+    assert len(engine.lookups) == 1
+    assert outcomes(exchange) == {"CANCELLED": 1, "OK": 1}
+
+
+async def test_a_client_that_goes_away_during_its_lookup_is_told_nothing(
+    exchange: Exchange, engine: FakeEngine
+) -> None:
+    engine.hold()
+    call = ask(exchange)
+    await until(lambda: engine.lookups)
+    call.cancel()
+    engine.release()
+    again = ask(exchange)
+    await until(lambda: again.told)
+    assert call.told == []
+    assert outcomes(exchange) == {"CANCELLED": 1, "OK": 1}
+
+
+class CountingWriter:
+    """Collects what is written, and how much at a flush."""
+
+    def __init__(self) -> None:
+        self.pending = 0
+        self.flushes: list[int] = []
+
+    def flush(self) -> None:
+        self.flushes.append(self.pending)
+        self.pending = 0
+
+
+class WrittenCall(RecordingCall):
+    """Its answer is written through ``writer``."""
+
+    __slots__ = ("exchange", "writer")
+    exchange: Exchange
+    writer: CountingWriter
+
+    def write_answer(self, parts: Parts, nbytes: int) -> None:
+        super().write_answer(parts, nbytes)
+        if not self.writer.pending:
+            self.exchange.flush_later(self.writer)
+        self.writer.pending += 1
+
+
+async def test_the_answers_of_a_batch_are_written_together_at_its_end(
+    engine: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    exchange = make_exchange(engine, executor=executor)
+    writers = CountingWriter(), CountingWriter()
+    calls = [WrittenCall(asked(exchange)) for _ in range(5)]
+    for i, call in enumerate(calls):
+        call.exchange, call.writer = exchange, writers[i % 2]
+        exchange.ask(call, BODY)
+    await until(lambda: writers[1].flushes)
+    await asyncio.sleep(0)
+    assert [writer.flushes for writer in writers] == [[3], [2]]
+
+
+async def test_what_is_written_beside_a_batch_is_flushed_in_the_next_turn(
+    exchange: Exchange,
+) -> None:
+    writer = CountingWriter()
+    exchange.flush_later(writer)
+    assert writer.flushes == []
+    await asyncio.sleep(0)
+    assert writer.flushes == [0]
+    await asyncio.sleep(0)
+    assert writer.flushes == [0]

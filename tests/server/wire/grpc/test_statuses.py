@@ -1,0 +1,63 @@
+"""How calls end: trailers that every client takes, whatever the error says."""
+
+from __future__ import annotations
+
+from urllib.parse import unquote
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embedserve.errors import InvalidRequestError, OverloadedError
+from embedserve.wire.grpc.messages import WireError
+from embedserve.wire.grpc.statuses import (
+    CODES,
+    MESSAGE_BYTES_MAX,
+    error_trailers,
+    wire_error_trailers,
+)
+
+
+def test_the_codes_are_grpcs() -> None:
+    assert {name: grpc.StatusCode[name].value[0] for name in CODES} == CODES
+
+
+def test_an_error_has_its_code_message_field_and_patience() -> None:
+    assert error_trailers(InvalidRequestError("50% off", "features.user")) == [
+        (b"grpc-status", b"3"),
+        (b"grpc-message", b"50%25 off"),
+        (b"embedserve-field", b"features.user"),
+    ]
+    assert error_trailers(OverloadedError("full")) == [
+        (b"grpc-status", b"8"),
+        (b"grpc-message", b"full"),
+        (b"retry-after", b"1"),
+    ]
+    assert error_trailers(InvalidRequestError("")) == [(b"grpc-status", b"3")]
+
+
+@pytest.mark.parametrize(("code", "has"), [("UNIMPLEMENTED", True), ("INTERNAL", False)])
+def test_what_is_not_decompressed_is_told_what_would_be(code: str, has: bool) -> None:
+    trailers = dict(wire_error_trailers(WireError(code, "said")))
+    assert trailers[b"grpc-status"] == b"%d" % CODES[code]
+    assert (trailers.get(b"grpc-accept-encoding") == b"identity,deflate,gzip") == has
+
+
+@given(st.text(max_size=3000), st.text(max_size=3000))
+def test_trailers_are_printable_short_and_say_how_the_message_begins(
+    message: str, field: str
+) -> None:
+    try:
+        (message + field).encode()
+    except UnicodeEncodeError:
+        return
+    trailers = dict(error_trailers(InvalidRequestError(message, field)))
+    assert sum(len(name) + len(value) + 32 for name, value in trailers.items()) < 8192
+    assert all(0x20 <= byte <= 0x7E for value in trailers.values() for byte in value)
+    said = unquote(trailers.get(b"grpc-message", b"").decode())
+    assert message.startswith(said)
+    if len(message.encode()) <= MESSAGE_BYTES_MAX:
+        assert said == message
+    else:
+        assert len(said.encode()) > MESSAGE_BYTES_MAX - 4

@@ -1,0 +1,227 @@
+"""A client of an Http2Connection without sockets: hyperframe's frames in, and its frames out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from hpack import Decoder, Encoder
+from hyperframe.frame import (
+    ContinuationFrame,
+    DataFrame,
+    Frame,
+    GoAwayFrame,
+    HeadersFrame,
+    RstStreamFrame,
+    SettingsFrame,
+    WindowUpdateFrame,
+)
+
+from embedserve.wire.http2.connection import Http2Connection
+from embedserve.wire.http2.frames import PREFACE, ErrorCode
+from embedserve.wire.http2.header_blocks import Headers
+from embedserve.wire.http2.requests import Opened, OpenRequest, read_request
+from embedserve.wire.http2.stream import Handler, Stream
+from embedserve.wire.http2.uploads import Uploads
+
+F = TypeVar("F", bound=Frame)
+POST: Headers = [
+    (b":method", b"POST"),
+    (b":scheme", b"http"),
+    (b":path", b"/"),
+    (b":authority", b"h"),
+]
+UPLOAD_BYTES = 256 << 20
+
+
+class RecordingHandler:
+    """Keeps what its stream tells it; consumes what it receives, unless it ``holds``."""
+
+    def __init__(self, stream: Stream, *, holds: bool = False) -> None:
+        self.stream = stream
+        self.holds = holds
+        self.body = b""
+        self.is_whole = False
+        self.resets = self.resumes = self.drains = self.checks = 0
+
+    def receive(self, data: bytes, is_end: bool) -> None:
+        assert not self.is_whole
+        self.body += data
+        self.is_whole = is_end
+        if not self.holds:
+            self.stream.consumed(self.stream.held_bytes)
+
+    def reset(self) -> None:
+        self.resets += 1
+
+    def resume(self) -> None:
+        self.resumes += 1
+
+    def check_time(self, now_s: float) -> None:
+        self.checks += 1
+
+    def drain(self) -> None:
+        self.drains += 1
+
+
+class Peer:
+    """The client and the connection that it talks to.
+
+    Attributes:
+        handlers: of the streams so far, by number.
+        holds: what new handlers do with what they receive.
+        seen: all frames that came.
+    """
+
+    def __init__(
+        self,
+        open_request: OpenRequest | None = None,
+        uploads: Uploads | None = None,
+        *,
+        settings: dict[int, int] | None = None,
+        is_begun: bool = True,
+    ) -> None:
+        self.handlers: dict[int, RecordingHandler] = {}
+        self.holds = False
+        self.outputs = 0
+        self.connection = Http2Connection(
+            open_request or self._open_request,
+            uploads or Uploads(UPLOAD_BYTES, lambda: True),
+            self._on_output,
+        )
+        self.encoder = Encoder()
+        self.decoder = Decoder()
+        self.seen: list[Frame] = []
+        self.first = self.take()
+        if is_begun:
+            self.send(PREFACE, SettingsFrame(0, settings or {}))
+
+    def _on_output(self) -> None:
+        self.outputs += 1
+
+    def _open_request(self, headers: Headers) -> Opened | str:
+        request = read_request(headers)
+        if isinstance(request, str):
+            return request
+        return Opened(self._open, request.content_length)
+
+    def _open(self, stream: Stream) -> Handler:
+        self.handlers[stream.id] = RecordingHandler(stream, holds=self.holds)
+        return self.handlers[stream.id]
+
+    def send(self, *sent: Frame | bytes) -> list[Frame]:
+        """Has the connection receive frames or bytes in one piece; gives what it answers."""
+        data = b"".join(one if isinstance(one, bytes) else one.serialize() for one in sent)
+        self.connection.receive(data)
+        while self.connection.has_more:
+            self.connection.receive(b"")
+        return self.take()
+
+    def take(self) -> list[Frame]:
+        """The frames that are to be sent, as the transport would write them."""
+        sender = self.connection.sender
+        data = bytearray()
+        while True:
+            if sender.ready:
+                sender.pump()
+            if not sender.out:
+                break
+            data += b"".join(sender.out)
+            sender.out.clear()
+        sender.keep()
+        found = list(frames_of(bytes(data)))
+        self.seen += found
+        return found
+
+    def headers(
+        self,
+        stream_id: int = 1,
+        headers: Headers = POST,
+        *,
+        is_end: bool = True,
+        flags: Iterable[str] = (),
+    ) -> HeadersFrame:
+        """A request's head, or with ``is_end`` all of it."""
+        frame = HeadersFrame(stream_id, self.encoder.encode(headers))
+        frame.flags.add("END_HEADERS")
+        if is_end:
+            frame.flags.add("END_STREAM")
+        for flag in flags:
+            frame.flags.add(flag)
+        return frame
+
+    def open(self, stream_id: int = 1, *, is_end: bool = True) -> RecordingHandler:
+        """Opens a stream; gives its handler."""
+        answered = self.send(self.headers(stream_id, is_end=is_end))
+        assert not of(answered, RstStreamFrame, GoAwayFrame), answered
+        return self.handlers[stream_id]
+
+    def answer_headers(self, frame: Frame) -> Headers:
+        """Those of a HEADERS frame that came; each is to be asked for once, in order."""
+        assert isinstance(frame, HeadersFrame)
+        return list(self.decoder.decode(frame.data, raw=True))
+
+
+def data(
+    stream_id: int, body: bytes, *, is_end: bool = False, padding: int | None = None
+) -> DataFrame:
+    frame = DataFrame(stream_id, body)
+    if is_end:
+        frame.flags.add("END_STREAM")
+    if padding is not None:
+        frame.flags.add("PADDED")
+        frame.pad_length = padding
+    return frame
+
+
+def update(stream_id: int, increment: int) -> WindowUpdateFrame:
+    return WindowUpdateFrame(stream_id, increment)
+
+
+def continuation(stream_id: int, block: bytes, *, is_end: bool = True) -> ContinuationFrame:
+    frame = ContinuationFrame(stream_id, block)
+    if is_end:
+        frame.flags.add("END_HEADERS")
+    return frame
+
+
+def raw(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
+    """A frame of any type and content."""
+    head = len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream_id.to_bytes(4, "big")
+    return head + payload
+
+
+def frames_of(sent: bytes) -> Iterable[Frame]:
+    while sent:
+        frame, length = Frame.parse_frame_header(memoryview(sent)[:9])
+        assert len(sent) >= 9 + length, "a frame is cut off"
+        frame.parse_body(memoryview(sent)[9 : 9 + length])
+        yield frame
+        sent = sent[9 + length :]
+
+
+def of(frames: Iterable[Frame], *kinds: type[F]) -> list[F]:
+    return [frame for frame in frames if isinstance(frame, kinds)]
+
+
+def body_of(frames: Iterable[Frame], stream_id: int) -> bytes:
+    return b"".join(one.data for one in of(frames, DataFrame) if one.stream_id == stream_id)
+
+
+def has_ended(frames: Iterable[Frame], stream_id: int) -> bool:
+    return any(one.stream_id == stream_id and "END_STREAM" in one.flags for one in frames)
+
+
+def resets(frames: Iterable[Frame]) -> list[tuple[int, ErrorCode]]:
+    """(stream, code) of each RST_STREAM."""
+    return [(one.stream_id, ErrorCode(one.error_code)) for one in of(frames, RstStreamFrame)]
+
+
+def expect_end(peer: Peer, answered: list[Frame], code: ErrorCode) -> GoAwayFrame:
+    """The connection ended with ``code``, and with GOAWAY as its last frame."""
+    last = answered[-1]
+    assert isinstance(last, GoAwayFrame), answered
+    assert ErrorCode(last.error_code) is code, last
+    assert peer.connection.is_over
+    assert peer.connection.streams == {}
+    return last

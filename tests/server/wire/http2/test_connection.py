@@ -1,0 +1,259 @@
+"""A connection's states and errors as RFC 9113 has them, from bytes to bytes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from time import perf_counter
+
+import pytest
+from hyperframe.frame import (
+    DataFrame,
+    Frame,
+    HeadersFrame,
+    PingFrame,
+    PriorityFrame,
+    RstStreamFrame,
+    SettingsFrame,
+    WindowUpdateFrame,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from server.wire.http2.peer import (
+    POST,
+    Peer,
+    continuation,
+    data,
+    expect_end,
+    of,
+    raw,
+    resets,
+    update,
+)
+
+from embedserve.wire.http2.connection import (
+    STREAMS_MAX,
+    UNSENT_BYTES_MAX,
+)
+from embedserve.wire.http2.ended_streams import UNREAD_BYTES_MAX
+from embedserve.wire.http2.frames import PREFACE, ErrorCode
+from embedserve.wire.http2.header_blocks import encode
+
+OK = encode([(b":status", b"200")])
+
+
+def answer(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
+    peer.handlers[stream_id].stream.answer(OK, (body,), len(body), b"")
+    return peer.take()
+
+
+# Beginning
+
+
+def test_it_begins_with_its_settings_and_a_larger_window() -> None:
+    settings, window = Peer(is_begun=False).first
+    assert isinstance(settings, SettingsFrame)
+    assert settings.settings == {3: 128, 4: 65536, 6: 16384}
+    assert isinstance(window, WindowUpdateFrame)
+    assert (window.stream_id, 65535 + window.window_increment) == (0, 1 << 20)
+
+
+def test_settings_are_acknowledged() -> None:
+    peer = Peer(is_begun=False)
+    assert not peer.connection.is_begun
+    (ack,) = peer.send(PREFACE, SettingsFrame(0))
+    assert isinstance(ack, SettingsFrame)
+    assert set(ack.flags) == {"ACK"}
+    assert peer.connection.is_begun
+
+
+@pytest.mark.parametrize(
+    "sent", [b"GET / HTTP/1.1\r\n\r\n", PREFACE[:-1] + b"\0", PREFACE[:9] + b"x"]
+)
+def test_another_preface_ends_it(sent: bytes) -> None:
+    peer = Peer(is_begun=False)
+    expect_end(peer, peer.send(sent), ErrorCode.PROTOCOL_ERROR)
+
+
+@pytest.mark.parametrize("first", [PingFrame(0), SettingsFrame(0, flags=["ACK"]), update(0, 1)])
+def test_another_first_frame_than_settings_ends_it(first: Frame) -> None:
+    peer = Peer(is_begun=False)
+    expect_end(peer, peer.send(PREFACE, first), ErrorCode.PROTOCOL_ERROR)
+
+
+def test_nothing_is_read_after_the_end() -> None:
+    peer = Peer()
+    peer.send(raw(0x6, 0, 0, b"short"))
+    assert peer.send(PingFrame(0), peer.headers(1)) == []
+    assert peer.handlers == {}
+
+
+# Requests
+
+
+def test_a_request_is_told_to_its_handler_and_answered() -> None:
+    peer = Peer()
+    handler = peer.open(1, is_end=False)
+    peer.send(data(1, b"ab"))
+    assert (handler.body, handler.is_whole) == (b"ab", False)
+    peer.send(data(1, b"c", is_end=True))
+    assert (handler.body, handler.is_whole) == (b"abc", True)
+    head, body = answer(peer, 1, b"xyz")
+    assert peer.answer_headers(head) == [(b":status", b"200")]
+    assert isinstance(body, DataFrame)
+    assert (body.data, set(body.flags)) == (b"xyz", {"END_STREAM"})
+    assert peer.connection.streams == {}
+    assert handler.resets == 0
+
+
+@given(st.lists(st.integers(0, 400), max_size=20))
+def test_bytes_may_come_in_any_pieces(ends: list[int]) -> None:
+    peer = Peer(is_begun=False)
+    heads = [peer.headers(1, is_end=False), peer.headers(3, is_end=False)]
+    trailers = peer.headers(3, [(b"x-sum", b"1")])
+    block = peer.encoder.encode([*POST, (b"x-other", b"12345")])
+    frames = [
+        SettingsFrame(0, {4: 70000}),
+        *heads,
+        data(1, b"ab", padding=9),
+        data(3, b"cd"),
+        PingFrame(0, b"12345678"),
+        data(1, b"ef", is_end=True),
+        trailers,
+        HeadersFrame(5, block[:3]),
+        continuation(5, block[3:5], is_end=False),
+        continuation(5, block[5:]),
+        data(5, b"gh", is_end=True),
+    ]
+    sent = PREFACE + b"".join(frame.serialize() for frame in frames)
+    bounds = [0, *sorted(min(end, len(sent)) for end in ends), len(sent)]
+    for start, end in pairwise(bounds):
+        peer.send(sent[start:end])
+    assert {number: (one.body, one.is_whole) for number, one in peer.handlers.items()} == {
+        1: (b"abef", True),
+        3: (b"cd", True),
+        5: (b"gh", True),
+    }
+    assert [one.opaque_data for one in of(peer.seen, PingFrame)] == [b"12345678"]
+    assert not peer.connection.is_over
+
+
+@pytest.mark.parametrize("padding", [0, 1, 255])
+def test_padding_is_taken_off(padding: int) -> None:
+    peer = Peer()
+    head = peer.headers(1, is_end=False, flags=["PADDED"])
+    head.pad_length = padding
+    peer.send(head, data(1, b"abc", is_end=True, padding=padding))
+    assert peer.handlers[1].body == b"abc"
+
+
+def test_a_priority_in_a_head_is_ignored() -> None:
+    peer = Peer()
+    frame = peer.headers(3, flags=["PRIORITY"])
+    frame.depends_on, frame.stream_weight, frame.exclusive = 1, 15, True
+    peer.send(frame, PriorityFrame(5, depends_on=3))
+    assert peer.handlers[3].is_whole
+
+
+def test_an_answer_before_the_requests_end_resets_the_rest_of_it() -> None:
+    """RFC 9113, section 8.1: with NO_ERROR; once much of it comes, or a while has passed."""
+    peer = Peer()
+    handler = peer.open(1, is_end=False)
+    assert resets(answer(peer, 1)) == []
+    assert resets(peer.send(data(1, bytes(UNREAD_BYTES_MAX)))) == []
+    assert resets(peer.send(data(1, b"x"))) == [(1, ErrorCode.NO_ERROR)]
+    assert peer.send(data(1, b"on its way"), peer.headers(1, [(b"x", b"late")])) == []
+    assert (handler.body, handler.resets) == (b"", 0)
+    peer.open(3)  # the table of headers is still in step
+
+
+def test_an_answer_before_a_short_requests_end_resets_nothing() -> None:
+    peer = Peer()
+    for number in (1, 3):
+        peer.open(number, is_end=False)
+        assert resets(answer(peer, number)) == []
+    assert peer.send(data(1, b"all of it", is_end=True)) == []
+    peer.connection.check_time(perf_counter())
+    assert resets(peer.take()) == [(3, ErrorCode.NO_ERROR)]
+    peer.connection.check_time(perf_counter())
+    assert peer.take() == []
+
+
+def test_streams_over_the_limit_are_refused_and_others_go_on() -> None:
+    peer = Peer()
+    for i in range(STREAMS_MAX):
+        peer.open(2 * i + 1)
+    over = 2 * STREAMS_MAX + 1
+    assert resets(peer.send(peer.headers(over))) == [(over, ErrorCode.REFUSED_STREAM)]
+    assert over not in peer.handlers
+    answer(peer, 1)
+    peer.open(over + 2)
+
+
+def test_new_streams_are_refused_while_too_much_is_unsent() -> None:
+    peer = Peer()
+    peer.open(1)
+    half = UNSENT_BYTES_MAX // 2
+    stream = peer.handlers[1].stream
+    stream.send_head(OK)
+    stream.send_body((bytes(half),), half)
+    peer.open(3)
+    stream.send_body((bytes(half + 65536),), half + 65536)
+    assert resets(peer.send(peer.headers(5))) == [(5, ErrorCode.REFUSED_STREAM)]
+    peer.send(RstStreamFrame(1, error_code=8))
+    peer.open(7)
+
+
+@pytest.mark.parametrize(
+    ("headers", "frames"),
+    [
+        ([(b":method", b"POST")], []),
+        ([*POST, (b"Upper", b"x")], []),
+        ([*POST, (b"content-length", b"5")], [data(1, b"123456")]),
+        ([*POST, (b"content-length", b"5")], [data(1, b"1234", is_end=True)]),
+        ([*POST, (b"content-length", b"5")], [data(1, b"12345"), data(1, b"6", is_end=True)]),
+    ],
+)
+def test_a_malformed_request_ends_its_stream(
+    headers: list[tuple[bytes, bytes]], frames: list[Frame]
+) -> None:
+    """RFC 9113, section 8.1.1."""
+    peer = Peer()
+    answered = peer.send(peer.headers(1, headers, is_end=False), *frames)
+    assert resets(answered) == [(1, ErrorCode.PROTOCOL_ERROR)]
+    if frames:
+        assert peer.handlers[1].resets == 1
+    assert not any(one.is_whole for one in peer.handlers.values())
+    peer.open(3)
+
+
+def test_a_body_that_was_declared_and_does_not_come_ends_its_stream() -> None:
+    peer = Peer()
+    answered = peer.send(peer.headers(1, [*POST, (b"content-length", b"5")]))
+    assert resets(answered) == [(1, ErrorCode.PROTOCOL_ERROR)]
+    assert peer.handlers == {}
+    assert resets(peer.send(peer.headers(3, [*POST, (b"content-length", b"0")]))) == []
+
+
+TRAILERS = [(b"x-sum", b"1")]
+
+
+@pytest.mark.parametrize(
+    ("trailers", "is_end"),
+    [(TRAILERS, False), ([(b":path", b"/")], True), ([(b"X-Sum", b"1")], True)],
+)
+def test_malformed_trailers_end_their_stream(
+    trailers: list[tuple[bytes, bytes]], is_end: bool
+) -> None:
+    peer = Peer()
+    handler = peer.open(1, is_end=False)
+    assert resets(peer.send(peer.headers(1, trailers, is_end=is_end))) == [
+        (1, ErrorCode.PROTOCOL_ERROR)
+    ]
+    assert (handler.is_whole, handler.resets) == (False, 1)
+
+
+def test_trailers_end_a_request() -> None:
+    peer = Peer()
+    handler = peer.open(1, is_end=False)
+    peer.send(data(1, b"abc"), peer.headers(1, TRAILERS))
+    assert (handler.body, handler.is_whole) == (b"abc", True)

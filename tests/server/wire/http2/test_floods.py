@@ -1,0 +1,164 @@
+"""What a client may do often, and how a connection is drained and closed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hyperframe.frame import (
+    DataFrame,
+    Frame,
+    GoAwayFrame,
+    PingFrame,
+    PriorityFrame,
+    RstStreamFrame,
+    SettingsFrame,
+)
+from server.wire.http2.peer import (
+    POST,
+    Peer,
+    continuation,
+    data,
+    of,
+    raw,
+    resets,
+    update,
+)
+
+from embedserve.wire.http2.allowance import IDLE_WORK_MAX
+from embedserve.wire.http2.connection import (
+    NEW_BLOCK_BYTES_PER_TURN,
+)
+from embedserve.wire.http2.frames import ErrorCode
+from embedserve.wire.http2.header_blocks import encode
+
+OK = encode([(b":status", b"200")])
+
+
+def answer(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
+    peer.handlers[stream_id].stream.answer(OK, (body,), len(body), b"")
+    return peer.take()
+
+
+Sent = Callable[[Peer], list[Frame | bytes]]
+
+
+# What a client may do often
+
+
+FLOODS: dict[str, Sent] = {
+    "pings": lambda peer: [PingFrame(0)],
+    "settings": lambda peer: [SettingsFrame(0)],
+    "priorities": lambda peer: [PriorityFrame(1)],
+    "unknown frames": lambda peer: [raw(0xFE, 0, 0, b"")],
+    "goaways": lambda peer: [GoAwayFrame(0)],
+    "empty data": lambda peer: [data(1, b"")],
+    "windows": lambda peer: [update(0, 1)],
+    "resets": lambda peer: [RstStreamFrame(1)],
+    "errors of streams": lambda peer: [raw(8, 0, 1, bytes(4))],
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_what_asks_nothing_may_not_be_done_for_ever(name: str) -> None:
+    """RFC 9113, section 10.5. The clock fills the allowance up, by far more slowly."""
+    frames_for = FLOODS[name]
+    peer = Peer()
+    peer.open(1, is_end=False)
+    sent = 0
+    while not peer.connection.is_over:
+        peer.send(*frames_for(peer) * 100)
+        sent += 100
+        assert sent < 20 * IDLE_WORK_MAX, "no end to it"
+    assert sent >= IDLE_WORK_MAX
+    last = peer.seen[-1]
+    assert isinstance(last, GoAwayFrame)
+    assert ErrorCode(last.error_code) is ErrorCode.ENHANCE_YOUR_CALM
+
+
+def test_empty_continuations_may_not_come_for_ever() -> None:
+    peer = Peer()
+    peer.send(raw(1, 0x1, 1, b"\x82"))
+    for _ in range(20):
+        peer.send(*[continuation(1, b"", is_end=False)] * 100)
+    assert peer.connection.is_over
+    last = peer.seen[-1]
+    assert isinstance(last, GoAwayFrame)
+    assert ErrorCode(last.error_code) is ErrorCode.ENHANCE_YOUR_CALM
+
+
+def test_a_reader_of_many_answers_may_send_windows_for_each() -> None:
+    peer = Peer()
+    for i in range(2 * IDLE_WORK_MAX):
+        peer.open(2 * i + 1)
+        answer(peer, 2 * i + 1, b"x")
+        peer.send(update(0, 1), update(0, 1))
+    assert not peer.connection.is_over
+
+
+def test_blocks_that_are_new_are_read_a_few_at_a_time() -> None:
+    peer = Peer()
+    frames = [
+        peer.headers(2 * i + 1, [*POST, (b"x-number", b"%d" % i + b"\x01" * 2000)])
+        for i in range(20)
+    ]
+    peer.connection.receive(b"".join(frame.serialize() for frame in frames))
+    first = len(peer.handlers)
+    assert 0 < first < 20
+    assert peer.connection.has_more
+    assert first <= NEW_BLOCK_BYTES_PER_TURN // 1000
+    peer.send()
+    assert len(peer.handlers) == 20
+
+
+# Drain
+
+
+def goaways(frames: list[Frame]) -> list[tuple[int, int]]:
+    return [(one.last_stream_id, one.error_code) for one in of(frames, GoAwayFrame)]
+
+
+def test_a_drain_takes_what_is_on_its_way_then_no_more() -> None:
+    peer = Peer()
+    first = peer.open(1)
+    peer.connection.start_drain()
+    begun = peer.take()
+    assert goaways(begun) == [(2**31 - 1, 0)]
+    (ping,) = of(begun, PingFrame)
+    assert first.drains == 1
+    second = peer.open(3)
+    ended = peer.send(PingFrame(0, ping.opaque_data, flags=["ACK"]))
+    assert goaways(ended) == [(3, 0)]
+    assert (first.drains, second.drains) == (2, 1)
+    assert resets(peer.send(peer.headers(5))) == [(5, ErrorCode.REFUSED_STREAM)]
+    answer(peer, 1)
+    was_over = peer.connection.is_over
+    answer(peer, 3)
+    assert (was_over, peer.connection.is_over) == (False, True)
+    assert (first.resets, second.resets) == (0, 0)
+
+
+def test_a_drain_ends_without_the_ping_too_and_is_told_once() -> None:
+    peer = Peer()
+    peer.connection.start_drain()
+    peer.connection.finish_drain()
+    assert goaways(peer.take()) == [(2**31 - 1, 0), (0, 0)]
+    assert peer.connection.is_over
+    peer.connection.finish_drain()
+    assert peer.take() == []
+
+
+def test_a_goaway_of_the_client_lets_its_streams_be_answered() -> None:
+    peer = Peer()
+    peer.open(1)
+    assert peer.send(GoAwayFrame(0, error_code=0, additional_data=b"bye")) == []
+    assert of(answer(peer, 1, b"x"), DataFrame)
+
+
+def test_streams_of_a_connection_that_is_gone_are_told() -> None:
+    peer = Peer()
+    handlers = [peer.open(1), peer.open(3, is_end=False)]
+    peer.connection.close()
+    assert [one.resets for one in handlers] == [1, 1]
+    peer.connection.close()
+    assert [one.resets for one in handlers] == [1, 1]

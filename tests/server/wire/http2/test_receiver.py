@@ -1,0 +1,247 @@
+"""What clients may send: their windows, what is given back, and what a large body is granted."""
+
+from __future__ import annotations
+
+import pytest
+from hyperframe.frame import Frame, RstStreamFrame, WindowUpdateFrame
+from server.wire.http2.peer import Peer, data, expect_end, of, resets
+
+from embedserve.wire.http2.frames import ErrorCode
+from embedserve.wire.http2.receiver import CONNECTION_WINDOW, STREAM_WINDOW
+from embedserve.wire.http2.uploads import Uploads
+
+FRAME = 16384
+
+
+class Gate:
+    """Whether uploads are let in."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+    def __call__(self) -> bool:
+        return self.is_open
+
+
+def given(frames: list[Frame], stream_id: int) -> int:
+    """How much more window ``frames`` give."""
+    return sum(
+        one.window_increment for one in of(frames, WindowUpdateFrame) if one.stream_id == stream_id
+    )
+
+
+def send(peer: Peer, stream_id: int, nbytes: int) -> list[Frame]:
+    """So many bytes of a body, in whole frames."""
+    frames = [data(stream_id, bytes(FRAME))] * (nbytes // FRAME)
+    if nbytes % FRAME:
+        frames.append(data(stream_id, bytes(nbytes % FRAME)))
+    return peer.send(*frames)
+
+
+def test_a_stream_may_send_its_window_and_no_byte_more() -> None:
+    peer = Peer()
+    peer.holds = True
+    handler = peer.open(1, is_end=False)
+    neighbour = peer.open(3, is_end=False)
+    assert resets(send(peer, 1, STREAM_WINDOW)) == []
+    assert resets(send(peer, 1, 1)) == [(1, ErrorCode.FLOW_CONTROL_ERROR)]
+    assert (len(handler.body), handler.resets, neighbour.resets) == (STREAM_WINDOW, 1, 0)
+
+
+def test_the_connection_may_send_its_window_and_no_byte_more() -> None:
+    peer = Peer(uploads=Uploads(1 << 30, lambda: False))
+    peer.holds = True
+    *numbers, last = range(1, 2 * CONNECTION_WINDOW // STREAM_WINDOW + 2, 2)
+    for number in (*numbers, last):
+        peer.open(number, is_end=False)
+    answered = []
+    for number in numbers:
+        answered += send(peer, number, STREAM_WINDOW)
+    assert given(answered, 0) == 0
+    assert not peer.connection.is_over
+    expect_end(peer, send(peer, last, 1), ErrorCode.FLOW_CONTROL_ERROR)
+
+
+@pytest.mark.parametrize("padding", [0, 255])
+def test_padding_takes_window_and_gives_the_connections_back(padding: int) -> None:
+    """RFC 9113, section 6.1: all of the payload counts."""
+    peer = Peer()
+    handler = peer.open(1, is_end=False)
+    answered = peer.send(*[data(1, b"", padding=padding)] * 10)
+    assert handler.stream.receive_window == STREAM_WINDOW - 10 * (padding + 1)
+    assert handler.stream.held_bytes == 0
+    before = given(peer.first, 0) + 65535
+    for i in range(1, 200):
+        number = 2 * i + 1
+        peer.send(peer.headers(number, is_end=False))
+        answered += peer.send(*[data(number, b"x" * 10_000, padding=255)] * 5)
+        answered += peer.send(data(number, b"", is_end=True))
+        peer.handlers[number].stream.send_head(b"", is_end=True)
+        peer.take()
+    sent = 10 * (padding + 1) + 199 * 5 * 10_256
+    assert sent - CONNECTION_WINDOW // 2 < given(answered, 0) <= sent
+    assert before == CONNECTION_WINDOW
+
+
+def test_what_is_consumed_is_given_back_before_the_window_ends() -> None:
+    peer = Peer()
+    handler = peer.open(1, is_end=False)
+    answered = []
+    for _ in range(100):
+        answered += send(peer, 1, 5 * FRAME)
+    assert len(handler.body) == 500 * FRAME
+    sent = 500 * FRAME
+    assert sent - STREAM_WINDOW < given(answered, 1) <= sent
+    assert sent - CONNECTION_WINDOW < given(answered, 0) <= sent
+    assert not peer.connection.is_over
+
+
+def test_what_a_stream_that_ended_held_is_given_back() -> None:
+    peer = Peer(uploads=Uploads(1 << 30, lambda: False))
+    peer.holds = True
+    answered = []
+    for i in range(20):
+        number = 2 * i + 1
+        peer.open(number, is_end=False)
+        answered += send(peer, number, STREAM_WINDOW)
+        answered += peer.send(RstStreamFrame(number, error_code=8))
+    assert given(answered, 0) >= 20 * STREAM_WINDOW - CONNECTION_WINDOW
+    assert not peer.connection.is_over
+
+
+def test_data_on_streams_that_ended_counts_for_the_connection_alone() -> None:
+    peer = Peer()
+    handler = peer.open(1, is_end=False)
+    handler.stream.send_head(b"", is_end=True)  # which resets the rest of the request
+    peer.take()
+    answered = []
+    for _ in range(10):
+        answered += send(peer, 1, 8 * FRAME)
+    assert given(answered, 0) > 80 * FRAME - CONNECTION_WINDOW
+    assert not peer.connection.is_over
+
+
+def test_a_body_larger_than_the_window_is_granted_what_it_needs() -> None:
+    gate = Gate()
+    peer = Peer(uploads=Uploads(8 << 20, gate))
+    peer.holds = True
+    handler = peer.open(1, is_end=False)
+    size = 5 << 20
+    answered = []
+    while missing := size - len(handler.body):
+        handler.stream.expect(missing)
+        answered += peer.take()
+        window, has = handler.stream.receive_window, len(handler.body)
+        assert 0 < window <= max(2 * has, STREAM_WINDOW)  # no more than came already
+        answered += send(peer, 1, min(FRAME, window))
+    assert given(answered, 1) == size - STREAM_WINDOW
+    assert given(answered, 0) >= size - CONNECTION_WINDOW
+    assert not peer.connection.is_over
+    assert resets(send(peer, 1, 1)) == [(1, ErrorCode.FLOW_CONTROL_ERROR)]
+
+
+def test_what_fits_into_the_window_is_not_asked_for() -> None:
+    peer = Peer(uploads=Uploads(1, lambda: True))
+    handler = peer.open(1, is_end=False)
+    handler.stream.expect(STREAM_WINDOW)
+    assert peer.take() == []
+
+
+def test_while_the_queue_is_full_a_large_body_is_granted_nothing() -> None:
+    gate = Gate()
+    uploads = Uploads(8 << 20, gate)
+    peer = Peer(uploads=uploads)
+    peer.holds = True
+    handler = peer.open(1, is_end=False)
+    gate.is_open = False
+    answered = send(peer, 1, STREAM_WINDOW)
+    handler.stream.expect(1 << 20)
+    assert given([*answered, *peer.take()], 1) == 0
+    gate.is_open = True
+    uploads.retry()
+    assert given(peer.take(), 1) == STREAM_WINDOW
+
+
+def test_connections_are_granted_in_turn_and_give_back_as_streams_end() -> None:
+    uploads = Uploads(STREAM_WINDOW, lambda: True)
+    peers = [wanting(uploads) for _ in range(3)]
+    assert [given(peer.take(), 1) for peer in peers] == [STREAM_WINDOW, 0, 0]
+    peers[1].send(RstStreamFrame(1, error_code=8))
+    assert [given(peer.take(), 1) for peer in peers] == [0, 0, 0]
+    peers[0].send(RstStreamFrame(1, error_code=8))
+    assert [given(peer.take(), 1) for peer in peers] == [0, 0, STREAM_WINDOW]  # one went away
+    peers[2].connection.close()
+    assert given(wanting(uploads).take(), 1) == STREAM_WINDOW
+
+
+def wanting(uploads: Uploads) -> Peer:
+    """One that has sent a window's bytes and waits to send a megabyte more."""
+    peer = Peer(uploads=uploads)
+    peer.holds = True
+    handler = peer.open(1, is_end=False)
+    send(peer, 1, STREAM_WINDOW)
+    peer.take()
+    handler.stream.expect(1 << 20)
+    return peer
+
+
+def test_a_grant_is_given_back_once_all_has_come() -> None:
+    uploads = Uploads(STREAM_WINDOW, lambda: True)
+    first, second = wanting(uploads), wanting(uploads)
+    first.take()
+    assert given(second.take(), 1) == 0
+    first.send(data(1, bytes(STREAM_WINDOW // 32), is_end=True))
+    stream = first.handlers[1].stream
+    stream.consumed(stream.held_bytes)
+    assert given(second.take(), 1) == STREAM_WINDOW
+
+
+def test_a_grant_is_given_back_as_messages_of_a_stream_are_consumed() -> None:
+    """Else the second large message of one stream would wait for ever."""
+    uploads = Uploads(STREAM_WINDOW, lambda: True)
+    peer = wanting(uploads)
+    stream = peer.handlers[1].stream
+    for _ in range(3):
+        assert stream.granted_bytes == STREAM_WINDOW
+        send(peer, 1, STREAM_WINDOW)
+        stream.consumed(stream.held_bytes)
+        assert stream.granted_bytes == 0
+        assert stream.receive_window >= STREAM_WINDOW // 2
+        send(peer, 1, stream.receive_window)
+        stream.expect(1 << 20)
+
+
+def test_bodies_that_all_have_begun_do_not_wait_for_each_other_for_ever() -> None:
+    """Each holds a part, and none can end in the connection's window."""
+    peer = Peer()
+    peer.holds = True
+    for number in range(1, 21, 2):
+        peer.open(number, is_end=False)
+    answered: list[Frame] = []
+    window = CONNECTION_WINDOW
+    for number in range(1, 21, 2):
+        for _ in range(STREAM_WINDOW // FRAME):
+            assert window >= FRAME, "the connection is stuck"
+            window -= FRAME
+            answered = send(peer, number, FRAME)
+            window += given(answered, 0)
+    for number in range(1, 21, 2):
+        assert len(peer.handlers[number].body) == STREAM_WINDOW
+    assert not peer.connection.is_over
+
+
+def test_room_that_comes_later_is_told_at_once() -> None:
+    """What waits for it sends nothing that would be answered."""
+    gate = Gate()
+    uploads = Uploads(8 << 20, gate)
+    peer = Peer(uploads=uploads)
+    peer.holds = True
+    gate.is_open = False
+    for number in range(1, 2 * CONNECTION_WINDOW // STREAM_WINDOW, 2):
+        peer.open(number, is_end=False)
+        send(peer, number, STREAM_WINDOW)
+    before = peer.outputs
+    gate.is_open = True
+    uploads.retry()
+    assert peer.outputs > before
+    assert given(peer.take(), 0) >= STREAM_WINDOW

@@ -1,0 +1,68 @@
+"""What is grpcio's server alone: its port, its end, and what it says while draining."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from server.channels import OWN_CONNECTION
+from server.fake_engine import FakeEngine
+from server.live import free_port, make_exchange
+
+from embedserve.exchange import Exchange
+from embedserve.wire.grpc.service import SERVICE_NAME
+from embedserve.wire.grpcio_server import GrpcioServer
+from embedserve_proto import embedding_pb2 as pb
+from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
+
+REQUEST = pb.EmbedRequest(keys=["tag", "user"], ids=[1, 2, 3, 4], lengths=[1, 2, 1, 0])
+
+
+async def test_health_is_not_serving_once_draining(exchange: Exchange) -> None:
+    server = GrpcioServer(exchange, "127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(
+        f"127.0.0.1:{server.port}", options=OWN_CONNECTION
+    ) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(service=SERVICE_NAME)
+        )
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        draining = asyncio.create_task(server.drain(10))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watch.cancel()
+        await draining
+
+
+async def test_a_port_in_use_is_said_so(exchange: Exchange) -> None:
+    port = free_port()
+    server = GrpcioServer(exchange, f"127.0.0.1:{port}")
+    await server.start()
+    with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port} "):
+        GrpcioServer(exchange, f"127.0.0.1:{port}")
+    await server.drain(0)
+
+
+async def test_ending_an_idle_stream_leaves_no_error_behind(
+    engine: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    server = GrpcioServer(make_exchange(engine, executor=executor), "127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(
+        f"127.0.0.1:{server.port}", options=OWN_CONNECTION
+    ) as channel:
+        call = EmbeddingServiceStub(channel).EmbedStream()
+        await call.write(REQUEST)
+        assert (await call.read()).batch_size == 2
+        await server.drain(5)
+        with pytest.raises(grpc.aio.AioRpcError, match="draining before the stop"):
+            await call.read()
+    gc.collect()  # an error that nobody looked at is told when its task is collected
+    assert errors == []

@@ -1,0 +1,35 @@
+"""Rows to publish with some of them changed, and what is found of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from embedserve_store.comparison.row_diff import RowDiff
+from embedserve_store.comparison.version_diff import TableDiff, VersionDiff
+from embedserve_store.model_version import ModelVersion
+
+Publish = Callable[..., ModelVersion]
+Tables = dict[str, torch.Tensor]
+
+BASE = torch.linspace(-1, 1, 40 * 8).reshape(40, 8)
+
+
+def only(found: VersionDiff) -> TableDiff:
+    (table,) = found.tables
+    return table
+
+
+def rows_of(found: VersionDiff) -> RowDiff:
+    rows = only(found).rows
+    assert rows is not None
+    return rows
+
+
+def with_rows(changed: dict[int, torch.Tensor | float]) -> torch.Tensor:
+    """BASE with other rows in places."""
+    rows = BASE.clone()
+    for number, row in changed.items():
+        rows[number] = row
+    return rows

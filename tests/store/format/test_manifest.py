@@ -1,0 +1,67 @@
+"""The manifest derives what follows from its tables, and refuses what makes no sense."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from embedserve_store.errors import StoreError
+from embedserve_store.format.manifest import KeyColumns, Manifest
+from embedserve_store.format.table_spec import TableSpec
+
+TABLES = (
+    TableSpec("a", 100, 8, ("x", "y"), "sum", "int8", "00"),
+    TableSpec("b", 30, 4, ("y", "z"), "mean", "float32", "11"),
+)
+FILES = {"plan.json": "22", "goldens.safetensors": "33"}
+MANIFEST = Manifest("m", 3, TABLES, True, {"kind": "state_dict"}, FILES)
+
+
+def test_keys_and_dims_follow_the_tables() -> None:
+    assert MANIFEST.features == ("x", "y", "z")
+    assert MANIFEST.keys == ("x", "y@a", "y@b", "z")
+    assert MANIFEST.length_per_key == (8, 8, 4, 4)
+    assert MANIFEST.rows_per_feature == (100, 30, 30)
+    assert MANIFEST.nbytes == 100 * 12 + 30 * 16
+
+
+def test_columns_of_the_answer() -> None:
+    a, b = TABLES
+    assert MANIFEST.columns == (
+        KeyColumns("x", 0, a, 0, 8),
+        KeyColumns("y@a", 1, a, 8, 16),
+        KeyColumns("y@b", 1, b, 16, 20),
+        KeyColumns("z", 2, b, 20, 24),
+    )
+
+
+def test_json_and_back() -> None:
+    data = json.loads(json.dumps(MANIFEST.to_json()))
+    assert Manifest.from_json(data, "manifest.json") == MANIFEST
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"row_bytes": 8}, "row_bytes is 8, but a int8 row of 8 dims has 12"),
+        ({"ids": {"rule": "hashed"}}, "ids: rule is 'hashed'"),
+        ({"feature_names": [1]}, "expected a list of names"),
+        ({"sha256": None}, "sha256 is None, expected str"),
+        ({"num_embeddings": 2.0}, "num_embeddings is 2.0, expected int"),
+        ({"name": "b"}, "2 tables are named 'b'"),
+        ({"feature_names": ["y", "y@b"]}, "2 answers are called 'y@b': rename a feature"),
+    ],
+)
+def test_json_tables_that_make_no_sense(change: dict[str, Any], message: str) -> None:
+    data = json.loads(json.dumps(MANIFEST.to_json()))
+    data["tables"][0] |= change
+    with pytest.raises(StoreError, match=f"here: .*{message}"):
+        Manifest.from_json(data, "here")
+
+
+@pytest.mark.parametrize("data", [None, [], 1, {"format_version": 1}, {"format_version": "1"}])
+def test_json_that_is_no_manifest(data: Any) -> None:
+    with pytest.raises(StoreError, match="here: "):
+        Manifest.from_json(data, "here")

@@ -1,0 +1,72 @@
+"""A file is mapped if its header is the expected one and its size fits, else refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embedserve_store.errors import StoreError
+from embedserve_store.format.safetensors_file import HEADER_BYTES_MAX, encode_header, map_tensors
+
+TENSORS = {
+    "half": {"dtype": "F16", "shape": [2, 3], "data_offsets": [0, 12]},
+    "bytes": {"dtype": "U8", "shape": [5], "data_offsets": [12, 17]},
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "any.safetensors"
+    path.write_bytes(encode_header(TENSORS) + bytes(range(17)))
+    return path
+
+
+def test_the_data_is_mapped_as_it_lies(path: Path) -> None:
+    for few_reads in (False, True):
+        data = map_tensors(path, TENSORS, few_reads=few_reads)
+        np.testing.assert_array_equal(data, np.arange(17, dtype=np.uint8))
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 100, 4095])
+def test_a_file_that_ends_in_its_header(path: Path, size: int) -> None:
+    with path.open("r+b") as file:
+        file.truncate(size)
+    with pytest.raises(StoreError, match="ends within its header"):
+        map_tensors(path, TENSORS)
+
+
+@pytest.mark.parametrize(("change", "why"), [(-1, "truncated"), (1, "bytes after the last tensor")])
+def test_a_file_of_the_wrong_size(path: Path, change: int, why: str) -> None:
+    size = path.stat().st_size + change
+    with path.open("r+b") as file:
+        file.truncate(size)
+    with pytest.raises(StoreError, match=f"{size} bytes, expected {size - change}: {why}"):
+        map_tensors(path, TENSORS)
+
+
+def test_a_header_length_beyond_all_sense(path: Path) -> None:
+    path.write_bytes((HEADER_BYTES_MAX + 1).to_bytes(8, "little") + path.read_bytes()[8:])
+    with pytest.raises(StoreError, match=f"limit of {HEADER_BYTES_MAX}"):
+        map_tensors(path, TENSORS)
+
+
+def test_a_header_that_is_not_an_object(path: Path) -> None:
+    path.write_bytes((4088).to_bytes(8, "little") + b"[1]".ljust(4088))
+    with pytest.raises(StoreError, match="header is not a JSON object"):
+        map_tensors(path, TENSORS)
+
+
+def test_a_header_nested_without_end(path: Path) -> None:
+    path.write_bytes((400_000).to_bytes(8, "little") + b"[" * 400_000)
+    with pytest.raises(StoreError, match="header is not JSON"):
+        map_tensors(path, TENSORS)
+
+
+def test_data_that_does_not_start_on_a_page(path: Path) -> None:
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    path.write_bytes((length + 8).to_bytes(8, "little") + data[8 : 8 + length] + b" " * 8)
+    with pytest.raises(StoreError, match="data starts at byte 4104, expected a whole page"):
+        map_tensors(path, TENSORS)

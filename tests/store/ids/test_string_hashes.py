@@ -1,0 +1,34 @@
+"""Strings stand for the same ids for good."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from embedserve_store.ids.string_hashes import hash_strings
+
+
+def test_hashes_of_strings_are_xxh3_for_good() -> None:
+    # Stored versions hold them. The first is XXH3's value of no bytes, 0x2d06800538d394c2.
+    hashes = hash_strings(["", "a", "tt0114709", "Zürich"])
+    assert hashes.dtype == np.int64
+    assert hashes[0] == 0x2D06800538D394C2
+    assert hashes.tolist() == [
+        3244421341483603138,
+        -1817709641818812897,
+        103861909855936189,
+        838883168505079630,
+    ]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.text(st.characters(codec=None)), unique=True, max_size=30))
+def test_each_string_has_its_own_hash_whatever_its_neighbours(strings: list[str]) -> None:
+    hashes = hash_strings(strings)
+    assert len(set(hashes.tolist())) == len(strings)
+    assert hashes.tolist() == [int(hash_strings([one])[0]) for one in strings]
+
+
+def test_half_a_surrogate_pair_is_a_string_too() -> None:
+    assert len(set(hash_strings(["\ud800", "\udfff", "?"]).tolist())) == 3

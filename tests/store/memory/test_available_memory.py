@@ -1,0 +1,65 @@
+"""Available memory: the host's, or what the limit of the nearest cgroup leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from embedserve_store.memory.available_memory import available_bytes
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    """A host with 8 GiB available, in no cgroup yet."""
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    meminfo = f"MemTotal: {16 << 20} kB\nMemAvailable:   {8 << 20} kB\nHugePages_Total: 0\n"
+    (tmp_path / "proc" / "meminfo").write_text(meminfo)
+    (tmp_path / "proc" / "self" / "cgroup").write_text("")
+    return tmp_path / "proc"
+
+
+def limit(folder: Path, name: str, value: object, used: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"{value}\n")
+    (folder / "memory.stat").write_text(f"file {5 * GIB}\n{used} {GIB}\n")
+
+
+def test_a_host_without_cgroups(proc: Path, tmp_path: Path) -> None:
+    assert available_bytes(proc, tmp_path / "none") == 8 * GIB
+
+
+def test_version_2_counts_what_is_not_page_cache(proc: Path, tmp_path: Path) -> None:
+    (proc / "self" / "cgroup").write_text("0::/pod/container\n")
+    limit(tmp_path / "cg" / "pod" / "container", "memory.max", 4 * GIB, "anon")
+    assert available_bytes(proc, tmp_path / "cg") == 3 * GIB
+
+
+def test_a_limit_of_a_cgroup_above_counts(proc: Path, tmp_path: Path) -> None:
+    (proc / "self" / "cgroup").write_text("0::/pod/container\n")
+    limit(tmp_path / "cg" / "pod" / "container", "memory.max", "max", "anon")
+    limit(tmp_path / "cg" / "pod", "memory.max", 2 * GIB, "anon")
+    assert available_bytes(proc, tmp_path / "cg") == GIB
+
+
+def test_a_container_sees_its_own_cgroup_as_the_root(proc: Path, tmp_path: Path) -> None:
+    (proc / "self" / "cgroup").write_text("0::/unseen/path\n")
+    limit(tmp_path / "cg", "memory.max", 4 * GIB, "anon")
+    assert available_bytes(proc, tmp_path / "cg") == 3 * GIB
+
+
+def test_version_1(proc: Path, tmp_path: Path) -> None:
+    (proc / "self" / "cgroup").write_text("5:cpu,cpuacct:/\n4:memory:/job\n")
+    limit(tmp_path / "cg" / "memory" / "job", "memory.limit_in_bytes", 3 * GIB, "total_rss")
+    limit(tmp_path / "cg" / "memory", "memory.limit_in_bytes", 1 << 63, "total_rss")
+    assert available_bytes(proc, tmp_path / "cg") == 2 * GIB
+
+
+def test_a_limit_above_the_host_changes_nothing(proc: Path, tmp_path: Path) -> None:
+    (proc / "self" / "cgroup").write_text("0::/\n")
+    limit(tmp_path / "cg", "memory.max", 64 * GIB, "anon")
+    assert available_bytes(proc, tmp_path / "cg") == 8 * GIB
+    limit(tmp_path / "cg", "memory.max", GIB >> 1, "anon")
+    assert available_bytes(proc, tmp_path / "cg") == 0

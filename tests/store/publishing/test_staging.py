@@ -1,0 +1,241 @@
+"""Versions appear whole, under numbers that no two publishers share."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import embedserve_store
+from embedserve_store.errors import StoreError
+from embedserve_store.format.version_folder import version_numbers
+from embedserve_store.publishing.staging import (
+    RENAME_ATTEMPTS,
+    check_writable,
+    publish_staged,
+    staging_folder,
+)
+
+
+def publish(model_folder: Path) -> int:
+    with staging_folder(model_folder) as folder:
+
+        def write_number(version: int) -> None:
+            (folder / "n").write_text(str(version))
+
+        return publish_staged(folder, write_number)
+
+
+def test_versions_count_up_from_one(tmp_path: Path) -> None:
+    assert [publish(tmp_path / "store" / "m") for _ in range(3)] == [1, 2, 3]
+    assert os.listdir(tmp_path / "store" / "m" / "3") == ["n"]
+
+
+def test_the_highest_number_counts_and_other_names_do_not(tmp_path: Path) -> None:
+    for name in ("7", "0", "-1", "08", "9x", ".staging-1", "latest", "٣"):
+        (tmp_path / name).mkdir()
+    assert version_numbers(tmp_path) == [7]
+    assert publish(tmp_path) == 8
+
+
+def test_a_file_with_a_versions_name_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "1").write_text("mine")
+    assert publish(tmp_path) == 2
+    assert (tmp_path / "1").read_text() == "mine"
+
+
+def publish_second(model_folder: Path, losses: int) -> int:
+    """Publishes, while others take the number that it is about to take ``losses`` times."""
+    left = iter(range(losses))
+    with staging_folder(model_folder) as folder:
+
+        def write_number(version: int) -> None:
+            (folder / "n").write_text(str(version))
+            if next(left, None) is not None:
+                (model_folder / str(version)).mkdir()
+                (model_folder / str(version) / "n").write_text("other")
+
+        return publish_staged(folder, write_number)
+
+
+def test_a_number_taken_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    assert publish_second(tmp_path, 1) == 2
+    assert (tmp_path / "1" / "n").read_text() == "other"
+    assert (tmp_path / "2" / "n").read_text() == "2"
+
+
+def test_publishers_that_always_come_second_give_up(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="took the version number 100 times"):
+        publish_second(tmp_path, RENAME_ATTEMPTS)
+    assert version_numbers(tmp_path) == list(range(1, 101))
+    assert len(os.listdir(tmp_path)) == 100
+
+
+def test_a_publisher_that_comes_second_99_times_publishes(tmp_path: Path) -> None:
+    assert publish_second(tmp_path, RENAME_ATTEMPTS - 1) == 100
+
+
+def fail(model_folder: Path) -> None:
+    with staging_folder(model_folder) as folder:
+        (folder / "half").write_text("half")
+        raise KeyboardInterrupt
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        fail(tmp_path / "m")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
+    publish(tmp_path / "m")
+    with pytest.raises(KeyboardInterrupt):
+        fail(tmp_path / "m")
+    assert os.listdir(tmp_path / "m") == ["1"]
+
+
+def test_the_first_publisher_may_fail_while_another_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = iter(["lost", "kept"])
+
+    def name_after_the_other_failed(nbytes: int) -> str:
+        name = next(names)
+        if name == "lost":
+            (tmp_path / "m").rmdir()
+        return name
+
+    monkeypatch.setattr(secrets, "token_hex", name_after_the_other_failed)
+    assert publish(tmp_path / "m") == 1
+
+
+def test_what_killed_publishers_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".staging-1").mkdir()
+    (tmp_path / ".staging-1" / "half").write_text("half")
+    (tmp_path / ".staging-1.lock").write_text("")
+    (tmp_path / ".staging-2").mkdir()  # without its file
+    (tmp_path / ".staging-3.lock").write_text("")
+    (tmp_path / ".other").mkdir()
+    with staging_folder(tmp_path) as folder:
+        ours = {folder.name, f"{folder.name}.lock"}
+        assert set(os.listdir(tmp_path)) == {".other"} | ours
+    assert os.listdir(tmp_path) == [".other"]
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+    with staging_folder(tmp_path) as folder:
+        (folder / "half").write_text("half")
+        assert publish(tmp_path) == 1
+        with pytest.raises(KeyboardInterrupt):
+            fail(tmp_path)
+        assert (folder / "half").read_text() == "half"
+        assert publish_staged(folder, lambda version: None) == 2
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+def test_a_lock_that_another_takes_away_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+    stolen: list[str] = []
+
+    def steal_first(lock: int, operation: int) -> None:
+        if not stolen:
+            (name,) = os.listdir(tmp_path)
+            (tmp_path / name).unlink()
+            stolen.append(name)
+        flock(lock, operation)
+
+    monkeypatch.setattr(fcntl, "flock", steal_first)
+    with staging_folder(tmp_path) as folder:
+        assert f"{folder.name}.lock" in os.listdir(tmp_path)
+        assert [f"{folder.name}.lock"] != stolen
+
+
+def test_without_locks_nothing_is_removed_and_publishing_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(lock: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with staging_folder(tmp_path) as folder:
+        assert publish(tmp_path) == 1
+        assert folder.is_dir()
+
+
+@pytest.mark.parametrize("name", ["file", "file/a/b"])
+def test_a_file_where_a_folder_is_needed(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=f"{name}: cannot be written: .*/file is not a folder"):
+        check_writable(tmp_path / name)
+
+
+def test_folders_that_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_writable(tmp_path / "a" / "b")
+    monkeypatch.chdir(tmp_path)
+    check_writable(Path("a"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(StoreError, match=f"a: .*no permission to write to {tmp_path}$"):
+        check_writable(tmp_path / "a")
+
+
+RACER = """
+import sys
+from contextlib import suppress
+from pathlib import Path
+from embedserve_store.publishing.staging import publish_staged, staging_folder
+
+print("ready", flush=True)
+sys.stdin.readline()
+model_folder = Path(sys.argv[1])
+for _ in range(20):
+    with suppress(KeyError), staging_folder(model_folder):
+        raise KeyError
+for _ in range(20):
+    with staging_folder(model_folder) as folder:
+        (folder / "pid").write_text(sys.argv[2])
+        print(publish_staged(folder, lambda n: (folder / "n").write_text(str(n)) and None))
+"""
+
+
+def test_racing_publishers_never_share_a_number(tmp_path: Path) -> None:
+    root = str(Path(embedserve_store.__file__).parent.parent)
+    folder = tmp_path / "m"
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACER, str(folder), str(i)],
+            env=os.environ | {"PYTHONPATH": root},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(3)
+    ]
+    for racer in racers:
+        assert racer.stdout is not None
+        racer.stdout.readline()
+    published: dict[str, int] = {}
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    for i, racer in enumerate(racers):
+        output, _ = racer.communicate(timeout=60)
+        assert racer.returncode == 0
+        published |= dict.fromkeys(output.split(), i)
+    assert sorted(map(int, published)) == list(range(1, 61))
+    for name, i in published.items():
+        assert (folder / name / "n").read_text() == name
+        assert (folder / name / "pid").read_text() == str(i)
+    assert sorted(os.listdir(folder)) == sorted(published)

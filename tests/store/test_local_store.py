@@ -1,0 +1,238 @@
+"""A version loads exactly as it was published, or says which file is wrong and why."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrec import EmbeddingBagCollection
+
+from embedserve_store.errors import StoreError
+from embedserve_store.format.row_layout import dequantize_rows
+from embedserve_store.local_store import ModelStore
+from embedserve_store.model_version import ModelVersion
+from embedserve_store.publishing.publish import publish
+from embedserve_store.verification import verify
+
+FILES = ("manifest.json", "plan.json", "goldens.safetensors", "tables.safetensors")
+EditJson = Callable[[Path, Callable[[Any], None]], None]
+
+
+def reload(version: ModelVersion) -> ModelVersion:
+    return ModelStore(version.path.parent.parent).load("m")
+
+
+def test_models_and_versions_are_listed(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
+    for model in ("b", "a", "b"):
+        publish(ebc, tmp_path, model=model)
+    for name in ("a/.staging-1", "a/latest", "a/02", "empty/.staging-2", ".hidden/1", "x y/1"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "README").write_text("")
+    (tmp_path / "a" / "5").write_text("not a folder")
+    store = ModelStore(str(tmp_path))
+    assert store.models() == ["a", "b"]
+    assert store.versions("a") == [1]
+    assert store.versions("b") == [1, 2]
+    assert store.versions("empty") == []
+
+
+def test_versions_are_ordered_as_numbers(version: ModelVersion) -> None:
+    for number in (10, 9):
+        shutil.copytree(version.path, version.path.parent / str(number))
+    assert ModelStore(version.path.parent.parent).versions("m") == [1, 9, 10]
+
+
+def test_the_highest_version_is_loaded_unless_told(
+    ebc: EmbeddingBagCollection, tmp_path: Path
+) -> None:
+    publish(ebc, tmp_path, model="m")
+    publish(ebc, tmp_path, model="m")
+    assert ModelStore(tmp_path).load("m").manifest.version == 2
+    assert ModelStore(tmp_path).load("m", 1).manifest.version == 1
+
+
+def test_mapped_rows_are_the_published_rows(
+    version: ModelVersion, ebc: EmbeddingBagCollection
+) -> None:
+    for table in version.manifest.tables:
+        rows = dequantize_rows(version.tables.rows(table.name), table.dtype, table.embedding_dim)
+        weight = ebc.embedding_bags[table.name].weight.detach().numpy()
+        np.testing.assert_allclose(rows, weight, atol=np.ptp(weight) / 20)
+    assert torch.equal(
+        torch.tensor(version.tables.rows("user")).view(torch.float32),
+        ebc.embedding_bags["user"].weight.detach(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "number", "message"),
+    [
+        ("other", None, "store/other: the model cannot be read: No such file"),
+        ("m", 2, r"store/m: version 2 does not exist, there are \[1\]"),
+        ("m", 0, "version 0 does not exist"),
+        ("../store/m", None, r"'\.\./store/m' is not the name of a model"),
+        (".staging-1", None, "is not the name of a model"),
+    ],
+)
+def test_what_does_not_exist(
+    version: ModelVersion, model: str, number: int | None, message: str
+) -> None:
+    with pytest.raises(StoreError, match=message):
+        ModelStore(version.path.parent.parent).load(model, number)
+
+
+def test_a_store_that_does_not_exist(tmp_path: Path) -> None:
+    store = ModelStore(tmp_path / "none")
+    for call in (store.models, lambda: store.versions("m"), lambda: store.load("m")):
+        with pytest.raises(StoreError, match="none: the store cannot be read: No such file"):
+            call()
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def drop_last_byte(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data.rstrip(b"\n")[:-1])
+
+
+def append(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe\x00garbage" * 1000)
+
+
+def zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "damage", [remove, make_folder, empty, halve, drop_last_byte, append, garbage, zeros]
+)
+def test_every_damage_to_every_file_is_refused(
+    version: ModelVersion, name: str, damage: Callable[[Path], None]
+) -> None:
+    damage(version.path / name)
+    with pytest.raises(StoreError) as caught:
+        reload(version)
+    assert str(caught.value).startswith(f"{version.path / name}: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "goldens.safetensors"])
+def test_one_changed_byte_of_a_small_file_is_refused(version: ModelVersion, name: str) -> None:
+    data = bytearray((version.path / name).read_bytes())
+    data[-2] ^= 1
+    (version.path / name).write_bytes(data)
+    with pytest.raises(StoreError, match=f"{name}: sha256 is .* changed since it was published"):
+        reload(version)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("format_version", 3, "format_version is 3, this embedserve reads format_version 1 and 2"),
+        ("model", "n", "is of model 'n' version 1, but lies in the folder of 'm' version 1"),
+        ("version", 3, "is of model 'm' version 3, but lies in the folder of 'm' version 1"),
+        ("version", True, "version is True, expected int"),
+        ("tables", [], "no tables"),
+        ("is_weighted", None, "is_weighted is None, expected bool"),
+        ("files", {"plan.json": "0"}, r"files: goldens\.safetensors is None, expected str"),
+    ],
+)
+def test_a_manifest_that_says_something_else(
+    version: ModelVersion, edit_json: EditJson, key: str, value: Any, message: str
+) -> None:
+    edit_json(version.path / "manifest.json", lambda data: data.update({key: value}))
+    with pytest.raises(StoreError, match=rf"manifest\.json: {message}"):
+        reload(version)
+
+
+def test_a_manifest_of_other_rows_than_the_plan(version: ModelVersion, edit_json: EditJson) -> None:
+    edit_json(
+        version.path / "manifest.json",
+        lambda data: data["tables"][0].update(num_embeddings=299),
+    )
+    with pytest.raises(StoreError, match=r"plan\.json: user: shards cover 300 of 299 rows"):
+        reload(version)
+
+
+def test_a_manifest_of_another_dtype_than_the_file(
+    version: ModelVersion, edit_json: EditJson
+) -> None:
+    edit_json(
+        version.path / "manifest.json",
+        lambda data: data["tables"][0].update(dtype="float16", row_bytes=32),
+    )
+    with pytest.raises(StoreError, match=r"tables\.safetensors: tensor .* the manifest means"):
+        reload(version)
+
+
+def test_a_manifest_of_other_features_than_the_goldens(
+    version: ModelVersion, edit_json: EditJson
+) -> None:
+    edit_json(
+        version.path / "manifest.json",
+        lambda data: data["tables"][1].update(feature_names=["new"]),
+    )
+    with pytest.raises(StoreError, match=r"goldens\.safetensors: lengths is int32 \[4, 16\]"):
+        reload(version)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.update(format_version=9), "format_version is 9"),
+        (lambda data: data["tables"].pop("tag"), "table 'tag' is not in the plan"),
+        (lambda data: data.pop("world_size"), "not a sharding plan: KeyError"),
+    ],
+)
+def test_a_plan_of_another_model(
+    version: ModelVersion, edit_json: EditJson, change: Callable[[Any], None], message: str
+) -> None:
+    edit_json(version.path / "plan.json", change)
+    with pytest.raises(StoreError, match=rf"plan\.json: {message}"):
+        reload(version)
+
+
+def test_json_nested_without_end(version: ModelVersion) -> None:
+    (version.path / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(StoreError, match=r"manifest\.json: not JSON"):
+        reload(version)
+
+
+def test_a_manifest_larger_than_any(version: ModelVersion) -> None:
+    with (version.path / "manifest.json").open("r+b") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(StoreError, match=r"manifest\.json: 1073741824 bytes, the limit is"):
+        reload(version)
+
+
+def test_a_store_moved_elsewhere_loads(version: ModelVersion, tmp_path: Path) -> None:
+    shutil.copytree(version.path.parent.parent, tmp_path / "moved")
+    verify(ModelStore(tmp_path / "moved").load("m"))
+    manifest = json.loads((tmp_path / "moved" / "m" / "1" / "manifest.json").read_bytes())
+    assert str(tmp_path) not in json.dumps(manifest)

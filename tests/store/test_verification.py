@@ -1,0 +1,141 @@
+"""A flipped bit anywhere in a version is found: in every file, in headers and in padding."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store.sealing import seal
+from torchrec import EmbeddingBagCollection
+
+from embedserve_store.errors import StoreError
+from embedserve_store.local_store import ModelStore
+from embedserve_store.model_version import ModelVersion
+from embedserve_store.publishing.publish import publish
+from embedserve_store.verification import verify
+
+HEADER_BYTES = 4096
+FLIPS = 250
+
+
+@pytest.fixture
+def folder(ebc: EmbeddingBagCollection, tmp_path: Path) -> Path:
+    """A version of all kinds of files: two dtypes, several pages of rows, a vocabulary."""
+    published = publish(
+        ebc,
+        tmp_path / "store",
+        model="m",
+        dtype={"user": "float32", "item": "int8", "tag": "int8"},
+        vocabularies={"user": list(range(1000, 1300))},
+    )
+    return seal(published.path)
+
+
+def check(folder: Path) -> None:
+    verify(ModelStore(folder.parent.parent).load("m", int(folder.name)))
+
+
+def flips(path: Path, positions: Iterator[int]) -> Iterator[int]:
+    """Flips one bit of ``path`` at each of ``positions`` in turn, and mends it."""
+    data = path.read_bytes()
+    for position in positions:
+        changed = bytearray(data)
+        changed[position] ^= 1 << random.Random(position).randrange(8)
+        path.write_bytes(changed)
+        yield position
+    path.write_bytes(data)
+
+
+def is_found(folder: Path) -> bool:
+    try:
+        check(folder)
+    except StoreError as error:
+        return "\n" not in str(error)
+    return False
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["manifest.json", "plan.json", "goldens.safetensors", "tables.safetensors", "ids.safetensors"],
+)
+def test_a_flipped_bit_is_found_in_every_file(folder: Path, name: str) -> None:
+    path = folder / name
+    size = path.stat().st_size
+    sampled = sorted(random.Random(1).sample(range(size), min(FLIPS, size)))
+    missed = [byte for byte in flips(path, iter(sampled)) if not is_found(folder)]
+    assert missed == []
+    check(folder)
+
+
+@pytest.mark.parametrize("name", ["tables.safetensors", "ids.safetensors"])
+def test_a_flipped_bit_is_found_in_the_padding_of_a_header(folder: Path, name: str) -> None:
+    path = folder / name
+    padding = len(path.read_bytes()[:HEADER_BYTES].rstrip(b" "))
+    assert padding < HEADER_BYTES
+    positions = iter((padding, (padding + HEADER_BYTES) // 2, HEADER_BYTES - 1))
+    assert [byte for byte in flips(path, positions) if not is_found(folder)] == []
+
+
+def test_spaces_of_a_header_made_tabs_are_found(folder: Path) -> None:
+    path = folder / "tables.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[: HEADER_BYTES - 1] + b"\t" + data[HEADER_BYTES:])
+    loaded = ModelStore(folder.parent.parent).load("m")
+    with pytest.raises(StoreError, match=r"tables\.safetensors: its header is not as it was"):
+        verify(loaded)
+
+
+def test_a_later_manifest_without_its_seal_is_refused(folder: Path) -> None:
+    path = folder / "manifest.json"
+    data = json.loads(path.read_bytes())
+    del data["sha256"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(StoreError, match=r"manifest\.json: sha256 is None"):
+        check(folder)
+
+
+def test_what_changed_after_loading_is_found(folder: Path) -> None:
+    loaded = ModelStore(folder.parent.parent).load("m")
+    path = folder / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b'"user"', b'"uses"'))
+    with pytest.raises(StoreError, match=r"manifest\.json: sha256"):
+        verify(loaded)
+
+
+def test_progress_counts_rows_and_bytes_to_the_end(folder: Path) -> None:
+    loaded = ModelStore(folder.parent.parent).load("m")
+    calls: list[tuple[str, int, int, int]] = []
+    verify(loaded, lambda *call: calls.append(call))
+    assert {call[0]: call[1:3] for call in calls} == {
+        "user": (300, 300),
+        "item": (77, 77),
+        "tag": (16, 16),
+    }
+    assert calls[-1][3] == loaded.manifest.nbytes
+
+
+def test_a_changed_row_is_found_by_verify(version: ModelVersion) -> None:
+    path = version.path / "tables.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    loaded = ModelStore(version.path.parent.parent).load("m")
+    last = max(loaded.tables.offsets, key=loaded.tables.offsets.__getitem__)
+    with pytest.raises(StoreError, match=rf"tables\.safetensors: table '{last}': sha256 is "):
+        verify(loaded)
+
+
+def test_verify_reads_every_byte(version: ModelVersion) -> None:
+    calls: list[tuple[str, int, int, int]] = []
+    verify(version, lambda *call: calls.append(call))
+    assert {call[0] for call in calls} == {"user", "item", "tag"}
+    assert calls[-1][3] == version.manifest.nbytes
+
+
+def test_verify_sees_a_plan_changed_after_loading(version: ModelVersion) -> None:
+    (version.path / "plan.json").write_text("{}")
+    with pytest.raises(StoreError, match=r"plan\.json: sha256"):
+        verify(version)
