@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from embedserve.wire.http2 import frames
 from embedserve.wire.http2.allowance import Allowance
@@ -23,20 +23,34 @@ from embedserve.wire.http2.frames import (
     StreamError,
     violation,
 )
-from embedserve.wire.http2.sender import FRAME_BYTES_TAKEN
-
-if TYPE_CHECKING:
-    from embedserve.wire.http2.connection import Http2Connection
+from embedserve.wire.http2.sender import FRAME_BYTES_TAKEN, Sender
+from embedserve.wire.http2.stream import Stream
 
 DRAIN_PING = b"draining"
 UPDATES_PER_FRAME = 4
 """Of windows, for each DATA frame sent: readers send one each for its stream and connection."""
 
 
+class Controlled(Protocol):
+    """What such frames act on: the connection."""
+
+    sender: Sender
+    streams: dict[int, Stream]
+    idle_work: Allowance
+
+    def spend(self, allowance: Allowance, what: str, count: int = 1) -> None: ...
+
+    def was_opened(self, stream_id: int) -> bool: ...
+
+    def reset_by_client(self, stream_id: int) -> None: ...
+
+    def finish_drain(self) -> None: ...
+
+
 class ControlFrames:
     """Checks such frames of one connection, and acts on them."""
 
-    def __init__(self, connection: Http2Connection) -> None:
+    def __init__(self, connection: Controlled) -> None:
         self._connection = connection
         self._sender = connection.sender
         self._updates = Allowance()

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from embedserve.wire.http2.frames import ErrorCode
-
-if TYPE_CHECKING:
-    from embedserve.wire.http2.connection import Http2Connection
 
 
 class Handler(Protocol):
@@ -29,6 +26,52 @@ class Handler(Protocol):
 
     def drain(self) -> None:
         """The server stops: answers what it accepted, and ends."""
+
+
+class SendingHalf(Protocol):
+    """What a stream asks of its connection's sender."""
+
+    def answer(
+        self,
+        stream: Stream,
+        head: bytes,
+        parts: Sequence[bytes | memoryview],
+        nbytes: int,
+        tail: bytes,
+    ) -> None: ...
+
+    def head(self, stream: Stream, block: bytes, is_end: bool) -> None: ...
+
+    def body(self, stream: Stream, parts: Sequence[bytes | memoryview], nbytes: int) -> None: ...
+
+    def end(self, stream: Stream, tail: bytes) -> None: ...
+
+
+class ReceivingHalf(Protocol):
+    """What a stream asks of its connection's receiver."""
+
+    def consumed(self, stream: Stream, nbytes: int) -> None: ...
+
+    def want(self, stream: Stream, missing_bytes: int) -> None: ...
+
+
+class Owner(Protocol):
+    """What a stream and both halves ask of the connection."""
+
+    @property
+    def sender(self) -> SendingHalf: ...
+
+    @property
+    def receiver(self) -> ReceivingHalf: ...
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def sent(self, stream: Stream) -> None: ...
+
+    def answered(self, stream: Stream) -> None: ...
+
+    def cancel(self, stream: Stream, code: ErrorCode) -> None: ...
 
 
 class Ended:
@@ -79,7 +122,7 @@ class Stream:
     # Of the class until they differ: most streams need few of them, and there are many streams.
 
     def __init__(
-        self, connection: Http2Connection, stream_id: int, send_window: int, receive_window: int
+        self, connection: Owner, stream_id: int, send_window: int, receive_window: int
     ) -> None:
         self.connection = connection
         self.id = stream_id
