@@ -6,14 +6,13 @@ and soon, and the server keeps neither the memory nor the sockets.
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from hostile.neighbour import Neighbour, anonymous_kib, open_sockets
 from hostile.peer import GREETING, Peer
 from hostile.victim import table
 from server.python import environment
+from server.waiting import given_up_after
 
 SCRIPT = Path(__file__).with_name("victim.py")
 STOP_S_MAX = 20
@@ -77,16 +77,8 @@ def neighbour(victim: Victim, rows: np.ndarray) -> Iterator[Neighbour]:
 
 @pytest.fixture(autouse=True)
 def time_limit() -> Iterator[None]:
-    """Fails a test that waits for an answer that never comes."""
-
-    def give_up(*_: object) -> NoReturn:
-        raise TimeoutError(f"the test ran for {TEST_S_MAX} s")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(TEST_S_MAX)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    with given_up_after(TEST_S_MAX):
+        yield
 
 
 class Bounds:

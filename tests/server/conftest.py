@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn
 
 import httpx
 import pytest
 from server.fake_engine import FakeEngine, model_info
 from server.live import Live, live_server, make_exchange
 from server.python import run_python
+from server.waiting import given_up_after
 
 from embedserve.api.management import management_app
 from embedserve.batching.batcher import Batcher
@@ -40,16 +39,8 @@ tables:
 
 @pytest.fixture(autouse=True)
 def time_limit() -> Iterator[None]:
-    """Fails a test that waits for an answer that never comes."""
-
-    def give_up(*_: object) -> NoReturn:
-        raise TimeoutError(f"the test ran for {TEST_S_MAX} s")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(TEST_S_MAX)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    with given_up_after(TEST_S_MAX):
+        yield
 
 
 @pytest.fixture

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
 
 WAIT_S_MAX = 10.0
 
@@ -13,3 +16,17 @@ async def until(is_true: Callable[[], object]) -> None:
     async with asyncio.timeout(WAIT_S_MAX):
         while not is_true():  # noqa: ASYNC110  what is waited for knows no event
             await asyncio.sleep(0.001)
+
+
+@contextmanager
+def given_up_after(seconds: int) -> Iterator[None]:
+    """Fails a test, within, that waits for an answer that never comes."""
+
+    def give_up(*_: object) -> NoReturn:
+        raise TimeoutError(f"the test ran for {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
