@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from embedserve.terminal.aligned_columns import grid, show, write
 from embedserve.terminal.console import table_progress
-from embedserve.terminal.grids import grid, show, write
 from embedserve.terminal.stores import load_version
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.comparison.version_diff import TableDiff, VersionDiff, compare

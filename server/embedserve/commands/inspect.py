@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from embedserve.commands.plan_view import show_plan
-from embedserve.terminal.grids import grid, out, show, write
+from embedserve.terminal.aligned_columns import grid, out, show, write
 from embedserve.terminal.sizes import human_bytes
 from embedserve.terminal.stores import opened
 from embedserve_store.format.id_rule import IdRule
