@@ -59,7 +59,8 @@ def counters(text: str) -> dict[str, float]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    return error if error.__cause__ is None else _cause(error.__cause__)
+    before = error.__cause__ or error.__context__
+    return error if before is None else _cause(before)
 
 
 class Load:
