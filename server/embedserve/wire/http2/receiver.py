@@ -13,7 +13,7 @@ from embedserve.wire.http2.frames import WINDOW_AT_START, ErrorCode, ProtocolVio
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.uploads import Uploads
 
-STREAM_WINDOW = 64 << 10
+STREAM_WINDOW = 128 << 10
 CONNECTION_WINDOW = 1 << 20
 WINDOW_LOW = CONNECTION_WINDOW // 2
 

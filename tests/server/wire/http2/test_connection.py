@@ -52,7 +52,7 @@ def answer(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
 def test_it_begins_with_its_settings_and_a_larger_window() -> None:
     settings, window = Peer(is_begun=False).first
     assert isinstance(settings, SettingsFrame)
-    assert settings.settings == {3: 128, 4: 65536, 6: 16384}
+    assert settings.settings == {3: 128, 4: 131072, 6: 16384}
     assert isinstance(window, WindowUpdateFrame)
     assert (window.stream_id, 65535 + window.window_increment) == (0, 1 << 20)
 
