@@ -21,7 +21,8 @@ from reference import (
     stored_rows,
     to_kjt,
 )
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from embedserve.engine.engine import Engine
 from embedserve.engine.restore import check_fits_cuda, resolve_devices, restore
@@ -93,6 +94,32 @@ def test_float32_equals_embedding_bag(
     bags = sample(version)
     ids, lengths = to_kjt(bags, version.manifest.features)
     assert_same(engine.lookup(ids, lengths), expected(source_rows(ebc), version.manifest, bags))
+
+
+@pytest.mark.parametrize(("sharding", "world_size"), [("table_wise", 1), ("row_wise", 2)])
+def test_eager_lookups_are_those_of_the_distributed_model_parallel(
+    ebc: EmbeddingBagCollection,
+    published: Publish,
+    monkeypatch: pytest.MonkeyPatch,
+    sharding: Sharding,
+    world_size: int,
+) -> None:
+    version = published(sharding=sharding, world_size=world_size)
+    engine = restore(version, is_eager=True)
+    forward = DistributedModelParallel.forward
+    asked: list[object] = []
+
+    def counted(self: DistributedModelParallel, *features: object) -> object:
+        asked.extend(features)
+        return forward(self, *features)
+
+    monkeypatch.setattr(DistributedModelParallel, "forward", counted)
+    bags = sample(version)
+    ids, lengths = to_kjt(bags, version.manifest.features)
+    answer = engine.lookup(ids, lengths)
+    assert not engine.is_scripted
+    assert [type(one) for one in asked] == [KeyedJaggedTensor]
+    assert_same(answer, expected(source_rows(ebc), version.manifest, bags))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,39 @@
+"""Settings that make no sense are refused by name, before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from embedserve.config import CHOICES, ServeSettings, check_device, check_settings
+
+PLAIN = ServeSettings(store="store")
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_value_that_is_no_choice_is_refused_with_those_that_are(name: str) -> None:
+    said = f"{name} is 'other', expected one of {', '.join(CHOICES[name])}"
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        check_settings(replace(PLAIN, **{name: "other"}))  # type: ignore[arg-type]
+    for choice in CHOICES[name]:
+        check_settings(replace(PLAIN, **{name: choice}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (replace(PLAIN, workers=2), "workers is 2, but the tables go to GPUs"),
+        (replace(PLAIN, tables="resident"), "tables is 'resident', but they are copied to GPUs"),
+    ],
+)
+def test_what_makes_no_sense_on_gpus_is_refused_there_alone(
+    settings: ServeSettings, said: str
+) -> None:
+    check_settings(settings)
+    check_device(settings, "cpu")
+    with pytest.raises(ValueError, match=said):
+        check_device(settings, "cuda")
+    with pytest.raises(ValueError, match=said):
+        check_settings(replace(settings, devices="cuda"))
