@@ -164,7 +164,11 @@ class Exchange:
         """Writes out what was answered."""
         writers, self._unflushed = self._unflushed, []
         for writer in writers:
-            writer.flush()
+            try:
+                writer.flush()
+            except Exception:
+                # The others' answers go out all the same.
+                logger.exception("an answer could not be written")
 
     def when_room(self, callback: Callable[[], None]) -> None:
         """Has ``callback`` called whenever a queue that was full takes requests again."""

@@ -405,3 +405,24 @@ async def test_what_is_written_beside_a_batch_is_flushed_in_the_next_turn(
     assert writer.flushes == [0]
     await asyncio.sleep(0)
     assert writer.flushes == [0]
+
+
+async def test_a_writer_that_fails_keeps_no_other_from_writing(
+    exchange: Exchange, caplog: pytest.LogCaptureFixture
+) -> None:
+    flushed: list[str] = []
+
+    class Broken:
+        def flush(self) -> None:
+            flushed.append("broken")
+            raise RuntimeError("its transport is closed")
+
+    class Whole:
+        def flush(self) -> None:
+            flushed.append("whole")
+
+    for writer in (Whole(), Broken(), Whole()):
+        exchange.flush_later(writer)
+    exchange.flush()
+    assert flushed == ["whole", "broken", "whole"]
+    assert "its transport is closed" in caplog.text

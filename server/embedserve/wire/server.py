@@ -115,7 +115,7 @@ class WireServer:
             self._is_empty.set()
 
     def _check(self) -> None:
+        self._checking = asyncio.get_running_loop().call_later(CHECK_S, self._check)
         now_s = perf_counter()
         for connection in list(self._connections):
             connection.check_time(now_s)
-        self._checking = asyncio.get_running_loop().call_later(CHECK_S, self._check)
