@@ -108,8 +108,8 @@ class Sender:
         stream.connection.answered(stream)
 
     def head(self, stream: Stream, block: bytes, is_end: bool) -> None:
-        if stream.is_sent:
-            return
+        if stream.is_sent or stream.tail is not None:
+            return  # its end is written already: an answer is never two
         block = self._block_start + block
         self._block_start = b""
         flags = END_HEADERS
@@ -131,7 +131,7 @@ class Sender:
         self.out += (frames.head(len(first), kind, flags, stream_id), first)
 
     def body(self, stream: Stream, parts: Sequence[bytes | memoryview], nbytes: int) -> None:
-        if stream.is_sent or not nbytes:
+        if stream.is_sent or stream.tail is not None or not nbytes:
             return
         if stream.unsent is None:
             stream.unsent = deque()
