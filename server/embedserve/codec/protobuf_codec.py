@@ -128,7 +128,10 @@ class _Heads:
         self.known: list[tuple[bytes, str, tuple[str, ...]]] = []
 
     def remember(self, body: bytes, model: str, features: tuple[str, ...]) -> None:
-        """If ``body`` begins as serializers write it, with ids_bytes behind its keys."""
+        """If ``body`` begins as serializers write it, with ids_bytes behind its keys, and is not
+        known to: a message with more fields than a plain one begins like it."""
+        if any(body.startswith(head + IDS_TAG) for head, _, _ in self.known):
+            return
         head = embedding_pb2.EmbedRequest(model=model, keys=features).SerializeToString()
         is_short = len(head) <= HEAD_BYTES_MAX
         if is_short and body.startswith(head) and body.startswith(IDS_TAG, len(head)):

@@ -13,6 +13,7 @@ from server.fake_engine import FakeEngine, make_request, model_info
 from server.fake_models import ruled_info, unpooled_info
 from server.strategies import bags_of, bags_of_ids, weights_or_none
 
+from embedserve.codec import protobuf_codec
 from embedserve.codec.protobuf_codec import (
     decode_request,
     encode_error,
@@ -291,3 +292,17 @@ def test_an_unpooled_model_is_described_as_such() -> None:
     message = model_message(UNPOOLED.model)
     assert message.unpooled
     assert {table.pooling for table in message.tables} == {"none"}
+
+
+def test_a_head_is_remembered_once_though_its_messages_are_not_plain() -> None:
+    """Else callers of such messages would push out what is remembered of others."""
+    plain = pb.EmbedRequest(keys=["of", "others"], ids_bytes=bytes(8), lengths_bytes=bytes(8))
+    decode_request(plain.SerializeToString())
+    rounded = pb.EmbedRequest(
+        keys=["rounded"], ids_bytes=bytes(8), lengths_bytes=b"\1\0\0\0", output_dtype=pb.FLOAT16
+    )
+    for _ in range(2 * protobuf_codec.HEADS_MAX):
+        assert decode_request(rounded.SerializeToString()).output_dtype == "float16"
+    known = [features for _, _, features in protobuf_codec._heads.known]
+    assert known.count(("rounded",)) == 1
+    assert ("of", "others") in known

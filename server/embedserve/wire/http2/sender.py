@@ -88,6 +88,7 @@ class Sender:
             or nbytes > FRAME_BYTES_MAX
             or self._block_start
             or stream.is_sent
+            or stream.tail is not None
         ):
             self.head(stream, head, False)
             self.body(stream, parts, nbytes)

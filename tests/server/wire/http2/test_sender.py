@@ -361,3 +361,17 @@ def test_a_client_that_waits_for_nothing_need_not_give_a_window() -> None:
     for i in range(5):
         peer.connection.check_time(now_s + i * UNREAD_S_MAX)
     assert not peer.connection.is_over
+
+
+def test_an_answer_is_never_two_also_where_the_second_would_fit_at_once() -> None:
+    peer = Peer(settings={4: 0})
+    peer.open(1)
+    answer(peer, 1, b"waits for a window")
+    # A window comes as the connection reads, before what waits is written.
+    peer.handlers[1].stream.send_window = 100
+    answer(peer, 1, b"second")
+    peer.handlers[1].stream.send_window = 0
+    peer.take()
+    peer.send(update(1, 1000))
+    assert len(of(peer.seen, HeadersFrame)) == 1
+    assert body_of(peer.seen, 1) == b"waits for a window"
