@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from time import perf_counter
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 
@@ -112,7 +112,16 @@ class Batcher:
         Raises:
             OverloadedError: the queue is full, and ``caller`` is told nothing.
         """
-        self._check_room(request)
+        metrics, limits = self._metrics, self._limits
+        queued, ids = metrics.queued_examples, self._queued_ids
+        examples, size = request.batch_size, request.ids.size
+        # A lone request always has room: what one may hold is limited elsewhere.
+        if (
+            not self.is_open
+            or (queued and queued + examples > limits.queue_examples_max)
+            or (ids and ids + size > limits.queue_ids_max)
+        ):
+            self._refuse(request)
         if self._loop is None:
             # Asked for once: in Python 3.11 it is a system call.
             self._loop = asyncio.get_running_loop()
@@ -120,9 +129,9 @@ class Batcher:
         caller.queue = self
         caller.queued_s = perf_counter()
         self._queue.append(caller)
-        self._queued_ids += request.ids.size
-        self._metrics.queued_requests += 1
-        self._metrics.queued_examples += request.batch_size
+        self._queued_ids = ids + size
+        metrics.queued_requests += 1
+        metrics.queued_examples = queued + examples
         if not self._is_scheduled and not self._is_working:
             self._schedule(self._loop)
 
@@ -146,26 +155,21 @@ class Batcher:
                 f"{self._metrics.queued_examples} examples and {self._queued_ids} ids"
             )
 
-    def _check_room(self, request: LookupRequest) -> None:
-        """A lone request always has room: what one may hold is limited elsewhere."""
+    def _refuse(self, request: LookupRequest) -> NoReturn:
+        """Says that there is no room for ``request``, and none from now on for any other."""
         self.check_open()
+        self.is_open = False
+        self.on_full()
         queued, ids = self._metrics.queued_examples, self._queued_ids
-        if queued and queued + request.batch_size > self._limits.queue_examples_max:
-            self._close()
+        if queued + request.batch_size > self._limits.queue_examples_max:
             raise OverloadedError(
                 f"the queue of {self.model.name!r} holds {queued} examples, "
                 f"{request.batch_size} more pass its limit of {self._limits.queue_examples_max}"
             )
-        if ids and ids + request.ids.size > self._limits.queue_ids_max:
-            self._close()
-            raise OverloadedError(
-                f"the queue of {self.model.name!r} holds {ids} ids, "
-                f"{request.ids.size} more pass its limit of {self._limits.queue_ids_max}"
-            )
-
-    def _close(self) -> None:
-        self.is_open = False
-        self.on_full()
+        raise OverloadedError(
+            f"the queue of {self.model.name!r} holds {ids} ids, "
+            f"{request.ids.size} more pass its limit of {self._limits.queue_ids_max}"
+        )
 
     def _has_room_again(self) -> bool:
         return (

@@ -19,12 +19,13 @@ from embedserve.types import LookupRequest, LookupResult, ModelInfo
 from embedserve_proto import embedding_pb2
 
 _INT64, _INT32 = np.dtype("<i8"), np.dtype("<i4")
+_frombuffer = np.frombuffer
 _FLOAT32, _FLOAT16 = np.dtype("<f4"), np.dtype("<f2")
 VALUES_TAG = b"\x32"
 """EmbedResponse.values: field 6, length-delimited."""
 MODEL_FIELD = embedding_pb2.EmbedRequest.DESCRIPTOR.fields_by_name["model"].number
 MODEL_FIELDS_MAX = 64
-IDS_TAG, LENGTHS_TAG = b"\x32", b"\x3a"
+IDS_TAG, LENGTHS_TAG = b"\x32", 0x3A
 """EmbedRequest.ids_bytes and lengths_bytes: fields 6 and 7, length-delimited."""
 STARTS_MAX = 256
 """Of answers, remembered for a model: one for each size."""
@@ -78,38 +79,41 @@ def model_of(body: bytes) -> str:
     so, MODEL_FIELDS_MAX fields are looked at.
     """
     position = 0
-    for _ in range(MODEL_FIELDS_MAX):
-        tag, position = _read_varint(body, position)
-        wire_type = tag & 7
-        if wire_type == 2:
-            length, position = _read_varint(body, position)
-            if tag >> 3 == MODEL_FIELD:
-                return body[position : position + length].decode(errors="replace")
-            position += length
-        elif wire_type == 0:
-            _, position = _read_varint(body, position)
-        elif wire_type in (1, 5):
-            position += 8 if wire_type == 1 else 4
-        else:
-            break
-        if position >= len(body):
-            break
+    try:
+        for _ in range(MODEL_FIELDS_MAX):
+            tag, position = _read_varint(body, position)
+            wire_type = tag & 7
+            if wire_type == 2:
+                length, position = _read_varint(body, position)
+                if tag >> 3 == MODEL_FIELD:
+                    return body[position : position + length].decode(errors="replace")
+                position += length
+            elif wire_type == 0:
+                _, position = _read_varint(body, position)
+            elif wire_type in (1, 5):
+                position += 8 if wire_type == 1 else 4
+            else:
+                break
+    except IndexError:
+        pass
     return ""
 
 
 def _read_varint(body: bytes, position: int) -> tuple[int, int]:
-    """(value, where it ends) of the varint at ``position``; past the end it is 0."""
-    if position < len(body) and body[position] < 0x80:
-        return body[position], position + 1
-    value = shift = 0
-    while position < len(body) and shift < VARINT_BITS_MAX:
-        byte = body[position]
-        position += 1
+    """(value, where it ends) of the varint at ``position``. Raises IndexError past the end."""
+    first = body[position]
+    if first < 0x80:
+        return first, position + 1
+    second = body[position + 1]
+    if second < 0x80:
+        return first & 0x7F | second << 7, position + 2
+    value = first & 0x7F | (second & 0x7F) << 7
+    for shift in range(14, VARINT_BITS_MAX, 7):
+        byte = body[position + shift // 7]
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            break
-        shift += 7
-    return value, position
+            return value, position + shift // 7 + 1
+    return value, position + VARINT_BITS_MAX // 7
 
 
 def _output_dtype(value: int) -> str:
@@ -122,7 +126,11 @@ def _output_dtype(value: int) -> str:
 
 class _Heads:
     """How messages begin: the bytes of their model and keys, which callers send over and over, and
-    what these say. The one met last comes first."""
+    what these say. The one met last comes first.
+
+    Attributes:
+        known: (the bytes, up to and with the tag of ids_bytes; the model; the keys) of each.
+    """
 
     def __init__(self) -> None:
         self.known: list[tuple[bytes, str, tuple[str, ...]]] = []
@@ -130,11 +138,10 @@ class _Heads:
     def remember(self, body: bytes, model: str, features: tuple[str, ...]) -> None:
         """If ``body`` begins as serializers write it, with ids_bytes behind its keys, and is not
         known to: a message with more fields than a plain one begins like it."""
-        if any(body.startswith(head + IDS_TAG) for head, _, _ in self.known):
+        if any(body.startswith(head) for head, _, _ in self.known):
             return
-        head = embedding_pb2.EmbedRequest(model=model, keys=features).SerializeToString()
-        is_short = len(head) <= HEAD_BYTES_MAX
-        if is_short and body.startswith(head) and body.startswith(IDS_TAG, len(head)):
+        head = embedding_pb2.EmbedRequest(model=model, keys=features).SerializeToString() + IDS_TAG
+        if len(head) <= HEAD_BYTES_MAX and body.startswith(head):
             self.known.insert(0, (head, model, features))
             del self.known[HEADS_MAX:]
 
@@ -144,21 +151,25 @@ _heads = _Heads()
 
 def _decode_plain(body: bytes, model: str) -> LookupRequest | None:
     """The request in a message with a head that is known, ids_bytes and lengths_bytes, as
-    serializers write them; None for any other message."""
+    serializers write them; None for any other message, and one with anything wrong."""
     for head, named, features in _heads.known:
-        start = len(head)
-        if not body.startswith(head) or not body.startswith(IDS_TAG, start):
+        if not body.startswith(head):
             continue
-        size, start = _read_varint(body, start + 1)
-        middle = start + size
-        if not body.startswith(LENGTHS_TAG, middle):
+        try:
+            size, start = _read_varint(body, len(head))
+            middle = start + size
+            if body[middle] != LENGTHS_TAG:
+                return None
+            size, end = _read_varint(body, middle + 1)
+            if end + size != len(body):
+                return None
+            ids = _frombuffer(body[start:middle], _INT64)
+            lengths = _frombuffer(body[end:], _INT32)
+        except (IndexError, ValueError):
             return None
-        size, end = _read_varint(body, middle + 1)
-        if end + size != len(body):
+        batch_size, rest = divmod(lengths.size, len(features))
+        if rest or not batch_size:
             return None
-        ids = _from_bytes("ids", body[start:middle], _INT64)
-        lengths = _from_bytes("lengths", body[end:], _INT32)
-        batch_size = _batch_size(features, lengths)
         return LookupRequest(model or named, features, ids, lengths, None, batch_size)
     return None
 

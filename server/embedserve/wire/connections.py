@@ -115,19 +115,18 @@ class Http2Transport(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         self._is_flush_due = False
-        self._is_reading = False
         self._paused_s = 0.0
         self._start_s = self._idle_since_s = perf_counter()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of that class
+        self._connection.sender.write = self._transport.write
         self._registry.add(self)
 
     def data_received(self, data: bytes) -> None:
         connection = self._connection
-        self._is_reading = True
+        self._is_flush_due = True  # what is answered while reading is written at its end
         connection.receive(data)
-        self._is_reading = False
         if connection.has_more:
             # Other connections are read before the rest is.
             self._transport.pause_reading()
@@ -135,6 +134,8 @@ class Http2Transport(asyncio.Protocol):
         sender = connection.sender
         if sender.out or sender.ready or connection.is_over:
             self.flush()
+        else:
+            self._is_flush_due = False
 
     def _go_on(self) -> None:
         if self._transport.is_closing():
@@ -145,8 +146,7 @@ class Http2Transport(asyncio.Protocol):
         self.data_received(b"")
 
     def _on_output(self) -> None:
-        # What is answered while reading is written at its end.
-        if not (self._is_reading or self._is_flush_due):
+        if not self._is_flush_due:
             self._is_flush_due = True
             self._exchange.flush_later(self)
 

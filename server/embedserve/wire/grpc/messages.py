@@ -6,11 +6,13 @@ client framed wrongly is a WireError; what the messages say is not looked at her
 
 from __future__ import annotations
 
+import struct
 import zlib
 from urllib.parse import quote
 
-PREFIX_BYTES = 5
-"""Of a message: whether it is compressed, then its length, big-endian in 4 bytes."""
+PREFIX = struct.Struct(">BI")
+"""Of a message: whether it is compressed, then its length."""
+PREFIX_BYTES = PREFIX.size
 ENCODINGS = b"identity,deflate,gzip"
 """What requests may be compressed with, as grpc-accept-encoding says it."""
 WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
@@ -73,9 +75,9 @@ def percent_encoded(message: str) -> bytes:
 def only_message(body: bytes, bytes_max: int) -> bytes | None:
     """The message if ``body`` is exactly one, uncompressed and not over ``bytes_max``."""
     size = len(body) - PREFIX_BYTES
-    if 0 <= size <= bytes_max and body.startswith(b"\0" + size.to_bytes(4, "big")):
-        return body[PREFIX_BYTES:]
-    return None
+    if size < 0 or size > bytes_max or PREFIX.unpack_from(body) != (0, size):
+        return None
+    return body[PREFIX_BYTES:]
 
 
 class Deframer:

@@ -93,7 +93,7 @@ class Http2Connection:
         self._block_bytes = 0
         self._block_head = (0, 0)  # its stream and flags
         self._turn_left = 0
-        self._is_draining = False
+        self._streams_max = STREAMS_MAX  # 0 once it drains
         self._resets = Allowance()
         self.idle_work = Allowance()
         self._control = ControlFrames(self)
@@ -112,14 +112,17 @@ class Http2Connection:
             return
         if self._left:
             data = self._left + data
-        self.has_more = False
+            self.has_more = False
         self._turn_left = NEW_BLOCK_BYTES_PER_TURN
         try:
             if self._preface_left:
                 data = self._read_preface(data)
-            self._left = data[self._read_frames(data) :]
-            if self._turn_left <= 0 and self._left:
-                self.has_more = True
+            end = self._read_frames(data)
+            if end < len(data):
+                self._left = data[end:]
+                self.has_more = self._turn_left <= 0
+            else:
+                self._left = b""
         except ProtocolViolation as error:
             self.end(error.code, error.reason)
             return
@@ -136,30 +139,32 @@ class Http2Connection:
     def _read_frames(self, data: bytes) -> int:
         """Acts on the whole frames in ``data``; gives where they end."""
         position, end = 0, len(data)
+        last_head = end - HEAD_BYTES
         unpack = HEAD.unpack_from
-        while end - position >= HEAD_BYTES and self._turn_left > 0:
+        while position <= last_head and self._turn_left > 0:
             upper, lower, kind, flags, stream_id = unpack(data, position)
-            length = upper << 8 | lower
             start = position + HEAD_BYTES
-            after = start + length
-            if length > FRAME_BYTES_MAX:
+            after = start + (upper << 16 | lower)
+            if after - start > FRAME_BYTES_MAX:
                 raise ProtocolViolation(
-                    ErrorCode.FRAME_SIZE_ERROR, f"a frame has {length} bytes, the most is 16384"
+                    ErrorCode.FRAME_SIZE_ERROR,
+                    f"a frame has {after - start} bytes, the most is {FRAME_BYTES_MAX}",
                 )
             if after > end:
                 break
-            position = after
-            stream_id &= STREAM_MASK
             if not self.is_begun or self._block:
                 self._check_order(kind, flags)
             try:
+                if kind == HEADERS and flags == END_HEADERS and after <= last_head:
+                    position = self._read_whole(stream_id, data, start, after, end)
+                    if position:
+                        continue
+                position = after
+                stream_id &= STREAM_MASK
                 if kind == DATA:
                     self._on_data(stream_id, flags, data[start:after])
                 elif kind == HEADERS:
-                    if flags & ~END_STREAM == END_HEADERS and stream_id & 1:
-                        self._on_block(stream_id, flags, data[start:after])
-                    else:
-                        self._on_headers(stream_id, flags, data[start:after])
+                    self._on_headers(stream_id, flags, data[start:after])
                 elif kind == CONTINUATION:
                     self._on_continuation(stream_id, flags, data[start:after])
                 else:
@@ -169,6 +174,40 @@ class Http2Connection:
             if self.is_over:
                 return end
         return position
+
+    def _read_whole(self, stream_id: int, data: bytes, start: int, after: int, end: int) -> int:
+        """Opens a stream for a request that has come whole, as most do: a header block that is
+        known, at data[start:after], and one frame with all of its body. Gives where that ends, or
+        0 for any other request."""
+        opened = self._blocks.known.get(data[start:after])
+        upper, lower, kind, flags, body_stream_id = HEAD.unpack_from(data, after)
+        length = upper << 16 | lower
+        start = after + HEAD_BYTES
+        after = start + length
+        if (
+            opened.__class__ is not Opened
+            or (opened.content_length is not None and opened.content_length != length)
+            or stream_id != self._next_id
+            or body_stream_id != stream_id
+            or flags != END_STREAM
+            or kind != DATA
+            or after > end
+            or length > FRAME_BYTES_MAX
+            or length > self.receiver.window
+            or len(self.streams) >= self._streams_max
+            or self.sender.unsent_bytes > UNSENT_BYTES_MAX
+        ):
+            return 0
+        self._next_id = stream_id + 2
+        self.receiver.window -= length
+        stream = Stream(self, stream_id, self.sender.stream_window, STREAM_WINDOW)
+        stream.is_received = True
+        self.streams[stream_id] = stream
+        handler = opened.open(stream)
+        if not stream.is_sent:
+            stream.handler = handler
+            handler.receive(data[start:after], True)
+        return after
 
     def _check_order(self, kind: int, flags: int) -> None:
         """The client's settings come first, and nothing within a header block."""
@@ -182,6 +221,9 @@ class Http2Connection:
     # Requests
 
     def _on_headers(self, stream_id: int, flags: int, payload: bytes) -> None:
+        if flags & ~END_STREAM == END_HEADERS and stream_id & 1:
+            self._on_block(stream_id, flags, payload)
+            return
         if not stream_id & 1:
             raise violation(f"HEADERS on stream {stream_id}, which no client opens")
         if flags & (PADDED | HAS_PRIORITY):
@@ -236,18 +278,13 @@ class Http2Connection:
         self._next_id = stream_id + 2
         if opened is None:
             opened = self._blocks.read(block)
-        sender = self.sender
-        if (
-            len(self.streams) >= STREAMS_MAX
-            or self._is_draining
-            or sender.unsent_bytes > UNSENT_BYTES_MAX
-        ):
+        if len(self.streams) >= self._streams_max or self.sender.unsent_bytes > UNSENT_BYTES_MAX:
             self.spend(self.idle_work, "streams over the limit")
             self._ended.reset(stream_id, ErrorCode.REFUSED_STREAM)
             return
         if isinstance(opened, str):
             raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, opened)
-        stream = Stream(self, stream_id, sender.stream_window, STREAM_WINDOW)
+        stream = Stream(self, stream_id, self.sender.stream_window, STREAM_WINDOW)
         stream.missing_bytes = opened.content_length
         is_end = bool(flags & END_STREAM)
         if is_end:
@@ -292,7 +329,7 @@ class Http2Connection:
             and length <= stream.receive_window
             and length <= self.receiver.window
             and not (stream.is_received or stream.held_bytes)
-            and stream.missing_bytes is None
+            and (stream.missing_bytes is None or stream.missing_bytes == length)
         ):
             # A whole body: what most requests are. It is the handler's at once, and never held.
             self.receiver.window -= length
@@ -351,12 +388,13 @@ class Http2Connection:
 
     def answered(self, stream: Stream) -> None:
         """As sent, of a whole answer, which ends its stream."""
-        if stream.is_received and not (stream.held_bytes or self._is_draining):
+        if stream.is_received and self._streams_max and not stream.held_bytes:
             # What most streams are: nothing is left of them.
             stream.is_sent = True
             stream.handler = ENDED
             del self.streams[stream.id]
-            self._on_output()
+            if self.sender.out:
+                self._on_output()
         else:
             stream.is_sent = True
             self.sent(stream)
@@ -392,7 +430,7 @@ class Http2Connection:
             self.receiver.forget(stream)
         if stream.unsent:
             self.sender.forget(stream)
-        if self._is_draining and not self.streams:
+        if not (self._streams_max or self.streams):
             self.is_over = True
         return handler
 
@@ -421,9 +459,9 @@ class Http2Connection:
 
     def finish_drain(self) -> None:
         """Takes no more streams, and is over when the last has ended."""
-        if self._is_draining:
+        if not self._streams_max:
             return
-        self._is_draining = True
+        self._streams_max = 0
         self.sender.out.append(frames.goaway(max(0, self._next_id - 2), ErrorCode.NO_ERROR))
         for stream in list(self.streams.values()):
             stream.handler.drain()

@@ -10,7 +10,7 @@ from enum import IntEnum
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD_BYTES = 9
-HEAD = struct.Struct(">HBBBI")
+HEAD = struct.Struct(">BHBBI")
 """A frame's head: the upper 16 and the lower 8 bits of its length, type, flags, stream."""
 FRAME_BYTES_MAX = 16384
 """Of a payload, unless the receiver's settings allow more; ours never do."""
@@ -95,7 +95,7 @@ def without_padding(payload: bytes, flags: int) -> bytes:
 
 
 def head(length: int, kind: int, flags: int, stream_id: int) -> bytes:
-    return HEAD.pack(length >> 8, length & 0xFF, kind, flags, stream_id)
+    return HEAD.pack(length >> 16, length & 0xFFFF, kind, flags, stream_id)
 
 
 def settings(*pairs: tuple[int, int]) -> bytes:

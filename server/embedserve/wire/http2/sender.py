@@ -7,7 +7,7 @@ stream; streams that have something to send take turns of a few frames each.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from embedserve.wire.http2 import frames
@@ -16,6 +16,7 @@ from embedserve.wire.http2.frames import (
     END_HEADERS,
     END_STREAM,
     FRAME_BYTES_MAX,
+    HEAD,
     HEADERS,
     WINDOW_AT_START,
     WINDOW_MAX,
@@ -33,15 +34,9 @@ KEPT_BYTES_MIN = 1 << 20
 """A smaller answer that waits is copied: it is a slice of its batch, and would keep that."""
 UNPARK_BYTES = 64 << 10
 """Sent since a stream first waited for its client, after which the client counts as reading."""
+END_HEADERS_AND_STREAM = END_HEADERS | END_STREAM
 FRAME_BYTES_TAKEN = 1 << 20
 """Of larger frames that a client allows, no use is made."""
-
-
-HEAD_FRAME = bytes((HEADERS, END_HEADERS))
-TAIL_FRAME = bytes((HEADERS, END_HEADERS | END_STREAM))
-MORE_DATA_FRAME = bytes((DATA, 0))
-LAST_DATA_FRAME = bytes((DATA, END_STREAM))
-"""Type and flags, as they stand between a frame's length and the number of its stream."""
 
 
 class Sender:
@@ -52,6 +47,7 @@ class Sender:
         stream_window: of a new stream.
         frame_bytes_max: of a payload that the client takes.
         out: what is to be written, in order.
+        write: writes an answer while there is nothing in ``out``.
         unsent_bytes: of all streams.
         data_frames: sent so far.
         fresh: streams that have written since ``keep`` was called.
@@ -64,12 +60,14 @@ class Sender:
         self.stream_window = WINDOW_AT_START
         self.frame_bytes_max = FRAME_BYTES_MAX
         self.out: list[bytes | memoryview] = []
+        self.write: Callable[[bytes], None] = self.out.append
         self.unsent_bytes = 0
         self.data_frames = 0
         self.parked: dict[int, Stream] = {}
         self.ready: deque[Stream] = deque()
         self.fresh: list[Stream] = []
         self._block_start = NO_TABLE
+        self._whole_bytes_max = -1  # of an answer that is framed at once; none is before the first
         self._given_bytes = 0  # of the connection's window, since _stuck_since_s
         self._stuck_since_s = perf_counter()
 
@@ -85,8 +83,7 @@ class Sender:
         if (
             nbytes > stream.send_window
             or nbytes > self.window
-            or nbytes > FRAME_BYTES_MAX
-            or self._block_start
+            or nbytes > self._whole_bytes_max
             or stream.is_sent
             or stream.tail is not None
         ):
@@ -96,23 +93,27 @@ class Sender:
             return
         self.window -= nbytes
         self.data_frames += 1
-        number = stream.id.to_bytes(4, "big")
-        size = nbytes.to_bytes(3, "big")
-        head_size = len(head).to_bytes(3, "big")
+        number, pack = stream.id, HEAD.pack
+        head_head = pack(0, len(head), HEADERS, END_HEADERS, number)
         if tail:
-            tail_size = len(tail).to_bytes(3, "big")
-            start = (head_size, HEAD_FRAME, number, head, size, MORE_DATA_FRAME, number)
-            pieces = (*start, *parts, tail_size, TAIL_FRAME, number, tail)
+            body_head = pack(0, nbytes, DATA, 0, number)
+            tail_head = pack(0, len(tail), HEADERS, END_HEADERS_AND_STREAM, number)
+            pieces = (head_head, head, body_head, *parts, tail_head, tail)
         else:
-            pieces = (head_size, HEAD_FRAME, number, head, size, LAST_DATA_FRAME, number, *parts)
-        self.out.append(b"".join(pieces))
-        stream.connection.answered(stream)
+            body_head = pack(0, nbytes, DATA, END_STREAM, number)
+            pieces = (head_head, head, body_head, *parts)
+        connection = stream.connection
+        # Beside others' an answer waits: more may end with the same batch, to be written with it.
+        is_lone = len(connection.streams) == 1 and not self.out
+        (self.write if is_lone else self.out.append)(b"".join(pieces))
+        connection.answered(stream)
 
     def head(self, stream: Stream, block: bytes, is_end: bool) -> None:
         if stream.is_sent or stream.tail is not None:
             return  # its end is written already: an answer is never two
         block = self._block_start + block
         self._block_start = b""
+        self._whole_bytes_max = FRAME_BYTES_MAX
         flags = END_HEADERS
         if is_end:
             flags |= END_STREAM

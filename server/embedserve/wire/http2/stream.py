@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Protocol
 
 from embedserve.wire.http2.frames import ErrorCode
@@ -66,6 +66,9 @@ class Owner(Protocol):
 
     @property
     def is_over(self) -> bool: ...
+
+    @property
+    def streams(self) -> Sized: ...
 
     def sent(self, stream: Stream) -> None: ...
 

@@ -1,0 +1,182 @@
+"""Requests that come whole, head and body in one piece: as those that come a byte at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hyperframe.frame import DataFrame, Frame, GoAwayFrame, HeadersFrame
+from server.wire.http2.peer import (
+    POST,
+    UPLOAD_BYTES,
+    Peer,
+    RecordingHandler,
+    data,
+    of,
+    resets,
+)
+
+from embedserve.wire.http2.connection import STREAMS_MAX
+from embedserve.wire.http2.frames import ErrorCode
+from embedserve.wire.http2.header_blocks import Headers, encode
+from embedserve.wire.http2.requests import Opened
+from embedserve.wire.http2.stream import Stream
+from embedserve.wire.http2.uploads import Uploads
+
+OK = encode([(b":status", b"200")])
+TAIL = encode([(b"grpc-status", b"0")])
+DECLARED: Headers = [*POST, (b"content-length", b"5")]
+MALFORMED: Headers = [*POST, (b"Upper", b"case")]
+
+
+def head(peer: Peer, stream_id: int, headers: Headers = POST) -> HeadersFrame:
+    return peer.headers(stream_id, headers, is_end=False)
+
+
+def knowing_peer(uploads: Uploads | None = None) -> Peer:
+    """It has been sent each head before, after which its table changes no more."""
+    peer = Peer(uploads=uploads)
+    for number, headers in enumerate((POST, DECLARED, MALFORMED) * 2):
+        peer.send(head(peer, 2 * number + 1, headers), data(2 * number + 1, b"12345", is_end=True))
+    for handler in list(peer.handlers.values()):
+        handler.stream.answer(OK, (b"x",), 1, TAIL)
+    peer.take()
+    peer.handlers.clear()
+    return peer
+
+
+Sent = Callable[[Peer], list[Frame]]
+CASES: dict[str, Sent] = {
+    "a body": lambda peer: [head(peer, 21), data(21, b"12345", is_end=True)],
+    "no byte of a body": lambda peer: [head(peer, 21), data(21, b"", is_end=True)],
+    "the largest frame": lambda peer: [head(peer, 21), data(21, b"x" * 16384, is_end=True)],
+    "a frame that is too large": lambda peer: [head(peer, 21), data(21, b"x" * 16385, is_end=True)],
+    "as declared": lambda peer: [head(peer, 21, DECLARED), data(21, b"12345", is_end=True)],
+    "less than declared": lambda peer: [head(peer, 21, DECLARED), data(21, b"1234", is_end=True)],
+    "more than declared": lambda peer: [head(peer, 21, DECLARED), data(21, b"123456", is_end=True)],
+    "malformed": lambda peer: [head(peer, 21, MALFORMED), data(21, b"12345", is_end=True)],
+    "padded": lambda peer: [head(peer, 21), data(21, b"12345", is_end=True, padding=3)],
+    "a body that goes on": lambda peer: [
+        head(peer, 21),
+        data(21, b"123"),
+        data(21, b"45", is_end=True),
+    ],
+    "two": lambda peer: [
+        head(peer, 21),
+        data(21, b"first", is_end=True),
+        head(peer, 23),
+        data(23, b"second", is_end=True),
+    ],
+    "the body of another stream": lambda peer: [head(peer, 21), data(23, b"12345", is_end=True)],
+    "a number that was passed over": lambda peer: [
+        head(peer, 23),
+        data(23, b"12345", is_end=True),
+        head(peer, 21),
+        data(21, b"12345", is_end=True),
+    ],
+    "an even number": lambda peer: [head(peer, 22), data(22, b"12345", is_end=True)],
+    "more after its end": lambda peer: [
+        head(peer, 21),
+        data(21, b"12345", is_end=True),
+        data(21, b"67890", is_end=True),
+    ],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_whole_is_as_byte_by_byte(case: str) -> None:
+    answers = []
+    for is_whole in (True, False):
+        peer = knowing_peer()
+        sent = b"".join(frame.serialize() for frame in CASES[case](peer))
+        pieces = [sent] if is_whole else [sent[i : i + 1] for i in range(len(sent))]
+        frames = [frame for piece in pieces for frame in peer.send(piece)]
+        told = {
+            number: (handler.body, handler.is_whole, handler.resets)
+            for number, handler in peer.handlers.items()
+        }
+        connection = peer.connection
+        left = sorted(connection.streams), connection.receiver.window, connection.is_over
+        answers.append(([frame.serialize() for frame in frames], told, left))
+    assert answers[0] == answers[1]
+
+
+def test_streams_over_the_limit_are_refused() -> None:
+    peer = knowing_peer()
+    numbers = range(21, 21 + 2 * (STREAMS_MAX + 1), 2)
+    peer.send(*(one for n in numbers for one in (head(peer, n), data(n, b"body", is_end=True))))
+    assert resets(peer.seen)[-1] == (numbers[-1], ErrorCode.REFUSED_STREAM)
+    assert [handler.body for handler in peer.handlers.values()] == [b"body"] * STREAMS_MAX
+
+
+def test_none_is_taken_while_draining() -> None:
+    peer = knowing_peer()
+    peer.connection.finish_drain()
+    peer.send(head(peer, 21), data(21, b"body", is_end=True))
+    assert peer.handlers == {}
+    assert peer.connection.is_over
+
+
+def test_one_beyond_the_connections_window_ends_it() -> None:
+    peer = knowing_peer(Uploads(UPLOAD_BYTES, lambda: False))
+    peer.holds = True
+    number = 21
+    while peer.connection.receiver.window >= 16384:
+        # Bodies that are not whole are held, and their room is not given again.
+        peer.send(head(peer, number), data(number, b"x" * 16384))
+        number += 2
+    (ended,) = of(
+        peer.send(head(peer, number), data(number, b"x" * 16384, is_end=True)), GoAwayFrame
+    )
+    assert ended.error_code == ErrorCode.FLOW_CONTROL_ERROR
+    assert not peer.handlers[number].is_whole
+
+
+def test_what_is_answered_by_its_head_is_told_no_body() -> None:
+    handlers = []
+
+    def refuse(stream: Stream) -> RecordingHandler:
+        stream.answer(OK, (b"no",), 2, b"")
+        handlers.append(RecordingHandler(stream))
+        return handlers[-1]
+
+    peer = Peer(lambda _: Opened(refuse, None))
+    for number in (1, 3, 5):
+        frames = peer.send(head(peer, number), data(number, b"body", is_end=True))
+        assert isinstance(frames[0], HeadersFrame)
+        assert isinstance(frames[1], DataFrame)
+    # The first answer says how the client's table is used, and is not framed at once.
+    assert [handler.body for handler in handlers] == [b"body", b"", b""]
+    assert peer.connection.streams == {}
+
+
+def test_a_lone_answer_is_written_at_once_and_others_together() -> None:
+    peer = knowing_peer()
+    written: list[bytes] = []
+    peer.connection.sender.write = written.append
+    peer.send(head(peer, 21), data(21, b"body", is_end=True))
+    outputs = peer.outputs
+    peer.handlers[21].stream.answer(OK, (b"lone",), 4, TAIL)
+    assert len(written) == 1
+    assert b"lone" in written[0]
+    assert (peer.take(), peer.outputs) == ([], outputs)
+    for number in (23, 25):
+        peer.send(head(peer, number), data(number, b"body", is_end=True))
+    for number in (23, 25):
+        peer.handlers[number].stream.answer(OK, (b"both",), 4, TAIL)
+    assert len(written) == 1
+    assert peer.outputs > outputs
+    assert [frame.stream_id for frame in of(peer.take(), HeadersFrame)] == [23, 23, 25, 25]
+
+
+def test_a_lone_answer_does_not_pass_what_is_to_be_written() -> None:
+    peer = knowing_peer()
+    written: list[bytes] = []
+    peer.connection.sender.write = written.append
+    peer.send(head(peer, 21), data(21, b"body", is_end=True))
+    peer.connection.sender.out.append(b"a frame")
+    peer.handlers[21].stream.answer(OK, (b"lone",), 4, TAIL)
+    assert written == []
+    assert peer.connection.sender.out[0] == b"a frame"
+    assert len(peer.connection.sender.out) == 2
+    peer.connection.sender.out.clear()
