@@ -27,7 +27,7 @@ from embedserve.wire.http2.header_blocks import NO_TABLE
 from embedserve.wire.http2.stream import Stream
 
 TURN_BYTES = 64 << 10
-"""Of a stream's body, before it is another's turn."""
+"""Of a stream's body, before it is another's turn where others wait."""
 OUT_BYTES_MAX = 1 << 20
 """Framed at a time, before it is written."""
 KEPT_BYTES_MIN = 1 << 20
@@ -173,7 +173,7 @@ class Sender:
             stream = self.ready.popleft()
             if not stream.unsent or stream.is_sent:
                 continue
-            left -= self._send_some(stream)
+            left -= self._send_some(stream, TURN_BYTES if self.ready else left)
             if not stream.unsent:
                 self._has_sent(stream)
             else:
@@ -186,23 +186,18 @@ class Sender:
             if stream.unsent and stream.unsent_bytes < KEPT_BYTES_MIN:
                 stream.unsent = deque((memoryview(b"".join(stream.unsent)),))
 
-    def _send_some(self, stream: Stream) -> int:
+    def _send_some(self, stream: Stream, bytes_max: int) -> int:
         """A turn's bytes of a stream that has some, and window; gives how many."""
-        assert stream.unsent is not None
-        turn = min(TURN_BYTES, stream.send_window, self.window)
-        left = turn
-        while left and stream.unsent:
-            part = stream.unsent[0]
-            size = min(len(part), left, self.frame_bytes_max)
-            left -= size
-            if size < len(part):
-                stream.unsent[0] = part[size:]
-                part = part[:size]
-            else:
-                stream.unsent.popleft()
-            is_end = not stream.unsent and stream.tail == b""
-            self.out += (frames.head(size, DATA, END_STREAM if is_end else 0, stream.id), part)
-            self.data_frames += 1
+        unsent = stream.unsent
+        assert unsent is not None
+        turn = left = min(bytes_max, stream.send_window, self.window)
+        while left and unsent:
+            part = unsent.popleft()
+            if len(part) > left:
+                unsent.appendleft(part[left:])
+                part = part[:left]
+            left -= len(part)
+            self._frame_part(stream, part, END_STREAM if stream.tail == b"" and not unsent else 0)
         sent = turn - left
         stream.send_window -= sent
         self.window -= sent
@@ -213,6 +208,19 @@ class Sender:
             if stream.sent_since_parked >= UNPARK_BYTES:
                 stream.parked_s = 0.0
         return sent
+
+    def _frame_part(self, stream: Stream, part: memoryview, flags: int) -> None:
+        """Frames ``part``; ``flags`` are those of its last frame."""
+        out, size = self.out, self.frame_bytes_max
+        start = 0
+        if len(part) > size:
+            head = frames.head(size, DATA, 0, stream.id)
+            for start in range(size, len(part), size):
+                out.append(head)
+                out.append(part[start - size : start])
+        out.append(frames.head(len(part) - start, DATA, flags, stream.id))
+        out.append(part[start:])
+        self.data_frames += 1 + start // size
 
     def _has_sent(self, stream: Stream) -> None:
         """All of the body that was written has been framed."""
