@@ -1,15 +1,47 @@
-"""Training runs, which take seconds: each once for all folders that read what it saved."""
+"""What takes long to make, such as a training run: each once for all folders and all processes."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
-from trained import Trained, train
+from filelock import FileLock
+from trained import Trained, read_trained, train
+
+MadeOnce = Callable[[str, Callable[[Path], None]], Path]
 
 
 @pytest.fixture(scope="session")
-def trained_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Trained]:
-    """trained_by(2): what two processes trained. Its files are not to be changed."""
-    return cache(lambda world_size: train(tmp_path_factory.mktemp("trained"), world_size))
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
+    """made_once("demo", make): a folder that make(folder) filled. It is not to be changed.
+
+    The tests run in several processes (pytest-xdist), whose own folders lie in a common one.
+    """
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+
+    def made(name: str, make: Callable[[Path], None]) -> Path:
+        folder, done = base / name, base / f"{name}.done"
+        with FileLock(base / f"{name}.lock"):
+            if not done.exists():
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def trained_by(made_once: MadeOnce) -> Callable[[int], Trained]:
+    """trained_by(2): what two processes trained."""
+
+    def trained(world_size: int) -> Trained:
+        folder = made_once(f"trained-by-{world_size}", lambda folder: train(folder, world_size))
+        return read_trained(folder, world_size)
+
+    return cache(trained)

@@ -33,13 +33,17 @@ class Trained:
     """What the trained model answers to the bags: by feature, float32 [bags, dim]."""
 
 
-def train(folder: Path, world_size: int, dtype: str = "float32") -> Trained:
+def train(folder: Path, world_size: int, dtype: str = "float32") -> None:
     """Trains a few steps over ``world_size`` gloo processes; takes ten seconds or so."""
     script = Path(__file__).with_name("trainer.py")
     command = [sys.executable, str(script), str(world_size), str(folder), dtype]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode:
         raise RuntimeError(f"trainer.py failed:\n{done.stderr[-4000:]}")
+
+
+def read_trained(folder: Path, world_size: int) -> Trained:
+    """What ``world_size`` processes left in ``folder``."""
     described = yaml.safe_load((folder / "tables.yaml").read_text())["tables"]
     features = [(t["name"], f, t["pooling"]) for t in described for f in t["feature_names"]]
     gathered = torch.load(folder / "gathered.pt", weights_only=True)
