@@ -53,9 +53,9 @@ def prefix(length: int) -> bytes:
 
 BROKEN = {INTERNAL, INVALID_ARGUMENT, UNIMPLEMENTED}
 """Codes for a body that is no single message; gRPC's own servers differ."""
-BOMB = gzip.compress(bytes(16 << 20))
+BOMB = gzip.compress(bytes(16 << 20), mtime=0)
 """16 KB that become 16 MiB."""
-ZEROS = gzip.compress(bytes(BODY_BYTES_MAX + 1))
+ZEROS = gzip.compress(bytes(BODY_BYTES_MAX + 1), mtime=0)
 SENT = {
     "2^32-1 bytes promised": (prefix(2**32 - 1) + b"x", (), {RESOURCE_EXHAUSTED}),
     "a byte too many promised": (prefix(BODY_BYTES_MAX + 1), (), {RESOURCE_EXHAUSTED}),
@@ -69,7 +69,7 @@ SENT = {
     "a byte too many, inflated": (f.message(ZEROS, True), (BODY_GZIP,), {RESOURCE_EXHAUSTED}),
     "gzip that is none": (f.message(b"no gzip", True), (BODY_GZIP,), {INTERNAL, INVALID_ARGUMENT}),
     "gzip cut short": (
-        f.message(gzip.compress(REQUEST)[:-4], True),
+        f.message(gzip.compress(REQUEST, mtime=0)[:-4], True),
         (BODY_GZIP,),
         {INTERNAL, INVALID_ARGUMENT},
     ),

@@ -18,6 +18,7 @@ from embedserve.errors import EmbedServeError
 from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, Parts, late_request
 from embedserve.wire.connections import Registry
 from embedserve.wire.heads import HeadForm, HeadForms
+from embedserve.wire.pieces import Pieces
 from embedserve.wire.rest import Headers, error_answer
 
 KEEP_ALIVE_S = 75.0
@@ -65,7 +66,7 @@ class Http1Connection(HttpToolsProtocol):
         self._registry = registry
         self._body_bytes_max = exchange.limits.body_bytes_max
         self._call: Http1Call | None = None  # that is read or answered
-        self._body: list[bytes] = []
+        self._body = Pieces()
         self._missing_bytes = 0
         self._held: list[bytes] = []  # what came after that request
         self._messages_in_uvicorn = 0
@@ -142,10 +143,8 @@ class Http1Connection(HttpToolsProtocol):
         self._missing_bytes -= len(data)
         self._body.append(data)
         if not self._missing_bytes:
-            body = b"".join(self._body)
-            self._body.clear()
             assert self._call is not None
-            self._exchange.ask(self._call, body)
+            self._exchange.ask(self._call, self._body.take_all())
 
     def _hold(self, data: bytes) -> None:
         """Keeps what a client sent before its answer came, and reads no more until then."""

@@ -11,6 +11,7 @@ from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.requests import Request
 from embedserve.wire.http2.stream import ENDED, Handler, Stream
+from embedserve.wire.pieces import Pieces
 from embedserve.wire.rest import (
     HeadersTooLargeError,
     check_method,
@@ -23,28 +24,26 @@ from embedserve.wire.rest import (
 class RestCall(Call):
     """An embed request, from its header block to its answer."""
 
-    __slots__ = ("_exchange", "_pieces", "_size", "_stream")
+    __slots__ = ("_body", "_exchange", "_stream")
 
     def __init__(self, asked: Asked, exchange: Exchange, stream: Stream) -> None:
         super().__init__(asked, perf_counter())
         self._exchange = exchange
         self._stream = stream
-        self._pieces: list[bytes] = []
-        self._size = 0
+        self._body = Pieces()
 
     def receive(self, data: bytes, is_end: bool) -> None:
-        self._size += len(data)
-        limit = self._exchange.limits.body_bytes_max
-        if self._size > limit:
-            self.refuse_size(f"at least {self._size}")
+        body = self._body
+        if body.nbytes + len(data) > self._exchange.limits.body_bytes_max:
+            self.refuse_size(f"at least {body.nbytes + len(data)}")
             return
         if not is_end:
-            self._pieces.append(data)
+            body.append(data)
             self._want_more()
             return
-        if self._pieces:
-            data = b"".join((*self._pieces, data))
-            self._pieces.clear()
+        if body.nbytes:
+            body.append(data)
+            data = body.take_all()
             self._stream.consumed(self._stream.held_bytes)
         self._exchange.ask(self, data)
 
@@ -54,7 +53,7 @@ class RestCall(Call):
 
     def _want_more(self) -> None:
         stream = self._stream
-        left = self._exchange.limits.body_bytes_max - self._size
+        left = self._exchange.limits.body_bytes_max - self._body.nbytes
         stream.expect(left if stream.missing_bytes is None else stream.missing_bytes)
 
     def write_answer(self, parts: Parts, nbytes: int) -> None:

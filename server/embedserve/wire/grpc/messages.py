@@ -10,6 +10,8 @@ import struct
 import zlib
 from urllib.parse import quote
 
+from embedserve.wire.pieces import Pieces
+
 PREFIX = struct.Struct(">BI")
 """Of a message: whether it is compressed, then its length."""
 PREFIX_BYTES = PREFIX.size
@@ -98,14 +100,14 @@ class Deframer:
             raise WireError("UNIMPLEMENTED", f"grpc-encoding is {name!r}, which is not supported")
         self._bytes_max = bytes_max
         self._encoding = encoding
-        self._buffer = bytearray()
+        self._pieces = Pieces()
 
     @property
     def nbytes(self) -> int:
-        return len(self._buffer)
+        return self._pieces.nbytes
 
     def feed(self, chunk: bytes) -> None:
-        self._buffer += chunk
+        self._pieces.append(chunk)
 
     def next_message(self) -> bytes | None:
         """The next message, or None until more is fed.
@@ -113,17 +115,15 @@ class Deframer:
         Raises:
             WireError: RESOURCE_EXHAUSTED, it is too large; INTERNAL, it is no message.
         """
-        buffer = self._buffer
-        if len(buffer) < PREFIX_BYTES:
+        pieces = self._pieces
+        if pieces.nbytes < PREFIX_BYTES:
             return None
-        size = int.from_bytes(buffer[1:PREFIX_BYTES], "big")
+        flag, size = PREFIX.unpack(pieces.front(PREFIX_BYTES))
         if size > self._bytes_max:
             raise self._too_large(size)
-        end = PREFIX_BYTES + size
-        if len(buffer) < end:
+        if pieces.nbytes < PREFIX_BYTES + size:
             return None
-        flag, message = buffer[0], bytes(memoryview(buffer)[PREFIX_BYTES:end])
-        del buffer[:end]  # bytearray moves its start, not its content
+        message = pieces.take(PREFIX_BYTES + size, PREFIX_BYTES)
         if flag == 0:
             return message
         if flag != 1 or self._encoding == b"identity":
@@ -132,7 +132,7 @@ class Deframer:
 
     def check_end(self) -> None:
         """Raises WireError (INTERNAL) if the body ended within a message."""
-        if self._buffer:
+        if self._pieces.nbytes:
             raise WireError("INTERNAL", "the request ended within a message")
 
     def check_size(self) -> int:
@@ -141,12 +141,13 @@ class Deframer:
         Raises:
             WireError: RESOURCE_EXHAUSTED, it is too large.
         """
-        if len(self._buffer) < PREFIX_BYTES:
+        nbytes = self._pieces.nbytes
+        if nbytes < PREFIX_BYTES:
             return 0
-        size = int.from_bytes(self._buffer[1:PREFIX_BYTES], "big")
+        size: int = PREFIX.unpack(self._pieces.front(PREFIX_BYTES))[1]
         if size > self._bytes_max:
             raise self._too_large(size)
-        return max(0, PREFIX_BYTES + size - len(self._buffer))
+        return max(0, PREFIX_BYTES + size - nbytes)
 
     def _too_large(self, size: int | str) -> WireError:
         return WireError(
