@@ -58,11 +58,16 @@ class Calls:
         self.answer_bytes = answer_bytes
         self.buffer = memoryview(bytearray(512 << 10))
         self.ended = {"ok": 0, "refused": 0, "other": 0}
-        self.whole = lru_cache(MESSAGES_KEPT)(lambda stream: self.part(stream, 0, len(body)))
+        self.whole = lru_cache(MESSAGES_KEPT)(
+            lambda stream: self.head_of(stream) + self.part(stream, 0, len(body))
+        )
+
+    def head_of(self, stream: int) -> bytes:
+        return frame(HEADERS, END_HEADERS, stream, self.head)
 
     def part(self, stream: int, start: int, end: int) -> bytes:
         """The call's frames from byte ``start`` of its body to ``end``."""
-        frames = [] if start else [frame(HEADERS, END_HEADERS, stream, self.head)]
+        frames = []
         for at in range(start, end, FRAME_BYTES_MAX):
             payload = self.body[at : min(at + FRAME_BYTES_MAX, end)]
             is_last = at + len(payload) == len(self.body)
@@ -83,6 +88,7 @@ class Connection:
         self.is_greeted = False
         self.window, self.stream_window, self.initial_window = WINDOW, WINDOW, WINDOW
         self.sent = self.received = self.skipped = 0
+        self.has_begun = False
         self.held = self.unsent = b""
         settings = struct.pack(">HI", INITIAL_WINDOW_SIZE, WINDOW_MAX)
         more = struct.pack(">I", WINDOW_MAX - WINDOW)
@@ -109,6 +115,7 @@ class Connection:
         self.stream += 2
         self.is_calling = True
         self.sent = self.received = 0
+        self.has_begun = False
         self.stream_window = self.initial_window
         self.send_body()
 
@@ -116,10 +123,13 @@ class Connection:
         """As much as the windows let through."""
         size = len(self.calls.body)
         end = min(size, self.sent + max(0, min(self.window, self.stream_window)))
-        if self.sent == 0 and end == size:
+        if not self.has_begun and end == size:
             self.write(self.calls.whole(self.stream))
-        elif end > self.sent:
-            self.write(self.calls.part(self.stream, self.sent, end))
+        else:
+            head = b"" if self.has_begun else self.calls.head_of(self.stream)
+            if head or end > self.sent:
+                self.write(head + self.calls.part(self.stream, self.sent, end))
+        self.has_begun = True
         self.window -= end - self.sent
         self.stream_window -= end - self.sent
         self.sent = end

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter
 
-from embedserve.errors import EmbedServeError, RequestTooLargeError
+from embedserve.errors import EmbedServeError, OverloadedError, RequestTooLargeError
 from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, Parts, late_request
 from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.wire.http2.header_blocks import encode
@@ -67,6 +67,8 @@ class RestCall(Call):
         self._stream.answer(head, parts, nbytes, b"")
 
     def write_error(self, error: EmbedServeError) -> None:
+        if isinstance(error, OverloadedError):
+            self._stream.keep_bodies_back()
         write_error(self._stream, error)
 
     def reset(self) -> None:

@@ -10,7 +10,14 @@ import logging
 from collections.abc import Callable
 from time import perf_counter
 
-from embedserve.errors import DRAINING, INTERNAL, EmbedServeError, EngineError, NotReadyError
+from embedserve.errors import (
+    DRAINING,
+    INTERNAL,
+    EmbedServeError,
+    EngineError,
+    NotReadyError,
+    OverloadedError,
+)
 from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, Parts, late_request
 from embedserve.wire.grpc.messages import PREFIX_BYTES, Deframer, WireError, framed, only_message
 from embedserve.wire.grpc.statuses import (
@@ -108,6 +115,8 @@ class EmbedCall(Call):
         )
 
     def write_error(self, error: EmbedServeError) -> None:
+        if isinstance(error, OverloadedError):
+            self._stream.keep_bodies_back()
         self._stream.send_head(only_trailers(error_trailers(error)), is_end=True)
 
     def reset(self) -> None:

@@ -184,6 +184,7 @@ class Http2Connection:
         length = upper << 16 | lower
         start = after + HEAD_BYTES
         after = start + length
+        receiver = self.receiver
         if (
             opened.__class__ is not Opened
             or (opened.content_length is not None and opened.content_length != length)
@@ -192,15 +193,15 @@ class Http2Connection:
             or flags != END_STREAM
             or kind != DATA
             or after > end
-            or length > FRAME_BYTES_MAX
-            or length > self.receiver.window
+            or length > receiver.whole_bytes_max
+            or length > receiver.window
             or len(self.streams) >= self._streams_max
             or self.sender.unsent_bytes > UNSENT_BYTES_MAX
         ):
             return 0
         self._next_id = stream_id + 2
-        self.receiver.window -= length
-        stream = Stream(self, stream_id, self.sender.stream_window, STREAM_WINDOW)
+        receiver.window -= length
+        stream = Stream(self, stream_id, self.sender.stream_window, receiver.stream_window)
         stream.is_received = True
         self.streams[stream_id] = stream
         handler = opened.open(stream)
@@ -284,7 +285,7 @@ class Http2Connection:
             return
         if isinstance(opened, str):
             raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, opened)
-        stream = Stream(self, stream_id, self.sender.stream_window, STREAM_WINDOW)
+        stream = Stream(self, stream_id, self.sender.stream_window, self.receiver.stream_window)
         stream.missing_bytes = opened.content_length
         is_end = bool(flags & END_STREAM)
         if is_end:
@@ -436,6 +437,7 @@ class Http2Connection:
 
     def check_time(self, now_s: float) -> None:
         """Ends what takes too long; called now and then."""
+        self.receiver.check_time(now_s)
         if self._ended.reset_unread():
             self._on_output()
         if self.sender.stuck_s(now_s) > UNREAD_S_MAX:

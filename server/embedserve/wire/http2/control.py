@@ -23,6 +23,7 @@ from embedserve.wire.http2.frames import (
     StreamError,
     violation,
 )
+from embedserve.wire.http2.receiver import Receiver
 from embedserve.wire.http2.sender import FRAME_BYTES_TAKEN, Sender
 from embedserve.wire.http2.stream import Stream
 
@@ -35,6 +36,7 @@ class Controlled(Protocol):
     """What such frames act on: the connection."""
 
     sender: Sender
+    receiver: Receiver
     streams: dict[int, Stream]
     idle_work: Allowance
 
@@ -109,6 +111,7 @@ class ControlFrames:
         if len(payload) % 6 or (flags & ACK and payload):
             raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS of a wrong length")
         if flags & ACK:
+            self._connection.receiver.acknowledged(self._connection.streams.values())
             return
         window = self._sender.stream_window
         for start in range(0, len(payload), 6):

@@ -1,21 +1,35 @@
 """The receiving half's windows: what clients may send, and when they may send more.
 
 A connection has room for so many bytes that were received and not consumed; a stream for fewer.
-What a message needs beyond that is granted by Uploads.
+What a message needs beyond that is granted by Uploads. A client whose request was refused for a
+full queue is told to begin with little: what is refused at its head then stays with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from time import perf_counter
 
 from embedserve.wire.http2 import frames
-from embedserve.wire.http2.frames import WINDOW_AT_START, ErrorCode, ProtocolViolation, StreamError
+from embedserve.wire.http2.frames import (
+    FRAME_BYTES_MAX,
+    SETTINGS_INITIAL_WINDOW_SIZE,
+    WINDOW_AT_START,
+    ErrorCode,
+    ProtocolViolation,
+    StreamError,
+)
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.uploads import Uploads
 
 STREAM_WINDOW = 128 << 10
 CONNECTION_WINDOW = 1 << 20
 WINDOW_LOW = CONNECTION_WINDOW // 2
+NARROW_STREAM_WINDOW = 4 << 10
+"""Of the streams of a client that was refused for a full queue: all of a small request."""
+NARROW_S = 1.0
+"""How long after it was last refused."""
 
 
 class Receiver:
@@ -24,6 +38,8 @@ class Receiver:
     Attributes:
         out: where updates of windows go.
         window: bytes of DATA that the client may send on the connection.
+        stream_window: of a new stream, as far as the client has acknowledged it.
+        whole_bytes_max: of a request's body that comes as one frame.
     """
 
     def __init__(
@@ -34,11 +50,42 @@ class Receiver:
         self._on_output = on_output
         self._uploads = uploads
         self.window = WINDOW_AT_START
+        self.stream_window = STREAM_WINDOW
+        self.whole_bytes_max = FRAME_BYTES_MAX
+        self._announced = deque([STREAM_WINDOW])  # in settings that are not acknowledged
+        self._narrow_until_s = 0.0
         self._held_bytes = 0
         self._granted_bytes = 0
         self._spare_bytes = 0
         self._wants_spare = False
         self._is_over = False
+
+    def narrow(self) -> None:
+        """A request was refused for a full queue: bodies stay with the client for a while."""
+        self._narrow_until_s = perf_counter() + NARROW_S
+        self._announce(NARROW_STREAM_WINDOW)
+
+    def check_time(self, now_s: float) -> None:
+        """Ends that while, once it has passed; what is said of it goes with what is next."""
+        if now_s > self._narrow_until_s:
+            self._announce(STREAM_WINDOW)
+
+    def _announce(self, stream_window: int) -> None:
+        last = self._announced[-1] if self._announced else self.stream_window
+        if last != stream_window:
+            self._announced.append(stream_window)
+            self.out.append(frames.settings((SETTINGS_INITIAL_WINDOW_SIZE, stream_window)))
+
+    def acknowledged(self, streams: Iterable[Stream]) -> None:
+        """The client goes by the next settings that it was sent, on ``streams``, too."""
+        if not self._announced:
+            return
+        change = self._announced.popleft() - self.stream_window
+        if change:
+            self.stream_window += change
+            self.whole_bytes_max = min(FRAME_BYTES_MAX, self.stream_window)
+            for stream in streams:
+                stream.receive_window += change
 
     def take(self, nbytes: int) -> None:
         """Counts a DATA frame's payload against the connection's window.

@@ -54,6 +54,8 @@ class ReceivingHalf(Protocol):
 
     def want(self, stream: Stream, missing_bytes: int) -> None: ...
 
+    def narrow(self) -> None: ...
+
 
 class Owner(Protocol):
     """What a stream and both halves ask of the connection."""
@@ -161,3 +163,7 @@ class Stream:
     def expect(self, nbytes: int) -> None:
         """The handler waits for so many more bytes; gives the client room for them as there is."""
         self.connection.receiver.want(self, nbytes)
+
+    def keep_bodies_back(self) -> None:
+        """Has the client begin its next requests with little, since one had no room."""
+        self.connection.receiver.narrow()

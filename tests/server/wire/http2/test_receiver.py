@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from time import perf_counter
+
 import pytest
-from hyperframe.frame import Frame, RstStreamFrame, WindowUpdateFrame
+from hyperframe.frame import Frame, RstStreamFrame, SettingsFrame, WindowUpdateFrame
 from server.wire.http2.peer import Peer, data, expect_end, of, resets
 
 from embedserve.wire.http2.frames import ErrorCode
-from embedserve.wire.http2.receiver import CONNECTION_WINDOW, STREAM_WINDOW
+from embedserve.wire.http2.receiver import (
+    CONNECTION_WINDOW,
+    NARROW_S,
+    NARROW_STREAM_WINDOW,
+    STREAM_WINDOW,
+)
 from embedserve.wire.http2.uploads import Uploads
 
 FRAME = 16384
+INITIAL_WINDOW_SIZE = SettingsFrame.INITIAL_WINDOW_SIZE
 
 
 class Gate:
@@ -246,3 +254,97 @@ def test_room_that_comes_later_is_told_at_once() -> None:
     uploads.retry()
     assert peer.outputs > before
     assert given(peer.take(), 0) >= STREAM_WINDOW
+
+
+def settings_windows(frames: list[Frame]) -> list[int]:
+    """The windows of streams that ``frames`` announce."""
+    announced = (one.settings.get(INITIAL_WINDOW_SIZE) for one in of(frames, SettingsFrame))
+    return [window for window in announced if window is not None]
+
+
+def acknowledgement() -> Frame:
+    return SettingsFrame(0, flags=["ACK"])
+
+
+def narrowed(uploads: Uploads | None = None) -> Peer:
+    """A client that was refused for a full queue, and has taken note of it."""
+    peer = Peer(uploads=uploads)
+    peer.holds = True
+    peer.send(acknowledgement())
+    peer.open(1).stream.keep_bodies_back()
+    assert settings_windows(peer.take()) == [NARROW_STREAM_WINDOW]
+    return peer
+
+
+def test_a_refused_client_begins_with_little_once_it_knows() -> None:
+    peer = narrowed()
+    peer.open(3, is_end=False)
+    assert resets(send(peer, 3, STREAM_WINDOW)) == []  # which was sent before it knew
+    peer.send(acknowledgement())
+    peer.open(5, is_end=False)
+    assert resets(send(peer, 5, NARROW_STREAM_WINDOW)) == []
+    assert resets(send(peer, 5, 1)) == [(5, ErrorCode.FLOW_CONTROL_ERROR)]
+
+
+@pytest.mark.parametrize("nbytes", [NARROW_STREAM_WINDOW, NARROW_STREAM_WINDOW + 1])
+def test_what_a_refused_client_sends_whole_is_little_too(nbytes: int) -> None:
+    peer = narrowed()
+    peer.send(acknowledgement())
+    is_refused = nbytes > NARROW_STREAM_WINDOW
+    for number in (3, 5):
+        frames = peer.send(
+            peer.headers(number, is_end=False), data(number, bytes(nbytes), is_end=True)
+        )
+        assert resets(frames) == [(number, ErrorCode.FLOW_CONTROL_ERROR)] * is_refused
+        assert peer.handlers[number].is_whole is not is_refused
+
+
+def test_streams_that_are_open_as_it_takes_note_lose_as_much() -> None:
+    peer = narrowed()
+    peer.open(3, is_end=False)
+    send(peer, 3, FRAME)
+    peer.send(acknowledgement())
+    stream = peer.handlers[3].stream
+    assert stream.receive_window == NARROW_STREAM_WINDOW - FRAME
+    stream.expect(3 * FRAME)
+    assert given(peer.take(), 3) == 4 * FRAME - NARROW_STREAM_WINDOW
+    assert resets(send(peer, 3, 3 * FRAME)) == []
+    assert len(peer.handlers[3].body) == 4 * FRAME
+
+
+def test_a_body_that_was_kept_back_is_let_in_as_there_is_room() -> None:
+    gate = Gate()
+    uploads = Uploads(1 << 20, gate)
+    peer = narrowed(uploads)
+    peer.send(acknowledgement())
+    gate.is_open = False
+    peer.open(3, is_end=False)
+    send(peer, 3, NARROW_STREAM_WINDOW)
+    peer.handlers[3].stream.expect(100_000)
+    assert given(peer.take(), 3) == 0
+    gate.is_open = True
+    uploads.retry()
+    assert given(peer.take(), 3) == 100_000
+
+
+def test_it_is_told_once_and_told_again_when_it_was_not_refused_for_a_while() -> None:
+    peer = narrowed()
+    stream = peer.handlers[1].stream
+    stream.keep_bodies_back()
+    assert settings_windows(peer.take()) == []
+    peer.send(acknowledgement())
+    peer.connection.check_time(0.0)
+    assert settings_windows(peer.take()) == []
+    for _ in range(2):
+        peer.connection.check_time(perf_counter() + NARROW_S)
+    assert settings_windows(peer.take()) == [STREAM_WINDOW]
+    peer.send(acknowledgement())
+    peer.open(5, is_end=False)
+    assert resets(send(peer, 5, STREAM_WINDOW)) == []
+
+
+def test_acknowledgements_of_nothing_change_nothing() -> None:
+    peer = narrowed()
+    peer.send(*[acknowledgement()] * 5)
+    assert peer.connection.receiver.stream_window == NARROW_STREAM_WINDOW
+    assert not peer.connection.is_over
