@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 from trained import Trained, read_trained, train
+
+with suppress(ModuleNotFoundError):  # on a host that has what the GPU tests need and no more
+    from hypothesis import HealthCheck, settings
+
+    # A machine that is busy with something else is slow, and tests are right on it all the same.
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("any speed", deadline=None, suppress_health_check=slow)
+    settings.load_profile("any speed")
 
 MadeOnce = Callable[[str, Callable[[Path], None]], Path]
 
