@@ -98,6 +98,7 @@ class Batcher:
         self._queued_ids = 0
         self._withdrawn = 0  # still in the queue
         self.is_open = True
+        self._full = ""  # what requests are told while it is not open
         self._is_scheduled = False
         self._is_working = False
         self._timer: asyncio.TimerHandle | None = None
@@ -150,17 +151,17 @@ class Batcher:
         Asked before a request is decoded: refusing the many that come meanwhile costs little.
         """
         if not self.is_open:
-            raise OverloadedError(
-                f"the queue of {self.model.name!r} is full: it holds "
-                f"{self._metrics.queued_examples} examples and {self._queued_ids} ids"
-            )
+            raise OverloadedError(self._full)
 
     def _refuse(self, request: LookupRequest) -> NoReturn:
         """Says that there is no room for ``request``, and none from now on for any other."""
         self.check_open()
+        queued, ids = self._metrics.queued_examples, self._queued_ids
+        self._full = (
+            f"the queue of {self.model.name!r} is full: it holds {queued} examples and {ids} ids"
+        )
         self.is_open = False
         self.on_full()
-        queued, ids = self._metrics.queued_examples, self._queued_ids
         if queued + request.batch_size > self._limits.queue_examples_max:
             raise OverloadedError(
                 f"the queue of {self.model.name!r} holds {queued} examples, "

@@ -23,6 +23,7 @@ from embedserve.wire.grpc.messages import PREFIX_BYTES, Deframer, WireError, fra
 from embedserve.wire.grpc.statuses import (
     HEAD_BLOCK,
     OK_BLOCK,
+    error_block,
     error_trailers,
     only_trailers,
     wire_error_trailers,
@@ -117,7 +118,7 @@ class EmbedCall(Call):
     def write_error(self, error: EmbedServeError) -> None:
         if isinstance(error, OverloadedError):
             self._stream.keep_bodies_back()
-        self._stream.send_head(only_trailers(error_trailers(error)), is_end=True)
+        self._stream.send_head(error_block(error), is_end=True)
 
     def reset(self) -> None:
         self.cancel()

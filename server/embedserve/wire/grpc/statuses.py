@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from embedserve.errors import EmbedServeError
 from embedserve.wire.grpc.messages import ENCODINGS, WireError, percent_encoded
 from embedserve.wire.http2.header_blocks import Headers, encode
@@ -20,6 +22,8 @@ CODES = {
 """The codes that are used here, by name (github.com/grpc/grpc, doc/statuscodes.md)."""
 MESSAGE_BYTES_MAX = 2000
 """Of a status message: percent-encoding triples it, and clients refuse trailers over 8 KiB."""
+BLOCKS_MAX = 16
+"""Of errors, remembered."""
 FIELD_CHARACTERS_MAX = 500
 """Of an error's field, which goes into the same trailers."""
 
@@ -30,13 +34,28 @@ OK_BLOCK = encode([(b"grpc-status", b"0")])
 
 def error_trailers(error: EmbedServeError) -> Headers:
     """The trailers of a call that ends with ``error``: its code, message, field and patience."""
-    message = error.message.encode()[:MESSAGE_BYTES_MAX].decode(errors="ignore")
-    trailers = _trailers(error.code, message)
-    if error.field:
-        trailers.append((b"embedserve-field", _printable(error.field)))
-    if error.retry_after_s:
-        trailers.append((b"retry-after", b"%d" % error.retry_after_s))
+    return _error_trailers(error.code, error.message, error.field, error.retry_after_s)
+
+
+def error_block(error: EmbedServeError) -> bytes:
+    """The header block of an answer that is nothing but ``error``."""
+    return _error_block(error.code, error.message, error.field, error.retry_after_s)
+
+
+def _error_trailers(code: str, message: str, field: str, retry_after_s: int) -> Headers:
+    message = message.encode()[:MESSAGE_BYTES_MAX].decode(errors="ignore")
+    trailers = _trailers(code, message)
+    if field:
+        trailers.append((b"embedserve-field", _printable(field)))
+    if retry_after_s:
+        trailers.append((b"retry-after", b"%d" % retry_after_s))
     return trailers
+
+
+@lru_cache(BLOCKS_MAX)
+def _error_block(code: str, message: str, field: str, retry_after_s: int) -> bytes:
+    """While a queue is full, the many that are refused are told the same."""
+    return only_trailers(_error_trailers(code, message, field, retry_after_s))
 
 
 def wire_error_trailers(error: WireError) -> Headers:
