@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Protocol, cast
 
 from embedserve.exchange import Exchange
-from embedserve.wire.http2.connection import Http2Connection
+from embedserve.wire.http2.connection import UNREAD_S_MAX, Http2Connection
 from embedserve.wire.http2.frames import PREFACE, ErrorCode
 from embedserve.wire.http2.requests import OpenRequest
 from embedserve.wire.http2.uploads import Uploads
@@ -20,8 +20,6 @@ FIRST_BYTES_S_MAX = 10.0
 """How long a connection may take to show its protocol, and one of HTTP/2 to send its settings."""
 IDLE_S_MAX = 600.0
 """How long an HTTP/2 connection may have no stream: its clients expect to keep it."""
-UNREAD_S_MAX = 30.0
-"""How long a client may leave its socket full."""
 DRAIN_PING_S_MAX = 1.0
 """How long a client may take to answer the ping of a drain."""
 JOINED_BYTES_MAX = 64 << 10

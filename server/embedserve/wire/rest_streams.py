@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter
 
-from embedserve.errors import EmbedServeError, OverloadedError, RequestTooLargeError
-from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, Parts, late_request
+from embedserve.errors import EmbedServeError, RequestTooLargeError
+from embedserve.exchange import Asked, Exchange, Parts
 from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.requests import Request
@@ -19,12 +19,13 @@ from embedserve.wire.rest import (
     read_headers,
     too_large,
 )
+from embedserve.wire.stream_call import StreamCall
 
 
-class RestCall(Call):
+class RestCall(StreamCall):
     """An embed request, from its header block to its answer."""
 
-    __slots__ = ("_body", "_exchange", "_stream")
+    __slots__ = ("_body",)
 
     def __init__(self, asked: Asked, exchange: Exchange, stream: Stream) -> None:
         super().__init__(asked, perf_counter())
@@ -66,23 +67,8 @@ class RestCall(Call):
         )
         self._stream.answer(head, parts, nbytes, b"")
 
-    def write_error(self, error: EmbedServeError) -> None:
-        if isinstance(error, OverloadedError):
-            self._stream.keep_bodies_back()
+    def end(self, error: EmbedServeError) -> None:
         write_error(self._stream, error)
-
-    def reset(self) -> None:
-        self.cancel()
-
-    def resume(self) -> None:
-        """The whole answer is written at once: there is no more."""
-
-    def check_time(self, now_s: float) -> None:
-        if not self._stream.is_received and now_s - self.start_s > REQUEST_S_MAX:
-            self.refuse(late_request())
-
-    def drain(self) -> None:
-        """It was accepted, so it is answered."""
 
 
 def write_error(stream: Stream, error: EmbedServeError, method: bytes = b"POST") -> None:

@@ -16,9 +16,8 @@ from embedserve.errors import (
     EmbedServeError,
     EngineError,
     NotReadyError,
-    OverloadedError,
 )
-from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, Parts, late_request
+from embedserve.exchange import REQUEST_S_MAX, Asked, Exchange, Parts, late_request
 from embedserve.wire.grpc.messages import PREFIX_BYTES, Deframer, WireError, framed, only_message
 from embedserve.wire.grpc.statuses import (
     HEAD_BLOCK,
@@ -30,6 +29,7 @@ from embedserve.wire.grpc.statuses import (
 )
 from embedserve.wire.http2.header_blocks import Headers, encode
 from embedserve.wire.http2.stream import Stream
+from embedserve.wire.stream_call import StreamCall
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +72,11 @@ class OneMessage:
         return message
 
 
-class EmbedCall(Call):
+class EmbedCall(StreamCall):
     """An Embed call, from its header block to its answer: the handler of its stream. It is refused
     before its message comes while its model's queue is full."""
 
-    __slots__ = ("_encoding", "_exchange", "_message", "_stream")
+    __slots__ = ("_encoding", "_message")
 
     def __init__(self, asked: Asked, exchange: Exchange, encoding: bytes, stream: Stream) -> None:
         super().__init__(asked, perf_counter())
@@ -115,23 +115,8 @@ class EmbedCall(Call):
             stream, HEAD_BLOCK, (prefix, *parts), nbytes + PREFIX_BYTES, OK_BLOCK
         )
 
-    def write_error(self, error: EmbedServeError) -> None:
-        if isinstance(error, OverloadedError):
-            self._stream.keep_bodies_back()
+    def end(self, error: EmbedServeError) -> None:
         self._stream.send_head(error_block(error), is_end=True)
-
-    def reset(self) -> None:
-        self.cancel()
-
-    def resume(self) -> None:
-        """The whole answer is written at once: there is no more."""
-
-    def check_time(self, now_s: float) -> None:
-        if not self._stream.is_received and now_s - self.start_s > REQUEST_S_MAX:
-            self.refuse(late_request())
-
-    def drain(self) -> None:
-        """It was accepted, so it is answered."""
 
 
 class UnaryCall:

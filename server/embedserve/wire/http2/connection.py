@@ -50,7 +50,7 @@ NEW_BLOCK_BYTES_PER_TURN = 16 << 10
 UNSENT_BYTES_MAX = 64 << 20
 """Of answers that a client does not read; past it its new streams are refused."""
 UNREAD_S_MAX = 30.0
-"""How long an answer may wait for its client to give it a window."""
+"""How long an answer may wait for its client to read, or to give it a window."""
 LATE_BLOCK_BYTES = 64
 """Of a block that asks nothing any more, which cost as much as another frame."""
 MAX_STREAM_ID = 2**31 - 1

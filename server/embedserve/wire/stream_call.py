@@ -1,0 +1,39 @@
+"""An embed request that has a stream of HTTP/2 for itself, of gRPC or REST."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from embedserve.errors import EmbedServeError, OverloadedError
+from embedserve.exchange import REQUEST_S_MAX, Call, Exchange, late_request
+from embedserve.wire.http2.stream import Stream
+
+
+class StreamCall(Call):
+    """The handler of its stream; subclasses read the request and write its answer."""
+
+    __slots__ = ("_exchange", "_stream")
+    _exchange: Exchange
+    _stream: Stream
+
+    @abstractmethod
+    def end(self, error: EmbedServeError) -> None:
+        """Ends the stream with ``error``."""
+
+    def write_error(self, error: EmbedServeError) -> None:
+        if isinstance(error, OverloadedError):
+            self._stream.keep_bodies_back()
+        self.end(error)
+
+    def reset(self) -> None:
+        self.cancel()
+
+    def resume(self) -> None:
+        """The whole answer is written at once: there is no more."""
+
+    def check_time(self, now_s: float) -> None:
+        if not self._stream.is_received and now_s - self.start_s > REQUEST_S_MAX:
+            self.refuse(late_request())
+
+    def drain(self) -> None:
+        """It was accepted, so it is answered."""
