@@ -104,6 +104,18 @@ def _may_be_http1(data: bytes) -> bool:
 class Http2Transport(asyncio.Protocol):
     """An HTTP/2 connection and its socket."""
 
+    __slots__ = (
+        "_connection",
+        "_exchange",
+        "_idle_since_s",
+        "_is_flush_due",
+        "_loop",
+        "_paused_s",
+        "_registry",
+        "_start_s",
+        "_transport",
+    )
+
     def __init__(
         self, exchange: Exchange, open_request: OpenRequest, uploads: Uploads, registry: Registry
     ) -> None:

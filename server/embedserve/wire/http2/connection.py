@@ -68,6 +68,29 @@ class Http2Connection:
         has_more: bytes are left that are to be read after other connections had their turn.
     """
 
+    __slots__ = (
+        "_block",
+        "_block_bytes",
+        "_block_head",
+        "_blocks",
+        "_control",
+        "_ended",
+        "_left",
+        "_next_id",
+        "_on_output",
+        "_preface_left",
+        "_resets",
+        "_streams_max",
+        "_turn_left",
+        "has_more",
+        "idle_work",
+        "is_begun",
+        "is_over",
+        "receiver",
+        "sender",
+        "streams",
+    )
+
     def __init__(
         self, open_request: OpenRequest, uploads: Uploads, on_output: Callable[[], None]
     ) -> None:
@@ -186,7 +209,7 @@ class Http2Connection:
         after = start + length
         receiver = self.receiver
         if (
-            opened.__class__ is not Opened
+            type(opened) is not Opened
             or (opened.content_length is not None and opened.content_length != length)
             or stream_id != self._next_id
             or body_stream_id != stream_id

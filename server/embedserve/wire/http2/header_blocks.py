@@ -35,6 +35,12 @@ class HeaderBlocks(Generic[T]):
         known: what a block asks for that is read without decoding it.
     """
 
+    __slots__ = (
+        "_decoder",
+        "_understand",
+        "known",
+    )
+
     def __init__(self, understand: Callable[[Headers], T]) -> None:
         """``understand`` makes of decoded headers what is remembered of their block, or raises."""
         self._understand = understand

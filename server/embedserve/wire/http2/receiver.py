@@ -42,6 +42,22 @@ class Receiver:
         whole_bytes_max: of a request's body that comes as one frame.
     """
 
+    __slots__ = (
+        "_announced",
+        "_granted_bytes",
+        "_held_bytes",
+        "_is_over",
+        "_narrow_until_s",
+        "_on_output",
+        "_spare_bytes",
+        "_uploads",
+        "_wants_spare",
+        "out",
+        "stream_window",
+        "whole_bytes_max",
+        "window",
+    )
+
     def __init__(
         self, out: list[bytes | memoryview], uploads: Uploads, on_output: Callable[[], None]
     ) -> None:

@@ -55,6 +55,23 @@ class Sender:
         parked: streams whose client gives them no window.
     """
 
+    __slots__ = (
+        "_block_start",
+        "_given_bytes",
+        "_stuck_since_s",
+        "_whole_bytes_max",
+        "data_frames",
+        "frame_bytes_max",
+        "fresh",
+        "out",
+        "parked",
+        "ready",
+        "stream_window",
+        "unsent_bytes",
+        "window",
+        "write",
+    )
+
     def __init__(self) -> None:
         self.window = WINDOW_AT_START
         self.stream_window = WINDOW_AT_START

@@ -112,19 +112,24 @@ class Stream:
         missing_bytes: of the body that content-length declares; None where it is not declared.
     """
 
-    handler: Handler = ENDED
-    held_bytes = 0
-    granted_bytes = 0
-    has_asked = False
-    is_received = False
-    is_sent = False
-    missing_bytes: int | None = None
-    unsent: deque[memoryview] | None = None
-    unsent_bytes = 0
-    tail: bytes | None = None
-    parked_s = 0.0
-    sent_since_parked = 0
-    # Of the class until they differ: most streams need few of them, and there are many streams.
+    __slots__ = (
+        "connection",
+        "granted_bytes",
+        "handler",
+        "has_asked",
+        "held_bytes",
+        "id",
+        "is_received",
+        "is_sent",
+        "missing_bytes",
+        "parked_s",
+        "receive_window",
+        "send_window",
+        "sent_since_parked",
+        "tail",
+        "unsent",
+        "unsent_bytes",
+    )
 
     def __init__(
         self, connection: Owner, stream_id: int, send_window: int, receive_window: int
@@ -133,6 +138,13 @@ class Stream:
         self.id = stream_id
         self.send_window = send_window
         self.receive_window = receive_window
+        self.handler: Handler = ENDED
+        self.is_received = self.is_sent = self.has_asked = False
+        self.held_bytes = self.granted_bytes = self.unsent_bytes = self.sent_since_parked = 0
+        self.missing_bytes: int | None = None
+        self.unsent: deque[memoryview] | None = None
+        self.tail: bytes | None = None
+        self.parked_s = 0.0
 
     def answer(
         self, head: bytes, parts: Sequence[bytes | memoryview], nbytes: int, tail: bytes
