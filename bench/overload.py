@@ -6,9 +6,10 @@ under overload, as the server counts it; refusals are 429 or RESOURCE_EXHAUSTED.
 by h2load, gRPC by open_loop.py, which writes a call whole; refusals over gRPC are timed by a caller
 beside it.
 
-What is refused has been sent, 0.1 MB for each request of `rank`, also where the answer comes at the
-head: a client on the same host has written it by then. Whether all that was offered came is told
-by what ended, and by the share of its core that the load took.
+What is refused over HTTP/1 has been sent, 0.1 MB for each request of `rank`, also where the answer
+comes at the head: a client on the same host has written it by then. Over gRPC a client that was
+refused begins with a small window, and most bodies stay with it. Whether all that was offered came
+is told by what ended, and by the share of its core that the load took.
 """
 
 from __future__ import annotations
