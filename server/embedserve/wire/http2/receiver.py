@@ -30,6 +30,8 @@ NARROW_STREAM_WINDOW = 4 << 10
 """Of the streams of a client that was refused for a full queue: all of a small request."""
 NARROW_S = 1.0
 """How long after it was last refused."""
+UNACKNOWLEDGED_MAX = 4
+"""Settings; a client that acknowledges none is sent no more."""
 
 
 class Receiver:
@@ -88,7 +90,7 @@ class Receiver:
 
     def _announce(self, stream_window: int) -> None:
         last = self._announced[-1] if self._announced else self.stream_window
-        if last != stream_window:
+        if last != stream_window and len(self._announced) < UNACKNOWLEDGED_MAX:
             self._announced.append(stream_window)
             self.out.append(frames.settings((SETTINGS_INITIAL_WINDOW_SIZE, stream_window)))
 

@@ -14,6 +14,7 @@ from embedserve.wire.http2.receiver import (
     NARROW_S,
     NARROW_STREAM_WINDOW,
     STREAM_WINDOW,
+    UNACKNOWLEDGED_MAX,
 )
 from embedserve.wire.http2.uploads import Uploads
 
@@ -348,3 +349,20 @@ def test_acknowledgements_of_nothing_change_nothing() -> None:
     peer.send(*[acknowledgement()] * 5)
     assert peer.connection.receiver.stream_window == NARROW_STREAM_WINDOW
     assert not peer.connection.is_over
+
+
+def test_who_acknowledges_nothing_is_sent_no_more_settings() -> None:
+    peer = Peer()
+    stream = peer.open(1).stream
+    sent = []
+    for _ in range(100):
+        stream.keep_bodies_back()
+        peer.connection.check_time(perf_counter() + 2 * NARROW_S)
+        sent += settings_windows(peer.take())
+    assert len(sent) < UNACKNOWLEDGED_MAX
+    for _ in range(UNACKNOWLEDGED_MAX):
+        peer.send(acknowledgement())
+    assert peer.connection.receiver.stream_window == sent[-1]
+    peer.connection.check_time(perf_counter() + 2 * NARROW_S)
+    stream.keep_bodies_back()
+    assert settings_windows(peer.take()) == [STREAM_WINDOW, NARROW_STREAM_WINDOW]
