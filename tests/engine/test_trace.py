@@ -17,6 +17,10 @@ from embedserve_store import ModelStore, publish
 
 CPU = torch.device("cpu")
 
+# The warning is for who does not compare traces. As an error it is left set by torch, which goes
+# on, and comes up wherever Python looks next: seldom, and as a SystemError.
+pytestmark = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+
 
 class Sums(nn.Module):
     """Adds up the ids of a batch, in one piece or by slices whose sizes are Python numbers."""
