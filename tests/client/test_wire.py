@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from embedserve_client.batch import batch_of
@@ -54,7 +54,6 @@ def requests(draw: st.DrawFn) -> dict[str, list[list[int]]]:
     return {key: draw(bags) for key in keys}
 
 
-@settings(deadline=None)
 @given(features=requests())
 def test_what_is_encoded_decodes_to_the_same_bags(features: dict[str, list[list[int]]]) -> None:
     sent = request_of(batch_of(features), None).SerializeToString()
@@ -70,7 +69,6 @@ def test_what_is_encoded_decodes_to_the_same_bags(features: dict[str, list[list[
     assert decoded == features
 
 
-@settings(deadline=None)
 @given(features=requests())
 def test_lists_and_pairs_of_arrays_are_the_same_bytes(
     features: dict[str, list[list[int]]],

@@ -223,7 +223,6 @@ def check_answer(call: Call, rows: np.ndarray) -> None:
 
 @settings(
     max_examples=EXAMPLES,
-    deadline=None,
     database=None,
     # A failure is shown as it came: shrinking it would run for minutes.
     phases=[Phase.generate],

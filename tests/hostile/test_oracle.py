@@ -263,7 +263,6 @@ def sent_by(operations: Operations, faults: Faults) -> bytes:
 
 BOUNDED = settings(
     max_examples=EXAMPLES,
-    deadline=None,
     database=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],

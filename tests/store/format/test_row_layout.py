@@ -11,7 +11,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
     IntNBitTableBatchedEmbeddingBagsCodegen,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -25,7 +25,6 @@ blocks = st.tuples(st.integers(1, 20), st.integers(1, 8).map(lambda n: 4 * n)).f
 )
 
 
-@settings(deadline=None)
 @given(blocks, st.sampled_from(DTYPES))
 def test_every_dtype_has_its_row_bytes(block: np.ndarray, dtype: str) -> None:
     rows = encode_rows(torch.from_numpy(block), dtype)
@@ -34,7 +33,6 @@ def test_every_dtype_has_its_row_bytes(block: np.ndarray, dtype: str) -> None:
     assert len(unstorable_rows(rows, dtype)) == 0
 
 
-@settings(deadline=None)
 @given(blocks)
 def test_float32_rows_come_back_exactly(block: np.ndarray) -> None:
     rows = encode_rows(torch.from_numpy(block), "float32")
@@ -42,7 +40,6 @@ def test_float32_rows_come_back_exactly(block: np.ndarray) -> None:
     np.testing.assert_array_equal(dequantize_rows(rows, "float32", block.shape[1]), block)
 
 
-@settings(deadline=None)
 @given(blocks)
 def test_float16_rows_are_rounded_once(block: np.ndarray) -> None:
     rows = encode_rows(torch.from_numpy(block), "float16")
@@ -50,7 +47,6 @@ def test_float16_rows_are_rounded_once(block: np.ndarray) -> None:
     np.testing.assert_array_equal(dequantize_rows(rows, "float16", block.shape[1]), expected)
 
 
-@settings(deadline=None)
 @given(blocks, st.sampled_from(sorted(BITS)))
 def test_quantized_rows_are_fbgemms_with_scale_and_bias_in_front(
     block: np.ndarray, dtype: str

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from store.example_tables import TABLES, content, spec
 
@@ -35,7 +35,6 @@ def test_the_mapping_begins_on_a_page_and_is_read_only(path: Path) -> None:
         data.flags.writeable = True
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(1, 5000), st.integers(1, 64), st.sampled_from(DTYPES)), min_size=1
@@ -55,7 +54,6 @@ def test_a_table_of_whole_cache_lines_starts_on_one(shapes: list[tuple[int, int,
     assert json.loads(header[8:]).keys() == {table.name for table in tables}
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_no_changed_header_byte_goes_unseen(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -34,7 +34,7 @@ def look_up(index: IdIndex, ids: list[int], entries: int) -> list[int]:
     return [int(row) for row in rows]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.dictionaries(st.sampled_from(EDGES) | st.integers(-20, 20) | INT64, ROW, max_size=60),
     st.lists(INT64 | st.sampled_from(EDGES), max_size=20),
@@ -82,7 +82,7 @@ def test_ids_of_one_bucket_are_all_found() -> None:
     assert look_up(index, [-5, 3_000_000], len(in_first)) == [-1, -1]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.dictionaries(st.integers(-5, 30), ROW, max_size=20), min_size=1, max_size=4),
     st.lists(st.tuples(st.integers(0, 3), st.integers(-5, 30)), max_size=50),
@@ -147,7 +147,7 @@ def test_rows_past_32_bits_are_refused(row: int) -> None:
         build_index(np.array([3, 4]), np.array([0, row]), "t")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(INT64 | st.integers(-5, 5), max_size=20))
 def test_duplicates_are_found(values: list[int]) -> None:
     found = find_duplicate(np.array(values, np.int64))

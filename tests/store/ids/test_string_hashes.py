@@ -22,7 +22,7 @@ def test_hashes_of_strings_are_xxh3_for_good() -> None:
     ]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.text(st.characters(codec=None)), unique=True, max_size=30))
 def test_each_string_has_its_own_hash_whatever_its_neighbours(strings: list[str]) -> None:
     hashes = hash_strings(strings)

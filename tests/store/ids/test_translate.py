@@ -64,7 +64,7 @@ def row_alone(feature: int, one: int) -> int | None:
 ID = st.integers(-(2**63), 2**63 - 1) | st.integers(-6, 12) | st.just(2**63 - 1)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.lists(ID, max_size=6), min_size=FEATURES, max_size=FEATURES))
 def test_a_batch_is_translated_as_each_id_alone(
     translators: tuple[IdTranslator, IdTranslator], bags: list[list[int]]

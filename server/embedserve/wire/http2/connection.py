@@ -224,14 +224,22 @@ class Http2Connection:
             return 0
         self._next_id = stream_id + 2
         receiver.window -= length
-        stream = Stream(self, stream_id, self.sender.stream_window, receiver.stream_window)
-        stream.is_received = True
+        self._open(stream_id, opened, data[start:after])
+        return after
+
+    def _open(self, stream_id: int, opened: Opened, body: bytes | None) -> None:
+        """Opens a stream; ``body`` is all of its request's, or None where that is to come."""
+        stream = Stream(self, stream_id, self.sender.stream_window, self.receiver.stream_window)
+        if body is None:
+            stream.missing_bytes = opened.content_length
+        else:
+            stream.is_received = True
         self.streams[stream_id] = stream
         handler = opened.open(stream)
         if not stream.is_sent:
             stream.handler = handler
-            handler.receive(data[start:after], True)
-        return after
+            if body is not None:
+                handler.receive(body, True)
 
     def _check_order(self, kind: int, flags: int) -> None:
         """The client's settings come first, and nothing within a header block."""
@@ -308,19 +316,12 @@ class Http2Connection:
             return
         if isinstance(opened, str):
             raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, opened)
-        stream = Stream(self, stream_id, self.sender.stream_window, self.receiver.stream_window)
-        stream.missing_bytes = opened.content_length
-        is_end = bool(flags & END_STREAM)
-        if is_end:
-            if opened.content_length:
-                raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, "a body is missing")
-            stream.is_received = True
-        self.streams[stream_id] = stream
-        handler = opened.open(stream)
-        if not stream.is_sent:
-            stream.handler = handler
-            if is_end:
-                handler.receive(b"", True)
+        if not flags & END_STREAM:
+            self._open(stream_id, opened, None)
+        elif opened.content_length:
+            raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, "a body is missing")
+        else:
+            self._open(stream_id, opened, b"")
 
     def _on_later_block(self, stream_id: int, flags: int, block: bytes) -> None:
         """HEADERS on a stream that has begun, has ended, or was passed over."""

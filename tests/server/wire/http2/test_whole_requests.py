@@ -33,6 +33,10 @@ def head(peer: Peer, stream_id: int, headers: Headers = POST) -> HeadersFrame:
     return peer.headers(stream_id, headers, is_end=False)
 
 
+def whole(peer: Peer, stream_id: int, body: bytes, headers: Headers = POST) -> list[Frame]:
+    return [head(peer, stream_id, headers), data(stream_id, body, is_end=True)]
+
+
 def knowing_peer(uploads: Uploads | None = None) -> Peer:
     """It has been sent each head before, after which its table changes no more."""
     peer = Peer(uploads=uploads)
@@ -47,37 +51,29 @@ def knowing_peer(uploads: Uploads | None = None) -> Peer:
 
 Sent = Callable[[Peer], list[Frame]]
 CASES: dict[str, Sent] = {
-    "a body": lambda peer: [head(peer, 21), data(21, b"12345", is_end=True)],
-    "no byte of a body": lambda peer: [head(peer, 21), data(21, b"", is_end=True)],
-    "the largest frame": lambda peer: [head(peer, 21), data(21, b"x" * 16384, is_end=True)],
-    "a frame that is too large": lambda peer: [head(peer, 21), data(21, b"x" * 16385, is_end=True)],
-    "as declared": lambda peer: [head(peer, 21, DECLARED), data(21, b"12345", is_end=True)],
-    "less than declared": lambda peer: [head(peer, 21, DECLARED), data(21, b"1234", is_end=True)],
-    "more than declared": lambda peer: [head(peer, 21, DECLARED), data(21, b"123456", is_end=True)],
-    "malformed": lambda peer: [head(peer, 21, MALFORMED), data(21, b"12345", is_end=True)],
+    "a body": lambda peer: whole(peer, 21, b"12345"),
+    "no byte of a body": lambda peer: whole(peer, 21, b""),
+    "the largest frame": lambda peer: whole(peer, 21, b"x" * 16384),
+    "a frame that is too large": lambda peer: whole(peer, 21, b"x" * 16385),
+    "as declared": lambda peer: whole(peer, 21, b"12345", DECLARED),
+    "less than declared": lambda peer: whole(peer, 21, b"1234", DECLARED),
+    "more than declared": lambda peer: whole(peer, 21, b"123456", DECLARED),
+    "malformed": lambda peer: whole(peer, 21, b"12345", MALFORMED),
     "padded": lambda peer: [head(peer, 21), data(21, b"12345", is_end=True, padding=3)],
     "a body that goes on": lambda peer: [
         head(peer, 21),
         data(21, b"123"),
         data(21, b"45", is_end=True),
     ],
-    "two": lambda peer: [
-        head(peer, 21),
-        data(21, b"first", is_end=True),
-        head(peer, 23),
-        data(23, b"second", is_end=True),
-    ],
+    "two": lambda peer: [*whole(peer, 21, b"first"), *whole(peer, 23, b"second")],
     "the body of another stream": lambda peer: [head(peer, 21), data(23, b"12345", is_end=True)],
     "a number that was passed over": lambda peer: [
-        head(peer, 23),
-        data(23, b"12345", is_end=True),
-        head(peer, 21),
-        data(21, b"12345", is_end=True),
+        *whole(peer, 23, b"12345"),
+        *whole(peer, 21, b"12345"),
     ],
-    "an even number": lambda peer: [head(peer, 22), data(22, b"12345", is_end=True)],
+    "an even number": lambda peer: whole(peer, 22, b"12345"),
     "more after its end": lambda peer: [
-        head(peer, 21),
-        data(21, b"12345", is_end=True),
+        *whole(peer, 21, b"12345"),
         data(21, b"67890", is_end=True),
     ],
 }
@@ -104,7 +100,7 @@ def test_whole_is_as_byte_by_byte(case: str) -> None:
 def test_streams_over_the_limit_are_refused() -> None:
     peer = knowing_peer()
     numbers = range(21, 21 + 2 * (STREAMS_MAX + 1), 2)
-    peer.send(*(one for n in numbers for one in (head(peer, n), data(n, b"body", is_end=True))))
+    peer.send(*(one for n in numbers for one in whole(peer, n, b"body")))
     assert resets(peer.seen)[-1] == (numbers[-1], ErrorCode.REFUSED_STREAM)
     assert [handler.body for handler in peer.handlers.values()] == [b"body"] * STREAMS_MAX
 
@@ -112,7 +108,7 @@ def test_streams_over_the_limit_are_refused() -> None:
 def test_none_is_taken_while_draining() -> None:
     peer = knowing_peer()
     peer.connection.finish_drain()
-    peer.send(head(peer, 21), data(21, b"body", is_end=True))
+    peer.send(*whole(peer, 21, b"body"))
     assert peer.handlers == {}
     assert peer.connection.is_over
 
@@ -125,9 +121,7 @@ def test_one_beyond_the_connections_window_ends_it() -> None:
         # Bodies that are not whole are held, and their room is not given again.
         peer.send(head(peer, number), data(number, b"x" * 16384))
         number += 2
-    (ended,) = of(
-        peer.send(head(peer, number), data(number, b"x" * 16384, is_end=True)), GoAwayFrame
-    )
+    (ended,) = of(peer.send(*whole(peer, number, b"x" * 16384)), GoAwayFrame)
     assert ended.error_code == ErrorCode.FLOW_CONTROL_ERROR
     assert not peer.handlers[number].is_whole
 
@@ -142,7 +136,7 @@ def test_what_is_answered_by_its_head_is_told_no_body() -> None:
 
     peer = Peer(lambda _: Opened(refuse, None))
     for number in (1, 3, 5):
-        frames = peer.send(head(peer, number), data(number, b"body", is_end=True))
+        frames = peer.send(*whole(peer, number, b"body"))
         assert isinstance(frames[0], HeadersFrame)
         assert isinstance(frames[1], DataFrame)
     # The first answer says how the client's table is used, and is not framed at once.
@@ -154,14 +148,14 @@ def test_a_lone_answer_is_written_at_once_and_others_together() -> None:
     peer = knowing_peer()
     written: list[bytes] = []
     peer.connection.sender.write = written.append
-    peer.send(head(peer, 21), data(21, b"body", is_end=True))
+    peer.send(*whole(peer, 21, b"body"))
     outputs = peer.outputs
     peer.handlers[21].stream.answer(OK, (b"lone",), 4, TAIL)
     assert len(written) == 1
     assert b"lone" in written[0]
     assert (peer.take(), peer.outputs) == ([], outputs)
     for number in (23, 25):
-        peer.send(head(peer, number), data(number, b"body", is_end=True))
+        peer.send(*whole(peer, number, b"body"))
     for number in (23, 25):
         peer.handlers[number].stream.answer(OK, (b"both",), 4, TAIL)
     assert len(written) == 1
@@ -173,7 +167,7 @@ def test_a_lone_answer_does_not_pass_what_is_to_be_written() -> None:
     peer = knowing_peer()
     written: list[bytes] = []
     peer.connection.sender.write = written.append
-    peer.send(head(peer, 21), data(21, b"body", is_end=True))
+    peer.send(*whole(peer, 21, b"body"))
     peer.connection.sender.out.append(b"a frame")
     peer.handlers[21].stream.answer(OK, (b"lone",), 4, TAIL)
     assert written == []
