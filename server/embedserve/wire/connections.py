@@ -20,6 +20,9 @@ FIRST_BYTES_S_MAX = 10.0
 """How long a connection may take to show its protocol, and one of HTTP/2 to send its settings."""
 IDLE_S_MAX = 600.0
 """How long an HTTP/2 connection may have no stream: its clients expect to keep it."""
+LINGER_S_MAX = 1.0
+"""How long a client may take to close its side of an HTTP/2 connection that was drained. What it
+still sends is thrown away: left unread, it would have the kernel throw away our last answers."""
 DRAIN_PING_S_MAX = 1.0
 """How long a client may take to answer the ping of a drain."""
 JOINED_BYTES_MAX = 64 << 10
@@ -106,6 +109,7 @@ class Http2Transport(asyncio.Protocol):
 
     __slots__ = (
         "_connection",
+        "_ended_s",
         "_exchange",
         "_idle_since_s",
         "_is_flush_due",
@@ -125,7 +129,7 @@ class Http2Transport(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         self._is_flush_due = False
-        self._paused_s = 0.0
+        self._paused_s = self._ended_s = 0.0
         self._start_s = self._idle_since_s = perf_counter()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -134,6 +138,8 @@ class Http2Transport(asyncio.Protocol):
         self._registry.add(self)
 
     def data_received(self, data: bytes) -> None:
+        if self._ended_s:
+            return
         connection = self._connection
         self._is_flush_due = True  # what is answered while reading is written at its end
         connection.receive(data)
@@ -163,7 +169,7 @@ class Http2Transport(asyncio.Protocol):
     def flush(self) -> None:
         """Writes what there is to be written, as far as the client reads."""
         self._is_flush_due = False
-        if self._paused_s or self._transport.is_closing():
+        if self._paused_s or self._ended_s or self._transport.is_closing():
             return
         sender = self._connection.sender
         out = sender.out
@@ -187,6 +193,14 @@ class Http2Transport(asyncio.Protocol):
         if sender.fresh:
             sender.keep()
         if self._connection.is_over:
+            self._end()
+
+    def _end(self) -> None:
+        """Closes the connection; only our side of it, first, where answers may be on their way."""
+        self._ended_s = perf_counter()
+        if self._connection.is_drained and self._transport.can_write_eof():  # not so over TLS
+            self._transport.write_eof()
+        else:
             self._transport.close()
 
     def pause_writing(self) -> None:
@@ -213,8 +227,11 @@ class Http2Transport(asyncio.Protocol):
 
     def check_time(self, now_s: float) -> None:
         connection = self._connection
-        if connection.is_over and not self._paused_s:
-            self._paused_s = now_s  # its last words are not read
+        if self._ended_s:
+            is_unread = self._transport.get_write_buffer_size() > 0
+            if now_s - self._ended_s > (UNREAD_S_MAX if is_unread else LINGER_S_MAX):
+                self._transport.abort()
+            return
         if self._paused_s and now_s - self._paused_s > UNREAD_S_MAX:
             self._transport.abort()
             return

@@ -65,6 +65,7 @@ class Http2Connection:
         streams: that are open, by their number.
         is_begun: the preface and the client's settings have come.
         is_over: nothing is to be read any more; what is in ``sender.out`` is the last.
+        is_drained: it is over since all was answered, and not for an error.
         has_more: bytes are left that are to be read after other connections had their turn.
     """
 
@@ -85,6 +86,7 @@ class Http2Connection:
         "has_more",
         "idle_work",
         "is_begun",
+        "is_drained",
         "is_over",
         "receiver",
         "sender",
@@ -104,7 +106,7 @@ class Http2Connection:
         self.receiver = Receiver(self.sender.out, uploads, on_output)
         self.streams: dict[int, Stream] = {}
         self.is_begun = False
-        self.is_over = False
+        self.is_over = self.is_drained = False
         self.has_more = False
         self._on_output = on_output
         self._blocks: HeaderBlocks[Opened | str] = HeaderBlocks(open_request)
@@ -406,9 +408,9 @@ class Http2Connection:
     def sent(self, stream: Stream) -> None:
         """Something of ``stream`` is to be written; if that was its end, it is forgotten."""
         if stream.is_sent and stream.id in self.streams:
-            self._forget(stream)
             if not stream.is_received:
                 self._ended.leave_unread(stream.id)
+            self._forget(stream)
         self._on_output()
 
     def answered(self, stream: Stream) -> None:
@@ -456,8 +458,14 @@ class Http2Connection:
         if stream.unsent:
             self.sender.forget(stream)
         if not (self._streams_max or self.streams):
-            self.is_over = True
+            self._finish()
         return handler
+
+    def _finish(self) -> None:
+        """All was answered. Whose request goes on is told so now: grpcio drops a whole answer whose
+        stream is half open as the connection ends."""
+        self._ended.reset_unread()
+        self.is_over = self.is_drained = True
 
     def check_time(self, now_s: float) -> None:
         """Ends what takes too long; called now and then."""
@@ -492,7 +500,7 @@ class Http2Connection:
         for stream in list(self.streams.values()):
             stream.handler.drain()
         if not self.streams:
-            self.is_over = True
+            self._finish()
         self._on_output()
 
     def end(self, code: ErrorCode, reason: str = "") -> None:

@@ -178,6 +178,26 @@ def test_an_answer_before_a_short_requests_end_resets_nothing() -> None:
     assert peer.take() == []
 
 
+def test_requests_that_go_on_are_ended_with_the_connection() -> None:
+    """grpcio takes the end of a connection for that of its half-open streams, answered or not."""
+    peer = Peer()
+    for number in (1, 3):
+        peer.open(number, is_end=False)
+    assert resets(answer(peer, 1)) == []
+    peer.connection.finish_drain()
+    assert resets(answer(peer, 3)) == [(1, ErrorCode.NO_ERROR), (3, ErrorCode.NO_ERROR)]
+    assert peer.connection.is_over
+
+
+def test_a_request_that_goes_on_is_ended_with_an_idle_connection() -> None:
+    peer = Peer()
+    peer.open(1, is_end=False)
+    answer(peer, 1)
+    peer.connection.finish_drain()
+    assert resets(peer.take()) == [(1, ErrorCode.NO_ERROR)]
+    assert peer.connection.is_over
+
+
 def test_streams_over_the_limit_are_refused_and_others_go_on() -> None:
     peer = Peer()
     for i in range(STREAMS_MAX):

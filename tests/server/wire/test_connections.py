@@ -1,0 +1,108 @@
+"""An HTTP/2 connection's last words, which its client is given the time to read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+
+import numpy as np
+import pytest
+from h2.connection import H2Connection
+from h2.settings import SettingCodes
+from hyperframe.frame import GoAwayFrame, PingFrame
+from server.fake_engine import FakeEngine
+from server.live import IN_THREAD, PROTOBUF, make_exchange
+from server.raw_http import OurServer, our_server
+from server.waiting import until
+from server.wire.http2.peer import body_of, frames_of, has_ended
+
+from embedserve.wire.connections import LINGER_S_MAX
+from embedserve.wire.http2.control import DRAIN_PING
+from embedserve.wire.http2.frames import HEAD_BYTES, PREFACE
+from embedserve_proto import embedding_pb2 as pb
+
+EXAMPLES = 10_000
+MESSAGE = pb.EmbedRequest(keys=["user"], ids=[1] * EXAMPLES, lengths=[1] * EXAMPLES)
+LAST_GOAWAY = GoAwayFrame(0, last_stream_id=1).serialize()
+WINDOW = 1 << 20
+"""Room for all of the answer: 160 KB, forty times what the sockets hold."""
+
+
+@pytest.fixture
+async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
+    exchange = make_exchange(engine, executor=executor, limits=IN_THREAD)
+    async with our_server(exchange) as server:
+        yield server
+
+
+def asking_client() -> H2Connection:
+    """It has asked for vectors that do not fit into the sockets, and takes them at once."""
+    client = H2Connection()
+    client.initiate_connection()
+    client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: WINDOW})
+    client.increment_flow_control_window(WINDOW)
+    head = [(":method", "POST"), (":scheme", "http"), (":path", "/embed"), (":authority", "test")]
+    client.send_headers(1, [*head, ("content-type", PROTOBUF)])
+    body = MESSAGE.SerializeToString()
+    while body:
+        client.send_data(1, body[:10_000], end_stream=len(body) <= 10_000)
+        body = body[10_000:]
+    return client
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readexactly(HEAD_BYTES)
+    return head + await reader.readexactly(int.from_bytes(head[:3], "big"))
+
+
+async def test_what_comes_late_takes_no_answer_away(server: OurServer, engine: FakeEngine) -> None:
+    """The kernel would throw away what it has not sent, if what it has received stays unread."""
+    engine.hold()
+    client = asking_client()
+    reader, writer = await server.open()
+    writer.write(client.data_to_send())
+    await until(lambda: engine.lookups)
+    drain = asyncio.create_task(server.wire.drain(10))
+    writer.write(PingFrame(0, DRAIN_PING, flags=["ACK"]).serialize())
+    while not (await read_frame(reader)).startswith(LAST_GOAWAY):
+        pass
+    engine.release()
+    await until(lambda: server.outcomes().get("OK"))
+    client.ping(b"too late")
+    writer.write(client.data_to_send())
+    frames = list(frames_of(await reader.read()))  # up to the server's end
+    assert has_ended(frames, 1)
+    answer = pb.EmbedResponse.FromString(body_of(frames, 1))
+    values = np.frombuffer(answer.values, "<f4").reshape(EXAMPLES, -1)
+    assert np.array_equal(values[:, :4], np.tile(engine.tables["t_user"][1], (EXAMPLES, 1)))
+    assert not drain.done()  # it waits for the client's end
+    writer.close()
+    await drain
+
+
+async def test_a_client_that_does_not_close_is_closed(server: OurServer) -> None:
+    client = H2Connection()
+    client.initiate_connection()
+    reader, writer = await server.open()
+    writer.write(client.data_to_send())
+    await read_frame(reader)
+    drain = asyncio.create_task(server.wire.drain(10))
+    await reader.read()
+    (connection,) = server.wire.connections
+    connection.check_time(perf_counter())
+    writer.write(b"and more")
+    assert not drain.done()
+    connection.check_time(perf_counter() + LINGER_S_MAX)
+    await drain
+    writer.close()
+
+
+async def test_one_that_misbehaves_is_closed_at_once(server: OurServer) -> None:
+    """Nothing more of it is read: it may go on for ever."""
+    reader, writer = await server.open()
+    writer.write(PREFACE + b"no settings, which come first")
+    await reader.read()
+    await until(lambda: not server.wire.connections)
+    writer.close()
