@@ -59,7 +59,9 @@ def restore(
         raise StoreError(f"{version.path}: does not fit on {device_type}: {reason}") from error
     device = main_device(device_type)
     compiled = [
-        (lookup, False) if is_eager else compile_lookup(lookup, device, is_weighted=is_weighted)
+        (lookup, False)
+        if is_eager
+        else compile_lookup(lookup, device, ranks=plan.world_size, is_weighted=is_weighted)
         for lookup, is_weighted in zip(lookups, (False, True), strict=False)
     ]
     engine = Engine(

@@ -130,20 +130,23 @@ def _follow_one_another(slices: list[torch.Tensor]) -> bool:
 
 
 def compile_lookup(
-    lookup: TensorLookup | RowLookup, device: torch.device, *, is_weighted: bool
+    lookup: TensorLookup | RowLookup, device: torch.device, *, ranks: int, is_weighted: bool
 ) -> tuple[Lookup, bool]:
     """``lookup`` traced or as TorchScript and True, or as it is and False where both fail (logged).
 
     Args:
         device: where its batches are.
+        ranks: over how many its tables are sharded. Ids that are split among several are another
+            trace for each batch, and trying takes as long as scripting.
         is_weighted: whether it is called with weights, always, or never.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch.jit's own deprecations
         try:
-            traced = trace(lookup, len(lookup.features), device, is_weighted=is_weighted)
-            if traced is not None:
-                return _with_optional_weights(traced, is_weighted), True
+            if ranks == 1:
+                traced = trace(lookup, len(lookup.features), device, is_weighted=is_weighted)
+                if traced is not None:
+                    return _with_optional_weights(traced, is_weighted), True
             graph = Tracer(leaf_modules=[KERNEL]).trace(lookup)
             scripted = torch.jit.script(torch.fx.GraphModule(lookup, graph).eval())
             # Frozen, attributes are constants (the mapped rows too, not copied) and much of
