@@ -135,7 +135,7 @@ async def test_thousands_of_mixed_requests_each_get_their_own_answer(
         return kind
 
     async with AsyncEmbedClient(server.http) as rest, AsyncGrpcEmbedClient(server.grpc) as grpc:
-        gate = asyncio.Semaphore(256)
+        gate = asyncio.Semaphore(64)
 
         async def gated(number: int) -> str:
             async with gate:
