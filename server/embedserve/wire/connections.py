@@ -21,8 +21,9 @@ FIRST_BYTES_S_MAX = 10.0
 IDLE_S_MAX = 600.0
 """How long an HTTP/2 connection may have no stream: its clients expect to keep it."""
 LINGER_S_MAX = 1.0
-"""How long a client may take to close its side of an HTTP/2 connection that was drained. What it
-still sends is thrown away: left unread, it would have the kernel throw away our last answers."""
+"""How long a client may take to close its side of a connection whose last answer is written."""
+DRAIN_IDLE_S = 1.0
+"""How long a draining connection waits for a request that may be on its way."""
 DRAIN_PING_S_MAX = 1.0
 """How long a client may take to answer the ping of a drain."""
 JOINED_BYTES_MAX = 64 << 10
@@ -78,9 +79,9 @@ class NewConnection(asyncio.Protocol):
             self._transport.close()
             return
         protocol = self._registry.http2() if is_http2 else self._registry.http1()
-        self._registry.discard(self)
         self._transport.set_protocol(protocol)
         protocol.connection_made(self._transport)
+        self._registry.discard(self)
         protocol.data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -91,7 +92,50 @@ class NewConnection(asyncio.Protocol):
             self._transport.close()
 
     def drain(self) -> None:
-        self._transport.close()
+        asyncio.get_running_loop().call_later(DRAIN_IDLE_S, self._close_if_new)
+
+    def _close_if_new(self) -> None:
+        if self._transport.get_protocol() is self:
+            self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+
+class Lingering(asyncio.Protocol):
+    """A connection whose last answer is written: our side is closed once that was sent.
+
+    What its client still sends is thrown away for a while. Left unread, it would have the kernel
+    throw away our last answers.
+    """
+
+    def __init__(
+        self, transport: asyncio.Transport, protocol: asyncio.Protocol, registry: Registry
+    ) -> None:
+        """Takes the connection over from its ``protocol``, which must write no more."""
+        self._transport = transport
+        self._protocol = protocol
+        self._registry = registry
+        self._start_s = perf_counter()
+        registry.add(self)
+        transport.set_protocol(self)
+        transport.resume_reading()
+        if transport.can_write_eof():
+            transport.write_eof()
+        else:  # as over TLS
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._registry.discard(self)
+        self._protocol.connection_lost(exc)
+
+    def check_time(self, now_s: float) -> None:
+        is_unread = self._transport.get_write_buffer_size() > 0
+        if now_s - self._start_s > (UNREAD_S_MAX if is_unread else LINGER_S_MAX):
+            self._transport.abort()
+
+    def drain(self) -> None:
+        """It ends already."""
 
     def abort(self) -> None:
         self._transport.abort()
@@ -109,8 +153,8 @@ class Http2Transport(asyncio.Protocol):
 
     __slots__ = (
         "_connection",
-        "_ended_s",
         "_exchange",
+        "_has_ended",
         "_idle_since_s",
         "_is_flush_due",
         "_loop",
@@ -128,8 +172,8 @@ class Http2Transport(asyncio.Protocol):
         self._connection = Http2Connection(open_request, uploads, self._on_output)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
-        self._is_flush_due = False
-        self._paused_s = self._ended_s = 0.0
+        self._has_ended = self._is_flush_due = False
+        self._paused_s = 0.0
         self._start_s = self._idle_since_s = perf_counter()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -138,8 +182,6 @@ class Http2Transport(asyncio.Protocol):
         self._registry.add(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._ended_s:
-            return
         connection = self._connection
         self._is_flush_due = True  # what is answered while reading is written at its end
         connection.receive(data)
@@ -154,7 +196,7 @@ class Http2Transport(asyncio.Protocol):
             self._is_flush_due = False
 
     def _go_on(self) -> None:
-        if self._transport.is_closing():
+        if self._has_ended or self._transport.is_closing():
             return
         if self._paused_s:
             return  # resume_writing goes on
@@ -169,7 +211,7 @@ class Http2Transport(asyncio.Protocol):
     def flush(self) -> None:
         """Writes what there is to be written, as far as the client reads."""
         self._is_flush_due = False
-        if self._paused_s or self._ended_s or self._transport.is_closing():
+        if self._paused_s or self._has_ended or self._transport.is_closing():
             return
         sender = self._connection.sender
         out = sender.out
@@ -196,11 +238,11 @@ class Http2Transport(asyncio.Protocol):
             self._end()
 
     def _end(self) -> None:
-        """Closes the connection; only our side of it, first, where answers may be on their way."""
-        self._ended_s = perf_counter()
-        if self._connection.is_drained and self._transport.can_write_eof():  # not so over TLS
-            self._transport.write_eof()
-        else:
+        self._has_ended = True
+        if self._connection.is_drained:
+            Lingering(self._transport, self, self._registry)
+            self._registry.discard(self)
+        else:  # it misbehaves, and might go on
             self._transport.close()
 
     def pause_writing(self) -> None:
@@ -227,11 +269,8 @@ class Http2Transport(asyncio.Protocol):
 
     def check_time(self, now_s: float) -> None:
         connection = self._connection
-        if self._ended_s:
-            is_unread = self._transport.get_write_buffer_size() > 0
-            if now_s - self._ended_s > (UNREAD_S_MAX if is_unread else LINGER_S_MAX):
-                self._transport.abort()
-            return
+        if connection.is_over and not self._paused_s:
+            self._paused_s = now_s  # its last words are not read
         if self._paused_s and now_s - self._paused_s > UNREAD_S_MAX:
             self._transport.abort()
             return

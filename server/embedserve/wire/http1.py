@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from embedserve.errors import EmbedServeError
 from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, Parts, late_request
-from embedserve.wire.connections import Registry
+from embedserve.wire.connections import DRAIN_IDLE_S, Lingering, Registry
 from embedserve.wire.heads import HeadForm, HeadForms
 from embedserve.wire.pieces import Pieces
 from embedserve.wire.rest import Headers, error_answer
@@ -70,7 +70,7 @@ class Http1Connection(HttpToolsProtocol):
         self._missing_bytes = 0
         self._held: list[bytes] = []  # what came after that request
         self._messages_in_uvicorn = 0
-        self._is_last = False  # of this connection's answers
+        self._is_last = self._is_draining = False
         self._idle_since_s = 0.0
         self._head_since_s = 0.0  # a head that uvicorn reads and that is not whole; 0: none
 
@@ -108,6 +108,8 @@ class Http1Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_since_s = 0.0
         super().on_headers_complete()
+        if self._is_draining and self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         self._messages_in_uvicorn -= 1
@@ -161,7 +163,8 @@ class Http1Connection(HttpToolsProtocol):
             more: lines of further headers.
             nbytes: of all ``parts``.
         """
-        if self._is_last:
+        is_last = self._is_last or (self._is_draining and not self._held)
+        if is_last:
             more += b"connection: close\r\n"
         head = b"%bcontent-type: %b\r\ncontent-length: %d\r\n%b\r\n" % (
             line,
@@ -178,8 +181,8 @@ class Http1Connection(HttpToolsProtocol):
             self.transport.writelines([head, *parts])
         self._idle_since_s = perf_counter()
         self._call = None
-        if self._is_last:
-            self.transport.close()
+        if is_last:
+            self._linger()
         elif self._held:
             self.loop.call_soon(self._take_held)
 
@@ -216,11 +219,19 @@ class Http1Connection(HttpToolsProtocol):
         return waits or self.flow.write_paused or self._uvicorn_is_busy()
 
     def drain(self) -> None:
-        """Closes the connection when it has been answered what it asked."""
-        if self._call is None:
-            super().shutdown()
-        else:
-            self._is_last = True
+        """Answers what was asked and what is on its way, and tells the client to ask no more."""
+        self._is_draining = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+        self.loop.call_later(DRAIN_IDLE_S, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        if not self.transport.is_closing() and (self._head_since_s or not self._is_busy()):
+            self._linger()
+
+    def _linger(self) -> None:
+        Lingering(self.transport, self, self._registry)
+        self._registry.discard(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._call is not None:

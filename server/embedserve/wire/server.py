@@ -42,7 +42,7 @@ class WireServer:
         self._uploads = Uploads(upload_bytes, lambda: not exchange.models.is_full)
         exchange.when_room(self._uploads.retry)
         self._connections: set[Connection] = set()
-        self._listening: list[asyncio.Server] = []
+        self._listening: list[tuple[asyncio.Server, socket.socket]] = []
         self._checking: asyncio.TimerHandle | None = None
         self._is_empty = asyncio.Event()
         self._is_draining = False
@@ -68,14 +68,18 @@ class WireServer:
             server = await loop.create_server(
                 lambda: NewConnection(self), sock=sock, backlog=BACKLOG
             )
-            self._listening.append(server)
+            self._listening.append((server, sock))
         self._check()
 
     async def drain(self, drain_s: float) -> None:
         """Takes no more connections, answers what was accepted, and closes all in ``drain_s``."""
-        for server in self._listening:
-            server.close()
         self._is_draining = True
+        while self._listening:
+            server, sock = self._listening.pop()
+            with sock.dup() as listening:
+                listening.setblocking(False)
+                server.close()
+                await self._accept_waiting(listening)
         for connection in list(self._connections):
             connection.drain()
         if self._connections:
@@ -90,6 +94,21 @@ class WireServer:
             connection.abort()
         if self._checking is not None:
             self._checking.cancel()
+
+    async def _accept_waiting(self, listening: socket.socket) -> None:
+        """Takes the connections that the kernel has taken: their clients may have sent requests."""
+        while True:
+            try:
+                sock, _ = listening.accept()
+            except BlockingIOError:
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:  # such as too many open files
+                logger.warning("connections that wait are refused: %s", error)
+                return
+            loop = asyncio.get_running_loop()
+            await loop.connect_accepted_socket(lambda: NewConnection(self), sock)
 
     def http1(self) -> Http1Connection:
         return Http1Connection(

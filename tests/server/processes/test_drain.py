@@ -41,6 +41,7 @@ class Process:
     """A server in a process of its own, and clients of it."""
 
     process: asyncio.subprocess.Process
+    target: str
     http: httpx.AsyncClient
     channel: grpc.aio.Channel
 
@@ -83,7 +84,7 @@ async def server_process(
             httpx.AsyncClient(base_url=url, timeout=30) as http,
             grpc.aio.insecure_channel(target, options=OWN_CONNECTION) as channel,
         ):
-            yield Process(process, http, channel)
+            yield Process(process, target, http, channel)
     finally:
         if process.returncode is None:
             process.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -435,7 +436,9 @@ async def test_a_drain_answers_what_is_under_way_and_closes(
 
 
 @pytest.mark.parametrize("sent", [b"", post(BODY)[:30]])
-async def test_a_drain_closes_an_idle_connection_at_once(slow: OurServer, sent: bytes) -> None:
+async def test_a_drain_closes_an_idle_connection_after_a_while(
+    slow: OurServer, sent: bytes
+) -> None:
     reader, writer = await slow.open()
     writer.write(post(BODY))
     await read_answer(reader)
@@ -446,7 +449,43 @@ async def test_a_drain_closes_an_idle_connection_at_once(slow: OurServer, sent: 
     writer.close()
 
 
-async def test_a_drain_takes_no_more_of_what_a_slow_reader_asked(slow: OurServer) -> None:
+@pytest.mark.parametrize("before", [[], [post(BODY)], [get("/health/live")]])
+@pytest.mark.parametrize("request_sent", [post(BODY), get("/health/live"), chunked(BODY)])
+async def test_a_request_on_its_way_is_answered_in_a_drain_and_told_to_be_the_last(
+    slow: OurServer, before: list[bytes], request_sent: bytes
+) -> None:
+    """Its client had no way to know: a connection that was kept open is used."""
+    reader, writer = await slow.open()
+    for request in before:
+        writer.write(request)
+        await read_answer(reader)
+    await until(lambda: slow.wire.connections)
+    drain = asyncio.create_task(slow.wire.drain(10))
+    await asyncio.sleep(0)
+    writer.write(request_sent)
+    status, headers, _ = await read_answer(reader)
+    assert (status, headers[b"connection"]) == (200, b"close")
+    assert await reader.read() == b""
+    writer.close()
+    await drain
+
+
+async def test_a_request_of_a_connection_that_waits_to_be_accepted_is_answered(
+    slow: OurServer,
+) -> None:
+    if not isinstance(asyncio.get_running_loop(), uvloop.Loop):
+        pytest.skip("asyncio, with which nobody serves, accepts in tasks of its own")
+    with socket.create_connection(("127.0.0.1", slow.port)) as client:
+        client.sendall(post(BODY))
+        drain = asyncio.create_task(slow.wire.drain(10))
+        answer = await asyncio.get_running_loop().run_in_executor(None, client.recv, 4096)
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    await drain
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", slow.port))
+
+
+async def test_a_drain_answers_what_a_slow_reader_asked(slow: OurServer) -> None:
     reader, writer = await slow.open()
     writer.write(post(LARGE) * 2)
     await until(
@@ -457,10 +496,26 @@ async def test_a_drain_takes_no_more_of_what_a_slow_reader_asked(slow: OurServer
         )
     )
     slow.connection.drain()
-    assert (await read_answer(reader))[0] == 200
+    heads = [(await read_answer(reader))[:2] for _ in range(2)]
+    assert [status for status, _ in heads] == [200, 200]
+    assert [headers.get(b"connection") for _, headers in heads] == [None, b"close"]
     assert await reader.read() == b""
-    await until(lambda: not slow.http1())
-    assert slow.outcomes() == {"OK": 1}
+    writer.close()
+
+
+async def test_what_comes_after_the_last_request_takes_no_answer_away(
+    slow: OurServer, engine: FakeEngine
+) -> None:
+    engine.hold()
+    reader, writer = await slow.open()
+    writer.write(post(LARGE))
+    await until(lambda: engine.lookups)
+    slow.connection.drain()
+    engine.release()
+    await until(slow.outcomes)
+    writer.write(post(BODY))
+    assert len(json.loads((await read_answer(reader))[2])["values"]) == 2000
+    assert await reader.read() == b""
     writer.close()
 
 

@@ -1,0 +1,149 @@
+"""SIGTERM under load: no client of any kind loses a request, drain after drain.
+
+What a client sent whole is answered, or it is told that it was not taken: by "connection: close" on
+the answer before it, by a refused connection, or by UNAVAILABLE over gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import threading
+from collections import Counter
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+from server.channels import OWN_CONNECTION
+from server.processes.test_drain import BODY, REQUEST, server_process
+from server.raw_http import post, read_answer
+from server.waiting import until
+
+from embedserve_proto import embedding_pb2 as pb
+from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
+
+DRAINS = 3
+SOAK_DRAINS = 100
+CLIENTS = 4
+PIPELINED = 8
+LOOKUP_S = 0.002
+ANSWERS_MIN = 200
+"""Before the drain, of all kinds together."""
+CLIENT_S_MAX = 30
+
+TOLD = ("draining before the stop", "Connection refused", "GOAWAY")
+
+
+@dataclass
+class Seen:
+    """What the clients of one drain saw.
+
+    Attributes:
+        answered: by kind.
+        lost: what was sent and has no answer, in words.
+    """
+
+    answered: Counter[str] = field(default_factory=Counter)
+    lost: list[str] = field(default_factory=list)
+
+
+async def ask_over_http(port: int, pipelined: int, seen: Seen) -> None:
+    """Asks over one connection after the other until none is to be had."""
+    kind = f"HTTP/1.1, {pipelined} at once"
+    while True:
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            return
+        is_last = False
+        while not is_last:
+            left = pipelined
+            try:
+                writer.write(post(BODY) * pipelined)
+                while left and not is_last:
+                    status, headers, _ = await read_answer(reader)
+                    assert status == 200
+                    left -= 1
+                    is_last = headers.get(b"connection") == b"close"
+                    seen.answered[kind] += 1
+            except (OSError, asyncio.IncompleteReadError) as error:
+                seen.lost.append(f"{kind}: {error!r}")
+                is_last = True
+            if left and not seen.lost:
+                seen.lost.append(f"{kind}: {left} of {pipelined} after 'connection: close'")
+        writer.close()
+
+
+async def call(target: str, seen: Seen) -> None:
+    async with grpc.aio.insecure_channel(target, options=OWN_CONNECTION) as channel:
+        stub = EmbeddingServiceStub(channel)
+        while True:
+            try:
+                assert (await stub.Embed(REQUEST)).batch_size == 1
+            except grpc.aio.AioRpcError as error:
+                if not _is_told(error):
+                    seen.lost.append(f"unary: {error.code().name} {error.details()}")
+                return
+            seen.answered["unary"] += 1
+
+
+def stream(target: str, seen: Seen) -> None:
+    """Keeps some requests in flight. In a thread: what grpc.aio writes to a stream that just ended
+    makes an INTERNAL of its end."""
+    slots, is_over = threading.Semaphore(PIPELINED), threading.Event()
+
+    def requests() -> Iterator[pb.EmbedRequest]:
+        while slots.acquire() and not is_over.is_set():
+            yield REQUEST
+
+    with grpc.insecure_channel(target, options=OWN_CONNECTION) as channel:
+        try:
+            for answer in EmbeddingServiceStub(channel).EmbedStream(requests()):
+                assert answer.batch_size == 1
+                seen.answered["stream"] += 1
+                slots.release()
+        except grpc.RpcError as error:
+            if error.details() != "draining before the stop":
+                seen.lost.append(f"stream: {error.code().name} {error.details()}")
+        finally:
+            is_over.set()
+            slots.release()
+
+
+def _is_told(error: grpc.aio.AioRpcError) -> bool:
+    details = error.details() or ""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and any(one in details for one in TOLD)
+
+
+async def drained(seed: int) -> Seen:
+    """One server from its start to its end under load."""
+    seen = Seen()
+    async with server_process("native", LOOKUP_S) as server:
+        http_port, target = server.http.base_url.port, server.target
+        assert http_port is not None
+        asking: list[Coroutine[None, None, None]] = [
+            *(ask_over_http(http_port, n, seen) for n in (1, PIPELINED) for _ in range(CLIENTS)),
+            *(call(target, seen) for _ in range(CLIENTS)),
+            *(asyncio.to_thread(stream, target, seen) for _ in range(CLIENTS)),
+        ]
+        clients = [asyncio.create_task(one) for one in asking]
+        await until(lambda: seen.answered.total() >= ANSWERS_MIN)
+        await asyncio.sleep(random.Random(seed).random() * 0.05)  # any moment of a batch
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(asyncio.gather(*clients), CLIENT_S_MAX)
+        assert await server.stopped() == 0
+    assert len(seen.answered) == 4
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(DRAINS))
+async def test_a_drain_under_load_loses_nothing(seed: int) -> None:
+    assert (await drained(seed)).lost == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(DRAINS, SOAK_DRAINS))
+async def test_a_hundred_drains_under_load_lose_nothing(seed: int) -> None:
+    assert (await drained(seed)).lost == []
