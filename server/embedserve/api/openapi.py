@@ -128,9 +128,10 @@ _ERRORS = {
     "413": "Over a limit on one request.",
     "415": "The body is compressed: send it as it is.",
     "429": "The queue is full; try again.",
-    "431": "The headers are too large; over HTTP/2.",
+    "431": "The headers are over a limit.",
     "500": "The lookup failed.",
     "504": "X-Timeout-Ms passed.",
+    "505": "The request line says neither HTTP/1.1 nor HTTP/1.0.",
 }
 
 

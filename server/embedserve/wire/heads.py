@@ -16,9 +16,9 @@ import httptools
 from embedserve.errors import EmbedServeError
 from embedserve.exchange import Asked
 from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.wire.head_limits import HEAD_BYTES_MAX, HEAD_LINES_MAX
 from embedserve.wire.rest import Headers, embed_route, read_headers, timeout_s
 
-HEAD_BYTES_MAX = 16 << 10
 FORMS_MAX = 1024
 """Remembered of all lengths; past it all are forgotten."""
 FORMS_PER_LENGTH_MAX = 8
@@ -174,9 +174,11 @@ def parse_head(head: bytes, metrics: ProtocolMetrics) -> HeadForm | None:
     if not reader.is_plain:
         return None
     names = [name for name, _ in reader.headers]
-    if SPECIAL_HEADERS.intersection(names):
+    if SPECIAL_HEADERS.intersection(names) or len(names) > HEAD_LINES_MAX:
         return None
     if names.count(b"content-length") != 1 or names.count(b"x-timeout-ms") > 1:
+        return None
+    if names.count(b"host") != 1:
         return None
     url = reader.url.decode("latin-1")
     model = embed_route(url)

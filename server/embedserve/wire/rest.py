@@ -30,6 +30,11 @@ class HeadersTooLargeError(EmbedServeError):
     http_status = 431
 
 
+class VersionError(EmbedServeError):
+    code = "INVALID_ARGUMENT"
+    http_status = 505
+
+
 def embed_route(path: str) -> str | None:
     """The model of an embed route's ``path``, "" for the default one; None for other routes."""
     if path == "/embed":
@@ -105,6 +110,11 @@ def timeout_s(value: bytes) -> float:
 def too_large(nbytes: object, limit: int) -> str:
     """What is said of a body of ``nbytes``."""
     return f"body has {nbytes} bytes, the limit is {limit}"
+
+
+def headers_too_large(count: int, of: str, limit: int) -> HeadersTooLargeError:
+    """What is said of headers that have ``count`` "bytes" or "lines"."""
+    return HeadersTooLargeError(f"the headers have {count} {of}, the limit is {limit}")
 
 
 def error_answer(error: EmbedServeError) -> tuple[Headers, bytes]:

@@ -13,7 +13,6 @@ from embedserve.wire.http2.requests import Request
 from embedserve.wire.http2.stream import ENDED, Handler, Stream
 from embedserve.wire.pieces import Pieces
 from embedserve.wire.rest import (
-    HeadersTooLargeError,
     check_method,
     error_answer,
     read_headers,
@@ -115,7 +114,3 @@ def refused(
         return ENDED
 
     return open_refused
-
-
-def headers_too_large(list_bytes: int, limit: int) -> HeadersTooLargeError:
-    return HeadersTooLargeError(f"the headers have {list_bytes} bytes, the limit is {limit}")

@@ -13,8 +13,8 @@ from embedserve.wire.http2.connection import HEADER_LIST_BYTES_MAX
 from embedserve.wire.http2.header_blocks import Headers, encode
 from embedserve.wire.http2.requests import Opened, Request, read_request
 from embedserve.wire.http2.stream import Handler, Stream
-from embedserve.wire.rest import embed_route
-from embedserve.wire.rest_streams import headers_too_large, open_embed, refused
+from embedserve.wire.rest import embed_route, headers_too_large
+from embedserve.wire.rest_streams import open_embed, refused
 
 CONTINUE = encode([(b":status", b"100")])
 
@@ -42,7 +42,7 @@ class Router:
         content_type = next((v for name, v in request.headers if name == b"content-type"), b"")
         is_grpc = _is_grpc(content_type) and request.method == b"POST"
         if request.list_bytes > HEADER_LIST_BYTES_MAX:
-            error = headers_too_large(request.list_bytes, HEADER_LIST_BYTES_MAX)
+            error = headers_too_large(request.list_bytes, "bytes", HEADER_LIST_BYTES_MAX)
             if is_grpc:
                 return refused_call(WireError(error.code, error.message))
             return refused(error, request, self._metrics)

@@ -36,6 +36,7 @@ STATUSES = {
     "MethodNotAllowedError": (405, "INVALID_ARGUMENT"),
     "UnsupportedEncodingError": (415, "INVALID_ARGUMENT"),
     "HeadersTooLargeError": (431, "RESOURCE_EXHAUSTED"),
+    "VersionError": (505, "INVALID_ARGUMENT"),
 }
 REQUEST = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1])
 INTERNAL = "an error of the server; its log says which"

@@ -14,10 +14,10 @@ from embedserve.codec.codec import JSON, PROTOBUF
 from embedserve.errors import InvalidRequestError
 from embedserve.exchange import Asked
 from embedserve.metrics.metrics import Metrics, ProtocolMetrics
+from embedserve.wire.head_limits import HEAD_BYTES_MAX
 from embedserve.wire.heads import (
     FORMS_MAX,
     FORMS_PER_LENGTH_MAX,
-    HEAD_BYTES_MAX,
     HeadForm,
     HeadForms,
     parse_head,

@@ -75,7 +75,8 @@ async def test_a_request_is_answered_as_over_http1(
         over_http1.content,
         None,
     )
-    assert answer.headers == dict(over_http1.headers)
+    of_http1 = {"connection": "close"}  # what is refused by its head ends the connection
+    assert answer.headers.items() == over_http1.headers.items() - of_http1.items()
     outcomes = live.outcomes("rest")
     assert all(count == 2 for count in outcomes.values()), outcomes
 

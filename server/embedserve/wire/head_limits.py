@@ -1,0 +1,41 @@
+"""What a head of HTTP/1 may be, past what llhttp finds right: as RFC 9112 has it, and limits."""
+
+from __future__ import annotations
+
+from embedserve.errors import InvalidRequestError, RequestTooLargeError
+from embedserve.wire.rest import Headers, VersionError, headers_too_large, too_large
+
+HEAD_BYTES_MAX = 16 << 10
+HEAD_LINES_MAX = 100
+VERSIONS = ("1.0", "1.1")
+
+
+def check_head(version: str, url: bytes, headers: Headers, body_bytes_max: int) -> None:
+    """Checks a head that has come whole.
+
+    Args:
+        version: such as "1.1".
+        headers: names in lower case.
+        body_bytes_max: the most that any request may have.
+
+    Raises:
+        HeadersTooLargeError: it has more bytes or lines than the limits.
+        VersionError: it is of another version.
+        InvalidRequestError: it has not one Host, which HTTP/1.1 wants.
+        RequestTooLargeError: it declares a larger body.
+    """
+    nbytes = len(url) + sum([len(name) + len(value) + 4 for name, value in headers])
+    if nbytes > HEAD_BYTES_MAX:
+        raise headers_too_large(nbytes, "bytes", HEAD_BYTES_MAX)
+    if len(headers) > HEAD_LINES_MAX:
+        raise headers_too_large(len(headers), "lines", HEAD_LINES_MAX)
+    if version not in VERSIONS:
+        raise VersionError(f"the request says HTTP/{version}: send HTTP/1.1")
+    names = [name for name, _ in headers]
+    hosts = names.count(b"host")
+    if hosts > 1 or (version == "1.1" and not hosts):
+        raise InvalidRequestError(f"there are {hosts} Host headers, expected one", "Host")
+    if b"content-length" in names:
+        nbytes = int(headers[names.index(b"content-length")][1])
+        if nbytes > body_bytes_max:
+            raise RequestTooLargeError(too_large(nbytes, body_bytes_max), "body")

@@ -1,0 +1,240 @@
+"""An HTTP/1 connection as uvicorn has it, within bounds.
+
+Heads are limited and checked as RFC 9112 wants them, Upgrade is ignored, what is wrong is answered
+in the JSON of every error, and of a pipeline no more is parsed than what is being answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from time import perf_counter
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from embedserve.errors import EmbedServeError, InvalidRequestError
+from embedserve.exchange import REQUEST_S_MAX, late_request
+from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.wire.connections import DRAIN_IDLE_S, Lingering, Registry
+from embedserve.wire.head_limits import HEAD_BYTES_MAX, check_head
+from embedserve.wire.rest import Headers, error_answer, headers_too_large
+
+KEEP_ALIVE_S = 75.0
+"""An idle connection is closed after so long; longer than what stands before a server waits."""
+HEAD_S_MAX = 10.0
+"""How long the head of a request may take to come."""
+PIECE_BYTES = 4 << 10
+"""Parsed at once, after which requests that have come are answered: what the shortest ones, sent
+all at once, may cost the event loop."""
+
+
+class UvicornConnection(HttpToolsProtocol):
+    """uvicorn's protocol, which parses requests and runs the ASGI application for each."""
+
+    def __init__(
+        self,
+        metrics: ProtocolMetrics,
+        body_bytes_max: int,
+        registry: Registry,
+        **uvicorns: Any,
+    ) -> None:
+        super().__init__(**uvicorns)
+        self._metrics = metrics
+        self._body_bytes_max = body_bytes_max
+        self._registry = registry
+        self._held: list[bytes] = []  # what came after what is being answered
+        self._is_draining = False
+        self._idle_since_s = 0.0
+        self._message_since_s = 0.0  # that is parsed; 0: none
+        self._is_in_head = self._is_in_body = False
+        self._head_bytes = 0  # of a head that has not ended, in pieces that held nothing else
+        self._error: EmbedServeError | None = None  # that ended parsing
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._registry.add(self)
+        self._idle_since_s = perf_counter()
+
+    # Reading
+
+    def parse(self, data: bytes) -> None:
+        """Parses requests, as far as they are answered at once; holds the rest."""
+        self._unset_keepalive_if_required()  # ours sees to all requests, and to those under way
+        for start in range(0, len(data), PIECE_BYTES):
+            if self.pipeline:
+                self.hold(data[start:])
+                return
+            if not self._parse_piece(data[start : start + PIECE_BYTES]):
+                return
+
+    def _parse_piece(self, piece: bytes) -> bool:
+        """False where the connection ends."""
+        was_in_head = self._is_in_head
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as upgrade:
+            return self._parse_without_upgrade(piece[upgrade.args[0] :])
+        except httptools.HttpParserError as error:
+            self.refuse(self._error or InvalidRequestError(f"not a request of HTTP/1.1: {error}"))
+            return False
+        if was_in_head and self._is_in_head:
+            self._head_bytes += len(piece)
+            if self._head_bytes > HEAD_BYTES_MAX:
+                self.refuse(headers_too_large(self._head_bytes, "bytes", HEAD_BYTES_MAX))
+                return False
+        return True
+
+    def _parse_without_upgrade(self, rest: bytes) -> bool:
+        """As RFC 9110 lets a server do: nothing is upgraded to. ``rest`` follows the head."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        if method == b"CONNECT":
+            self.refuse(InvalidRequestError("method is CONNECT: this is no proxy"))
+            return False
+        lines = [b"%b %b HTTP/%b\r\n" % (method, self.url, version)]
+        lines += [b"%b: %b\r\n" % one for one in self.headers if one[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        return self._parse_piece(b"".join((*lines, b"\r\n", rest)))
+
+    def hold(self, data: bytes) -> None:
+        """Keeps what a client sent before its answer came, and reads no more until then."""
+        self._held.append(data)
+        self.flow.pause_reading()
+
+    def take_held(self) -> None:
+        """Goes on with it. Until then nothing is read: uvloop may read before it makes a call that
+        is due."""
+        if not self._held or not self.may_take() or self.transport.is_closing():
+            return
+        data = b"".join(self._held)
+        self._held.clear()
+        self.flow.resume_reading()
+        self.data_received(data)
+
+    def may_take(self) -> bool:
+        """Whether what is held is to be read now."""
+        return not (self.flow.write_paused or self.pipeline)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._held:
+            self.loop.call_soon(self.take_held)
+
+    # What llhttp finds
+
+    def on_message_begin(self) -> None:
+        self._message_since_s = perf_counter()
+        self._is_in_head = True
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._is_in_head = False
+        try:
+            check_head(self.parser.get_http_version(), self.url, self.headers, self._body_bytes_max)
+        except EmbedServeError as error:
+            self._error = error
+            raise
+        super().on_headers_complete()
+        self._is_in_body = True
+        if self._is_draining:
+            self.cycle.keep_alive = False
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._is_in_body = False
+        self._message_since_s = 0.0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._unset_keepalive_if_required()
+        self._idle_since_s = perf_counter()
+        if self._held:
+            self.flow.pause_reading()
+            self.loop.call_soon(self.take_held)
+
+    # Ends
+
+    def uvicorn_is_busy(self) -> bool:
+        cycle = self.cycle
+        return bool(self._message_since_s) or not (cycle is None or cycle.response_complete)
+
+    def is_busy(self) -> bool:
+        return bool(self._held) or self.flow.write_paused or self.uvicorn_is_busy()
+
+    def refuse(self, error: EmbedServeError) -> None:
+        """Answers what is parsed with ``error``, and no more."""
+        cycle = self.cycle
+        is_pending = cycle is not None and not cycle.response_complete
+        if is_pending and not self._is_in_body:
+            cycle.keep_alive = False  # what was asked before is answered, and ends the connection
+            self.flow.pause_reading()
+            return
+        self._metrics.failed(error.code, perf_counter() - self._message_since_s)
+        if is_pending:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if self.pipeline or (self._is_in_body and cycle.response_started):
+            self.transport.close()
+            return
+        headers, body = error_answer(error)
+        headers.append((b"connection", b"close"))
+        self.transport.write(answer_head(error.http_status, headers, len(body)) + body)
+        self.linger()
+
+    def linger(self) -> None:
+        """Ends the connection once its client has read what was written."""
+        self._held.clear()
+        Lingering(self.transport, self, self._registry)
+        self._registry.discard(self)
+
+    def check_time(self, now_s: float) -> None:
+        """Closes a connection that idles, or sends a request, for too long; called now and then."""
+        if self._message_since_s:
+            taken_s = now_s - self._message_since_s
+            if self._is_in_head and taken_s > HEAD_S_MAX:
+                self.transport.close()
+            elif self._is_in_body and taken_s > REQUEST_S_MAX:
+                self.refuse(late_request())
+        elif not self.is_busy() and now_s - self._idle_since_s >= KEEP_ALIVE_S:
+            self.transport.close()
+
+    def drain(self) -> None:
+        """Answers what was asked and what is on its way, and tells the client to ask no more."""
+        self._is_draining = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+        self.loop.call_later(DRAIN_IDLE_S, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        if not self.transport.is_closing() and (self._is_in_head or not self.is_busy()):
+            self.linger()
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._held.clear()
+        self._registry.discard(self)
+        super().connection_lost(exc)
+
+
+def answer_head(status: int, headers: Headers, nbytes: int) -> bytes:
+    """The head of an answer whose body has ``nbytes``."""
+    return b"".join(
+        (STATUS_LINES[status], lines_of(headers), b"content-length: %d\r\n\r\n" % nbytes)
+    )
+
+
+def lines_of(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    return b"".join([b"%b: %b\r\n" % header for header in headers])
+
+
+STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+}

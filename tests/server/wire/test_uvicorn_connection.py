@@ -1,0 +1,219 @@
+"""What uvicorn is asked is bounded, checked as RFC 9112 wants it, and refused in the one shape."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+
+import pytest
+from server.fake_engine import FakeEngine
+from server.live import make_exchange
+from server.raw_http import Answer, OurServer, chunked, cut, get, our_server, post, read_answer
+from server.waiting import until
+
+from embedserve.config import Limits
+from embedserve.exchange import REQUEST_S_MAX
+from embedserve.wire.head_limits import HEAD_BYTES_MAX, HEAD_LINES_MAX
+from embedserve.wire.uvicorn_connection import PIECE_BYTES
+
+BODY = b'{"features": {"user": [[1, 2]], "movie": [[3]]}}'
+OF_JAVA = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAA")
+BODY_BYTES_MAX = 1000
+LIVE = get("/health/live")
+
+
+@pytest.fixture
+async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
+    limits = Limits(body_bytes_max=BODY_BYTES_MAX, inline_bytes_max=0)
+    async with our_server(make_exchange(engine, executor=executor, limits=limits)) as server:
+        yield server
+
+
+async def ask(server: OurServer, *packets: bytes) -> tuple[Answer, bytes]:
+    """(the answer, what came after it until the server closed the connection)."""
+    reader, writer = await server.open()
+    for packet in packets:
+        writer.write(packet)
+        await asyncio.sleep(0)
+    answer = await read_answer(reader)
+    rest = await reader.read()
+    writer.close()
+    return answer, rest
+
+
+def error_of(answer: Answer) -> dict[str, str]:
+    status, headers, body = answer
+    assert status >= 400
+    assert headers[b"content-type"] == b"application/json"
+    assert headers[b"connection"] == b"close"
+    error: dict[str, str] = json.loads(body)["error"]
+    return error
+
+
+# Upgrade
+
+
+@pytest.mark.parametrize("make", [post, chunked])
+@pytest.mark.parametrize("lines", [OF_JAVA, ("Connection: upgrade", "Upgrade: any/1")])
+@pytest.mark.parametrize("ends", [(), (60,), (-3,), (-len(BODY),), range(0, 300, 7)])
+async def test_upgrade_is_ignored(
+    server: OurServer, make: Callable[..., bytes], lines: tuple[str, ...], ends: tuple[int, ...]
+) -> None:
+    """Java's HttpClient asks for it in the first request of a connection, as curl --http2 does."""
+    request = make(BODY, *lines)
+    reader, writer = await server.open()
+    expected = None
+    for sent in (post(BODY), request, request, LIVE, post(BODY)):
+        packets = cut(sent, [end % len(sent) for end in ends if end < len(sent)])
+        for packet in packets:
+            writer.write(packet)
+            await asyncio.sleep(0)
+        status, _, body = await read_answer(reader)
+        expected = expected or body
+        assert status == 200
+        assert sent == LIVE or body == expected
+    writer.close()
+
+
+async def test_pipelined_upgrades_are_ignored(server: OurServer) -> None:
+    reader, writer = await server.open()
+    writer.write((post(BODY, *OF_JAVA) + get("/health/live", *OF_JAVA)) * 50 + chunked(BODY))
+    statuses = [(await read_answer(reader))[0] for _ in range(101)]
+    assert statuses == [200] * 101
+    writer.close()
+
+
+async def test_connect_is_refused(server: OurServer) -> None:
+    answer, rest = await ask(server, b"CONNECT other:443 HTTP/1.1\r\nHost: other:443\r\n\r\nTLS")
+    assert error_of(answer)["message"] == "method is CONNECT: this is no proxy"
+    assert rest == b""
+
+
+# Heads
+
+
+HEADS = {
+    "no Host": (b"GET /health/live HTTP/1.1\r\n\r\n", 400, "there are 0 Host headers"),
+    "two Hosts": (get("/health/live", "Host: other"), 400, "there are 2 Host headers"),
+    "two Hosts of an embed": (post(BODY, "Host: other"), 400, "there are 2 Host headers"),
+    "HTTP/2.0": (LIVE.replace(b"/1.1", b"/2.0"), 505, "the request says HTTP/2.0: send HTTP/1.1"),
+    "garbage": (b"GET / HTTP/1.1\r\nno header\r\n\r\n", 400, "not a request of HTTP/1.1: "),
+    "many lines": (
+        get("/health/live", *[f"x-{i}: 1" for i in range(HEAD_LINES_MAX)]),
+        431,
+        f"the headers have {HEAD_LINES_MAX + 1} lines, the limit is {HEAD_LINES_MAX}",
+    ),
+    "many lines of an embed": (
+        post(BODY, *[f"x-{i}: 1" for i in range(HEAD_LINES_MAX)]),
+        431,
+        f"lines, the limit is {HEAD_LINES_MAX}",
+    ),
+    "a long value": (
+        get("/health/live", "x-long: " + "a" * HEAD_BYTES_MAX),
+        431,
+        f"bytes, the limit is {HEAD_BYTES_MAX}",
+    ),
+    "a long path": (get("/" + "a" * HEAD_BYTES_MAX), 431, f"bytes, the limit is {HEAD_BYTES_MAX}"),
+    "a large body": (
+        post(b"", length=BODY_BYTES_MAX + 1),
+        413,
+        f"body has {BODY_BYTES_MAX + 1} bytes, the limit is {BODY_BYTES_MAX}",
+    ),
+    "a large body of another route": (
+        post(b"", url="/models", length=10**12),
+        413,
+        f"body has {10**12} bytes, the limit is {BODY_BYTES_MAX}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("packet_bytes", [1 << 16, 1000])
+async def test_a_head_that_cannot_be_is_refused_in_json(
+    server: OurServer, name: str, packet_bytes: int
+) -> None:
+    """At once: of a body that is too large, nothing is read."""
+    head, status, message = HEADS[name]
+    packets = [head[i : i + packet_bytes] for i in range(0, len(head), packet_bytes)]
+    answer, rest = await ask(server, *packets)
+    assert (answer[0], rest) == (status, b"")
+    assert message in error_of(answer)["message"]
+    assert server.outcomes() == {error_of(answer)["code"]: 1}
+
+
+async def test_a_head_within_the_limits_is_read(server: OurServer) -> None:
+    long = "x-long: " + "a" * (HEAD_BYTES_MAX - 200)
+    many = [f"x-{i}: 1" for i in range(HEAD_LINES_MAX - 1)]
+    reader, writer = await server.open()
+    for request in (get("/health/live", long), get("/health/live", *many), post(BODY, long)):
+        # What came before it in the same packet counts for nothing.
+        writer.write(LIVE * 100 + request)
+        assert {(await read_answer(reader))[0] for _ in range(101)} == {200}
+    writer.close()
+
+
+async def test_http_1_0_needs_no_host(server: OurServer) -> None:
+    answer, _ = await ask(server, b"GET /health/live HTTP/1.0\r\n\r\n")
+    assert answer[0] == 200
+
+
+@pytest.mark.parametrize("head", [b"GET / HTTP/1.1\r\nx: ", b"GET /", b"GET / HTTP/1.1\r\nx"])
+async def test_a_head_without_end_is_refused_soon(server: OurServer, head: bytes) -> None:
+    reader, writer = await server.open()
+    writer.write(head + b"a" * (HEAD_BYTES_MAX + 3 * PIECE_BYTES))
+    assert error_of(await read_answer(reader))["message"].endswith("the limit is 16384")
+    writer.close()
+
+
+# Pipelines
+
+
+async def test_of_a_pipeline_no_more_is_parsed_than_is_answered(server: OurServer) -> None:
+    reader, writer = await server.open()
+    requests = 20_000
+    writer.write(get("/x") * requests)
+    most = 0
+    for _ in range(requests):
+        assert (await read_answer(reader))[0] == 404
+        (connection,) = server.http1()
+        most = max(most, len(connection.pipeline))
+    assert 0 < most <= PIECE_BYTES // len(get("/x")) + 1  # one began in the piece before
+    writer.close()
+
+
+async def test_garbage_behind_a_request_takes_no_answer_away(
+    server: OurServer, engine: FakeEngine
+) -> None:
+    engine.hold()
+    reader, writer = await server.open()
+    writer.write(chunked(BODY))
+    await until(lambda: engine.lookups)
+    writer.write(b"no request\r\n\r\n")
+    await asyncio.sleep(0)
+    engine.release()
+    status, _, body = await read_answer(reader)
+    assert (status, json.loads(body)["model"]) == (200, "shop")
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_body_that_breaks_off_in_garbage_is_refused(server: OurServer) -> None:
+    answer, rest = await ask(server, chunked(BODY)[:-5], b"no chunk\r\n")
+    assert error_of(answer)["message"].startswith("not a request of HTTP/1.1: ")
+    assert rest == b""
+
+
+async def test_a_body_that_does_not_come_is_refused(server: OurServer) -> None:
+    reader, writer = await server.open()
+    writer.write(chunked(BODY)[:-5])
+    await until(lambda: server.http1() and server.connection.uvicorn_is_busy())
+    server.connection.check_time(perf_counter() + REQUEST_S_MAX - 5)
+    assert server.connection.uvicorn_is_busy()
+    server.connection.check_time(perf_counter() + REQUEST_S_MAX)
+    answer = await read_answer(reader)
+    assert (answer[0], error_of(answer)["code"]) == (504, "DEADLINE_EXCEEDED")
+    assert await reader.read() == b""
+    writer.close()
