@@ -36,6 +36,10 @@ class Limits:
     batch_output_bytes_max: int = limit(8 * MIB, "Bytes of such a batch's float32 values.")
     queue_examples_max: int = limit(131_072, "Examples waiting before requests are refused.")
     queue_ids_max: int = limit(16_777_216, "Ids waiting before requests are refused.")
+    unread_bytes_max: int = limit(
+        1024 * MIB,
+        "Bytes of answers that clients have not read, in all; past it those with most are cut.",
+    )
     delay_ms_max: float = limit(
         0.0, "How long a lone request waits for company, for GPUs; 0: it does not."
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from itertools import compress
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -52,7 +52,7 @@ def decode_request(body: bytes, model: str) -> LookupRequest:
             parsed = _STRING_DECODER.decode(body)
         request = _request(parsed, model)
     except (msgspec.DecodeError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        _refuse(body, error)
+        raise _problem(body, error) from error
     if parsed.output_dtype != "float32":
         request.output_dtype = parsed.output_dtype
     return request
@@ -162,11 +162,10 @@ def _ones(bags: list[Any]) -> list[Any]:
     return [1.0] * len(bags)
 
 
-def _refuse(body: bytes, error: Exception) -> NoReturn:
-    problem = diagnose(body)
-    if problem is None:
-        problem = InvalidRequestError(f"body: {error}", "body")
-    raise problem from error
+def _problem(body: bytes, error: Exception) -> EmbedServeError:
+    """What is wrong with ``body``, for the caller to raise: an error that a name of its frame holds
+    is a circle, and keeps what the frames below hold, such as all that was read."""
+    return diagnose(body) or InvalidRequestError(f"body: {error}", "body")
 
 
 def encode_result(result: LookupResult) -> bytes:

@@ -33,6 +33,10 @@ JOINED_BYTES_MAX = 64 << 10
 class Connection(Protocol):
     """What the server asks of any of its connections."""
 
+    @property
+    def unread_bytes(self) -> int:
+        """Of answers that the client has not taken."""
+
     def check_time(self, now_s: float) -> None:
         """Ends what takes too long (perf_counter seconds); called now and then."""
 
@@ -87,6 +91,10 @@ class NewConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._registry.discard(self)
 
+    @property
+    def unread_bytes(self) -> int:
+        return 0
+
     def check_time(self, now_s: float) -> None:
         if now_s - self._start_s > FIRST_BYTES_S_MAX:
             self._transport.close()
@@ -129,9 +137,12 @@ class Lingering(asyncio.Protocol):
         self._registry.discard(self)
         self._protocol.connection_lost(exc)
 
+    @property
+    def unread_bytes(self) -> int:
+        return self._transport.get_write_buffer_size()
+
     def check_time(self, now_s: float) -> None:
-        is_unread = self._transport.get_write_buffer_size() > 0
-        if now_s - self._start_s > (UNREAD_S_MAX if is_unread else LINGER_S_MAX):
+        if now_s - self._start_s > (UNREAD_S_MAX if self.unread_bytes else LINGER_S_MAX):
             self._transport.abort()
 
     def drain(self) -> None:
@@ -266,6 +277,10 @@ class Http2Transport(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._registry.discard(self)
         self._connection.close()
+
+    @property
+    def unread_bytes(self) -> int:
+        return self._transport.get_write_buffer_size() + self._connection.sender.unsent_bytes
 
     def check_time(self, now_s: float) -> None:
         connection = self._connection

@@ -138,3 +138,24 @@ class WireServer:
         now_s = perf_counter()
         for connection in list(self._connections):
             connection.check_time(now_s)
+        self._cut_slow_readers()
+
+    def _cut_slow_readers(self) -> None:
+        """Aborts those who have left most unread, where all together left too much."""
+        limit = self._exchange.limits.unread_bytes_max
+        unread = [(one.unread_bytes, one) for one in self._connections]
+        total = sum(nbytes for nbytes, _ in unread)
+        if total <= limit:
+            return
+        unread.sort(key=lambda one: one[0])
+        cut = 0
+        while total > limit:
+            nbytes, connection = unread.pop()
+            connection.abort()
+            total -= nbytes
+            cut += 1
+        logger.warning(
+            "%d connections are cut: answers unread by all clients are over unread_bytes_max, %d",
+            cut,
+            limit,
+        )

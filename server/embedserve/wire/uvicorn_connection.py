@@ -6,32 +6,53 @@ in the JSON of every error, and of a pipeline no more is parsed than what is bei
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from http import HTTPStatus
 from time import perf_counter
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.exchange import REQUEST_S_MAX, late_request
 from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.wire.connections import DRAIN_IDLE_S, Lingering, Registry
 from embedserve.wire.head_limits import HEAD_BYTES_MAX, check_head
+from embedserve.wire.http2.connection import UNREAD_S_MAX
 from embedserve.wire.rest import Headers, error_answer, headers_too_large
 
 KEEP_ALIVE_S = 75.0
 """An idle connection is closed after so long; longer than what stands before a server waits."""
 HEAD_S_MAX = 10.0
 """How long the head of a request may take to come."""
+READ_BYTES_MIN = 64 << 10
+"""A client takes so much of its answers in UNREAD_S_MAX, or is cut."""
 PIECE_BYTES = 4 << 10
 """Parsed at once, after which requests that have come are answered: what the shortest ones, sent
 all at once, may cost the event loop."""
 
 
+class Flow(FlowControl):
+    """uvicorn's, but that a task of its own does not resume reading while something is held.
+
+    Attributes:
+        is_held: whether it is.
+    """
+
+    is_held = False
+
+    def resume_reading(self) -> None:
+        if not self.is_held:
+            super().resume_reading()
+
+
 class UvicornConnection(HttpToolsProtocol):
     """uvicorn's protocol, which parses requests and runs the ASGI application for each."""
+
+    flow: Flow
 
     def __init__(
         self,
@@ -45,15 +66,19 @@ class UvicornConnection(HttpToolsProtocol):
         self._body_bytes_max = body_bytes_max
         self._registry = registry
         self._held: list[bytes] = []  # what came after what is being answered
+        self._cycles: deque[RequestResponseCycle] = deque()  # those that are or will be answered
         self._is_draining = False
         self._idle_since_s = 0.0
         self._message_since_s = 0.0  # that is parsed; 0: none
         self._is_in_head = self._is_in_body = False
         self._head_bytes = 0  # of a head that has not ended, in pieces that held nothing else
         self._error: EmbedServeError | None = None  # that ended parsing
+        self._unread_bytes_seen = 0
+        self._unread_since_s = 0.0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.flow = Flow(transport)
         self._registry.add(self)
         self._idle_since_s = perf_counter()
 
@@ -100,6 +125,7 @@ class UvicornConnection(HttpToolsProtocol):
     def hold(self, data: bytes) -> None:
         """Keeps what a client sent before its answer came, and reads no more until then."""
         self._held.append(data)
+        self.flow.is_held = True
         self.flow.pause_reading()
 
     def take_held(self) -> None:
@@ -109,6 +135,7 @@ class UvicornConnection(HttpToolsProtocol):
             return
         data = b"".join(self._held)
         self._held.clear()
+        self.flow.is_held = False
         self.flow.resume_reading()
         self.data_received(data)
 
@@ -139,6 +166,7 @@ class UvicornConnection(HttpToolsProtocol):
             self._error = error
             raise
         super().on_headers_complete()
+        self._cycles.append(self.cycle)
         self._is_in_body = True
         if self._is_draining:
             self.cycle.keep_alive = False
@@ -151,11 +179,11 @@ class UvicornConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        self._cycles.popleft()
         super().on_response_complete()
         self._unset_keepalive_if_required()
         self._idle_since_s = perf_counter()
         if self._held:
-            self.flow.pause_reading()
             self.loop.call_soon(self.take_held)
 
     # Ends
@@ -193,8 +221,21 @@ class UvicornConnection(HttpToolsProtocol):
         Lingering(self.transport, self, self._registry)
         self._registry.discard(self)
 
+    @property
+    def unread_bytes(self) -> int:
+        return self.transport.get_write_buffer_size()
+
     def check_time(self, now_s: float) -> None:
-        """Closes a connection that idles, or sends a request, for too long; called now and then."""
+        """Closes a connection that idles, sends or reads for too long; called now and then."""
+        if self.flow.write_paused:
+            unread_bytes = self.unread_bytes
+            if not 0 < self._unread_bytes_seen < unread_bytes + READ_BYTES_MIN:
+                self._unread_bytes_seen = unread_bytes
+                self._unread_since_s = now_s
+            elif now_s - self._unread_since_s > UNREAD_S_MAX:
+                self.transport.abort()
+            return
+        self._unread_bytes_seen = 0
         if self._message_since_s:
             taken_s = now_s - self._message_since_s
             if self._is_in_head and taken_s > HEAD_S_MAX:
@@ -220,7 +261,11 @@ class UvicornConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._held.clear()
+        self._error = None
         self._registry.discard(self)
+        for cycle in self._cycles:  # uvicorn tells but the newest
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -322,3 +324,15 @@ def test_a_feature_named_twice_counts_as_it_stands_last() -> None:
     """As the OpenAPI document says; the parser does not tell that it met a name before."""
     request = decode_request(b'{"features": {"user": [[1], [2]], "user": [3]}}', "")
     assert same(request, make_request({"user": [[3]]}))
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b'{"features": {"user": [["a", 1]]}}', b'{"features": 1}']
+)
+def test_a_refusal_leaves_no_circle_behind(body: bytes) -> None:
+    """Else it would keep the frames below, and what they have read, until garbage is collected."""
+    for _ in range(2):  # the first call makes what lasts
+        gc.collect()
+        with contextlib.suppress(InvalidRequestError):
+            decode_request(body, "m")
+    assert gc.collect() == 0

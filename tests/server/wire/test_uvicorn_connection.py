@@ -17,17 +17,23 @@ from server.waiting import until
 from embedserve.config import Limits
 from embedserve.exchange import REQUEST_S_MAX
 from embedserve.wire.head_limits import HEAD_BYTES_MAX, HEAD_LINES_MAX
-from embedserve.wire.uvicorn_connection import PIECE_BYTES
+from embedserve.wire.http2.connection import UNREAD_S_MAX
+from embedserve.wire.uvicorn_connection import PIECE_BYTES, READ_BYTES_MIN
 
 BODY = b'{"features": {"user": [[1, 2]], "movie": [[3]]}}'
 OF_JAVA = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAA")
-BODY_BYTES_MAX = 1000
+BODY_BYTES_MAX = 50_000
+UNREAD_BYTES_MAX = 1_000_000
+LARGE = json.dumps({"features": {"user": [[i % 7] for i in range(8000)]}}).encode()
+"""Its answer has 350 KB or so, and the sockets hold few of them."""
 LIVE = get("/health/live")
 
 
 @pytest.fixture
 async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
-    limits = Limits(body_bytes_max=BODY_BYTES_MAX, inline_bytes_max=0)
+    limits = Limits(
+        body_bytes_max=BODY_BYTES_MAX, unread_bytes_max=UNREAD_BYTES_MAX, inline_bytes_max=0
+    )
     async with our_server(make_exchange(engine, executor=executor, limits=limits)) as server:
         yield server
 
@@ -173,7 +179,7 @@ async def test_a_head_without_end_is_refused_soon(server: OurServer, head: bytes
 
 async def test_of_a_pipeline_no_more_is_parsed_than_is_answered(server: OurServer) -> None:
     reader, writer = await server.open()
-    requests = 20_000
+    requests = 2000
     writer.write(get("/x") * requests)
     most = 0
     for _ in range(requests):
@@ -217,3 +223,47 @@ async def test_a_body_that_does_not_come_is_refused(server: OurServer) -> None:
     assert (answer[0], error_of(answer)["code"]) == (504, "DEADLINE_EXCEEDED")
     assert await reader.read() == b""
     writer.close()
+
+
+# Answers that nobody reads
+
+
+async def test_a_client_that_reads_no_answer_is_cut(server: OurServer) -> None:
+    reader, writer = await server.open()
+    writer.write(post(LARGE))
+    await until(lambda: server.http1() and server.connection.flow.write_paused)
+    connection, start_s = server.connection, perf_counter()
+    connection.check_time(start_s)
+    connection.check_time(start_s + UNREAD_S_MAX - 1)
+    before = connection.unread_bytes
+    await reader.readexactly(2 * READ_BYTES_MIN)
+    await until(lambda: connection.unread_bytes <= before - READ_BYTES_MIN)
+    connection.check_time(start_s + UNREAD_S_MAX + 1)  # it has read some since
+    connection.check_time(start_s + 2 * UNREAD_S_MAX)
+    assert connection.flow.write_paused
+    connection.check_time(start_s + 2 * UNREAD_S_MAX + 2)
+    await until(lambda: not server.wire.connections)
+    writer.close()
+
+
+async def test_where_all_leave_too_much_unread_those_with_most_are_cut(
+    server: OurServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    clients = []
+    for examples in (6000, 7600, 7800):
+        features = {"user": [[i % 7] for i in range(examples)]}
+        reader, writer = await server.open()
+        writer.write(post(json.dumps({"features": features}).encode()))
+        clients.append((reader, writer))
+        await until(
+            lambda: [one.flow.write_paused for one in server.http1()] == [True] * len(clients)
+        )
+    unread = sorted(one.unread_bytes for one in server.http1())
+    assert sum(unread) > UNREAD_BYTES_MAX > sum(unread[:2])
+    await until(lambda: len(server.wire.connections) == 2)  # it looks every second
+    assert sorted(one.unread_bytes for one in server.wire.connections) == unread[:2]
+    assert "1 connections are cut: answers unread by all" in caplog.text
+    for reader, _ in clients[:2]:
+        assert (await read_answer(reader))[0] == 200
+    for _, writer in clients:
+        writer.close()

@@ -1,0 +1,140 @@
+"""HTTP/1.1 as an adversary speaks it: what one connection costs is bounded, and others go on."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from time import monotonic
+
+import pytest
+from hostile.conftest import Victim
+from hostile.neighbour import anonymous_kib
+from hostile.peer import WAIT_S_MAX
+
+MIB = 1 << 20
+STUCK_S = 1.0
+"""A server that takes nothing for so long does not read on."""
+
+
+@contextmanager
+def connected(victim: Victim, receive_buffer: int | None = None) -> Iterator[socket.socket]:
+    with socket.socket() as sock:
+        if receive_buffer is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        sock.connect(("127.0.0.1", victim.http_port))
+        sock.setblocking(False)
+        yield sock
+
+
+def send(sock: socket.socket, piece: bytes, nbytes_max: int) -> int:
+    """How many bytes the server takes of ``piece`` over and over, while nothing is read."""
+    sent = 0
+    rest = memoryview(piece)
+    while sent < nbytes_max:
+        if not select.select([], [sock], [], STUCK_S)[1]:
+            break
+        try:
+            count = sock.send(rest)
+        except OSError:  # it closed the connection
+            break
+        sent += count
+        rest = rest[count:] or memoryview(piece)
+    return sent
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    received, end = b"", monotonic() + WAIT_S_MAX
+    with suppress(ConnectionResetError):
+        while monotonic() < end:
+            if select.select([sock], [], [], 0.1)[0]:
+                data = sock.recv(1 << 16)
+                if not data:
+                    return received
+                received += data
+    return received
+
+
+@pytest.mark.parametrize(
+    ("start", "piece"),
+    [
+        (b"GET /health/live HTTP/1.1\r\nHost: h\r\nx: ", b"a" * 65536),
+        (b"GET /health/live HTTP/1.1\r\nHost: h\r\n", b"x: 1\r\n" * 10_000),
+        (b"GET /", b"a" * 65536),
+        (b"POST /embed HTTP/1.1\r\nHost: h\r\nx-", b"a" * 65536),
+    ],
+    ids=["a value", "lines", "a path", "a name"],
+)
+def test_a_head_of_64_mb(victim: Victim, start: bytes, piece: bytes) -> None:
+    """Ends as its limit is passed: the sockets and a second of what is thrown away take some more.
+
+    Before, all of it was taken, and others waited for seconds.
+    """
+    with connected(victim) as sock:
+        sock.send(start)
+        send(sock, piece, 64 * MIB)
+        answer = read_all(sock)
+    if answer:  # else what was thrown away in the end took it along
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "RESOURCE_EXHAUSTED"
+
+
+PIPELINES = {
+    "unknown paths": b"GET /x HTTP/1.1\r\nHost: h\r\n\r\n",
+    "health": b"GET /health/live HTTP/1.1\r\nHost: h\r\n\r\n",
+    "metrics": b"GET /metrics HTTP/1.1\r\nHost: h\r\n\r\n",
+    "embeds": b"POST /embed HTTP/1.1\r\nHost: h\r\nContent-Length: 31\r\n\r\n"
+    b'{"features": {"user": [[1,2]]}}',
+    "refused embeds": b"POST /embed HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\n\r\n{",
+    "upgrades": b"GET /x HTTP/1.1\r\nHost: h\r\nConnection: upgrade\r\nUpgrade: any\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("kind", PIPELINES)
+def test_a_pipeline_whose_answers_nobody_reads(victim: Victim, kind: str) -> None:
+    """The server reads no further than it answers: 3.9 GB in 25 s before."""
+    with connected(victim, receive_buffer=4096) as sock:
+        assert send(sock, PIPELINES[kind] * 1000, 64 * MIB) < 64 * MIB
+
+
+def test_many_connections_ask_for_large_answers_and_do_not_read(victim: Victim) -> None:
+    """Each holds one answer, however many it asks for."""
+    body = json.dumps({"features": {"user": [[1]] * 500}}).encode()
+    request = b"POST /embed HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    before_kib = anonymous_kib(victim.pid)
+    answer_kib = 500 * 64 * 20 // 1024
+    with connected_often(victim, 30) as socks:
+        for sock in socks:
+            send(sock, request * 10, 10 * len(request))
+        assert anonymous_kib(victim.pid) - before_kib < 30 * 2 * answer_kib
+
+
+@contextmanager
+def connected_often(victim: Victim, count: int) -> Iterator[list[socket.socket]]:
+    if not count:
+        yield []
+        return
+    with connected(victim, receive_buffer=4096) as sock, connected_often(victim, count - 1) as more:
+        yield [sock, *more]
+
+
+def test_a_declared_body_that_is_too_large_is_refused_unread(victim: Victim) -> None:
+    with connected(victim) as sock:
+        sock.send(b"POST /embed HTTP/1.1\r\nHost: h\r\nContent-Length: 99999999999\r\n\r\n")
+        assert read_all(sock).startswith(b"HTTP/1.1 413 ")
+
+
+def test_garbage(victim: Victim) -> None:
+    for garbage in (
+        b"\r\n" * 100,
+        bytes(1000),
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\nHost: h\r\n\r\n",
+    ):
+        with connected(victim) as sock:
+            sock.send(garbage * 50)
+            sock.shutdown(socket.SHUT_WR)
+            read_all(sock)
