@@ -28,6 +28,8 @@ KEEP_ALIVE_S = 75.0
 """An idle connection is closed after so long; longer than what stands before a server waits."""
 HEAD_S_MAX = 10.0
 """How long the head of a request may take to come."""
+URL_BYTES_SAID = 200
+"""Of one that cannot be read."""
 READ_BYTES_MIN = 64 << 10
 """A client takes so much of its answers in UNREAD_S_MAX, or is cut."""
 PIECE_BYTES = 4 << 10
@@ -102,7 +104,10 @@ class UvicornConnection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             return self._parse_without_upgrade(piece[upgrade.args[0] :])
         except httptools.HttpParserError as error:
-            self.refuse(self._error or InvalidRequestError(f"not a request of HTTP/1.1: {error}"))
+            reason: object = error
+            if isinstance(error, httptools.HttpParserCallbackError):  # which reads nothing else
+                reason = f"its URL is {self.url[:URL_BYTES_SAID].decode('latin-1')!r}"
+            self.refuse(self._error or InvalidRequestError(f"not a request of HTTP/1.1: {reason}"))
             return False
         if was_in_head and self._is_in_head:
             self._head_bytes += len(piece)

@@ -107,6 +107,11 @@ HEADS = {
     "two Hosts of an embed": (post(BODY, "Host: other"), 400, "there are 2 Host headers"),
     "HTTP/2.0": (LIVE.replace(b"/1.1", b"/2.0"), 505, "the request says HTTP/2.0: send HTTP/1.1"),
     "garbage": (b"GET / HTTP/1.1\r\nno header\r\n\r\n", 400, "not a request of HTTP/1.1: "),
+    "no URL": (
+        get("http://h:port/x"),
+        400,
+        "not a request of HTTP/1.1: its URL is 'http://h:port/x'",
+    ),
     "many lines": (
         get("/health/live", *[f"x-{i}: 1" for i in range(HEAD_LINES_MAX)]),
         431,
