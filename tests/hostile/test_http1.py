@@ -6,7 +6,7 @@ import json
 import select
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from time import monotonic
 
 import pytest
@@ -106,19 +106,11 @@ def test_many_connections_ask_for_large_answers_and_do_not_read(victim: Victim) 
     request = b"POST /embed HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     before_kib = anonymous_kib(victim.pid)
     answer_kib = 500 * 64 * 20 // 1024
-    with connected_often(victim, 30) as socks:
-        for sock in socks:
+    with ExitStack() as stack:
+        for _ in range(30):
+            sock = stack.enter_context(connected(victim, receive_buffer=4096))
             send(sock, request * 10, 10 * len(request))
         assert anonymous_kib(victim.pid) - before_kib < 30 * 2 * answer_kib
-
-
-@contextmanager
-def connected_often(victim: Victim, count: int) -> Iterator[list[socket.socket]]:
-    if not count:
-        yield []
-        return
-    with connected(victim, receive_buffer=4096) as sock, connected_often(victim, count - 1) as more:
-        yield [sock, *more]
 
 
 def test_a_declared_body_that_is_too_large_is_refused_unread(victim: Victim) -> None:

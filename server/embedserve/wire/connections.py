@@ -37,6 +37,9 @@ class Connection(Protocol):
     def unread_bytes(self) -> int:
         """Of answers that the client has not taken."""
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Lets go of what it holds: there is no connection any more."""
+
     def check_time(self, now_s: float) -> None:
         """Ends what takes too long (perf_counter seconds); called now and then."""
 
@@ -118,14 +121,15 @@ class Lingering(asyncio.Protocol):
     """
 
     def __init__(
-        self, transport: asyncio.Transport, protocol: asyncio.Protocol, registry: Registry
+        self, transport: asyncio.Transport, connection: Connection, registry: Registry
     ) -> None:
-        """Takes the connection over from its ``protocol``, which must write no more."""
+        """Takes the transport over from its ``connection``, which must write no more."""
         self._transport = transport
-        self._protocol = protocol
+        self._connection = connection
         self._registry = registry
         self._start_s = perf_counter()
         registry.add(self)
+        registry.discard(connection)
         transport.set_protocol(self)
         transport.resume_reading()
         if transport.can_write_eof():
@@ -135,7 +139,7 @@ class Lingering(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._registry.discard(self)
-        self._protocol.connection_lost(exc)
+        self._connection.connection_lost(exc)
 
     @property
     def unread_bytes(self) -> int:
@@ -252,7 +256,6 @@ class Http2Transport(asyncio.Protocol):
         self._has_ended = True
         if self._connection.is_drained:
             Lingering(self._transport, self, self._registry)
-            self._registry.discard(self)
         else:  # it misbehaves, and might go on
             self._transport.close()
 

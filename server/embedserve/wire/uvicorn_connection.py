@@ -7,7 +7,6 @@ in the JSON of every error, and of a pipeline no more is parsed than what is bei
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from http import HTTPStatus
 from time import perf_counter
 from typing import Any
@@ -74,7 +73,6 @@ class UvicornConnection(HttpToolsProtocol):
         self._message_since_s = 0.0  # that is parsed; 0: none
         self._is_in_head = self._is_in_body = False
         self._head_bytes = 0  # of a head that has not ended, in pieces that held nothing else
-        self._error: EmbedServeError | None = None  # that ended parsing
         self._unread_bytes_seen = 0
         self._unread_since_s = 0.0
 
@@ -104,10 +102,7 @@ class UvicornConnection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             return self._parse_without_upgrade(piece[upgrade.args[0] :])
         except httptools.HttpParserError as error:
-            reason: object = error
-            if isinstance(error, httptools.HttpParserCallbackError):  # which reads nothing else
-                reason = f"its URL is {self.url[:URL_BYTES_SAID].decode('latin-1')!r}"
-            self.refuse(self._error or InvalidRequestError(f"not a request of HTTP/1.1: {reason}"))
+            self.refuse(self._problem(error))
             return False
         if was_in_head and self._is_in_head:
             self._head_bytes += len(piece)
@@ -115,6 +110,15 @@ class UvicornConnection(HttpToolsProtocol):
                 self.refuse(headers_too_large(self._head_bytes, "bytes", HEAD_BYTES_MAX))
                 return False
         return True
+
+    def _problem(self, error: httptools.HttpParserError) -> EmbedServeError:
+        """What is wrong with what llhttp, or one of its callbacks below, does not take."""
+        if isinstance(error.__context__, EmbedServeError):
+            return error.__context__
+        reason: object = error
+        if isinstance(error, httptools.HttpParserCallbackError):  # which reads nothing else
+            reason = f"its URL is {self.url[:URL_BYTES_SAID].decode('latin-1')!r}"
+        return InvalidRequestError(f"not a request of HTTP/1.1: {reason}")
 
     def _parse_without_upgrade(self, rest: bytes) -> bool:
         """As RFC 9110 lets a server do: nothing is upgraded to. ``rest`` follows the head."""
@@ -165,11 +169,7 @@ class UvicornConnection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self._is_in_head = False
-        try:
-            check_head(self.parser.get_http_version(), self.url, self.headers, self._body_bytes_max)
-        except EmbedServeError as error:
-            self._error = error
-            raise
+        check_head(self.parser.get_http_version(), self.url, self.headers, self._body_bytes_max)
         super().on_headers_complete()
         self._cycles.append(self.cycle)
         self._is_in_body = True
@@ -216,15 +216,15 @@ class UvicornConnection(HttpToolsProtocol):
             self.transport.close()
             return
         headers, body = error_answer(error)
-        headers.append((b"connection", b"close"))
-        self.transport.write(answer_head(error.http_status, headers, len(body)) + body)
+        headers += [(b"connection", b"close"), (b"content-length", b"%d" % len(body))]
+        head = STATUS_LINES[error.http_status] + lines_of(headers)
+        self.transport.write(head + b"\r\n" + body)
         self.linger()
 
     def linger(self) -> None:
         """Ends the connection once its client has read what was written."""
         self._held.clear()
         Lingering(self.transport, self, self._registry)
-        self._registry.discard(self)
 
     @property
     def unread_bytes(self) -> int:
@@ -266,7 +266,6 @@ class UvicornConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._held.clear()
-        self._error = None
         self._registry.discard(self)
         for cycle in self._cycles:  # uvicorn tells but the newest
             cycle.disconnected = True
@@ -274,14 +273,7 @@ class UvicornConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
 
-def answer_head(status: int, headers: Headers, nbytes: int) -> bytes:
-    """The head of an answer whose body has ``nbytes``."""
-    return b"".join(
-        (STATUS_LINES[status], lines_of(headers), b"content-length: %d\r\n\r\n" % nbytes)
-    )
-
-
-def lines_of(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+def lines_of(headers: Headers) -> bytes:
     return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 

@@ -125,9 +125,8 @@ def test_an_entry_takes_16_bytes_at_most_and_building_32_more() -> None:
     ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, count)
     rows = np.arange(count)
     peaks = []
-    for _ in range(
-        3
-    ):  # what else the process does meanwhile, as a first call's imports, is not its
+    # The least of three: what the process does meanwhile, as a first call's imports, adds to some.
+    for _ in range(3):
         tracemalloc.start()
         try:
             index = build_index(ids, rows, "t")
