@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import uvicorn
+from server.fake_engine import FakeEngine
 from server.waiting import until
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -113,6 +114,16 @@ class OurServer(RawServer):
         await super().stop()
         await until(lambda: not self.wire.connections)
         await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), READ_S_MAX)
+
+    async def open_held(
+        self, engine: FakeEngine, request: bytes
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection whose ``request`` is being looked up, until the engine is released."""
+        engine.hold()
+        reader, writer = await self.open()
+        writer.write(request)
+        await until(lambda: engine.lookups)
+        return reader, writer
 
     def http1(self) -> list[Http1Connection]:
         """The connections that speak HTTP/1."""

@@ -21,6 +21,7 @@ from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.wire.connections import DRAIN_IDLE_S, Lingering, Registry
 from embedserve.wire.head_limits import HEAD_BYTES_MAX, check_head
 from embedserve.wire.http2.connection import UNREAD_S_MAX
+from embedserve.wire.http2.sender import READ_BYTES_MIN
 from embedserve.wire.rest import Headers, error_answer, headers_too_large
 
 KEEP_ALIVE_S = 75.0
@@ -29,8 +30,6 @@ HEAD_S_MAX = 10.0
 """How long the head of a request may take to come."""
 URL_BYTES_SAID = 200
 """Of one that cannot be read."""
-READ_BYTES_MIN = 64 << 10
-"""A client takes so much of its answers in UNREAD_S_MAX, or is cut."""
 PIECE_BYTES = 4 << 10
 """Parsed at once, after which requests that have come are answered: what the shortest ones, sent
 all at once, may cost the event loop."""

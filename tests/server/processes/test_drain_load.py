@@ -71,8 +71,9 @@ async def ask_over_http(port: int, pipelined: int, seen: Seen) -> None:
             except (OSError, asyncio.IncompleteReadError) as error:
                 seen.lost.append(f"{kind}: {error!r}")
                 is_last = True
-            if left and not seen.lost:
-                seen.lost.append(f"{kind}: {left} of {pipelined} after 'connection: close'")
+            else:
+                if left:
+                    seen.lost.append(f"{kind}: {left} of {pipelined} after 'connection: close'")
         writer.close()
 
 

@@ -59,11 +59,8 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
 
 async def test_what_comes_late_takes_no_answer_away(server: OurServer, engine: FakeEngine) -> None:
     """The kernel would throw away what it has not sent, if what it has received stays unread."""
-    engine.hold()
     client = asking_client()
-    reader, writer = await server.open()
-    writer.write(client.data_to_send())
-    await until(lambda: engine.lookups)
+    reader, writer = await server.open_held(engine, client.data_to_send())
     drain = asyncio.create_task(server.wire.drain(10))
     writer.write(PingFrame(0, DRAIN_PING, flags=["ACK"]).serialize())
     while not (await read_frame(reader)).startswith(LAST_GOAWAY):

@@ -351,10 +351,7 @@ def busy_connections(server: OurServer) -> int:
 async def test_a_client_that_hangs_up_leaves_the_queue(
     slow: OurServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine.hold()
-    neighbour, stays = await slow.open()
-    stays.write(post(BODY))
-    await until(lambda: engine.lookups)
+    neighbour, stays = await slow.open_held(engine, post(BODY))
     for request in (post(OTHER), chunked(OTHER), post(OTHER)[:-1]):
         _, goes = await slow.open()
         before = slow.outcomes().get("CANCELLED", 0)
@@ -375,10 +372,7 @@ async def test_a_client_that_hangs_up_leaves_the_queue(
 async def test_a_client_that_hangs_up_during_its_lookup_is_not_answered(
     slow: OurServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine.hold()
-    _, writer = await slow.open()
-    writer.write(post(BODY))
-    await until(lambda: engine.lookups)
+    _, writer = await slow.open_held(engine, post(BODY))
     writer.transport.abort()
     await until(lambda: slow.outcomes() == {"CANCELLED": 1})
     engine.release()
@@ -441,10 +435,7 @@ async def test_pipelined_large_answers_reach_a_slow_reader_whole(slow: OurServer
 async def test_a_drain_answers_what_is_under_way_and_closes(
     slow: OurServer, engine: FakeEngine
 ) -> None:
-    engine.hold()
-    reader, writer = await slow.open()
-    writer.write(post(BODY))
-    await until(lambda: engine.lookups)
+    reader, writer = await slow.open_held(engine, post(BODY))
     slow.connection.drain()
     engine.release()
     status, headers, _ = await read_answer(reader)
@@ -524,10 +515,7 @@ async def test_a_drain_answers_what_a_slow_reader_asked(slow: OurServer) -> None
 async def test_what_comes_after_the_last_request_takes_no_answer_away(
     slow: OurServer, engine: FakeEngine
 ) -> None:
-    engine.hold()
-    reader, writer = await slow.open()
-    writer.write(post(LARGE))
-    await until(lambda: engine.lookups)
+    reader, writer = await slow.open_held(engine, post(LARGE))
     slow.connection.drain()
     engine.release()
     await until(slow.outcomes)
@@ -554,10 +542,7 @@ async def test_a_drain_waits_for_the_rest_of_a_body_and_answers_an_error_with_cl
 async def test_a_deadline_that_passes_in_the_queue_is_answered_504(
     slow: OurServer, engine: FakeEngine
 ) -> None:
-    engine.hold()
-    first, one = await slow.open()
-    one.write(post(BODY))
-    await until(lambda: engine.lookups)
+    first, one = await slow.open_held(engine, post(BODY))
     second, other = await slow.open()
     other.write(post(BODY, "X-Timeout-Ms: 300"))
     metrics = next(iter(slow.exchange.metrics.models.values()))

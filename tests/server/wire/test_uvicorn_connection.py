@@ -18,7 +18,8 @@ from embedserve.config import Limits
 from embedserve.exchange import REQUEST_S_MAX
 from embedserve.wire.head_limits import HEAD_BYTES_MAX, HEAD_LINES_MAX
 from embedserve.wire.http2.connection import UNREAD_S_MAX
-from embedserve.wire.uvicorn_connection import PIECE_BYTES, READ_BYTES_MIN
+from embedserve.wire.http2.sender import READ_BYTES_MIN
+from embedserve.wire.uvicorn_connection import PIECE_BYTES
 
 BODY = b'{"features": {"user": [[1, 2]], "movie": [[3]]}}'
 OF_JAVA = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAA")
@@ -198,10 +199,7 @@ async def test_of_a_pipeline_no_more_is_parsed_than_is_answered(server: OurServe
 async def test_garbage_behind_a_request_takes_no_answer_away(
     server: OurServer, engine: FakeEngine
 ) -> None:
-    engine.hold()
-    reader, writer = await server.open()
-    writer.write(chunked(BODY))
-    await until(lambda: engine.lookups)
+    reader, writer = await server.open_held(engine, chunked(BODY))
     writer.write(b"no request\r\n\r\n")
     await asyncio.sleep(0)
     engine.release()

@@ -32,8 +32,8 @@ OUT_BYTES_MAX = 1 << 20
 """Framed at a time, before it is written."""
 KEPT_BYTES_MIN = 1 << 20
 """A smaller answer that waits is copied: it is a slice of its batch, and would keep that."""
-UNPARK_BYTES = 64 << 10
-"""Sent since a stream first waited for its client, after which the client counts as reading."""
+READ_BYTES_MIN = 64 << 10
+"""Sent since a client was first waited for, after which it counts as reading."""
 END_HEADERS_AND_STREAM = END_HEADERS | END_STREAM
 FRAME_BYTES_TAKEN = 1 << 20
 """Of larger frames that a client allows, no use is made."""
@@ -222,7 +222,7 @@ class Sender:
         self.unsent_bytes -= sent
         if stream.parked_s:
             stream.sent_since_parked += sent
-            if stream.sent_since_parked >= UNPARK_BYTES:
+            if stream.sent_since_parked >= READ_BYTES_MIN:
                 stream.parked_s = 0.0
         return sent
 
@@ -263,7 +263,7 @@ class Sender:
 
     def stuck_s(self, now_s: float) -> float:
         """For how long answers have waited for the connection's window; asked now and then."""
-        if not self.ready or self.window > 0 or self._given_bytes >= UNPARK_BYTES:
+        if not self.ready or self.window > 0 or self._given_bytes >= READ_BYTES_MIN:
             self._stuck_since_s = now_s
             self._given_bytes = 0
         return now_s - self._stuck_since_s
