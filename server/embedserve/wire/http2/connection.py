@@ -470,7 +470,7 @@ class Http2Connection:
     def check_time(self, now_s: float) -> None:
         """Ends what takes too long; called now and then."""
         self.receiver.check_time(now_s)
-        if self._ended.reset_unread():
+        if self._ended.check_time():
             self._on_output()
         if self.sender.stuck_s(now_s) > UNREAD_S_MAX:
             self.end(ErrorCode.ENHANCE_YOUR_CALM, "no window for the answers")

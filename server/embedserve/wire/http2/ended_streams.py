@@ -30,6 +30,7 @@ class EndedStreams:
         self._passed_over: list[range] = []
         self._ours: dict[int, None] = {}  # that we ended
         self._unread: dict[int, int] = {}  # of these, answered ones: bytes that may yet come
+        self._due: list[int] = []  # unread when it was last checked
 
     def pass_over(self, start: int, stop: int) -> None:
         """The client opened ``stop`` next where ``start`` would have been."""
@@ -43,8 +44,10 @@ class EndedStreams:
     def leave_unread(self, stream_id: int) -> None:
         """The answer came before the request had ended: the rest is not wanted.
 
-        It is thrown away while it is short, since some clients take a reset for a failure.
+        It is thrown away while it is short, since some clients take a reset for a failure. Those
+        that have waited for a while are reset in what tells the client of this one.
         """
+        self._reset_due()
         if len(self._unread) >= REMEMBERED_MAX:
             self.reset(next(iter(self._unread)), ErrorCode.NO_ERROR)
         self._unread[stream_id] = UNREAD_BYTES_MAX
@@ -56,12 +59,23 @@ class EndedStreams:
         self._out.append(frames.rst_stream(stream_id, code))
         self._remember(stream_id)
 
-    def reset_unread(self) -> bool:
-        """Tells clients that they need not go on; whether there were any."""
-        unread = list(self._unread)
-        for stream_id in unread:
+    def reset_unread(self) -> None:
+        """Tells the client that it need not go on with any."""
+        for stream_id in list(self._unread):
             self.reset(stream_id, ErrorCode.NO_ERROR)
-        return bool(unread)
+
+    def check_time(self) -> bool:
+        """Resets those that were unread when it was last called; whether there were any."""
+        has_reset = self._reset_due()
+        self._due = list(self._unread)
+        return has_reset
+
+    def _reset_due(self) -> bool:
+        due, self._due = self._due, []
+        late = [stream_id for stream_id in due if stream_id in self._unread]
+        for stream_id in late:
+            self.reset(stream_id, ErrorCode.NO_ERROR)
+        return bool(late)
 
     def _remember(self, stream_id: int) -> None:
         if len(self._ours) >= REMEMBERED_MAX:

@@ -259,7 +259,8 @@ async def test_a_request_that_does_not_come_whole_is_refused(peer: GrpcPeer) -> 
     assert peer.take() == []
     peer.connection.check_time(perf_counter() + REQUEST_S_MAX + 1)
     peer.take()
-    peer.connection.check_time(perf_counter() + REQUEST_S_MAX + 2)
+    for seconds in (2, 3):
+        peer.connection.check_time(perf_counter() + REQUEST_S_MAX + seconds)
     assert resets(peer.take()) == [(1, ErrorCode.NO_ERROR)]
     assert peer.status(1) == (4, "the request had not come whole after 30 s")
     assert outcomes(peer) == {"DEADLINE_EXCEEDED": 1}
@@ -387,7 +388,8 @@ def test_an_unforeseen_error_ends_its_stream_alone(caplog: pytest.LogCaptureFixt
         for number in (1, 3)
     )
     assert (resets(first), resets(second)) == ([], [])
-    peer.connection.check_time(perf_counter())
+    for _ in range(2):
+        peer.connection.check_time(perf_counter())
     assert resets(peer.take()) == [(1, ErrorCode.NO_ERROR), (3, ErrorCode.NO_ERROR)]
     end = dict(peer.answer_headers(first[0]))
     assert (end[b"grpc-status"], b"secret" in end[b"grpc-message"]) == (b"13", False)

@@ -173,7 +173,23 @@ def test_an_answer_before_a_short_requests_end_resets_nothing() -> None:
         assert resets(answer(peer, number)) == []
     assert peer.send(data(1, b"all of it", is_end=True)) == []
     peer.connection.check_time(perf_counter())
+    assert peer.take() == []  # it may be on its way
+    peer.connection.check_time(perf_counter())
     assert resets(peer.take()) == [(3, ErrorCode.NO_ERROR)]
+    peer.connection.check_time(perf_counter())
+    assert peer.take() == []
+
+
+def test_requests_that_go_on_are_reset_with_the_next_such_answer() -> None:
+    """A client that is refused again and again is written to once for each refusal."""
+    peer = Peer()
+    peer.open(1, is_end=False)
+    assert resets(answer(peer, 1)) == []
+    peer.open(3, is_end=False)
+    assert resets(answer(peer, 3)) == []  # both at once: the first may be on its way
+    peer.connection.check_time(perf_counter())
+    peer.open(5, is_end=False)
+    assert resets(answer(peer, 5)) == [(1, ErrorCode.NO_ERROR), (3, ErrorCode.NO_ERROR)]
     peer.connection.check_time(perf_counter())
     assert peer.take() == []
 
