@@ -51,7 +51,7 @@ contracts: install
 
 pytest: install
 	deploy/install-debian-packages.sh
-	$(BIN)/python -m pytest -q -m "not soak" -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -q -m "not soak" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-gpu: install
 	$(BIN)/python -m pytest -q -m gpu tests/engine

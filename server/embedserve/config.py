@@ -29,6 +29,16 @@ class Limits:
 
     body_bytes_max: int = limit(64 * MIB, "Bytes of one request's body or message.")
     request_examples_max: int = limit(65_536, "Examples of one request.")
+    request_features_max: int = limit(4096, "Features that one request names.")
+    request_ids_max: int = limit(1_048_576, "Ids of one request.")
+    request_values_max: int = limit(
+        131_072,
+        "Values of one request that are read one by one: of JSON its commas and opening brackets "
+        "are counted, of protobuf its keys, strings and what is not packed.",
+    )
+    request_text_bytes_max: int = limit(
+        8 * MIB, "Bytes of one request's JSON, or of a protobuf message beside its numbers."
+    )
     request_output_bytes_max: int = limit(256 * MIB, "Bytes of one answer's float32 values.")
     batch_ids_max: int = limit(
         262_144, "Ids of a batch of several requests; a larger request is a batch of its own."
@@ -48,6 +58,13 @@ class Limits:
         "Rows read and values written by a batch that runs on the event loop's thread, about a "
         "millisecond of work; a larger one runs in a thread of its own.",
     )
+
+    def said(self, name: str) -> str:
+        """What a caller whose request is over the limit ``name`` is told of it."""
+        return f"the limit is {getattr(self, name)} (--{name.replace('_', '-')})"
+
+
+DEFAULT_LIMITS = Limits()
 
 
 @dataclass(frozen=True)

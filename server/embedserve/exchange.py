@@ -11,16 +11,23 @@ import asyncio
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
 from embedserve.batching.caller import Caller
 from embedserve.codec.codec import Codec
-from embedserve.errors import INTERNAL, DeadlineExceededError, EmbedServeError, EngineError
+from embedserve.errors import (
+    INTERNAL,
+    DeadlineExceededError,
+    EmbedServeError,
+    EngineError,
+    OverloadedError,
+)
 from embedserve.metrics.metrics import Metrics, ProtocolMetrics
 from embedserve.models.served_models import ServedModels
-from embedserve.types import LookupResult
+from embedserve.types import LookupRequest, LookupResult
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +36,8 @@ Parts = Sequence[bytes | memoryview]
 REQUEST_S_MAX = 30.0
 """How long the body of one request may take to come."""
 _NEVER = float("inf")
+DECODING_BYTES_MAX = 256 << 20
+"""Of large bodies that wait to be decoded, all together; a lone one is always taken."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,6 +137,8 @@ class Exchange:
         self.models = models
         self.metrics = metrics
         self.limits = models.limits
+        self._decoder = ThreadPoolExecutor(1, thread_name_prefix="decode")
+        self._decoding_bytes = 0
         self._unflushed: list[Writer] = []
         self._on_room: list[Callable[[], None]] = []
         models.call_back(self.flush, self._has_room)
@@ -140,12 +151,48 @@ class Exchange:
                 self.models.check_open(asked.model, lambda: asked.codec.model_of(body))
             if call.deadline_s != _NEVER:
                 _check_deadline(call)
-            request = asked.codec.decode(body, asked.model)
-            self.models.enqueue(request, call)
+            request = asked.codec.decode_now(body, asked.model, self.limits)
+            if request is None:
+                self._decode_later(call, body)
+            else:
+                self.models.enqueue(request, call)
         except EmbedServeError as error:
             call.refuse(error)
         except Exception:
             call.fail()
+
+    def _decode_later(self, call: Call, body: bytes) -> None:
+        """Has ``body`` decoded in a thread, which others' requests share the interpreter with.
+
+        Raises:
+            OverloadedError: too much waits for that already.
+        """
+        if self._decoding_bytes and self._decoding_bytes + len(body) > DECODING_BYTES_MAX:
+            raise OverloadedError(
+                f"body has {len(body)} bytes, and {self._decoding_bytes} of other large requests "
+                "wait to be read"
+            )
+        self._decoding_bytes += len(body)
+        asked = call.asked
+        decoding = asyncio.get_running_loop().run_in_executor(
+            self._decoder, asked.codec.decode, body, asked.model, self.limits
+        )
+        nbytes = len(body)
+        decoding.add_done_callback(lambda decoded: self._has_decoded(call, decoded, nbytes))
+
+    def _has_decoded(self, call: Call, decoded: asyncio.Future[LookupRequest], nbytes: int) -> None:
+        self._decoding_bytes -= nbytes
+        try:
+            request = decoded.result()
+            if call.is_waiting:
+                self.models.enqueue(request, call)
+        except Exception as error:
+            if not call.is_waiting:  # its client went away meanwhile
+                return
+            if isinstance(error, EmbedServeError):
+                call.refuse(error)
+            else:
+                call.fail()
 
     def refuse_early(self, call: Call) -> None:
         """Refuses ``call`` before its body has come if its queue is full; for while one is."""

@@ -3,62 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from time import perf_counter
-from typing import NoReturn
 
 import numpy as np
 import pytest
 from server.fake_engine import FakeEngine, model_info
 from server.live import make_exchange
+from server.recording_call import (
+    BODY,
+    SECRET,
+    RecordingCall,
+    ask,
+    asked,
+    expect_internal,
+    fail,
+    metrics_of,
+    outcomes,
+)
 from server.waiting import until
 
 from embedserve.codec.codec import JSON, PROTOBUF, Codec
 from embedserve.config import Limits
-from embedserve.errors import DeadlineExceededError, EmbedServeError, OverloadedError
-from embedserve.exchange import Asked, Call, Exchange, Parts
-from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.errors import DeadlineExceededError, OverloadedError
+from embedserve.exchange import Asked, Exchange, Parts
 from embedserve.types import LookupRequest
 from embedserve_proto import embedding_pb2 as pb
 
-BODY = b'{"features": {"user": [1]}}'
 BAD = b'{"features": {"user": [99]}}'
-SECRET = "secret of the server"
-
-
-class RecordingCall(Call):
-    """Keeps what it is told.
-
-    Attributes:
-        told: answers and errors, in order.
-        failure: what writing an answer raises, if anything.
-    """
-
-    __slots__ = ("failure", "told")
-
-    def __init__(self, asked: Asked, start_s: float | None = None) -> None:
-        super().__init__(asked, perf_counter() if start_s is None else start_s)
-        self.told: list[bytes | EmbedServeError] = []
-        self.failure: Exception | None = None
-
-    def write_answer(self, parts: Parts, nbytes: int) -> None:
-        if self.failure is not None:
-            raise self.failure
-        body = b"".join(parts)
-        assert len(body) == nbytes
-        self.told.append(body)
-
-    def write_error(self, error: EmbedServeError) -> None:
-        self.told.append(error)
-
-    @property
-    def error(self) -> EmbedServeError:
-        (one,) = self.told
-        assert isinstance(one, EmbedServeError)
-        return one
 
 
 @pytest.fixture
@@ -85,26 +59,6 @@ def exchange(
     return make_exchange(engine, other, executor=executor, limits=limits)
 
 
-def metrics_of(exchange: Exchange) -> ProtocolMetrics:
-    return exchange.metrics.protocols["rest"]
-
-
-def outcomes(exchange: Exchange) -> dict[str, int]:
-    return dict(metrics_of(exchange).outcomes)
-
-
-def asked(
-    exchange: Exchange, codec: Codec = JSON, *, model: str = "", timeout_s: float | None = None
-) -> Asked:
-    return Asked(model, codec, PROTOBUF, timeout_s, metrics_of(exchange))
-
-
-def ask(exchange: Exchange, body: bytes = BODY, *, model: str = "") -> RecordingCall:
-    call = RecordingCall(asked(exchange, model=model))
-    exchange.ask(call, body)
-    return call
-
-
 @pytest.fixture
 async def full(exchange: Exchange, engine: FakeEngine) -> AsyncIterator[Exchange]:
     """Its model "shop", the default one, is full; "films" is open."""
@@ -122,11 +76,11 @@ async def full(exchange: Exchange, engine: FakeEngine) -> AsyncIterator[Exchange
 def undecodable(decoded: list[bytes], codec: Codec) -> Codec:
     """``codec``, but what is decoded is listed."""
 
-    def decode(body: bytes, model: str) -> LookupRequest:
+    def decode_now(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
         decoded.append(body)
-        return codec.decode(body, model)
+        return codec.decode_now(body, model, limits)
 
-    return replace(codec, decode=decode)
+    return replace(codec, decode_now=decode_now)
 
 
 async def test_an_answer_is_encoded_and_counted_once(
@@ -243,23 +197,10 @@ async def test_a_deadline_that_passes_in_the_queue_is_told(
     assert outcomes(exchange) == {"OK": 1, "DEADLINE_EXCEEDED": 1}
 
 
-def fail(*args: object) -> NoReturn:
-    raise ZeroDivisionError(SECRET)
-
-
-def expect_internal(call: RecordingCall, caplog: pytest.LogCaptureFixture) -> None:
-    """It was answered in general, and the log says why in full."""
-    assert call.error.code == "INTERNAL"
-    assert call.error.message == "an error of the server; its log says which"
-    assert caplog.text.count(f"ZeroDivisionError: {SECRET}") == 1
-    assert "Traceback" in caplog.text
-    assert [record.levelno for record in caplog.records] == [logging.ERROR]
-
-
 async def test_an_unforeseen_error_in_decoding_is_answered_in_general(
     exchange: Exchange, caplog: pytest.LogCaptureFixture
 ) -> None:
-    call = RecordingCall(asked(exchange, replace(JSON, decode=fail)))
+    call = RecordingCall(asked(exchange, replace(JSON, decode_now=fail)))
     exchange.ask(call, BODY)
     expect_internal(call, caplog)
     assert outcomes(exchange) == {"INTERNAL": 1}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-def hash_strings(strings: Iterable[str]) -> NDArray[np.int64]:
+def hash_strings(strings: Sequence[str]) -> NDArray[np.int64]:
     """The ids [n] that stand for ``strings``: XXH3 (64 bits, seed 0) of their UTF-8.
 
     Two of n strings have one hash with probability n**2 / 2**65, 3e-6 for ten million: such a
@@ -18,6 +18,9 @@ def hash_strings(strings: Iterable[str]) -> NDArray[np.int64]:
     """
     from xxhash import xxh3_64_intdigest  # here, for models without strings to do without it
 
-    # JSON may hold half a surrogate pair, which UTF-8 proper has no bytes for.
-    hashes = [xxh3_64_intdigest(one.encode("utf-8", "surrogatepass")) for one in strings]
+    try:
+        hashes = list(map(xxh3_64_intdigest, map(str.encode, strings)))
+    except UnicodeEncodeError:
+        # JSON may hold half a surrogate pair, which UTF-8 proper has no bytes for.
+        hashes = [xxh3_64_intdigest(one.encode("utf-8", "surrogatepass")) for one in strings]
     return np.array(hashes, np.uint64).view(np.int64)

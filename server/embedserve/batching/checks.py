@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from embedserve.errors import InvalidRequestError
+from embedserve.config import Limits
+from embedserve.errors import InvalidRequestError, RequestTooLargeError
 from embedserve.types import LookupRequest, ModelInfo
 
 QUOTED_CHARACTERS_MAX = 60
@@ -27,6 +28,14 @@ def check_lengths(lengths: np.ndarray, ids: int) -> None:
     total = int(lengths.sum(dtype=np.int64))
     if total != ids:
         raise InvalidRequestError(f"lengths add up to {total}, but there are {ids} ids", "lengths")
+
+
+def check_feature_count(field: str, count: int, limits: Limits) -> None:
+    """Raises RequestTooLargeError for more features than a request may name."""
+    if count > limits.request_features_max:
+        raise RequestTooLargeError(
+            f"{field} names {count} features, {limits.said('request_features_max')}", field
+        )
 
 
 def check_kinds(request: LookupRequest, model: ModelInfo) -> None:

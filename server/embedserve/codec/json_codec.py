@@ -7,7 +7,7 @@ the slow path, and said with field and value.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import compress
 from typing import Any, Literal
 
@@ -15,10 +15,12 @@ import msgspec
 import numpy as np
 import orjson
 
+from embedserve.batching.checks import check_feature_count
 from embedserve.codec.diagnose import diagnose
 from embedserve.codec.float16_digits import fewest_digits
 from embedserve.codec.strings import merge
-from embedserve.errors import EmbedServeError, InvalidRequestError
+from embedserve.config import DEFAULT_LIMITS, Limits
+from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
 from embedserve.types import LookupRequest, LookupResult, ModelInfo
 
 
@@ -34,23 +36,34 @@ class _BodyWithStrings(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     output_dtype: Literal["float32", "float16"] = "float32"
 
 
+NOW_BYTES_MAX = 64 << 10
+"""Of a body that is read on the event loop's thread, in about a millisecond at most."""
+
 _DECODER = msgspec.json.Decoder(_Body)
 _STRING_DECODER = msgspec.json.Decoder(_BodyWithStrings)
 
 
-def decode_request(body: bytes, model: str) -> LookupRequest:
+def decode_now(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
+    """As decode_request, or None where that would take long."""
+    return decode_request(body, model, limits) if len(body) <= NOW_BYTES_MAX else None
+
+
+def decode_request(body: bytes, model: str, limits: Limits = DEFAULT_LIMITS) -> LookupRequest:
     """The request in ``body``, to ``model`` ("" for the default model).
 
     Raises:
         InvalidRequestError: not JSON, or not a batch of jagged ids; names field and value.
+        RequestTooLargeError: it has more than ``limits`` allow, told before it is read.
     """
+    if len(body) > limits.request_values_max:  # else it cannot hold so many
+        _check_cost(body, limits)
     try:
         try:
             parsed: _Body | _BodyWithStrings = _DECODER.decode(body)
         except msgspec.ValidationError:
             # Tried second: what may be a string or an integer takes longer to read.
             parsed = _STRING_DECODER.decode(body)
-        request = _request(parsed, model)
+        request = _request(parsed, model, limits)
     except (msgspec.DecodeError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise _problem(body, error) from error
     if parsed.output_dtype != "float32":
@@ -58,8 +71,25 @@ def decode_request(body: bytes, model: str) -> LookupRequest:
     return request
 
 
-def _request(parsed: _Body | _BodyWithStrings, model: str) -> LookupRequest:
+def _check_cost(body: bytes, limits: Limits) -> None:
+    """Every value but the outermost follows a comma or an opening bracket."""
+    if len(body) > limits.request_text_bytes_max:
+        raise RequestTooLargeError(
+            f"body has {len(body)} bytes of JSON, {limits.said('request_text_bytes_max')}", "body"
+        )
+    octets = np.frombuffer(body, np.uint8)
+    count = sum(int(np.count_nonzero(octets == one)) for one in b",[{")
+    if count > limits.request_values_max:
+        raise RequestTooLargeError(
+            f"body has {count} commas and opening brackets, "
+            f"{limits.said('request_values_max')}; protobuf's packed ids are not so limited",
+            "body",
+        )
+
+
+def _request(parsed: _Body | _BodyWithStrings, model: str, limits: Limits) -> LookupRequest:
     features = tuple(parsed.features)
+    check_feature_count("features", len(features), limits)
     bags: list[Any] = list(parsed.features.values())
     batch_size = _batch_size(bags)
     lengths, values = _flatten(bags, batch_size)
@@ -110,7 +140,7 @@ def _flatten(features: list[Any], batch_size: int) -> tuple[list[int], list[Any]
 
 def _merge_strings(
     features: tuple[str, ...], lengths: list[int], values: list[Any]
-) -> tuple[np.ndarray, frozenset[str], dict[int, str]]:
+) -> tuple[np.ndarray, frozenset[str], Mapping[int, str]]:
     """(ids, the features whose ids are hashes, the strings by hash); TypeError where mixed."""
     integers: list[int] = []
     strings: list[str] = []

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from itertools import compress
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import compress, islice
 
 import numpy as np
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 
-from embedserve.batching.checks import check_lengths
+from embedserve.batching.checks import check_feature_count, check_lengths
 from embedserve.codec.model_description import describe
+from embedserve.codec.protobuf_fields import (
+    I32,
+    LENGTH_DELIMITED,
+    VARINT,
+    VARINT_BYTES_MAX,
+    TooManyFieldsError,
+    count_varints,
+    fields,
+    read_varint,
+    read_varints,
+    tag_of,
+    take_out,
+)
 from embedserve.codec.strings import merge
-from embedserve.errors import EmbedServeError, InvalidRequestError
+from embedserve.config import DEFAULT_LIMITS, Limits
+from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
 from embedserve.types import LookupRequest, LookupResult, ModelInfo
 from embedserve_proto import embedding_pb2
 
@@ -23,45 +36,115 @@ _frombuffer = np.frombuffer
 _FLOAT32, _FLOAT16 = np.dtype("<f4"), np.dtype("<f2")
 VALUES_TAG = b"\x32"
 """EmbedResponse.values: field 6, length-delimited."""
-MODEL_FIELD = embedding_pb2.EmbedRequest.DESCRIPTOR.fields_by_name["model"].number
+_FIELDS = {one.name: one.number for one in embedding_pb2.EmbedRequest.DESCRIPTOR.fields}
+MODEL_TAG = tag_of(_FIELDS["model"], LENGTH_DELIMITED)
 MODEL_FIELDS_MAX = 64
-IDS_TAG, LENGTHS_TAG = b"\x32", 0x3A
-"""EmbedRequest.ids_bytes and lengths_bytes: fields 6 and 7, length-delimited."""
+IDS_TAG, LENGTHS_TAG = (
+    tag_of(_FIELDS[name], LENGTH_DELIMITED) for name in ("ids_bytes", "lengths_bytes")
+)
+NUMBERS = {
+    tag_of(_FIELDS["ids"], LENGTH_DELIMITED): "ids",
+    tag_of(_FIELDS["lengths"], LENGTH_DELIMITED): "lengths",
+    tag_of(_FIELDS["weights"], LENGTH_DELIMITED): "weights",
+    # not packed, each a field of its own: parsers take both
+    tag_of(_FIELDS["ids"], VARINT): "ids",
+    tag_of(_FIELDS["lengths"], VARINT): "lengths",
+    tag_of(_FIELDS["weights"], I32): "weights",
+    IDS_TAG: "ids_bytes",
+    LENGTHS_TAG: "lengths_bytes",
+    tag_of(_FIELDS["weights_bytes"], LENGTH_DELIMITED): "weights_bytes",
+}
+"""Fields of numbers, by tag."""
+DTYPES: dict[str, np.dtype] = {"ids": _INT64, "lengths": _INT32, "weights": _FLOAT32}
+_Numbers = Mapping[str, Sequence[bytes]]
+NOW_FIELDS_MAX = 4096
+NOW_BYTES_MAX = 64 << 10
+"""Of what is read on the event loop's thread, beside numbers given as bytes: a millisecond's."""
 STARTS_MAX = 256
 """Of answers, remembered for a model: one for each size."""
 HEADS_MAX = 16
 HEAD_BYTES_MAX = 4096
-VARINT_BITS_MAX = 70
 ALWAYS_OF_A_RULE = {"id_type": "int64", "unknown": "error"}
 """What an IdRule message has where the rule itself says nothing of it."""
 
 
-def decode_request(body: bytes, model: str = "") -> LookupRequest:
-    """The EmbedRequest in ``body``; a non-empty ``model`` (of the URL) goes before its own.
-
-    Raises:
-        InvalidRequestError: not an EmbedRequest, or not a batch of jagged ids.
-    """
+def decode_now(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
+    """As decode_request, or None where that would take long: of numbers given as bytes it never
+    does."""
     plain = _decode_plain(body, model)
     if plain is not None:
         return plain
     try:
-        message = embedding_pb2.EmbedRequest.FromString(body)
+        numbers, rest = _take_numbers(body, NOW_FIELDS_MAX)
+    except TooManyFieldsError:
+        return None
+    if (
+        len(rest) + sum(len(one) for name in DTYPES for one in numbers.get(name, ()))
+        > NOW_BYTES_MAX
+    ):
+        return None
+    return _request(body, numbers, rest, model, limits)
+
+
+def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS) -> LookupRequest:
+    """The EmbedRequest in ``body``; a non-empty ``model`` (of the URL) goes before its own.
+
+    Raises:
+        InvalidRequestError: not an EmbedRequest, or not a batch of jagged ids.
+        RequestTooLargeError: it has more than ``limits`` allow, told before it is read.
+    """
+    try:
+        numbers, rest = _take_numbers(body, limits.request_values_max)
+    except TooManyFieldsError as error:
+        raise RequestTooLargeError(
+            "body has too many keys, strings and numbers that are not packed: "
+            + limits.said("request_values_max"),
+            "body",
+        ) from error
+    return _request(body, numbers, rest, model, limits)
+
+
+def _take_numbers(body: bytes, fields_max: int) -> tuple[_Numbers, bytes]:
+    """(the numbers in ``body``, by field; the message without them)."""
+    try:
+        return take_out(body, NUMBERS, fields_max)
+    except IndexError as error:
+        raise _malformed("it ends within a field") from error
+    except ValueError as error:
+        raise _malformed(error) from error
+
+
+def _malformed(problem: object) -> InvalidRequestError:
+    return InvalidRequestError(f"body is not an EmbedRequest: {problem}", "body")
+
+
+def _request(
+    body: bytes, numbers: _Numbers, rest: bytes, model: str, limits: Limits
+) -> LookupRequest:
+    if len(rest) > limits.request_text_bytes_max:
+        raise RequestTooLargeError(
+            f"body has {len(rest)} bytes beside its numbers, "
+            + limits.said("request_text_bytes_max"),
+            "body",
+        )
+    try:
+        message = embedding_pb2.EmbedRequest.FromString(rest)
     except DecodeError as error:
-        raise InvalidRequestError(f"body is not an EmbedRequest: {error}", "body") from error
+        raise _malformed(error) from error
+    check_feature_count("keys", len(message.keys), limits)
     features = tuple(message.keys[:])  # a slice is a list, which is read twice as fast
     _check_features(features)
     _heads.remember(body, message.model, features)
-    ids = _array("ids", message.ids, message.ids_bytes, _INT64)
-    lengths = _array("lengths", message.lengths, message.lengths_bytes, _INT32)
+    ids = _array("ids", numbers, 1, limits, "request_ids_max")
+    lengths = _array("lengths", numbers, len(features), limits, "request_examples_max")
     batch_size = _batch_size(features, lengths)
     request = LookupRequest(model or message.model, features, ids, lengths, None, batch_size)
     if message.output_dtype:
         request.output_dtype = _output_dtype(message.output_dtype)
     if message.string_keys or message.string_ids:
         _add_strings(request, message)
-    if message.weights or message.weights_bytes:
-        weights = _array("weights", message.weights, message.weights_bytes, _FLOAT32)
+    weights = _array("weights", numbers, 1, limits, "request_ids_max")
+    if weights.size:
         id_count = request.ids.size
         if weights.size != id_count:
             raise InvalidRequestError(
@@ -78,42 +161,13 @@ def model_of(body: bytes) -> str:
     Serializers write fields in their order, so that the model comes first. Of a body that is not
     so, MODEL_FIELDS_MAX fields are looked at.
     """
-    position = 0
     try:
-        for _ in range(MODEL_FIELDS_MAX):
-            tag, position = _read_varint(body, position)
-            wire_type = tag & 7
-            if wire_type == 2:
-                length, position = _read_varint(body, position)
-                if tag >> 3 == MODEL_FIELD:
-                    return body[position : position + length].decode(errors="replace")
-                position += length
-            elif wire_type == 0:
-                _, position = _read_varint(body, position)
-            elif wire_type in (1, 5):
-                position += 8 if wire_type == 1 else 4
-            else:
-                break
-    except IndexError:
+        for tag, _, start, end in islice(fields(body), MODEL_FIELDS_MAX):
+            if tag == MODEL_TAG:
+                return body[start:end].decode(errors="replace")
+    except (IndexError, ValueError):
         pass
     return ""
-
-
-def _read_varint(body: bytes, position: int) -> tuple[int, int]:
-    """(value, where it ends) of the varint at ``position``. Raises IndexError past the end."""
-    first = body[position]
-    if first < 0x80:
-        return first, position + 1
-    second = body[position + 1]
-    if second < 0x80:
-        return first & 0x7F | second << 7, position + 2
-    value = first & 0x7F | (second & 0x7F) << 7
-    for shift in range(14, VARINT_BITS_MAX, 7):
-        byte = body[position + shift // 7]
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position + shift // 7 + 1
-    return value, position + VARINT_BITS_MAX // 7
 
 
 def _output_dtype(value: int) -> str:
@@ -140,7 +194,8 @@ class _Heads:
         known to: a message with more fields than a plain one begins like it."""
         if any(body.startswith(head) for head, _, _ in self.known):
             return
-        head = embedding_pb2.EmbedRequest(model=model, keys=features).SerializeToString() + IDS_TAG
+        message = embedding_pb2.EmbedRequest(model=model, keys=features)
+        head = message.SerializeToString() + bytes([IDS_TAG])
         if len(head) <= HEAD_BYTES_MAX and body.startswith(head):
             self.known.insert(0, (head, model, features))
             del self.known[HEADS_MAX:]
@@ -156,11 +211,11 @@ def _decode_plain(body: bytes, model: str) -> LookupRequest | None:
         if not body.startswith(head):
             continue
         try:
-            size, start = _read_varint(body, len(head))
+            size, start = read_varint(body, len(head))
             middle = start + size
             if body[middle] != LENGTHS_TAG:
                 return None
-            size, end = _read_varint(body, middle + 1)
+            size, end = read_varint(body, middle + 1)
             if end + size != len(body):
                 return None
             ids = _frombuffer(body[start:middle], _INT64)
@@ -219,13 +274,31 @@ def _add_strings(request: LookupRequest, message: embedding_pb2.EmbedRequest) ->
     request.string_features = string_keys
 
 
-def _array(field: str, packed: Any, raw: bytes, dtype: np.dtype) -> np.ndarray:
-    """A field given as ``packed`` values or, as FIELD_bytes, ``raw``: little-endian."""
-    if not raw:
-        return np.array(packed[:], dtype)
-    if packed:
-        raise InvalidRequestError(f"{field} and {field}_bytes are both given: send one", field)
-    return _from_bytes(field, raw, dtype)
+def _array(field: str, numbers: _Numbers, per_limit: int, limits: Limits, limit: str) -> np.ndarray:
+    """A field given as numbers, packed or one by one, or, as FIELD_bytes, little-endian.
+
+    Raises:
+        RequestTooLargeError: over ``per_limit`` times ``limit`` of packed integers. Those given as
+            bytes cost nothing here, and are counted as the request is admitted.
+    """
+    packed = b"".join(numbers.get(field, ()))
+    raw = numbers.get(f"{field}_bytes", (b"",))[-1]
+    dtype = DTYPES[field]
+    if raw:
+        if packed:
+            raise InvalidRequestError(f"{field} and {field}_bytes are both given: send one", field)
+        return _from_bytes(field, raw, dtype)
+    if dtype is _FLOAT32:
+        return _from_bytes(field, packed, dtype)
+    count_max = per_limit * getattr(limits, limit)
+    if len(packed) > VARINT_BYTES_MAX * count_max or count_varints(packed) > count_max:
+        raise RequestTooLargeError(
+            f"{field} has over {count_max} numbers: {limits.said(limit)}", field
+        )
+    try:
+        return read_varints(packed).astype(dtype, copy=False)
+    except ValueError as error:
+        raise InvalidRequestError(f"{field} is not packed integers: {error}", field) from error
 
 
 def _from_bytes(field: str, raw: bytes, dtype: np.dtype) -> np.ndarray:

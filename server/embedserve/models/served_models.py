@@ -58,6 +58,7 @@ class ServedModels:
         model, limits = batcher.model, self.limits
         if (
             request.batch_size > limits.request_examples_max
+            or request.ids.size > limits.request_ids_max
             or model.answer_bytes(request) > limits.request_output_bytes_max
         ):
             self._refuse_size(request, model)
@@ -121,8 +122,14 @@ class ServedModels:
         limits = self.limits
         if request.batch_size > limits.request_examples_max:
             raise RequestTooLargeError(
-                f"features: the batch has {request.batch_size} examples, the limit is "
-                f"{limits.request_examples_max}",
+                f"features: the batch has {request.batch_size} examples, "
+                + limits.said("request_examples_max"),
+                "features",
+            )
+        if request.ids.size > limits.request_ids_max:
+            raise RequestTooLargeError(
+                f"features: the batch has {request.ids.size} ids, "
+                + limits.said("request_ids_max"),
                 "features",
             )
         asked = (
@@ -132,6 +139,6 @@ class ServedModels:
         )
         raise RequestTooLargeError(
             f"features: the answer to {asked} {model.answer_bytes(request)} bytes, "
-            f"the limit is {limits.request_output_bytes_max}",
+            + limits.said("request_output_bytes_max"),
             "features",
         )

@@ -109,7 +109,7 @@ def timeout_s(value: bytes) -> float:
 
 def too_large(nbytes: object, limit: int) -> str:
     """What is said of a body of ``nbytes``."""
-    return f"body has {nbytes} bytes, the limit is {limit}"
+    return f"body has {nbytes} bytes, the limit is {limit} (--body-bytes-max)"
 
 
 def headers_too_large(count: int, of: str, limit: int) -> HeadersTooLargeError:

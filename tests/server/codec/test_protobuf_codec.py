@@ -20,6 +20,7 @@ from embedserve.codec.protobuf_codec import (
     encode_parts,
     model_message,
 )
+from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, OverloadedError
 from embedserve.types import LookupResult
 from embedserve_proto import embedding_pb2 as pb
@@ -155,7 +156,7 @@ def test_a_key_named_twice_among_very_many_is_found() -> None:
     keys = [f"feature_{i}" for i in range(100_000)]
     body = pb.EmbedRequest(keys=[*keys, keys[-1]], lengths=[0]).SerializeToString()
     with pytest.raises(InvalidRequestError, match="'feature_99999' twice"):
-        decode_request(body)
+        decode_request(body, "", Limits(request_features_max=200_000))
 
 
 @given(body=st.binary(max_size=80))

@@ -81,8 +81,8 @@ async def test_a_chunked_body_is_one_body(live: Live) -> None:
 @pytest.mark.parametrize(
     ("is_chunked", "message"),
     [
-        (False, r"body has 400000 bytes, the limit is 100000"),
-        (True, r"body has at least 1\d{5} bytes, the limit is 100000"),
+        (False, r"body has 400000 bytes, the limit is 100000 \(--body-bytes-max\)"),
+        (True, r"body has at least 1\d{5} bytes, the limit is 100000 \(--body-bytes-max\)"),
     ],
 )
 async def test_an_oversized_body_is_refused_and_the_server_goes_on(

@@ -152,7 +152,7 @@ class Deframer:
     def _too_large(self, size: int | str) -> WireError:
         return WireError(
             "RESOURCE_EXHAUSTED",
-            f"the message has {size} bytes, the limit is {self._bytes_max}",
+            f"the message has {size} bytes, the limit is {self._bytes_max} (--body-bytes-max)",
         )
 
     def _decompressed(self, message: bytes) -> bytes:

@@ -1,0 +1,128 @@
+"""A protobuf message by its bytes: where its fields lie, and packed numbers as arrays.
+
+Numbers never become Python objects, and what does is counted before it is made. The encoding is
+that of protobuf.dev, "Encoding".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+VARINT, I64, LENGTH_DELIMITED, I32 = 0, 1, 2, 5
+"""Wire types."""
+VARINT_BYTES_MAX = 10
+_VARINT_BITS_MAX = 70
+
+
+def tag_of(field: int, wire_type: int) -> int:
+    return field << 3 | wire_type
+
+
+def read_varint(body: bytes, position: int) -> tuple[int, int]:
+    """(value, where it ends) of the varint at ``position``. Raises IndexError past the end."""
+    first = body[position]
+    if first < 0x80:
+        return first, position + 1
+    second = body[position + 1]
+    if second < 0x80:
+        return first & 0x7F | second << 7, position + 2
+    value = first & 0x7F | (second & 0x7F) << 7
+    for shift in range(14, _VARINT_BITS_MAX, 7):
+        byte = body[position + shift // 7]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position + shift // 7 + 1
+    return value, position + VARINT_BYTES_MAX
+
+
+def fields(body: bytes) -> Iterator[tuple[int, int, int, int]]:
+    """(tag, where the field begins, where its value begins, where that ends) of each field.
+
+    Raises:
+        IndexError: ``body`` ends within a field.
+        ValueError: a field has no such wire type; groups, which nobody sends, are none.
+    """
+    position, size = 0, len(body)
+    while position < size:
+        tag, start = body[position], position + 1
+        if tag >= 0x80:
+            tag, start = read_varint(body, position)
+        wire_type = tag & 7
+        if wire_type == LENGTH_DELIMITED:
+            length, start = body[start], start + 1
+            if length >= 0x80:
+                length, start = read_varint(body, start - 1)
+            end = start + length
+        elif wire_type == VARINT:
+            _, end = read_varint(body, start)
+        elif wire_type in (I32, I64):
+            end = start + (4 if wire_type == I32 else 8)
+        else:
+            raise ValueError(f"a field has the wire type {wire_type}")
+        if end > size:
+            raise IndexError("it ends within a field")
+        yield tag, position, start, end
+        position = end
+
+
+class TooManyFieldsError(Exception):
+    """A message has more fields than it may."""
+
+
+def take_out(
+    body: bytes, names: Mapping[int, str], fields_max: int
+) -> tuple[dict[str, list[bytes]], bytes]:
+    """(the values of the fields whose tags have ``names``, by name and in order; the message
+    without them).
+
+    Raises:
+        TooManyFieldsError: there are more than ``fields_max`` fields, taken out or not.
+        IndexError, ValueError: as ``fields``.
+    """
+    taken: dict[str, list[bytes]] = {}
+    rest, rest_start = [], 0
+    for before, (tag, position, start, end) in enumerate(fields(body)):
+        if before >= fields_max:
+            raise TooManyFieldsError
+        name = names.get(tag)
+        if name is not None:
+            taken.setdefault(name, []).append(body[start:end])
+            if position > rest_start:
+                rest.append(body[rest_start:position])
+            rest_start = end
+    rest.append(body[rest_start:])
+    return taken, b"".join(rest)
+
+
+def count_varints(packed: bytes) -> int:
+    return int(np.count_nonzero(np.frombuffer(packed, np.uint8) < 0x80))
+
+
+def read_varints(packed: bytes) -> np.ndarray:
+    """int64 [n], the varints that ``packed`` is made of; higher bits are dropped.
+
+    Raises:
+        ValueError: it ends within one, or one is too long.
+    """
+    octets = np.frombuffer(packed, np.uint8)
+    lasts = np.flatnonzero(octets < 0x80)
+    if not lasts.size and not octets.size:
+        return np.zeros(0, np.int64)
+    if not lasts.size or lasts[-1] != octets.size - 1:
+        raise ValueError("packed numbers end within one")
+    if lasts.size == octets.size:
+        return octets.astype(np.int64)
+    firsts = np.empty_like(lasts)
+    firsts[0] = 0
+    np.add(lasts[:-1], 1, out=firsts[1:])
+    values = (octets[firsts] & 0x7F).astype(np.uint64)
+    longer, at = np.flatnonzero(lasts > firsts), firsts
+    for shift in range(7, _VARINT_BITS_MAX, 7):
+        at = firsts[longer] + shift // 7
+        values[longer] |= (octets[at] & np.uint8(0x7F)).astype(np.uint64) << np.uint64(shift)
+        longer = longer[lasts[longer] > at]
+        if not longer.size:
+            return values.view(np.int64)
+    raise ValueError(f"a number has over {VARINT_BYTES_MAX} bytes")
