@@ -15,6 +15,7 @@ from typing import Any
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest
+from embedserve_store.format.regular_file import stat_regular
 from embedserve_store.format.seal import check_seal, check_sha256
 from embedserve_store.format.table_spec import NAME_PATTERN
 from embedserve_store.format.tables_file import TablesFile
@@ -113,7 +114,7 @@ def _check_files(path: Path, manifest: Manifest) -> None:
 
 def _read(path: Path) -> bytes:
     try:
-        size = path.stat().st_size
+        size = stat_regular(path).st_size
         if size > SMALL_FILE_BYTES_MAX:
             raise StoreError(f"{path}: {size} bytes, the limit is {SMALL_FILE_BYTES_MAX}")
         return path.read_bytes()

@@ -46,9 +46,13 @@ class Limits:
     batch_output_bytes_max: int = limit(8 * MIB, "Bytes of such a batch's float32 values.")
     queue_examples_max: int = limit(131_072, "Examples waiting before requests are refused.")
     queue_ids_max: int = limit(16_777_216, "Ids waiting before requests are refused.")
-    unread_bytes_max: int = limit(
+    connections_max: int = limit(
+        16_384, "Open connections of a process; past it new ones are closed."
+    )
+    connection_bytes_max: int = limit(
         1024 * MIB,
-        "Bytes of answers that clients have not read, in all; past it those with most are cut.",
+        "Bytes that the connections of a process hold, in all: requests that have not come whole, "
+        "and answers that clients have not read; past it those with most are cut.",
     )
     delay_ms_max: float = limit(
         0.0, "How long a lone request waits for company, for GPUs; 0: it does not."
@@ -108,6 +112,12 @@ class ServeSettings:
         "Processes that share the ports and the tables, one for each core to serve from.",
         min=1,
         max=256,
+    )
+    worker_hang_s: float = setting(
+        10.0,
+        "Seconds without a sign of life after which one of several workers is replaced; 0: never.",
+        min=0,
+        max=3600,
     )
     tables: str = setting(
         "mapped",

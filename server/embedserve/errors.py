@@ -66,7 +66,7 @@ class DeadlineExceededError(EmbedServeError):
 
 
 class NotReadyError(EmbedServeError):
-    """Draining before the stop."""
+    """Draining before the stop, or damaged."""
 
     code = "UNAVAILABLE"
     http_status = 503

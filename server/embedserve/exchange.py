@@ -26,6 +26,7 @@ from embedserve.errors import (
     OverloadedError,
 )
 from embedserve.metrics.metrics import Metrics, ProtocolMetrics
+from embedserve.metrics.quiet_log import QuietLog
 from embedserve.models.served_models import ServedModels
 from embedserve.types import LookupRequest, LookupResult
 
@@ -104,19 +105,19 @@ class Call(Caller):
 
     def refuse(self, error: EmbedServeError) -> None:
         self.is_waiting = False
-        self.asked.metrics.failed(error.code, perf_counter() - self.start_s)
+        self.asked.metrics.refused(error.code, error.message, perf_counter() - self.start_s)
         self.write_error(error)
 
     def fail(self) -> None:
         """Refuses for the error that is being handled, which nobody foresaw."""
-        logger.exception("a request failed")
+        self.asked.metrics.log.say(logging.ERROR, "a request failed", with_traceback=True)
         self.refuse(EngineError(INTERNAL))
 
     def cancel(self) -> None:
         """The client went away: its request leaves the queue, and nothing is written."""
         if self.is_waiting:
             self.go_away()
-            self.asked.metrics.failed("CANCELLED", perf_counter() - self.start_s)
+            self.asked.metrics.cancelled(perf_counter() - self.start_s)
 
 
 class Writer(Protocol):
@@ -139,6 +140,7 @@ class Exchange:
         self.limits = models.limits
         self._decoder = ThreadPoolExecutor(1, thread_name_prefix="decode")
         self._decoding_bytes = 0
+        self._log = QuietLog(logger)
         self._unflushed: list[Writer] = []
         self._on_room: list[Callable[[], None]] = []
         models.call_back(self.flush, self._has_room)
@@ -215,7 +217,7 @@ class Exchange:
                 writer.flush()
             except Exception:
                 # The others' answers go out all the same.
-                logger.exception("an answer could not be written")
+                self._log.say(logging.ERROR, "an answer could not be written", with_traceback=True)
 
     def when_room(self, callback: Callable[[], None]) -> None:
         """Has ``callback`` called whenever a queue that was full takes requests again."""

@@ -34,7 +34,7 @@ def families_with_samples() -> list[Metric]:
     """Of a server that answered and refused requests to a model of every id rule."""
     metrics = Metrics([ruled_info()])
     metrics.protocols["rest"].answered(0.001, 100)
-    metrics.protocols["grpc"].failed("INTERNAL", 0.001)
+    metrics.protocols["grpc"].refused("INTERNAL", "why", 0.001)
     return list(metrics.registry().collect())
 
 

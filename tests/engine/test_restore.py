@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -305,6 +306,22 @@ def test_wrong_rows_never_become_ready(published: Publish) -> None:
     wrong = dataclasses.replace(goldens, stored_answers=goldens.stored_answers * 1.01)
     with pytest.raises(StoreError, match="'history@movie' are not the published ones"):
         restore(_with_goldens(version, wrong))
+
+
+def test_rows_that_are_written_over_are_found(published: Publish) -> None:
+    version = published()
+    engine = restore(version)
+    engine.check()
+    path = version.path / "tables.safetensors"
+    state = path.stat()
+    with path.open("r+b") as file:
+        file.seek(state.st_size // 2)
+        file.write(bytes(state.st_size - file.tell()))
+    with pytest.raises(StoreError, match="changed in place since it was opened"):
+        engine.check()
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    with pytest.raises(StoreError, match="goldens are answered otherwise now"):
+        engine.check()
 
 
 def _with_goldens(version: ModelVersion, goldens: Goldens) -> ModelVersion:

@@ -32,7 +32,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Serves until the last of these tests has ended."""
-    with running(store, tmp_path_factory.mktemp("server") / "log") as server:
+    limits = ("--request-values-max", 1_000_000)  # JSON of megabytes
+    with running(store, tmp_path_factory.mktemp("server") / "log", *limits) as server:
         yield server
 
 

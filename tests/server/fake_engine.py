@@ -46,6 +46,7 @@ class FakeEngine:
         tables: rows by table name.
         delay_s: how long a lookup takes.
         failure: what a lookup raises, if anything.
+        damage: what a check raises, if anything.
         lookups: all batches so far.
     """
 
@@ -60,6 +61,7 @@ class FakeEngine:
         }
         self.delay_s = 0.0
         self.failure: Exception | None = None
+        self.damage: Exception | None = None
         self.lookups: list[Lookup] = []
         self._uses = [
             (table, feature) for table in self.model.tables for feature in table.feature_names
@@ -99,6 +101,11 @@ class FakeEngine:
             else:
                 blocks += [self.tables[table.name][ids[s]] for s in slices]
         return np.ascontiguousarray(np.concatenate(blocks, axis=1 if self.model.is_pooled else 0))
+
+    def check(self) -> None:
+        """Raises ``damage``, if it was set."""
+        if self.damage is not None:
+            raise self.damage
 
     def to_float16(self, values: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore"):

@@ -1,14 +1,17 @@
 """A supervised server over the fake engine, for the tests of worker.
 
-Its arguments are WORKERS DRAIN_S LOOKUP_S FILE. Prints its ports when ready; a worker that starts
-says so. While FILE exists workers fail, with what it says.
+Its arguments are WORKERS DRAIN_S LOOKUP_S HANG_S FILE. Prints its ports when ready; a worker that
+starts says so, and one that gets SIGUSR1 hangs. While FILE exists workers fail, with what it says.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import signal
 import socket
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,6 +34,7 @@ def serve(
 
     from embedserve.processes import worker
 
+    signal.signal(signal.SIGUSR1, hang_here)
     engine = FakeEngine()
     engine.delay_s = lookup_s
     with ThreadPoolExecutor(1) as executor:
@@ -40,11 +44,16 @@ def serve(
             print("ready", ports.http, ports.grpc, flush=True)
 
         if worker.wait_to_go(channel):
-            uvloop.run(worker.run_worker(exchange, settings, ports, channel, announce))
+            uvloop.run(worker.run_worker(exchange, settings, ports, slot, channel, announce))
 
 
-def main(workers: int, drain_s: float, lookup_s: float, failure: Path) -> None:
+def hang_here(*args: object) -> None:
+    time.sleep(1000)
+
+
+def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: Path) -> None:
     logging.basicConfig(level=logging.INFO)
+    faulthandler.enable()
     settings = ServeSettings(store="", drain_s=drain_s, workers=workers)
     ports = claim_ports("127.0.0.1", 0, 0).share()
     slots = Slots(workers, cells_per_worker([FEATURES]))
@@ -60,7 +69,7 @@ def main(workers: int, drain_s: float, lookup_s: float, failure: Path) -> None:
         return 0
 
     try:
-        Supervisor(run_worker, slots, drain_s).run()
+        Supervisor(run_worker, slots, drain_s, hang_s, lambda: "tables are cut off").run()
     except WorkerFailedError as error:
         sys.exit(f"failed: {error}")
     heavy = [name for name in ("torch", "grpc", "uvloop") if name in sys.modules]
@@ -68,4 +77,5 @@ def main(workers: int, drain_s: float, lookup_s: float, failure: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4]))
+    drain_s, lookup_s, hang_s = map(float, sys.argv[2:5])
+    main(int(sys.argv[1]), drain_s, lookup_s, hang_s, Path(sys.argv[5]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -229,6 +230,36 @@ def test_a_manifest_larger_than_any(version: ModelVersion) -> None:
         file.truncate(1 << 30)
     with pytest.raises(StoreError, match=r"manifest\.json: 1073741824 bytes, the limit is"):
         reload(version)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "plan.json", "tables.safetensors"])
+def test_a_named_pipe_is_not_waited_for(version: ModelVersion, name: str) -> None:
+    (version.path / name).unlink()
+    os.mkfifo(version.path / name)
+    with pytest.raises(StoreError, match=rf"{name}: is no regular file"):
+        reload(version)
+
+
+def test_a_tables_file_that_was_changed_in_place_is_told(version: ModelVersion) -> None:
+    tables = ModelStore(version.path.parent.parent).load("m").tables
+    tables.check_unchanged()
+    path = version.path / "tables.safetensors"
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.truncate(size - 4096)
+    message = rf"tables\.safetensors: changed in place .* {size - 4096} bytes, {size} were opened"
+    with pytest.raises(StoreError, match=message):
+        tables.check_unchanged()
+
+
+def test_another_tables_file_of_the_same_name_changes_nothing(version: ModelVersion) -> None:
+    tables = ModelStore(version.path.parent.parent).load("m").tables
+    path = version.path / "tables.safetensors"
+    shutil.copy(path, path.with_suffix(".new"))
+    path.with_suffix(".new").rename(path)
+    tables.check_unchanged()
+    path.unlink()
+    tables.check_unchanged()
 
 
 def test_a_store_moved_elsewhere_loads(version: ModelVersion, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.errors import StoreError
+from embedserve_store.format.regular_file import stat_regular
 
 PAGE_BYTES = 4096
 HEADER_BYTES_MAX = 100 << 20
@@ -47,6 +48,7 @@ def map_tensors(path: Path, expected: Tensors, *, few_reads: bool = False) -> ND
         StoreError: missing, truncated, or its header is not that of ``expected``.
     """
     try:
+        stat_regular(path)
         with open(path, "rb") as file:
             return _map(file, path, expected, few_reads)
     except OSError as error:

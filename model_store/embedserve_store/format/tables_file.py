@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from embedserve_store.errors import StoreError
 from embedserve_store.format.safetensors_file import encode_header, map_tensors
 from embedserve_store.format.table_spec import TableSpec
 
@@ -56,6 +57,24 @@ def _entries(tables: tuple[TableSpec, ...]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class FileState:
+    """What changes when a file is written to."""
+
+    inode: tuple[int, int]
+    nbytes: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState | None:
+        """Of the file at ``path``; None where there is none."""
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        return cls((found.st_dev, found.st_ino), found.st_size, found.st_mtime_ns)
+
+
+@dataclass(frozen=True)
 class TablesFile:
     """A mapped tables.safetensors whose header says what the manifest says."""
 
@@ -65,6 +84,8 @@ class TablesFile:
     offsets: Mapping[str, int]
     """Where each table begins in ``data``."""
     tables: Mapping[str, TableSpec]
+    opened: FileState | None = None
+    """The file as it was when it was mapped; None once the rows are read from elsewhere."""
 
     @classmethod
     def open(
@@ -85,7 +106,23 @@ class TablesFile:
             data=map_tensors(path, entries, few_reads=few_reads),
             offsets={name: entry["data_offsets"][0] for name, entry in entries.items()},
             tables={table.name: table for table in tables},
+            opened=FileState.of(path),
         )
+
+    def check_unchanged(self) -> None:
+        """Raises StoreError where the mapped file was changed in place.
+
+        What was cut off ends a process that reads it, with SIGBUS; what was written over is
+        served. Another file of the same name changes nothing.
+        """
+        now = FileState.of(self.path)
+        if self.opened is None or now is None or now.inode != self.opened.inode:
+            return
+        if now != self.opened:
+            raise StoreError(
+                f"{self.path}: changed in place since it was opened: it has {now.nbytes} bytes, "
+                f"{self.opened.nbytes} were opened"
+            )
 
     def rows(self, name: str) -> NDArray[np.uint8]:
         """A table's stored rows [num_embeddings, row_bytes], a view of the mapping."""

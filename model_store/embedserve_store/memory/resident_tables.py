@@ -47,7 +47,7 @@ def make_resident(version: ModelVersion, progress: Progress | None = None) -> Mo
     Raises:
         StoreError: the tables can no longer be read.
     """
-    tables = replace(version.tables, data=_copied(version.tables, progress))
+    tables = replace(version.tables, data=_copied(version.tables, progress), opened=None)
     return replace(version, tables=tables)
 
 

@@ -107,7 +107,8 @@ def management_app(exchange: Exchange) -> FastAPI:
 
     @app.get("/health/ready", tags=["health"])
     async def ready() -> Health:
-        """All models are loaded, checked and warm; 503 while draining before the stop."""
+        """All models are loaded, checked and warm; 503 while draining before the stop, and where
+        a model's files were changed under the server."""
         served.check_ready()
         return Health(status="ready")
 
@@ -144,7 +145,8 @@ def _add_error_shape(app: FastAPI) -> None:
     """Every error of every route has the JSON shape of the embed routes."""
 
     def answer(error: EmbedServeError, status: int) -> Response:
-        return Response(encode_error(error), status, media_type="application/json")
+        headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s else None
+        return Response(encode_error(error), status, headers, media_type="application/json")
 
     async def of_ours(request: Request, error: Exception) -> Response:
         assert isinstance(error, EmbedServeError)

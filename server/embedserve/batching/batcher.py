@@ -30,7 +30,9 @@ from embedserve.errors import (
     OverloadedError,
 )
 from embedserve.metrics.metrics import ModelMetrics
+from embedserve.metrics.quiet_log import QuietLog
 from embedserve.types import Batch, LookupRequest, LookupResult, ModelInfo
+from embedserve_store.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,8 @@ class LookupEngine(Protocol):
     ) -> np.ndarray: ...
 
     def to_float16(self, values: np.ndarray) -> np.ndarray: ...
+
+    def check(self) -> None: ...
 
 
 def _do_nothing() -> None:
@@ -93,6 +97,7 @@ class Batcher:
         self._limits = limits
         self._metrics = metrics
         self._executor = executor
+        self._log = QuietLog(logger)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queue: deque[Caller] = deque()
         self._queued_ids = 0
@@ -152,6 +157,17 @@ class Batcher:
         """
         if not self.is_open:
             raise OverloadedError(self._full)
+
+    async def find_damage(self) -> str:
+        """What has become of the rows since the start, in a thread beside the batches; "" if
+        nothing has."""
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._executor, self._engine.check)
+        except StoreError as error:
+            self._metrics.is_damaged = True
+            return str(error)
+        return ""
 
     def _refuse(self, request: LookupRequest) -> NoReturn:
         """Says that there is no room for ``request``, and none from now on for any other."""
@@ -215,7 +231,7 @@ class Batcher:
         try:
             callers, batch = self._join(callers)
         except Exception:
-            logger.exception("joining %d requests to %r failed", len(callers), self.model.name)
+            self._say_failed(f"joining {len(callers)} requests")
             self._fail(callers, EngineError(FAILED))
         else:
             if batch is None:
@@ -341,12 +357,7 @@ class Batcher:
             values = self._engine.lookup(batch.ids, batch.lengths, batch.weights)
             values = in_request_order(values, batch, self.model)
         except Exception:
-            logger.exception(
-                "lookup of %d ids in %d examples of %r failed",
-                batch.ids.size,
-                batch.batch_size,
-                self.model.name,
-            )
+            self._say_failed(f"lookup of {batch.ids.size} ids in {batch.batch_size} examples")
             values = EngineError(FAILED)
         return values, perf_counter() - start
 
@@ -363,7 +374,7 @@ class Batcher:
         try:
             results = self._split(callers, batch, pieces)
         except Exception:
-            logger.exception("splitting the batch of %d requests failed", len(callers))
+            self._say_failed(f"splitting the batch of {len(callers)} requests")
             self._fail(callers, EngineError(FAILED))
             return
         for caller, result in zip(callers, results, strict=True):
@@ -383,6 +394,10 @@ class Batcher:
     def _round(self, result: LookupResult) -> None:
         result.values = self._engine.to_float16(result.values)
         result.more = [self._engine.to_float16(piece) for piece in result.more]
+
+    def _say_failed(self, what: str) -> None:
+        kind = f"lookups of {self.model.name!r} fail"
+        self._log.say(logging.ERROR, kind, what, with_traceback=True)
 
     def _fail(self, callers: Sequence[Caller], error: EmbedServeError) -> None:
         for caller in callers:

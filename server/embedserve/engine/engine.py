@@ -6,11 +6,14 @@ torch begins and ends here. It trusts its input: the batch has been validated.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from embedserve.engine.script import Lookup
 from embedserve.engine.sharded import main_device
+from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.goldens.hand_pooling import row_numbers
 from embedserve_store.goldens.parity import check_answers
@@ -20,6 +23,16 @@ from embedserve_store.plans.plan import Plan
 
 WARM_UP_CALLS = 4
 """TorchScript profiles its first two calls of a lookup, at 100 to 150 ms each."""
+
+
+@dataclass(frozen=True)
+class _Golden:
+    """The version's goldens as a lookup, and what it answered."""
+
+    numbers: np.ndarray
+    lengths: np.ndarray
+    weights: np.ndarray | None
+    answer: np.ndarray
 
 
 class Engine:
@@ -53,6 +66,7 @@ class Engine:
         self._lookup = lookup
         self._weighted_lookup = weighted_lookup
         self._device = main_device(device_type)
+        self._golden: _Golden | None = None
         self._means = [c for c in self.manifest.columns if c.table.pooling == "mean"]
 
     def lookup(
@@ -116,3 +130,21 @@ class Engine:
             answers = [self.lookup(numbers, lengths, weights) for weights in all_weights]
         golden = answers[0 if bags.weights is None else 1]
         check_answers(golden, goldens, numbers, self.manifest, version.tables, str(version.path))
+        self._golden = _Golden(numbers, lengths, bags.weights, golden)
+
+    def check(self) -> None:
+        """Sees whether what is served is still what it was when it was warmed up.
+
+        Raises:
+            StoreError: the file of the rows was changed, or an answer is another one.
+        """
+        self._version.tables.check_unchanged()
+        golden = self._golden
+        if golden is None:
+            return
+        answer = self.lookup(golden.numbers, golden.lengths, golden.weights)
+        if not np.array_equal(answer, golden.answer, equal_nan=True):
+            raise StoreError(
+                f"{self._version.path}: rows have changed since the start: its goldens are "
+                "answered otherwise now"
+            )

@@ -7,6 +7,7 @@ append, not a lock and a search. What is read is the sum over all workers.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -29,8 +30,11 @@ from embedserve.metrics.histogram import (
     histogram_cells,
 )
 from embedserve.metrics.process import PROCESS_CELLS, ProcessMetrics
+from embedserve.metrics.quiet_log import QuietLog
 from embedserve.metrics.slots import Slot, lone_slot
 from embedserve.types import ModelInfo
+
+logger = logging.getLogger(__name__)
 
 _ERRORS: list[type[EmbedServeError]] = [EmbedServeError, *EmbedServeError.__subclasses__()]
 OUTCOMES = ("OK", "CANCELLED", *sorted({error.code for error in _ERRORS}))
@@ -42,14 +46,16 @@ PROTOCOL_CELLS = len(OUTCOMES) + 1 + histogram_cells(SECONDS_BUCKETS)
 
 
 class ProtocolMetrics:
-    """What one protocol (rest or grpc) answered.
+    """What one protocol (rest or grpc) answered, and refused.
 
     Attributes:
         outcomes, response_bytes: of this process alone.
+        log: what is said of requests that failed.
     """
 
     def __init__(self, slot: Slot | None = None) -> None:
         slot = slot or lone_slot(PROTOCOL_CELLS)
+        self.log = QuietLog(logger)
         self.outcomes: Counter[str] = Counter()
         self.response_bytes = 0
         self._cells = slot.take(len(OUTCOMES) + 1)
@@ -61,9 +67,15 @@ class ProtocolMetrics:
         self.seconds.observe(seconds)
         self.response_bytes += response_bytes
 
-    def failed(self, code: str, seconds: float) -> None:
-        """``code`` is an EmbedServeError's, or CANCELLED for a client that went away."""
+    def refused(self, code: str, message: str, seconds: float) -> None:
+        """``code`` and ``message`` are an EmbedServeError's."""
         self.outcomes[code] += 1
+        self.seconds.observe(seconds)
+        self.log.say(logging.INFO, f"refused with {code}", message)
+
+    def cancelled(self, seconds: float) -> None:
+        """Its client went away."""
+        self.outcomes["CANCELLED"] += 1
         self.seconds.observe(seconds)
 
     def flush(self) -> None:
@@ -80,7 +92,7 @@ class ProtocolMetrics:
 
 def model_cells(features: int) -> int:
     buckets = (SECONDS_BUCKETS, COUNT_BUCKETS, COUNT_BUCKETS, LOOKUP_SECONDS_BUCKETS)
-    return 2 + features + sum(map(histogram_cells, buckets))
+    return 3 + features + sum(map(histogram_cells, buckets))
 
 
 class ModelMetrics:
@@ -88,6 +100,7 @@ class ModelMetrics:
 
     Attributes:
         queued_requests, queued_examples: that wait in this process.
+        is_damaged: its files were changed under the server.
         unknown_ids: int64 [F], counted by this process.
     """
 
@@ -97,8 +110,10 @@ class ModelMetrics:
         self.model = model
         self.queued_requests = 0
         self.queued_examples = 0
+        self.is_damaged = False
         self.unknown_ids = np.zeros(features, np.int64)
         self._queued = slot.take(2)
+        self._damaged = slot.take(1)
         self._unknown = slot.take(features)
         self._unknown_before = self._unknown.own.copy()
         self.wait_seconds = Histogram(SECONDS_BUCKETS, slot)
@@ -108,6 +123,7 @@ class ModelMetrics:
 
     def flush(self) -> None:
         self._queued.own[:] = self.queued_requests, self.queued_examples
+        self._damaged.own[:] = self.is_damaged
         self._unknown.own[:] = self._unknown_before + self.unknown_ids
         for one in (self.wait_seconds, self.batch_examples, self.batch_ids, self.lookup_seconds):
             one.flush()
@@ -116,6 +132,10 @@ class ModelMetrics:
         """[requests, examples] that wait in all workers that are ready."""
         queued: list[float] = self._queued.of_ready().sum(axis=0).tolist()
         return queued
+
+    def is_damaged_anywhere(self) -> bool:
+        """Whether any worker that is ready has found so."""
+        return bool(self._damaged.of_ready().any())
 
     def total_unknown_ids(self) -> list[float]:
         """[F] of all workers."""
@@ -190,6 +210,11 @@ class Metrics(Collector):
             "Processes of this server that ended and were replaced.",
             self._slot.restarts(),
         )
+        yield CounterMetricFamily(
+            "embedserve_worker_hangs",
+            "Processes of this server that showed no sign of life and were ended.",
+            self._slot.hangs(),
+        )
 
     def _collect_protocols(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(
@@ -227,6 +252,11 @@ class Metrics(Collector):
             "embedserve_queue_examples",
             "Examples of the requests waiting for a batch.",
             {name: examples for name, (_, examples) in queued.items()},
+        )
+        yield _gauge(
+            "embedserve_model_damaged",
+            "1 where the model's rows are not what they were at the start: ready no more.",
+            {name: float(model.is_damaged_anywhere()) for name, model in models},
         )
         for attribute, name, help_text in (
             ("wait_seconds", "embedserve_queue_wait_seconds", "Seconds a request waited."),

@@ -1,8 +1,9 @@
 """Where counts are kept: a row of float64 cells for each worker, in memory that workers share.
 
 A worker writes its own row and reads all of them. A row outlives its worker: the one that
-replaces it counts on from there, so that no counter goes backwards. Two cells at the front of a
-row are the supervisor's. No locks: a cell is eight aligned bytes, and each has one writer.
+replaces it counts on from there, so that no counter goes backwards. The first cells of a row are
+what a worker and the supervisor tell each other. No locks: a cell is eight aligned bytes, and each
+has one writer.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import mmap
 import numpy as np
 from numpy.typing import NDArray
 
-READY, RESTARTS = 0, 1
-CONTROL_CELLS = 2
-"""Of each row: whether its worker is ready, and how often it was replaced."""
+READY, RESTARTS, HANGS, BEATS = 0, 1, 2, 3
+CONTROL_CELLS = 4
+"""Of each row: whether its worker is ready, how often it was replaced, and how often for a hang;
+and signs of life, which are the worker's."""
 
 Cells = NDArray[np.float64]
 
@@ -32,6 +34,13 @@ class Slots:
 
     def count_restart(self, worker: int) -> None:
         self.rows[worker, RESTARTS] += 1
+
+    def count_hang(self, worker: int) -> None:
+        self.rows[worker, HANGS] += 1
+
+    def beats(self, worker: int) -> float:
+        """How often the worker has shown that it lives."""
+        return float(self.rows[worker, BEATS])
 
 
 class SlotCells:
@@ -72,6 +81,13 @@ class Slot:
 
     def restarts(self) -> int:
         return int(self._rows[:, RESTARTS].sum())
+
+    def hangs(self) -> int:
+        return int(self._rows[:, HANGS].sum())
+
+    def beat(self) -> None:
+        """Shows the supervisor that this worker's event loop goes on."""
+        self._rows[self.worker, BEATS] += 1
 
     def take(self, count: int) -> SlotCells:
         """The next ``count`` cells.

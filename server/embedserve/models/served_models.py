@@ -6,6 +6,7 @@ checks ids and weights for a whole batch at once.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
@@ -13,8 +14,10 @@ from embedserve.batching.batcher import Batcher
 from embedserve.batching.caller import Caller
 from embedserve.batching.join import to_model_order
 from embedserve.config import Limits
-from embedserve.errors import DRAINING, NotReadyError, RequestTooLargeError, UnknownModelError
+from embedserve.errors import NotReadyError, RequestTooLargeError, UnknownModelError
 from embedserve.types import LookupRequest, ModelInfo
+
+logger = logging.getLogger(__name__)
 
 
 class ServedModels:
@@ -23,8 +26,8 @@ class ServedModels:
     Attributes:
         default_model: answers requests that name none; "" if they must name one.
         is_full: whether the queue of one of the models is full.
-        is_ready: False while draining: requests still come in over open connections and are
-            answered, but load balancers are told to send no more.
+        not_ready: why load balancers are told to send no more, as while draining; "" while they
+            may. What still comes in over open connections is answered.
     """
 
     def __init__(self, batchers: Mapping[str, Batcher], default_model: str, limits: Limits) -> None:
@@ -33,7 +36,7 @@ class ServedModels:
         self.default_model = default_model
         self.limits = limits
         self.is_full = False
-        self.is_ready = True
+        self.not_ready = ""
         self._on_room: Callable[[], None] | None = None
         for batcher in self._batchers.values():
             batcher.on_full, batcher.on_room = self._has_full, self._has_room
@@ -100,10 +103,22 @@ class ServedModels:
         if self._on_room is not None:
             self._on_room()
 
+    @property
+    def is_ready(self) -> bool:
+        return not self.not_ready
+
+    async def look_for_damage(self) -> None:
+        """Is not ready any more where a model's rows are not what they were at the start."""
+        for batcher in self._batchers.values():
+            damage = await batcher.find_damage()
+            if damage and not self.not_ready:
+                logger.error("not ready any more: %s", damage)
+                self.not_ready = damage
+
     def check_ready(self) -> None:
-        """Raises NotReadyError while draining."""
-        if not self.is_ready:
-            raise NotReadyError(DRAINING)
+        """Raises NotReadyError where it is not."""
+        if self.not_ready:
+            raise NotReadyError(self.not_ready)
 
     def _batcher(self, name: str) -> Batcher:
         batcher = self._batchers.get(name or self.default_model)

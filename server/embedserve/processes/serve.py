@@ -7,6 +7,7 @@ imports neither torch nor grpc and has no thread when it forks; each worker impo
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import signal
 import socket
@@ -78,7 +79,7 @@ async def _until_signalled(
 
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, server.stop_or_end, stop, number)
     await server.serve_until(stop, exchange, settings, ports, announce)
 
 
@@ -117,7 +118,16 @@ def _serve_workers(settings: ServeSettings, start_s: float) -> None:
         def run_worker(index: int, channel: socket.socket) -> int:
             return _run_worker(settings, versions, ports, Slot(slots, index), channel, start_s)
 
-        Supervisor(run_worker, slots, settings.drain_s).run()
+        def find_damage() -> str:
+            try:
+                for version in versions.values():
+                    version.tables.check_unchanged()
+            except StoreError as error:
+                return str(error)
+            return ""
+
+        hang_s = settings.worker_hang_s
+        Supervisor(run_worker, slots, settings.drain_s, hang_s, find_damage).run()
     finally:
         ports.close()
 
@@ -137,7 +147,7 @@ def _run_worker(
         import uvloop
 
         if worker.wait_to_go(channel):
-            uvloop.run(worker.run_worker(exchange, settings, ports, channel, announce))
+            uvloop.run(worker.run_worker(exchange, settings, ports, slot, channel, announce))
 
     try:
         _serve_here(settings, versions, ports, start_s, slot, run)
@@ -151,6 +161,7 @@ def _run_worker(
 
 def set_up_logging(level: str) -> None:
     """Of this process, and of those that it forks."""
+    faulthandler.enable()  # the last words of a process that a signal such as SIGBUS ends
     # torchrec and FBGEMM tell at length how they were built; only what goes wrong is shown.
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"

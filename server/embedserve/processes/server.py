@@ -11,11 +11,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from signal import Signals
 from typing import TYPE_CHECKING
 
 from embedserve.api.management import management_app
 from embedserve.batching.batcher import Batcher
 from embedserve.config import ServeSettings
+from embedserve.errors import DRAINING
 from embedserve.exchange import Exchange
 from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.slots import Slot
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 10.0
+"""Between two looks at whether the models still are what they were at the start."""
 GARBAGE_THRESHOLD = 20_000
 """New objects between two collections of the youngest; Python's own 700 cost 5 % of a core."""
 
@@ -101,14 +105,32 @@ async def serve_until(
         await wire.listen([ports.http_socket, ports.grpc_socket])
     _freeze_garbage()
     say_ready()
+    looking = asyncio.create_task(_look_for_damage(exchange.models))
     await stop.wait()
+    looking.cancel()
     logger.info("draining: answering what was accepted, for at most %g s", settings.drain_s)
-    exchange.models.is_ready = False
+    exchange.models.not_ready = DRAINING
     drains = [wire.drain(settings.drain_s)]
     if grpcio_server is not None:
         drains.append(grpcio_server.drain(settings.drain_s))
     await asyncio.gather(*drains)
     logger.info("stopped")
+
+
+async def _look_for_damage(models: ServedModels) -> None:
+    while True:
+        await asyncio.sleep(LOOK_S)
+        await models.look_for_damage()
+
+
+def stop_or_end(stop: asyncio.Event, number: int) -> None:
+    """Sets ``stop`` for a signal, and for a second one ends the process at once."""
+    if not stop.is_set():
+        stop.set()
+        return
+    logger.warning("ended at once by a second %s: what was accepted is lost", Signals(number).name)
+    logging.shutdown()
+    os._exit(128 + number)
 
 
 def _freeze_garbage() -> None:

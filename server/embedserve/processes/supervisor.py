@@ -29,7 +29,11 @@ RESTART_DELAY_S_MAX = 30.0
 KILL_AFTER_S = 4.0
 """Past the drain, before a worker that is still there is killed."""
 POLL_S = 1.0
-"""Between two looks for ended workers, should a signal have been missed."""
+"""Between two looks at the workers."""
+LAST_WORDS_S = 0.5
+"""Of a worker that hangs, to say where, before it is killed."""
+QUICK_END_S = 60.0
+"""A worker that ends sooner after it was ready is not restarted at once a second time."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 
 RunWorker = Callable[[int, socket.socket], int]
@@ -69,8 +73,15 @@ class _Worker:
     is_ready: bool = False
     reason: str = ""
     failures: int = 0
-    """How often in a row it ended before it was ready."""
+    """How often in a row it ended before it was ready, or soon after."""
     restart_at_s: float = 0.0
+    ready_s: float = 0.0
+    """When it was."""
+    beats: float = 0.0
+    silent_s: float = 0.0
+    """For how long it has shown no sign of life, while this process saw to it."""
+    kill_at_s: float | None = None
+    """When it hangs."""
 
 
 class Supervisor:
@@ -80,15 +91,31 @@ class Supervisor:
         slots: where workers count; the supervisor writes which of them are ready.
     """
 
-    def __init__(self, run_worker: RunWorker, slots: Slots, drain_s: float) -> None:
+    def __init__(
+        self,
+        run_worker: RunWorker,
+        slots: Slots,
+        drain_s: float,
+        hang_s: float = 0.0,
+        find_damage: Callable[[], str] = str,
+    ) -> None:
+        """
+        Args:
+            hang_s: how long a worker may show no sign of life; 0: for ever.
+            find_damage: says which file is damaged, "" for none; asked when a worker read where
+                there is no file.
+        """
+        self._find_damage = find_damage
         self._run_worker = run_worker
         self._slots = slots
         self._drain_s = drain_s
+        self._hang_s = hang_s
+        self._looked_s = time.monotonic()
         self._workers = [_Worker(index) for index in range(len(slots.rows))]
         self._selector = selectors.DefaultSelector()
         self._has_gone = False
         self._is_announced = False
-        self._is_stopping = False
+        self._is_stopping = self._is_hurried = False
 
     def run(self) -> None:
         """Serves until SIGTERM or SIGINT, then drains.
@@ -107,12 +134,14 @@ class Supervisor:
                 self._selector.close()
 
     def _stop(self) -> None:
+        self._is_hurried = self._is_stopping
         self._is_stopping = True
 
     def _step(self) -> None:
         """Waits until something happens, and acts on it."""
         self._wait(self._seconds_to_restart())
         self._let_go()
+        self._look_for_hangs()
         for worker in self._workers:
             if worker.pid and (status := _ended(worker.pid)) is not None:
                 self._bury(worker, status)
@@ -127,6 +156,38 @@ class Supervisor:
         now_s = time.monotonic()
         waits = (worker.restart_at_s - now_s for worker in self._workers if not worker.pid)
         return max(0.0, min(POLL_S, *waits, POLL_S))
+
+    def _look_for_hangs(self) -> None:
+        """Ends workers that have shown no sign of life for too long.
+
+        Time in which this process did not run either, as when all are frozen, does not count.
+        """
+        now_s = time.monotonic()
+        passed_s, self._looked_s = min(now_s - self._looked_s, 2 * POLL_S), now_s
+        for worker in self._workers:
+            if worker.kill_at_s is not None and now_s >= worker.kill_at_s:
+                os.kill(worker.pid, signal.SIGKILL)
+                worker.kill_at_s = None
+            beats = self._slots.beats(worker.index)
+            if beats != worker.beats or not worker.is_ready:
+                worker.beats, worker.silent_s = beats, 0.0
+                continue
+            worker.silent_s += passed_s
+            if self._hang_s and worker.silent_s > self._hang_s:
+                self._end_hung(worker, now_s)
+
+    def _end_hung(self, worker: _Worker, now_s: float) -> None:
+        logger.error(
+            "worker %d (process %d) hangs: no sign of life for %.0f s; it is ended",
+            worker.index,
+            worker.pid,
+            worker.silent_s,
+        )
+        self._slots.count_hang(worker.index)
+        self._slots.set_ready(worker.index, False)
+        worker.silent_s = 0.0
+        worker.kill_at_s = now_s + LAST_WORDS_S
+        os.kill(worker.pid, signal.SIGABRT)  # faulthandler then says where it hangs
 
     def _start(self, worker: _Worker) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -185,7 +246,7 @@ class Supervisor:
         elif message == WorkerMessage.WARM.value:
             worker.is_warm = True
         elif message == WorkerMessage.READY.value:
-            worker.is_ready, worker.failures = True, 0
+            worker.is_ready, worker.ready_s = True, time.monotonic()
             self._slots.set_ready(worker.index, True)
             if self._is_announced:
                 logger.info("worker %d is ready again", worker.index)
@@ -210,6 +271,8 @@ class Supervisor:
         while worker.channel is not None:  # what it said last
             self._hear(worker)
         how = _described(status)
+        if status == -signal.SIGBUS and (found := self._find_damage()):
+            how += f" ({found})"
         self._slots.set_ready(worker.index, False)
         was_ready = worker.is_ready
         pid, worker.pid, worker.is_warm, worker.is_ready = worker.pid, 0, False, False
@@ -219,8 +282,13 @@ class Supervisor:
             raise WorkerFailedError(
                 worker.reason or f"worker {worker.index} {how} before the server was ready"
             )
-        worker.failures += not was_ready
-        delay_s = min(2.0 ** (worker.failures - 1), RESTART_DELAY_S_MAX) if worker.failures else 0.0
+        worker.kill_at_s = None
+        if was_ready and time.monotonic() - worker.ready_s >= QUICK_END_S:
+            worker.failures = 0
+        delay_s = min(2.0 ** max(0, worker.failures - 1), RESTART_DELAY_S_MAX)
+        if was_ready and not worker.failures:
+            delay_s = 0.0
+        worker.failures += 1
         worker.restart_at_s = time.monotonic() + delay_s
         self._slots.count_restart(worker.index)
         logger.error(
@@ -240,9 +308,10 @@ class Supervisor:
         is_killed = False
         while any(worker.pid for worker in self._workers):
             left_s = kill_at_s - time.monotonic()
-            if left_s <= 0 and not is_killed:
+            if (left_s <= 0 or self._is_hurried) and not is_killed:
                 is_killed = True
-                logger.error("workers are killed: they did not end in time")
+                why = "a second signal came" if self._is_hurried else "they did not end in time"
+                logger.error("workers are killed: %s", why)
                 self._signal_all(signal.SIGKILL)
             self._wait(min(POLL_S, max(0.01, left_s)))
             for worker in self._workers:

@@ -16,14 +16,16 @@ from collections.abc import AsyncIterator, Callable
 from embedserve.config import ServeSettings
 from embedserve.exchange import Exchange
 from embedserve.metrics.metrics import Metrics
+from embedserve.metrics.slots import Slot
 from embedserve.processes.ports import SharedPorts
-from embedserve.processes.server import serve_until
+from embedserve.processes.server import serve_until, stop_or_end
 from embedserve.processes.supervisor import FAILED, MESSAGE_BYTES_MAX, WorkerMessage
 
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.5
-"""How old at most what the other workers show of this one's counts is."""
+"""How old at most what the other workers show of this one's counts is; and between two signs of
+life."""
 
 
 def wait_to_go(channel: socket.socket) -> bool:
@@ -41,6 +43,7 @@ async def run_worker(
     exchange: Exchange,
     settings: ServeSettings,
     ports: SharedPorts,
+    slot: Slot,
     channel: socket.socket,
     announce: Callable[[], None],
 ) -> None:
@@ -53,7 +56,7 @@ async def run_worker(
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    loop.add_signal_handler(signal.SIGTERM, stop_or_end, stop, signal.SIGTERM)
     channel.setblocking(False)
 
     def hear() -> None:
@@ -72,16 +75,18 @@ async def run_worker(
         channel.send(WorkerMessage.READY.value)
 
     loop.add_reader(channel, hear)
-    async with flushed_regularly(exchange.metrics):
+    async with heard_regularly(exchange.metrics, slot):
         await serve_until(stop, exchange, settings, ports.bind(), say_ready)
 
 
 @contextlib.asynccontextmanager
-async def flushed_regularly(metrics: Metrics) -> AsyncIterator[None]:
-    """Within, other workers see what this one counts soon; and at the end all of it."""
+async def heard_regularly(metrics: Metrics, slot: Slot) -> AsyncIterator[None]:
+    """Within, the supervisor sees that this worker lives, and other workers see soon what it
+    counts; and at the end all of it."""
 
     async def flush() -> None:
         while True:
+            slot.beat()
             metrics.flush()
             await asyncio.sleep(FLUSH_S)
 

@@ -88,11 +88,11 @@ class EmbedEndpoint:
             asked = read_headers(model, scope["headers"], self._metrics)
             body = await self._read_body(scope["headers"], receive)
         except EmbedServeError as error:
-            self._metrics.failed(error.code, perf_counter() - start_s)
+            self._metrics.refused(error.code, error.message, perf_counter() - start_s)
             await _send(send, error.http_status, *error_answer(error))
             return
         except ClientGoneError:
-            self._metrics.failed("CANCELLED", perf_counter() - start_s)
+            self._metrics.cancelled(perf_counter() - start_s)
             return
         call = AsgiCall(asked, start_s)
         self._exchange.ask(call, body)
@@ -153,7 +153,7 @@ class AsgiStream:
     def receive(self, data: bytes, is_end: bool) -> None:
         self._size += len(data)
         if self._size > MANAGEMENT_BODY_BYTES_MAX:
-            said = too_large(f"at least {self._size}", MANAGEMENT_BODY_BYTES_MAX)
+            said = f"body has at least {self._size} bytes, the limit is {MANAGEMENT_BODY_BYTES_MAX}"
             write_error(self._stream, RequestTooLargeError(said, "body"))
             return
         self._body.append(data)

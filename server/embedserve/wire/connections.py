@@ -34,8 +34,8 @@ class Connection(Protocol):
     """What the server asks of any of its connections."""
 
     @property
-    def unread_bytes(self) -> int:
-        """Of answers that the client has not taken."""
+    def held_bytes(self) -> int:
+        """Of requests that have not come whole, and of answers that the client has not taken."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Lets go of what it holds: there is no connection any more."""
@@ -52,6 +52,9 @@ class Connection(Protocol):
 
 class Registry(Protocol):
     """Where connections are kept, and what makes them."""
+
+    def has_room(self) -> bool:
+        """Whether there may be one more."""
 
     def http1(self) -> asyncio.Protocol: ...
 
@@ -73,6 +76,9 @@ class NewConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of that class
+        if not self._registry.has_room():
+            self._transport.abort()
+            return
         self._registry.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -95,8 +101,8 @@ class NewConnection(asyncio.Protocol):
         self._registry.discard(self)
 
     @property
-    def unread_bytes(self) -> int:
-        return 0
+    def held_bytes(self) -> int:
+        return len(self._data)
 
     def check_time(self, now_s: float) -> None:
         if now_s - self._start_s > FIRST_BYTES_S_MAX:
@@ -142,11 +148,11 @@ class Lingering(asyncio.Protocol):
         self._connection.connection_lost(exc)
 
     @property
-    def unread_bytes(self) -> int:
+    def held_bytes(self) -> int:
         return self._transport.get_write_buffer_size()
 
     def check_time(self, now_s: float) -> None:
-        if now_s - self._start_s > (UNREAD_S_MAX if self.unread_bytes else LINGER_S_MAX):
+        if now_s - self._start_s > (UNREAD_S_MAX if self.held_bytes else LINGER_S_MAX):
             self._transport.abort()
 
     def drain(self) -> None:
@@ -282,8 +288,9 @@ class Http2Transport(asyncio.Protocol):
         self._connection.close()
 
     @property
-    def unread_bytes(self) -> int:
-        return self._transport.get_write_buffer_size() + self._connection.sender.unsent_bytes
+    def held_bytes(self) -> int:
+        sender, receiver = self._connection.sender, self._connection.receiver
+        return self._transport.get_write_buffer_size() + sender.unsent_bytes + receiver.held_bytes
 
     def check_time(self, now_s: float) -> None:
         connection = self._connection

@@ -142,6 +142,10 @@ class Http1Connection(UvicornConnection):
         elif self._held:
             self.loop.call_soon(self.take_held)
 
+    @property
+    def held_bytes(self) -> int:
+        return super().held_bytes + self._body.nbytes
+
     def may_take(self) -> bool:
         return self._call is None and super().may_take()
 

@@ -109,7 +109,7 @@ def refused(
     """Opens streams only to answer them with ``error``."""
 
     def open_refused(stream: Stream) -> Handler:
-        metrics.failed(error.code, 0.0)
+        metrics.refused(error.code, error.message, 0.0)
         write_error(stream, error, request.method)
         return ENDED
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 import socket
 from collections.abc import Sequence
 from time import perf_counter
@@ -14,6 +16,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from embedserve.exchange import Exchange
+from embedserve.metrics.quiet_log import QuietLog
 from embedserve.wire.asgi import ASGIApp, EmbedEndpoint
 from embedserve.wire.connections import Connection, Http2Transport, NewConnection
 from embedserve.wire.heads import HeadForms
@@ -41,6 +44,7 @@ class WireServer:
         upload_bytes = max(UPLOAD_BYTES, exchange.limits.body_bytes_max)
         self._uploads = Uploads(upload_bytes, lambda: not exchange.models.is_full)
         exchange.when_room(self._uploads.retry)
+        self._log = QuietLog(logger)
         self._connections: set[Connection] = set()
         self._listening: list[tuple[asyncio.Server, socket.socket]] = []
         self._checking: asyncio.TimerHandle | None = None
@@ -138,24 +142,47 @@ class WireServer:
         now_s = perf_counter()
         for connection in list(self._connections):
             connection.check_time(now_s)
-        self._cut_slow_readers()
+        self._cut_largest()
+        self._look_for_descriptors()
 
-    def _cut_slow_readers(self) -> None:
-        """Aborts those who have left most unread, where all together left too much."""
-        limit = self._exchange.limits.unread_bytes_max
-        unread = [(one.unread_bytes, one) for one in self._connections]
-        total = sum(nbytes for nbytes, _ in unread)
+    def has_room(self) -> bool:
+        limit = self._exchange.limits.connections_max
+        if len(self._connections) < limit:
+            return True
+        self._log.say(
+            logging.WARNING, "new connections are closed", f"there are connections_max, {limit}"
+        )
+        return False
+
+    def _look_for_descriptors(self) -> None:
+        """Says where the kernel keeps connections from us, which libuv does not tell."""
+        try:
+            os.close(os.dup(0))
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._log.say(
+                    logging.ERROR,
+                    "new connections are closed",
+                    f"{error.strerror} ({len(self._connections)} are open); raise `ulimit -n` or "
+                    "lower --connections-max",
+                )
+
+    def _cut_largest(self) -> None:
+        """Aborts the connections that hold most, where all together hold too much."""
+        limit = self._exchange.limits.connection_bytes_max
+        held = [(one.held_bytes, one) for one in self._connections]
+        total = sum(nbytes for nbytes, _ in held)
         if total <= limit:
             return
-        unread.sort(key=lambda one: one[0])
+        held.sort(key=lambda one: one[0])
         cut = 0
         while total > limit:
-            nbytes, connection = unread.pop()
+            nbytes, connection = held.pop()
             connection.abort()
             total -= nbytes
             cut += 1
-        logger.warning(
-            "%d connections are cut: answers unread by all clients are over unread_bytes_max, %d",
-            cut,
-            limit,
+        self._log.say(
+            logging.WARNING,
+            "connections are cut",
+            f"{cut} of them: what all hold is over connection_bytes_max, {limit}",
         )

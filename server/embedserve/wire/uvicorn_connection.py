@@ -72,6 +72,7 @@ class UvicornConnection(HttpToolsProtocol):
         self._message_since_s = 0.0  # that is parsed; 0: none
         self._is_in_head = self._is_in_body = False
         self._head_bytes = 0  # of a head that has not ended, in pieces that held nothing else
+        self._body_bytes = 0  # of the message that is parsed, so far
         self._unread_bytes_seen = 0
         self._unread_since_s = 0.0
 
@@ -161,7 +162,7 @@ class UvicornConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._message_since_s = perf_counter()
         self._is_in_head = True
-        self._head_bytes = 0
+        self._head_bytes = self._body_bytes = 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -175,10 +176,15 @@ class UvicornConnection(HttpToolsProtocol):
         if self._is_draining:
             self.cycle.keep_alive = False
 
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
         self._is_in_body = False
+        self._body_bytes = 0
         self._message_since_s = 0.0
         super().on_message_complete()
 
@@ -207,7 +213,8 @@ class UvicornConnection(HttpToolsProtocol):
             cycle.keep_alive = False  # what was asked before is answered, and ends the connection
             self.flow.pause_reading()
             return
-        self._metrics.failed(error.code, perf_counter() - self._message_since_s)
+        seconds = perf_counter() - self._message_since_s
+        self._metrics.refused(error.code, error.message, seconds)
         if is_pending:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -227,7 +234,12 @@ class UvicornConnection(HttpToolsProtocol):
 
     @property
     def unread_bytes(self) -> int:
+        """Of answers that the client has not taken."""
         return self.transport.get_write_buffer_size()
+
+    @property
+    def held_bytes(self) -> int:
+        return self.unread_bytes + self._body_bytes + sum(map(len, self._held))
 
     def check_time(self, now_s: float) -> None:
         """Closes a connection that idles, sends or reads for too long; called now and then."""

@@ -15,6 +15,7 @@ from server.live import JSON, make_exchange
 from server.openapi import validate
 
 from embedserve.api.management import management_app
+from embedserve.errors import DRAINING
 from embedserve.exchange import Exchange
 
 
@@ -26,10 +27,10 @@ async def schema(rest: httpx.AsyncClient) -> dict[str, Any]:
 async def test_live_and_ready(rest: httpx.AsyncClient, exchange: Exchange) -> None:
     assert (await rest.get("/health/live")).json() == {"status": "live"}
     assert (await rest.get("/health/ready")).json() == {"status": "ready"}
-    exchange.models.is_ready = False
+    exchange.models.not_ready = DRAINING
     assert (await rest.get("/health/live")).status_code == 200
     answer = await rest.get("/health/ready")
-    assert answer.status_code == 503
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
     assert answer.json()["error"]["code"] == "UNAVAILABLE"
 
 

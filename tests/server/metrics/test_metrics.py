@@ -205,7 +205,7 @@ def test_workers_are_added_up_wherever_they_are_asked() -> None:
     for count, metrics in enumerate(workers, 1):
         for _ in range(count):
             metrics.protocols["rest"].answered(0.02, 100)
-        metrics.protocols["grpc"].failed("INTERNAL", 0.5)
+        metrics.protocols["grpc"].refused("INTERNAL", "why", 0.5)
         metrics.models["shop"].queued_requests += count
         metrics.models["shop"].queued_examples += 10 * count
         metrics.models["shop"].unknown_ids += 1

@@ -16,6 +16,7 @@ from server.waiting import until
 
 from embedserve.config import Limits
 from embedserve.errors import (
+    DRAINING,
     InvalidRequestError,
     NotReadyError,
     OverloadedError,
@@ -23,6 +24,7 @@ from embedserve.errors import (
     UnknownModelError,
 )
 from embedserve.models.served_models import ServedModels
+from embedserve_store.errors import StoreError
 
 USER: Bags = {"user": [[1, 2]]}
 
@@ -119,9 +121,31 @@ async def test_while_draining_requests_are_answered_but_readiness_is_not(
 ) -> None:
     models = make_exchange(engine, executor=executor).models
     models.check_ready()
-    models.is_ready = False
+    models.not_ready = DRAINING
     with pytest.raises(NotReadyError, match="draining"):
         models.check_ready()
+    result = await submit_to(models, make_request(USER))
+    assert np.array_equal(result.values, engine.expected(USER))
+
+
+async def test_a_model_whose_rows_have_changed_is_not_ready_and_answers_on(
+    engine: FakeEngine, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    exchange = make_exchange(engine, executor=executor)
+    models = exchange.models
+    await models.look_for_damage()
+    models.check_ready()
+    metrics = exchange.metrics.models["shop"]
+    metrics.flush()
+    assert not metrics.is_damaged_anywhere()
+    engine.damage = StoreError("tables.safetensors: changed")
+    for _ in range(2):
+        await models.look_for_damage()
+    with pytest.raises(NotReadyError, match=r"tables\.safetensors: changed"):
+        models.check_ready()
+    metrics.flush()
+    assert metrics.is_damaged_anywhere()
+    assert caplog.text.count("not ready any more: tables.safetensors: changed") == 1
     result = await submit_to(models, make_request(USER))
     assert np.array_equal(result.values, engine.expected(USER))
 

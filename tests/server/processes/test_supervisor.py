@@ -79,13 +79,13 @@ class Supervised:
 
 
 async def start(
-    tmp_path: Path, workers: int, drain_s: float = 10, lookup_s: float = 0
+    tmp_path: Path, workers: int, drain_s: float = 10, lookup_s: float = 0, hang_s: float = 0
 ) -> Supervised:
     failure = tmp_path / "failure"
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         str(SCRIPT),
-        *map(str, (workers, drain_s, lookup_s, failure)),
+        *map(str, (workers, drain_s, lookup_s, hang_s, failure)),
         env=environment(),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -96,10 +96,10 @@ async def start(
 
 @asynccontextmanager
 async def supervised(
-    tmp_path: Path, workers: int = 2, drain_s: float = 10, lookup_s: float = 0
+    tmp_path: Path, workers: int = 2, drain_s: float = 10, lookup_s: float = 0, hang_s: float = 0
 ) -> AsyncIterator[Supervised]:
     """Ready; whatever is left of it at the end is killed."""
-    server = await start(tmp_path, workers, drain_s, lookup_s)
+    server = await start(tmp_path, workers, drain_s, lookup_s, hang_s)
     try:
         server.http_port = int((await server.until_line("ready"))[-1].split()[1])
         yield server
@@ -180,6 +180,68 @@ async def test_workers_that_fail_again_are_waited_for_longer(tmp_path: Path) -> 
         assert await server.post() == 200  # the other one serves meanwhile
         server.failure.unlink()
         await server.until_metric("embedserve_workers", lambda value: value >= 2)
+
+
+async def test_a_worker_that_keeps_ending_is_waited_for(tmp_path: Path) -> None:
+    async with supervised(tmp_path) as server:
+        stays, victim = server.worker_pids()
+        for how in ("restarted", "restarted in 1 s", "restarted in 2 s"):
+            os.kill(victim, signal.SIGBUS)
+            lines = await server.until_line("ERROR:embedserve.processes.supervisor:worker 1")
+            assert lines[-1].endswith(f"was ended by SIGBUS (tables are cut off): {how}")
+            await server.until_line("INFO:embedserve.processes.supervisor:worker 1 is ready")
+            (victim,) = set(server.worker_pids()) - {stays}
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGUSR1])
+async def test_a_worker_that_hangs_is_replaced(tmp_path: Path, number: signal.Signals) -> None:
+    async with supervised(tmp_path, hang_s=3) as server:
+        hung = server.worker_pids()[1]
+        os.kill(hung, number)
+        lines = await server.until_line("ERROR:embedserve.processes.supervisor:worker 1")
+        assert f"worker 1 (process {hung}) hangs: no sign of life for " in lines[-1]
+        ended = await server.until_line("ERROR:embedserve.processes.supervisor:worker 1")
+        assert await asyncio.gather(*(server.post() for _ in range(20))) == [200] * 20
+        ready = await server.until_line("INFO:embedserve.processes.supervisor:worker 1 is ready")
+        said = "\n".join([*ended, *ready])
+        if number == signal.SIGUSR1:
+            assert "Fatal Python error: Aborted" in said
+            assert "in hang_here" in said
+            assert "was ended by SIGABRT: restarted" in said
+        else:
+            assert "was ended by SIGKILL: restarted" in said
+        assert hung not in server.worker_pids()
+        assert await server.metric("embedserve_workers") == 2
+        assert await server.metric("embedserve_worker_hangs_total") == 1
+        assert await server.metric("embedserve_worker_restarts_total") == 1
+
+
+async def test_workers_that_live_are_left_alone(tmp_path: Path) -> None:
+    """Also where the supervisor itself did not run for longer than a worker may be silent."""
+    async with supervised(tmp_path, hang_s=3) as server:
+        pids = server.worker_pids()
+        for pid in (server.process.pid, *pids):
+            os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(4)
+        for pid in (server.process.pid, *pids):
+            os.kill(pid, signal.SIGCONT)
+        await asyncio.sleep(4)
+        assert server.worker_pids() == pids
+        assert await server.metric("embedserve_worker_hangs_total") == 0
+
+
+async def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
+    async with supervised(tmp_path, drain_s=600, lookup_s=600) as server:
+        post = asyncio.create_task(server.post())
+        await server.until_metric("embedserve_queue_wait_seconds_count", lambda value: value >= 1)
+        server.process.terminate()
+        await server.until_line("INFO:embedserve.processes.server:draining")
+        server.process.terminate()
+        status, output = await server.ended()
+        with pytest.raises(httpx.TransportError):
+            await post
+    assert status == 0
+    assert "workers are killed: a second signal came" in output
 
 
 async def test_a_failure_before_the_first_ready_ends_the_server(tmp_path: Path) -> None:

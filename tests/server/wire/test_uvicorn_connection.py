@@ -33,7 +33,7 @@ LIVE = get("/health/live")
 @pytest.fixture
 async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
     limits = Limits(
-        body_bytes_max=BODY_BYTES_MAX, unread_bytes_max=UNREAD_BYTES_MAX, inline_bytes_max=0
+        body_bytes_max=BODY_BYTES_MAX, connection_bytes_max=UNREAD_BYTES_MAX, inline_bytes_max=0
     )
     async with our_server(make_exchange(engine, executor=executor, limits=limits)) as server:
         yield server
@@ -264,8 +264,8 @@ async def test_where_all_leave_too_much_unread_those_with_most_are_cut(
     unread = sorted(one.unread_bytes for one in server.http1())
     assert sum(unread) > UNREAD_BYTES_MAX > sum(unread[:2])
     await until(lambda: len(server.wire.connections) == 2)  # it looks every second
-    assert sorted(one.unread_bytes for one in server.wire.connections) == unread[:2]
-    assert "1 connections are cut: answers unread by all" in caplog.text
+    assert sorted(one.held_bytes for one in server.wire.connections) == unread[:2]
+    assert "connections are cut: 1 of them: what all hold" in caplog.text
     for reader, _ in clients[:2]:
         assert (await read_answer(reader))[0] == 200
     for _, writer in clients:

@@ -106,7 +106,7 @@ class EmbedCall(StreamCall):
 
     def _fail_framing(self, error: WireError) -> None:
         self.is_waiting = False
-        self.asked.metrics.failed(error.outcome, perf_counter() - self.start_s)
+        self.asked.metrics.refused(error.outcome, error.message, perf_counter() - self.start_s)
         self._stream.send_head(only_trailers(wire_error_trailers(error)), is_end=True)
 
     def write_answer(self, parts: Parts, nbytes: int) -> None:

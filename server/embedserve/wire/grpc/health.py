@@ -56,7 +56,7 @@ def _service(message: bytes) -> str:
 
 
 class Watch(MessageStream):
-    """A Watch: tells the status now, and NOT_SERVING when the server drains, with which it ends."""
+    """A Watch: tells the status now and as it changes; it ends when the server drains."""
 
     def __init__(self, health: Health, encoding: bytes, bytes_max: int, stream: Stream) -> None:
         super().__init__(encoding, bytes_max, stream)
@@ -80,6 +80,11 @@ class Watch(MessageStream):
 
     def is_idle(self) -> bool:
         return self._is_draining or self._service is None
+
+    def check_time(self, now_s: float) -> None:
+        super().check_time(now_s)
+        if not self._is_over:
+            self._tell()
 
     def drain(self) -> None:
         self._tell()

@@ -42,18 +42,19 @@ class Receiver:
         window: bytes of DATA that the client may send on the connection.
         stream_window: of a new stream, as far as the client has acknowledged it.
         whole_bytes_max: of a request's body that comes as one frame.
+        held_bytes: received on all streams and not consumed yet.
     """
 
     __slots__ = (
         "_announced",
         "_granted_bytes",
-        "_held_bytes",
         "_is_over",
         "_narrow_until_s",
         "_on_output",
         "_spare_bytes",
         "_uploads",
         "_wants_spare",
+        "held_bytes",
         "out",
         "stream_window",
         "whole_bytes_max",
@@ -72,7 +73,7 @@ class Receiver:
         self.whole_bytes_max = FRAME_BYTES_MAX
         self._announced = deque([STREAM_WINDOW])  # in settings that are not acknowledged
         self._narrow_until_s = 0.0
-        self._held_bytes = 0
+        self.held_bytes = 0
         self._granted_bytes = 0
         self._spare_bytes = 0
         self._wants_spare = False
@@ -129,11 +130,11 @@ class Receiver:
                 stream.id, ErrorCode.FLOW_CONTROL_ERROR, "DATA beyond the stream's window"
             )
         stream.held_bytes += nbytes
-        self._held_bytes += nbytes
+        self.held_bytes += nbytes
 
     def consumed(self, stream: Stream, nbytes: int) -> None:
         stream.held_bytes -= nbytes
-        self._held_bytes -= nbytes
+        self.held_bytes -= nbytes
         over = stream.receive_window + stream.held_bytes - STREAM_WINDOW
         self._return_grant(stream, 0 if stream.is_received else max(0, over))
         if stream.is_received:
@@ -173,7 +174,7 @@ class Receiver:
     def top_up(self) -> None:
         """Gives the client more of the connection's window, once there is much to give: not while
         ``window`` is over WINDOW_LOW."""
-        room = CONNECTION_WINDOW + self._granted_bytes + self._spare_bytes - self._held_bytes
+        room = CONNECTION_WINDOW + self._granted_bytes + self._spare_bytes - self.held_bytes
         more = room - self.window
         if more >= WINDOW_LOW:
             self.window += more
@@ -194,10 +195,10 @@ class Receiver:
 
     def forget(self, stream: Stream) -> None:
         """The stream has ended: what it held and was granted is free again."""
-        self._held_bytes -= stream.held_bytes
+        self.held_bytes -= stream.held_bytes
         stream.held_bytes = 0
         self._return_grant(stream, 0)
-        if self._spare_bytes and self._held_bytes < CONNECTION_WINDOW // 2:
+        if self._spare_bytes and self.held_bytes < CONNECTION_WINDOW // 2:
             spare, self._spare_bytes = self._spare_bytes, 0
             self._uploads.give_back(spare)
 

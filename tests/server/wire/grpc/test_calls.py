@@ -21,6 +21,7 @@ from server.wire.http2.peer import Peer, body_of, data, has_ended, of, resets, u
 from embedserve.api.management import management_app
 from embedserve.codec.codec import PROTOBUF
 from embedserve.config import Limits
+from embedserve.errors import DRAINING
 from embedserve.exchange import REQUEST_S_MAX, Asked, Exchange
 from embedserve.wire.grpc.calls import MessageStream
 from embedserve.wire.grpc.embed_stream import EmbedStream
@@ -334,7 +335,7 @@ def statuses(peer: GrpcPeer, stream_id: int) -> list[int]:
 async def test_health_is_checked(peer: GrpcPeer, service: str) -> None:
     body = framed(health_pb2.HealthCheckRequest(service=service).SerializeToString())
     peer.call(1, CHECK, body)
-    peer.exchange.models.is_ready = False
+    peer.exchange.models.not_ready = DRAINING
     peer.call(3, CHECK, body)
     assert [statuses(peer, number) for number in (1, 3)] == [[1], [2]]
 
@@ -347,11 +348,20 @@ async def test_health_of_an_unknown_service_is_not_found(peer: GrpcPeer) -> None
     assert (statuses(peer, 3), 3 in peer.ends) == ([3], False)
 
 
+async def test_a_change_of_health_is_told_within_a_second(peer: GrpcPeer) -> None:
+    peer.call(1, WATCH, framed(health_pb2.HealthCheckRequest().SerializeToString()))
+    peer.exchange.models.not_ready = "tables.safetensors: changed"
+    for _ in range(2):
+        peer.connection.check_time(perf_counter())
+        peer.take()
+    assert (statuses(peer, 1), 1 in peer.ends) == ([1, 2], False)
+
+
 async def test_health_is_watched_until_the_drain(peer: GrpcPeer) -> None:
     body = framed(health_pb2.HealthCheckRequest().SerializeToString())
     peer.call(1, WATCH, body)
     assert (statuses(peer, 1), 1 in peer.ends) == ([1], False)
-    peer.exchange.models.is_ready = False
+    peer.exchange.models.not_ready = DRAINING
     peer.connection.start_drain()
     peer.take()
     assert statuses(peer, 1) == [1, 2]

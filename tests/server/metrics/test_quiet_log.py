@@ -1,0 +1,72 @@
+"""One line at first, then one for many; what a caller wrote stays within its line."""
+
+from __future__ import annotations
+
+import logging
+from time import monotonic
+
+import pytest
+
+from embedserve.metrics import quiet_log
+from embedserve.metrics.quiet_log import PERIOD_S, SHOWN_CHARACTERS_MAX, QuietLog
+
+
+class Clock:
+    now_s = monotonic()
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(quiet_log, "monotonic", clock)
+    return clock
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> QuietLog:
+    caplog.set_level(logging.INFO)
+    return QuietLog(logging.getLogger("quiet"))
+
+
+def test_the_first_is_said_and_the_next_line_counts_the_others(
+    log: QuietLog, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for i in range(1000):
+        log.say(logging.INFO, "refused", f"id {i}")
+    assert caplog.messages == ["refused: id 0"]
+    clock.now_s += PERIOD_S
+    log.say(logging.INFO, "refused", "id 1000")
+    assert caplog.messages[1:] == ["refused: id 1000 (999 more like it since the last line)"]
+    clock.now_s += PERIOD_S
+    log.say(logging.INFO, "refused")
+    assert caplog.messages[2:] == ["refused"]
+
+
+def test_kinds_do_not_hide_each_other(log: QuietLog, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        log.say(logging.INFO, "refused", "why")
+        log.say(logging.WARNING, "cut", "who")
+    assert caplog.messages == ["refused: why", "cut: who"]
+    assert [record.levelno for record in caplog.records] == [logging.INFO, logging.WARNING]
+
+
+def test_what_a_caller_wrote_is_one_short_line(
+    log: QuietLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.say(logging.INFO, "refused", "a\n2026 ERROR all is lost\x1b[2J \u202e" + "x" * 10_000)
+    (line,) = caplog.messages
+    assert line.startswith("refused: a\\n2026 ERROR all is lost\\x1b[2J \\u202e")
+    assert line.isascii()
+    assert len(line) < 2 * SHOWN_CHARACTERS_MAX
+
+
+def test_a_traceback_is_logged_once(log: QuietLog, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError:
+            log.say(logging.ERROR, "a request failed", with_traceback=True)
+    assert caplog.text.count("Traceback") == 1

@@ -1,0 +1,50 @@
+"""A server of one process ends at once on the second signal."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+import pytest
+from server.python import environment
+
+SCRIPT = """
+import asyncio, signal
+from embedserve.processes.server import stop_or_end
+
+async def main():
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop_or_end, stop, number)
+    print("started", flush=True)
+    await stop.wait()
+    print("draining", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+async def test_the_second_signal_ends_the_process(second: signal.Signals) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-c", SCRIPT),
+        env=environment(),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            assert await process.stdout.readline() == b"started\n"
+            process.send_signal(signal.SIGTERM)
+            assert await process.stdout.readline() == b"draining\n"
+            process.send_signal(second)
+            _, logged = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode == 128 + second
+    assert f"ended at once by a second {second.name}" in logged.decode()

@@ -1,0 +1,109 @@
+"""What connections may cost in all: their number, the bytes that they hold, file descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from server.fake_engine import FakeEngine
+from server.live import make_exchange
+from server.raw_http import OurServer, chunked, get, our_server, post, read_answer
+from server.waiting import until
+
+from embedserve.config import Limits
+from embedserve.wire.http2.frames import DATA, END_HEADERS, HEADERS, PREFACE, head
+
+CONNECTIONS_MAX = 4
+BYTES_MAX = 300_000
+BODY = b" " * 200_000
+LIVE = get("/health/live")
+GRPC = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/embed")]
+
+
+@pytest.fixture
+async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
+    limits = Limits(connections_max=CONNECTIONS_MAX, connection_bytes_max=BYTES_MAX)
+    async with our_server(make_exchange(engine, executor=executor, limits=limits)) as server:
+        yield server
+
+
+async def is_closed(reader: asyncio.StreamReader) -> bool:
+    """Waits for the connection's end; False if something comes instead."""
+    try:
+        return await reader.read(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+async def test_connections_over_the_limit_are_closed_and_the_others_served(
+    server: OurServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    clients = [await server.open() for _ in range(CONNECTIONS_MAX)]
+    await until(lambda: len(server.wire.connections) == CONNECTIONS_MAX)
+    for _ in range(3):
+        assert await is_closed((await server.open())[0])
+    assert [record.getMessage() for record in caplog.records] == [
+        "new connections are closed: there are connections_max, 4"
+    ]
+    for reader, writer in clients:
+        writer.write(LIVE)
+        assert (await read_answer(reader))[0] == 200
+    clients[0][1].close()
+    await until(lambda: len(server.wire.connections) < CONNECTIONS_MAX)
+    reader, writer = await server.open()
+    writer.write(LIVE)
+    assert (await read_answer(reader))[0] == 200
+
+
+def http2_body() -> bytes:
+    """A request over HTTP/2 and as much of its body as the first windows let through."""
+    block = b"\x83\x86\x44\x06/embed"
+    frames = [head(len(block), HEADERS, END_HEADERS, 1) + block]
+    frames += [head(16_000, DATA, 0, 1) + bytes(16_000)] * 4
+    return PREFACE + head(0, 4, 0, 0) + b"".join(frames)
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [post(BODY), chunked(BODY)[:-5], http2_body()],
+    ids=["a known head", "chunks", "HTTP/2"],
+)
+async def test_bodies_that_have_not_come_whole_are_counted(server: OurServer, begun: bytes) -> None:
+    _, writer = await server.open()
+    writer.write(begun[:-1])
+    expected = 64_000 - 1 if begun.startswith(PREFACE) else len(BODY) - 1
+    await until(lambda: sum(one.held_bytes for one in server.wire.connections) >= expected - 16_000)
+    (connection,) = server.wire.connections
+    assert connection.held_bytes <= expected + 200
+
+
+async def test_where_bodies_hold_too_much_the_largest_are_cut(
+    server: OurServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    small, large = await server.open(), await server.open()
+    small[1].write(post(BODY)[:-150_000])
+    large[1].write(post(BODY * 2)[:-1])
+    assert await is_closed(large[0])
+    assert "connections are cut: 1 of them: what all hold is over connection_bytes_max" in (
+        caplog.text
+    )
+    small[1].write(post(BODY)[-150_000:])
+    assert (await read_answer(small[0]))[0] == 400  # spaces are no request, but it was read
+
+
+async def test_it_is_said_that_descriptors_are_out(
+    server: OurServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # stdin, stdout and stderr
+    try:
+        await until(lambda: caplog.records)  # it looks every second
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    record = caplog.records[0]
+    assert record.levelno == logging.ERROR
+    assert "new connections are closed: Too many open files (0 are open)" in record.getMessage()
