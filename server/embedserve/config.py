@@ -27,7 +27,7 @@ def limit(default: float, sentence: str) -> Any:
 class Limits:
     """How much work the server takes on, in a request, in a batch and in the queue."""
 
-    body_bytes_max: int = limit(64 * MIB, "Bytes of one request's body or message.")
+    body_bytes_max: int = limit(32 * MIB, "Bytes of one request's body or message.")
     request_examples_max: int = limit(65_536, "Examples of one request.")
     request_features_max: int = limit(4096, "Features that one request names.")
     request_ids_max: int = limit(1_048_576, "Ids of one request.")

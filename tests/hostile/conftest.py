@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -50,11 +51,17 @@ def rows() -> np.ndarray:
 
 @pytest.fixture(scope="session")
 def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+    with running_victim(tmp_path_factory.mktemp("hostile") / "log") as victim:
+        yield victim
+
+
+@contextmanager
+def running_victim(log: Path, *arguments: str) -> Iterator[Victim]:
     """Stopped by SIGTERM at the end, which it must still obey."""
-    log = tmp_path_factory.mktemp("hostile") / "log"
+    command = [sys.executable, str(SCRIPT), *arguments]
     with log.open("wb") as errors:
         process = subprocess.Popen(
-            [sys.executable, SCRIPT], env=environment(), stdout=subprocess.PIPE, stderr=errors
+            command, env=environment(), stdout=subprocess.PIPE, stderr=errors
         )
     with process:
         try:

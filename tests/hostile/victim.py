@@ -1,12 +1,14 @@
 """The process that the hostile tests attack: the whole server over a table in numpy, without torch.
 
-Prints its two ports when ready.
+Prints its two ports when ready. With the argument "defaults" its limits are those of a server that
+is told none.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,7 +16,7 @@ import uvloop
 from server.fake_engine import FakeEngine, model_info
 from server.live import make_exchange
 
-from embedserve.config import Limits, ServeSettings
+from embedserve.config import DEFAULT_LIMITS, Limits, ServeSettings
 from embedserve.processes.ports import claim_ports
 from embedserve.processes.server import serve_until
 
@@ -38,18 +40,22 @@ class TableEngine(FakeEngine):
         self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None
     ) -> np.ndarray:
         sums = np.zeros((len(lengths), DIM), np.float32)
-        np.add.at(sums, np.repeat(np.arange(len(lengths)), lengths), self.table[ids])
+        filled = lengths > 0
+        starts = (lengths.cumsum() - lengths)[filled]
+        if starts.size:
+            # Beside the event loop, as real lookups are: neither holds the interpreter's lock.
+            sums[filled] = np.add.reduceat(np.take(self.table, ids, axis=0), starts)
         return sums
 
 
-async def serve() -> None:
+async def serve(limits: Limits) -> None:
     """Until SIGTERM; prints the ports once they take requests."""
-    settings = ServeSettings(store="", limits=LIMITS)
+    settings = ServeSettings(store="", limits=limits)
     ports = claim_ports("127.0.0.1", 0, 0)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     with ThreadPoolExecutor(1) as executor:
-        exchange = make_exchange(TableEngine(), executor=executor, limits=LIMITS)
+        exchange = make_exchange(TableEngine(), executor=executor, limits=limits)
 
         def say_ready() -> None:
             print(ports.http, ports.grpc, flush=True)
@@ -58,4 +64,4 @@ async def serve() -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve())
+    uvloop.run(serve(DEFAULT_LIMITS if sys.argv[1:] == ["defaults"] else LIMITS))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from embedserve.codec import json_codec, protobuf_codec
 from embedserve.config import Limits
+from embedserve.errors import RequestTooLargeError
 from embedserve.types import LookupRequest, LookupResult
 
 
@@ -16,6 +17,7 @@ class Codec:
 
     Attributes:
         content_type: as HTTP names it.
+        limit: the setting that bounds a body, beside body_bytes_max.
         decode: (body, model of the URL or "", limits) to a request; raises InvalidRequestError,
             and RequestTooLargeError before it reads much.
         decode_now: the same where that is quick; None where it takes long.
@@ -24,10 +26,26 @@ class Codec:
     """
 
     content_type: bytes
+    limit: str
     decode: Callable[[bytes, str, Limits], LookupRequest]
     decode_now: Callable[[bytes, str, Limits], LookupRequest | None]
     encode: Callable[[LookupResult], tuple[Sequence[bytes | memoryview], int]]
     model_of: Callable[[bytes], str]
+
+    def bytes_max(self, limits: Limits) -> int:
+        """Of a body."""
+        bytes_max: int = min(limits.body_bytes_max, getattr(limits, self.limit))
+        return bytes_max
+
+    def check_size(self, nbytes: int, limits: Limits, *, is_whole: bool = True) -> None:
+        """Raises RequestTooLargeError for a body of ``nbytes``, or more if not ``is_whole``."""
+        bytes_max = self.bytes_max(limits)
+        if nbytes > bytes_max:
+            name = "body_bytes_max" if limits.body_bytes_max == bytes_max else self.limit
+            at_least = "" if is_whole else "at least "
+            raise RequestTooLargeError(
+                f"body has {at_least}{nbytes} bytes, {limits.said(name)}", "body"
+            )
 
 
 def _whole(body: bytes) -> tuple[Sequence[bytes | memoryview], int]:
@@ -36,6 +54,7 @@ def _whole(body: bytes) -> tuple[Sequence[bytes | memoryview], int]:
 
 JSON = Codec(
     b"application/json",
+    "request_text_bytes_max",
     json_codec.decode_request,
     json_codec.decode_now,
     lambda result: _whole(json_codec.encode_result(result)),
@@ -43,6 +62,7 @@ JSON = Codec(
 )
 PROTOBUF = Codec(
     b"application/x-protobuf",
+    "body_bytes_max",
     protobuf_codec.decode_request,
     protobuf_codec.decode_now,
     protobuf_codec.encode_parts,

@@ -73,10 +73,6 @@ def decode_request(body: bytes, model: str, limits: Limits = DEFAULT_LIMITS) -> 
 
 def _check_cost(body: bytes, limits: Limits) -> None:
     """Every value but the outermost follows a comma or an opening bracket."""
-    if len(body) > limits.request_text_bytes_max:
-        raise RequestTooLargeError(
-            f"body has {len(body)} bytes of JSON, {limits.said('request_text_bytes_max')}", "body"
-        )
     octets = np.frombuffer(body, np.uint8)
     count = sum(int(np.count_nonzero(octets == one)) for one in b",[{")
     if count > limits.request_values_max:

@@ -56,7 +56,7 @@ NUMBERS = {
 }
 """Fields of numbers, by tag."""
 DTYPES: dict[str, np.dtype] = {"ids": _INT64, "lengths": _INT32, "weights": _FLOAT32}
-_Numbers = Mapping[str, Sequence[bytes]]
+_Numbers = Mapping[str, Sequence[memoryview]]
 NOW_FIELDS_MAX = 4096
 NOW_BYTES_MAX = 64 << 10
 """Of what is read on the event loop's thread, beside numbers given as bytes: a millisecond's."""
@@ -78,10 +78,8 @@ def decode_now(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
         numbers, rest = _take_numbers(body, NOW_FIELDS_MAX)
     except TooManyFieldsError:
         return None
-    if (
-        len(rest) + sum(len(one) for name in DTYPES for one in numbers.get(name, ()))
-        > NOW_BYTES_MAX
-    ):
+    packed_bytes = sum(len(one) for name in DTYPES for one in numbers.get(name, ()))
+    if packed_bytes + sum(map(len, rest)) > NOW_BYTES_MAX:
         return None
     return _request(body, numbers, rest, model, limits)
 
@@ -104,8 +102,8 @@ def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS
     return _request(body, numbers, rest, model, limits)
 
 
-def _take_numbers(body: bytes, fields_max: int) -> tuple[_Numbers, bytes]:
-    """(the numbers in ``body``, by field; the message without them)."""
+def _take_numbers(body: bytes, fields_max: int) -> tuple[_Numbers, Sequence[memoryview]]:
+    """(the numbers in ``body``, by field; the pieces of the message without them)."""
     try:
         return take_out(body, NUMBERS, fields_max)
     except IndexError as error:
@@ -119,16 +117,16 @@ def _malformed(problem: object) -> InvalidRequestError:
 
 
 def _request(
-    body: bytes, numbers: _Numbers, rest: bytes, model: str, limits: Limits
+    body: bytes, numbers: _Numbers, rest: Sequence[memoryview], model: str, limits: Limits
 ) -> LookupRequest:
-    if len(rest) > limits.request_text_bytes_max:
+    nbytes = sum(map(len, rest))
+    if nbytes > limits.request_text_bytes_max:
         raise RequestTooLargeError(
-            f"body has {len(rest)} bytes beside its numbers, "
-            + limits.said("request_text_bytes_max"),
+            f"body has {nbytes} bytes beside its numbers, " + limits.said("request_text_bytes_max"),
             "body",
         )
     try:
-        message = embedding_pb2.EmbedRequest.FromString(rest)
+        message = embedding_pb2.EmbedRequest.FromString(b"".join(rest))
     except DecodeError as error:
         raise _malformed(error) from error
     check_feature_count("keys", len(message.keys), limits)
@@ -278,36 +276,39 @@ def _array(field: str, numbers: _Numbers, per_limit: int, limits: Limits, limit:
     """A field given as numbers, packed or one by one, or, as FIELD_bytes, little-endian.
 
     Raises:
-        RequestTooLargeError: over ``per_limit`` times ``limit`` of packed integers. Those given as
-            bytes cost nothing here, and are counted as the request is admitted.
+        RequestTooLargeError: it has over ``per_limit`` times ``limit`` numbers.
     """
-    packed = b"".join(numbers.get(field, ()))
+    packed = numbers.get(field, ())
+    nbytes = sum(map(len, packed))
     raw = numbers.get(f"{field}_bytes", (b"",))[-1]
-    dtype = DTYPES[field]
-    if raw:
-        if packed:
-            raise InvalidRequestError(f"{field} and {field}_bytes are both given: send one", field)
-        return _from_bytes(field, raw, dtype)
-    if dtype is _FLOAT32:
-        return _from_bytes(field, packed, dtype)
-    count_max = per_limit * getattr(limits, limit)
-    if len(packed) > VARINT_BYTES_MAX * count_max or count_varints(packed) > count_max:
-        raise RequestTooLargeError(
-            f"{field} has over {count_max} numbers: {limits.said(limit)}", field
-        )
+    dtype, count_max = DTYPES[field], per_limit * getattr(limits, limit)
+    if len(raw) and nbytes:
+        raise InvalidRequestError(f"{field} and {field}_bytes are both given: send one", field)
+    is_fixed = len(raw) or dtype is _FLOAT32
+    if (len(raw) or nbytes) > count_max * (dtype.itemsize if is_fixed else VARINT_BYTES_MAX):
+        raise _too_many(field, count_max, limits.said(limit))
+    if is_fixed:
+        return _from_bytes(field, raw or b"".join(packed), dtype)
+    joined = b"".join(packed)
+    if count_varints(joined) > count_max:
+        raise _too_many(field, count_max, limits.said(limit))
     try:
-        return read_varints(packed).astype(dtype, copy=False)
+        return read_varints(joined).astype(dtype, copy=False)
     except ValueError as error:
         raise InvalidRequestError(f"{field} is not packed integers: {error}", field) from error
 
 
-def _from_bytes(field: str, raw: bytes, dtype: np.dtype) -> np.ndarray:
+def _too_many(field: str, count_max: int, limit: str) -> RequestTooLargeError:
+    return RequestTooLargeError(f"{field} has over {count_max} numbers: {limit}", field)
+
+
+def _from_bytes(field: str, raw: bytes | memoryview, dtype: np.dtype) -> np.ndarray:
     if len(raw) % dtype.itemsize:
         raise InvalidRequestError(
             f"{field}_bytes has {len(raw)} bytes, not a multiple of {dtype.itemsize}",
             f"{field}_bytes",
         )
-    return np.frombuffer(raw, dtype)
+    return np.frombuffer(bytes(raw), dtype)  # a copy, which is aligned
 
 
 def encode_parts(result: LookupResult) -> tuple[list[bytes | memoryview], int]:

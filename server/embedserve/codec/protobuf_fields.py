@@ -73,27 +73,29 @@ class TooManyFieldsError(Exception):
 
 def take_out(
     body: bytes, names: Mapping[int, str], fields_max: int
-) -> tuple[dict[str, list[bytes]], bytes]:
-    """(the values of the fields whose tags have ``names``, by name and in order; the message
-    without them).
+) -> tuple[dict[str, list[memoryview]], list[memoryview]]:
+    """(the values of the fields whose tags have ``names``, by name and in order; the pieces of the
+    message without them), both as they lie in ``body``.
 
     Raises:
         TooManyFieldsError: there are more than ``fields_max`` fields, taken out or not.
         IndexError, ValueError: as ``fields``.
     """
-    taken: dict[str, list[bytes]] = {}
-    rest, rest_start = [], 0
+    taken: dict[str, list[memoryview]] = {}
+    view = memoryview(body)
+    rest: list[memoryview] = []
+    rest_start = 0
     for before, (tag, position, start, end) in enumerate(fields(body)):
         if before >= fields_max:
             raise TooManyFieldsError
         name = names.get(tag)
         if name is not None:
-            taken.setdefault(name, []).append(body[start:end])
+            taken.setdefault(name, []).append(view[start:end])
             if position > rest_start:
-                rest.append(body[rest_start:position])
+                rest.append(view[rest_start:position])
             rest_start = end
-    rest.append(body[rest_start:])
-    return taken, b"".join(rest)
+    rest.append(view[rest_start:])
+    return taken, rest
 
 
 def count_varints(packed: bytes) -> int:

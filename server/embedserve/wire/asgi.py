@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import unquote
 
+from embedserve.codec.codec import Codec
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, RequestTooLargeError
 from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, Parts, late_request
 from embedserve.wire.http2.frames import ErrorCode
@@ -25,7 +26,6 @@ from embedserve.wire.rest import (
     embed_route,
     error_answer,
     read_headers,
-    too_large,
 )
 from embedserve.wire.rest_streams import write_error
 
@@ -86,7 +86,7 @@ class EmbedEndpoint:
         try:
             check_method(scope["method"])
             asked = read_headers(model, scope["headers"], self._metrics)
-            body = await self._read_body(scope["headers"], receive)
+            body = await self._read_body(asked.codec, receive)
         except EmbedServeError as error:
             self._metrics.refused(error.code, error.message, perf_counter() - start_s)
             await _send(send, error.http_status, *error_answer(error))
@@ -105,8 +105,7 @@ class EmbedEndpoint:
             gone.cancel()
             call.cancel()
 
-    async def _read_body(self, headers: Headers, receive: Receive) -> bytes:
-        limit = self._exchange.limits.body_bytes_max
+    async def _read_body(self, codec: Codec, receive: Receive) -> bytes:
         chunks: list[bytes] = []
         size = 0
         while True:
@@ -115,17 +114,11 @@ class EmbedEndpoint:
                 raise ClientGoneError
             chunk: bytes = message.get("body", b"")
             size += len(chunk)
-            if size > limit:
-                raise RequestTooLargeError(too_large(_size_said(headers, size), limit), "body")
-            if not message.get("more_body", False):
+            is_whole = not message.get("more_body", False)
+            codec.check_size(size, self._exchange.limits, is_whole=is_whole)
+            if is_whole:
                 return b"".join([*chunks, chunk]) if chunks else chunk
             chunks.append(chunk)
-
-
-def _size_said(headers: Headers, size_seen: int) -> str:
-    """A body's size as its Content-Length says, or else that it is ``size_seen`` or more."""
-    said = dict(headers).get(b"content-length", b"")
-    return said.decode() if said.isdigit() else f"at least {size_seen}"
 
 
 async def _send(send: Send, status: int, headers: Headers, body: bytes) -> None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.wire.rest import Headers, VersionError, headers_too_large, too_large
+from embedserve.config import Limits
+from embedserve.errors import InvalidRequestError
+from embedserve.wire.rest import Headers, VersionError, codec_of, headers_too_large
 
 HEAD_BYTES_MAX = 16 << 10
 HEAD_LINES_MAX = 100
 VERSIONS = ("1.0", "1.1")
 
 
-def check_head(version: str, url: bytes, headers: Headers, body_bytes_max: int) -> None:
+def check_head(version: str, url: bytes, headers: Headers, limits: Limits) -> None:
     """Checks a head that has come whole.
 
     Args:
         version: such as "1.1".
         headers: names in lower case.
-        body_bytes_max: the most that any request may have.
+        limits: on the body, which depends on its type.
 
     Raises:
         HeadersTooLargeError: it has more bytes or lines than the limits.
@@ -37,5 +38,4 @@ def check_head(version: str, url: bytes, headers: Headers, body_bytes_max: int) 
         raise InvalidRequestError(f"there are {hosts} Host headers, expected one", "Host")
     if b"content-length" in names:
         nbytes = int(headers[names.index(b"content-length")][1])
-        if nbytes > body_bytes_max:
-            raise RequestTooLargeError(too_large(nbytes, body_bytes_max), "body")
+        codec_of(dict(headers).get(b"content-type", b"")).check_size(nbytes, limits)

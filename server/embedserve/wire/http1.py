@@ -55,8 +55,8 @@ class Http1Connection(UvicornConnection):
     def __init__(
         self, exchange: Exchange, forms: HeadForms, registry: Registry, **uvicorns: Any
     ) -> None:
-        metrics, body_bytes_max = exchange.metrics.protocols["rest"], exchange.limits.body_bytes_max
-        super().__init__(metrics, body_bytes_max, registry, **uvicorns)
+        metrics = exchange.metrics.protocols["rest"]
+        super().__init__(metrics, exchange.limits, registry, **uvicorns)
         self._exchange = exchange
         self._forms = forms
         self._call: Http1Call | None = None  # that is read or answered
@@ -76,7 +76,7 @@ class Http1Connection(UvicornConnection):
         else:
             end = data.find(b"\r\n\r\n") + 4
             found = self._forms.match(data, end) if end > 4 else None
-            if found is None or found[1] > self._body_bytes_max:
+            if found is None or found[1] > found[0].asked.codec.bytes_max(self._limits):
                 self.parse(data)
             else:
                 self._start(*found, data, end)

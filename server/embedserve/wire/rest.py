@@ -6,7 +6,7 @@ management application's (api/).
 
 from __future__ import annotations
 
-from embedserve.codec.codec import JSON, PROTOBUF
+from embedserve.codec.codec import JSON, PROTOBUF, Codec
 from embedserve.codec.json_codec import encode_error
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.exchange import Asked
@@ -52,6 +52,11 @@ def check_method(method: str) -> None:
         raise MethodNotAllowedError(f"method is {method}: send a POST")
 
 
+def codec_of(content_type: bytes) -> Codec:
+    """JSON unless it is protobuf."""
+    return PROTOBUF if content_type.lower().startswith(PROTOBUF.content_type) else JSON
+
+
 def read_headers(model: str, headers: Headers, metrics: ProtocolMetrics) -> Asked:
     """What ``headers`` (names in lower case) ask of ``model``.
 
@@ -66,7 +71,7 @@ def read_headers(model: str, headers: Headers, metrics: ProtocolMetrics) -> Aske
     wanted_s = None
     for name, value in headers:
         if name == b"content-type":
-            content_type = value.lower()
+            content_type = value
         elif name == b"accept":
             accept = value.lower()
         elif name == b"x-timeout-ms":
@@ -76,17 +81,11 @@ def read_headers(model: str, headers: Headers, metrics: ProtocolMetrics) -> Aske
                 f"Content-Encoding is {value.decode('latin-1')!r}: send the body as it is",
                 "Content-Encoding",
             )
-    is_protobuf = content_type.startswith(PROTOBUF.content_type)
+    codec = codec_of(content_type)
     wants_protobuf = PROTOBUF.content_type in accept or (
-        is_protobuf and JSON.content_type not in accept
+        codec is PROTOBUF and JSON.content_type not in accept
     )
-    return Asked(
-        model,
-        PROTOBUF if is_protobuf else JSON,
-        PROTOBUF if wants_protobuf else JSON,
-        wanted_s,
-        metrics,
-    )
+    return Asked(model, codec, PROTOBUF if wants_protobuf else JSON, wanted_s, metrics)
 
 
 def timeout_s(value: bytes) -> float:
@@ -105,11 +104,6 @@ def timeout_s(value: bytes) -> float:
             "X-Timeout-Ms",
         )
     return timeout_ms / 1000
-
-
-def too_large(nbytes: object, limit: int) -> str:
-    """What is said of a body of ``nbytes``."""
-    return f"body has {nbytes} bytes, the limit is {limit} (--body-bytes-max)"
 
 
 def headers_too_large(count: int, of: str, limit: int) -> HeadersTooLargeError:

@@ -16,7 +16,6 @@ from embedserve.wire.rest import (
     check_method,
     error_answer,
     read_headers,
-    too_large,
 )
 from embedserve.wire.stream_call import StreamCall
 
@@ -34,8 +33,7 @@ class RestCall(StreamCall):
 
     def receive(self, data: bytes, is_end: bool) -> None:
         body = self._body
-        if body.nbytes + len(data) > self._exchange.limits.body_bytes_max:
-            self.refuse_size(f"at least {body.nbytes + len(data)}")
+        if not self.has_size(body.nbytes + len(data), is_whole=False):
             return
         if not is_end:
             body.append(data)
@@ -47,13 +45,18 @@ class RestCall(StreamCall):
             self._stream.consumed(self._stream.held_bytes)
         self._exchange.ask(self, data)
 
-    def refuse_size(self, size: object) -> None:
-        limit = self._exchange.limits.body_bytes_max
-        self.refuse(RequestTooLargeError(too_large(size, limit), "body"))
+    def has_size(self, nbytes: int, *, is_whole: bool) -> bool:
+        """Whether a body may be so large; where it may not, it is refused."""
+        try:
+            self.asked.codec.check_size(nbytes, self._exchange.limits, is_whole=is_whole)
+        except RequestTooLargeError as error:
+            self.refuse(error)
+            return False
+        return True
 
     def _want_more(self) -> None:
         stream = self._stream
-        left = self._exchange.limits.body_bytes_max - self._body.nbytes
+        left = self.asked.codec.bytes_max(self._exchange.limits) - self._body.nbytes
         stream.expect(left if stream.missing_bytes is None else stream.missing_bytes)
 
     def write_answer(self, parts: Parts, nbytes: int) -> None:
@@ -94,9 +97,7 @@ def open_embed(
     def open_call(stream: Stream) -> Handler:
         call = RestCall(asked, exchange, stream)
         size = stream.missing_bytes
-        if size is not None and size > exchange.limits.body_bytes_max:
-            call.refuse_size(size)
-        elif exchange.models.is_full:
+        if (size is None or call.has_size(size, is_whole=True)) and exchange.models.is_full:
             exchange.refuse_early(call)
         return call
 

@@ -15,6 +15,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.exchange import REQUEST_S_MAX, late_request
 from embedserve.metrics.metrics import ProtocolMetrics
@@ -57,13 +58,13 @@ class UvicornConnection(HttpToolsProtocol):
     def __init__(
         self,
         metrics: ProtocolMetrics,
-        body_bytes_max: int,
+        limits: Limits,
         registry: Registry,
         **uvicorns: Any,
     ) -> None:
         super().__init__(**uvicorns)
         self._metrics = metrics
-        self._body_bytes_max = body_bytes_max
+        self._limits = limits
         self._registry = registry
         self._held: list[bytes] = []  # what came after what is being answered
         self._cycles: deque[RequestResponseCycle] = deque()  # those that are or will be answered
@@ -169,7 +170,7 @@ class UvicornConnection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self._is_in_head = False
-        check_head(self.parser.get_http_version(), self.url, self.headers, self._body_bytes_max)
+        check_head(self.parser.get_http_version(), self.url, self.headers, self._limits)
         super().on_headers_complete()
         self._cycles.append(self.cycle)
         self._is_in_body = True

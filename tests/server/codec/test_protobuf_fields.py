@@ -84,7 +84,7 @@ def test_what_is_taken_out_is_given_by_name_and_in_order() -> None:
     assert read_varints(b"".join(taken["ids"])).tolist() == [1, 2, 7, 300]
     assert list(taken) == ["ids"]  # weights are packed here
     expected = pb.EmbedRequest(model="m", keys=["a"], lengths=[2], weights=[0.5], string_ids=["x"])
-    assert pb.EmbedRequest.FromString(rest) == expected
+    assert pb.EmbedRequest.FromString(b"".join(rest)) == expected
 
 
 def test_fields_are_counted_whether_taken_out_or_not() -> None:

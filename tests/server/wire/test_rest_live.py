@@ -24,7 +24,7 @@ SENT = HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
 
 @pytest.fixture
 async def live(engine: FakeEngine) -> AsyncIterator[Live]:
-    limits = Limits(body_bytes_max=100_000, inline_bytes_max=0)
+    limits = Limits(body_bytes_max=100_000, request_text_bytes_max=80_000, inline_bytes_max=0)
     async with live_server(engine, limits=limits) as live:
         yield live
 
@@ -79,25 +79,29 @@ async def test_a_chunked_body_is_one_body(live: Live) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_chunked", "message"),
+    ("kind", "limit"),
     [
-        (False, r"body has 400000 bytes, the limit is 100000 \(--body-bytes-max\)"),
-        (True, r"body has at least 1\d{5} bytes, the limit is 100000 \(--body-bytes-max\)"),
+        ("application/json", r"80000 \(--request-text-bytes-max\)"),
+        ("application/x-protobuf", r"100000 \(--body-bytes-max\)"),
     ],
 )
+@pytest.mark.parametrize(
+    ("is_chunked", "said"), [(False, "400000"), (True, r"at least (8|9|1\d)\d{4}")]
+)
 async def test_an_oversized_body_is_refused_and_the_server_goes_on(
-    live: Live, is_chunked: bool, message: str
+    live: Live, is_chunked: bool, said: str, kind: str, limit: str
 ) -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(40):
             yield bytes(10_000)
 
     content = chunks() if is_chunked else bytes(400_000)
-    answer = await live.http.post("/embed", content=content)
+    headers = {"Content-Type": kind}
+    answer = await live.http.post("/embed", content=content, headers=headers)
     assert answer.status_code == 413
     error = answer.json()["error"]
     assert error["field"] == "body"
-    assert re.fullmatch(message, error["message"])
+    assert re.fullmatch(f"body has {said} bytes, the limit is {limit}", error["message"])
     assert (await live.http.post("/embed", content=BODY)).status_code == 200
 
 

@@ -1,0 +1,161 @@
+"""Requests that cost more than their bytes: counted before they are read, and read beside others.
+
+Each one stopped everybody for seconds, or took gigabytes.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hostile.conftest import Victim, running_victim
+from hostile.neighbour import Neighbour
+
+from embedserve_proto import embedding_pb2 as pb
+
+MIB = 1 << 20
+BODY_MIB = 30
+"""Nearly as much as a body may have; of JSON it is refused for its length alone."""
+
+
+@pytest.fixture(scope="session")
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+    """Of its own, with the default limits."""
+    with running_victim(tmp_path_factory.mktemp("cost") / "log", "defaults") as victim:
+        yield victim
+
+
+@pytest.fixture(scope="session")
+def neighbour(victim: Victim, rows: np.ndarray) -> Iterator[Neighbour]:
+    neighbour = Neighbour(victim.http_port, victim.grpc_port, victim.pid, rows)
+    yield neighbour
+    neighbour.stop()
+
+
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+VALUES = 130_000
+"""Nearly as many as one request may have."""
+USER = b"\x12\x04user"
+"""The key."""
+
+
+def post(victim: Victim, body: bytes, kind: str, **headers: str) -> tuple[int, dict[str, str]]:
+    """(status, error) of one request."""
+    client = http.client.HTTPConnection("127.0.0.1", victim.http_port, timeout=50)
+    try:
+        client.request("POST", "/embed", body, {"Content-Type": kind, **headers})
+        answer = client.getresponse()
+        content = answer.read()
+        return answer.status, {} if answer.status == 200 else json.loads(content)["error"]
+    finally:
+        client.close()
+
+
+def of(*features: bytes) -> bytes:
+    return b'{"features": {%b}}' % b",".join(features)
+
+
+def length_delimited(tag: int, value: bytes) -> bytes:
+    """A field of a protobuf message."""
+    size, digits = len(value), bytearray()
+    while size > 127:
+        digits.append(size & 127 | 128)
+        size >>= 7
+    return bytes([tag, *digits, size]) + value
+
+
+TOO_MUCH = {
+    "JSON, 15 million ids": (JSON, of(b'"user":[%b1]' % (b"1," * 15_000_000))),
+    "JSON, 4 million ids": (JSON, of(b'"user":[%b1]' % (b"1," * 4_000_000))),
+    "JSON, 2 million empty bags": (JSON, of(b'"user":[%b[]]' % (b"[]," * 2_000_000))),
+    "JSON, 8 million brackets": (JSON, b"[" * 8_000_000),
+    "JSON, a string of 30 MB": (JSON, of(b'"user":["%b"]' % (b"a" * BODY_MIB * MIB))),
+    "protobuf, 30 million packed ids": (
+        PROTOBUF,
+        USER + length_delimited(0x1A, b"\1" * BODY_MIB * MIB),
+    ),
+    "protobuf, 30 million packed lengths": (
+        PROTOBUF,
+        USER + length_delimited(0x22, b"\0" * BODY_MIB * MIB),
+    ),
+    "protobuf, 15 million ids one by one": (PROTOBUF, USER + b"\x18\1" * 15_000_000),
+    "protobuf, 15 million strings": (PROTOBUF, USER + b"\x52\0" * 15_000_000),
+    "protobuf, 15 million keys": (PROTOBUF, b"\x12\0" * 15_000_000),
+    "protobuf, unknown fields": (PROTOBUF, b"\xfa\xff\xff\xff\x0f\x00" * 5_000_000),
+    "protobuf, 3 million ids in bytes": (
+        PROTOBUF,
+        USER + length_delimited(0x32, bytes(24 * MIB)) + b"\x3a\x04\1\0\0\0",
+    ),
+    "protobuf, a key of 30 MB": (PROTOBUF, length_delimited(0x12, b"a" * BODY_MIB * MIB)),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+@pytest.mark.growth(4 * BODY_MIB << 10)
+def test_what_costs_too_much_is_refused(victim: Victim, name: str) -> None:
+    """Memory: the body, and as much again for its pieces, for the sockets and for its error."""
+    kind, body = TOO_MUCH[name]
+    status, error = post(victim, body, kind)
+    assert (status, error["code"]) == (413, "RESOURCE_EXHAUSTED")
+    assert "the limit is " in error["message"]
+
+
+def many_strings() -> bytes:
+    strings = [str(i) for i in range(VALUES)]
+    message = pb.EmbedRequest(
+        keys=["user"], string_keys=["user"], string_ids=strings, lengths=[VALUES]
+    )
+    return message.SerializeToString()
+
+
+ALLOWED = {
+    "JSON, as many ids as may be": (JSON, of(b'"user":[%b1]' % (b"1," * VALUES)), 200),
+    "JSON, as many bags as may be": (JSON, of(b'"user":[%b[]]' % (b"[]," * (VALUES // 2))), 200),
+    "JSON, wrong at its end": (JSON, of(b'"user":[%b["a"]]' % (b"[1]," * (VALUES // 2 - 2))), 400),
+    "JSON, strings": (JSON, of(b'"user":[%b"a"]' % (b'"a",' * VALUES)), 400),
+    "JSON, escapes": (JSON, of(b'"user":["%b"]' % (b"\\u00e9" * 1_300_000)), 400),
+    "JSON, spaces": (JSON, b" " * (8 * MIB - 10) + b"x", 400),
+    "protobuf, a million packed ids": (
+        PROTOBUF,
+        USER + length_delimited(0x1A, b"\1" * (MIB - 2) + b"\xff\x7f") + b"\x22\x03\xff\xff\x3f",
+        400,
+    ),
+    "protobuf, a million large packed ids": (
+        PROTOBUF,
+        USER + length_delimited(0x1A, (b"\xff" * 8 + b"\1") * MIB) + b"\x22\x03\x80\x80\x40",
+        400,
+    ),
+    "protobuf, strings": (PROTOBUF, many_strings(), 400),
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+@pytest.mark.growth(96 << 10)
+def test_what_costs_as_much_as_it_may_stops_nobody(victim: Victim, name: str) -> None:
+    kind, body, expected = ALLOWED[name]
+    for _ in range(3):
+        status, error = post(victim, body, kind)
+        assert (status, error.get("code", "")) == (
+            expected,
+            "" if expected == 200 else "INVALID_ARGUMENT",
+        )
+
+
+@pytest.mark.growth(160 << 10)
+def test_unknown_keys_are_not_remembered(victim: Victim) -> None:
+    """What is remembered of requests' heads is bounded by its bytes: ten of these were 400 MB."""
+    for i in range(10):
+        keys = [f"{i}-{number}-{'x' * 1700}" for number in range(4096)]
+        body = pb.EmbedRequest(keys=keys, ids=[1], lengths=[1] * len(keys)).SerializeToString()
+        assert len(body) > 6 * MIB
+        assert post(victim, body, PROTOBUF)[0] == 400
+
+
+def test_decoding_counts_for_the_deadline(victim: Victim) -> None:
+    kind, body, _ = ALLOWED["JSON, as many ids as may be"]
+    headers = {"X-Timeout-Ms": "1"}
+    status, error = post(victim, body, kind, **headers)
+    assert (status, error["code"]) == (504, "DEADLINE_EXCEEDED")
