@@ -12,7 +12,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 TORCHREC := 1.8.0
 
-.PHONY: install serve test lint types contracts pytest test-gpu proto docs format bench bench-peers bench-large clean
+.PHONY: install serve test lint types contracts pytest test-gpu fuzz proto docs format bench bench-peers bench-large clean
 
 install: $(INSTALLED)
 
@@ -55,6 +55,10 @@ pytest: install
 
 test-gpu: install
 	$(BIN)/python -m pytest -q -m gpu tests/engine
+
+# Minutes of wrong requests to a server of its own: FUZZ="--minutes 30 --seed 7 --output folder".
+fuzz: install
+	PYTHONPATH=server:model_store:clients:proto:tests $(BIN)/python -m fuzz.fuzz $(FUZZ)
 
 # The generated code beside embedding.proto is committed; a test compares it.
 proto: install

@@ -1,0 +1,122 @@
+"""What the fuzzer starts from: right requests of every kind, with what answers them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import orjson
+from hostile import frames as f
+from hostile.neighbour import embed_request
+
+from embedserve_proto import embedding_pb2 as pb
+
+IDS = (3, 141, 499)
+SERVICE = "/embedserve.v1.EmbeddingService"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of input.
+
+    Attributes:
+        name: as the table says it.
+        is_grpc_port: where it is sent.
+        seeds: right inputs, each whole.
+        wrap: makes of a seed, or of one that was changed, what is sent.
+        expected: what stands in the answer to each of the seeds.
+    """
+
+    name: str
+    is_grpc_port: bool
+    seeds: Sequence[bytes]
+    wrap: Callable[[bytes], bytes]
+    expected: bytes
+
+
+def post(body: bytes, kind: str) -> bytes:
+    head = f"POST /embed HTTP/1.1\r\nHost: h\r\nContent-Type: {kind}\r\n"
+    return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def post_json(body: bytes) -> bytes:
+    return post(body, "application/json")
+
+
+def post_protobuf(body: bytes) -> bytes:
+    return post(body, "application/x-protobuf")
+
+
+def grpc_call(message: bytes) -> bytes:
+    """A whole connection with one call, whatever the message."""
+    return f.PREFACE + f.settings() + f.call(1, message)
+
+
+def json_bodies() -> list[bytes]:
+    ids = list(IDS)
+    bags = [[one] for one in ids]
+    return [
+        orjson.dumps({"features": {"user": bags}}),
+        orjson.dumps({"features": {"user": bags}, "weights": {"user": [[1.0]] * len(ids)}}),
+        orjson.dumps({"features": {"user": bags}, "output_dtype": "float32"}, option=2),
+    ]
+
+
+def messages() -> list[bytes]:
+    ids, lengths = list(IDS), [1] * len(IDS)
+    packed = pb.EmbedRequest(keys=["user"], ids=ids, lengths=lengths)
+    weighted = pb.EmbedRequest(
+        model="m", keys=["user"], ids=ids, lengths=lengths, weights=[1.0] * len(ids)
+    )
+    one_by_one = b"\x12\x04user" + b"".join(
+        b"\x18" + (bytes([one]) if one < 128 else bytes([one & 127 | 128, one >> 7])) for one in ids
+    )
+    return [
+        embed_request(IDS),
+        packed.SerializeToString(),
+        weighted.SerializeToString(),
+        one_by_one + b"\x20\1" * len(ids),
+    ]
+
+
+def heads() -> list[bytes]:
+    """Whole requests of HTTP/1, heads and all."""
+    body = json_bodies()[0]
+    chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    return [
+        post_json(body),
+        b"POST /models/m/embed HTTP/1.1\r\nHost: h\r\nX-Timeout-Ms: 5000\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (len(body), body),
+        b"POST /embed HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks,
+        b"GET /health/live HTTP/1.1\r\nHost: h\r\n\r\n" + post_json(body),
+        b"GET /models HTTP/1.1\r\nHost: h\r\nConnection: keep-alive\r\n\r\n" + post_json(body),
+        b"OPTIONS * HTTP/1.1\r\nHost: h\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+        + post_json(body),
+    ]
+
+
+def connections() -> list[bytes]:
+    """Whole connections of HTTP/2."""
+    message = embed_request(IDS)
+    call = f.call(1, message)
+    return [
+        f.PREFACE + f.settings() + call,
+        f.PREFACE + f.settings((f.INITIAL_WINDOW_SIZE, f.WINDOW_MAX)) + f.settings_ack() + call,
+        f.PREFACE + f.settings() + f.window_update(0, 1 << 20) + call,
+        f.PREFACE + f.settings() + call + f.call(3, message) + f.frame(f.PING, 0, 0, bytes(8)),
+    ]
+
+
+def kinds(rows: np.ndarray) -> list[Kind]:
+    """All kinds; ``rows`` are what the server's table holds."""
+    values = rows[list(IDS)]
+    as_json = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
+    as_bytes = values.astype("<f4").tobytes()
+    return [
+        Kind("HTTP/1.1 requests", False, heads(), bytes, as_json),
+        Kind("JSON bodies", False, json_bodies(), post_json, as_json),
+        Kind("protobuf bodies", False, messages(), post_protobuf, as_bytes),
+        Kind("HTTP/2 connections", True, connections(), bytes, as_bytes),
+        Kind("gRPC messages", True, messages(), grpc_call, as_bytes),
+    ]

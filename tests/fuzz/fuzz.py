@@ -1,0 +1,272 @@
+"""make fuzz: sends requests that were made wrong to a server, and looks after everybody else.
+
+Between the wrong ones right ones go the same way, whose answers must be exact; a neighbour on
+connections of its own must be answered soon; nothing may fail in the server, and its memory must
+come back. Damaged store files must be refused. Prints a table, and draws time and memory.
+
+    make fuzz FUZZ="--minutes 30 --seed 7 --output folder"
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import select
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from fuzz.corpus import Kind, kinds
+from fuzz.mutate import mutated
+from fuzz.store_files import fuzz_store, publish
+from hostile.conftest import Victim, running_victim
+from hostile.neighbour import Neighbour, anonymous_kib
+from hostile.victim import table
+
+OPEN_MAX = 48
+WAIT_S = 0.25
+"""After which a wrong request that has no answer yet is given up: most wait for more of it."""
+RIGHT_S_MAX = 20.0
+RIGHT_EVERY = 16
+SAMPLE_S = 2.0
+SETTLE_S = 3.0
+GROWTH_KIB_MAX = 64 << 10
+NEIGHBOUR_S_MAX = 2.0
+"""A bound, not a speed: both cores may be busy."""
+RIGHT_FAILURES = (505,)
+"""What HTTP wants of a request that names another version."""
+STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) |:status\x03(\d{3})")
+GRPC_STATUS = re.compile(rb"grpc-status[\1\2](\d{1,2})")
+STORE_SHARE = 0.1
+"""Of the time, for the files of a store."""
+SAID_MAX = 10
+SAID_CHARACTERS_MAX = 2000
+
+
+@dataclass
+class Attempt:
+    """One input that was sent, and what came of it so far."""
+
+    sock: socket.socket
+    kind: Kind
+    data: bytes
+    is_right: bool
+    end_s: float
+    received: bytearray = field(default_factory=bytearray)
+
+
+@dataclass
+class Sample:
+    """What the neighbour saw in a while."""
+
+    at_s: float
+    slowest_ms: float
+    memory_mb: float
+
+
+@dataclass
+class Report:
+    """What was sent and what came of it.
+
+    Attributes:
+        sent, right: inputs by kind, and those of them that were right.
+        outcomes: statuses of answers, by kind.
+        wrong: what must not be.
+    """
+
+    sent: Counter[str] = field(default_factory=Counter)
+    right: Counter[str] = field(default_factory=Counter)
+    outcomes: dict[str, Counter[str]] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    grown_kib: int = 0
+
+    @property
+    def malformed(self) -> int:
+        return self.sent.total() - self.right.total()
+
+
+class Fuzzer:
+    """Keeps some connections busy with inputs of all kinds."""
+
+    def __init__(self, victim: Victim, neighbour: Neighbour, seed: int) -> None:
+        self.report = Report()
+        self._victim = victim
+        self._neighbour = neighbour
+        self._random = Random(seed)
+        self._kinds = kinds(table())
+        self._open: dict[int, Attempt] = {}
+        self._poll = select.epoll()
+        self._count = 0
+
+    def run(self, end_s: float, inputs_max: int) -> None:
+        """Until monotonic ``end_s``, or after so many inputs."""
+        start_s = time.monotonic()
+        before_kib = anonymous_kib(self._victim.pid)
+        self._neighbour.begin()
+        sampled_s = start_s
+        while time.monotonic() < end_s and self._count < inputs_max:
+            while len(self._open) < OPEN_MAX:
+                self._send()
+            self._read()
+            if time.monotonic() - sampled_s > SAMPLE_S:
+                self._sample(start_s)
+                sampled_s = time.monotonic()
+        while self._open:
+            self._read()
+        self._sample(start_s)
+        time.sleep(SETTLE_S)
+        self.report.grown_kib = anonymous_kib(self._victim.pid) - before_kib
+        if self.report.grown_kib > GROWTH_KIB_MAX:
+            self._wrong(f"the server kept {self.report.grown_kib} KiB")
+        log = self._victim.log.read_text(errors="replace")
+        if "Traceback" in log or "a request failed" in log:
+            self._wrong(f"the server's log: …{log[-2000:]}")
+
+    def _send(self) -> None:
+        kind = self._random.choice(self._kinds)
+        seed = self._random.choice(kind.seeds)
+        self._count += 1
+        is_right = self._count % RIGHT_EVERY == 0
+        data = kind.wrap(seed if is_right else mutated(self._random, seed, kind.seeds))
+        port = self._victim.grpc_port if kind.is_grpc_port else self._victim.http_port
+        sock = socket.create_connection(("127.0.0.1", port), timeout=RIGHT_S_MAX)
+        wait_s = RIGHT_S_MAX if is_right else WAIT_S
+        attempt = Attempt(sock, kind, data, is_right, time.monotonic() + wait_s)
+        self.report.sent[kind.name] += 1
+        self.report.right[kind.name] += is_right
+        self._open[sock.fileno()] = attempt
+        self._poll.register(sock, select.EPOLLIN)
+        with suppress(OSError):  # the server has closed it: what it said comes next
+            sock.sendall(data)
+        sock.setblocking(False)
+
+    def _read(self) -> None:
+        for file, _ in self._poll.poll(0.01):
+            attempt = self._open[file]
+            try:
+                data = attempt.sock.recv(1 << 16)
+            except BlockingIOError:
+                continue
+            except OSError:
+                data = b""
+            attempt.received += data
+            if not data or (attempt.is_right and attempt.kind.expected in attempt.received):
+                self._end(attempt)
+        now_s = time.monotonic()
+        for attempt in [one for one in self._open.values() if one.end_s < now_s]:
+            self._end(attempt)
+
+    def _end(self, attempt: Attempt) -> None:
+        self._poll.unregister(attempt.sock)
+        del self._open[attempt.sock.fileno()]
+        attempt.sock.close()
+        statuses = [int(a or b) for a, b in STATUS.findall(attempt.received)]
+        outcomes = self.report.outcomes.setdefault(attempt.kind.name, Counter())
+        of_grpc = [f"grpc {code.decode()}" for code in GRPC_STATUS.findall(attempt.received)]
+        outcomes.update(of_grpc or map(str, statuses) if statuses else ["no answer"])
+        failed = [one for one in statuses if one >= 500 and one not in RIGHT_FAILURES]
+        if failed:
+            self._wrong(f"{attempt.kind.name}: {failed} to {attempt.data!r}")
+        if attempt.is_right and attempt.kind.expected not in attempt.received:
+            self._wrong(f"{attempt.kind.name}: {bytes(attempt.received)!r} to {attempt.data!r}")
+
+    def _sample(self, start_s: float) -> None:
+        seen = self._neighbour.seen()
+        self._neighbour.begin()
+        at_s = time.monotonic() - start_s
+        sample = Sample(at_s, seen.slowest_s * 1e3, seen.anonymous_kib_max / 1024)
+        self.report.samples.append(sample)
+        for failure in seen.failures:
+            self._wrong(f"the neighbour: {failure}")
+        if seen.slowest_s > NEIGHBOUR_S_MAX:
+            self._wrong(f"the neighbour waited {seen.slowest_s:.1f} s")
+
+    def _wrong(self, what: str) -> None:
+        if what not in self.report.wrong:
+            self.report.wrong.append(what)
+
+
+def fuzz(folder: Path, *, seconds: float, inputs_max: int = sys.maxsize, seed: int = 0) -> Report:
+    """What came of wrong requests to a server of its own, whose log is kept in ``folder``."""
+    with running_victim(folder / "server.log", "defaults") as victim:
+        neighbour = Neighbour(victim.http_port, victim.grpc_port, victim.pid, table())
+        try:
+            fuzzer = Fuzzer(victim, neighbour, seed)
+            fuzzer.run(time.monotonic() + seconds, inputs_max)
+        finally:
+            neighbour.stop()
+    return fuzzer.report
+
+
+def print_table(report: Report) -> None:
+    print(f"{'inputs':22} {'sent':>9} {'right':>7}  answers")
+    for name, sent in sorted(report.sent.items()):
+        outcomes = sorted(report.outcomes.get(name, Counter()).items())
+        answers = ", ".join(f"{count} {status}" for status, count in outcomes)
+        print(f"{name:22} {sent:>9,} {report.right[name]:>7,}  {answers}")
+    slowest = [sample.slowest_ms for sample in report.samples]
+    memory = [sample.memory_mb for sample in report.samples]
+    print(f"malformed inputs: {report.malformed:,}")
+    print(f"neighbour's slowest answer: {max(slowest):.1f} ms (in {SAMPLE_S:g} s of the median "
+          f"{sorted(slowest)[len(slowest) // 2]:.1f})")  # fmt: skip
+    print(f"server's memory: {memory[0]:.0f} MB at first, {max(memory):.0f} at most, "
+          f"{report.grown_kib / 1024:+.1f} MB in the end")  # fmt: skip
+    print(f"wrong: {len(report.wrong)}")
+    for one in report.wrong[:SAID_MAX]:
+        print("  ", one[:SAID_CHARACTERS_MAX])
+
+
+def draw(samples: Sequence[Sample], path: Path) -> None:
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        print("no picture: matplotlib is not installed (make bench installs it)")
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (upper, lower) = plt.subplots(2, 1, sharex=True, figsize=(9, 5))
+    seconds = [sample.at_s for sample in samples]
+    upper.plot(seconds, [sample.slowest_ms for sample in samples])
+    upper.set_ylabel("neighbour's slowest, ms")
+    lower.plot(seconds, [sample.memory_mb for sample in samples])
+    lower.set_ylabel("server's memory, MB")
+    lower.set_ylim(bottom=0)
+    lower.set_xlabel("seconds")
+    figure.tight_layout()
+    figure.savefig(path)
+    print(f"picture: {path}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Sends wrong requests to a server of its own.")
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--output", type=Path, help="folder for the log and the picture")
+    chosen = parser.parse_args()
+    folder = chosen.output or Path(tempfile.mkdtemp(prefix="fuzz-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"seed {chosen.seed}, {chosen.minutes:g} minutes, log in {folder}", flush=True)
+    seconds = 60 * chosen.minutes
+    store = publish(folder)
+    end_s = time.monotonic() + STORE_SHARE * seconds
+    changed = fuzz_store(store, end_s, sys.maxsize, Random(chosen.seed))
+    print("files of a store, changed and refused:")
+    for name, count in sorted(changed.items()):
+        print(f"    {name:24} {count:>7,}")
+    report = fuzz(folder, seconds=(1 - STORE_SHARE) * seconds, seed=chosen.seed)
+    print_table(report)
+    draw(report.samples, folder / "fuzz.png")
+    sys.exit(1 if report.wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

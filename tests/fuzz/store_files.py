@@ -1,0 +1,58 @@
+"""Files of a published version, made wrong: opening and verifying it must say so."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import numpy as np
+from fuzz.mutate import mutated
+from running_servers import run_command
+from safetensors.numpy import save_file
+
+from embedserve_store import ModelStore, StoreError
+from embedserve_store.verification import verify
+
+MODEL = "m"
+TABLE = (
+    "tables: [{name: t, num_embeddings: 50, embedding_dim: 4, feature_names: [user], pooling: sum}]"
+)
+
+
+def publish(folder: Path) -> ModelStore:
+    """A store with a small model."""
+    rows = np.arange(200, dtype=np.float32).reshape(50, 4)
+    save_file({"embedding_bags.t.weight": rows}, folder / "model.safetensors")
+    (folder / "tables.yaml").write_text(TABLE)
+    names = (folder / "model.safetensors", folder / "tables.yaml", folder / "store")
+    done = run_command("publish", *names, "--model", MODEL)
+    assert done.returncode == 0, done.stderr
+    return ModelStore(folder / "store")
+
+
+def fuzz_store(store: ModelStore, end_s: float, inputs_max: int, random: Random) -> Counter[str]:
+    """How often each file was changed, until monotonic ``end_s`` or so many inputs.
+
+    Raises:
+        AssertionError: a change was not seen, or was not told by a StoreError.
+    """
+    changed: Counter[str] = Counter()
+    files = sorted(store.load(MODEL).path.iterdir())
+    right = {path: path.read_bytes() for path in files}
+    others = list(right.values())
+    while time.monotonic() < end_s and changed.total() < inputs_max:
+        path = random.choice(files)
+        path.write_bytes(mutated(random, right[path], others))
+        try:
+            verify(store.load(MODEL))
+        except StoreError:
+            pass
+        else:
+            raise AssertionError(f"{path.name}: nothing is said of {path.read_bytes()!r}")
+        finally:
+            path.write_bytes(right[path])
+        changed[path.name] += 1
+    verify(store.load(MODEL))
+    return changed

@@ -1,0 +1,56 @@
+"""The fuzzer finds nothing in a few seconds, and would find what is wrong."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from random import Random
+
+import numpy as np
+from fuzz.corpus import IDS, kinds
+from fuzz.fuzz import RIGHT_EVERY, fuzz, print_table
+from fuzz.mutate import MUTATIONS, mutated
+from fuzz.store_files import fuzz_store, publish
+from hostile.victim import table
+
+INPUTS = 3000
+STORE_INPUTS = 200
+
+
+def test_wrong_requests_harm_nobody(tmp_path: Path) -> None:
+    report = fuzz(tmp_path, seconds=60, inputs_max=INPUTS, seed=1)
+    print_table(report)
+    assert report.wrong == []
+    assert report.sent.total() >= INPUTS
+    assert report.right.total() == report.sent.total() // RIGHT_EVERY
+    for outcomes in report.outcomes.values():
+        assert outcomes["200"] + outcomes["grpc 0"]
+
+
+def test_every_changed_byte_of_a_store_is_found(tmp_path: Path) -> None:
+    changed = fuzz_store(publish(tmp_path), time.monotonic() + 60, STORE_INPUTS, Random(1))
+    assert set(changed) == {
+        *("goldens.safetensors", "manifest.json", "plan.json", "tables.safetensors")
+    }
+
+
+def test_seeds_change_and_are_remade_by_their_number() -> None:
+    for kind in kinds(table()):
+        for seed in kind.seeds:
+            changed = [mutated(Random(i), seed, kind.seeds) for i in range(50)]
+            assert seed not in changed
+            assert changed == [mutated(Random(i), seed, kind.seeds) for i in range(50)]
+
+
+def test_every_mutation_takes_any_bytes() -> None:
+    for mutation in MUTATIONS:
+        for data in (b"x", b"1", bytes(300)):
+            assert isinstance(mutation(Random(3), data, [data]), bytes)
+
+
+def test_what_is_expected_is_of_the_ids() -> None:
+    rows = table()
+    expected = {kind.expected for kind in kinds(rows)}
+    assert rows[list(IDS)].astype("<f4").tobytes() in expected
+    assert len(expected) == 2
+    assert not np.array_equal(rows[IDS[0]], rows[IDS[1]])
