@@ -88,6 +88,10 @@ class Call(Caller):
     def write_error(self, error: EmbedServeError) -> None:
         """Writes why there is no answer, in the protocol's form."""
 
+    def was_queued(self) -> None:
+        """Told of a request that took long to decode, once it waits in its queue; of any other that
+        is so when it was asked."""
+
     def header(self, name: bytes) -> bytes | None:
         """A header of this request alone (``name`` in lower case): who asks, and in which trace."""
         return None
@@ -188,6 +192,7 @@ class Exchange:
             request = decoded.result()
             if call.is_waiting:
                 self.models.enqueue(request, call)
+                call.was_queued()
         except Exception as error:
             if not call.is_waiting:  # its client went away meanwhile
                 return

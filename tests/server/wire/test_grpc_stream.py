@@ -11,6 +11,7 @@ from server.fake_engine import FakeEngine
 from server.live import GRPC_SERVERS, IN_THREAD, Live
 from server.waiting import until
 
+from embedserve.codec import protobuf_codec
 from embedserve.config import Limits
 from embedserve.wire.grpc.embed_stream import REQUESTS_MAX
 from embedserve_proto import embedding_pb2 as pb
@@ -54,6 +55,27 @@ async def test_answers_come_in_order_with_a_failure_in_its_place(
     for place, user in ((0, 0), (1, 1), (4, 3)):
         assert user_vector(answers[place]) == engine.tables["t_user"][user].tolist()
     assert live.outcomes("grpc") == {"OK": 3, "NOT_FOUND": 1, "INVALID_ARGUMENT": 1}
+
+
+async def test_requests_that_take_long_to_decode_keep_their_place(
+    live: Live, engine: FakeEngine
+) -> None:
+    large = [1, 2] * protobuf_codec.NOW_BYTES_MAX
+    wrong = [*large[:-1], 99]
+    requests = [
+        request_for(3),
+        pb.EmbedRequest(keys=["user"], ids=large, lengths=[len(large)]),
+        request_for(4),
+        pb.EmbedRequest(keys=["user"], ids=wrong, lengths=[len(wrong)]),
+        request_for(5),
+    ]
+    answers = [answer async for answer in live.stub.EmbedStream(iter(requests))]
+    assert [answer.error.code for answer in answers] == ["", "", "", "INVALID_ARGUMENT", ""]
+    for place, user in ((0, 3), (2, 4), (4, 5)):
+        assert user_vector(answers[place]) == engine.tables["t_user"][user].tolist()
+    expected = engine.expected({"user": [large]})[0, :4]
+    assert user_vector(answers[1]) == expected.tolist()
+    assert live.outcomes("grpc") == {"OK": 4, "INVALID_ARGUMENT": 1}
 
 
 async def test_a_stream_takes_turns_with_its_caller(live: Live, engine: FakeEngine) -> None:

@@ -39,6 +39,11 @@ class StreamedRequest(Call):
         self.nbytes = 0
         self.reserved_bytes = 0
 
+    def was_queued(self) -> None:
+        assert self.queue is not None
+        self._stream.reserve(self, self.queue.model.answer_bytes(self.request))
+        self._stream.go_on()
+
     def write_answer(self, parts: Parts, nbytes: int) -> None:
         self._end(parts, nbytes)
 
@@ -88,8 +93,14 @@ class EmbedStream(MessageStream):
         self._requests.append(request)
         self._exchange.ask(request, message)
         if request.queue is not None:
-            request.reserved_bytes = request.queue.model.answer_bytes(request.request)
-            self._answer_bytes += request.reserved_bytes
+            self.reserve(request, request.queue.model.answer_bytes(request.request))
+        elif not request.is_done:  # it is being decoded: what it needs is not known
+            self.reserve(request, self._answer_bytes_max)
+
+    def reserve(self, request: StreamedRequest, nbytes: int) -> None:
+        """Keeps room for so large an answer to ``request``."""
+        self._answer_bytes += nbytes - request.reserved_bytes
+        request.reserved_bytes = nbytes
 
     def write_those_done(self, request: StreamedRequest) -> bool:
         """Sends ``request``'s answer and those behind it that are there; False if it is not its
