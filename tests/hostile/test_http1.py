@@ -49,7 +49,8 @@ def read_all(sock: socket.socket) -> bytes:
     """What comes until the server closes the connection."""
     received, end = b"", monotonic() + WAIT_S_MAX
     with suppress(ConnectionResetError):
-        while monotonic() < end:
+        while True:
+            assert monotonic() < end, f"still open after {received[:200]!r}"
             if select.select([sock], [], [], 0.1)[0]:
                 data = sock.recv(1 << 16)
                 if not data:
