@@ -119,10 +119,10 @@ class TablesFile:
         if self.opened is None or now is None or now.inode != self.opened.inode:
             return
         if now != self.opened:
-            raise StoreError(
-                f"{self.path}: changed in place since it was opened: it has {now.nbytes} bytes, "
-                f"{self.opened.nbytes} were opened"
-            )
+            what = "it was written over"
+            if now.nbytes != self.opened.nbytes:
+                what = f"it has {now.nbytes} bytes, {self.opened.nbytes} were opened"
+            raise StoreError(f"{self.path}: changed in place since it was opened: {what}")
 
     def rows(self, name: str) -> NDArray[np.uint8]:
         """A table's stored rows [num_embeddings, row_bytes], a view of the mapping."""

@@ -34,7 +34,7 @@ from embedserve.metrics.quiet_log import QuietLog
 from embedserve.metrics.slots import Slot, lone_slot
 from embedserve.types import ModelInfo
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("embedserve.requests")
 
 _ERRORS: list[type[EmbedServeError]] = [EmbedServeError, *EmbedServeError.__subclasses__()]
 OUTCOMES = ("OK", "CANCELLED", *sorted({error.code for error in _ERRORS}))
