@@ -189,6 +189,13 @@ def test_what_is_quick_to_read_is_decoded_now(codec: Codec, body: bytes, is_now:
         assert np.array_equal(now.ids, codec.decode(body, "", LIMITS).ids)
 
 
+@pytest.mark.parametrize("count_max", [100, 1999])
+def test_what_is_quick_to_read_has_no_more_values_than_it_may(count_max: int) -> None:
+    body = message(string_keys=["user"], string_ids=["a"] * 2000, lengths=[2000])
+    assert PROTOBUF.decode_now(body, "", Limits(request_values_max=count_max)) is None
+    assert PROTOBUF.decode_now(body, "", LIMITS) is not None
+
+
 SMALL_LIMITS = Limits(
     request_features_max=3,
     request_ids_max=1000,

@@ -75,7 +75,7 @@ def decode_now(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
     if plain is not None:
         return plain
     try:
-        numbers, rest = _take_numbers(body, NOW_FIELDS_MAX)
+        numbers, rest = _take_numbers(body, min(NOW_FIELDS_MAX, limits.request_values_max))
     except TooManyFieldsError:
         return None
     packed_bytes = sum(len(one) for name in DTYPES for one in numbers.get(name, ()))
@@ -91,6 +91,9 @@ def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS
         InvalidRequestError: not an EmbedRequest, or not a batch of jagged ids.
         RequestTooLargeError: it has more than ``limits`` allow, told before it is read.
     """
+    plain = _decode_plain(body, model)
+    if plain is not None:
+        return plain
     try:
         numbers, rest = _take_numbers(body, limits.request_values_max)
     except TooManyFieldsError as error:

@@ -110,7 +110,7 @@ def read_varints(packed: bytes) -> np.ndarray:
     """
     octets = np.frombuffer(packed, np.uint8)
     lasts = np.flatnonzero(octets < 0x80)
-    if not lasts.size and not octets.size:
+    if not octets.size:
         return np.zeros(0, np.int64)
     if not lasts.size or lasts[-1] != octets.size - 1:
         raise ValueError("packed numbers end within one")
@@ -120,7 +120,7 @@ def read_varints(packed: bytes) -> np.ndarray:
     firsts[0] = 0
     np.add(lasts[:-1], 1, out=firsts[1:])
     values = (octets[firsts] & 0x7F).astype(np.uint64)
-    longer, at = np.flatnonzero(lasts > firsts), firsts
+    longer = np.flatnonzero(lasts > firsts)
     for shift in range(7, _VARINT_BITS_MAX, 7):
         at = firsts[longer] + shift // 7
         values[longer] |= (octets[at] & np.uint8(0x7F)).astype(np.uint64) << np.uint64(shift)

@@ -13,6 +13,7 @@ import re
 
 import httptools
 
+from embedserve.config import Limits
 from embedserve.errors import EmbedServeError
 from embedserve.exchange import Asked
 from embedserve.metrics.metrics import ProtocolMetrics
@@ -50,6 +51,7 @@ class HeadForm:
 
     Attributes:
         asked: what they ask for, but for a timeout.
+        body_bytes_max: of the body that follows.
         gaps: (name, start, end) of each value.
     """
 
@@ -61,12 +63,14 @@ class HeadForm:
         "_printing_bytes",
         "_timeout_gap",
         "asked",
+        "body_bytes_max",
         "gaps",
     )
 
-    def __init__(self, head: bytes, asked: Asked) -> None:
+    def __init__(self, head: bytes, asked: Asked, body_bytes_max: int) -> None:
         """``head`` with its empty line, which llhttp has found right."""
         self.asked = asked
+        self.body_bytes_max = body_bytes_max
         self.gaps: list[tuple[bytes, int, int]] = []
         parts = []
         start = 0
@@ -131,8 +135,9 @@ class HeadForm:
 class HeadForms:
     """The forms of the heads seen so far; shared by the connections of a server."""
 
-    def __init__(self, metrics: ProtocolMetrics) -> None:
+    def __init__(self, metrics: ProtocolMetrics, limits: Limits) -> None:
         self._metrics = metrics
+        self._limits = limits
         self._forms: dict[int, list[HeadForm]] = {}
         self._count = 0
 
@@ -148,7 +153,7 @@ class HeadForms:
     def _remember(self, head: bytes) -> tuple[HeadForm, int] | None:
         if len(head) > HEAD_BYTES_MAX:
             return None
-        form = parse_head(head, self._metrics)
+        form = parse_head(head, self._metrics, self._limits)
         length = -1 if form is None else form.content_length(head, len(head))
         if form is None or length < 0:
             return None
@@ -164,7 +169,7 @@ class HeadForms:
         return form, length
 
 
-def parse_head(head: bytes, metrics: ProtocolMetrics) -> HeadForm | None:
+def parse_head(head: bytes, metrics: ProtocolMetrics, limits: Limits) -> HeadForm | None:
     """The form of ``head`` (with its empty line) if it is that of a plain embed request."""
     reader = _Reader()
     try:
@@ -185,9 +190,10 @@ def parse_head(head: bytes, metrics: ProtocolMetrics) -> HeadForm | None:
     if model is None or not SPECIAL_CHARACTERS.isdisjoint(url):
         return None
     try:
-        form = HeadForm(head, read_headers(model, reader.headers, metrics))
+        asked = read_headers(model, reader.headers, metrics)
     except EmbedServeError:
         return None
+    form = HeadForm(head, asked, asked.codec.bytes_max(limits))
     # What llhttp and the pattern see differently, such as folded lines, has no form.
     return form if len(_LINE.findall(head)) == len(names) else None
 

@@ -76,7 +76,7 @@ class Http1Connection(UvicornConnection):
         else:
             end = data.find(b"\r\n\r\n") + 4
             found = self._forms.match(data, end) if end > 4 else None
-            if found is None or found[1] > found[0].asked.codec.bytes_max(self._limits):
+            if found is None or found[1] > found[0].body_bytes_max:
                 self.parse(data)
             else:
                 self._start(*found, data, end)

@@ -40,7 +40,7 @@ class WireServer:
         """``management`` is the ASGI application that answers all but embed requests."""
         self._exchange = exchange
         self._router = Router(exchange, management)
-        self._forms = HeadForms(exchange.metrics.protocols["rest"])
+        self._forms = HeadForms(exchange.metrics.protocols["rest"], exchange.limits)
         upload_bytes = max(UPLOAD_BYTES, exchange.limits.body_bytes_max)
         self._uploads = Uploads(upload_bytes, lambda: not exchange.models.is_full)
         exchange.when_room(self._uploads.retry)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from server.fake_engine import FakeEngine
 
 from embedserve.codec.codec import JSON, PROTOBUF
+from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError
 from embedserve.exchange import Asked
 from embedserve.metrics.metrics import Metrics, ProtocolMetrics
@@ -23,6 +24,7 @@ from embedserve.wire.heads import (
     parse_head,
 )
 
+LIMITS = Limits(body_bytes_max=1000, request_text_bytes_max=500)
 METRICS: ProtocolMetrics = Metrics([FakeEngine().model]).protocols["rest"]
 TOKEN = "Bearer " + "t0k3n" * 400
 """2 KB of it."""
@@ -43,7 +45,7 @@ def what(asked: Asked) -> What:
 
 def parsed(head: bytes) -> tuple[What, int] | None:
     """What the head alone asks for, and its content length; None: it is not plain."""
-    form = parse_head(head, METRICS)
+    form = parse_head(head, METRICS, LIMITS)
     if form is None:
         return None
     length = form.content_length(head, len(head))
@@ -112,7 +114,7 @@ def test_a_head_says_the_formats_and_the_timeout_in_any_case() -> None:
 )
 def test_what_is_not_plain_is_left_to_uvicorn(head: bytes) -> None:
     assert parsed(head) is None
-    assert HeadForms(METRICS).match(head, len(head)) is None
+    assert HeadForms(METRICS, LIMITS).match(head, len(head)) is None
 
 
 @given(
@@ -163,7 +165,7 @@ VARYING = [
 
 @pytest.mark.parametrize(("name", "values"), VARYING)
 def test_a_form_is_matched_whatever_stands_in_its_gaps(name: str, values: list[str]) -> None:
-    forms = HeadForms(METRICS)
+    forms = HeadForms(METRICS, LIMITS)
     template = head_of(f"{name}: @", "User-Agent: curl/8").decode()
     if name == "Content-Length":
         template = head_of("User-Agent: curl/8", length="@").decode()
@@ -178,14 +180,14 @@ def test_a_form_is_matched_whatever_stands_in_its_gaps(name: str, values: list[s
 
 
 def test_a_header_that_no_gap_holds_is_not_found() -> None:
-    form = parse_head(head_of("Accept: */*"), METRICS)
+    form = parse_head(head_of("Accept: */*"), METRICS, LIMITS)
     assert form is not None
     assert form.header(head_of("Accept: */*"), b"accept") is None
     assert form.header(head_of("Accept: */*"), b"traceparent") is None
 
 
 def test_a_body_behind_the_head_is_not_looked_at() -> None:
-    forms = HeadForms(METRICS)
+    forms = HeadForms(METRICS, LIMITS)
     head = head_of("X-Request-Id: a")
     for body in (b"12345", b"\r\n\r\n\r", b"POST "):
         found = forms.match(head + body, len(head))
@@ -194,7 +196,7 @@ def test_a_body_behind_the_head_is_not_looked_at() -> None:
 
 
 def test_a_timeout_in_a_known_form_is_read_anew_and_refused_where_it_is_none() -> None:
-    forms = HeadForms(METRICS)
+    forms = HeadForms(METRICS, LIMITS)
     assert matched(forms, head_of("X-Timeout-Ms: 2500")) == (("", JSON, JSON, 2.5), 5)
     assert matched(forms, head_of("X-Timeout-Ms: 1000")) == (("", JSON, JSON, 1.0), 5)
     found = forms.match(wrong := head_of("X-Timeout-Ms: soon"), len(wrong))
@@ -234,7 +236,7 @@ SAME_LENGTH = [
 @pytest.mark.parametrize(("first", "second"), SAME_LENGTH)
 def test_a_head_of_the_same_length_is_not_taken_for_another(first: bytes, second: bytes) -> None:
     for one, other in ((first, second), (second, first)):
-        forms = HeadForms(METRICS)
+        forms = HeadForms(METRICS, LIMITS)
         forms.match(one, len(one))
         assert matched(forms, other) == parsed(other)
 
@@ -283,7 +285,7 @@ def test_a_head_that_differs_in_a_byte_is_what_it_alone_is(
 def check(first: bytes, second: bytes) -> None:
     """``second`` is not taken for ``first``, and the other way round."""
     for one, other in ((first, second), (second, first)):
-        forms = HeadForms(METRICS)
+        forms = HeadForms(METRICS, LIMITS)
         forms.match(one, len(one))
         found = forms.match(other, len(other))
         alone = parsed(other)
@@ -297,7 +299,7 @@ def check(first: bytes, second: bytes) -> None:
 
 
 def test_a_long_head_is_not_remembered() -> None:
-    forms = HeadForms(METRICS)
+    forms = HeadForms(METRICS, LIMITS)
     longest = head_of("X: " + "a" * (HEAD_BYTES_MAX - len(head_of("X: "))))
     assert len(longest) == HEAD_BYTES_MAX
     assert matched(forms, longest) == parsed(longest) != None  # noqa: E711
@@ -306,7 +308,7 @@ def test_a_long_head_is_not_remembered() -> None:
 
 
 def test_no_more_than_so_many_forms_of_a_length_are_remembered() -> None:
-    forms = HeadForms(METRICS)
+    forms = HeadForms(METRICS, LIMITS)
     heads = [head_of(f"X-{name}: 1") for name in "abcdefghijklmnopqrst"]
     found = [forms.match(head, len(head)) for head in heads]
     kept = found[-FORMS_PER_LENGTH_MAX:]
@@ -322,7 +324,7 @@ def test_no_more_than_so_many_forms_of_a_length_are_remembered() -> None:
 
 
 def test_what_is_remembered_of_all_heads_is_bounded() -> None:
-    forms = HeadForms(METRICS)
+    forms = HeadForms(METRICS, LIMITS)
     seen: dict[int, HeadForm] = {}
     for count in range(3 * FORMS_MAX):
         head = head_of("X-" + "a" * (count // 4) + "bcde"[count % 4] + ": 1")
@@ -336,3 +338,14 @@ def test_what_is_remembered_of_all_heads_is_bounded() -> None:
 
 SEEN_REFERENCES = 3
 """Of a form that nothing but ``seen``, the loop and the call itself hold."""
+
+
+@pytest.mark.parametrize(
+    ("lines", "bytes_max"), [((), 500), (("Content-Type: application/x-protobuf",), 1000)]
+)
+def test_a_form_knows_how_long_the_body_of_its_codec_may_be(
+    lines: tuple[str, ...], bytes_max: int
+) -> None:
+    form = parse_head(head_of(*lines), METRICS, LIMITS)
+    assert form is not None
+    assert form.body_bytes_max == bytes_max
