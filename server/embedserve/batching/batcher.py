@@ -167,6 +167,8 @@ class Batcher:
         except StoreError as error:
             self._metrics.is_damaged = True
             return str(error)
+        except Exception:
+            self._say_failed("looking whether the rows have changed")
         return ""
 
     def _refuse(self, request: LookupRequest) -> NoReturn:

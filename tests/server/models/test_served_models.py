@@ -150,6 +150,17 @@ async def test_a_model_whose_rows_have_changed_is_not_ready_and_answers_on(
     assert np.array_equal(result.values, engine.expected(USER))
 
 
+async def test_a_look_that_fails_is_logged_and_is_no_damage(
+    engine: FakeEngine, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    models = make_exchange(engine, executor=executor).models
+    engine.damage = RuntimeError("no memory")
+    await models.look_for_damage()
+    models.check_ready()
+    assert "looking whether the rows have changed" in caplog.text
+    assert "RuntimeError: no memory" in caplog.text
+
+
 class Full:
     """Two models, of which "shop", the default one, is full and "films" is open."""
 
