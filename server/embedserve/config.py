@@ -115,7 +115,8 @@ class ServeSettings:
     )
     worker_hang_s: float = setting(
         10.0,
-        "Seconds without a sign of life after which one of several workers is replaced; 0: never.",
+        "Seconds without a sign of life after which one of several workers is replaced, 2 or more; "
+        "0: never.",
         min=0,
         max=3600,
     )
@@ -132,6 +133,8 @@ class ServeSettings:
     limits: Limits = field(default_factory=Limits)
 
 
+HANG_S_MIN = 2.0
+"""Workers give a sign of life every half second."""
 CHOICES = {
     "grpc_server": ("native", "grpcio"),
     "lookup": ("compiled", "eager"),
@@ -146,6 +149,11 @@ def check_settings(settings: ServeSettings) -> None:
         value = getattr(settings, name)
         if value not in choices:
             raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+    if 0 < settings.worker_hang_s < HANG_S_MIN:
+        raise ValueError(
+            f"worker_hang_s is {settings.worker_hang_s:g}, which a busy host's workers would pass: "
+            f"use {HANG_S_MIN:g} or more, or 0 for never"
+        )
     check_device(settings, settings.devices)
 
 

@@ -37,3 +37,11 @@ def test_what_makes_no_sense_on_gpus_is_refused_there_alone(
         check_device(settings, "cuda")
     with pytest.raises(ValueError, match=said):
         check_settings(replace(settings, devices="cuda"))
+
+
+@pytest.mark.parametrize("hang_s", [0.1, 1.9])
+def test_workers_have_time_for_a_sign_of_life(hang_s: float) -> None:
+    with pytest.raises(ValueError, match=f"^worker_hang_s is {hang_s}, .*: use 2 or more, or 0"):
+        check_settings(replace(PLAIN, worker_hang_s=hang_s))
+    for allowed in (0, 2):
+        check_settings(replace(PLAIN, worker_hang_s=allowed))
