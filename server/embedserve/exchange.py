@@ -173,17 +173,17 @@ class Exchange:
         Raises:
             OverloadedError: too much waits for that already.
         """
-        if self._decoding_bytes and self._decoding_bytes + len(body) > DECODING_BYTES_MAX:
+        nbytes = len(body)
+        if self._decoding_bytes and self._decoding_bytes + nbytes > DECODING_BYTES_MAX:
             raise OverloadedError(
-                f"body has {len(body)} bytes, and {self._decoding_bytes} of other large requests "
+                f"body has {nbytes} bytes, and {self._decoding_bytes} of other large requests "
                 "wait to be read"
             )
-        self._decoding_bytes += len(body)
+        self._decoding_bytes += nbytes
         asked = call.asked
         decoding = asyncio.get_running_loop().run_in_executor(
             self._decoder, asked.codec.decode, body, asked.model, self.limits
         )
-        nbytes = len(body)
         decoding.add_done_callback(lambda decoded: self._has_decoded(call, decoded, nbytes))
 
     def _has_decoded(self, call: Call, decoded: asyncio.Future[LookupRequest], nbytes: int) -> None:

@@ -16,7 +16,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -83,7 +83,7 @@ class Report:
 
     sent: Counter[str] = field(default_factory=Counter)
     right: Counter[str] = field(default_factory=Counter)
-    outcomes: dict[str, Counter[str]] = field(default_factory=dict)
+    outcomes: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     wrong: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     grown_kib: int = 0
@@ -169,7 +169,7 @@ class Fuzzer:
         del self._open[attempt.sock.fileno()]
         attempt.sock.close()
         statuses = [int(a or b) for a, b in STATUS.findall(attempt.received)]
-        outcomes = self.report.outcomes.setdefault(attempt.kind.name, Counter())
+        outcomes = self.report.outcomes[attempt.kind.name]
         of_grpc = [f"grpc {code.decode()}" for code in GRPC_STATUS.findall(attempt.received)]
         outcomes.update(of_grpc or map(str, statuses) if statuses else ["no answer"])
         failed = [one for one in statuses if one >= 500 and one not in RIGHT_FAILURES]
@@ -196,20 +196,19 @@ class Fuzzer:
 
 def fuzz(folder: Path, *, seconds: float, inputs_max: int = sys.maxsize, seed: int = 0) -> Report:
     """What came of wrong requests to a server of its own, whose log is kept in ``folder``."""
-    with running_victim(folder / "server.log", "defaults") as victim:
-        neighbour = Neighbour(victim.http_port, victim.grpc_port, victim.pid, table())
-        try:
-            fuzzer = Fuzzer(victim, neighbour, seed)
-            fuzzer.run(time.monotonic() + seconds, inputs_max)
-        finally:
-            neighbour.stop()
+    with (
+        running_victim(folder / "server.log", "defaults") as victim,
+        Neighbour(victim.http_port, victim.grpc_port, victim.pid, table()) as neighbour,
+    ):
+        fuzzer = Fuzzer(victim, neighbour, seed)
+        fuzzer.run(time.monotonic() + seconds, inputs_max)
     return fuzzer.report
 
 
 def print_table(report: Report) -> None:
     print(f"{'inputs':22} {'sent':>9} {'right':>7}  answers")
     for name, sent in sorted(report.sent.items()):
-        outcomes = sorted(report.outcomes.get(name, Counter()).items())
+        outcomes = sorted(report.outcomes[name].items())
         answers = ", ".join(f"{count} {status}" for status, count in outcomes)
         print(f"{name:22} {sent:>9,} {report.right[name]:>7,}  {answers}")
     slowest = [sample.slowest_ms for sample in report.samples]

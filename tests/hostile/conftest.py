@@ -77,9 +77,8 @@ def running_victim(log: Path, *arguments: str) -> Iterator[Victim]:
 
 @pytest.fixture(scope="session")
 def neighbour(victim: Victim, rows: np.ndarray) -> Iterator[Neighbour]:
-    neighbour = Neighbour(victim.http_port, victim.grpc_port, victim.pid, rows)
-    yield neighbour
-    neighbour.stop()
+    with Neighbour(victim.http_port, victim.grpc_port, victim.pid, rows) as neighbour:
+        yield neighbour
 
 
 @pytest.fixture(autouse=True)

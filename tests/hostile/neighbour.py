@@ -13,6 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, perf_counter
+from typing import Self
 
 import numpy as np
 from hostile import frames as f
@@ -64,7 +65,7 @@ class Seen:
 
 
 class Neighbour:
-    """Runs until `stop`; a failure is kept and told, and ends nothing."""
+    """Runs as a context; a failure is kept and told, and ends nothing."""
 
     def __init__(self, http_port: int, grpc_port: int, pid: int, rows: np.ndarray) -> None:
         self._http_port = http_port
@@ -76,7 +77,14 @@ class Neighbour:
         self._rounds = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Self:
         self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stopped.set()
+        self._thread.join()
 
     def begin(self) -> None:
         """Forgets what was seen; returns after a round of it."""
@@ -89,10 +97,6 @@ class Neighbour:
         self._wait_for_a_round()
         with self._done:
             return self._seen
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
 
     def _wait_for_a_round(self) -> None:
         """A round that is under way does not count."""

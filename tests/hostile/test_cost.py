@@ -30,9 +30,8 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
 
 @pytest.fixture(scope="session")
 def neighbour(victim: Victim, rows: np.ndarray) -> Iterator[Neighbour]:
-    neighbour = Neighbour(victim.http_port, victim.grpc_port, victim.pid, rows)
-    yield neighbour
-    neighbour.stop()
+    with Neighbour(victim.http_port, victim.grpc_port, victim.pid, rows) as neighbour:
+        yield neighbour
 
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
@@ -60,11 +59,7 @@ def of(*features: bytes) -> bytes:
 
 def length_delimited(tag: int, value: bytes) -> bytes:
     """A field of a protobuf message."""
-    size, digits = len(value), bytearray()
-    while size > 127:
-        digits.append(size & 127 | 128)
-        size >>= 7
-    return bytes([tag, *digits, size]) + value
+    return bytes([tag]) + pb.EmbedRequest(ids_bytes=value).SerializeToString()[1:]
 
 
 TOO_MUCH = {
