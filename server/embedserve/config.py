@@ -37,9 +37,9 @@ class Limits:
         "are counted, of protobuf its keys, strings and what is not packed.",
     )
     request_text_bytes_max: int = limit(
-        8 * MIB, "Bytes of one request's JSON, or of a protobuf message beside its numbers."
+        4 * MIB, "Bytes of one request's JSON, or of a protobuf message beside its numbers."
     )
-    request_output_bytes_max: int = limit(256 * MIB, "Bytes of one answer's float32 values.")
+    request_output_bytes_max: int = limit(64 * MIB, "Bytes of one answer's float32 values.")
     batch_ids_max: int = limit(
         262_144, "Ids of a batch of several requests; a larger request is a batch of its own."
     )

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from embedserve.batching.caller import Caller
-from embedserve.codec.codec import Codec
+from embedserve.codec.codec import Codec, Encoded
 from embedserve.errors import (
     INTERNAL,
     DeadlineExceededError,
@@ -28,17 +30,20 @@ from embedserve.errors import (
 from embedserve.metrics.metrics import Metrics, ProtocolMetrics
 from embedserve.metrics.quiet_log import QuietLog
 from embedserve.models.served_models import ServedModels
-from embedserve.types import LookupRequest, LookupResult
+from embedserve.types import LookupRequest, LookupResult, Parts
 
 logger = logging.getLogger(__name__)
 
-Parts = Sequence[bytes | memoryview]
-"""An encoded answer in pieces, one after the other; those of a batch's values are not copied."""
+T = TypeVar("T")
 REQUEST_S_MAX = 30.0
 """How long the body of one request may take to come."""
 _NEVER = float("inf")
-DECODING_BYTES_MAX = 256 << 20
-"""Of large bodies that wait to be decoded, all together; a lone one is always taken."""
+ASIDE_BYTES_MAX = 256 << 20
+"""Of large bodies and answers that wait to be decoded or encoded, all together; a lone one is
+always taken."""
+TURN_S = 0.0001
+"""Left to the event loop between two pieces of a large answer: it would wait for the interpreter's
+lock for five milliseconds each time it needs it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,9 +73,11 @@ class Call(Caller):
     Attributes:
         asked: what its head says.
         start_s: perf_counter when its first byte came.
+        exchange: that it was asked of.
     """
 
-    __slots__ = ("asked", "start_s")
+    __slots__ = ("asked", "exchange", "start_s")
+    exchange: Exchange
 
     def __init__(self, asked: Asked, start_s: float) -> None:
         self.asked = asked
@@ -97,15 +104,22 @@ class Call(Caller):
         return None
 
     def answer(self, result: LookupResult) -> None:
-        asked = self.asked
         try:
-            parts, nbytes = asked.answer_codec.encode(result)
-            self.is_waiting = False
-            self.write_answer(parts, nbytes)
+            encoded = self.asked.answer_codec.encode_now(result)
+            if encoded is None:
+                self.exchange.encode_later(self, result)
+            else:
+                self.write(*encoded)
+        except EmbedServeError as error:
+            self.refuse(error)
         except Exception:
-            return self.fail()
-        asked.metrics.answered(perf_counter() - self.start_s, nbytes)
-        return None
+            self.fail()
+
+    def write(self, parts: Parts, nbytes: int) -> None:
+        """Writes the encoded answer, and counts it."""
+        self.is_waiting = False
+        self.write_answer(parts, nbytes)
+        self.asked.metrics.answered(perf_counter() - self.start_s, nbytes)
 
     def refuse(self, error: EmbedServeError) -> None:
         self.is_waiting = False
@@ -142,8 +156,8 @@ class Exchange:
         self.models = models
         self.metrics = metrics
         self.limits = models.limits
-        self._decoder = ThreadPoolExecutor(1, thread_name_prefix="decode")
-        self._decoding_bytes = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="codec")
+        self._aside_bytes = 0
         self._log = QuietLog(logger)
         self._unflushed: list[Writer] = []
         self._on_room: list[Callable[[], None]] = []
@@ -152,6 +166,7 @@ class Exchange:
     def ask(self, call: Call, body: bytes) -> None:
         """Has ``call`` answered, refused or failed; now or when its batch ends. Never raises."""
         asked = call.asked
+        call.exchange = self
         try:
             if self.models.is_full:
                 self.models.check_open(asked.model, lambda: asked.codec.model_of(body))
@@ -168,38 +183,54 @@ class Exchange:
             call.fail()
 
     def _decode_later(self, call: Call, body: bytes) -> None:
-        """Has ``body`` decoded in a thread, which others' requests share the interpreter with.
+        asked = call.asked
+        decode = partial(asked.codec.decode, body, asked.model, self.limits)
+
+        def enqueue(request: LookupRequest) -> None:
+            self.models.enqueue(request, call)
+            call.was_queued()
+
+        self._do_aside(call, "body", len(body), decode, enqueue)
+
+    def encode_later(self, call: Call, result: LookupResult) -> None:
+        """Has ``call`` told the encoded ``result``, which takes long to encode.
 
         Raises:
             OverloadedError: too much waits for that already.
         """
-        nbytes = len(body)
-        if self._decoding_bytes and self._decoding_bytes + nbytes > DECODING_BYTES_MAX:
-            raise OverloadedError(
-                f"body has {nbytes} bytes, and {self._decoding_bytes} of other large requests "
-                "wait to be read"
-            )
-        self._decoding_bytes += nbytes
-        asked = call.asked
-        decoding = asyncio.get_running_loop().run_in_executor(
-            self._decoder, asked.codec.decode, body, asked.model, self.limits
-        )
-        decoding.add_done_callback(lambda decoded: self._has_decoded(call, decoded, nbytes))
+        nbytes = result.values.nbytes + sum(piece.nbytes for piece in result.more)
+        encode = partial(_encode, call.asked.answer_codec, result)
+        self._do_aside(call, "answer", nbytes, encode, lambda encoded: call.write(*encoded))
 
-    def _has_decoded(self, call: Call, decoded: asyncio.Future[LookupRequest], nbytes: int) -> None:
-        self._decoding_bytes -= nbytes
-        try:
-            request = decoded.result()
-            if call.is_waiting:
-                self.models.enqueue(request, call)
-                call.was_queued()
-        except Exception as error:
-            if not call.is_waiting:  # its client went away meanwhile
+    def _do_aside(
+        self, call: Call, what: str, nbytes: int, work: Callable[[], T], go_on: Callable[[T], None]
+    ) -> None:
+        """Has ``work`` done in a thread, which the event loop shares the interpreter with, and
+        ``go_on`` called with what it made, unless the client went away meanwhile.
+
+        Raises:
+            OverloadedError: too much waits for that already.
+        """
+        if self._aside_bytes and self._aside_bytes + nbytes > ASIDE_BYTES_MAX:
+            raise OverloadedError(
+                f"{what} has {nbytes} bytes, and {self._aside_bytes} of other large requests and "
+                "answers wait to be read and written"
+            )
+        self._aside_bytes += nbytes
+
+        def done(made: asyncio.Future[T]) -> None:
+            self._aside_bytes -= nbytes
+            if not call.is_waiting:
+                made.exception()  # asked for, or asyncio would log it
                 return
-            if isinstance(error, EmbedServeError):
+            try:
+                go_on(made.result())
+            except EmbedServeError as error:
                 call.refuse(error)
-            else:
+            except Exception:
                 call.fail()
+
+        asyncio.get_running_loop().run_in_executor(self._thread, work).add_done_callback(done)
 
     def refuse_early(self, call: Call) -> None:
         """Refuses ``call`` before its body has come if its queue is full; for while one is."""
@@ -245,3 +276,11 @@ def _check_deadline(call: Call) -> None:
         raise DeadlineExceededError(
             f"the deadline had passed when the request was read, {waited_ms:.1f} ms after its start"
         )
+
+
+def _encode(codec: Codec, result: LookupResult) -> Encoded:
+    parts = []
+    for part in codec.encode(result):
+        parts.append(part)
+        time.sleep(TURN_S)
+    return parts, sum(memoryview(part).nbytes for part in parts)

@@ -13,6 +13,9 @@ from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.translate import IdTranslator
 
+Parts = Sequence[bytes | memoryview]
+"""An encoded answer in pieces, one after the other; those of a batch's values are not copied."""
+
 
 @dataclass(slots=True)
 class LookupRequest:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hostile.conftest import Victim, running_victim
 from hostile.neighbour import Neighbour
+from hostile.victim import ROWS
 
 from embedserve_proto import embedding_pb2 as pb
 
@@ -106,13 +107,20 @@ def many_strings() -> bytes:
     return message.SerializeToString()
 
 
+def one_id_a_bag(bags: int) -> bytes:
+    ids, lengths = np.arange(bags, dtype="<i8") % ROWS, np.ones(bags, "<i4")
+    return pb.EmbedRequest(
+        keys=["user"], ids_bytes=ids.tobytes(), lengths_bytes=lengths.tobytes()
+    ).SerializeToString()
+
+
 ALLOWED = {
     "JSON, as many ids as may be": (JSON, of(b'"user":[%b1]' % (b"1," * VALUES)), 200),
     "JSON, as many bags as may be": (JSON, of(b'"user":[%b[]]' % (b"[]," * (VALUES // 2))), 200),
     "JSON, wrong at its end": (JSON, of(b'"user":[%b["a"]]' % (b"[1]," * (VALUES // 2 - 2))), 400),
     "JSON, strings": (JSON, of(b'"user":[%b"a"]' % (b'"a",' * VALUES)), 400),
-    "JSON, escapes": (JSON, of(b'"user":["%b"]' % (b"\\u00e9" * 1_300_000)), 400),
-    "JSON, spaces": (JSON, b" " * (8 * MIB - 10) + b"x", 400),
+    "JSON, escapes": (JSON, of(b'"user":["%b"]' % (b"\\u00e9" * 690_000)), 400),
+    "JSON, spaces": (JSON, b" " * (4 * MIB - 10) + b"x", 400),
     "protobuf, a million packed ids": (
         PROTOBUF,
         USER + length_delimited(0x1A, b"\1" * (MIB - 2) + b"\xff\x7f") + b"\x22\x03\xff\xff\x3f",
@@ -124,6 +132,13 @@ ALLOWED = {
         400,
     ),
     "protobuf, strings": (PROTOBUF, many_strings(), 400),
+    "JSON, the largest answer as float16": (
+        JSON,
+        b'{"features": {"user": [%b[1]]}, "output_dtype": "float16"}'
+        % (b"[]," * (VALUES // 2 - 1)),
+        200,
+    ),
+    "protobuf, the largest answer": (PROTOBUF, one_id_a_bag(65_536), 200),
 }
 
 
@@ -141,11 +156,12 @@ def test_what_costs_as_much_as_it_may_stops_nobody(victim: Victim, name: str) ->
 
 @pytest.mark.growth(160 << 10)
 def test_unknown_keys_are_not_remembered(victim: Victim) -> None:
-    """What is remembered of requests' heads is bounded by its bytes: ten of these were 400 MB."""
-    for i in range(10):
-        keys = [f"{i}-{number}-{'x' * 1700}" for number in range(4096)]
+    """What is remembered of requests' heads is bounded by its bytes: ten of twice the size were
+    400 MB."""
+    for i in range(20):
+        keys = [f"{i}-{number}-{'x' * 900}" for number in range(4096)]
         body = pb.EmbedRequest(keys=keys, ids=[1], lengths=[1] * len(keys)).SerializeToString()
-        assert len(body) > 6 * MIB
+        assert len(body) > 3 * MIB
         assert post(victim, body, PROTOBUF)[0] == 400
 
 

@@ -45,7 +45,7 @@ def time_limit() -> Iterator[None]:
 
 @pytest.fixture
 def executor() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as executor:
+    with ThreadPoolExecutor(2) as executor:
         yield executor
 
 

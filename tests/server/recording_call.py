@@ -10,8 +10,9 @@ import pytest
 
 from embedserve.codec.codec import JSON, PROTOBUF, Codec
 from embedserve.errors import EmbedServeError
-from embedserve.exchange import Asked, Call, Exchange, Parts
+from embedserve.exchange import Asked, Call, Exchange
 from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.types import Parts
 
 BODY = b'{"features": {"user": [1]}}'
 SECRET = "secret of the server"

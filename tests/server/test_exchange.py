@@ -28,8 +28,8 @@ from server.waiting import until
 from embedserve.codec.codec import JSON, PROTOBUF, Codec
 from embedserve.config import Limits
 from embedserve.errors import DeadlineExceededError, OverloadedError
-from embedserve.exchange import Asked, Exchange, Parts
-from embedserve.types import LookupRequest
+from embedserve.exchange import Asked, Exchange
+from embedserve.types import LookupRequest, Parts
 from embedserve_proto import embedding_pb2 as pb
 
 BAD = b'{"features": {"user": [99]}}'
@@ -218,7 +218,7 @@ async def test_an_answer_that_cannot_be_encoded_fails_alone(
     engine: FakeEngine, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     exchange = make_exchange(engine, executor=executor)
-    wanted = Asked("", JSON, replace(PROTOBUF, encode=fail), None, metrics_of(exchange))
+    wanted = Asked("", JSON, replace(PROTOBUF, encode_now=fail), None, metrics_of(exchange))
     neighbours = ask(exchange), RecordingCall(wanted), RecordingCall(asked(exchange))
     for call in neighbours[1:]:
         exchange.ask(call, BODY)

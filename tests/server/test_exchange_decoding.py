@@ -140,11 +140,11 @@ async def test_a_deadline_that_passes_meanwhile_is_told(
 async def test_no_more_than_so_many_bytes_wait_to_be_decoded(
     exchange: Exchange, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange_module, "DECODING_BYTES_MAX", 2 * len(LARGE))
+    monkeypatch.setattr(exchange_module, "ASIDE_BYTES_MAX", 2 * len(LARGE))
     waiting = [ask_large(exchange, gate.codec) for _ in range(2)]
     over = ask_large(exchange, gate.codec)
     assert isinstance(over.error, OverloadedError)
-    assert f"{2 * len(LARGE)} of other large requests wait" in over.error.message
+    assert f"{2 * len(LARGE)} of other large requests and answers wait" in over.error.message
     small = ask(exchange)
     await until(lambda: small.told)
     gate.opened.set()
@@ -157,7 +157,7 @@ async def test_no_more_than_so_many_bytes_wait_to_be_decoded(
 async def test_a_lone_request_is_decoded_however_large_it_is(
     exchange: Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange_module, "DECODING_BYTES_MAX", 1)
+    monkeypatch.setattr(exchange_module, "ASIDE_BYTES_MAX", 1)
     call = ask_large(exchange, JSON)
     await until(lambda: call.told)
     assert outcomes(exchange) == {"OK": 1}

@@ -2,15 +2,15 @@
 
 Continuous, not timed: an idle engine takes what is there at the end of the event loop's turn;
 while it works, requests gather for the next batch. It runs on one event loop and never blocks
-it for long: small batches are looked up inline, large ones in a thread. Every accepted request
-gets exactly one answer.
+it for long: small batches are looked up inline, large ones in a thread. A request that alone is a
+large batch waits in a lane of its own, so that the small ones do not wait for it. Every accepted
+request gets exactly one answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from time import perf_counter
@@ -21,14 +21,10 @@ import numpy as np
 from embedserve.batching.caller import Caller
 from embedserve.batching.checks import find_invalid
 from embedserve.batching.join import cut, join
+from embedserve.batching.lane import Lane
 from embedserve.batching.split import in_request_order, split
 from embedserve.config import Limits
-from embedserve.errors import (
-    DeadlineExceededError,
-    EmbedServeError,
-    EngineError,
-    OverloadedError,
-)
+from embedserve.errors import EmbedServeError, EngineError, OverloadedError
 from embedserve.metrics.metrics import ModelMetrics
 from embedserve.metrics.quiet_log import QuietLog
 from embedserve.types import Batch, LookupRequest, LookupResult, ModelInfo
@@ -41,8 +37,6 @@ LookedUp = tuple[np.ndarray | EmbedServeError, float]
 
 OPEN_SHARE = 7 / 8
 """Of its limits; a queue that was full and holds less takes requests again."""
-WITHDRAWN_MIN = 1024
-"""Callers that went away are taken from a queue's middle once they are so many, and half of it."""
 FAILED = "the lookup failed; the server's log says why"
 
 
@@ -63,7 +57,7 @@ def _do_nothing() -> None:
 
 
 class Batcher:
-    """The queue of one model and the loop that empties it.
+    """The queue of one model, in two lanes, and the loop that empties it.
 
     Used from one event loop, that of its first request. Times are perf_counter seconds.
 
@@ -86,7 +80,8 @@ class Batcher:
         """
         Args:
             executor: runs batches that are too large for the event loop's thread.
-            threads: of the executor; a large batch is cut into as many pieces.
+            threads: as many pieces a large batch is cut into; the executor has more, for another
+                batch beside it.
         """
         self.on_answered: Callable[[], None] = _do_nothing
         self.on_full: Callable[[], None] = _do_nothing
@@ -99,17 +94,13 @@ class Batcher:
         self._executor = executor
         self._log = QuietLog(logger)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._queue: deque[Caller] = deque()
-        self._queued_ids = 0
-        self._withdrawn = 0  # still in the queue
+        self._small, self._large = self._lanes = Lane(model, limits), Lane(model, limits)
         self.is_open = True
         self._full = ""  # what requests are told while it is not open
         self._is_scheduled = False
-        self._is_working = False
         self._timer: asyncio.TimerHandle | None = None
         self._bytes_per_example = model.answer_bytes_per_example
-        self._bytes_per_id = model.answer_bytes_per_id
-        self._row_bytes = 4 * max(model.length_per_key)
+        self._bytes_per_id = model.answer_bytes_per_id + 4 * max(model.length_per_key)
 
     def enqueue(self, request: LookupRequest, caller: Caller) -> None:
         """Queues ``request`` (in the model's order); ``caller`` is told its one answer, unless it
@@ -118,14 +109,15 @@ class Batcher:
         Raises:
             OverloadedError: the queue is full, and ``caller`` is told nothing.
         """
-        metrics, limits = self._metrics, self._limits
-        queued, ids = metrics.queued_examples, self._queued_ids
-        examples, size = request.batch_size, request.ids.size
+        limits, large = self._limits, self._large
+        examples, ids = request.batch_size, request.ids.size
+        queued = self._metrics.queued_examples
+        queued_ids = self._small.ids + large.ids
         # A lone request always has room: what one may hold is limited elsewhere.
         if (
             not self.is_open
             or (queued and queued + examples > limits.queue_examples_max)
-            or (ids and ids + size > limits.queue_ids_max)
+            or (queued_ids and queued_ids + ids > limits.queue_ids_max)
         ):
             self._refuse(request)
         if self._loop is None:
@@ -134,21 +126,31 @@ class Batcher:
         caller.request = request
         caller.queue = self
         caller.queued_s = perf_counter()
-        self._queue.append(caller)
-        self._queued_ids = ids + size
-        metrics.queued_requests += 1
-        metrics.queued_examples = queued + examples
-        if not self._is_scheduled and not self._is_working:
+        is_large = self._work_bytes(examples, ids) > limits.inline_bytes_max
+        lane = large if is_large else self._small
+        lane.put(caller)
+        self._count()
+        if not self._is_scheduled and not lane.is_working:
             self._schedule(self._loop)
 
     def withdraw(self, caller: Caller) -> None:
         """Takes a caller that waits in this queue out of it, and of what the queue holds."""
-        self._uncount(caller)
-        self._withdrawn += 1
-        if self._withdrawn >= WITHDRAWN_MIN and 2 * self._withdrawn >= len(self._queue):
-            self._queue = deque([one for one in self._queue if one.queue is self])
-            self._withdrawn = 0
+        caller.queue = None
+        request = caller.request
+        work_bytes = self._work_bytes(request.batch_size, request.ids.size)
+        lane = self._large if work_bytes > self._limits.inline_bytes_max else self._small
+        lane.withdraw(request)
+        self._count()
         self._open_again()
+
+    def _work_bytes(self, examples: int, ids: int) -> int:
+        """Of rows read and values written."""
+        return examples * self._bytes_per_example + ids * self._bytes_per_id
+
+    def _count(self) -> None:
+        small, large, metrics = self._small, self._large, self._metrics
+        metrics.queued_requests = small.requests + large.requests
+        metrics.queued_examples = small.examples + large.examples
 
     def check_open(self) -> None:
         """Raises OverloadedError from when the queue was full until an eighth of it is free.
@@ -174,7 +176,7 @@ class Batcher:
     def _refuse(self, request: LookupRequest) -> NoReturn:
         """Says that there is no room for ``request``, and none from now on for any other."""
         self.check_open()
-        queued, ids = self._metrics.queued_examples, self._queued_ids
+        queued, ids = self._metrics.queued_examples, self._small.ids + self._large.ids
         self._full = (
             f"the queue of {self.model.name!r} is full: it holds {queued} examples and {ids} ids"
         )
@@ -193,32 +195,25 @@ class Batcher:
     def _has_room_again(self) -> bool:
         return (
             self._metrics.queued_examples <= OPEN_SHARE * self._limits.queue_examples_max
-            and self._queued_ids <= OPEN_SHARE * self._limits.queue_ids_max
+            and self._small.ids + self._large.ids <= OPEN_SHARE * self._limits.queue_ids_max
         )
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
         """Has the next batch start: soon, or once its first request waited for company."""
-        if self._is_scheduled or self._is_working:
+        if self._is_scheduled:
             return
-        if self._limits.delay_ms_max and not self._is_full():
+        waiting = [lane for lane in self._lanes if lane.is_ready()]
+        if not waiting:
+            return
+        if self._limits.delay_ms_max and not any(lane.fills_a_batch() for lane in waiting):
             if self._timer is None:
-                start_s = self._queue[0].queued_s + self._limits.delay_ms_max / 1000
+                first_s = min(lane.first_s() for lane in waiting)
+                start_s = first_s + self._limits.delay_ms_max / 1000
                 self._timer = loop.call_later(start_s - perf_counter(), self._step, loop)
             return
         self._stop_timer()
         self._is_scheduled = True
         loop.call_soon(self._step, loop)
-
-    def _is_full(self) -> bool:
-        """Whether what is queued fills a batch: nothing is gained by waiting for more."""
-        output_bytes = self._output_bytes(self._metrics.queued_examples, self._queued_ids)
-        return (
-            self._queued_ids >= self._limits.batch_ids_max
-            or output_bytes >= self._limits.batch_output_bytes_max
-        )
-
-    def _output_bytes(self, examples: int, ids: int) -> int:
-        return examples * self._bytes_per_example + ids * self._bytes_per_id
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -226,10 +221,16 @@ class Batcher:
             self._timer = None
 
     def _step(self, loop: asyncio.AbstractEventLoop) -> None:
-        """One batch: take, join, look up, split."""
+        """One batch of each lane: take, join, look up, split."""
         self._is_scheduled = False
         self._stop_timer()
-        callers = self._take()
+        for lane in self._lanes:
+            if lane.is_ready():
+                self._run(loop, lane)
+        self._schedule(loop)
+
+    def _run(self, loop: asyncio.AbstractEventLoop, lane: Lane) -> None:
+        callers = self._take(lane)
         try:
             callers, batch = self._join(callers)
         except Exception:
@@ -239,65 +240,16 @@ class Batcher:
             if batch is None:
                 self.on_answered()
             else:
-                self._work(loop, callers, batch)
-        if self._queue:
-            self._schedule(loop)
+                self._work(loop, lane, callers, batch)
 
-    def _take(self) -> list[Caller]:
+    def _take(self, lane: Lane) -> list[Caller]:
         """The requests of the next batch, without those that nobody waits for any more."""
-        now = perf_counter()
-        if self._withdrawn or self._is_more_than_full():
-            callers = self._take_some(now)
-        else:
-            callers = self._take_all(now)
+        now_s = perf_counter()
+        callers = lane.take(now_s)
+        self._count()
         self._open_again()
-        self._metrics.wait_seconds.observe_many([now - caller.queued_s for caller in callers])
+        self._metrics.wait_seconds.observe_many([now_s - caller.queued_s for caller in callers])
         return callers
-
-    def _take_all(self, now_s: float) -> list[Caller]:
-        """The whole queue. It is left first: to refuse one may queue or withdraw others."""
-        callers, self._queue = self._queue, deque()
-        self._queued_ids = self._metrics.queued_requests = self._metrics.queued_examples = 0
-        for caller in callers:
-            caller.queue = None
-        return [one for one in callers if now_s < one.deadline_s or _refuse_late(one, now_s)]
-
-    def _is_more_than_full(self) -> bool:
-        """Whether what is queued is more than one batch may hold."""
-        limits, examples = self._limits, self._metrics.queued_examples
-        return (
-            self._queued_ids > limits.batch_ids_max
-            or self._output_bytes(examples, self._queued_ids) > limits.batch_output_bytes_max
-        )
-
-    def _take_some(self, now: float) -> list[Caller]:
-        """As many as a batch may hold, at least one."""
-        callers: list[Caller] = []
-        ids = examples = 0
-        while self._queue:
-            caller = self._queue[0]
-            if caller.queue is not self:  # withdrawn
-                self._queue.popleft()
-                self._withdrawn -= 1
-                continue
-            ids += caller.request.ids.size
-            examples += caller.request.batch_size
-            if callers and (
-                ids > self._limits.batch_ids_max
-                or self._output_bytes(examples, ids) > self._limits.batch_output_bytes_max
-            ):
-                break
-            self._queue.popleft()
-            self._uncount(caller)
-            if now < caller.deadline_s or _refuse_late(caller, now):
-                callers.append(caller)
-        return callers
-
-    def _uncount(self, caller: Caller) -> None:
-        caller.queue = None
-        self._queued_ids -= caller.request.ids.size
-        self._metrics.queued_requests -= 1
-        self._metrics.queued_examples -= caller.request.batch_size
 
     def _open_again(self) -> None:
         if not self.is_open and self._has_room_again():
@@ -319,37 +271,37 @@ class Batcher:
             callers[i].refuse(error)
         return self._join([caller for i, caller in enumerate(callers) if i not in errors])
 
-    def _work(self, loop: asyncio.AbstractEventLoop, callers: list[Caller], batch: Batch) -> None:
+    def _work(
+        self, loop: asyncio.AbstractEventLoop, lane: Lane, callers: list[Caller], batch: Batch
+    ) -> None:
         self._metrics.batch_examples.observe(batch.batch_size)
         self._metrics.batch_ids.observe(batch.ids.size)
         if batch.unknown_counts is not None:
             self._metrics.unknown_ids += batch.unknown_counts.sum(axis=0)
-        ids = batch.ids.size
-        work_bytes = ids * self._row_bytes + self._output_bytes(batch.batch_size, ids)
-        if work_bytes <= self._limits.inline_bytes_max:
+        if self._work_bytes(batch.batch_size, batch.ids.size) <= self._limits.inline_bytes_max:
             self._finish(callers, batch, [self._look_up(batch)])
             return
-        self._is_working = True
+        lane.is_working = True
         # The kernel uses one thread, so that a piece for each makes use of all.
         pieces = cut(batch, len(self.model.features), self._threads)
         looking_up = asyncio.gather(
             *(loop.run_in_executor(self._executor, self._look_up, piece) for piece in pieces)
         )
         looking_up.add_done_callback(
-            lambda done: self._finish_in_loop(loop, callers, batch, done.result())
+            lambda done: self._finish_in_loop(loop, lane, callers, batch, done.result())
         )
 
     def _finish_in_loop(
         self,
         loop: asyncio.AbstractEventLoop,
+        lane: Lane,
         callers: list[Caller],
         batch: Batch,
         looked_up: list[LookedUp],
     ) -> None:
-        self._is_working = False
+        lane.is_working = False
         self._finish(callers, batch, looked_up)
-        if self._queue:
-            self._schedule(loop)
+        self._schedule(loop)
 
     def _look_up(self, batch: Batch) -> LookedUp:
         """The values, or what to answer instead; and the seconds it took."""
@@ -406,12 +358,3 @@ class Batcher:
             if caller.is_waiting:
                 caller.refuse(error)
         self.on_answered()
-
-
-def _refuse_late(caller: Caller, now_s: float) -> bool:
-    """Answers one whose deadline passed in the queue; False: it is not looked up."""
-    waited_ms = (now_s - caller.queued_s) * 1000
-    caller.refuse(
-        DeadlineExceededError(f"the deadline passed after {waited_ms:.1f} ms in the queue")
-    )
-    return False

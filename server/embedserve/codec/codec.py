@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from embedserve.codec import json_codec, protobuf_codec
 from embedserve.config import Limits
 from embedserve.errors import RequestTooLargeError
-from embedserve.types import LookupRequest, LookupResult
+from embedserve.types import LookupRequest, LookupResult, Parts
+
+Encoded = tuple[Parts, int]
+"""An answer in pieces, and their bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,7 +24,8 @@ class Codec:
         decode: (body, model of the URL or "", limits) to a request; raises InvalidRequestError,
             and RequestTooLargeError before it reads much.
         decode_now: the same where that is quick; None where it takes long.
-        encode: a result to (its bytes in pieces, how many).
+        encode: a result to its bytes in pieces, none of which takes long to make.
+        encode_now: the same where all of it is quick, and how many bytes; None where it takes long.
         model_of: the model that a body names, "" where it names none; decodes nothing else.
     """
 
@@ -29,7 +33,8 @@ class Codec:
     limit: str
     decode: Callable[[bytes, str, Limits], LookupRequest]
     decode_now: Callable[[bytes, str, Limits], LookupRequest | None]
-    encode: Callable[[LookupResult], tuple[Sequence[bytes | memoryview], int]]
+    encode: Callable[[LookupResult], Iterable[bytes | memoryview]]
+    encode_now: Callable[[LookupResult], Encoded | None]
     model_of: Callable[[bytes], str]
 
     def bytes_max(self, limits: Limits) -> int:
@@ -48,8 +53,9 @@ class Codec:
             )
 
 
-def _whole(body: bytes) -> tuple[Sequence[bytes | memoryview], int]:
-    return (body,), len(body)
+def _json_now(result: LookupResult) -> Encoded | None:
+    body = json_codec.encode_now(result)
+    return None if body is None else ((body,), len(body))
 
 
 JSON = Codec(
@@ -57,7 +63,8 @@ JSON = Codec(
     "request_text_bytes_max",
     json_codec.decode_request,
     json_codec.decode_now,
-    lambda result: _whole(json_codec.encode_result(result)),
+    json_codec.encode_pieces,
+    _json_now,
     lambda body: "",
 )
 PROTOBUF = Codec(
@@ -65,6 +72,7 @@ PROTOBUF = Codec(
     "body_bytes_max",
     protobuf_codec.decode_request,
     protobuf_codec.decode_now,
-    protobuf_codec.encode_parts,
+    lambda result: protobuf_codec.encode_parts(result)[0],
+    protobuf_codec.encode_now,
     protobuf_codec.model_of,
 )

@@ -7,7 +7,7 @@ the slow path, and said with field and value.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import compress
 from typing import Any, Literal
 
@@ -38,6 +38,11 @@ class _BodyWithStrings(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 NOW_BYTES_MAX = 64 << 10
 """Of a body that is read on the event loop's thread, in about a millisecond at most."""
+
+NOW_VALUES_MAX = 32_768
+"""Of an answer that is written on the event loop's thread, in about two milliseconds at most."""
+PIECE_VALUES = 16_384
+"""Written without a break, where rows are not longer."""
 
 _DECODER = msgspec.json.Decoder(_Body)
 _STRING_DECODER = msgspec.json.Decoder(_BodyWithStrings)
@@ -194,6 +199,12 @@ def _problem(body: bytes, error: Exception) -> EmbedServeError:
     return diagnose(body) or InvalidRequestError(f"body: {error}", "body")
 
 
+def encode_now(result: LookupResult) -> bytes | None:
+    """As encode_result, or None where that would take long."""
+    size = result.values.size + sum(piece.size for piece in result.more)
+    return encode_result(result) if size <= NOW_VALUES_MAX else None
+
+
 def encode_result(result: LookupResult) -> bytes:
     """{"model", "version", "keys", "length_per_key", "values": [B][sum(length_per_key)]}.
 
@@ -205,21 +216,43 @@ def encode_result(result: LookupResult) -> bytes:
     past the largest float32, 65504 for float16) is null, as JSON has no infinity; protobuf
     carries it as it is.
     """
+    return b"".join(encode_pieces(result))
+
+
+def encode_pieces(result: LookupResult) -> Iterator[bytes]:
+    """The pieces of encode_result, one after the other, none of which takes long."""
     head = result.model.json_start
-    is_float16 = result.values.dtype == np.float16
-    if is_float16:
+    if result.values.dtype == np.float16:
         head += b',"output_dtype":"float16"'
     if result.lengths is not None:
         head += b',"lengths":' + _numpy_json(_by_key(result.lengths, result.model))
     if result.unknown_ids is not None:
         head += b',"unknown_ids":' + orjson.dumps(result.unknown_ids)
-    values: Any = np.concatenate([result.values, *result.more]) if result.more else result.values
-    if is_float16:
-        values = fewest_digits(values)
-    if result.lengths is not None:
-        ends = np.cumsum(result.lengths.sum(axis=1)).tolist()
-        values = _by_key(np.split(values, ends[:-1]), result.model)
-    return b'%b,"values":%b}' % (head, _numpy_json(values))
+    head += b',"values":'
+    if result.lengths is None:
+        yield from _rows(head, (result.values, *result.more))
+        yield b"}"
+        return
+    ends = np.cumsum(result.lengths.sum(axis=1)).tolist()
+    opening = head + b"{"
+    for key, rows in _by_key(np.split(result.values, ends[:-1]), result.model).items():
+        yield from _rows(opening + orjson.dumps(key) + b":", (rows,))
+        opening = b","
+    yield b"}}"
+
+
+def _rows(before: bytes, arrays: Iterable[np.ndarray]) -> Iterator[bytes]:
+    """``before``, and the rows of ``arrays`` as one list of lists."""
+    before += b"["
+    for all_rows in arrays:
+        step = max(1, PIECE_VALUES // all_rows.shape[1])
+        for start in range(0, len(all_rows), step):
+            rows = all_rows[start : start + step]
+            if rows.dtype == np.float16:
+                rows = fewest_digits(rows)
+            yield before + _numpy_json(rows)[1:-1]
+            before = b","
+    yield b"]" if before == b"," else before + b"]"
 
 
 def _by_key(values: Iterable[np.ndarray], model: ModelInfo) -> dict[str, np.ndarray]:

@@ -28,7 +28,7 @@ from embedserve.codec.protobuf_fields import (
 from embedserve.codec.strings import merge
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
-from embedserve.types import LookupRequest, LookupResult, ModelInfo
+from embedserve.types import LookupRequest, LookupResult, ModelInfo, Parts
 from embedserve_proto import embedding_pb2
 
 _INT64, _INT32 = np.dtype("<i8"), np.dtype("<i4")
@@ -60,6 +60,8 @@ _Numbers = Mapping[str, Sequence[memoryview]]
 NOW_FIELDS_MAX = 4096
 NOW_BYTES_MAX = 64 << 10
 """Of what is read on the event loop's thread, beside numbers given as bytes: a millisecond's."""
+NOW_LENGTHS_MAX = 32_768
+"""Of an answer that is written on that thread, in about a millisecond."""
 STARTS_MAX = 256
 """Of answers, remembered for a model: one for each size."""
 HEADS_MAX = 16
@@ -314,7 +316,14 @@ def _from_bytes(field: str, raw: bytes | memoryview, dtype: np.dtype) -> np.ndar
     return np.frombuffer(bytes(raw), dtype)  # a copy, which is aligned
 
 
-def encode_parts(result: LookupResult) -> tuple[list[bytes | memoryview], int]:
+def encode_now(result: LookupResult) -> tuple[Parts, int] | None:
+    """As encode_parts, or None where that would take long: of pooled values it never does."""
+    if result.lengths is not None and result.lengths.size > NOW_LENGTHS_MAX:
+        return None
+    return encode_parts(result)
+
+
+def encode_parts(result: LookupResult) -> tuple[Parts, int]:
     """(an EmbedResponse in pieces, one after the other, their bytes): values are not copied.
 
     A protobuf message is the concatenation of its fields, so what is the same for every
@@ -331,7 +340,7 @@ def encode_parts(result: LookupResult) -> tuple[list[bytes | memoryview], int]:
     return [start, values.data], len(start) + size
 
 
-def _encode_unusual(result: LookupResult) -> tuple[list[bytes | memoryview], int]:
+def _encode_unusual(result: LookupResult) -> tuple[Parts, int]:
     """As encode_parts, of any answer."""
     pieces = [_little_endian(one) for one in (result.values, *result.more)]
     batch_size = sum(map(len, pieces)) if result.lengths is None else result.lengths.shape[1]

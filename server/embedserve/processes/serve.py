@@ -96,7 +96,8 @@ def _serve_here(
 
     engines = restore_all(settings, versions, is_shown=slot is None or slot.worker == 0)
     threads = server.lookup_threads(settings)
-    with ThreadPoolExecutor(threads, thread_name_prefix="lookup") as executor:
+    # A small batch runs beside the pieces of a large one.
+    with ThreadPoolExecutor(2 * threads, thread_name_prefix="lookup") as executor:
         exchange = server.build_exchange(engines, settings, executor, slot)
 
         def announce() -> None:

@@ -15,7 +15,8 @@ from urllib.parse import unquote
 
 from embedserve.codec.codec import Codec
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, RequestTooLargeError
-from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, Parts, late_request
+from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, late_request
+from embedserve.types import Parts
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.requests import Request
@@ -40,6 +41,9 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 MANAGEMENT_BODY_BYTES_MAX = 64 << 10
 """Of a request that is not an embed request: none of them needs a body."""
 
+JOIN_BYTES_MAX = 1 << 20
+"""Copied without a break."""
+
 
 class ClientGoneError(Exception):
     """The client closed its connection; nobody is there to be answered."""
@@ -53,18 +57,19 @@ class AsgiCall(Call):
     def __init__(self, asked: Asked, start_s: float) -> None:
         super().__init__(asked, start_s)
         loop = asyncio.get_running_loop()
-        self.answered: asyncio.Future[tuple[int, Headers, bytes]] = loop.create_future()
+        self.answered: asyncio.Future[tuple[int, Headers, Parts, int]] = loop.create_future()
 
     def write_answer(self, parts: Parts, nbytes: int) -> None:
         headers = [(b"content-type", self.asked.answer_codec.content_type)]
-        self._end(200, headers, b"".join(parts))
+        self._end(200, headers, parts, nbytes)
 
     def write_error(self, error: EmbedServeError) -> None:
-        self._end(error.http_status, *error_answer(error))
+        headers, body = error_answer(error)
+        self._end(error.http_status, headers, (body,), len(body))
 
-    def _end(self, status: int, headers: Headers, body: bytes) -> None:
+    def _end(self, status: int, headers: Headers, parts: Parts, nbytes: int) -> None:
         if not self.answered.done():
-            self.answered.set_result((status, headers, body))
+            self.answered.set_result((status, headers, parts, nbytes))
 
 
 class EmbedEndpoint:
@@ -100,7 +105,8 @@ class EmbedEndpoint:
         try:
             await asyncio.wait((call.answered, gone), return_when=asyncio.FIRST_COMPLETED)
             if call.answered.done():
-                await _send(send, *call.answered.result())
+                status, headers, parts, nbytes = call.answered.result()
+                await _send(send, status, headers, await _joined(parts, nbytes))
         finally:
             gone.cancel()
             call.cancel()
@@ -121,7 +127,24 @@ class EmbedEndpoint:
             chunks.append(chunk)
 
 
-async def _send(send: Send, status: int, headers: Headers, body: bytes) -> None:
+async def _joined(parts: Parts, nbytes: int) -> bytes | bytearray:
+    """The body that ``parts`` are, a piece in each turn of the event loop: uvicorn would keep
+    pieces where held_bytes does not see them."""
+    if nbytes <= JOIN_BYTES_MAX:
+        return b"".join(parts)
+    body = bytearray(nbytes)
+    end = 0
+    for part in parts:
+        view = memoryview(part).cast("B")
+        for start in range(0, len(view), JOIN_BYTES_MAX):
+            piece = view[start : start + JOIN_BYTES_MAX]
+            body[end : end + len(piece)] = piece
+            end += len(piece)
+            await asyncio.sleep(0)
+    return body
+
+
+async def _send(send: Send, status: int, headers: Headers, body: bytes | bytearray) -> None:
     headers = [*headers, (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -20,7 +20,8 @@ from grpc_reflection.v1alpha import reflection
 from embedserve.codec import protobuf_codec
 from embedserve.codec.codec import PROTOBUF
 from embedserve.errors import DRAINING, INTERNAL, EmbedServeError, EngineError, NotReadyError
-from embedserve.exchange import Asked, Call, Exchange, Parts
+from embedserve.exchange import Asked, Call, Exchange
+from embedserve.types import Parts
 from embedserve.wire.grpc.embed_stream import REQUESTS_MAX
 from embedserve.wire.grpc.service import SERVICE_NAME, GrpcService
 from embedserve.wire.grpc.statuses import error_trailers

@@ -11,7 +11,8 @@ from time import perf_counter
 from typing import Any
 
 from embedserve.errors import EmbedServeError
-from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, Parts, late_request
+from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, late_request
+from embedserve.types import Parts
 from embedserve.wire.connections import Registry
 from embedserve.wire.heads import HeadForm, HeadForms
 from embedserve.wire.pieces import Pieces

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from time import perf_counter
 
 from embedserve.errors import EmbedServeError, RequestTooLargeError
-from embedserve.exchange import Asked, Exchange, Parts
+from embedserve.exchange import Asked, Exchange
 from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.types import Parts
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.requests import Request
 from embedserve.wire.http2.stream import ENDED, Handler, Stream

@@ -420,3 +420,37 @@ async def test_a_failure_while_joining_still_answers_everyone(
     assert metrics.lookup_seconds.samples()[0][-1] == ("+Inf", 0)
     translator.is_failing = False
     assert (await submit(batcher, ordered(engine, USER))).values.shape[0] == 1
+
+
+async def test_small_requests_do_not_wait_for_one_that_alone_is_a_large_batch(
+    engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
+) -> None:
+    small: Bags = {"user": [[1]]}
+    batcher = make_batcher(Limits(inline_bytes_max=52))  # of such a request
+    engine.hold()
+    first = submit(batcher, ordered(engine, USER))
+    await until(lambda: engine.lookups)
+    second = submit(batcher, ordered(engine, USER))
+    assert (metrics.queued_requests, metrics.queued_examples) == (1, 1)
+    assert np.array_equal(
+        (await submit(batcher, ordered(engine, small))).values, engine.expected(small)
+    )
+    assert not first.done()
+    assert [lookup.is_inline for lookup in engine.lookups] == [False, True]
+    engine.release()
+    for answer in (first, second):
+        assert np.array_equal((await answer).values, engine.expected(USER))
+
+
+async def test_two_small_requests_that_are_a_large_batch_together_run_beside_a_large_one(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    small: Bags = {"user": [[1]]}
+    batcher = make_batcher(Limits(inline_bytes_max=52))
+    engine.hold()
+    answers = [submit(batcher, ordered(engine, bags)) for bags in (USER, small, small)]
+    await until(lambda: len(engine.lookups) == 2)
+    assert sorted(lookup.batch_size for lookup in engine.lookups) == [1, 2]
+    engine.release()
+    for answer, bags in zip(answers, (USER, small, small), strict=True):
+        assert np.array_equal((await answer).values, engine.expected(bags))

@@ -14,8 +14,9 @@ from server.conftest import MakeBatcher
 from server.fake_engine import Bags, FakeEngine, make_request
 from server.waiting import until
 
-from embedserve.batching.batcher import WITHDRAWN_MIN, Batcher
+from embedserve.batching.batcher import Batcher
 from embedserve.batching.join import to_model_order
+from embedserve.batching.lane import WITHDRAWN_MIN
 from embedserve.config import Limits
 from embedserve.errors import EngineError, InvalidRequestError, OverloadedError
 from embedserve.metrics.metrics import ModelMetrics

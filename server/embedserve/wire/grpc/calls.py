@@ -17,7 +17,8 @@ from embedserve.errors import (
     EngineError,
     NotReadyError,
 )
-from embedserve.exchange import REQUEST_S_MAX, Asked, Exchange, Parts, late_request
+from embedserve.exchange import REQUEST_S_MAX, Asked, Exchange, late_request
+from embedserve.types import Parts
 from embedserve.wire.grpc.messages import PREFIX_BYTES, Deframer, WireError, framed, only_message
 from embedserve.wire.grpc.statuses import (
     HEAD_BLOCK,

@@ -12,7 +12,8 @@ from time import perf_counter
 
 from embedserve.codec import protobuf_codec
 from embedserve.errors import EmbedServeError
-from embedserve.exchange import Asked, Call, Exchange, Parts
+from embedserve.exchange import Asked, Call, Exchange
+from embedserve.types import Parts
 from embedserve.wire.grpc.calls import ANSWER_BYTES_MAX, MessageStream
 from embedserve.wire.http2.stream import Stream
 

@@ -1,0 +1,133 @@
+"""Answers that take long to encode are encoded beside the event loop, which goes on with others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import orjson
+import pytest
+from server.fake_engine import FakeEngine
+from server.live import make_exchange
+from server.recording_call import RecordingCall, ask, asked, expect_internal, fail, outcomes
+from server.waiting import until
+
+from embedserve import exchange as exchange_module
+from embedserve.codec import json_codec
+from embedserve.codec.codec import JSON, Codec
+from embedserve.errors import OverloadedError
+from embedserve.exchange import Exchange
+from embedserve.types import LookupResult
+
+EXAMPLES = json_codec.NOW_VALUES_MAX // 9 + 1
+"""Of nine values each."""
+BODY = b'{"features": {"user": [%b[1, 2]]}}' % (b"[]," * (EXAMPLES - 1))
+
+
+class Gate:
+    """Keeps what is encoded in the thread waiting.
+
+    Attributes:
+        codec: JSON, but held up here.
+        threads: that encoded, one for each answer.
+    """
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.threads: list[threading.Thread] = []
+        self.codec = replace(JSON, encode=self._encode)
+
+    def _encode(self, result: LookupResult) -> Iterable[bytes | memoryview]:
+        self.threads.append(threading.current_thread())
+        assert self.opened.wait(60)
+        return JSON.encode(result)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.opened.set()
+
+
+@pytest.fixture
+def exchange(engine: FakeEngine, executor: ThreadPoolExecutor) -> Exchange:
+    return make_exchange(engine, executor=executor)
+
+
+def ask_large(exchange: Exchange, codec: Codec) -> RecordingCall:
+    call = RecordingCall(replace(asked(exchange), answer_codec=codec))
+    exchange.ask(call, BODY)
+    return call
+
+
+async def test_others_are_answered_while_a_large_answer_is_encoded(
+    exchange: Exchange, engine: FakeEngine, gate: Gate
+) -> None:
+    large = ask_large(exchange, gate.codec)
+    await until(lambda: gate.threads)
+    small = ask(exchange)
+    await until(lambda: small.told)
+    assert large.told == []
+    assert outcomes(exchange) == {"OK": 1}
+    gate.opened.set()
+    await until(lambda: large.told)
+    (body,) = large.told
+    assert isinstance(body, bytes)
+    values = np.array(orjson.loads(body)["values"], np.float32)
+    expected = engine.expected({"user": [*([] for _ in range(EXAMPLES - 1)), [1, 2]]})
+    assert np.array_equal(values, expected)
+    assert gate.threads[0] is not threading.main_thread()
+    assert outcomes(exchange) == {"OK": 2}
+
+
+async def test_a_client_that_leaves_meanwhile_is_told_nothing(
+    exchange: Exchange, gate: Gate
+) -> None:
+    gone, other = ask_large(exchange, gate.codec), ask_large(exchange, gate.codec)
+    await until(lambda: gate.threads)
+    gone.cancel()
+    gate.opened.set()
+    await until(lambda: other.told)
+    assert gone.told == []
+    assert outcomes(exchange) == {"CANCELLED": 1, "OK": 1}
+
+
+async def test_an_unforeseen_error_in_the_thread_is_answered_in_general(
+    exchange: Exchange, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = ask_large(exchange, replace(JSON, encode=fail))
+    await until(lambda: call.told)
+    expect_internal(call, caplog)
+    assert outcomes(exchange) == {"INTERNAL": 1}
+
+
+async def test_an_answer_that_cannot_be_written_is_answered_in_general(
+    exchange: Exchange, caplog: pytest.LogCaptureFixture, gate: Gate
+) -> None:
+    call = ask_large(exchange, gate.codec)
+    call.failure = ZeroDivisionError("secret of the server")
+    gate.opened.set()
+    await until(lambda: call.told)
+    expect_internal(call, caplog)
+
+
+async def test_no_more_than_so_many_bytes_wait_to_be_encoded(
+    exchange: Exchange, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbytes = EXAMPLES * 9 * 4
+    monkeypatch.setattr(exchange_module, "ASIDE_BYTES_MAX", nbytes)
+    waiting = ask_large(exchange, gate.codec)
+    await until(lambda: gate.threads)
+    over = ask_large(exchange, gate.codec)
+    await until(lambda: over.told)
+    assert isinstance(over.error, OverloadedError)
+    assert over.error.message.startswith(f"answer has {nbytes} bytes, and {nbytes} of other ")
+    gate.opened.set()
+    await until(lambda: waiting.told)
+    again = ask_large(exchange, gate.codec)
+    await until(lambda: again.told)
+    assert outcomes(exchange) == {"OK": 2, "RESOURCE_EXHAUSTED": 1}
