@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from running_servers import Running, free_port, run_command, run_commands, running
+from writable import writable
 
 from embedserve_client import EmbedClient, EmbedServeClientError, GrpcEmbedClient, Unavailable
 
@@ -88,7 +89,7 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
 
 def test_damage_is_refused_before_ready(published: Path, tmp_path: Path) -> None:
     def damaged(kind: str, name: str, change: Callable[[bytes], bytes]) -> Path:
-        store = shutil.copytree(published, tmp_path / kind)
+        store = writable(shutil.copytree(published, tmp_path / kind))
         path = store / "m" / "1" / name
         path.write_bytes(change(path.read_bytes()))
         return store

@@ -11,6 +11,7 @@ import numpy as np
 from fuzz.mutate import mutated
 from running_servers import run_command
 from safetensors.numpy import save_file
+from writable import writable
 
 from embedserve_store import ModelStore, StoreError
 from embedserve_store.verification import verify
@@ -22,14 +23,14 @@ TABLE = (
 
 
 def publish(folder: Path) -> ModelStore:
-    """A store with a small model."""
+    """A store with a small model, whose files may be written to."""
     rows = np.arange(200, dtype=np.float32).reshape(50, 4)
     save_file({"embedding_bags.t.weight": rows}, folder / "model.safetensors")
     (folder / "tables.yaml").write_text(TABLE)
     names = (folder / "model.safetensors", folder / "tables.yaml", folder / "store")
     done = run_command("publish", *names, "--model", MODEL)
     assert done.returncode == 0, done.stderr
-    return ModelStore(folder / "store")
+    return ModelStore(writable(folder / "store"))
 
 
 def fuzz_store(store: ModelStore, end_s: float, inputs_max: int, random: Random) -> Counter[str]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+from writable import writable
 
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest
 from embedserve_store.format.seal import sealed_json
@@ -74,9 +75,9 @@ def published_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def version(published_store: Path, tmp_path: Path) -> ModelVersion:
-    """A test's own copy of the version in published_store."""
-    shutil.copytree(published_store, tmp_path / "store")
-    return ModelStore(tmp_path / "store").load("m")
+    """A test's own copy of the version in published_store, which it may damage."""
+    store = writable(shutil.copytree(published_store, tmp_path / "store"))
+    return ModelStore(store).load("m")
 
 
 @pytest.fixture

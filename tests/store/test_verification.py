@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store.sealing import seal
 from torchrec import EmbeddingBagCollection
+from writable import writable
 
 from embedserve_store.errors import StoreError
 from embedserve_store.local_store import ModelStore
@@ -31,7 +31,7 @@ def folder(ebc: EmbeddingBagCollection, tmp_path: Path) -> Path:
         dtype={"user": "float32", "item": "int8", "tag": "int8"},
         vocabularies={"user": list(range(1000, 1300))},
     )
-    return seal(published.path)
+    return writable(published.path)
 
 
 def check(folder: Path) -> None:

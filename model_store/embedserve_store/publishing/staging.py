@@ -1,6 +1,7 @@
 """Makes a version appear whole or not at all: staging folder, sync, rename.
 
-A version is written into a hidden folder beside the published ones and renamed when complete.
+A version is written into a hidden folder beside the published ones and, when complete, made
+read-only and renamed.
 Readers ignore hidden folders, so what a killed publisher leaves behind is never seen; the next
 publisher removes it. A locked file beside the folder says that its publisher lives: the file
 is there before the folder and until after it, so a folder that nobody locks has no owner.
@@ -10,9 +11,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,12 +23,17 @@ from pathlib import Path
 from embedserve_store.errors import StoreError
 from embedserve_store.format.version_folder import version_numbers
 
+logger = logging.getLogger(__name__)
+
 STAGING = ".staging-"
 LOCK = ".lock"
 LOCK_ATTEMPTS = 100
 """Another publisher that cleans up may take our file away before we have locked it."""
 RENAME_ATTEMPTS = 100
 """Other publishers of the same model may take a number between our look and our rename."""
+WRITE_BITS = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
+CHMOD_REFUSED = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS)
+"""As file systems say that have no modes, or let nobody change them."""
 
 
 def check_writable(folder: Path) -> None:
@@ -143,10 +151,11 @@ def _make_folders(folder: Path) -> None:
 
 
 def publish_staged(staging: Path, write_manifest: Callable[[int], None]) -> int:
-    """Renames ``staging`` to the next version number, which it returns.
+    """Renames ``staging``, its files read-only, to the next version number, which it returns.
 
-    ``write_manifest`` writes and syncs the manifest for a version number. Two publishers never
-    clobber one another: renaming onto a version fails, and the later one takes the next number.
+    ``write_manifest`` writes the manifest for a version number with write_synced, in place of one
+    for the number before. Two publishers never clobber one another: renaming onto a version fails,
+    and the later one takes the next number.
 
     Raises:
         OSError: as the file system says.
@@ -156,6 +165,7 @@ def publish_staged(staging: Path, write_manifest: Callable[[int], None]) -> int:
     for _ in range(RENAME_ATTEMPTS):
         version = max(version_numbers(model_folder), default=0) + 1
         write_manifest(version)
+        make_read_only(staging)
         sync(staging)
         try:
             os.rename(staging, model_folder / str(version))
@@ -170,6 +180,22 @@ def publish_staged(staging: Path, write_manifest: Callable[[int], None]) -> int:
     )
 
 
+def make_read_only(folder: Path) -> None:
+    """Takes the write bits from every file in ``folder`` and flushes each to disk.
+
+    The folder keeps its own, so that whoever owns a version can remove it. The checksums are what
+    readers rely on: where the file system refuses, the files stay as they are.
+    """
+    for path in folder.iterdir():
+        try:
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~WRITE_BITS)
+        except OSError as error:
+            if error.errno not in CHMOD_REFUSED:
+                raise
+            logger.debug("%s: stays writable: %s", path, error.strerror)
+        sync(path)
+
+
 def sync(path: Path) -> None:
     """Flushes a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -180,6 +206,7 @@ def sync(path: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Writes a small file and flushes it to disk."""
+    """Writes a small file, in place of one that is there, and flushes it to disk."""
+    path.unlink(missing_ok=True)  # it may be read-only
     path.write_bytes(data)
     sync(path)

@@ -1,7 +1,8 @@
 """Pulls one version of a remote store into a cache folder, where it appears whole or not at all.
 
-The files come into a hidden folder, are synced, loaded and verified to the last byte, and then
-renamed. A lock makes other processes that want the same version wait. Never imports torch.
+The files come into a hidden folder, are synced, loaded and verified to the last byte, and made
+read-only; then the folder is renamed. A lock makes other processes that want the same version
+wait. Never imports torch.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from embedserve_store.local_store import SMALL_FILE_BYTES_MAX, ModelStore
 from embedserve_store.publishing.staging import (
     check_room,
     check_writable,
+    make_read_only,
     staging_folder,
     sync,
     write_synced,
@@ -154,6 +156,7 @@ def _verify(staging: Path, version: RemoteVersion, progress: TransferProgress | 
 
 
 def _reveal(staged: Path, folder: Path) -> None:
+    make_read_only(staged)
     sync(staged)
     try:
         os.rename(staged, folder)

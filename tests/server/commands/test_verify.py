@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from store.sealing import seal
 from typer.testing import CliRunner
+from writable import writable
 
 from embedserve.commands.cli import app
 
@@ -16,9 +16,7 @@ from embedserve.commands.cli import app
 @pytest.fixture
 def own_store(store: Path, tmp_path: Path) -> Path:
     """A copy of the store that a test may damage."""
-    shutil.copytree(store, tmp_path / "store")
-    seal(tmp_path / "store" / "shop" / "1")
-    return tmp_path / "store"
+    return writable(shutil.copytree(store, tmp_path / "store"))
 
 
 def run(*arguments: str | Path) -> tuple[int, str, list[str]]:

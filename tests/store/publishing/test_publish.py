@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from collections.abc import Callable
 from datetime import datetime
 from importlib import metadata
@@ -61,6 +62,19 @@ def test_every_dtype_is_published_and_loads(
             assert (
                 error.bytes_saved == 4 * table.num_embeddings * table.embedding_dim - table.nbytes
             )
+
+
+def test_published_files_are_read_only(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
+    (tmp_path / "locked").touch(0o444)
+    vocabulary = list(range(1000, 1300))
+    path = publish(ebc, tmp_path, model="m", vocabularies={"user": vocabulary}).path
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()}
+    assert len(modes) == 5
+    assert [name for name, mode in modes.items() if mode & 0o222] == []
+    if not os.access(tmp_path / "locked", os.W_OK):  # root writes to read-only files
+        for name in modes:
+            with pytest.raises(PermissionError):
+                (path / name).open("r+b")
 
 
 def test_float_rows_are_the_modules(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from embedserve_store.publishing.staging import (
     check_writable,
     publish_staged,
     staging_folder,
+    write_synced,
 )
 
 
@@ -27,7 +29,7 @@ def publish(model_folder: Path) -> int:
     with staging_folder(model_folder) as folder:
 
         def write_number(version: int) -> None:
-            (folder / "n").write_text(str(version))
+            write_synced(folder / "n", str(version).encode())
 
         return publish_staged(folder, write_number)
 
@@ -56,7 +58,7 @@ def publish_second(model_folder: Path, losses: int) -> int:
     with staging_folder(model_folder) as folder:
 
         def write_number(version: int) -> None:
-            (folder / "n").write_text(str(version))
+            write_synced(folder / "n", str(version).encode())
             if next(left, None) is not None:
                 (model_folder / str(version)).mkdir()
                 (model_folder / str(version) / "n").write_text("other")
@@ -79,6 +81,42 @@ def test_publishers_that_always_come_second_give_up(tmp_path: Path) -> None:
 
 def test_a_publisher_that_comes_second_99_times_publishes(tmp_path: Path) -> None:
     assert publish_second(tmp_path, RENAME_ATTEMPTS - 1) == 100
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o444), (0o002, 0o444), (0o027, 0o440)])
+def test_files_are_read_only_and_their_folder_is_not(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        publish(tmp_path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "1" / "n").stat().st_mode) == mode
+    assert stat.S_IMODE((tmp_path / "1").stat().st_mode) == 0o777 & ~umask
+
+
+def refuse_modes(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(path: Path, mode: int) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP])
+def test_a_file_system_that_refuses_modes_is_published_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    refuse_modes(monkeypatch, code)
+    assert [publish(tmp_path) for _ in range(2)] == [1, 2]
+    assert (tmp_path / "2" / "n").read_text() == "2"
+
+
+def test_a_disk_that_fails_is_not_published_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_modes(monkeypatch, errno.EIO)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        publish(tmp_path / "m")
+    assert os.listdir(tmp_path) == []
 
 
 def fail(model_folder: Path) -> None:
@@ -118,6 +156,7 @@ def test_the_first_publisher_may_fail_while_another_begins(
 def test_what_killed_publishers_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".staging-1").mkdir()
     (tmp_path / ".staging-1" / "half").write_text("half")
+    (tmp_path / ".staging-1" / "half").chmod(0o444)
     (tmp_path / ".staging-1.lock").write_text("")
     (tmp_path / ".staging-2").mkdir()  # without its file
     (tmp_path / ".staging-3.lock").write_text("")
@@ -194,7 +233,7 @@ RACER = """
 import sys
 from contextlib import suppress
 from pathlib import Path
-from embedserve_store.publishing.staging import publish_staged, staging_folder
+from embedserve_store.publishing.staging import publish_staged, staging_folder, write_synced
 
 print("ready", flush=True)
 sys.stdin.readline()
@@ -205,7 +244,7 @@ for _ in range(20):
 for _ in range(20):
     with staging_folder(model_folder) as folder:
         (folder / "pid").write_text(sys.argv[2])
-        print(publish_staged(folder, lambda n: (folder / "n").write_text(str(n)) and None))
+        print(publish_staged(folder, lambda n: write_synced(folder / "n", str(n).encode())))
 """
 
 

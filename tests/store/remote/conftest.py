@@ -13,7 +13,6 @@ import pytest
 import s3fs
 import torch
 from store.remote.s3_server import KEY, SECRET, serve_s3
-from store.sealing import seal
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
 from embedserve_store.publishing.publish import publish
@@ -95,7 +94,7 @@ def publish_rows(store: Path, value: float, rows: int, **options: Any) -> Path:
     ebc = EmbeddingBagCollection(tables=[config])
     with torch.no_grad():
         ebc.embedding_bags["t"].weight.copy_(torch.arange(rows)[:, None] * value)
-    return seal(publish(ebc, store, model="m", **options).path)
+    return publish(ebc, store, model="m", **options).path
 
 
 @pytest.fixture(scope="session")

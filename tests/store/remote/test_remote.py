@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,18 @@ def test_a_version_comes_back_byte_for_byte(
     assert names(loaded.path) == names(folder)
     for name in names(folder):
         assert (loaded.path / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_pulled_version_is_read_only_and_can_be_removed(
+    store: RemoteStore, new_version: Publish, url: str
+) -> None:
+    upload_version(new_version(vocabularies={"t": range(2000)}), url)
+    pulled = store.load("m").path
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in pulled.iterdir()}
+    assert len(modes) == 5
+    assert [name for name, mode in modes.items() if mode & 0o222] == []
+    shutil.rmtree(pulled)
+    assert store.load("m").path == pulled
 
 
 def test_a_folder_is_opened_in_place(uploaded: Path) -> None:

@@ -10,6 +10,7 @@ import fsspec
 import pytest
 import s3fs
 from fsspec.implementations.local import LocalFileSystem
+from writable import writable
 
 from embedserve_store.errors import StoreError
 from embedserve_store.remote.remote_store import RemoteStore
@@ -108,7 +109,7 @@ def test_an_interrupted_upload_is_not_seen_and_the_next_number_is_free(
 def test_a_damaged_version_is_not_uploaded(
     new_version: Publish, url: str, objects: s3fs.S3FileSystem, root: str
 ) -> None:
-    folder = new_version()
+    folder = writable(new_version())
     with (folder / "tables.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"x")
