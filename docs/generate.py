@@ -13,9 +13,10 @@ from typing import Any
 
 from prometheus_client import Metric
 
-from embedserve.config import Limits, ServeSettings
+from embedserve.config import DEFAULT_LIMITS, Limits, ServeSettings
 from embedserve.metrics.histogram import COUNT_BUCKETS, LOOKUP_SECONDS_BUCKETS, SECONDS_BUCKETS
 from embedserve.metrics.metrics import OUTCOMES, PROTOCOLS, Metrics
+from embedserve.processes.memory import memory_bytes_max, memory_parts
 from embedserve.terminal.sizes import human_bytes
 
 DOCS = Path(__file__).parent
@@ -36,6 +37,13 @@ The store itself is an argument, `EMBEDSERVE_STORE` or the key `store`: a folder
 its variable.
 """
 
+MEMORY_HEAD = """## Memory
+
+What clients can make a process use beside the tables and what it takes when idle, with the
+defaults of its limits (`server/embedserve/processes/memory.py` has the sum for others;
+`tests/hostile/test_memory.py` holds a server to it):
+"""
+
 METRICS_HEAD = """# Metrics
 
 `GET /metrics` on the HTTP port has them in Prometheus' text format. With several workers any of
@@ -54,6 +62,10 @@ def settings_page() -> str:
         described = [one for one in fields(settings) if "help" in one.metadata]
         parts.append(f"## {title}\n\n{_summary(settings) if settings is Limits else ''}")
         parts.append(_table(SETTING_COLUMNS, map(_setting_row, described)))
+    parts.append(MEMORY_HEAD)
+    rows = [(human_bytes(size), what) for what, size in memory_parts(DEFAULT_LIMITS).items()]
+    total = human_bytes(memory_bytes_max(DEFAULT_LIMITS))
+    parts.append(_table(("at most", ""), [*rows, (f"**{total}**", "in all, for one model")]))
     return _joined(parts)
 
 

@@ -41,6 +41,8 @@ _NEVER = float("inf")
 ASIDE_BYTES_MAX = 256 << 20
 """Of large bodies and answers that wait to be decoded or encoded, all together; a lone one is
 always taken."""
+LARGE_ANSWER_BYTES = 64 << 10
+"""Told to who looks after what is not read; smaller ones find room in a socket."""
 TURN_S = 0.0001
 """Left to the event loop between two pieces of a large answer: it would wait for the interpreter's
 lock for five milliseconds each time it needs it."""
@@ -118,6 +120,8 @@ class Call(Caller):
     def write(self, parts: Parts, nbytes: int) -> None:
         """Writes the encoded answer, and counts it."""
         self.is_waiting = False
+        if nbytes > LARGE_ANSWER_BYTES:
+            self.exchange.on_large_answer(nbytes)
         self.write_answer(parts, nbytes)
         self.asked.metrics.answered(perf_counter() - self.start_s, nbytes)
 
@@ -138,6 +142,10 @@ class Call(Caller):
             self.asked.metrics.cancelled(perf_counter() - self.start_s)
 
 
+def _do_nothing(nbytes: int) -> None:
+    return None
+
+
 class Writer(Protocol):
     """What collects answers, to write them out together."""
 
@@ -150,11 +158,13 @@ class Exchange:
     Attributes:
         models: what is served.
         metrics: of the process; by protocol in ``metrics.protocols``.
+        on_large_answer: told the bytes of each large answer before it is written.
     """
 
     def __init__(self, models: ServedModels, metrics: Metrics) -> None:
         self.models = models
         self.metrics = metrics
+        self.on_large_answer: Callable[[int], None] = _do_nothing
         self.limits = models.limits
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="codec")
         self._aside_bytes = 0

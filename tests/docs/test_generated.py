@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from types import ModuleType
 
 import pytest
@@ -10,7 +11,10 @@ from documents import ROOT
 from prometheus_client import Metric
 from server.fake_models import ruled_info
 
+from embedserve.config import DEFAULT_LIMITS
 from embedserve.metrics.metrics import Metrics
+from embedserve.processes.memory import memory_bytes_max
+from embedserve.terminal.sizes import human_bytes
 
 DOCS = ROOT / "docs"
 
@@ -51,3 +55,10 @@ def test_the_page_has_every_metric_with_the_labels_of_its_samples(family: Metric
         assert [name.strip("`") for name in labels.split(", ") if name] == [
             name for name in sample.labels if name != "le"
         ]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/operations.md"])
+def test_the_pages_name_the_memory_that_clients_can_make_a_server_use(page: str) -> None:
+    said = re.search(r"\[([\d.]+ \w+)\]\([\w/]*settings\.md#memory\)", (ROOT / page).read_text())
+    assert said is not None
+    assert said[1] == human_bytes(memory_bytes_max(DEFAULT_LIMITS))

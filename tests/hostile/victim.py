@@ -1,7 +1,7 @@
 """The process that the hostile tests attack: the whole server over a table in numpy, without torch.
 
-Prints its two ports when ready. With the argument "defaults" its limits are those of a server that
-is told none.
+Prints its two ports when ready. Its limits are those that its argument names, if any: "defaults"
+of a server that is told none, "narrow" of one with little memory for connections.
 """
 
 from __future__ import annotations
@@ -22,6 +22,12 @@ from embedserve.processes.server import serve_until
 
 ROWS, DIM = 500, 64
 LIMITS = Limits(body_bytes_max=1 << 20, queue_examples_max=1 << 20, queue_ids_max=1 << 24)
+NARROW = Limits(
+    connections_max=500,
+    connection_bytes_max=64 << 20,
+    request_output_bytes_max=16 << 20,
+    queue_examples_max=1 << 24,
+)
 
 
 def table() -> np.ndarray:
@@ -64,4 +70,5 @@ async def serve(limits: Limits) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(DEFAULT_LIMITS if sys.argv[1:] == ["defaults"] else LIMITS))
+    named = {"": LIMITS, "defaults": DEFAULT_LIMITS, "narrow": NARROW}
+    uvloop.run(serve(named["".join(sys.argv[1:])]))

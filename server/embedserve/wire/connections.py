@@ -26,6 +26,8 @@ DRAIN_IDLE_S = 1.0
 """How long a draining connection waits for a request that may be on its way."""
 DRAIN_PING_S_MAX = 1.0
 """How long a client may take to answer the ping of a drain."""
+STREAM_BYTES = 4 << 10
+"""What an open stream takes, about, beside what was received and is to be sent."""
 JOINED_BYTES_MAX = 64 << 10
 """Pieces of no more bytes are written as one."""
 
@@ -55,6 +57,9 @@ class Registry(Protocol):
 
     def has_room(self) -> bool:
         """Whether there may be one more."""
+
+    def has_grown(self, nbytes: int) -> None:
+        """Told of what connections hold from now on, where it is not little."""
 
     def http1(self) -> asyncio.Protocol: ...
 
@@ -206,6 +211,8 @@ class Http2Transport(asyncio.Protocol):
         connection = self._connection
         self._is_flush_due = True  # what is answered while reading is written at its end
         connection.receive(data)
+        if connection.receiver.held_bytes:
+            self._registry.has_grown(len(data))
         if connection.has_more:
             # Other connections are read before the rest is.
             self._transport.pause_reading()
@@ -289,8 +296,13 @@ class Http2Transport(asyncio.Protocol):
 
     @property
     def held_bytes(self) -> int:
-        sender, receiver = self._connection.sender, self._connection.receiver
-        return self._transport.get_write_buffer_size() + sender.unsent_bytes + receiver.held_bytes
+        connection = self._connection
+        return (
+            self._transport.get_write_buffer_size()
+            + connection.sender.unsent_bytes
+            + connection.receiver.held_bytes
+            + len(connection.streams) * STREAM_BYTES
+        )
 
     def check_time(self, now_s: float) -> None:
         connection = self._connection

@@ -95,6 +95,7 @@ class Http1Connection(UvicornConnection):
             self._exchange.ask(call, data[body_start:])
         elif missing > 0:
             self._missing_bytes = missing
+            self._registry.has_grown(len(data))
             self._body.append(data[body_start:])
         else:
             self.hold(data[missing:])
@@ -105,6 +106,7 @@ class Http1Connection(UvicornConnection):
             self.hold(data[self._missing_bytes :])
             data = data[: self._missing_bytes]
         self._missing_bytes -= len(data)
+        self._registry.has_grown(len(data))
         self._body.append(data)
         if not self._missing_bytes:
             assert self._call is not None

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 BACKLOG = 4096
 CHECK_S = 1.0
 """Between two looks at the connections for what takes too long."""
+LOOK_BYTES = 64 << 20
+"""That connections may hold more before they are looked at again, sooner than that."""
 UPLOAD_BYTES = 256 << 20
 """Of bodies under way, past what every stream may send; at least one of the largest."""
 
@@ -44,6 +46,8 @@ class WireServer:
         upload_bytes = max(UPLOAD_BYTES, exchange.limits.body_bytes_max)
         self._uploads = Uploads(upload_bytes, lambda: not exchange.models.is_full)
         exchange.when_room(self._uploads.retry)
+        exchange.on_large_answer = self.has_grown
+        self._grown_bytes = 0  # since the connections were looked at
         self._log = QuietLog(logger)
         self._connections: set[Connection] = set()
         self._listening: list[tuple[asyncio.Server, socket.socket]] = []
@@ -154,6 +158,13 @@ class WireServer:
         )
         return False
 
+    def has_grown(self, nbytes: int) -> None:
+        self._grown_bytes += nbytes
+        if self._grown_bytes > LOOK_BYTES:
+            self._grown_bytes = 0
+            # Not now: what calls is busy with a connection, which may be the one that is cut.
+            asyncio.get_running_loop().call_soon(self._cut_largest)
+
     def _look_for_descriptors(self) -> None:
         """Says where the kernel keeps connections from us, which libuv does not tell."""
         try:
@@ -169,6 +180,7 @@ class WireServer:
 
     def _cut_largest(self) -> None:
         """Aborts the connections that hold most, where all together hold too much."""
+        self._grown_bytes = 0
         limit = self._exchange.limits.connection_bytes_max
         held = [(one.held_bytes, one) for one in self._connections]
         total = sum(nbytes for nbytes, _ in held)

@@ -31,6 +31,8 @@ HEAD_S_MAX = 10.0
 """How long the head of a request may take to come."""
 URL_BYTES_SAID = 200
 """Of one that cannot be read."""
+HEAD_COPIES = 3
+"""Of a head that has not ended: its lines as they came, as headers, and what both take more."""
 PIECE_BYTES = 4 << 10
 """Parsed at once, after which requests that have come are answered: what the shortest ones, sent
 all at once, may cost the event loop."""
@@ -179,6 +181,7 @@ class UvicornConnection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
+        self._registry.has_grown(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -240,7 +243,8 @@ class UvicornConnection(HttpToolsProtocol):
 
     @property
     def held_bytes(self) -> int:
-        return self.unread_bytes + self._body_bytes + sum(map(len, self._held))
+        head_bytes = HEAD_COPIES * self._head_bytes if self._is_in_head else 0
+        return self.unread_bytes + head_bytes + self._body_bytes + sum(map(len, self._held))
 
     def check_time(self, now_s: float) -> None:
         """Closes a connection that idles, sends or reads for too long; called now and then."""

@@ -1,0 +1,122 @@
+"""All that connections can be made to hold at once stays within what the limits add up to."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+
+import numpy as np
+import pytest
+from hostile import frames as f
+from hostile.conftest import Victim, running_victim
+from hostile.neighbour import Neighbour, embed_request
+from hostile.peer import GREETING
+from hostile.test_cost import VALUES, of, one_id_a_bag
+from hostile.victim import NARROW
+
+from embedserve.processes.memory import memory_bytes_max
+
+BOUND_KIB = memory_bytes_max(NARROW) >> 10
+CONNECTIONS = 40
+"""Of each kind; together they would hold gigabytes."""
+TAKEN_S_MAX = 1.0
+ANSWER_S_MAX = 60.0
+BODY_BYTES = 30 << 20
+
+
+@pytest.fixture(scope="session")
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+    """Of its own, with little memory for connections."""
+    with running_victim(tmp_path_factory.mktemp("memory") / "log", "narrow") as victim:
+        yield victim
+
+
+@pytest.fixture(scope="session")
+def neighbour(victim: Victim, rows: np.ndarray) -> Iterator[Neighbour]:
+    with Neighbour(victim.http_port, victim.grpc_port, victim.pid, rows) as neighbour:
+        yield neighbour
+
+
+def post(body: bytes, kind: bytes, more: bytes = b"", nbytes: int | None = None) -> bytes:
+    size = len(body) if nbytes is None else nbytes
+    length = b"" if more else b"Content-Length: %d\r\n" % size
+    head = b"POST /embed HTTP/1.1\r\nHost: h\r\nContent-Type: %b\r\n%b%b\r\n"
+    return head % (kind, more, length) + body
+
+
+JSON, PROTOBUF = b"application/json", b"application/x-protobuf"
+MANY_BAGS = of(b'"user":[%b[1]]' % (b"[]," * (VALUES // 2 - 1)))
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+CHUNK = b"10000\r\n" + b" " * 65536 + b"\r\n"
+STREAMS = range(1, 2 * 128, 2)
+KINDS: dict[str, bytes] = {
+    "JSON answers that are not read": post(MANY_BAGS, JSON),
+    "such answers to chunks": post(
+        b"%x\r\n%b\r\n0\r\n\r\n" % (len(MANY_BAGS), MANY_BAGS), JSON, CHUNKED
+    ),
+    "protobuf answers that are not read": post(
+        one_id_a_bag(65_536), PROTOBUF + b"\r\nAccept: application/x-protobuf"
+    ),
+    "bodies that do not come whole": post(bytes(BODY_BYTES - 1), PROTOBUF, nbytes=BODY_BYTES),
+    "chunks that do not come whole": post(CHUNK * 400, PROTOBUF, CHUNKED),
+    "heads that do not come whole": b"GET / HTTP/1.1\r\nHost: h\r\n"
+    + b"".join(b"x-%d: %b\r\n" % (i, b"v" * 150) for i in range(90)),
+    "pipelines": post(b'{"features": {"user": [1]}}', JSON) * 20_000,
+    "streams that do not end": GREETING
+    + b"".join(f.headers(i, f.grpc_head(b"Embed"), end=False) for i in STREAMS),
+    "messages that do not come whole": GREETING
+    + b"".join(f.call(i, embed_request(range(500)))[:-1000] for i in STREAMS[:1]),
+}
+
+
+ANSWERED = {name for name in KINDS if "answers" in name}
+
+
+class Attack:
+    """Connections of some kinds, which send what is taken and read nothing."""
+
+    def __init__(self, names: Iterable[str], port: int) -> None:
+        self._left: dict[socket.socket, memoryview] = {}
+        self._awaited: list[socket.socket] = []
+        for name in [name for name in names for _ in range(CONNECTIONS)]:
+            sock = socket.create_connection(("127.0.0.1", port))
+            sock.setblocking(False)
+            self._left[sock] = memoryview(KINDS[name])
+            if name in ANSWERED:
+                self._awaited.append(sock)
+        self._sockets = list(self._left)
+
+    def send(self) -> None:
+        """Until nothing is taken any more."""
+        while self._left:
+            _, writable, _ = select.select([], self._left, [], TAKEN_S_MAX)
+            if not writable:
+                return
+            for sock in writable:
+                try:
+                    self._left[sock] = self._left[sock][sock.send(self._left[sock]) :]
+                except BlockingIOError:
+                    continue
+                except OSError:  # it was cut
+                    del self._left[sock]
+                    continue
+                if not self._left[sock]:
+                    del self._left[sock]
+
+    def wait(self) -> None:
+        """Until every answer has begun, or its connection has ended."""
+        for sock in self._awaited:
+            assert select.select([sock], [], [], ANSWER_S_MAX)[0]
+
+    def close(self) -> None:
+        for sock in self._sockets:
+            sock.close()
+
+
+@pytest.mark.growth(BOUND_KIB)
+def test_what_connections_hold_is_bounded(victim: Victim) -> None:
+    with closing(Attack(KINDS, victim.http_port)) as attack:
+        attack.send()
+        attack.wait()
