@@ -12,7 +12,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 TORCHREC := 1.8.0
 
-.PHONY: install serve test lint types contracts pytest test-gpu fuzz proto docs format bench bench-peers bench-large clean
+.PHONY: install serve test lint types contracts pytest test-gpu fuzz soak proto docs format bench bench-peers bench-large clean
 
 install: $(INSTALLED)
 
@@ -59,6 +59,11 @@ test-gpu: install
 # Minutes of wrong requests to a server of its own: FUZZ="--minutes 30 --seed 7 --output folder".
 fuzz: install
 	PYTHONPATH=server:model_store:clients:proto:tests $(BIN)/python -m fuzz.fuzz $(FUZZ)
+
+# An hour of load, overload, kills, hangs, restarts and rude clients, on a server of its own:
+# SOAK="--minutes 60 --seed 7 --output folder".
+soak: install
+	PYTHONPATH=server:model_store:clients:proto:tests $(BIN)/python -W ignore -m soak.soak $(SOAK)
 
 # The generated code beside embedding.proto is committed; a test compares it.
 proto: install

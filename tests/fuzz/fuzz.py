@@ -29,6 +29,7 @@ from fuzz.store_files import fuzz_store, publish
 from hostile.conftest import Victim, running_victim
 from hostile.neighbour import Neighbour, anonymous_kib
 from hostile.victim import table
+from pictures import Panel, draw
 
 OPEN_MAX = 48
 WAIT_S = 0.25
@@ -223,26 +224,12 @@ def print_table(report: Report) -> None:
         print("  ", one[:SAID_CHARACTERS_MAX])
 
 
-def draw(samples: Sequence[Sample], path: Path) -> None:
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        print("no picture: matplotlib is not installed (make bench installs it)")
-        return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (upper, lower) = plt.subplots(2, 1, sharex=True, figsize=(9, 5))
-    seconds = [sample.at_s for sample in samples]
-    upper.plot(seconds, [sample.slowest_ms for sample in samples])
-    upper.set_ylabel("neighbour's slowest, ms")
-    lower.plot(seconds, [sample.memory_mb for sample in samples])
-    lower.set_ylabel("server's memory, MB")
-    lower.set_ylim(bottom=0)
-    lower.set_xlabel("seconds")
-    figure.tight_layout()
-    figure.savefig(path)
-    print(f"picture: {path}")
+def draw_samples(samples: Sequence[Sample], path: Path) -> None:
+    panels = [
+        Panel("neighbour's slowest, ms", {"": [sample.slowest_ms for sample in samples]}),
+        Panel("server's memory, MB", {"": [sample.memory_mb for sample in samples]}),
+    ]
+    draw(path, [sample.at_s for sample in samples], panels)
 
 
 def main() -> None:
@@ -263,7 +250,7 @@ def main() -> None:
         print(f"    {name:24} {count:>7,}")
     report = fuzz(folder, seconds=(1 - STORE_SHARE) * seconds, seed=chosen.seed)
     print_table(report)
-    draw(report.samples, folder / "fuzz.png")
+    draw_samples(report.samples, folder / "fuzz.png")
     sys.exit(1 if report.wrong else 0)
 
 

@@ -1,0 +1,207 @@
+"""Clients of REST over connections that stay open: one request at a time, pipelined, in a crowd."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from time import monotonic
+
+from server.raw_http import read_answer
+from soak.embeds import Ask
+from soak.tally import Loss, Site
+
+ANSWER_S_MAX = 60.0
+"""For an answer: past what a worker that hangs, and a busy machine, may take."""
+CONNECT_PAUSE_S = 0.02
+BUFFER_BYTES = 1 << 20
+LINES_MAX = 110
+"""Connections of the crowd; its requests are open-loop as long as some of them are idle."""
+TICK_S = 0.005
+
+
+class Line:
+    """A connection and what a loss on it is known by."""
+
+    def __init__(
+        self, site: Site, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.is_open = True
+        self._site = site
+        self._reader = reader
+        self._writer = writer
+        self._port: int = writer.get_extra_info("sockname")[1]
+        self._opened_s = monotonic()
+        self._answered = 0
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it takes requests, as far as is known."""
+        return self.is_open and not self._reader.at_eof() and not self._writer.is_closing()
+
+    def write(self, data: bytes) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(data)
+
+    def close(self) -> None:
+        self.is_open = False
+        self._writer.close()
+
+    def lose(self, kind: str, count: int, what: str) -> None:
+        found = Loss(
+            kind, count, monotonic(), self._port, self._opened_s, self._answered, what[:200]
+        )
+        self._site.tally.losses.append(found)
+
+
+async def connected(
+    site: Site, is_grpc: bool
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+    """A connection to the server that takes new ones; None if there is none until the stop."""
+    while not site.stop.is_set():
+        try:
+            return await asyncio.open_connection(
+                "127.0.0.1", site.route[is_grpc], limit=BUFFER_BYTES
+            )
+        except OSError:  # it has just been stopped, or a worker of it killed: nothing was asked
+            await asyncio.sleep(CONNECT_PAUSE_S)
+    return None
+
+
+class RestLine(Line):
+    """A connection of HTTP/1."""
+
+    @classmethod
+    async def open(cls, site: Site) -> RestLine | None:
+        found = await connected(site, is_grpc=False)
+        return None if found is None else cls(site, *found)
+
+    async def ask(self, kind: str, asks: Sequence[Ask], is_json: bool = False) -> int:
+        """Sends all at once, and reads the answers; closes itself when it is told to.
+
+        Returns:
+            how many were answered with values.
+        """
+        site, left, asked_s, answered = self._site, len(asks), monotonic(), 0
+        site.tally.sent[kind] += left
+        try:
+            async with asyncio.timeout(ANSWER_S_MAX):
+                self.write(b"".join(one.json if is_json else one.protobuf for one in asks))
+                for one in asks:
+                    status, headers, body = await read_answer(self._reader)
+                    left -= 1
+                    self._answered += 1
+                    if status == 200:
+                        answered += 1
+                        site.answer(kind, asked_s, one.is_answer(body))
+                    elif status == 429:
+                        site.refuse(kind, headers.get(b"retry-after"))
+                    else:
+                        site.tally.answered[kind] += 1
+                        site.tally.say_wrong(f"{kind}: {status} {body[:200]!r}")
+                    if headers.get(b"connection") == b"close":
+                        self.close()
+                        break
+        except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+            self.lose(kind, left, repr(error))
+            self.close()
+        else:
+            if left:
+                self.lose(kind, left, "after 'connection: close'")
+        return answered
+
+
+async def ask_in_turn(
+    site: Site, kind: str, asks: Sequence[Ask], at_once: int, rate: float, is_json: bool
+) -> None:
+    """One packet of requests after the other, ``rate`` of them a second, until the stop."""
+    line: RestLine | None = None
+    while not site.stop.is_set():
+        if line is None or not line.is_usable:
+            if line is not None:
+                line.close()
+            line = await RestLine.open(site)
+            continue
+        await line.ask(kind, site.random.choices(asks, k=at_once), is_json)
+        await asyncio.sleep(site.random.uniform(0.5, 1.5) / rate)
+    if line is not None:
+        line.close()
+
+
+class Crowd:
+    """Asks at a rate whether or not it is answered, over as many connections as that needs."""
+
+    def __init__(self, site: Site, kind: str, asks: Sequence[Ask]) -> None:
+        self._site = site
+        self._kind = kind
+        self._asks = asks
+        self._idle: deque[RestLine] = deque()
+        self._busy: set[asyncio.Task[None]] = set()
+        self._answered = 0
+
+    async def measure(self, seconds: float, at_once: int) -> float:
+        """Requests a second that are answered when ``at_once`` are always under way."""
+        start_s = monotonic()
+        while monotonic() < start_s + seconds:
+            while len(self._busy) < at_once:
+                self._begin()
+            await asyncio.wait(self._busy, return_when=asyncio.FIRST_COMPLETED)
+        took_s = monotonic() - start_s
+        answered = self._answered
+        await self._finish()
+        return answered / took_s
+
+    async def overload(self, times: float, capacity: float) -> None:
+        """In the phases of overload, so many times what is answered, until the stop.
+
+        That is ``capacity`` a second, or more where more was answered in some second.
+        """
+        site = self._site
+        looked_s, due = monotonic(), 0.0
+        second_s, before = looked_s, self._answered
+        while not site.stop.is_set():
+            await asyncio.sleep(TICK_S)
+            now_s = monotonic()
+            passed_s, looked_s = now_s - looked_s, now_s
+            if not site.phases.is_overload(now_s):
+                due = 0.0
+                continue
+            site.tally.overload_s += passed_s
+            if now_s - second_s >= 1:
+                capacity = max(capacity, (self._answered - before) / (now_s - second_s))
+                second_s, before = now_s, self._answered
+            due += times * capacity * passed_s
+            while due >= 1:
+                due -= 1
+                if len(self._busy) < LINES_MAX:
+                    self._begin()
+                else:
+                    site.tally.unsent += 1
+        await self._finish()
+
+    def _begin(self) -> None:
+        task = asyncio.create_task(self._ask_one())
+        self._busy.add(task)
+        task.add_done_callback(self._busy.discard)
+
+    async def _ask_one(self) -> None:
+        line: RestLine | None = None
+        while self._idle and line is None:
+            found = self._idle.popleft()  # the one that was idle longest: none is idle for long
+            if found.is_usable:
+                line = found
+            else:
+                found.close()
+        line = line or await RestLine.open(self._site)
+        if line is None:
+            return
+        one = self._site.random.choice(self._asks)
+        self._answered += await line.ask(self._kind, [one])
+        if line.is_usable:
+            self._idle.append(line)
+
+    async def _finish(self) -> None:
+        if self._busy:
+            await asyncio.wait(self._busy)
+        while self._idle:
+            self._idle.pop().close()

@@ -1,0 +1,125 @@
+"""The processes that clients run in: the load, and a calm neighbour whose answers are timed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from multiprocessing.connection import Connection
+from random import Random
+
+import grpc
+import uvloop
+from server.channels import OWN_CONNECTION
+from soak.calls import call_in_turn, stream_in_turn
+from soak.clients import ANSWER_S_MAX, Crowd, ask_in_turn
+from soak.embeds import LARGE, LARGE_COUNT, LIGHT, LIGHT_COUNT, Ask, asks, table
+from soak.tally import Loss, Phases, Site, Tally
+
+REPORT_S = 1.0
+OVERLOAD = 4.6
+"""Times the capacity that was measured; what is reported is what was sent."""
+MEASURED_S = 4.0
+MEASURED_AT_ONCE = 16
+GRPCIO = "gRPC, grpcio"
+LARGE_KIND = "REST, large"
+GRPCIO_CLIENTS = 4
+EACH = 4
+PIPELINED = 8
+RATE = 15.0
+"""Of one client; they are about 30, one of them pipelining."""
+TOLD = ("draining before the stop", "Connection refused", "GOAWAY")
+"""What grpcio says of calls that were not taken."""
+
+
+async def call_by_grpcio(site: Site, asks: list[Ask], rate: float) -> None:
+    """One call after the other by grpcio, which knows by itself what to do about GOAWAY."""
+    while not site.stop.is_set():
+        target = f"127.0.0.1:{site.route[1]}"
+        async with grpc.aio.insecure_channel(target, options=OWN_CONNECTION) as channel:
+            embed = channel.unary_unary("/embedserve.v1.EmbeddingService/Embed")
+            is_usable = True
+            while is_usable and not site.stop.is_set():
+                is_usable = await _call(site, embed, site.random.choice(asks))
+                await asyncio.sleep(site.random.uniform(0.5, 1.5) / rate)
+
+
+async def _call(site: Site, embed: grpc.aio.UnaryUnaryMultiCallable, one: Ask) -> bool:
+    """Whether the channel goes on."""
+    loop = asyncio.get_running_loop()
+    asked_s = loop.time()
+    site.tally.sent[GRPCIO] += 1
+    try:
+        site.answer(GRPCIO, asked_s, one.is_answer(await embed(one.message, timeout=ANSWER_S_MAX)))
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            site.refuse(GRPCIO, dict(error.trailing_metadata() or ()).get("retry-after"))
+            return True
+        if error.code() is grpc.StatusCode.UNAVAILABLE and any(
+            told in (error.details() or "") for told in TOLD
+        ):
+            site.tally.not_taken[GRPCIO] += 1
+            return False
+        what = f"{error.code().name} {error.details()}"
+        site.tally.losses.append(Loss(GRPCIO, 1, loop.time(), 0, asked_s, 0, what))
+        return False
+    return True
+
+
+async def load(site: Site, main: Connection) -> None:
+    """Light requests of every kind throughout, and large ones where there is overload."""
+    rows = table()
+    light = list(asks(site.random, rows, LIGHT, LIGHT_COUNT))
+    crowd = Crowd(site, LARGE_KIND, asks(site.random, rows, LARGE, LARGE_COUNT))
+    capacity = await crowd.measure(MEASURED_S, MEASURED_AT_ONCE)
+    site.phases = begin(main, capacity)
+    site.taken()
+    clients: list[Coroutine[None, None, None]] = [crowd.overload(OVERLOAD, capacity)]
+    for _ in range(EACH):
+        clients += [
+            ask_in_turn(site, "REST, JSON", light, 1, RATE, is_json=True),
+            ask_in_turn(site, "REST, protobuf", light, 1, RATE, is_json=False),
+            ask_in_turn(site, "REST, pipelined", light, PIPELINED, RATE / 4, is_json=False),
+            call_in_turn(site, "gRPC, calls", light, 2 * RATE),
+            stream_in_turn(site, "gRPC, streams", light, 2 * RATE),
+        ]
+    clients += [call_by_grpcio(site, light, RATE) for _ in range(GRPCIO_CLIENTS)]
+    await _together(clients, site, main)
+
+
+async def neighbour(site: Site, main: Connection) -> None:
+    """Some light requests a second, each on a connection that stays."""
+    light = asks(site.random, table(), LIGHT, LIGHT_COUNT)
+    site.phases = begin(main)
+    clients: list[Coroutine[None, None, None]] = []
+    for _ in range(EACH):
+        clients += [
+            ask_in_turn(site, "neighbour, REST", light, 1, RATE, is_json=True),
+            call_in_turn(site, "neighbour, gRPC", light, RATE),
+        ]
+    await _together(clients, site, main)
+
+
+async def _together(
+    clients: list[Coroutine[None, None, None]], site: Site, main: Connection
+) -> None:
+    asking = asyncio.gather(*clients)
+    while not asking.done():
+        await asyncio.wait([asking], timeout=REPORT_S)
+        main.send(site.taken())
+    await asking
+
+
+def begin(main: Connection, capacity: float = 0.0) -> Phases:
+    """Says that this process could begin; waits until all can."""
+    main.send(capacity)
+    phases = main.recv()
+    assert isinstance(phases, Phases)
+    return phases
+
+
+def run(role: str, site: Site, main: Connection, seed: int) -> None:
+    """A process of clients: sends its counts every second, and None in the end."""
+    site.tally, site.random = Tally(), Random(f"{role} {seed}")
+    roles = {"load": load, "neighbour": neighbour}
+    uvloop.run(roles[role](site, main))
+    main.send(None)
