@@ -274,7 +274,9 @@ class UvicornConnection(HttpToolsProtocol):
         self.loop.call_later(DRAIN_IDLE_S, self._close_if_idle)
 
     def _close_if_idle(self) -> None:
-        if not self.transport.is_closing() and (self._is_in_head or not self.is_busy()):
+        if self.transport.is_closing() or self._cycles:
+            return  # what was asked before the head that is on its way is answered, then it ends
+        if self._is_in_head or not self.is_busy():
             self.linger()
 
     def abort(self) -> None:

@@ -32,7 +32,7 @@ from server.raw_http import (
 from server.waiting import until
 
 from embedserve.config import Limits
-from embedserve.wire.connections import FIRST_BYTES_S_MAX
+from embedserve.wire.connections import DRAIN_IDLE_S, FIRST_BYTES_S_MAX
 from embedserve.wire.uvicorn_connection import KEEP_ALIVE_S
 from embedserve_proto import embedding_pb2 as pb
 
@@ -508,6 +508,20 @@ async def test_a_drain_answers_what_a_slow_reader_asked(slow: OurServer) -> None
     heads = [(await read_answer(reader))[:2] for _ in range(2)]
     assert [status for status, _ in heads] == [200, 200]
     assert [headers.get(b"connection") for _, headers in heads] == [None, b"close"]
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_drain_answers_what_was_asked_before_the_start_of_another_request(
+    slow: OurServer, engine: FakeEngine
+) -> None:
+    """The rest of which never comes: the connection does not end before its answer."""
+    reader, writer = await slow.open_held(engine, chunked(BODY) + get("/health/live")[:20])
+    slow.connection.drain()
+    await asyncio.sleep(2 * DRAIN_IDLE_S)  # past which it is closed if idle
+    engine.release()
+    status, headers, _ = await read_answer(reader)
+    assert (status, headers[b"connection"]) == (200, b"close")
     assert await reader.read() == b""
     writer.close()
 
