@@ -203,12 +203,10 @@ class CallLine(Line):
             del received[:end]
             one, asked_s = call.waiting.popleft()
             self._answered += 1
-            if one.is_answer(body):
-                self._site.answer(call.kind, asked_s, True)
-            elif call.is_stream and is_refusal(body):
+            if call.is_stream and is_refusal(body):
                 self._site.tally.refused[call.kind] += 1
             else:
-                self._site.answer(call.kind, asked_s, False)
+                self._site.answer(call.kind, asked_s, one, body)
 
     def _end(self, stream: int) -> None:
         """The server has ended a stream by itself."""

@@ -93,7 +93,7 @@ class RestLine(Line):
                     self._answered += 1
                     if status == 200:
                         answered += 1
-                        site.answer(kind, asked_s, one.is_answer(body))
+                        site.answer(kind, asked_s, one, body)
                     elif status == 429:
                         site.refuse(kind, headers.get(b"retry-after"))
                     else:
@@ -196,7 +196,8 @@ class Crowd:
         if line is None:
             return
         one = self._site.random.choice(self._asks)
-        self._answered += await line.ask(self._kind, [one])
+        answered = await line.ask(self._kind, [one])
+        self._answered += answered
         if line.is_usable:
             self._idle.append(line)
 

@@ -23,11 +23,12 @@ TABLE = (
 )
 FIGURE = 1009
 """Values of the table are below: sums of some thousands of them are exact."""
-LIGHT, LARGE = (1, 2), (4, 1500)
-"""Examples, and ids of each. A large request is a few milliseconds of lookup in 12 kB, so that
+LIGHT, LARGE = (1, 2), (4, 2500)
+"""Examples, and ids of each. A large request is some milliseconds of lookup in 20 kB, so that
 asking costs much less than answering."""
 LIGHT_COUNT, LARGE_COUNT = 64, 16
 REFUSED = "RESOURCE_EXHAUSTED"
+REFUSAL_BYTES_MAX = 1000
 
 
 def table() -> np.ndarray:
@@ -85,6 +86,8 @@ def _values(body: bytes) -> np.ndarray:
 
 def is_refusal(body: bytes) -> bool:
     """Of a message on a stream."""
+    if len(body) > REFUSAL_BYTES_MAX:
+        return False
     answer = pb.EmbedResponse.FromString(body)
     return answer.error.code == REFUSED
 

@@ -7,11 +7,12 @@ import re
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
 from random import Random
+from threading import Event
 
 from running_servers import Running, running
 from soak.tally import Loss, Phases
@@ -29,7 +30,7 @@ WHOLE_S_MAX = 240.0
 POLL_S = 0.02
 BEFORE_S = 1.0
 """A connection may be opened so long before its worker accepts it."""
-AFTER_S = 30.0
+AFTER_S = 10.0
 """In which a client notices that its connection has ended."""
 ESTABLISHED = "01"
 KILL, HANG, RESTART = "kill", "hang", "restart"
@@ -60,8 +61,9 @@ class Fault:
         """Whether the worker held it: its connection, or one that it had not accepted yet."""
         if self.kind == RESTART or not self.at_s - BEFORE_S <= loss.at_s <= self.gone_s + AFTER_S:
             return False
-        is_new = not loss.answered and self.at_s - BEFORE_S <= loss.opened_s <= self.gone_s
-        return not loss.port or loss.port in self.held or is_new
+        is_new = not loss.answered and self.at_s - BEFORE_S <= loss.opened_s
+        is_held = loss.opened_s <= self.gone_s and (loss.port in self.held or is_new)
+        return is_held or not loss.port
 
 
 def planned(
@@ -83,9 +85,11 @@ def worker_pids(pid: int) -> list[int]:
 
 def held_ports(pid: int) -> frozenset[int]:
     """Ports of the clients whose connections a process has."""
-    links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
-    inodes = {found[1] for link in links if (found := re.fullmatch(r"socket:\[(\d+)\]", link))}
-    ports = set()
+    inodes, ports = set(), set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            if found := re.fullmatch(r"socket:\[(\d+)\]", str(link.readlink())):
+                inodes.add(found[1])
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         _, _, remote, state, *_, inode = line.split()[:10]
         if state == ESTABLISHED and inode in inodes:
@@ -142,10 +146,12 @@ class Faults:
 
     Attributes:
         done: so far.
+        stop: set where no more is to be done.
     """
 
     def __init__(self, servers: Servers, phases: Phases, random: Random) -> None:
         self.done: list[Fault] = []
+        self.stop = Event()
         self._servers = servers
         self._phases = phases
         self._random = random
@@ -160,7 +166,8 @@ class Faults:
         TimeoutError: the server is not whole again.
         """
         for at_s, kind in plan:
-            time.sleep(max(0.0, at_s - time.monotonic()))
+            if self.stop.wait(max(0.0, at_s - time.monotonic())):
+                return
             now_s = time.monotonic()
             fault = Fault(kind, now_s, self._phases.is_overload(now_s))
             self.done.append(fault)

@@ -49,7 +49,8 @@ async def _call(site: Site, embed: grpc.aio.UnaryUnaryMultiCallable, one: Ask) -
     asked_s = loop.time()
     site.tally.sent[GRPCIO] += 1
     try:
-        site.answer(GRPCIO, asked_s, one.is_answer(await embed(one.message, timeout=ANSWER_S_MAX)))
+        body = await embed(one.message, timeout=ANSWER_S_MAX)
+        site.answer(GRPCIO, asked_s, one, body)
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
             site.refuse(GRPCIO, dict(error.trailing_metadata() or ()).get("retry-after"))

@@ -21,6 +21,8 @@ P99_TIMES_MAX, P99_MORE_MS = 3.0, 20.0
 """Of the last quarter, against the second: the machine may be busy with something else."""
 GROWTH_MB_MAX = 48.0
 """Of a worker."""
+OVERLOAD_MIN, OVERLOAD_S_MIN = 4.0, 60.0
+"""Times what was answered of it, once there was that much."""
 YOUNG = int(60 / EVERY_S)
 """Samples of a process until it has met all there is."""
 SAID_MAX = 20
@@ -119,6 +121,8 @@ def _counts(report: Report) -> Iterator[str]:
     for kind, count in report.planned.items():
         if done[kind] != count:
             yield f"{kind}: {count} planned, {done[kind]} done"
+    if tally.overload_s > OVERLOAD_S_MIN and report.offered < OVERLOAD_MIN * report.taken:
+        yield f"the overload was {report.offered / report.taken:.1f} times what was answered"
     if not tally.refused[LARGE_KIND]:
         yield "there was no overload: nothing was refused"
 
@@ -181,8 +185,9 @@ def _print_figures(report: Report) -> None:
     rude = ", ".join(f"{count} {name}" for name, count in sorted(report.rude.items()))
     print(f"\nrude: {report.rude.total():,}: {rude}")
     print(f"took {report.seconds:.0f} s, {report.tally.overload_s:.0f} of them overload: "
-          f"{report.offered:.0f} large requests a second, {report.taken:.0f} answered; without "
-          f"others it answered {report.capacity:.0f}")  # fmt: skip
+          f"{report.offered:.0f} large requests a second, {report.offered / report.capacity:.1f} "
+          f"times what the server answers without others, {report.taken:.0f}"
+          " answered")  # fmt: skip
     for name, is_overload in (("calm", False), ("overload", True)):
         p99s, memory = report.p99s(is_overload), report.worker_mb(is_overload)
         if p99s:

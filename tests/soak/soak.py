@@ -37,6 +37,7 @@ START_S_MAX = 240.0
 END_S_MAX = 180.0
 """For clients that were told to stop: they wait for their last answers."""
 WAIT_S = 0.2
+LOSSES_MAX = 10_000
 
 
 def an_hours_share(minutes: float) -> dict[str, int]:
@@ -109,7 +110,7 @@ class Clients:
 
     def end(self) -> None:
         for process in self._processes:
-            process.join(timeout=None if not process.is_alive() else END_S_MAX)
+            process.join(END_S_MAX)
             if process.is_alive():
                 process.terminate()
 
@@ -149,7 +150,7 @@ def _watch(
     plan: list[tuple[float, str]],
     seconds: float,
 ) -> None:
-    """Until the time is over and all faults are done."""
+    """Until the time is over and all faults are done, or too much is lost."""
 
     def act() -> None:
         try:
@@ -161,11 +162,18 @@ def _watch(
     acting.start()
     start_s = report.phases.start_s
     look_s = start_s
-    while acting.is_alive() or time.monotonic() < start_s + seconds:
-        clients.hear(report)
-        if time.monotonic() >= look_s:
-            report.watch.look(time.monotonic())
-            look_s += EVERY_S
+    try:
+        while acting.is_alive() or time.monotonic() < start_s + seconds:
+            clients.hear(report)
+            if time.monotonic() >= look_s:
+                report.watch.look(time.monotonic())
+                look_s += EVERY_S
+            if len(report.tally.losses) > LOSSES_MAX:
+                report.wrong.append("ended early, for its losses")
+                break
+    finally:
+        faults.stop.set()
+        acting.join()
     report.seconds = time.monotonic() - start_s
 
 

@@ -9,8 +9,10 @@ from multiprocessing.synchronize import Event
 from random import Random
 from time import monotonic
 
+from soak.embeds import Ask
+
 WRONG_MAX = 20
-LOSSES_MAX = 10_000
+SAID_BYTES = 200
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,9 @@ class Site:
         if retry_after is None:
             self.tally.say_wrong(f"{kind}: refused without a time to ask again")
 
-    def answer(self, kind: str, asked_s: float, is_right: bool) -> None:
+    def answer(self, kind: str, asked_s: float, one: Ask, body: bytes) -> None:
         self.tally.answered[kind] += 1
-        if not is_right:
-            self.tally.say_wrong(f"{kind}: a wrong answer")
+        if not one.is_answer(body):
+            self.tally.say_wrong(f"{kind}: a wrong answer: {body[:SAID_BYTES]!r}")
         if self.is_timed:
             self.tally.latencies.append((asked_s, monotonic() - asked_s))

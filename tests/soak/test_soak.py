@@ -71,6 +71,7 @@ def test_what_it_did_not_hold_may_not(tmp_path: Path) -> None:
         replace(LOSS, at_s=105.0),  # before
         replace(LOSS, at_s=150.0),  # long after
         replace(LOSS, port=4001, opened_s=109.9),  # new, but has answered
+        replace(LOSS, opened_s=110.5),  # the port again, of a later connection
     ):
         fault = replace(KILLED, lost={})
         (wrong,) = report_of(fault, tally=tally_of(loss), log=tmp_path / "log").wrong
@@ -116,7 +117,7 @@ def test_what_is_wrong_is_told(tmp_path: Path) -> None:
 def test_what_grows_is_told(tmp_path: Path) -> None:
     report = report_of(tally=tally_of(), log=tmp_path / "log")
     for number in range(400):
-        sample = Sample({1: 20.0, 2: 300.0 + number, 3: 300.0 + number}, [1.0 + number])
+        sample = Sample({1: 20.0, 2: 300.0 + number, 3: 300.0 + number}, [float(number * number)])
         report.watch.samples.append(sample)
     judge(report)
     assert len(report.wrong) == 4
