@@ -30,8 +30,6 @@ GREETING = (
 WINDOW = 65_535
 REFUSED, UNAVAILABLE = 8, 14
 AT_ONCE = 8
-STREAM_REQUESTS = 1000
-"""After which a stream is ended, and another begun."""
 
 
 @dataclass
@@ -240,43 +238,36 @@ class CallLine(Line):
 
 
 async def call_in_turn(site: Site, kind: str, asks: Sequence[Ask], rate: float) -> None:
-    """Single calls on one connection, some under way at a time, until the stop."""
+    """Single calls, some under way at a time, until the stop."""
     line: CallLine | None = None
-    leaving: list[CallLine] = []
+    leaving: set[asyncio.Task[None]] = set()
     while not site.stop.is_set():
-        await asyncio.sleep(site.random.uniform(0.5, 1.5) / rate)
-        if line is None or not line.is_usable:
-            leaving = [one for one in [*leaving, *([line] if line else [])] if one.calls]
+        if line is None or line.is_used_up or not line.is_usable:
+            if line is not None:
+                leaving.add(task := asyncio.create_task(line.finish()))
+                task.add_done_callback(leaving.discard)
             line = await CallLine.open(site)
-        if line is not None and len(line.calls) < AT_ONCE:
+            continue
+        line.end_late()
+        if len(line.calls) < AT_ONCE:
             line.ask(line.begin(kind, is_stream=False), site.random.choice(asks))
-        for one in (*leaving, line):
-            if one is not None:
-                one.end_late()
-    for one in (*leaving, line):
-        if one is not None:
-            await one.finish()
+        await asyncio.sleep(site.random.uniform(0.5, 1.5) / rate)
+    await asyncio.gather(*leaving, *([line.finish()] if line else []))
 
 
 async def stream_in_turn(site: Site, kind: str, asks: Sequence[Ask], rate: float) -> None:
-    """One stream after the other on one connection, some requests under way at a time."""
+    """One stream after the other, some requests under way at a time, until the stop."""
     while not site.stop.is_set():
         line = await CallLine.open(site)
-        while line is not None and line.is_usable and not site.stop.is_set():
-            await _one_stream(site, line, kind, asks, rate)
-        if line is not None:
-            await line.finish()
-
-
-async def _one_stream(
-    site: Site, line: CallLine, kind: str, asks: Sequence[Ask], rate: float
-) -> None:
-    stream, sent = 0, 0
-    while line.is_usable and not site.stop.is_set() and sent < STREAM_REQUESTS:
-        line.end_late()
-        if stream not in line.calls:
-            stream = line.begin(kind, is_stream=True)
-        if len(line.calls[stream].waiting) < AT_ONCE:
-            sent += line.ask(stream, site.random.choice(asks))
-        await asyncio.sleep(site.random.uniform(0.5, 1.5) / rate)
-    line.end(stream)
+        if line is None:
+            return
+        stream = 0
+        while line.is_usable and not line.is_used_up and not site.stop.is_set():
+            line.end_late()
+            if stream not in line.calls:
+                stream = line.begin(kind, is_stream=True)
+            if len(line.calls[stream].waiting) < AT_ONCE:
+                line.ask(stream, site.random.choice(asks))
+            await asyncio.sleep(site.random.uniform(0.5, 1.5) / rate)
+        line.end(stream)
+        await line.finish()

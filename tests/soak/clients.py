@@ -15,6 +15,9 @@ ANSWER_S_MAX = 60.0
 """For an answer: past what a worker that hangs, and a busy machine, may take."""
 CONNECT_PAUSE_S = 0.02
 BUFFER_BYTES = 1 << 20
+LINE_REQUESTS = 300
+"""After which a client opens another connection: else all would be those of the workers that were
+not killed."""
 LINES_MAX = 110
 """Connections of the crowd; its requests are open-loop as long as some of them are idle."""
 TICK_S = 0.005
@@ -38,6 +41,10 @@ class Line:
     def is_usable(self) -> bool:
         """Whether it takes requests, as far as is known."""
         return self.is_open and not self._reader.at_eof() and not self._writer.is_closing()
+
+    @property
+    def is_used_up(self) -> bool:
+        return self._answered >= LINE_REQUESTS
 
     def write(self, data: bytes) -> None:
         if not self._writer.is_closing():
@@ -117,7 +124,7 @@ async def ask_in_turn(
     """One packet of requests after the other, ``rate`` of them a second, until the stop."""
     line: RestLine | None = None
     while not site.stop.is_set():
-        if line is None or not line.is_usable:
+        if line is None or line.is_used_up or not line.is_usable:
             if line is not None:
                 line.close()
             line = await RestLine.open(site)
@@ -198,7 +205,9 @@ class Crowd:
         one = self._site.random.choice(self._asks)
         answered = await line.ask(self._kind, [one])
         self._answered += answered
-        if line.is_usable:
+        if line.is_used_up:
+            line.close()
+        elif line.is_usable:
             self._idle.append(line)
 
     async def _finish(self) -> None:

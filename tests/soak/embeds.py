@@ -23,8 +23,8 @@ TABLE = (
 )
 FIGURE = 1009
 """Values of the table are below: sums of some thousands of them are exact."""
-LIGHT, LARGE = (1, 2), (4, 2500)
-"""Examples, and ids of each. A large request is some milliseconds of lookup in 20 kB, so that
+LIGHT, LARGE = (1, 2), (4, 4000)
+"""Examples, and ids of each. A large request is some milliseconds of lookup in 32 kB, so that
 asking costs much less than answering."""
 LIGHT_COUNT, LARGE_COUNT = 64, 16
 REFUSED = "RESOURCE_EXHAUSTED"

@@ -11,7 +11,7 @@ import grpc
 import uvloop
 from server.channels import OWN_CONNECTION
 from soak.calls import call_in_turn, stream_in_turn
-from soak.clients import ANSWER_S_MAX, Crowd, ask_in_turn
+from soak.clients import ANSWER_S_MAX, LINE_REQUESTS, Crowd, ask_in_turn
 from soak.embeds import LARGE, LARGE_COUNT, LIGHT, LIGHT_COUNT, Ask, asks, table
 from soak.tally import Loss, Phases, Site, Tally
 
@@ -37,9 +37,9 @@ async def call_by_grpcio(site: Site, asks: list[Ask], rate: float) -> None:
         target = f"127.0.0.1:{site.route[1]}"
         async with grpc.aio.insecure_channel(target, options=OWN_CONNECTION) as channel:
             embed = channel.unary_unary("/embedserve.v1.EmbeddingService/Embed")
-            is_usable = True
-            while is_usable and not site.stop.is_set():
-                is_usable = await _call(site, embed, site.random.choice(asks))
+            for _ in range(LINE_REQUESTS):
+                if site.stop.is_set() or not await _call(site, embed, site.random.choice(asks)):
+                    break
                 await asyncio.sleep(site.random.uniform(0.5, 1.5) / rate)
 
 

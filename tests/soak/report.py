@@ -187,7 +187,7 @@ def _print_figures(report: Report) -> None:
     print(f"took {report.seconds:.0f} s, {report.tally.overload_s:.0f} of them overload: "
           f"{report.offered:.0f} large requests a second, {report.offered / report.capacity:.1f} "
           f"times what the server answers without others, {report.taken:.0f}"
-          " answered")  # fmt: skip
+          f" answered, {report.tally.unsent:,} not sent for want of a connection")  # fmt: skip
     for name, is_overload in (("calm", False), ("overload", True)):
         p99s, memory = report.p99s(is_overload), report.worker_mb(is_overload)
         if p99s:
