@@ -16,11 +16,11 @@ from hostile.peer import GREETING
 from hostile.test_cost import VALUES, of, one_id_a_bag
 from hostile.victim import NARROW
 
-from embedserve.processes.memory import memory_bytes_max
+from embedserve.processes.memory import FREED_SHARE, memory_bytes_max
+from embedserve.wire.server import LOOK_BYTES
 
 BOUND_KIB = memory_bytes_max(NARROW) >> 10
-CONNECTIONS = 40
-"""Of each kind; together they would hold gigabytes."""
+HELD_KIB = int((1 + FREED_SHARE) * (NARROW.connection_bytes_max + LOOK_BYTES)) >> 10
 TAKEN_S_MAX = 1.0
 ANSWER_S_MAX = 60.0
 BODY_BYTES = 30 << 20
@@ -63,7 +63,7 @@ KINDS: dict[str, bytes] = {
     "chunks that do not come whole": post(CHUNK * 400, PROTOBUF, CHUNKED),
     "heads that do not come whole": b"GET / HTTP/1.1\r\nHost: h\r\n"
     + b"".join(b"x-%d: %b\r\n" % (i, b"v" * 150) for i in range(90)),
-    "pipelines": post(b'{"features": {"user": [1]}}', JSON) * 20_000,
+    "pipelines": post(b'{"features": {"user": [1]}}', JSON) * 1000,
     "streams that do not end": GREETING
     + b"".join(f.headers(i, f.grpc_head(b"Embed"), end=False) for i in STREAMS),
     "messages that do not come whole": GREETING
@@ -71,6 +71,9 @@ KINDS: dict[str, bytes] = {
 }
 
 
+CONNECTIONS = {"JSON answers that are not read": 10, "such answers to chunks": 10}
+"""Of those that take the server a third of a second; of the others 40. Together they would hold
+gigabytes."""
 ANSWERED = {name for name in KINDS if "answers" in name}
 
 
@@ -80,7 +83,7 @@ class Attack:
     def __init__(self, names: Iterable[str], port: int) -> None:
         self._left: dict[socket.socket, memoryview] = {}
         self._awaited: list[socket.socket] = []
-        for name in [name for name in names for _ in range(CONNECTIONS)]:
+        for name in [one for one in names for _ in range(CONNECTIONS.get(one, 40))]:
             sock = socket.create_connection(("127.0.0.1", port))
             sock.setblocking(False)
             self._left[sock] = memoryview(KINDS[name])
@@ -113,6 +116,16 @@ class Attack:
     def close(self) -> None:
         for sock in self._sockets:
             sock.close()
+
+
+@pytest.mark.growth(HELD_KIB)
+@pytest.mark.parametrize("kind", ["bodies that do not come whole", "chunks that do not come whole"])
+def test_what_is_received_is_bounded_within_a_turn_of_the_event_loop(
+    victim: Victim, kind: str
+) -> None:
+    """Each connection may be read for megabytes in one."""
+    with closing(Attack([kind], victim.http_port)) as attack:
+        attack.send()
 
 
 @pytest.mark.growth(BOUND_KIB)

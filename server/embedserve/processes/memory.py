@@ -11,6 +11,8 @@ CONNECTION_BYTES = 16 << 10
 ID_BYTES = 8 + 4
 """An id and its weight."""
 JSON_BYTES_PER_VALUE = 16
+FREED_SHARE = 1 / 4
+"""malloc does not give everything back; under attack half of what it had was free."""
 READ_BYTES_PER_VALUE = 128
 """Of a value of JSON, or a string, as Python has it."""
 
@@ -20,7 +22,7 @@ def memory_parts(limits: Limits) -> dict[str, int]:
     values_max = limits.request_output_bytes_max // 4
     lone_ids = 2 * ID_BYTES * limits.request_ids_max  # as they came, and joined to a batch
     batch = 2 * ID_BYTES * limits.batch_ids_max + 2 * limits.batch_output_bytes_max
-    return {
+    parts = {
         "connections": CONNECTION_BYTES * limits.connections_max,
         "requests that have not come whole, answers that are not read": (
             limits.connection_bytes_max + LOOK_BYTES
@@ -33,6 +35,7 @@ def memory_parts(limits: Limits) -> dict[str, int]:
         "the queue of a model": ID_BYTES * limits.queue_ids_max,
         "its batches": lone_ids + 2 * limits.request_output_bytes_max + batch,
     }
+    return parts | {"freed between what is in use": int(FREED_SHARE * sum(parts.values()))}
 
 
 def memory_bytes_max(limits: Limits) -> int:

@@ -49,7 +49,7 @@ class Connection(Protocol):
         """Answers what was asked, takes no more, and closes."""
 
     def abort(self) -> None:
-        """Closes at once."""
+        """Closes at once, and lets go of what was received."""
 
 
 class Registry(Protocol):

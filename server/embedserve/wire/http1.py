@@ -165,6 +165,10 @@ class Http1Connection(UvicornConnection):
         else:
             super().check_time(now_s)
 
+    def abort(self) -> None:
+        self._body = Pieces()
+        super().abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         if self._call is not None:
             self._call.cancel()

@@ -161,9 +161,8 @@ class WireServer:
     def has_grown(self, nbytes: int) -> None:
         self._grown_bytes += nbytes
         if self._grown_bytes > LOOK_BYTES:
-            self._grown_bytes = 0
-            # Not now: what calls is busy with a connection, which may be the one that is cut.
-            asyncio.get_running_loop().call_soon(self._cut_largest)
+            # Now: in one turn of the event loop each connection may be read for megabytes.
+            self._cut_largest()
 
     def _look_for_descriptors(self) -> None:
         """Says where the kernel keeps connections from us, which libuv does not tell."""
@@ -191,6 +190,7 @@ class WireServer:
         while total > limit:
             nbytes, connection = held.pop()
             connection.abort()
+            self.discard(connection)  # before it is told that it is lost
             total -= nbytes
             cut += 1
         self._log.say(

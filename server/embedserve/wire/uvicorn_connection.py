@@ -280,6 +280,9 @@ class UvicornConnection(HttpToolsProtocol):
             self.linger()
 
     def abort(self) -> None:
+        self._held.clear()
+        if self._is_in_body:
+            self.cycle.body = bytearray()
         self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
