@@ -1,16 +1,17 @@
 """A well-behaved client beside the hostile ones, and what the server's process holds meanwhile.
 
-One thread asks for health over HTTP/1.1, then embeds over gRPC, over and over, each on a connection
-of its own that stays open.
+A process of its own, which no attacker takes the interpreter from, asks for health over HTTP/1.1,
+then embeds over gRPC, over and over, each on a connection that stays open.
 """
 
 from __future__ import annotations
 
 import http.client
-import threading
-from collections.abc import Sequence
+import multiprocessing
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Self
@@ -24,6 +25,7 @@ from embedserve_proto import embedding_pb2 as pb
 PAUSE_S = 0.005
 ROUND_S_MAX = 30.0
 REFRESH_STREAMS = 1000
+BEGIN, SEEN = "begin", "seen"
 
 
 def anonymous_kib(pid: int) -> int:
@@ -68,88 +70,90 @@ class Neighbour:
     """Runs as a context; a failure is kept and told, and ends nothing."""
 
     def __init__(self, http_port: int, grpc_port: int, pid: int, rows: np.ndarray) -> None:
-        self._http_port = http_port
-        self._grpc_port = grpc_port
-        self._pid = pid
-        self._rows = rows
-        self._seen = Seen()
-        self._done = threading.Condition()
-        self._rounds = 0
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+        context = multiprocessing.get_context("spawn")
+        self._channel, self._theirs = context.Pipe()
+        arguments = (http_port, grpc_port, pid, rows, self._theirs)
+        self._process = context.Process(target=_run, args=arguments)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._process.start()
+        self._theirs.close()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stopped.set()
-        self._thread.join()
+        self._channel.close()
+        self._process.join(ROUND_S_MAX)
 
     def begin(self) -> None:
         """Forgets what was seen; returns after a round of it."""
-        with self._done:
-            self._seen = Seen()
-        self._wait_for_a_round()
+        self._ask(BEGIN)
 
     def seen(self) -> Seen:
         """What was seen since, a whole round that begins now included."""
-        self._wait_for_a_round()
-        with self._done:
-            return self._seen
+        return self._ask(SEEN)
 
-    def _wait_for_a_round(self) -> None:
-        """A round that is under way does not count."""
-        with self._done:
-            wanted = self._rounds + 2
-            assert self._done.wait_for(lambda: self._rounds >= wanted, ROUND_S_MAX), (
-                f"the neighbour has no answer for {ROUND_S_MAX:g} s: {self._seen.failures[:3]}"
-            )
+    def _ask(self, what: str) -> Seen:
+        self._channel.send(what)
+        assert self._channel.poll(ROUND_S_MAX), f"the neighbour has no answer for {ROUND_S_MAX:g} s"
+        seen = self._channel.recv()
+        assert isinstance(seen, Seen)
+        return seen
 
-    def _run(self) -> None:
-        number = 0
-        while not self._stopped.is_set():
-            health = http.client.HTTPConnection("127.0.0.1", self._http_port, timeout=20)
-            try:
-                with closing(health), closing(Peer(self._grpc_port)) as peer:
-                    for stream in range(1, 2 * REFRESH_STREAMS, 2):
-                        self._round(health, peer, stream, number)
-                        number += 1
-                        if self._stopped.wait(PAUSE_S):
-                            return
-            except Exception as error:
-                self._tell(0.0, f"{type(error).__name__}: {error}")
-                self._stopped.wait(PAUSE_S)
 
-    def _round(
-        self, health: http.client.HTTPConnection, peer: Peer, stream: int, number: int
-    ) -> None:
-        start_s = perf_counter()
-        health.request("GET", "/health/live")
-        answer = health.getresponse()
-        live = answer.status, answer.read()
-        between_s = perf_counter()
-        ids = [number % len(self._rows), (number * 7) % len(self._rows)]
-        peer.send(f.call(stream, embed_request(ids)))
-        values = embedded(peer, stream)
-        slowest_s = max(between_s - start_s, perf_counter() - between_s)
-        failure = ""
-        if live != (200, b'{"status":"live"}'):
-            failure = f"health answered {live}"
-        elif not np.array_equal(values, self._rows[ids]):
-            failure = f"embed of {ids} answered {values}"
-        self._tell(slowest_s, failure)
+def _run(
+    http_port: int, grpc_port: int, pid: int, rows: np.ndarray, channel: Connection[Seen, str]
+) -> None:
+    """Until the channel ends. What is asked is answered after a round that began later."""
+    seen, asked = Seen(), ""
+    for slowest_s, failure in _rounds(http_port, grpc_port, rows):
+        seen.rounds += 1
+        seen.slowest_s = max(seen.slowest_s, slowest_s)
+        seen.anonymous_kib_max = max(seen.anonymous_kib_max, anonymous_kib(pid))
+        if failure:
+            seen.failures.append(f"{monotonic():.3f}: {failure}")
+        if asked:
+            channel.send(seen)
+            asked = ""
+        try:
+            if channel.poll(PAUSE_S):
+                asked = channel.recv()
+        except EOFError:
+            return
+        if asked == BEGIN:
+            seen = Seen()
 
-    def _tell(self, slowest_s: float, failure: str) -> None:
-        with self._done:
-            seen = self._seen
-            seen.slowest_s = max(seen.slowest_s, slowest_s)
-            seen.anonymous_kib_max = max(seen.anonymous_kib_max, anonymous_kib(self._pid))
-            seen.rounds += 1
-            if failure:
-                seen.failures.append(f"{monotonic():.3f}: {failure}")
-            self._rounds += 1
-            self._done.notify_all()
+
+def _rounds(http_port: int, grpc_port: int, rows: np.ndarray) -> Iterator[tuple[float, str]]:
+    """(the slower of its two answers in seconds, what was wrong or "") of one after the other."""
+    number = 0
+    while True:
+        health = http.client.HTTPConnection("127.0.0.1", http_port, timeout=20)
+        try:
+            with closing(health), closing(Peer(grpc_port)) as peer:
+                for stream in range(1, 2 * REFRESH_STREAMS, 2):
+                    yield _round(health, peer, stream, number, rows)
+                    number += 1
+        except Exception as error:
+            yield 0.0, f"{type(error).__name__}: {error}"
+
+
+def _round(
+    health: http.client.HTTPConnection, peer: Peer, stream: int, number: int, rows: np.ndarray
+) -> tuple[float, str]:
+    start_s = perf_counter()
+    health.request("GET", "/health/live")
+    answer = health.getresponse()
+    live = answer.status, answer.read()
+    between_s = perf_counter()
+    ids = [number % len(rows), (number * 7) % len(rows)]
+    peer.send(f.call(stream, embed_request(ids)))
+    values = embedded(peer, stream)
+    slowest_s = max(between_s - start_s, perf_counter() - between_s)
+    if live != (200, b'{"status":"live"}'):
+        return slowest_s, f"health answered {live}"
+    if not np.array_equal(values, rows[ids]):
+        return slowest_s, f"embed of {ids} answered {values}"
+    return slowest_s, ""
 
 
 def embedded(peer: Peer, stream: int) -> np.ndarray:

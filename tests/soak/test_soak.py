@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
+import pytest
 from soak.embeds import DIM, LIGHT, ROWS, Ask, asks, table
 from soak.faults import HANG, KILL, RESTART, Fault, Servers, held_ports, planned
 from soak.load import GRPCIO
@@ -29,6 +30,7 @@ LOSS = Loss("REST, JSON", 1, 111.0, 4000, 90.0, 7, "ended")
 KILLED = Fault(KILL, 110.0, True, frozenset({4000}), gone_s=110.1, whole_s=120.0)
 
 
+@pytest.mark.soak
 def test_a_short_soak(tmp_path: Path) -> None:
     report = soak(tmp_path, SECONDS, seed=1, counts=ONE_OF_EACH)
     print_table(report)
