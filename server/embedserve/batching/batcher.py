@@ -109,10 +109,9 @@ class Batcher:
         Raises:
             OverloadedError: the queue is full, and ``caller`` is told nothing.
         """
-        limits, large = self._limits, self._large
+        metrics, limits, large = self._metrics, self._limits, self._large
         examples, ids = request.batch_size, request.ids.size
-        queued = self._metrics.queued_examples
-        queued_ids = self._small.ids + large.ids
+        queued, queued_ids = metrics.queued_examples, self._small.ids + large.ids
         # A lone request always has room: what one may hold is limited elsewhere.
         if (
             not self.is_open
@@ -126,10 +125,11 @@ class Batcher:
         caller.request = request
         caller.queue = self
         caller.queued_s = perf_counter()
-        is_large = self._work_bytes(examples, ids) > limits.inline_bytes_max
-        lane = large if is_large else self._small
+        work_bytes = examples * self._bytes_per_example + ids * self._bytes_per_id
+        lane = large if work_bytes > limits.inline_bytes_max else self._small
         lane.put(caller)
-        self._count()
+        metrics.queued_requests += 1
+        metrics.queued_examples = queued + examples
         if not self._is_scheduled and not lane.is_working:
             self._schedule(self._loop)
 
@@ -199,21 +199,26 @@ class Batcher:
         )
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Has the next batch start: soon, or once its first request waited for company."""
-        if self._is_scheduled:
-            return
-        waiting = [lane for lane in self._lanes if lane.is_ready()]
-        if not waiting:
-            return
-        if self._limits.delay_ms_max and not any(lane.fills_a_batch() for lane in waiting):
-            if self._timer is None:
-                first_s = min(lane.first_s() for lane in waiting)
-                start_s = first_s + self._limits.delay_ms_max / 1000
-                self._timer = loop.call_later(start_s - perf_counter(), self._step, loop)
+        """Has the next batch start, for which a lane is ready: soon, or once its first request
+        waited for company."""
+        if self._is_scheduled or (self._limits.delay_ms_max and self._waits_for_company(loop)):
             return
         self._stop_timer()
         self._is_scheduled = True
         loop.call_soon(self._step, loop)
+
+    def _waits_for_company(self, loop: asyncio.AbstractEventLoop) -> bool:
+        ready = [lane for lane in self._lanes if lane.is_ready()]
+        if any(lane.fills_a_batch() for lane in ready):
+            return False
+        if self._timer is None:
+            start_s = min(lane.first_s() for lane in ready) + self._limits.delay_ms_max / 1000
+            self._timer = loop.call_later(start_s - perf_counter(), self._step, loop)
+        return True
+
+    def _go_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._small.is_ready() or self._large.is_ready():
+            self._schedule(loop)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -227,7 +232,7 @@ class Batcher:
         for lane in self._lanes:
             if lane.is_ready():
                 self._run(loop, lane)
-        self._schedule(loop)
+        self._go_on(loop)
 
     def _run(self, loop: asyncio.AbstractEventLoop, lane: Lane) -> None:
         callers = self._take(lane)
@@ -301,7 +306,7 @@ class Batcher:
     ) -> None:
         lane.is_working = False
         self._finish(callers, batch, looked_up)
-        self._schedule(loop)
+        self._go_on(loop)
 
     def _look_up(self, batch: Batch) -> LookedUp:
         """The values, or what to answer instead; and the seconds it took."""
