@@ -45,7 +45,7 @@ class Limits:
     )
     batch_output_bytes_max: int = limit(8 * MIB, "Bytes of such a batch's float32 values.")
     queue_examples_max: int = limit(131_072, "Examples waiting before requests are refused.")
-    queue_ids_max: int = limit(4_194_304, "Ids waiting before requests are refused.")
+    queue_ids_max: int = limit(2_097_152, "Ids waiting before requests are refused.")
     connections_max: int = limit(
         16_384, "Open connections of a process; past it new ones are closed."
     )

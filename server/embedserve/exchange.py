@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import Protocol, TypeVar
 
 from embedserve.batching.caller import Caller
+from embedserve.batching.split import own
 from embedserve.codec.codec import Codec, Encoded
 from embedserve.errors import (
     INTERNAL,
@@ -120,9 +121,9 @@ class Call(Caller):
     def write(self, parts: Parts, nbytes: int) -> None:
         """Writes the encoded answer, and counts it."""
         self.is_waiting = False
+        self.write_answer(parts, nbytes)
         if nbytes > LARGE_ANSWER_BYTES:
             self.exchange.on_large_answer(nbytes)
-        self.write_answer(parts, nbytes)
         self.asked.metrics.answered(perf_counter() - self.start_s, nbytes)
 
     def refuse(self, error: EmbedServeError) -> None:
@@ -158,7 +159,7 @@ class Exchange:
     Attributes:
         models: what is served.
         metrics: of the process; by protocol in ``metrics.protocols``.
-        on_large_answer: told the bytes of each large answer before it is written.
+        on_large_answer: told the bytes of each large answer that was written.
     """
 
     def __init__(self, models: ServedModels, metrics: Metrics) -> None:
@@ -208,8 +209,10 @@ class Exchange:
         Raises:
             OverloadedError: too much waits for that already.
         """
+        result.values = own(result.values)
+        result.more = [own(piece) for piece in result.more]
         nbytes = result.values.nbytes + sum(piece.nbytes for piece in result.more)
-        encode = partial(_encode, call.asked.answer_codec, result)
+        encode = partial(_encode, call, result)
         self._do_aside(call, "answer", nbytes, encode, lambda encoded: call.write(*encoded))
 
     def _do_aside(
@@ -228,19 +231,25 @@ class Exchange:
             )
         self._aside_bytes += nbytes
 
-        def done(made: asyncio.Future[T]) -> None:
+        def work_if_wanted() -> T | None:
+            return work() if call.is_waiting else None
+
+        def done(made: asyncio.Future[T | None]) -> None:
             self._aside_bytes -= nbytes
             if not call.is_waiting:
                 made.exception()  # asked for, or asyncio would log it
                 return
             try:
-                go_on(made.result())
+                result = made.result()
+                assert result is not None  # it was wanted to the end
+                go_on(result)
             except EmbedServeError as error:
                 call.refuse(error)
             except Exception:
                 call.fail()
 
-        asyncio.get_running_loop().run_in_executor(self._thread, work).add_done_callback(done)
+        loop = asyncio.get_running_loop()
+        loop.run_in_executor(self._thread, work_if_wanted).add_done_callback(done)
 
     def refuse_early(self, call: Call) -> None:
         """Refuses ``call`` before its body has come if its queue is full; for while one is."""
@@ -288,9 +297,12 @@ def _check_deadline(call: Call) -> None:
         )
 
 
-def _encode(codec: Codec, result: LookupResult) -> Encoded:
+def _encode(call: Call, result: LookupResult) -> Encoded:
+    """In a thread; not to its end where the client went away."""
     parts = []
-    for part in codec.encode(result):
+    for part in call.asked.answer_codec.encode(result):
         parts.append(part)
+        if not call.is_waiting:
+            break
         time.sleep(TURN_S)
     return parts, sum(memoryview(part).nbytes for part in parts)

@@ -37,6 +37,8 @@ LookedUp = tuple[np.ndarray | EmbedServeError, float]
 
 OPEN_SHARE = 7 / 8
 """Of its limits; a queue that was full and holds less takes requests again."""
+BAG_BYTES = 16
+"""As many bytes of rows are read in the time that a bag takes to be joined."""
 FAILED = "the lookup failed; the server's log says why"
 
 
@@ -99,7 +101,9 @@ class Batcher:
         self._full = ""  # what requests are told while it is not open
         self._is_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
-        self._bytes_per_example = model.answer_bytes_per_example
+        self._timer_s = 0.0  # when it ends
+        bags_bytes = BAG_BYTES * len(model.features)
+        self._bytes_per_example = model.answer_bytes_per_example + bags_bytes
         self._bytes_per_id = model.answer_bytes_per_id + 4 * max(model.length_per_key)
 
     def enqueue(self, request: LookupRequest, caller: Caller) -> None:
@@ -109,27 +113,26 @@ class Batcher:
         Raises:
             OverloadedError: the queue is full, and ``caller`` is told nothing.
         """
-        metrics, limits, large = self._metrics, self._limits, self._large
+        metrics, limits = self._metrics, self._limits
         examples, ids = request.batch_size, request.ids.size
-        queued, queued_ids = metrics.queued_examples, self._small.ids + large.ids
+        work_bytes = examples * self._bytes_per_example + ids * self._bytes_per_id
+        lane = self._large if work_bytes > limits.inline_bytes_max else self._small
         # A lone request always has room: what one may hold is limited elsewhere.
         if (
             not self.is_open
-            or (queued and queued + examples > limits.queue_examples_max)
-            or (queued_ids and queued_ids + ids > limits.queue_ids_max)
+            or (lane.examples and lane.examples + examples > limits.queue_examples_max)
+            or (lane.ids and lane.ids + ids > limits.queue_ids_max)
         ):
-            self._refuse(request)
+            self._refuse(request, lane)
         if self._loop is None:
             # Asked for once: in Python 3.11 it is a system call.
             self._loop = asyncio.get_running_loop()
         caller.request = request
         caller.queue = self
         caller.queued_s = perf_counter()
-        work_bytes = examples * self._bytes_per_example + ids * self._bytes_per_id
-        lane = large if work_bytes > limits.inline_bytes_max else self._small
         lane.put(caller)
         metrics.queued_requests += 1
-        metrics.queued_examples = queued + examples
+        metrics.queued_examples += examples
         if not self._is_scheduled and not lane.is_working:
             self._schedule(self._loop)
 
@@ -140,6 +143,7 @@ class Batcher:
         work_bytes = self._work_bytes(request.batch_size, request.ids.size)
         lane = self._large if work_bytes > self._limits.inline_bytes_max else self._small
         lane.withdraw(request)
+        del caller.request  # the caller stays in the lane's middle for a while
         self._count()
         self._open_again()
 
@@ -173,29 +177,36 @@ class Batcher:
             self._say_failed("looking whether the rows have changed")
         return ""
 
-    def _refuse(self, request: LookupRequest) -> NoReturn:
-        """Says that there is no room for ``request``, and none from now on for any other."""
+    def _refuse(self, request: LookupRequest, lane: Lane) -> NoReturn:
+        """Says that ``lane`` has no room for ``request``. Where all requests are of its kind, or
+        it is that of the small ones, there is none from now on for any other."""
         self.check_open()
-        queued, ids = self._metrics.queued_examples, self._small.ids + self._large.ids
-        self._full = (
-            f"the queue of {self.model.name!r} is full: it holds {queued} examples and {ids} ids"
-        )
-        self.is_open = False
-        self.on_full()
-        if queued + request.batch_size > self._limits.queue_examples_max:
+        limits, kind = self._limits, ""
+        if lane is self._large and limits.inline_bytes_max:
+            kind = " for large requests"
+        else:
+            self._full = (
+                f"the queue of {self.model.name!r} is full: it holds {lane.examples} examples and "
+                f"{lane.ids} ids"
+            )
+            self.is_open = False
+            self.on_full()
+        queue = f"the queue of {self.model.name!r}{kind} holds"
+        if lane.examples + request.batch_size > limits.queue_examples_max:
             raise OverloadedError(
-                f"the queue of {self.model.name!r} holds {queued} examples, "
-                f"{request.batch_size} more pass its limit of {self._limits.queue_examples_max}"
+                f"{queue} {lane.examples} examples, {request.batch_size} more pass its limit of "
+                f"{limits.queue_examples_max}"
             )
         raise OverloadedError(
-            f"the queue of {self.model.name!r} holds {ids} ids, "
-            f"{request.ids.size} more pass its limit of {self._limits.queue_ids_max}"
+            f"{queue} {lane.ids} ids, {request.ids.size} more pass its limit of "
+            f"{limits.queue_ids_max}"
         )
 
     def _has_room_again(self) -> bool:
+        lane = self._small if self._limits.inline_bytes_max else self._large
         return (
-            self._metrics.queued_examples <= OPEN_SHARE * self._limits.queue_examples_max
-            and self._small.ids + self._large.ids <= OPEN_SHARE * self._limits.queue_ids_max
+            lane.examples <= OPEN_SHARE * self._limits.queue_examples_max
+            and lane.ids <= OPEN_SHARE * self._limits.queue_ids_max
         )
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -211,9 +222,11 @@ class Batcher:
         ready = [lane for lane in self._lanes if lane.is_ready()]
         if any(lane.fills_a_batch() for lane in ready):
             return False
-        if self._timer is None:
-            start_s = min(lane.first_s() for lane in ready) + self._limits.delay_ms_max / 1000
+        start_s = min(lane.first_s() for lane in ready) + self._limits.delay_ms_max / 1000
+        if self._timer is None or start_s < self._timer_s:
+            self._stop_timer()
             self._timer = loop.call_later(start_s - perf_counter(), self._step, loop)
+            self._timer_s = start_s
         return True
 
     def _go_on(self, loop: asyncio.AbstractEventLoop) -> None:

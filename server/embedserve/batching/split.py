@@ -79,6 +79,12 @@ def split(
     return results
 
 
+def own(values: np.ndarray) -> np.ndarray:
+    """``values``, or a copy where they are a slice, which would keep all of its batch."""
+    base = values.base
+    return values.copy() if isinstance(base, np.ndarray) and base.nbytes > values.nbytes else values
+
+
 def _split_pooled(
     values: np.ndarray, requests: Sequence[LookupRequest], model: ModelInfo
 ) -> list[LookupResult]:

@@ -72,7 +72,7 @@ PROTOBUF = Codec(
     "body_bytes_max",
     protobuf_codec.decode_request,
     protobuf_codec.decode_now,
-    lambda result: protobuf_codec.encode_parts(result)[0],
+    protobuf_codec.encode_pieces,
     protobuf_codec.encode_now,
     protobuf_codec.model_of,
 )

@@ -202,6 +202,8 @@ def _problem(body: bytes, error: Exception) -> EmbedServeError:
 def encode_now(result: LookupResult) -> bytes | None:
     """As encode_result, or None where that would take long."""
     size = result.values.size + sum(piece.size for piece in result.more)
+    if result.lengths is not None:
+        size += result.lengths.size
     return encode_result(result) if size <= NOW_VALUES_MAX else None
 
 
@@ -225,7 +227,11 @@ def encode_pieces(result: LookupResult) -> Iterator[bytes]:
     if result.values.dtype == np.float16:
         head += b',"output_dtype":"float16"'
     if result.lengths is not None:
-        head += b',"lengths":' + _numpy_json(_by_key(result.lengths, result.model))
+        opening = b',"lengths":{'
+        for key, lengths in _by_key(result.lengths, result.model).items():
+            yield head + opening + orjson.dumps(key) + b":" + _numpy_json(lengths)
+            head, opening = b"", b","
+        head = b"}"
     if result.unknown_ids is not None:
         head += b',"unknown_ids":' + orjson.dumps(result.unknown_ids)
     head += b',"values":'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress, islice
 
 import numpy as np
@@ -342,13 +342,25 @@ def encode_parts(result: LookupResult) -> tuple[Parts, int]:
 
 def _encode_unusual(result: LookupResult) -> tuple[Parts, int]:
     """As encode_parts, of any answer."""
-    pieces = [_little_endian(one) for one in (result.values, *result.more)]
-    batch_size = sum(map(len, pieces)) if result.lengths is None else result.lengths.shape[1]
-    size = sum(piece.nbytes for piece in pieces)
-    itemsize = pieces[0].itemsize
-    head = _sizes(result.model, batch_size, itemsize) + VALUES_TAG + _varint(size)
-    tail = _more(result) if result.lengths is not None or result.unknown_ids else b""
-    return [head, *(piece.data for piece in pieces), tail], len(head) + size + len(tail)
+    parts = [*encode_pieces(result)]
+    return parts, sum(memoryview(part).nbytes for part in parts)
+
+
+def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
+    """The pieces of an answer, one after the other, none of which takes long to make."""
+    values = [_little_endian(one) for one in (result.values, *result.more)]
+    batch_size = sum(map(len, values)) if result.lengths is None else result.lengths.shape[1]
+    size = sum(one.nbytes for one in values)
+    yield _sizes(result.model, batch_size, values[0].itemsize) + VALUES_TAG + _varint(size)
+    for one in values:
+        yield one.data
+    if result.lengths is not None:
+        lengths = result.lengths.reshape(-1)
+        for start in range(0, lengths.size, NOW_LENGTHS_MAX):  # parsers join packed fields
+            some = lengths[start : start + NOW_LENGTHS_MAX].tolist()
+            yield embedding_pb2.EmbedResponse(lengths=some).SerializeToString()
+    if result.unknown_ids:
+        yield embedding_pb2.EmbedResponse(unknown_ids=result.unknown_ids).SerializeToString()
 
 
 def _little_endian(values: np.ndarray) -> np.ndarray:
@@ -373,14 +385,6 @@ def _sizes(model: ModelInfo, batch_size: int, itemsize: int) -> bytes:
         length_per_key=model.length_per_key,
         batch_size=batch_size,
         output_dtype=output_dtype,
-    ).SerializeToString()
-
-
-def _more(result: LookupResult) -> bytes:
-    """The fields of an unpooled answer, and of one with unknown ids."""
-    return embedding_pb2.EmbedResponse(
-        lengths=None if result.lengths is None else result.lengths.reshape(-1).tolist(),
-        unknown_ids=result.unknown_ids,
     ).SerializeToString()
 
 

@@ -10,6 +10,8 @@ CONNECTION_BYTES = 16 << 10
 """Of a connection that holds nothing."""
 ID_BYTES = 8 + 4
 """An id and its weight."""
+STRING_BYTES = 80
+"""Of an id that came as a string, which is kept for messages."""
 JSON_BYTES_PER_VALUE = 16
 FREED_SHARE = 1 / 4
 """malloc does not give everything back; under attack half of what it had was free."""
@@ -32,7 +34,8 @@ def memory_parts(limits: Limits) -> dict[str, int]:
             JSON_BYTES_PER_VALUE * values_max,
             READ_BYTES_PER_VALUE * limits.request_values_max + limits.request_text_bytes_max,
         ),
-        "the queue of a model": ID_BYTES * limits.queue_ids_max,
+        # small requests and large
+        "the queue of a model": 2 * (ID_BYTES + STRING_BYTES) * limits.queue_ids_max,
         "its batches": lone_ids + 2 * limits.request_output_bytes_max + batch,
     }
     return parts | {"freed between what is in use": int(FREED_SHARE * sum(parts.values()))}

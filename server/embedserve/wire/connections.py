@@ -15,6 +15,7 @@ from embedserve.wire.http2.connection import UNREAD_S_MAX, Http2Connection
 from embedserve.wire.http2.frames import PREFACE, ErrorCode
 from embedserve.wire.http2.requests import OpenRequest
 from embedserve.wire.http2.uploads import Uploads
+from embedserve.wire.unread import owners_of
 
 FIRST_BYTES_S_MAX = 10.0
 """How long a connection may take to show its protocol, and one of HTTP/2 to send its settings."""
@@ -37,7 +38,11 @@ class Connection(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Of requests that have not come whole, and of answers that the client has not taken."""
+        """Of requests that have not come whole, and of small answers that are not read."""
+
+    def unread(self) -> dict[int, int]:
+        """Bytes of what large answers that are not read keep in memory, by its identity:
+        connections may keep the same batch."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Lets go of what it holds: there is no connection any more."""
@@ -109,6 +114,9 @@ class NewConnection(asyncio.Protocol):
     def held_bytes(self) -> int:
         return len(self._data)
 
+    def unread(self) -> dict[int, int]:
+        return {}
+
     def check_time(self, now_s: float) -> None:
         if now_s - self._start_s > FIRST_BYTES_S_MAX:
             self._transport.close()
@@ -155,6 +163,9 @@ class Lingering(asyncio.Protocol):
     @property
     def held_bytes(self) -> int:
         return self._transport.get_write_buffer_size()
+
+    def unread(self) -> dict[int, int]:
+        return self._connection.unread()
 
     def check_time(self, now_s: float) -> None:
         if now_s - self._start_s > (UNREAD_S_MAX if self.held_bytes else LINGER_S_MAX):
@@ -211,7 +222,7 @@ class Http2Transport(asyncio.Protocol):
         connection = self._connection
         self._is_flush_due = True  # what is answered while reading is written at its end
         connection.receive(data)
-        if connection.receiver.held_bytes:
+        if connection.receiver.held_bytes or connection.has_more:
             self._registry.has_grown(len(data))
         if connection.has_more:
             # Other connections are read before the rest is.
@@ -299,9 +310,17 @@ class Http2Transport(asyncio.Protocol):
         connection = self._connection
         return (
             self._transport.get_write_buffer_size()
-            + connection.sender.unsent_bytes
             + connection.receiver.held_bytes
+            + connection.left_bytes
             + len(connection.streams) * STREAM_BYTES
+        )
+
+    def unread(self) -> dict[int, int]:
+        connection = self._connection
+        if not connection.sender.unsent_bytes:
+            return {}
+        return owners_of(
+            part for stream in connection.streams.values() for part in stream.unsent or ()
         )
 
     def check_time(self, now_s: float) -> None:

@@ -17,6 +17,7 @@ from embedserve.wire.connections import Registry
 from embedserve.wire.heads import HeadForm, HeadForms
 from embedserve.wire.pieces import Pieces
 from embedserve.wire.rest import error_answer
+from embedserve.wire.unread import owners_of
 from embedserve.wire.uvicorn_connection import STATUS_LINES, UvicornConnection, lines_of
 
 COPY_BYTES_MAX = 64 << 10
@@ -64,6 +65,7 @@ class Http1Connection(UvicornConnection):
         self._body = Pieces()
         self._missing_bytes = 0
         self._is_last = False  # of this connection's answers
+        self._unread_parts: Parts = ()
 
     def data_received(self, data: bytes) -> None:
         if self._missing_bytes:
@@ -95,8 +97,8 @@ class Http1Connection(UvicornConnection):
             self._exchange.ask(call, data[body_start:])
         elif missing > 0:
             self._missing_bytes = missing
-            self._registry.has_grown(len(data))
             self._body.append(data[body_start:])
+            self._registry.has_grown(len(data))
         else:
             self.hold(data[missing:])
             self._exchange.ask(call, data[body_start:missing])
@@ -106,9 +108,9 @@ class Http1Connection(UvicornConnection):
             self.hold(data[self._missing_bytes :])
             data = data[: self._missing_bytes]
         self._missing_bytes -= len(data)
-        self._registry.has_grown(len(data))
         self._body.append(data)
-        if not self._missing_bytes:
+        self._registry.has_grown(len(data))
+        if not self._missing_bytes and not self.transport.is_closing():
             assert self._call is not None
             self._exchange.ask(self._call, self._body.take_all())
 
@@ -138,6 +140,8 @@ class Http1Connection(UvicornConnection):
             self.transport.write(b"".join((head, *parts)))
         else:
             self.transport.writelines([head, *parts])
+            # All of them are kept until the last is sent.
+            self._unread_parts = parts if self.transport.get_write_buffer_size() else ()
         self._idle_since_s = perf_counter()
         self._call = None
         if is_last:
@@ -147,7 +151,17 @@ class Http1Connection(UvicornConnection):
 
     @property
     def held_bytes(self) -> int:
-        return super().held_bytes + self._body.nbytes
+        counted_apart = self.unread_bytes if self._unread_parts else 0
+        return super().held_bytes - counted_apart + self._body.nbytes
+
+    def resume_writing(self) -> None:
+        self._unread_parts = ()
+        super().resume_writing()
+
+    def unread(self) -> dict[int, int]:
+        if not self.transport.get_write_buffer_size():
+            self._unread_parts = ()
+        return owners_of(self._unread_parts)
 
     def may_take(self) -> bool:
         return self._call is None and super().may_take()
@@ -167,10 +181,12 @@ class Http1Connection(UvicornConnection):
 
     def abort(self) -> None:
         self._body = Pieces()
+        self._unread_parts = ()
         super().abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._call is not None:
             self._call.cancel()
             self._call = None
+        self._unread_parts = ()
         super().connection_lost(exc)

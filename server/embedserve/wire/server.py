@@ -8,6 +8,7 @@ import errno
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, cast
@@ -181,17 +182,24 @@ class WireServer:
         """Aborts the connections that hold most, where all together hold too much."""
         self._grown_bytes = 0
         limit = self._exchange.limits.connection_bytes_max
-        held = [(one.held_bytes, one) for one in self._connections]
-        total = sum(nbytes for nbytes, _ in held)
+        held = [(one.held_bytes, one.unread(), one) for one in self._connections]
+        sizes: dict[int, int] = {}  # of what unread answers keep: some keep the same
+        users: Counter[int] = Counter()
+        for _, unread, _ in held:
+            if unread:
+                sizes.update(unread)
+                users.update(unread.keys())
+        total = sum(nbytes for nbytes, _, _ in held) + sum(sizes.values())
         if total <= limit:
             return
-        held.sort(key=lambda one: one[0])
+        held.sort(key=lambda one: one[0] + sum(one[1].values()))
         cut = 0
         while total > limit:
-            nbytes, connection = held.pop()
+            nbytes, unread, connection = held.pop()
             connection.abort()
             self.discard(connection)  # before it is told that it is lost
-            total -= nbytes
+            users.subtract(unread.keys())
+            total -= nbytes + sum(sizes[owner] for owner in unread if not users[owner])
             cut += 1
         self._log.say(
             logging.WARNING,

@@ -137,6 +137,7 @@ class UvicornConnection(HttpToolsProtocol):
     def hold(self, data: bytes) -> None:
         """Keeps what a client sent before its answer came, and reads no more until then."""
         self._held.append(data)
+        self._registry.has_grown(len(data))
         self.flow.is_held = True
         self.flow.pause_reading()
 
@@ -181,8 +182,8 @@ class UvicornConnection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
-        self._registry.has_grown(len(body))
         super().on_body(body)
+        self._registry.has_grown(len(body))
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -245,6 +246,9 @@ class UvicornConnection(HttpToolsProtocol):
     def held_bytes(self) -> int:
         head_bytes = HEAD_COPIES * self._head_bytes if self._is_in_head else 0
         return self.unread_bytes + head_bytes + self._body_bytes + sum(map(len, self._held))
+
+    def unread(self) -> dict[int, int]:
+        return {}
 
     def check_time(self, now_s: float) -> None:
         """Closes a connection that idles, sends or reads for too long; called now and then."""

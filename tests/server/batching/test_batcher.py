@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from server.callers import submit
 from server.conftest import MakeBatcher
-from server.fake_engine import Bags, FakeEngine, make_request, model_info
+from server.fake_engine import FEATURES, Bags, FakeEngine, make_request, model_info
 from server.waiting import until
 
-from embedserve.batching.batcher import Batcher
+from embedserve.batching.batcher import BAG_BYTES, Batcher
 from embedserve.batching.join import to_model_order
 from embedserve.config import Limits
 from embedserve.errors import (
@@ -31,6 +31,8 @@ from embedserve_store.ids.translate import IdTranslator, Translation
 
 INLINE = Limits()
 IN_THREAD = Limits(inline_bytes_max=0)
+ONE_BYTES = 52 + len(FEATURES) * BAG_BYTES
+"""Of the work of a request with one id: it reads a row of at most 4 dims, and writes 9."""
 USER: Bags = {"user": [[1, 2, 3]]}
 
 
@@ -144,8 +146,7 @@ async def test_a_request_past_the_batch_limit_is_a_batch_of_its_own(
 async def test_small_batches_run_in_the_event_loop_and_large_ones_beside_it(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
-    # One id reads a row of at most 4 dims, one example writes 9: 52 bytes.
-    batcher = make_batcher(Limits(inline_bytes_max=52))
+    batcher = make_batcher(Limits(inline_bytes_max=ONE_BYTES))
     await submit(batcher, ordered(engine, {"user": [[1]]}))
     await submit(batcher, ordered(engine, {"user": [[1, 2]]}))
     assert [lookup.is_inline for lookup in engine.lookups] == [True, False]
@@ -426,7 +427,7 @@ async def test_small_requests_do_not_wait_for_one_that_alone_is_a_large_batch(
     engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
 ) -> None:
     small: Bags = {"user": [[1]]}
-    batcher = make_batcher(Limits(inline_bytes_max=52))  # of such a request
+    batcher = make_batcher(Limits(inline_bytes_max=ONE_BYTES))
     engine.hold()
     first = submit(batcher, ordered(engine, USER))
     await until(lambda: engine.lookups)
@@ -442,11 +443,31 @@ async def test_small_requests_do_not_wait_for_one_that_alone_is_a_large_batch(
         assert np.array_equal((await answer).values, engine.expected(USER))
 
 
+async def test_large_requests_fill_no_queue_but_their_own(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    small: Bags = {"user": [[1]]}
+    limits = Limits(inline_bytes_max=ONE_BYTES, queue_examples_max=2)
+    batcher = make_batcher(limits)
+    engine.hold()
+    answers = [submit(batcher, ordered(engine, USER))]
+    await until(lambda: engine.lookups)
+    answers += [submit(batcher, ordered(engine, USER)) for _ in range(2)]
+    with pytest.raises(OverloadedError, match=r"for large requests holds 2 examples, 1 more pass"):
+        submit(batcher, ordered(engine, USER))
+    assert batcher.is_open
+    result = await submit(batcher, ordered(engine, small))
+    assert np.array_equal(result.values, engine.expected(small))
+    engine.release()
+    await asyncio.gather(*answers)
+    await submit(batcher, ordered(engine, USER))
+
+
 async def test_two_small_requests_that_are_a_large_batch_together_run_beside_a_large_one(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     small: Bags = {"user": [[1]]}
-    batcher = make_batcher(Limits(inline_bytes_max=52))
+    batcher = make_batcher(Limits(inline_bytes_max=ONE_BYTES))
     engine.hold()
     answers = [submit(batcher, ordered(engine, bags)) for bags in (USER, small, small)]
     await until(lambda: len(engine.lookups) == 2)

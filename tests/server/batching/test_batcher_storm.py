@@ -14,7 +14,7 @@ import pytest
 from server.callers import submit
 from server.fake_engine import FEATURES, Bags, FakeEngine, make_request
 
-from embedserve.batching.batcher import Batcher
+from embedserve.batching.batcher import BAG_BYTES, Batcher
 from embedserve.batching.join import to_model_order
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError
@@ -23,7 +23,7 @@ from embedserve.metrics.metrics import ModelMetrics
 CALLERS = 40
 REQUESTS_EACH = 60
 LIMITS = Limits(
-    inline_bytes_max=300,
+    inline_bytes_max=300 + 4 * BAG_BYTES * len(FEATURES),
     batch_ids_max=24,
     batch_output_bytes_max=12 * 36,
     queue_examples_max=85,

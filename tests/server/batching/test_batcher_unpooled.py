@@ -11,7 +11,7 @@ from server.callers import submit
 from server.fake_engine import Bags, FakeEngine, make_request
 from server.fake_models import unpooled_info
 
-from embedserve.batching.batcher import Batcher
+from embedserve.batching.batcher import BAG_BYTES, Batcher
 from embedserve.batching.join import to_model_order
 from embedserve.config import Limits
 from embedserve.metrics.metrics import ModelMetrics
@@ -48,8 +48,18 @@ async def test_small_unpooled_batches_run_inline_and_large_ones_beside_it(
 ) -> None:
     engine = FakeEngine(MODEL)
     # One id reads a row of 4 float32 and writes up to two.
-    limits = Limits(inline_bytes_max=16 + UNPOOLED_ITEM)
+    bags_bytes = BAG_BYTES * len(engine.model.features)
+    limits = Limits(inline_bytes_max=bags_bytes + 16 + UNPOOLED_ITEM)
     batcher = Batcher(engine, engine.model, limits, ModelMetrics(engine.model), executor)
     await submit(batcher, ordered({"item": [[1]]}))
     await submit(batcher, ordered({"item": [[1, 2]]}))
+    assert [lookup.is_inline for lookup in engine.lookups] == [True, False]
+
+
+async def test_many_empty_bags_are_a_large_batch(executor: ThreadPoolExecutor) -> None:
+    engine = FakeEngine(MODEL)
+    limits = Limits(inline_bytes_max=100 * BAG_BYTES * len(engine.model.features))
+    batcher = Batcher(engine, engine.model, limits, ModelMetrics(engine.model), executor)
+    await submit(batcher, ordered({"item": [[]] * 100}))
+    await submit(batcher, ordered({"item": [[]] * 101}))
     assert [lookup.is_inline for lookup in engine.lookups] == [True, False]

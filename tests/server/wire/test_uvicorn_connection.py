@@ -19,7 +19,7 @@ from embedserve.exchange import REQUEST_S_MAX
 from embedserve.wire.head_limits import HEAD_BYTES_MAX, HEAD_LINES_MAX
 from embedserve.wire.http2.connection import UNREAD_S_MAX
 from embedserve.wire.http2.sender import READ_BYTES_MIN
-from embedserve.wire.uvicorn_connection import PIECE_BYTES
+from embedserve.wire.uvicorn_connection import HEAD_S_MAX, PIECE_BYTES
 
 BODY = b'{"features": {"user": [[1, 2]], "movie": [[3]]}}'
 OF_JAVA = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAA")
@@ -215,6 +215,17 @@ async def test_a_body_that_breaks_off_in_garbage_is_refused(server: OurServer) -
     assert rest == b""
 
 
+async def test_a_head_that_does_not_come_whole_is_closed(server: OurServer) -> None:
+    reader, writer = await server.open()
+    writer.write(b"POST /embed HTTP/1.1\r\nHost: h\r\nX-Half:")
+    await until(lambda: server.http1() and server.connection.uvicorn_is_busy())
+    server.connection.check_time(perf_counter() + HEAD_S_MAX - 5)
+    assert not server.connection.transport.is_closing()
+    server.connection.check_time(perf_counter() + HEAD_S_MAX)
+    assert await reader.read() == b""
+    writer.close()
+
+
 async def test_a_body_that_does_not_come_is_refused(server: OurServer) -> None:
     reader, writer = await server.open()
     writer.write(chunked(BODY)[:-5])
@@ -249,6 +260,22 @@ async def test_a_client_that_reads_no_answer_is_cut(server: OurServer) -> None:
     writer.close()
 
 
+async def test_an_answer_counts_whole_until_its_client_has_read_it(server: OurServer) -> None:
+    """uvloop keeps all pieces of a write until the last is sent."""
+    reader, writer = await server.open()
+    writer.write(post(LARGE))
+    await until(lambda: server.http1() and server.connection.flow.write_paused)
+    connection = server.connection
+    whole, before = connection.unread(), connection.unread_bytes
+    assert sum(whole.values()) > before
+    received = await reader.readexactly(2 * READ_BYTES_MIN)
+    await until(lambda: connection.unread_bytes < before)
+    assert connection.unread() == whole
+    received += await reader.readexactly(sum(whole.values()) - len(received))
+    await until(lambda: not connection.unread())
+    writer.close()
+
+
 async def test_where_all_leave_too_much_unread_those_with_most_are_cut(
     server: OurServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -261,10 +288,10 @@ async def test_where_all_leave_too_much_unread_those_with_most_are_cut(
         await until(
             lambda: [one.flow.write_paused for one in server.http1()] == [True] * len(clients)
         )
-    unread = sorted(one.unread_bytes for one in server.http1())
+    unread = sorted(sum(one.unread().values()) for one in server.http1())
     assert sum(unread) > UNREAD_BYTES_MAX > sum(unread[:2])
     await until(lambda: len(server.wire.connections) == 2)  # it looks every second
-    assert sorted(one.held_bytes for one in server.wire.connections) == unread[:2]
+    assert sorted(sum(one.unread().values()) for one in server.wire.connections) == unread[:2]
     assert "connections are cut: 1 of them: what all hold" in caplog.text
     for reader, _ in clients[:2]:
         assert (await read_answer(reader))[0] == 200

@@ -154,6 +154,11 @@ class Http2Connection:
         if self.receiver.window <= WINDOW_LOW:
             self.receiver.top_up()
 
+    @property
+    def left_bytes(self) -> int:
+        """Of what came and is to be read later."""
+        return len(self._left)
+
     def _read_preface(self, data: bytes) -> bytes:
         count = min(len(data), len(self._preface_left))
         if data[:count] != self._preface_left[:count]:

@@ -1,0 +1,79 @@
+"""Answers that take long to encode are encoded in pieces, none of which takes long."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from server.fake_engine import model_info
+from server.fake_models import unpooled_info
+
+from embedserve.codec.codec import JSON, PROTOBUF, Codec
+from embedserve.codec.json_codec import NOW_VALUES_MAX, PIECE_VALUES
+from embedserve.codec.protobuf_codec import NOW_LENGTHS_MAX
+from embedserve.types import LookupResult
+from embedserve_proto import embedding_pb2 as pb
+
+POOLED, UNPOOLED = model_info(), unpooled_info()
+EXAMPLES = NOW_VALUES_MAX // 9 + 1
+BAGS = NOW_LENGTHS_MAX // len(UNPOOLED.keys) + 1
+PIECE_BYTES_MAX = 8 * PIECE_VALUES
+
+
+def pooled() -> LookupResult:
+    values = np.arange(9 * EXAMPLES, dtype=np.float32).reshape(EXAMPLES, 9)
+    return LookupResult(POOLED, values[:2000], more=[values[2000:]])
+
+
+def unpooled() -> LookupResult:
+    """An id for the last example of each key."""
+    keys = len(UNPOOLED.keys)
+    lengths = np.zeros((keys, BAGS), np.int32)
+    lengths[:, -1] = 1
+    values = np.arange(4 * keys, dtype=np.float32).reshape(keys, 4)
+    return LookupResult(UNPOOLED, values, {"tag": 1}, lengths)
+
+
+def test_pooled_values_as_json() -> None:
+    result = pooled()
+    assert JSON.encode_now(result) is None
+    pieces = [bytes(piece) for piece in JSON.encode(result)]
+    assert len(pieces) > 2
+    assert max(map(len, pieces)) < PIECE_BYTES_MAX
+    answer = json.loads(b"".join(pieces))
+    assert answer["values"] == [*result.values.tolist(), *result.more[0].tolist()]
+
+
+def test_lengths_as_json() -> None:
+    result = unpooled()
+    assert JSON.encode_now(result) is None
+    pieces = [bytes(piece) for piece in JSON.encode(result)]
+    assert max(map(len, pieces)) < PIECE_BYTES_MAX
+    answer = json.loads(b"".join(pieces))
+    assert result.lengths is not None
+    assert list(answer["lengths"].values()) == result.lengths.tolist()
+    assert list(answer["values"].values()) == [[row] for row in result.values.tolist()]
+    assert answer["unknown_ids"] == {"tag": 1}
+
+
+def test_lengths_as_protobuf() -> None:
+    result = unpooled()
+    assert PROTOBUF.encode_now(result) is None
+    pieces = [bytes(piece) for piece in PROTOBUF.encode(result)]
+    assert max(map(len, pieces)) < PIECE_BYTES_MAX
+    answer = pb.EmbedResponse.FromString(b"".join(pieces))
+    assert result.lengths is not None
+    assert list(answer.lengths) == result.lengths.reshape(-1).tolist()
+    assert answer.values == result.values.tobytes()
+    assert answer.batch_size == BAGS
+    assert answer.unknown_ids == {"tag": 1}
+
+
+@pytest.mark.parametrize("codec", [JSON, PROTOBUF])
+def test_what_is_small_is_the_same_at_once(codec: Codec) -> None:
+    result = LookupResult(POOLED, np.ones((2, 9), np.float32), {"user": 3})
+    now = codec.encode_now(result)
+    assert now is not None
+    assert b"".join(now[0]) == b"".join(codec.encode(result))
+    assert now[1] == len(b"".join(now[0]))

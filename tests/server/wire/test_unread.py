@@ -1,0 +1,22 @@
+"""What parts of answers keep in memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from embedserve.types import Parts
+from embedserve.wire.unread import owners_of
+
+
+def test_slices_keep_the_values_of_their_batch() -> None:
+    batch = np.zeros((100, 8), np.float32)
+    slices: list[memoryview] = [batch[:3].data, batch[50:51].data]
+    assert owners_of(slices[:1]) == {id(batch): batch.nbytes}
+    assert owners_of(one.cast("B") for one in slices) == {id(batch): batch.nbytes}
+
+
+def test_bytes_keep_themselves() -> None:
+    one, other = bytes(10), bytes(20)
+    parts: Parts = [one, memoryview(other)[3:4]]
+    assert owners_of(parts) == {id(one): 10, id(other): 20}
+    assert owners_of(()) == {}
