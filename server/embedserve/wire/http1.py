@@ -17,7 +17,7 @@ from embedserve.wire.connections import Registry
 from embedserve.wire.heads import HeadForm, HeadForms
 from embedserve.wire.pieces import Pieces
 from embedserve.wire.rest import error_answer
-from embedserve.wire.unread import owners_of
+from embedserve.wire.unread import Unread
 from embedserve.wire.uvicorn_connection import STATUS_LINES, UvicornConnection, lines_of
 
 COPY_BYTES_MAX = 64 << 10
@@ -65,7 +65,7 @@ class Http1Connection(UvicornConnection):
         self._body = Pieces()
         self._missing_bytes = 0
         self._is_last = False  # of this connection's answers
-        self._unread_parts: Parts = ()
+        self._unread: Unread | None = None
 
     def data_received(self, data: bytes) -> None:
         if self._missing_bytes:
@@ -140,8 +140,8 @@ class Http1Connection(UvicornConnection):
             self.transport.write(b"".join((head, *parts)))
         else:
             self.transport.writelines([head, *parts])
-            # All of them are kept until the last is sent.
-            self._unread_parts = parts if self.transport.get_write_buffer_size() else ()
+            # uvloop keeps all of them until the last is sent.
+            self._unread = Unread(parts) if self.transport.get_write_buffer_size() else None
         self._idle_since_s = perf_counter()
         self._call = None
         if is_last:
@@ -151,17 +151,15 @@ class Http1Connection(UvicornConnection):
 
     @property
     def held_bytes(self) -> int:
-        counted_apart = self.unread_bytes if self._unread_parts else 0
-        return super().held_bytes - counted_apart + self._body.nbytes
-
-    def resume_writing(self) -> None:
-        self._unread_parts = ()
-        super().resume_writing()
+        nbytes = super().held_bytes + self._body.nbytes
+        if self._unread is not None and self.unread_bytes:
+            nbytes += self._unread.own_bytes - self.unread_bytes
+        return nbytes
 
     def unread(self) -> dict[int, int]:
-        if not self.transport.get_write_buffer_size():
-            self._unread_parts = ()
-        return owners_of(self._unread_parts)
+        if not self.unread_bytes:
+            self._unread = None
+        return {} if self._unread is None else self._unread.batches()
 
     def may_take(self) -> bool:
         return self._call is None and super().may_take()
@@ -181,12 +179,10 @@ class Http1Connection(UvicornConnection):
 
     def abort(self) -> None:
         self._body = Pieces()
-        self._unread_parts = ()
         super().abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._call is not None:
             self._call.cancel()
             self._call = None
-        self._unread_parts = ()
         super().connection_lost(exc)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from embedserve.types import Parts
-from embedserve.wire.unread import owners_of
+from embedserve.wire.unread import Unread, owners_of
 
 
 def test_slices_keep_the_values_of_their_batch() -> None:
@@ -20,3 +20,13 @@ def test_bytes_keep_themselves() -> None:
     parts: Parts = [one, memoryview(other)[3:4]]
     assert owners_of(parts) == {id(one): 10, id(other): 20}
     assert owners_of(()) == {}
+
+
+def test_what_a_transport_keeps_is_known_and_not_kept() -> None:
+    batch = np.zeros((100, 8), np.float32)
+    parts: Parts = [bytes(10), batch[:3].data, batch[5:6].data, bytes(5)]
+    unread = Unread(parts)
+    assert unread.own_bytes == 15
+    assert unread.batches() == {id(batch): batch.nbytes}
+    del batch, parts
+    assert unread.batches() == {}
