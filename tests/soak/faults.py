@@ -30,6 +30,9 @@ WHOLE_S_MAX = 240.0
 POLL_S = 0.02
 BEFORE_S = 1.0
 """A connection may be opened so long before its worker accepts it."""
+CLOSED_S = 0.1
+"""After its process was reaped, in which the kernel may still hand connections to its sockets: some
+were reset that had been opened nine milliseconds later."""
 AFTER_S = 10.0
 """In which a client notices that its connection has ended."""
 ESTABLISHED = "01"
@@ -62,7 +65,8 @@ class Fault:
         if self.kind == RESTART or not self.at_s - BEFORE_S <= loss.at_s <= self.gone_s + AFTER_S:
             return False
         is_new = not loss.answered and self.at_s - BEFORE_S <= loss.opened_s
-        is_held = loss.opened_s <= self.gone_s and (loss.port in self.held or is_new)
+        is_open = loss.opened_s <= self.gone_s + CLOSED_S
+        is_held = is_open and (loss.port in self.held or is_new)
         return is_held or not loss.port
 
 
