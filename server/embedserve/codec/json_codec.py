@@ -39,6 +39,7 @@ class _BodyWithStrings(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 NOW_BYTES_MAX = 64 << 10
 """Of a body that is read on the event loop's thread, in about a millisecond at most."""
 
+_FLOAT32 = np.dtype(np.float32)
 NOW_VALUES_MAX = 32_768
 """Of an answer that is written on the event loop's thread, in about two milliseconds at most."""
 PIECE_VALUES = 16_384
@@ -201,10 +202,18 @@ def _problem(body: bytes, error: Exception) -> EmbedServeError:
 
 def encode_now(result: LookupResult) -> bytes | None:
     """As encode_result, or None where that would take long."""
-    size = result.values.size + sum(piece.size for piece in result.more)
+    values = result.values
+    if values.dtype is _FLOAT32 and values.size <= NOW_VALUES_MAX and _is_plain(result):
+        # What most answers are, in one piece: those of encode_result cost a quarter more.
+        return b'%b,"values":%b}' % (result.model.json_start, _numpy_json(values))
+    size = values.size + sum(piece.size for piece in result.more)
     if result.lengths is not None:
         size += result.lengths.size
     return encode_result(result) if size <= NOW_VALUES_MAX else None
+
+
+def _is_plain(result: LookupResult) -> bool:
+    return not (result.more or result.unknown_ids) and result.lengths is None
 
 
 def encode_result(result: LookupResult) -> bytes:

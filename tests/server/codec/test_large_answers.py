@@ -71,8 +71,11 @@ def test_lengths_as_protobuf() -> None:
 
 
 @pytest.mark.parametrize("codec", [JSON, PROTOBUF])
-def test_what_is_small_is_the_same_at_once(codec: Codec) -> None:
-    result = LookupResult(POOLED, np.ones((2, 9), np.float32), {"user": 3})
+@pytest.mark.parametrize("unknown_ids", [None, {"user": 3}])
+def test_what_is_small_is_the_same_at_once(
+    codec: Codec, unknown_ids: dict[str, int] | None
+) -> None:
+    result = LookupResult(POOLED, np.ones((2, 9), np.float32), unknown_ids)
     now = codec.encode_now(result)
     assert now is not None
     assert b"".join(now[0]) == b"".join(codec.encode(result))
