@@ -115,8 +115,7 @@ class Batcher:
         """
         metrics, limits = self._metrics, self._limits
         examples, ids = request.batch_size, request.ids.size
-        work_bytes = examples * self._bytes_per_example + ids * self._bytes_per_id
-        lane = self._large if work_bytes > limits.inline_bytes_max else self._small
+        lane = self._lane_of(request)
         # A lone request always has room: what one may hold is limited elsewhere.
         if (
             not self.is_open
@@ -139,17 +138,18 @@ class Batcher:
     def withdraw(self, caller: Caller) -> None:
         """Takes a caller that waits in this queue out of it, and of what the queue holds."""
         caller.queue = None
-        request = caller.request
-        work_bytes = self._work_bytes(request.batch_size, request.ids.size)
-        lane = self._large if work_bytes > self._limits.inline_bytes_max else self._small
-        lane.withdraw(request)
+        self._lane_of(caller.request).withdraw(caller.request)
         del caller.request  # the caller stays in the lane's middle for a while
         self._count()
         self._open_again()
 
-    def _work_bytes(self, examples: int, ids: int) -> int:
-        """Of rows read and values written."""
-        return examples * self._bytes_per_example + ids * self._bytes_per_id
+    def _lane_of(self, request: LookupRequest) -> Lane:
+        return self._large if self._is_large(request) else self._small
+
+    def _is_large(self, one: LookupRequest | Batch) -> bool:
+        """By the bytes of rows read and values written."""
+        work_bytes = one.batch_size * self._bytes_per_example + one.ids.size * self._bytes_per_id
+        return work_bytes > self._limits.inline_bytes_max
 
     def _count(self) -> None:
         small, large, metrics = self._small, self._large, self._metrics
@@ -296,7 +296,7 @@ class Batcher:
         self._metrics.batch_ids.observe(batch.ids.size)
         if batch.unknown_counts is not None:
             self._metrics.unknown_ids += batch.unknown_counts.sum(axis=0)
-        if self._work_bytes(batch.batch_size, batch.ids.size) <= self._limits.inline_bytes_max:
+        if not self._is_large(batch):
             self._finish(callers, batch, [self._look_up(batch)])
             return
         lane.is_working = True

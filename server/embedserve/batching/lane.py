@@ -22,7 +22,7 @@ class Lane:
     seconds.
 
     Attributes:
-        requests, examples, ids: of the callers that wait.
+        examples, ids: of the callers that wait.
         is_working: a batch of this lane is looked up in a thread: the next one waits.
     """
 
@@ -36,11 +36,10 @@ class Lane:
         "examples",
         "ids",
         "is_working",
-        "requests",
     )
 
     def __init__(self, model: ModelInfo, limits: Limits) -> None:
-        self.requests = self.examples = self.ids = 0
+        self.examples = self.ids = 0
         self.is_working = False
         self._callers: deque[Caller] = deque()
         self._withdrawn = 0  # still among them
@@ -53,7 +52,6 @@ class Lane:
         """``caller`` waits with its request, until taken or withdrawn: its queue is None then."""
         self._callers.append(caller)
         request = caller.request
-        self.requests += 1
         self.examples += request.batch_size
         self.ids += request.ids.size
 
@@ -64,6 +62,11 @@ class Lane:
         if self._withdrawn >= WITHDRAWN_MIN and 2 * self._withdrawn >= len(self._callers):
             self._callers = deque([one for one in self._callers if one.queue is not None])
             self._withdrawn = 0
+
+    @property
+    def requests(self) -> int:
+        """Callers that wait."""
+        return len(self._callers) - self._withdrawn
 
     def is_ready(self) -> bool:
         """Whether a batch may be taken: one that all have left is empty."""
@@ -88,7 +91,7 @@ class Lane:
     def _take_all(self, now_s: float) -> list[Caller]:
         """The lane is left empty first: to refuse one may put or withdraw others."""
         callers, self._callers = self._callers, deque()
-        self.requests = self.examples = self.ids = 0
+        self.examples = self.ids = 0
         for caller in callers:
             caller.queue = None
         return [one for one in callers if now_s < one.deadline_s or _refuse_late(one, now_s)]
@@ -114,7 +117,6 @@ class Lane:
         return callers
 
     def _uncount(self, request: LookupRequest) -> None:
-        self.requests -= 1
         self.examples -= request.batch_size
         self.ids -= request.ids.size
 
