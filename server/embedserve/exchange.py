@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from embedserve.batching.caller import Caller
 from embedserve.batching.split import own
-from embedserve.codec.codec import Codec, Encoded
+from embedserve.codec.codec import Codec
 from embedserve.errors import (
     INTERNAL,
     DeadlineExceededError,
@@ -31,7 +31,7 @@ from embedserve.errors import (
 from embedserve.metrics.metrics import Metrics, ProtocolMetrics
 from embedserve.metrics.quiet_log import QuietLog
 from embedserve.models.served_models import ServedModels
-from embedserve.types import LookupRequest, LookupResult, Parts
+from embedserve.types import Encoded, LookupRequest, LookupResult, Parts, with_size
 
 logger = logging.getLogger(__name__)
 
@@ -305,4 +305,4 @@ def _encode(call: Call, result: LookupResult) -> Encoded:
         if not call.is_waiting:
             break
         time.sleep(TURN_S)
-    return parts, sum(memoryview(part).nbytes for part in parts)
+    return with_size(parts)

@@ -15,6 +15,12 @@ from embedserve_store.ids.translate import IdTranslator
 
 Parts = Sequence[bytes | memoryview]
 """An encoded answer in pieces, one after the other; those of a batch's values are not copied."""
+Encoded = tuple[Parts, int]
+"""Such pieces, and their bytes."""
+
+
+def with_size(parts: Parts) -> Encoded:
+    return parts, sum(memoryview(part).nbytes for part in parts)
 
 
 @dataclass(slots=True)

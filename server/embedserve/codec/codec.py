@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from embedserve.codec import json_codec, protobuf_codec
 from embedserve.config import Limits
 from embedserve.errors import RequestTooLargeError
-from embedserve.types import LookupRequest, LookupResult, Parts
-
-Encoded = tuple[Parts, int]
-"""An answer in pieces, and their bytes."""
+from embedserve.types import Encoded, LookupRequest, LookupResult
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,18 +50,13 @@ class Codec:
             )
 
 
-def _json_now(result: LookupResult) -> Encoded | None:
-    body = json_codec.encode_now(result)
-    return None if body is None else ((body,), len(body))
-
-
 JSON = Codec(
     b"application/json",
     "request_text_bytes_max",
     json_codec.decode_request,
     json_codec.decode_now,
     json_codec.encode_pieces,
-    _json_now,
+    json_codec.encode_now,
     lambda body: "",
 )
 PROTOBUF = Codec(

@@ -21,7 +21,7 @@ from embedserve.codec.float16_digits import fewest_digits
 from embedserve.codec.strings import merge
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
-from embedserve.types import LookupRequest, LookupResult, ModelInfo
+from embedserve.types import Encoded, LookupRequest, LookupResult, ModelInfo
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -200,20 +200,22 @@ def _problem(body: bytes, error: Exception) -> EmbedServeError:
     return diagnose(body) or InvalidRequestError(f"body: {error}", "body")
 
 
-def encode_now(result: LookupResult) -> bytes | None:
+def encode_now(result: LookupResult) -> Encoded | None:
     """As encode_result, or None where that would take long."""
-    values = result.values
-    if values.dtype is _FLOAT32 and values.size <= NOW_VALUES_MAX and _is_plain(result):
-        # What most answers are, in one piece: those of encode_result cost a quarter more.
-        return b'%b,"values":%b}' % (result.model.json_start, _numpy_json(values))
-    size = values.size + sum(piece.size for piece in result.more)
-    if result.lengths is not None:
-        size += result.lengths.size
-    return encode_result(result) if size <= NOW_VALUES_MAX else None
-
-
-def _is_plain(result: LookupResult) -> bool:
-    return not (result.more or result.unknown_ids) and result.lengths is None
+    values, more, lengths = result.values, result.more, result.lengths
+    size = values.size + (0 if lengths is None else lengths.size)
+    if size + sum([piece.size for piece in more]) > NOW_VALUES_MAX:
+        return None
+    if (
+        more
+        or lengths is not None
+        or result.unknown_ids is not None
+        or values.dtype is not _FLOAT32
+    ):
+        body = encode_result(result)
+    else:  # What most answers are, in one piece: those of encode_result cost a quarter more.
+        body = b'%b,"values":%b}' % (result.model.json_start, _numpy_json(values))
+    return (body,), len(body)
 
 
 def encode_result(result: LookupResult) -> bytes:

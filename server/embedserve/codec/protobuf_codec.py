@@ -28,7 +28,7 @@ from embedserve.codec.protobuf_fields import (
 from embedserve.codec.strings import merge
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
-from embedserve.types import LookupRequest, LookupResult, ModelInfo, Parts
+from embedserve.types import Encoded, LookupRequest, LookupResult, ModelInfo, with_size
 from embedserve_proto import embedding_pb2
 
 _INT64, _INT32 = np.dtype("<i8"), np.dtype("<i4")
@@ -316,14 +316,14 @@ def _from_bytes(field: str, raw: bytes | memoryview, dtype: np.dtype) -> np.ndar
     return np.frombuffer(bytes(raw), dtype)  # a copy, which is aligned
 
 
-def encode_now(result: LookupResult) -> tuple[Parts, int] | None:
+def encode_now(result: LookupResult) -> Encoded | None:
     """As encode_parts, or None where that would take long: of pooled values it never does."""
     if result.lengths is not None and result.lengths.size > NOW_LENGTHS_MAX:
         return None
     return encode_parts(result)
 
 
-def encode_parts(result: LookupResult) -> tuple[Parts, int]:
+def encode_parts(result: LookupResult) -> Encoded:
     """(an EmbedResponse in pieces, one after the other, their bytes): values are not copied.
 
     A protobuf message is the concatenation of its fields, so what is the same for every
@@ -332,7 +332,7 @@ def encode_parts(result: LookupResult) -> tuple[Parts, int]:
     values, model = result.values, result.model
     is_plain = values.dtype is _FLOAT32 or values.dtype is _FLOAT16
     if result.more or result.lengths is not None or result.unknown_ids or not is_plain:
-        return _encode_unusual(result)
+        return with_size([*encode_pieces(result)])
     size = values.nbytes
     start = model.answer_starts.get((size, values.itemsize))
     if start is None:
@@ -340,14 +340,8 @@ def encode_parts(result: LookupResult) -> tuple[Parts, int]:
     return [start, values.data], len(start) + size
 
 
-def _encode_unusual(result: LookupResult) -> tuple[Parts, int]:
-    """As encode_parts, of any answer."""
-    parts = [*encode_pieces(result)]
-    return parts, sum(memoryview(part).nbytes for part in parts)
-
-
 def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
-    """The pieces of an answer, one after the other, none of which takes long to make."""
+    """The pieces of any answer, one after the other, none of which takes long to make."""
     values = [_little_endian(one) for one in (result.values, *result.more)]
     batch_size = sum(map(len, values)) if result.lengths is None else result.lengths.shape[1]
     size = sum(one.nbytes for one in values)
