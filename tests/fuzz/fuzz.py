@@ -9,12 +9,10 @@ come back. Damaged store files must be refused. Prints a table, and draws time a
 
 from __future__ import annotations
 
-import argparse
 import re
 import select
 import socket
 import sys
-import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -29,6 +27,7 @@ from fuzz.store_files import fuzz_store, publish
 from hostile.conftest import Victim, running_victim
 from hostile.neighbour import Neighbour, anonymous_kib
 from hostile.victim import table
+from long_runs import chosen
 from pictures import Panel, draw
 
 OPEN_MAX = 48
@@ -233,24 +232,17 @@ def draw_samples(samples: Sequence[Sample], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Sends wrong requests to a server of its own.")
-    parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--output", type=Path, help="folder for the log and the picture")
-    chosen = parser.parse_args()
-    folder = chosen.output or Path(tempfile.mkdtemp(prefix="fuzz-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    print(f"seed {chosen.seed}, {chosen.minutes:g} minutes, log in {folder}", flush=True)
-    seconds = 60 * chosen.minutes
-    store = publish(folder)
+    run = chosen("fuzz", "Sends wrong requests to a server of its own.", minutes=5.0)
+    seconds = 60 * run.minutes
+    store = publish(run.folder)
     end_s = time.monotonic() + STORE_SHARE * seconds
-    changed = fuzz_store(store, end_s, sys.maxsize, Random(chosen.seed))
+    changed = fuzz_store(store, end_s, sys.maxsize, Random(run.seed))
     print("files of a store, changed and refused:")
     for name, count in sorted(changed.items()):
         print(f"    {name:24} {count:>7,}")
-    report = fuzz(folder, seconds=(1 - STORE_SHARE) * seconds, seed=chosen.seed)
+    report = fuzz(run.folder, seconds=(1 - STORE_SHARE) * seconds, seed=run.seed)
     print_table(report)
-    draw_samples(report.samples, folder / "fuzz.png")
+    draw_samples(report.samples, run.folder / "fuzz.png")
     sys.exit(1 if report.wrong else 0)
 
 

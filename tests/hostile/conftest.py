@@ -9,11 +9,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -49,12 +49,6 @@ def rows() -> np.ndarray:
     return table()
 
 
-@pytest.fixture(scope="session")
-def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
-    with running_victim(tmp_path_factory.mktemp("hostile") / "log") as victim:
-        yield victim
-
-
 @contextmanager
 def running_victim(log: Path, *arguments: str) -> Iterator[Victim]:
     """Stopped by SIGTERM at the end, which it must still obey."""
@@ -75,10 +69,24 @@ def running_victim(log: Path, *arguments: str) -> Iterator[Victim]:
             process.kill()
 
 
-@pytest.fixture(scope="session")
-def neighbour(victim: Victim, rows: np.ndarray) -> Iterator[Neighbour]:
-    with Neighbour(victim.http_port, victim.grpc_port, victim.pid, rows) as neighbour:
-        yield neighbour
+def victim_and_neighbour(*limits: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Fixtures of those names: a server with such limits, which a module that assigns them has for
+    itself, and its neighbour."""
+
+    @pytest.fixture(scope="session")
+    def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+        with running_victim(tmp_path_factory.mktemp("hostile") / "log", *limits) as victim:
+            yield victim
+
+    @pytest.fixture(scope="session")
+    def neighbour(victim: Victim, rows: np.ndarray) -> Iterator[Neighbour]:
+        with Neighbour(victim.http_port, victim.grpc_port, victim.pid, rows) as neighbour:
+            yield neighbour
+
+    return victim, neighbour
+
+
+victim, neighbour = victim_and_neighbour()
 
 
 @pytest.fixture(autouse=True)

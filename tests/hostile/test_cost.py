@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hostile.conftest import Victim, running_victim
-from hostile.neighbour import Neighbour
+from hostile.conftest import Victim, victim_and_neighbour
 from hostile.victim import ROWS
 
 from embedserve_proto import embedding_pb2 as pb
@@ -22,17 +20,7 @@ BODY_MIB = 30
 """Nearly as much as a body may have; of JSON it is refused for its length alone."""
 
 
-@pytest.fixture(scope="session")
-def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
-    """Of its own, with the default limits."""
-    with running_victim(tmp_path_factory.mktemp("cost") / "log", "defaults") as victim:
-        yield victim
-
-
-@pytest.fixture(scope="session")
-def neighbour(victim: Victim, rows: np.ndarray) -> Iterator[Neighbour]:
-    with Neighbour(victim.http_port, victim.grpc_port, victim.pid, rows) as neighbour:
-        yield neighbour
+victim, neighbour = victim_and_neighbour("defaults")
 
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"

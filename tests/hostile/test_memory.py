@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import select
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import closing
 
-import numpy as np
 import pytest
 from hostile import frames as f
-from hostile.conftest import Victim, running_victim
-from hostile.neighbour import Neighbour, embed_request
+from hostile.conftest import Victim, victim_and_neighbour
+from hostile.neighbour import embed_request
 from hostile.peer import GREETING
 from hostile.test_cost import VALUES, of, one_id_a_bag
 from hostile.victim import NARROW
@@ -26,17 +25,7 @@ ANSWER_S_MAX = 60.0
 BODY_BYTES = 30 << 20
 
 
-@pytest.fixture(scope="session")
-def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
-    """Of its own, with little memory for connections."""
-    with running_victim(tmp_path_factory.mktemp("memory") / "log", "narrow") as victim:
-        yield victim
-
-
-@pytest.fixture(scope="session")
-def neighbour(victim: Victim, rows: np.ndarray) -> Iterator[Neighbour]:
-    with Neighbour(victim.http_port, victim.grpc_port, victim.pid, rows) as neighbour:
-        yield neighbour
+victim, neighbour = victim_and_neighbour("narrow")
 
 
 def post(body: bytes, kind: bytes, more: bytes = b"", nbytes: int | None = None) -> bytes:

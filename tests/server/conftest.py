@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from server.fake_engine import FakeEngine, model_info
+from server.gate import Gate
 from server.live import Live, live_server, make_exchange
 from server.python import run_python
 from server.waiting import given_up_after
@@ -55,6 +56,14 @@ def engine(executor: ThreadPoolExecutor) -> Iterator[FakeEngine]:
     engine = FakeEngine()
     yield engine
     engine.release()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """Opened at the end, so that no test leaves a thread waiting."""
+    gate = Gate()
+    yield gate
+    gate.opened.set()
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from time import perf_counter
@@ -13,6 +12,7 @@ from time import perf_counter
 import numpy as np
 import pytest
 from server.fake_engine import FakeEngine
+from server.gate import Gate
 from server.live import make_exchange
 from server.recording_call import BODY, RecordingCall, ask, asked, expect_internal, fail, outcomes
 from server.waiting import until
@@ -28,7 +28,6 @@ from embedserve.errors import (
     RequestTooLargeError,
 )
 from embedserve.exchange import Exchange
-from embedserve.types import LookupRequest
 from embedserve_proto import embedding_pb2 as pb
 
 LARGE = json.dumps({"features": {"user": [1, 2] * json_codec.NOW_BYTES_MAX}}).encode()
@@ -36,30 +35,9 @@ WRONG = json.dumps({"features": {"user": [[1]] * json_codec.NOW_BYTES_MAX + [["a
 LIMITS = Limits(request_values_max=1 << 20)
 
 
-class Gate:
-    """Keeps what is decoded in the thread waiting.
-
-    Attributes:
-        codec: JSON, but held up here.
-        threads: that decoded, one for each request.
-    """
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-        self.threads: list[threading.Thread] = []
-        self.codec = replace(JSON, decode=self._decode)
-
-    def _decode(self, body: bytes, model: str, limits: Limits) -> LookupRequest:
-        self.threads.append(threading.current_thread())
-        assert self.opened.wait(60)
-        return JSON.decode(body, model, limits)
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.opened.set()
+def held(gate: Gate) -> Codec:
+    """JSON, but what is decoded in the thread is held up by ``gate``."""
+    return replace(JSON, decode=gate.before(JSON.decode))
 
 
 @pytest.fixture
@@ -76,7 +54,7 @@ def ask_large(exchange: Exchange, codec: Codec, body: bytes = LARGE) -> Recordin
 async def test_others_are_answered_while_a_large_request_is_decoded(
     exchange: Exchange, engine: FakeEngine, gate: Gate
 ) -> None:
-    large = ask_large(exchange, gate.codec)
+    large = ask_large(exchange, held(gate))
     small = ask(exchange)
     await until(lambda: small.told)
     assert large.told == []
@@ -113,10 +91,10 @@ async def test_an_unforeseen_error_in_the_thread_is_answered_in_general(
 async def test_a_client_that_goes_away_meanwhile_costs_no_lookup(
     exchange: Exchange, engine: FakeEngine, gate: Gate, body: bytes
 ) -> None:
-    gone = ask_large(exchange, gate.codec, body)
+    gone = ask_large(exchange, held(gate), body)
     await until(lambda: gate.threads)
     gone.cancel()
-    after = ask_large(exchange, gate.codec)
+    after = ask_large(exchange, held(gate))
     gate.opened.set()
     await until(lambda: after.told)
     assert gone.told == []
@@ -127,7 +105,7 @@ async def test_a_client_that_goes_away_meanwhile_costs_no_lookup(
 async def test_a_deadline_that_passes_meanwhile_is_told(
     exchange: Exchange, engine: FakeEngine, gate: Gate
 ) -> None:
-    late = RecordingCall(asked(exchange, gate.codec, timeout_s=60.0))
+    late = RecordingCall(asked(exchange, held(gate), timeout_s=60.0))
     exchange.ask(late, LARGE)
     await until(lambda: gate.threads)
     late.deadline_s = perf_counter()
@@ -141,15 +119,15 @@ async def test_no_more_than_so_many_bytes_wait_to_be_decoded(
     exchange: Exchange, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchange_module, "ASIDE_BYTES_MAX", 2 * len(LARGE))
-    waiting = [ask_large(exchange, gate.codec) for _ in range(2)]
-    over = ask_large(exchange, gate.codec)
+    waiting = [ask_large(exchange, held(gate)) for _ in range(2)]
+    over = ask_large(exchange, held(gate))
     assert isinstance(over.error, OverloadedError)
     assert f"{2 * len(LARGE)} of other large requests and answers wait" in over.error.message
     small = ask(exchange)
     await until(lambda: small.told)
     gate.opened.set()
     await until(lambda: all(call.told for call in waiting))
-    again = ask_large(exchange, gate.codec)
+    again = ask_large(exchange, held(gate))
     await until(lambda: again.told)
     assert outcomes(exchange) == {"RESOURCE_EXHAUSTED": 1, "OK": 4}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ import numpy as np
 import orjson
 import pytest
 from server.fake_engine import FakeEngine
+from server.gate import Gate
 from server.live import make_exchange
 from server.recording_call import RecordingCall, ask, asked, expect_internal, fail, outcomes
 from server.waiting import until
@@ -20,37 +20,15 @@ from embedserve.codec import json_codec
 from embedserve.codec.codec import JSON, Codec
 from embedserve.errors import OverloadedError
 from embedserve.exchange import Exchange
-from embedserve.types import LookupResult
 
 EXAMPLES = json_codec.NOW_VALUES_MAX // 9 + 1
 """Of nine values each."""
 BODY = b'{"features": {"user": [%b[1, 2]]}}' % (b"[]," * (EXAMPLES - 1))
 
 
-class Gate:
-    """Keeps what is encoded in the thread waiting.
-
-    Attributes:
-        codec: JSON, but held up here.
-        threads: that encoded, one for each answer.
-    """
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-        self.threads: list[threading.Thread] = []
-        self.codec = replace(JSON, encode=self._encode)
-
-    def _encode(self, result: LookupResult) -> Iterable[bytes | memoryview]:
-        self.threads.append(threading.current_thread())
-        assert self.opened.wait(60)
-        return JSON.encode(result)
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.opened.set()
+def held(gate: Gate) -> Codec:
+    """JSON, but what is encoded in the thread is held up by ``gate``."""
+    return replace(JSON, encode=gate.before(JSON.encode))
 
 
 @pytest.fixture
@@ -67,7 +45,7 @@ def ask_large(exchange: Exchange, codec: Codec) -> RecordingCall:
 async def test_others_are_answered_while_a_large_answer_is_encoded(
     exchange: Exchange, engine: FakeEngine, gate: Gate
 ) -> None:
-    large = ask_large(exchange, gate.codec)
+    large = ask_large(exchange, held(gate))
     await until(lambda: gate.threads)
     small = ask(exchange)
     await until(lambda: small.told)
@@ -87,7 +65,7 @@ async def test_others_are_answered_while_a_large_answer_is_encoded(
 async def test_a_client_that_leaves_meanwhile_is_told_nothing(
     exchange: Exchange, gate: Gate
 ) -> None:
-    gone, other = ask_large(exchange, gate.codec), ask_large(exchange, gate.codec)
+    gone, other = ask_large(exchange, held(gate)), ask_large(exchange, held(gate))
     await until(lambda: gate.threads)
     gone.cancel()
     gate.opened.set()
@@ -108,7 +86,7 @@ async def test_an_unforeseen_error_in_the_thread_is_answered_in_general(
 async def test_an_answer_that_cannot_be_written_is_answered_in_general(
     exchange: Exchange, caplog: pytest.LogCaptureFixture, gate: Gate
 ) -> None:
-    call = ask_large(exchange, gate.codec)
+    call = ask_large(exchange, held(gate))
     call.failure = ZeroDivisionError("secret of the server")
     gate.opened.set()
     await until(lambda: call.told)
@@ -120,14 +98,14 @@ async def test_no_more_than_so_many_bytes_wait_to_be_encoded(
 ) -> None:
     nbytes = EXAMPLES * 9 * 4
     monkeypatch.setattr(exchange_module, "ASIDE_BYTES_MAX", nbytes)
-    waiting = ask_large(exchange, gate.codec)
+    waiting = ask_large(exchange, held(gate))
     await until(lambda: gate.threads)
-    over = ask_large(exchange, gate.codec)
+    over = ask_large(exchange, held(gate))
     await until(lambda: over.told)
     assert isinstance(over.error, OverloadedError)
     assert over.error.message.startswith(f"answer has {nbytes} bytes, and {nbytes} of other ")
     gate.opened.set()
     await until(lambda: waiting.told)
-    again = ask_large(exchange, gate.codec)
+    again = ask_large(exchange, held(gate))
     await until(lambda: again.told)
     assert outcomes(exchange) == {"OK": 2, "RESOURCE_EXHAUSTED": 1}

@@ -9,10 +9,8 @@ as they are. Prints one table, and draws waits, memory and rates over time.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +21,7 @@ from pathlib import Path
 from random import Random
 from threading import Thread
 
+from long_runs import chosen
 from soak import load, rude
 from soak.embeds import publish
 from soak.faults import HANG, KILL, RESTART, Faults, Servers, planned
@@ -199,17 +198,10 @@ def _clients(context: SpawnContext, site: Site, seed: int) -> Iterator[Clients]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Asks a server of its own for an hour.")
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--output", type=Path, help="folder for the logs and the picture")
-    chosen = parser.parse_args()
-    folder = chosen.output or Path(tempfile.mkdtemp(prefix="soak-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    print(f"seed {chosen.seed}, {chosen.minutes:g} minutes, logs in {folder}", flush=True)
-    report = soak(folder, 60 * chosen.minutes, chosen.seed, an_hours_share(chosen.minutes))
+    run = chosen("soak", "Asks a server of its own for an hour.", minutes=60.0)
+    report = soak(run.folder, 60 * run.minutes, run.seed, an_hours_share(run.minutes))
     print_table(report)
-    draw_report(report, folder / "soak.png")
+    draw_report(report, run.folder / "soak.png")
     sys.exit(1 if report.wrong else 0)
 
 
