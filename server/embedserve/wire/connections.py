@@ -23,6 +23,8 @@ IDLE_S_MAX = 600.0
 """How long an HTTP/2 connection may have no stream: its clients expect to keep it."""
 LINGER_S_MAX = 1.0
 """How long a client may take to close its side of a connection whose last answer is written."""
+LINGER_BYTES_MAX = 64 << 20
+"""Of what it still sends meanwhile."""
 DRAIN_IDLE_S = 1.0
 """How long a draining connection waits for a request that may be on its way."""
 DRAIN_PING_S_MAX = 1.0
@@ -147,6 +149,7 @@ class Lingering(asyncio.Protocol):
         self._connection = connection
         self._registry = registry
         self._start_s = perf_counter()
+        self._bytes_left = LINGER_BYTES_MAX
         registry.add(self)
         registry.discard(connection)
         transport.set_protocol(self)
@@ -155,6 +158,11 @@ class Lingering(asyncio.Protocol):
             transport.write_eof()
         else:  # as over TLS
             transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._bytes_left -= len(data)
+        if self._bytes_left < 0:
+            self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._registry.discard(self)
@@ -278,10 +286,7 @@ class Http2Transport(asyncio.Protocol):
 
     def _end(self) -> None:
         self._has_ended = True
-        if self._connection.is_drained:
-            Lingering(self._transport, self, self._registry)
-        else:  # it misbehaves, and might go on
-            self._transport.close()
+        Lingering(self._transport, self, self._registry)
 
     def pause_writing(self) -> None:
         self._paused_s = perf_counter()
@@ -325,8 +330,6 @@ class Http2Transport(asyncio.Protocol):
 
     def check_time(self, now_s: float) -> None:
         connection = self._connection
-        if connection.is_over and not self._paused_s:
-            self._paused_s = now_s  # its last words are not read
         if self._paused_s and now_s - self._paused_s > UNREAD_S_MAX:
             self._transport.abort()
             return

@@ -18,9 +18,10 @@ from server.raw_http import OurServer, our_server
 from server.waiting import until
 from server.wire.http2.peer import body_of, frames_of, has_ended
 
+from embedserve.wire import connections
 from embedserve.wire.connections import LINGER_S_MAX
 from embedserve.wire.http2.control import DRAIN_PING
-from embedserve.wire.http2.frames import HEAD_BYTES, PREFACE
+from embedserve.wire.http2.frames import HEAD_BYTES, PREFACE, ErrorCode
 from embedserve_proto import embedding_pb2 as pb
 
 EXAMPLES = 10_000
@@ -96,10 +97,19 @@ async def test_a_client_that_does_not_close_is_closed(server: OurServer) -> None
     writer.close()
 
 
-async def test_one_that_misbehaves_is_closed_at_once(server: OurServer) -> None:
-    """Nothing more of it is read: it may go on for ever."""
+async def test_one_that_misbehaves_is_told_and_not_read_for_ever(
+    server: OurServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "LINGER_S_MAX", float("inf"))
+    monkeypatch.setattr(connections, "LINGER_BYTES_MAX", 1 << 20)
     reader, writer = await server.open()
     writer.write(PREFACE + b"no settings, which come first")
-    await reader.read()
+    *_, goaway = frames_of(await reader.read())
+    assert isinstance(goaway, GoAwayFrame)
+    assert goaway.error_code == ErrorCode.FRAME_SIZE_ERROR
+    writer.write(bytes(1 << 20))
+    await asyncio.sleep(0)
+    assert server.wire.connections
+    writer.write(b"and a byte more")
     await until(lambda: not server.wire.connections)
     writer.close()

@@ -34,7 +34,7 @@ from embedserve.wire.http2.frames import (
     violation,
     without_padding,
 )
-from embedserve.wire.http2.header_blocks import HeaderBlocks
+from embedserve.wire.http2.header_blocks import HeaderBlocks, Headers
 from embedserve.wire.http2.receiver import STREAM_WINDOW, WINDOW_LOW, Receiver
 from embedserve.wire.http2.requests import Opened, OpenRequest, wrong_header
 from embedserve.wire.http2.sender import Sender
@@ -45,14 +45,17 @@ STREAMS_MAX = 128
 BLOCK_BYTES_MAX = 16 << 10
 """Of a compressed header block; past it the connection ends."""
 HEADER_LIST_BYTES_MAX = 16 << 10
-NEW_BLOCK_BYTES_PER_TURN = 16 << 10
-"""Of header blocks that are not known, decoded in one go: after them it is others' turn."""
+WORK_PER_TURN = 32 << 10
+"""Of decoded header blocks, in bytes as HPACK counts them, and of what asks nothing: after it, some
+milliseconds, it is others' turn."""
+IDLE_WORK = 1024
+"""Of one frame that asks nothing: the stream that a reset ends was opened for it."""
 UNSENT_BYTES_MAX = 64 << 20
 """Of answers that a client does not read; past it its new streams are refused."""
 UNREAD_S_MAX = 30.0
 """How long an answer may wait for its client to read, or to give it a window."""
-LATE_BLOCK_BYTES = 64
-"""Of a block that asks nothing any more, which cost as much as another frame."""
+IDLE_BYTES = 64
+"""Of a frame that asks nothing, which cost as much as a short one."""
 MAX_STREAM_ID = 2**31 - 1
 
 
@@ -65,7 +68,6 @@ class Http2Connection:
         streams: that are open, by their number.
         is_begun: the preface and the client's settings have come.
         is_over: nothing is to be read any more; what is in ``sender.out`` is the last.
-        is_drained: it is over since all was answered, and not for an error.
         has_more: bytes are left that are to be read after other connections had their turn.
     """
 
@@ -86,7 +88,6 @@ class Http2Connection:
         "has_more",
         "idle_work",
         "is_begun",
-        "is_drained",
         "is_over",
         "receiver",
         "sender",
@@ -106,7 +107,7 @@ class Http2Connection:
         self.receiver = Receiver(self.sender.out, uploads, on_output)
         self.streams: dict[int, Stream] = {}
         self.is_begun = False
-        self.is_over = self.is_drained = False
+        self.is_over = False
         self.has_more = False
         self._on_output = on_output
         self._blocks: HeaderBlocks[Opened | str] = HeaderBlocks(open_request)
@@ -138,7 +139,7 @@ class Http2Connection:
         if self._left:
             data = self._left + data
             self.has_more = False
-        self._turn_left = NEW_BLOCK_BYTES_PER_TURN
+        self._turn_left = WORK_PER_TURN
         try:
             if self._preface_left:
                 data = self._read_preface(data)
@@ -282,7 +283,7 @@ class Http2Connection:
             raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "HEADERS too short for a priority")
         if int.from_bytes(payload[:4], "big") & STREAM_MASK == stream_id:
             # Its block has to be read all the same, or later ones cannot be.
-            self._blocks.decode(payload[5:])
+            self._decode(payload[5:])
             self._next_id = max(self._next_id, stream_id + 2)
             raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, "a stream depends on itself")
         return payload[5:]
@@ -306,17 +307,16 @@ class Http2Connection:
 
     def _on_block(self, stream_id: int, flags: int, block: bytes) -> None:
         """A header block that is whole: it opens a stream, or ends a request."""
-        opened = self._blocks.known.get(block)
-        if opened is None:
-            self._turn_left -= len(block) + 1
         if stream_id < self._next_id:
             self._on_later_block(stream_id, flags, block)
             return
         if stream_id != self._next_id:
             self._ended.pass_over(self._next_id, stream_id)
         self._next_id = stream_id + 2
+        opened = self._blocks.known.get(block)
         if opened is None:
             opened = self._blocks.read(block)
+            self._turn_left -= self._blocks.work
         if len(self.streams) >= self._streams_max or self.sender.unsent_bytes > UNSENT_BYTES_MAX:
             self.spend(self.idle_work, "streams over the limit")
             self._ended.reset(stream_id, ErrorCode.REFUSED_STREAM)
@@ -337,12 +337,16 @@ class Http2Connection:
             self._on_trailers(stream, flags, block)
             return
         self._ended.read_headers(stream_id, flags)
-        cost = 1 + len(block) // LATE_BLOCK_BYTES
-        self.spend(self.idle_work, "HEADERS on streams that were reset", cost)
-        self._blocks.decode(block)
+        self.spend(self.idle_work, "HEADERS on streams that were reset", len(block))
+        self._decode(block)
+
+    def _decode(self, block: bytes) -> Headers:
+        headers = self._blocks.decode(block)
+        self._turn_left -= self._blocks.work
+        return headers
 
     def _on_trailers(self, stream: Stream, flags: int, block: bytes) -> None:
-        headers = self._blocks.decode(block)
+        headers = self._decode(block)
         if stream.is_received:
             raise StreamError(stream.id, ErrorCode.STREAM_CLOSED, "HEADERS after the request's end")
         if not flags & END_STREAM:
@@ -399,8 +403,10 @@ class Http2Connection:
             raise StreamError(stream.id, ErrorCode.PROTOCOL_ERROR, "less body than declared")
         stream.is_received = True
 
-    def spend(self, allowance: Allowance, what: str, count: int = 1) -> None:
+    def spend(self, allowance: Allowance, what: str, nbytes: int = 0) -> None:
         """Raises ProtocolViolation where the client has done ``what`` too often."""
+        count = 1 + nbytes // IDLE_BYTES
+        self._turn_left -= count * IDLE_WORK
         if not allowance.spend(count):
             raise ProtocolViolation(ErrorCode.ENHANCE_YOUR_CALM, f"too many {what}")
 
@@ -470,7 +476,7 @@ class Http2Connection:
         """All was answered. Whose request goes on is told so now: grpcio drops a whole answer whose
         stream is half open as the connection ends."""
         self._ended.reset_unread()
-        self.is_over = self.is_drained = True
+        self.is_over = True
 
     def check_time(self, now_s: float) -> None:
         """Ends what takes too long; called now and then."""

@@ -40,7 +40,7 @@ class Controlled(Protocol):
     streams: dict[int, Stream]
     idle_work: Allowance
 
-    def spend(self, allowance: Allowance, what: str, count: int = 1) -> None: ...
+    def spend(self, allowance: Allowance, what: str, nbytes: int = 0) -> None: ...
 
     def was_opened(self, stream_id: int) -> bool: ...
 
@@ -75,7 +75,9 @@ class ControlFrames:
             StreamError: it ends its stream.
         """
         if kind != WINDOW_UPDATE and kind != RST_STREAM:
-            self._connection.spend(self._connection.idle_work, "frames that ask nothing")
+            # Settings may be many in a frame; of other frames the bytes are not looked at.
+            nbytes = len(payload) if kind == SETTINGS else 0
+            self._connection.spend(self._connection.idle_work, "frames that ask nothing", nbytes)
         act = self._on_frame.get(kind)
         if act is not None:
             act(stream_id, flags, payload)

@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 LIST_BYTES_MAX = 64 << 10
 """Of a block's decoded headers, each with 32 bytes more; past it the connection ends."""
+HEADER_WORK = 32
 BLOCKS_MAX = 64
 """Remembered of a connection."""
 BLOCK_BYTES_MAX = 4096
@@ -33,12 +34,14 @@ class HeaderBlocks(Generic[T]):
 
     Attributes:
         known: what a block asks for that is read without decoding it.
+        work: of the last block that was decoded: its bytes, and 32 for each header.
     """
 
     __slots__ = (
         "_decoder",
         "_understand",
         "known",
+        "work",
     )
 
     def __init__(self, understand: Callable[[Headers], T]) -> None:
@@ -46,6 +49,7 @@ class HeaderBlocks(Generic[T]):
         self._understand = understand
         self._decoder = Decoder(LIST_BYTES_MAX)
         self.known: dict[bytes, T] = {}
+        self.work = 0
 
     def read(self, block: bytes) -> T:
         """What ``block`` asks for.
@@ -81,6 +85,7 @@ class HeaderBlocks(Generic[T]):
             raise ProtocolViolation(ErrorCode.ENHANCE_YOUR_CALM, str(error)) from error
         except (HPACKError, IndexError, ValueError) as error:
             raise ProtocolViolation(ErrorCode.COMPRESSION_ERROR, str(error)) from error
+        self.work = len(block) + HEADER_WORK * len(headers)
         is_same = (len(entries), table.maxsize) == (count, size)
         if is_same and (not entries or entries[0] is newest):
             return headers, False

@@ -26,9 +26,7 @@ from server.wire.http2.peer import (
 )
 
 from embedserve.wire.http2.allowance import IDLE_WORK_MAX
-from embedserve.wire.http2.connection import (
-    NEW_BLOCK_BYTES_PER_TURN,
-)
+from embedserve.wire.http2.connection import IDLE_BYTES, IDLE_WORK, WORK_PER_TURN
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.header_blocks import encode
 
@@ -106,9 +104,59 @@ def test_blocks_that_are_new_are_read_a_few_at_a_time() -> None:
     first = len(peer.handlers)
     assert 0 < first < 20
     assert peer.connection.has_more
-    assert first <= NEW_BLOCK_BYTES_PER_TURN // 1000
+    assert first <= WORK_PER_TURN // 1000
     peer.send()
     assert len(peer.handlers) == 20
+
+
+def test_a_block_of_many_indexes_is_as_much_work_as_its_headers() -> None:
+    """Each byte is a header of the static table; no block is one that is known."""
+    peer = Peer()
+    blocks = [b"\x82" * (800 + i) for i in range(20)]
+    sent = [raw(1, 0x5, 2 * i + 1, block) for i, block in enumerate(blocks)]
+    peer.connection.receive(b"".join(sent))
+    assert peer.connection.has_more
+    read = len(resets(peer.take()))
+    assert 0 < read <= 1 + WORK_PER_TURN // (33 * 800)
+    assert len(resets(peer.send())) == 20 - read
+
+
+def test_trailers_are_read_a_few_at_a_time() -> None:
+    peer = Peer()
+    for i in range(20):
+        peer.open(2 * i + 1, is_end=False)
+    block = encode([(b"x", b"y")] * 400)
+    peer.connection.receive(b"".join(raw(1, 0x5, 2 * i + 1, block) for i in range(20)))
+    assert peer.connection.has_more
+    assert 0 < sum(handler.is_whole for handler in peer.handlers.values()) < 10
+    peer.send()
+    assert all(handler.is_whole for handler in peer.handlers.values())
+
+
+def test_resets_are_read_a_few_at_a_time() -> None:
+    peer = Peer()
+    frames = [
+        frame
+        for i in range(100)
+        for frame in (peer.headers(2 * i + 1, is_end=False), RstStreamFrame(2 * i + 1))
+    ]
+    peer.connection.receive(b"".join(frame.serialize() for frame in frames))
+    assert peer.connection.has_more
+    assert 0 < len(peer.handlers) <= 1 + WORK_PER_TURN // IDLE_WORK
+    peer.send()
+    assert len(peer.handlers) == 100
+    assert not peer.connection.is_over
+
+
+def test_settings_of_many_values_are_as_much_work_as_many_frames() -> None:
+    peer = Peer()
+    values = 1000
+    many = raw(4, 0, 0, (bytes((0, 4)) + (1000).to_bytes(4, "big")) * values)
+    sent = 0
+    while not peer.connection.is_over:
+        peer.send(many)
+        sent += 1
+        assert sent <= 2 * IDLE_WORK_MAX * IDLE_BYTES // (6 * values)
 
 
 # Drain
