@@ -10,9 +10,11 @@ import json
 
 import numpy as np
 import pytest
-from hostile.conftest import Victim, victim_and_neighbour
+from hostile import frames as f
+from hostile.conftest import MakePeer, Victim, victim_and_neighbour
 from hostile.victim import ROWS
 
+from embedserve.config import DEFAULT_LIMITS
 from embedserve_proto import embedding_pb2 as pb
 
 MIB = 1 << 20
@@ -24,6 +26,7 @@ victim, neighbour = victim_and_neighbour("defaults")
 
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
+RESOURCE_EXHAUSTED = 8
 VALUES = 130_000
 """Nearly as many as one request may have."""
 USER = b"\x12\x04user"
@@ -158,3 +161,18 @@ def test_decoding_counts_for_the_deadline(victim: Victim) -> None:
     headers = {"X-Timeout-Ms": "1"}
     status, error = post(victim, body, kind, **headers)
     assert (status, error["code"]) == (504, "DEADLINE_EXCEEDED")
+
+
+@pytest.mark.growth(96 << 10)
+def test_one_connection_does_not_fill_the_queue(grpc_peer: MakePeer) -> None:
+    """128 requests that are small each, and together four times what a queue takes. That the
+    neighbour is not refused is seen as everywhere here."""
+    examples = DEFAULT_LIMITS.queue_examples_max // 32
+    request = pb.EmbedRequest(keys=["user"], ids=[1] * examples, lengths=[1] * examples)
+    message = request.SerializeToString()
+    for _ in range(3):
+        peer = grpc_peer()
+        peer.send(b"".join(f.call(stream, message) for stream in range(1, 257, 2)))
+        codes = [peer.answer(stream).grpc_status for stream in range(1, 257, 2)]
+        assert set(codes) == {0, RESOURCE_EXHAUSTED}
+        peer.close()

@@ -36,7 +36,8 @@ def table() -> np.ndarray:
 
 
 class TableEngine(FakeEngine):
-    """Sums of the table's rows, fast enough for answers of megabytes; it keeps no batch."""
+    """Sums of the table's rows; it keeps no batch. Of one id each, as hostile requests have where
+    their answers are large, they take the millisecond that torch takes for 8 MiB."""
 
     def __init__(self) -> None:
         super().__init__(model_info("m", {"user": (ROWS, DIM)}))
@@ -45,6 +46,8 @@ class TableEngine(FakeEngine):
     def lookup(
         self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None
     ) -> np.ndarray:
+        if (lengths == 1).all():
+            return np.take(self.table, ids, axis=0)
         sums = np.zeros((len(lengths), DIM), np.float32)
         filled = lengths > 0
         starts = (lengths.cumsum() - lengths)[filled]

@@ -16,13 +16,24 @@ NEVER = float("inf")
 class WaitingCaller(Caller):
     """Tells a future. To be told twice raises InvalidStateError in the batcher."""
 
-    __slots__ = ("future",)
+    __slots__ = ("_source", "future")
 
-    def __init__(self, future: asyncio.Future[LookupResult], deadline_s: float = NEVER) -> None:
+    def __init__(
+        self,
+        future: asyncio.Future[LookupResult],
+        deadline_s: float = NEVER,
+        source: object | None = None,
+    ) -> None:
+        """``source`` is who asks; None: nobody else."""
         self.future = future
+        self._source = source
         self.deadline_s = deadline_s
         self.is_waiting = True
         self.queue = None
+
+    @property
+    def source(self) -> object:
+        return self if self._source is None else self._source
 
     def answer(self, result: LookupResult) -> None:
         self.future.set_result(result)
@@ -38,24 +49,29 @@ class Waiting(asyncio.Future[LookupResult]):
         caller: goes away as this is cancelled.
     """
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, deadline_s: float = NEVER, source: object | None = None) -> None:
         super().__init__()
-        self.caller = WaitingCaller(self, deadline_s)
+        self.caller = WaitingCaller(self, deadline_s, source)
 
     def cancel(self, msg: object = None) -> bool:
         self.caller.go_away()
         return super().cancel(msg)
 
 
-def submit(batcher: Batcher, request: LookupRequest, deadline_s: float = NEVER) -> Waiting:
+def submit(
+    batcher: Batcher,
+    request: LookupRequest,
+    deadline_s: float = NEVER,
+    source: object | None = None,
+) -> Waiting:
     """Queues ``request`` (in the model's order). Raises OverloadedError: the queue is full."""
-    waiting = Waiting(deadline_s)
+    waiting = Waiting(deadline_s, source)
     batcher.enqueue(request, waiting.caller)
     return waiting
 
 
 def submit_to(models: ServedModels, request: LookupRequest) -> Waiting:
     """Has ``request`` answered by its model. Raises EmbedServeError: it is refused at once."""
-    waiting = Waiting(NEVER)
+    waiting = Waiting()
     models.enqueue(request, waiting.caller)
     return waiting

@@ -37,6 +37,8 @@ LookedUp = tuple[np.ndarray | EmbedServeError, float]
 
 OPEN_SHARE = 7 / 8
 """Of its limits; a queue that was full and holds less takes requests again."""
+SOURCE_SHARE = 1 / 2
+"""Of its limits, that one source may hold: it cannot have all others refused."""
 BAG_BYTES = 16
 """As many bytes of rows are read in the time that a bag takes to be joined."""
 FAILED = "the lookup failed; the server's log says why"
@@ -96,7 +98,11 @@ class Batcher:
         self._executor = executor
         self._log = QuietLog(logger)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._small, self._large = self._lanes = Lane(model, limits), Lane(model, limits)
+        self._share_examples = int(SOURCE_SHARE * limits.queue_examples_max)
+        self._share_ids = int(SOURCE_SHARE * limits.queue_ids_max)
+        self._small, self._large = self._lanes = [
+            Lane(model, limits, self._work_bytes) for _ in range(2)
+        ]
         self.is_open = True
         self._full = ""  # what requests are told while it is not open
         self._is_scheduled = False
@@ -111,18 +117,18 @@ class Batcher:
         goes away before.
 
         Raises:
-            OverloadedError: the queue is full, and ``caller`` is told nothing.
+            OverloadedError: the queue is full, or holds its share of the caller's source, and
+                ``caller`` is told nothing.
         """
-        metrics, limits = self._metrics, self._limits
+        metrics = self._metrics
         examples, ids = request.batch_size, request.ids.size
         lane = self._lane_of(request)
-        # A lone request always has room: what one may hold is limited elsewhere.
         if (
             not self.is_open
-            or (lane.examples and lane.examples + examples > limits.queue_examples_max)
-            or (lane.ids and lane.ids + ids > limits.queue_ids_max)
+            or lane.examples + examples > self._share_examples
+            or lane.ids + ids > self._share_ids
         ):
-            self._refuse(request, lane)
+            self._check_room(request, lane, caller.source)
         if self._loop is None:
             # Asked for once: in Python 3.11 it is a system call.
             self._loop = asyncio.get_running_loop()
@@ -147,9 +153,11 @@ class Batcher:
         return self._large if self._is_large(request) else self._small
 
     def _is_large(self, one: LookupRequest | Batch) -> bool:
-        """By the bytes of rows read and values written."""
-        work_bytes = one.batch_size * self._bytes_per_example + one.ids.size * self._bytes_per_id
-        return work_bytes > self._limits.inline_bytes_max
+        return self._work_bytes(one.batch_size, one.ids.size) > self._limits.inline_bytes_max
+
+    def _work_bytes(self, examples: int, ids: int) -> int:
+        """Of rows read and values written."""
+        return examples * self._bytes_per_example + ids * self._bytes_per_id
 
     def _count(self) -> None:
         small, large, metrics = self._small, self._large, self._metrics
@@ -177,10 +185,29 @@ class Batcher:
             self._say_failed("looking whether the rows have changed")
         return ""
 
+    def _check_room(self, request: LookupRequest, lane: Lane, source: object) -> None:
+        """Raises OverloadedError where there is none. A lone request always has room: what one may
+        hold is limited elsewhere."""
+        self.check_open()
+        limits, examples, ids = self._limits, request.batch_size, request.ids.size
+        if (lane.examples and lane.examples + examples > limits.queue_examples_max) or (
+            lane.ids and lane.ids + ids > limits.queue_ids_max
+        ):
+            self._refuse(request, lane)
+        held_examples, held_ids = lane.held_by(source)
+        for what, held, more, share in (
+            ("examples", held_examples, examples, self._share_examples),
+            ("ids", held_ids, ids, self._share_ids),
+        ):
+            if held and held + more > share:
+                raise OverloadedError(
+                    f"the queue of {self.model.name!r} holds {held} {what} of this connection, "
+                    f"{more} more pass its share of {share}"
+                )
+
     def _refuse(self, request: LookupRequest, lane: Lane) -> NoReturn:
         """Says that ``lane`` has no room for ``request``. Where all requests are of its kind, or
         it is that of the small ones, there is none from now on for any other."""
-        self.check_open()
         limits, kind = self._limits, ""
         if lane is self._large and limits.inline_bytes_max:
             kind = " for large requests"

@@ -41,6 +41,11 @@ class Caller(ABC):
     queued_s: float
     request: LookupRequest
 
+    @property
+    def source(self) -> object:
+        """Who asks: those of one source share what there is for one. By default each is one."""
+        return self
+
     @abstractmethod
     def answer(self, result: LookupResult) -> None:
         """Takes the vectors, which are a slice of the whole batch's: kept, they keep it."""

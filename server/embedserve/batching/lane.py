@@ -1,14 +1,16 @@
-"""Requests that wait for a batch of one model, first come, first served.
+"""Requests that wait for a batch of one model.
 
-A batch takes all of them, or where they are more than a batch may hold the first ones. Those that
-nobody waits for any more cost no lookup.
+A batch takes all of them, or where they are more than a batch may hold a fair share of each
+source's. Those that nobody waits for any more cost no lookup.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from embedserve.batching.caller import Caller
+from embedserve.batching.fair_queue import FairQueue
 from embedserve.config import Limits
 from embedserve.errors import DeadlineExceededError
 from embedserve.types import LookupRequest, ModelInfo
@@ -27,22 +29,29 @@ class Lane:
     """
 
     __slots__ = (
+        "_backlog",
         "_bytes_per_example",
         "_bytes_per_id",
         "_callers",
         "_ids_max",
         "_output_bytes_max",
         "_withdrawn",
+        "_work_bytes",
         "examples",
         "ids",
         "is_working",
     )
 
-    def __init__(self, model: ModelInfo, limits: Limits) -> None:
+    def __init__(
+        self, model: ModelInfo, limits: Limits, work_bytes: Callable[[int, int], int]
+    ) -> None:
+        """``work_bytes`` of so many examples and ids is what sources share fairly."""
         self.examples = self.ids = 0
         self.is_working = False
-        self._callers: deque[Caller] = deque()
-        self._withdrawn = 0  # still among them
+        self._callers: deque[Caller] = deque()  # in the order that they came
+        self._backlog = FairQueue()  # those that were before them, and too many for a batch
+        self._withdrawn = 0  # still among both
+        self._work_bytes = work_bytes
         self._bytes_per_example = model.answer_bytes_per_example
         self._bytes_per_id = model.answer_bytes_per_id
         self._ids_max = limits.batch_ids_max
@@ -59,22 +68,37 @@ class Lane:
         """The caller of ``request``, whose queue is None, waits no more."""
         self._uncount(request)
         self._withdrawn += 1
-        if self._withdrawn >= WITHDRAWN_MIN and 2 * self._withdrawn >= len(self._callers):
+        if self._withdrawn >= WITHDRAWN_MIN and self._withdrawn >= self.requests:
             self._callers = deque([one for one in self._callers if one.queue is not None])
+            self._backlog.keep(lambda one: one.queue is not None)
             self._withdrawn = 0
 
     @property
     def requests(self) -> int:
         """Callers that wait."""
-        return len(self._callers) - self._withdrawn
+        return len(self._callers) + len(self._backlog) - self._withdrawn
 
     def is_ready(self) -> bool:
         """Whether a batch may be taken: one that all have left is empty."""
-        return bool(self._callers) and not self.is_working
+        return bool(self._callers or self._backlog) and not self.is_working
 
     def first_s(self) -> float:
-        """Since when the first caller waits."""
-        return self._callers[0].queued_s
+        """Since when the next caller waits."""
+        return (self._backlog.first() if self._backlog else self._callers[0]).queued_s
+
+    def held_by(self, source: object) -> tuple[int, int]:
+        """(examples, ids) of those that wait and are of ``source``."""
+        self._queue_up()
+        return self._backlog.held_by(source)
+
+    def _queue_up(self) -> None:
+        callers, self._callers = self._callers, deque()
+        for caller in callers:
+            if caller.queue is None:
+                self._withdrawn -= 1
+            else:
+                request = caller.request
+                self._backlog.put(caller, self._work_bytes(request.batch_size, request.ids.size))
 
     def fills_a_batch(self) -> bool:
         """Whether nothing is gained by waiting for more."""
@@ -84,7 +108,7 @@ class Lane:
     def take(self, now_s: float) -> list[Caller]:
         """As many as a batch may hold, at least one, but for those whose deadline has passed: they
         are told so."""
-        if self._withdrawn or self._is_too_much(self.examples, self.ids):
+        if self._backlog or self._withdrawn or self._is_too_much(self.examples, self.ids):
             return self._take_some(now_s)
         return self._take_all(now_s)
 
@@ -99,17 +123,18 @@ class Lane:
     def _take_some(self, now_s: float) -> list[Caller]:
         callers: list[Caller] = []
         ids = examples = 0
-        while self._callers:
-            caller = self._callers[0]
+        self._queue_up()
+        while self._backlog:
+            caller = self._backlog.first()
             if caller.queue is None:  # withdrawn
-                self._callers.popleft()
+                self._backlog.pop()
                 self._withdrawn -= 1
                 continue
             ids += caller.request.ids.size
             examples += caller.request.batch_size
             if callers and self._is_too_much(examples, ids):
                 break
-            self._callers.popleft()
+            self._backlog.pop()
             self._uncount(caller.request)
             caller.queue = None
             if now_s < caller.deadline_s or _refuse_late(caller, now_s):

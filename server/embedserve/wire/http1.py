@@ -37,6 +37,10 @@ class Http1Call(Call):
         self._form = form
         self._head = head
 
+    @property
+    def source(self) -> object:
+        return self._connection
+
     def header(self, name: bytes) -> bytes | None:
         return self._form.header(self._head, name)
 

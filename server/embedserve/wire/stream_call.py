@@ -16,6 +16,10 @@ class StreamCall(Call):
     _exchange: Exchange
     _stream: Stream
 
+    @property
+    def source(self) -> object:
+        return self._stream.connection
+
     @abstractmethod
     def end(self, error: EmbedServeError) -> None:
         """Ends the stream with ``error``."""

@@ -70,7 +70,8 @@ class Storm:
         request = to_model_order(make_request(bags), self.engine.model)
         deadline_s = perf_counter() + self.random.choice((0.0, 0.001, 60, 60, 60))
         try:
-            answer = submit(self.batcher, request, deadline_s)
+            source = self.random.choice((None, *"abc"))
+            answer = submit(self.batcher, request, deadline_s, source)
             if self.random.random() < 0.15:
                 asyncio.get_running_loop().call_later(self.random.random() / 500, answer.cancel)
             result = await answer

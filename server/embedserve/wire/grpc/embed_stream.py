@@ -40,6 +40,10 @@ class StreamedRequest(Call):
         self.nbytes = 0
         self.reserved_bytes = 0
 
+    @property
+    def source(self) -> object:
+        return self._stream.source
+
     def was_queued(self) -> None:
         assert self.queue is not None
         self._stream.reserve(self, self.queue.model.answer_bytes(self.request))
@@ -88,6 +92,10 @@ class EmbedStream(MessageStream):
 
     def is_idle(self) -> bool:
         return not self._requests
+
+    @property
+    def source(self) -> object:
+        return self._stream.connection
 
     def take(self, message: bytes) -> None:
         request = StreamedRequest(self._asked, self)
