@@ -125,7 +125,11 @@ class Bounds:
             assert time.monotonic() < end, "sockets of closed connections are still open"
             time.sleep(0.01)
         assert "Traceback" not in self._victim.log.read_text()[self._log_bytes :]
-        return {"slowest_ms": round(seen.slowest_s * 1e3, 1), "growth_kib": growth_kib}
+        return {
+            "health_ms": round(seen.health_s_max * 1e3, 1),
+            "embed_ms": round(seen.embed_s_max * 1e3, 1),
+            "growth_kib": growth_kib,
+        }
 
     def close(self) -> None:
         for peer in self.peers:

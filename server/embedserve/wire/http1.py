@@ -22,6 +22,8 @@ from embedserve.wire.uvicorn_connection import STATUS_LINES, UvicornConnection, 
 
 COPY_BYTES_MAX = 64 << 10
 """A shorter answer is copied behind its head, to be written as one."""
+READ_BYTES = 128 << 10
+"""After a piece of a body that is as large it is others' turn: libuv reads 32 of 256 KiB in one."""
 
 
 class Http1Call(Call):
@@ -114,9 +116,18 @@ class Http1Connection(UvicornConnection):
         self._missing_bytes -= len(data)
         self._body.append(data)
         self._registry.has_grown(len(data))
-        if not self._missing_bytes and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if not self._missing_bytes:
             assert self._call is not None
             self._exchange.ask(self._call, self._body.take_all())
+        elif len(data) >= READ_BYTES:
+            self.transport.pause_reading()
+            self.loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        if self._missing_bytes and not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def write(
         self, line: bytes, content_type: bytes, more: bytes, parts: Parts, nbytes: int
