@@ -44,8 +44,13 @@ class Limits:
         262_144, "Ids of a batch of several requests; a larger request is a batch of its own."
     )
     batch_output_bytes_max: int = limit(8 * MIB, "Bytes of such a batch's float32 values.")
-    queue_examples_max: int = limit(131_072, "Examples waiting before requests are refused.")
-    queue_ids_max: int = limit(2_097_152, "Ids waiting before requests are refused.")
+    queue_examples_max: int = limit(
+        131_072,
+        "Examples waiting before requests are refused; of one connection, half of them.",
+    )
+    queue_ids_max: int = limit(
+        2_097_152, "Ids waiting before requests are refused; of one connection, half of them."
+    )
     connections_max: int = limit(
         16_384, "Open connections of a process; past it new ones are closed."
     )
