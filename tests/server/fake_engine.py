@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from server.fake_models import FEATURES, VOCABULARIES, model_info
 
+from embedserve.batching.join import to_model_order
 from embedserve.types import LookupRequest, ModelInfo
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.string_hashes import hash_strings
@@ -68,6 +69,10 @@ class FakeEngine:
         ]
         self._may_go_on = threading.Event()
         self._may_go_on.set()
+
+    def request(self, bags: Bags, weights: Weights | None = None) -> LookupRequest:
+        """As a batcher of its model takes it."""
+        return to_model_order(make_request(bags, weights), self.model)
 
     def hold(self) -> None:
         """Makes lookups wait for `release`; for batches that run in a thread."""

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from server.callers import submit
-from server.fake_engine import FEATURES, Bags, FakeEngine, make_request
+from server.fake_engine import FEATURES, Bags, FakeEngine
 
 from embedserve.batching.batcher import BAG_BYTES, Batcher
-from embedserve.batching.join import to_model_order
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError
 from embedserve.metrics.metrics import ModelMetrics
@@ -67,7 +66,7 @@ class Storm:
 
     async def _outcome(self) -> str:
         bags, is_bad = self._bags()
-        request = to_model_order(make_request(bags), self.engine.model)
+        request = self.engine.request(bags)
         deadline_s = perf_counter() + self.random.choice((0.0, 0.001, 60, 60, 60))
         try:
             source = self.random.choice((None, *"abc"))

@@ -17,7 +17,6 @@ from server.waiting import until
 
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.fair_queue import FairQueue
-from embedserve.batching.join import to_model_order
 from embedserve.batching.lane import WITHDRAWN_MIN
 from embedserve.config import Limits
 from embedserve.errors import OverloadedError
@@ -95,7 +94,7 @@ ONE: Bags = {"user": [[1]]}
 
 
 def one_id(engine: FakeEngine, number: int = 1) -> LookupRequest:
-    return to_model_order(make_request({"user": [[number]]}), engine.model)
+    return engine.request({"user": [[number]]})
 
 
 async def busy(engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits) -> Batcher:
@@ -158,7 +157,7 @@ async def test_a_lone_request_over_its_share_is_taken(
 ) -> None:
     batcher = await busy(engine, make_batcher, Limits(inline_bytes_max=0, queue_examples_max=4))
     bags: Bags = {"user": [[1], [2], [3], [4]]}
-    answer = submit(batcher, to_model_order(make_request(bags), engine.model), source="a")
+    answer = submit(batcher, engine.request(bags), source="a")
     engine.release()
     assert np.array_equal((await answer).values, engine.expected(bags))
 

@@ -53,8 +53,7 @@ def test_split_of_join_is_each_request_alone(engine: FakeEngine, data: st.DataOb
         data.draw(weights_or_none(bags)) if engine.model.is_pooled else None for bags in all_bags
     ]
     requests = [
-        to_model_order(make_request(bags, weights), engine.model)
-        for bags, weights in zip(all_bags, all_weights, strict=True)
+        engine.request(bags, weights) for bags, weights in zip(all_bags, all_weights, strict=True)
     ]
     pieces = data.draw(st.integers(1, 5)) if engine.model.is_pooled else 1
     results = answered(engine, requests, pieces)

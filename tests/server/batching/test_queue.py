@@ -11,23 +11,17 @@ import numpy as np
 import pytest
 from server.callers import Waiting, submit
 from server.conftest import MakeBatcher
-from server.fake_engine import Bags, FakeEngine, make_request
+from server.fake_engine import Bags, FakeEngine
 from server.waiting import until
 
 from embedserve.batching.batcher import Batcher
-from embedserve.batching.join import to_model_order
 from embedserve.batching.lane import WITHDRAWN_MIN
 from embedserve.config import Limits
 from embedserve.errors import EngineError, InvalidRequestError, OverloadedError
 from embedserve.metrics.metrics import ModelMetrics
-from embedserve.types import LookupRequest
 
 ONE: Bags = {"user": [[1]]}
 IN_THREAD = Limits(inline_bytes_max=0)
-
-
-def ordered(engine: FakeEngine, bags: Bags) -> LookupRequest:
-    return to_model_order(make_request(bags), engine.model)
 
 
 async def test_a_queue_that_was_full_takes_requests_once_an_eighth_is_free(
@@ -38,20 +32,18 @@ async def test_a_queue_that_was_full_takes_requests_once_an_eighth_is_free(
     batcher = make_batcher(limits)
     one: Bags = {"user": [[1]]}
     engine.hold()
-    answers = [submit(batcher, ordered(engine, one))]
+    answers = [submit(batcher, engine.request(one))]
     await until(lambda: engine.lookups)
-    answers += [submit(batcher, ordered(engine, one)) for _ in range(16)]
+    answers += [submit(batcher, engine.request(one)) for _ in range(16)]
     batcher.check_open()
     with pytest.raises(OverloadedError, match="holds 16 examples, 1 more pass its limit of 16"):
-        submit(batcher, ordered(engine, one))
+        submit(batcher, engine.request(one))
     with pytest.raises(OverloadedError, match="'shop' is full: it holds 16 examples and 16 ids"):
         batcher.check_open()
     engine.release()
     await asyncio.gather(*answers)
     batcher.check_open()
-    assert np.array_equal(
-        (await submit(batcher, ordered(engine, one))).values, engine.expected(one)
-    )
+    assert np.array_equal((await submit(batcher, engine.request(one))).values, engine.expected(one))
 
 
 async def busy_batcher(
@@ -60,7 +52,7 @@ async def busy_batcher(
     """A batcher whose engine is held at work, and the request that it works on."""
     batcher = make_batcher(limits)
     engine.hold()
-    running = submit(batcher, ordered(engine, ONE))
+    running = submit(batcher, engine.request(ONE))
     await until(lambda: engine.lookups)
     return batcher, running
 
@@ -74,7 +66,7 @@ async def test_one_who_goes_away_is_not_counted_any_more(
 ) -> None:
     batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
     bags: list[Bags] = [{"user": [[1], [2]]}, {"user": [[3]]}, {"user": [[4], [5], [6]]}]
-    waiting = [submit(batcher, ordered(engine, one)) for one in bags]
+    waiting = [submit(batcher, engine.request(one)) for one in bags]
     assert counted(metrics) == (3, 6)
     waiting[0].caller.go_away()
     assert counted(metrics) == (2, 4)
@@ -97,7 +89,7 @@ async def test_one_who_goes_away_during_its_lookup_is_told_nothing(
     assert running.caller.queue is None
     running.caller.go_away()
     engine.release()
-    await submit(batcher, ordered(engine, ONE))
+    await submit(batcher, engine.request(ONE))
     assert not running.done()
     assert counted(metrics) == (0, 0)
 
@@ -107,10 +99,10 @@ async def test_what_went_away_does_not_keep_its_request_in_memory(
 ) -> None:
     """However long the engine works: those who stay in front hold nobody behind them."""
     batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
-    first = submit(batcher, ordered(engine, ONE))
+    first = submit(batcher, engine.request(ONE))
     gone = []
     for _ in range(3 * WITHDRAWN_MIN):
-        waiting = submit(batcher, ordered(engine, ONE))
+        waiting = submit(batcher, engine.request(ONE))
         gone.append(weakref.ref(waiting))
         waiting.caller.go_away()
     del waiting
@@ -127,7 +119,7 @@ async def test_those_who_stay_are_answered_in_order_when_others_are_cleared_away
 ) -> None:
     batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
     waiting = [
-        submit(batcher, ordered(engine, {"user": [[i % 7]]})) for i in range(2 * WITHDRAWN_MIN + 10)
+        submit(batcher, engine.request({"user": [[i % 7]]})) for i in range(2 * WITHDRAWN_MIN + 10)
     ]
     stay = waiting[:: len(waiting) // 5]
     for one in waiting:
@@ -147,10 +139,10 @@ async def test_a_full_queue_is_open_again_when_enough_went_away(
     batcher, running = await busy_batcher(engine, make_batcher, limits)
     rooms: list[bool] = []
     batcher.on_room = lambda: rooms.append(batcher.is_open)
-    waiting = [submit(batcher, ordered(engine, ONE)) for _ in range(16)]
+    waiting = [submit(batcher, engine.request(ONE)) for _ in range(16)]
     assert batcher.is_open
     with pytest.raises(OverloadedError):
-        submit(batcher, ordered(engine, ONE))
+        submit(batcher, engine.request(ONE))
     assert rooms == []
     waiting[3].caller.go_away()
     assert (batcher.is_open, rooms) == (False, [])
@@ -169,9 +161,9 @@ async def test_a_full_queue_is_open_again_when_its_batch_begins(
     batcher, running = await busy_batcher(engine, make_batcher, limits)
     has_room = asyncio.Event()
     batcher.on_room = has_room.set
-    waiting = [submit(batcher, ordered(engine, ONE)) for _ in range(8)]
+    waiting = [submit(batcher, engine.request(ONE)) for _ in range(8)]
     with pytest.raises(OverloadedError):
-        submit(batcher, ordered(engine, ONE))
+        submit(batcher, engine.request(ONE))
     assert not has_room.is_set()
     engine.release()
     await asyncio.wait_for(has_room.wait(), 5)
@@ -184,7 +176,7 @@ async def test_the_end_of_each_batch_is_told_once_after_its_callers_were(
 ) -> None:
     batcher = make_batcher(limits)
     told: list[list[bool]] = []
-    waiting = [submit(batcher, ordered(engine, ONE)) for _ in range(3)]
+    waiting = [submit(batcher, engine.request(ONE)) for _ in range(3)]
     batcher.on_answered = lambda: told.append([one.done() for one in waiting])
     await asyncio.gather(*waiting)
     assert told == [[True] * 3]
@@ -209,7 +201,7 @@ async def test_the_end_of_a_batch_that_has_no_answers_is_told_too(
 ) -> None:
     batcher = make_batcher(limits)
     told: list[bool] = []
-    waiting = submit(batcher, ordered(engine, bags_of(engine)))
+    waiting = submit(batcher, engine.request(bags_of(engine)))
     batcher.on_answered = lambda: told.append(waiting.done())
     with pytest.raises(error):
         await waiting
@@ -222,6 +214,6 @@ async def test_the_end_of_a_batch_that_all_left_is_told(
     batcher = make_batcher(Limits())
     has_ended = asyncio.Event()
     batcher.on_answered = has_ended.set
-    submit(batcher, ordered(engine, ONE)).cancel()
+    submit(batcher, engine.request(ONE)).cancel()
     await asyncio.wait_for(has_ended.wait(), 5)
     assert engine.lookups == []

@@ -1,0 +1,71 @@
+"""Large requests and small ones: neither waits for the other."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from server.batching.test_batcher import ONE_BYTES, USER
+from server.callers import submit
+from server.conftest import MakeBatcher
+from server.fake_engine import Bags, FakeEngine
+from server.waiting import until
+
+from embedserve.config import Limits
+from embedserve.errors import OverloadedError
+from embedserve.metrics.metrics import ModelMetrics
+
+
+async def test_small_requests_do_not_wait_for_one_that_alone_is_a_large_batch(
+    engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
+) -> None:
+    small: Bags = {"user": [[1]]}
+    batcher = make_batcher(Limits(inline_bytes_max=ONE_BYTES))
+    engine.hold()
+    first = submit(batcher, engine.request(USER))
+    await until(lambda: engine.lookups)
+    second = submit(batcher, engine.request(USER))
+    assert (metrics.queued_requests, metrics.queued_examples) == (1, 1)
+    assert np.array_equal(
+        (await submit(batcher, engine.request(small))).values, engine.expected(small)
+    )
+    assert not first.done()
+    assert [lookup.is_inline for lookup in engine.lookups] == [False, True]
+    engine.release()
+    for answer in (first, second):
+        assert np.array_equal((await answer).values, engine.expected(USER))
+
+
+async def test_large_requests_fill_no_queue_but_their_own(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    small: Bags = {"user": [[1]]}
+    limits = Limits(inline_bytes_max=ONE_BYTES, queue_examples_max=2)
+    batcher = make_batcher(limits)
+    engine.hold()
+    answers = [submit(batcher, engine.request(USER))]
+    await until(lambda: engine.lookups)
+    answers += [submit(batcher, engine.request(USER)) for _ in range(2)]
+    with pytest.raises(OverloadedError, match=r"for large requests holds 2 examples, 1 more pass"):
+        submit(batcher, engine.request(USER))
+    assert batcher.is_open
+    result = await submit(batcher, engine.request(small))
+    assert np.array_equal(result.values, engine.expected(small))
+    engine.release()
+    await asyncio.gather(*answers)
+    await submit(batcher, engine.request(USER))
+
+
+async def test_two_small_requests_that_are_a_large_batch_together_run_beside_a_large_one(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    small: Bags = {"user": [[1]]}
+    batcher = make_batcher(Limits(inline_bytes_max=ONE_BYTES))
+    engine.hold()
+    answers = [submit(batcher, engine.request(bags)) for bags in (USER, small, small)]
+    await until(lambda: len(engine.lookups) == 2)
+    assert sorted(lookup.batch_size for lookup in engine.lookups) == [1, 2]
+    engine.release()
+    for answer, bags in zip(answers, (USER, small, small), strict=True):
+        assert np.array_equal((await answer).values, engine.expected(bags))
