@@ -144,7 +144,7 @@ class Batcher:
     def withdraw(self, caller: Caller) -> None:
         """Takes a caller that waits in this queue out of it, and of what the queue holds."""
         caller.queue = None
-        self._lane_of(caller.request).withdraw(caller.request)
+        self._lane_of(caller.request).withdraw(caller)
         del caller.request  # the caller stays in the lane's middle for a while
         self._count()
         self._open_again()

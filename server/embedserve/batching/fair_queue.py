@@ -1,100 +1,118 @@
 """Requests that wait for more than one batch: start-time fair queueing over who asks.
 
-Each source (`Caller.source`) that has requests waiting gets an equal share of the work, however
-much it asks for, and its own requests are taken in the order that they came: a request begins, on a
-clock that counts work, where the one before it of its source ends, but not before now. Goyal, Vin
-and Cheng, "Start-time Fair Queueing" (SIGCOMM 1996).
+Sources (`Caller.source`) with requests waiting get equal shares of the work, however much each asks
+for, and a source's own requests are taken in the order that they came. On a clock that counts work,
+each source's next request starts where the one that it was last given ends, but not before now;
+the first by the clock is taken next. Goyal, Vin and Cheng, "Start-time Fair Queueing" (SIGCOMM
+1996), but that starts are set when a request's turn comes and not as it arrives: one that its
+caller gives up, or that comes too late, costs its source nothing.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from embedserve.batching.caller import Caller
 
+GONE_MIN = 1024
+"""Callers that went away are taken from the middle once they are so many, and half of all."""
 
-@dataclass(slots=True)
-class Held:
+
+@dataclass(slots=True, eq=False)
+class Source:
     """What waits of one source.
 
     Attributes:
-        end: of the last request, on the clock.
+        callers: those that went away are still among them.
+        examples, ids: of the others.
     """
 
-    end: int
-    requests: int = 0
+    key: object
+    callers: deque[Caller] = field(default_factory=deque)
     examples: int = 0
     ids: int = 0
 
 
-Entry = tuple[int, int, Caller, object, int, int]
-"""A request's start, its number, its caller and source, examples and ids: those of one that went
-away are not known any more."""
-
-
 class FairQueue:
-    """Callers, the next of whom is the first by the clock.
-
-    Attributes:
-        now: where the request began that was taken last; work, in bytes.
-    """
+    """Callers that wait, each with its request."""
 
     def __init__(self) -> None:
-        self.now = 0
-        self._heap: list[Entry] = []
-        self._held: dict[object, Held] = {}
-        self._puts = 0  # those of the same start are taken in the order that they came
+        self._now = 0
+        # Each source once, with the start of its next request; one that has none is forgotten
+        # once the clock is there: until then it has had its share.
+        self._starts: list[tuple[int, int, Source]] = []
+        self._sources: dict[object, Source] = {}
+        self._source_of: dict[Caller, Source] = {}
+        self._pushes = 0  # of the same start, those that came first are first
+        self._gone = 0
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._source_of)
 
-    def put(self, caller: Caller, work: int) -> None:
-        source, request = caller.source, caller.request
-        held = self._held.get(source)
-        if held is None:
-            held = self._held[source] = Held(self.now)
-        start = max(self.now, held.end)
-        examples, ids = request.batch_size, request.ids.size
-        held.end = start + work
-        held.requests += 1
-        held.examples += examples
-        held.ids += ids
-        self._puts += 1
-        heapq.heappush(self._heap, (start, self._puts, caller, source, examples, ids))
+    def put(self, caller: Caller) -> None:
+        key, request = caller.source, caller.request
+        source = self._sources.get(key)
+        if source is None:
+            source = self._sources[key] = Source(key)
+            self._pushes += 1
+            heapq.heappush(self._starts, (self._now, self._pushes, source))
+        source.callers.append(caller)
+        source.examples += request.batch_size
+        source.ids += request.ids.size
+        self._source_of[caller] = source
 
-    def first(self) -> Caller:
-        """Who is to be taken next."""
-        return self._heap[0][2]
+    def first(self) -> Caller | None:
+        """Who is to be taken next; None: nobody waits."""
+        while self._starts:
+            start, _, source = self._starts[0]
+            callers = source.callers
+            while callers and callers[0] not in self._source_of:
+                callers.popleft()
+                self._gone -= 1
+            if callers:
+                return callers[0]
+            self._now = max(self._now, start)
+            heapq.heappop(self._starts)
+            del self._sources[source.key]
+        return None
 
-    def pop(self) -> Caller:
-        """Takes the first."""
-        entry = heapq.heappop(self._heap)
-        self.now = entry[0]
-        self._forget(entry)
-        return entry[2]
+    def pop(self, work: int) -> None:
+        """Takes the first, which is given so much ``work``."""
+        start, _, source = self._starts[0]
+        caller = source.callers.popleft()
+        self._uncount(caller, self._source_of.pop(caller))
+        self._now = start
+        self._pushes += 1
+        heapq.heapreplace(self._starts, (start + work, self._pushes, source))
+        self._forget_if_empty()
 
-    def keep(self, is_kept: Callable[[Caller], bool]) -> None:
-        """Drops all others."""
-        entries, self._heap = self._heap, []
-        for entry in entries:
-            if is_kept(entry[2]):
-                self._heap.append(entry)
-            else:
-                self._forget(entry)
-        heapq.heapify(self._heap)
+    def withdraw(self, caller: Caller) -> bool:
+        """Takes ``caller`` out, which still has its request; False: it is not here."""
+        source = self._source_of.pop(caller, None)
+        if source is None:
+            return False
+        self._uncount(caller, source)
+        self._gone += 1
+        self._forget_if_empty()
+        if self._gone >= GONE_MIN and self._gone >= len(self):
+            self._gone = 0
+            for one in self._sources.values():
+                one.callers = deque([other for other in one.callers if other in self._source_of])
+        return True
 
-    def _forget(self, entry: Entry) -> None:
-        _, _, _, source, examples, ids = entry
-        held = self._held[source]
-        held.requests -= 1
-        held.examples -= examples
-        held.ids -= ids
-        if not held.requests:
-            del self._held[source]
+    def _uncount(self, caller: Caller, source: Source) -> None:
+        source.examples -= caller.request.batch_size
+        source.ids -= caller.request.ids.size
 
-    def held_by(self, source: object) -> tuple[int, int]:
-        """(examples, ids) of a source's requests, those that went away included."""
-        held = self._held.get(source)
-        return (held.examples, held.ids) if held else (0, 0)
+    def _forget_if_empty(self) -> None:
+        if not self._source_of:
+            self._starts.clear()
+            self._sources.clear()
+            self._gone = 0
+
+    def held_by(self, key: object) -> tuple[int, int]:
+        """(examples, ids) of a source's requests."""
+        source = self._sources.get(key)
+        return (source.examples, source.ids) if source else (0, 0)

@@ -10,13 +10,10 @@ from collections import deque
 from collections.abc import Callable
 
 from embedserve.batching.caller import Caller
-from embedserve.batching.fair_queue import FairQueue
+from embedserve.batching.fair_queue import GONE_MIN, FairQueue
 from embedserve.config import Limits
 from embedserve.errors import DeadlineExceededError
 from embedserve.types import LookupRequest, ModelInfo
-
-WITHDRAWN_MIN = 1024
-"""Callers that went away are taken from the middle once they are so many, and half of all."""
 
 
 class Lane:
@@ -50,7 +47,7 @@ class Lane:
         self.is_working = False
         self._callers: deque[Caller] = deque()  # in the order that they came
         self._backlog = FairQueue()  # those that were before them, and too many for a batch
-        self._withdrawn = 0  # still among both
+        self._withdrawn = 0  # still among the callers
         self._work_bytes = work_bytes
         self._bytes_per_example = model.answer_bytes_per_example
         self._bytes_per_id = model.answer_bytes_per_id
@@ -64,13 +61,14 @@ class Lane:
         self.examples += request.batch_size
         self.ids += request.ids.size
 
-    def withdraw(self, request: LookupRequest) -> None:
-        """The caller of ``request``, whose queue is None, waits no more."""
-        self._uncount(request)
+    def withdraw(self, caller: Caller) -> None:
+        """``caller``, whose queue is None and who still has its request, waits no more."""
+        self._uncount(caller.request)
+        if self._backlog.withdraw(caller):
+            return
         self._withdrawn += 1
-        if self._withdrawn >= WITHDRAWN_MIN and self._withdrawn >= self.requests:
+        if self._withdrawn >= GONE_MIN and 2 * self._withdrawn >= len(self._callers):
             self._callers = deque([one for one in self._callers if one.queue is not None])
-            self._backlog.keep(lambda one: one.queue is not None)
             self._withdrawn = 0
 
     @property
@@ -84,7 +82,7 @@ class Lane:
 
     def first_s(self) -> float:
         """Since when the next caller waits."""
-        return (self._backlog.first() if self._backlog else self._callers[0]).queued_s
+        return (self._backlog.first() or self._callers[0]).queued_s
 
     def held_by(self, source: object) -> tuple[int, int]:
         """(examples, ids) of those that wait and are of ``source``."""
@@ -93,12 +91,10 @@ class Lane:
 
     def _queue_up(self) -> None:
         callers, self._callers = self._callers, deque()
+        self._withdrawn = 0
         for caller in callers:
-            if caller.queue is None:
-                self._withdrawn -= 1
-            else:
-                request = caller.request
-                self._backlog.put(caller, self._work_bytes(request.batch_size, request.ids.size))
+            if caller.queue is not None:
+                self._backlog.put(caller)
 
     def fills_a_batch(self) -> bool:
         """Whether nothing is gained by waiting for more."""
@@ -122,22 +118,22 @@ class Lane:
 
     def _take_some(self, now_s: float) -> list[Caller]:
         callers: list[Caller] = []
-        ids = examples = 0
+        all_ids = all_examples = 0
         self._queue_up()
-        while self._backlog:
-            caller = self._backlog.first()
-            if caller.queue is None:  # withdrawn
-                self._backlog.pop()
-                self._withdrawn -= 1
-                continue
-            ids += caller.request.ids.size
-            examples += caller.request.batch_size
-            if callers and self._is_too_much(examples, ids):
-                break
-            self._backlog.pop()
+        while (caller := self._backlog.first()) is not None:
+            examples, ids = caller.request.batch_size, caller.request.ids.size
+            is_late = now_s >= caller.deadline_s
+            if not is_late:
+                all_examples += examples
+                all_ids += ids
+                if callers and self._is_too_much(all_examples, all_ids):
+                    break
+            self._backlog.pop(0 if is_late else self._work_bytes(examples, ids))
             self._uncount(caller.request)
             caller.queue = None
-            if now_s < caller.deadline_s or _refuse_late(caller, now_s):
+            if is_late:
+                _refuse_late(caller, now_s)
+            else:
                 callers.append(caller)
         return callers
 

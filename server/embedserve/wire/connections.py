@@ -25,6 +25,8 @@ LINGER_S_MAX = 1.0
 """How long a client may take to close its side of a connection whose last answer is written."""
 LINGER_BYTES_MAX = 64 << 20
 """Of what it still sends meanwhile."""
+READ_BYTES = 128 << 10
+"""After a read of so much it is others' turn: libuv reads 32 times 256 KiB of a connection."""
 DRAIN_IDLE_S = 1.0
 """How long a draining connection waits for a request that may be on its way."""
 DRAIN_PING_S_MAX = 1.0
@@ -163,6 +165,13 @@ class Lingering(asyncio.Protocol):
         self._bytes_left -= len(data)
         if self._bytes_left < 0:
             self._transport.abort()
+        elif len(data) >= READ_BYTES:
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._registry.discard(self)
@@ -248,7 +257,11 @@ class Http2Transport(asyncio.Protocol):
         if self._paused_s:
             return  # resume_writing goes on
         self._transport.resume_reading()
-        self.data_received(b"")
+        try:
+            self.data_received(b"")
+        except Exception:
+            self._transport.abort()  # as the transport does where data_received raises
+            raise
 
     def _on_output(self) -> None:
         if not self._is_flush_due:
@@ -297,10 +310,12 @@ class Http2Transport(asyncio.Protocol):
         if self._transport.is_closing():
             return
         self.flush()
-        if not self._paused_s:
+        if self._paused_s:
+            return
+        if self._connection.has_more:
+            self._loop.call_soon(self._go_on)
+        else:
             self._transport.resume_reading()
-            if self._connection.has_more:
-                self._loop.call_soon(self._go_on)
 
     def eof_received(self) -> bool:
         """The client sends no more, and so cannot end a stream properly: all of it ends."""
@@ -330,6 +345,8 @@ class Http2Transport(asyncio.Protocol):
 
     def check_time(self, now_s: float) -> None:
         connection = self._connection
+        if self._transport.is_closing() and not self._paused_s:
+            self._paused_s = now_s  # its client has ended it, and may not read
         if self._paused_s and now_s - self._paused_s > UNREAD_S_MAX:
             self._transport.abort()
             return

@@ -13,7 +13,7 @@ from typing import Any
 from embedserve.errors import EmbedServeError
 from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, late_request
 from embedserve.types import Parts
-from embedserve.wire.connections import Registry
+from embedserve.wire.connections import READ_BYTES, Registry
 from embedserve.wire.heads import HeadForm, HeadForms
 from embedserve.wire.pieces import Pieces
 from embedserve.wire.rest import error_answer
@@ -22,8 +22,6 @@ from embedserve.wire.uvicorn_connection import STATUS_LINES, UvicornConnection, 
 
 COPY_BYTES_MAX = 64 << 10
 """A shorter answer is copied behind its head, to be written as one."""
-READ_BYTES = 128 << 10
-"""After a piece of a body that is as large it is others' turn: libuv reads 32 of 256 KiB in one."""
 
 
 class Http1Call(Call):
@@ -187,6 +185,7 @@ class Http1Connection(UvicornConnection):
         if self._missing_bytes and call is not None:
             if now_s - call.start_s > REQUEST_S_MAX:
                 self._missing_bytes = 0
+                self._body = Pieces()
                 self._is_last = True
                 call.refuse(late_request())
         else:

@@ -252,7 +252,7 @@ class UvicornConnection(HttpToolsProtocol):
 
     def check_time(self, now_s: float) -> None:
         """Closes a connection that idles, sends or reads for too long; called now and then."""
-        if self.flow.write_paused:
+        if self.flow.write_paused or self.transport.is_closing():
             unread_bytes = self.unread_bytes
             if not 0 < self._unread_bytes_seen < unread_bytes + READ_BYTES_MIN:
                 self._unread_bytes_seen = unread_bytes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from itertools import combinations
+from random import Random
 from typing import cast
 
 import numpy as np
@@ -16,78 +18,119 @@ from server.fake_engine import Bags, FakeEngine, make_request
 from server.waiting import until
 
 from embedserve.batching.batcher import Batcher
-from embedserve.batching.fair_queue import FairQueue
-from embedserve.batching.lane import WITHDRAWN_MIN
+from embedserve.batching.fair_queue import GONE_MIN, FairQueue
 from embedserve.config import Limits
 from embedserve.errors import OverloadedError
 from embedserve.metrics.metrics import ModelMetrics
 from embedserve.types import LookupRequest, LookupResult
 
-
-def put(queue: FairQueue, name: str, work: int, examples: int = 1) -> None:
-    nobody = cast("asyncio.Future[LookupResult]", None)
-    caller = WaitingCaller(nobody, source=name)
-    caller.request = make_request({"user": [[1]] * examples})
-    queue.put(caller, work)
+WORK_MAX = 50
 
 
-def popped(queue: FairQueue, count: int) -> str:
-    return "".join(str(queue.pop().source) for _ in range(count))
+class Queued:
+    """A fair queue whose requests are as many examples as they are work."""
+
+    def __init__(self, names: str = "", work: int = 10) -> None:
+        self.queue = FairQueue()
+        for name in names:
+            self.put(name, work)
+
+    def put(self, name: str, work: int = 10) -> WaitingCaller:
+        nobody = cast("asyncio.Future[LookupResult]", None)
+        caller = WaitingCaller(nobody, source=name)
+        caller.request = make_request({"user": [[1]] * work})
+        self.queue.put(caller)
+        return caller
+
+    def pop(self) -> WaitingCaller:
+        caller = self.queue.first()
+        assert isinstance(caller, WaitingCaller)
+        self.queue.pop(caller.request.batch_size)
+        return caller
+
+    def names(self, count: int) -> str:
+        return "".join(str(self.pop().source) for _ in range(count))
 
 
 def test_sources_take_turns() -> None:
-    queue = FairQueue()
-    for name in "aaaabbc":
-        put(queue, name, 10)
-    assert popped(queue, 7) == "abcabaa"
+    assert Queued("aaaabbc").names(7) == "abcabaa"
 
 
 def test_one_that_comes_late_gets_its_share_from_then_on() -> None:
-    queue = FairQueue()
-    for name in "aaaaaa":
-        put(queue, name, 10)
-    assert popped(queue, 3) == "aaa"
-    for name in "bb":
-        put(queue, name, 10)
-    assert popped(queue, 5) == "babaa"
+    queued = Queued("aaaaaa")
+    assert queued.names(3) == "aaa"
+    for _ in range(2):
+        queued.put("b")
+    assert queued.names(5) == "babaa"
 
 
 def test_shares_are_of_work_and_not_of_requests() -> None:
-    queue = FairQueue()
-    for _ in range(4):
-        put(queue, "a", 100)
+    queued = Queued("aaaa", work=100)
     for _ in range(20):
-        put(queue, "b", 10)
-    assert Counter(popped(queue, 13)) == {"a": 2, "b": 11}
+        queued.put("b", 10)
+    assert Counter(queued.names(13)) == {"a": 2, "b": 11}
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), max_size=60))
-def test_while_two_wait_they_are_given_alike(asked: list[tuple[str, int]]) -> None:
+def test_one_that_asks_again_each_time_gets_no_more_than_its_share() -> None:
+    """Though it has nothing waiting for a moment, or one request more than it has taken."""
+    for waiting in ("abbbbb", "aabbbbb"):
+        queued = Queued(waiting)
+        taken = ""
+        for _ in range(8):
+            taken += queued.names(1)
+            if taken[-1] == "a":
+                queued.put("a")
+        assert taken == "abababab"
+
+
+def test_what_was_given_up_costs_its_source_nothing() -> None:
+    queued = Queued()
+    given_up = [queued.put("a") for _ in range(20)]
+    for _ in range(5):
+        queued.put("b")
+    assert queued.names(2) == "ab"
+    assert all(queued.queue.withdraw(one) for one in given_up[1:])
+    assert queued.queue.held_by("a") == (0, 0)
+    queued.put("a")
+    assert queued.names(5) == "abbbb"
+    assert not queued.queue.withdraw(given_up[0])
+
+
+Asked = st.tuples(st.sampled_from("abc"), st.integers(1, WORK_MAX))
+Step = Asked | st.sampled_from(["take", "give up"])
+
+
+@given(st.lists(Step, max_size=80), st.randoms(use_true_random=False))
+def test_while_two_wait_they_are_given_alike(
+    steps: list[tuple[str, int] | str], random: Random
+) -> None:
     """But for what one request of each makes; each in the order that it asked in."""
-    queue = FairQueue()
-    left: dict[object, list[int]] = {name: [] for name in "abc"}
-    for name, work in asked:
-        put(queue, name, work, examples=work)
-        left[name].append(work)
+    queued = Queued()
+    waiting: dict[object, list[WaitingCaller]] = {name: [] for name in "abc"}
     had = Counter[object]()
-    while queue:
-        waiting = [name for name in "abc" if left[name]]
-        for name in "abc":
-            assert queue.held_by(name) == (sum(left[name]), sum(left[name]))
-            assert all(name not in waiting or had[name] <= had[other] + 50 for other in waiting)
-        caller = queue.pop()
-        assert caller.request.batch_size == left[caller.source].pop(0)
-        had[caller.source] += caller.request.batch_size
-    assert not any(left.values())
-
-
-def test_those_that_are_dropped_are_held_no_more() -> None:
-    queue = FairQueue()
-    for name in "aabab":
-        put(queue, name, 10)
-    queue.keep(lambda caller: caller.source == "b")
-    assert (queue.held_by("a"), queue.held_by("b")) == ((0, 0), (2, 2))
-    assert popped(queue, 2) == "bb"
+    apart = dict.fromkeys(combinations("abc", 2), 0)  # what each had when both began to wait
+    for step in [*steps, *["take"] * len(steps)]:
+        alive = [caller for callers in waiting.values() for caller in callers]
+        assert len(queued.queue) == len(alive)
+        if isinstance(step, tuple):
+            waiting[step[0]].append(queued.put(*step))
+        elif alive and step == "give up":
+            caller = random.choice(alive)
+            waiting[caller.source].remove(caller)
+            assert queued.queue.withdraw(caller)
+        elif alive:
+            caller = queued.pop()
+            assert caller is waiting[caller.source].pop(0)
+            had[caller.source] += caller.request.batch_size
+        for name, callers in waiting.items():
+            work = sum(one.request.batch_size for one in callers)
+            assert queued.queue.held_by(name) == (work, work)
+        for one, other in apart:
+            if waiting[one] and waiting[other]:
+                assert abs(had[one] - had[other] - apart[one, other]) <= 2 * WORK_MAX
+            else:
+                apart[one, other] = had[one] - had[other]
+    assert queued.queue.first() is None
 
 
 ONE: Bags = {"user": [[1]]}
@@ -165,9 +208,9 @@ async def test_a_lone_request_over_its_share_is_taken(
 async def test_one_who_goes_away_from_the_backlog_leaves_the_others_there(
     engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
 ) -> None:
-    limits = Limits(inline_bytes_max=0, queue_examples_max=2 * WITHDRAWN_MIN)
+    limits = Limits(inline_bytes_max=0, queue_examples_max=2 * GONE_MIN)
     batcher = await busy(engine, make_batcher, limits)
-    answers = [submit(batcher, one_id(engine, i % 7), source="a") for i in range(WITHDRAWN_MIN)]
+    answers = [submit(batcher, one_id(engine, i % 7), source="a") for i in range(GONE_MIN)]
     with pytest.raises(OverloadedError, match="share"):
         submit(batcher, one_id(engine), source="a")
     answers += [submit(batcher, one_id(engine, i % 7), source="b") for i in range(9)]

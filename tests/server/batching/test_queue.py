@@ -15,7 +15,7 @@ from server.fake_engine import Bags, FakeEngine
 from server.waiting import until
 
 from embedserve.batching.batcher import Batcher
-from embedserve.batching.lane import WITHDRAWN_MIN
+from embedserve.batching.fair_queue import GONE_MIN
 from embedserve.config import Limits
 from embedserve.errors import EngineError, InvalidRequestError, OverloadedError
 from embedserve.metrics.metrics import ModelMetrics
@@ -101,13 +101,13 @@ async def test_what_went_away_does_not_keep_its_request_in_memory(
     batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
     first = submit(batcher, engine.request(ONE))
     gone = []
-    for _ in range(3 * WITHDRAWN_MIN):
+    for _ in range(3 * GONE_MIN):
         waiting = submit(batcher, engine.request(ONE))
         gone.append(weakref.ref(waiting))
         waiting.caller.go_away()
     del waiting
     gc.collect()
-    assert sum(ref() is not None for ref in gone) < WITHDRAWN_MIN
+    assert sum(ref() is not None for ref in gone) < GONE_MIN
     engine.release()
     await asyncio.gather(running, first)
     gc.collect()
@@ -119,7 +119,7 @@ async def test_those_who_stay_are_answered_in_order_when_others_are_cleared_away
 ) -> None:
     batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
     waiting = [
-        submit(batcher, engine.request({"user": [[i % 7]]})) for i in range(2 * WITHDRAWN_MIN + 10)
+        submit(batcher, engine.request({"user": [[i % 7]]})) for i in range(2 * GONE_MIN + 10)
     ]
     stay = waiting[:: len(waiting) // 5]
     for one in waiting:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,18 +16,18 @@ from h2.settings import SettingCodes
 from hyperframe.frame import GoAwayFrame, PingFrame
 from server.fake_engine import FakeEngine
 from server.live import IN_THREAD, PROTOBUF, make_exchange
-from server.raw_http import OurServer, our_server
+from server.raw_http import OurServer, our_server, post
 from server.waiting import until
 from server.wire.http2.peer import body_of, frames_of, has_ended
 
 from embedserve.wire import connections
-from embedserve.wire.connections import LINGER_S_MAX
+from embedserve.wire.connections import LINGER_S_MAX, READ_BYTES, Lingering
+from embedserve.wire.http2.connection import UNREAD_S_MAX, Http2Connection
 from embedserve.wire.http2.control import DRAIN_PING
 from embedserve.wire.http2.frames import HEAD_BYTES, PREFACE, ErrorCode
 from embedserve_proto import embedding_pb2 as pb
 
 EXAMPLES = 10_000
-MESSAGE = pb.EmbedRequest(keys=["user"], ids=[1] * EXAMPLES, lengths=[1] * EXAMPLES)
 LAST_GOAWAY = GoAwayFrame(0, last_stream_id=1).serialize()
 WINDOW = 1 << 20
 """Room for all of the answer: 160 KB, forty times what the sockets hold."""
@@ -38,7 +40,7 @@ async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncItera
         yield server
 
 
-def asking_client() -> H2Connection:
+def asking_client(examples: int = EXAMPLES) -> H2Connection:
     """It has asked for vectors that do not fit into the sockets, and takes them at once."""
     client = H2Connection()
     client.initiate_connection()
@@ -46,7 +48,8 @@ def asking_client() -> H2Connection:
     client.increment_flow_control_window(WINDOW)
     head = [(":method", "POST"), (":scheme", "http"), (":path", "/embed"), (":authority", "test")]
     client.send_headers(1, [*head, ("content-type", PROTOBUF)])
-    body = MESSAGE.SerializeToString()
+    message = pb.EmbedRequest(keys=["user"], ids=[1] * examples, lengths=[1] * examples)
+    body = message.SerializeToString()
     while body:
         client.send_data(1, body[:10_000], end_stream=len(body) <= 10_000)
         body = body[10_000:]
@@ -112,4 +115,86 @@ async def test_one_that_misbehaves_is_told_and_not_read_for_ever(
     assert server.wire.connections
     writer.write(b"and a byte more")
     await until(lambda: not server.wire.connections)
+    writer.close()
+
+
+async def test_what_is_thrown_away_is_read_piece_by_piece(
+    server: OurServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a body is: with turns for others between."""
+    read: list[tuple[int, int]] = []
+    turns = 0
+    loop = asyncio.get_running_loop()
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+        loop.call_soon(turn)
+
+    def data_received(lingering: Lingering, data: bytes) -> None:
+        read.append((turns, len(data)))
+        receive(lingering, data)
+
+    receive = Lingering.data_received
+    monkeypatch.setattr(Lingering, "data_received", data_received)
+    reader, writer = await server.open()
+    writer.write(PREFACE + b"no settings, which come first")
+    await reader.read()
+    turn()
+    writer.write(bytes(8 << 20))
+    await until(lambda: sum(nbytes for _, nbytes in read) >= 8 << 20)
+    large = [number for number, nbytes in read if nbytes >= READ_BYTES]
+    assert len(large) == len(set(large))
+    writer.close()
+
+
+@pytest.mark.parametrize("protocol", ["HTTP/1.1", "HTTP/2"])
+async def test_one_that_ends_its_side_and_reads_nothing_is_cut(
+    server: OurServer, protocol: str
+) -> None:
+    """With less unread than has the transport say so."""
+    request = post(b'{"features": {"user": [%b[1]]}}' % (b"[1]," * 600))
+    if protocol == "HTTP/2":
+        request = asking_client(EXAMPLES // 8).data_to_send()
+    _, writer = await server.open()
+    writer.write(request)
+    await until(lambda: server.outcomes().get("OK"))
+    writer.write_eof()
+    connection: Any
+    (connection,) = server.wire.connections
+    transport = connection._transport if protocol == "HTTP/2" else connection.transport
+    await until(transport.is_closing)
+    start_s = perf_counter()
+    connection.check_time(start_s)
+    connection.check_time(start_s + UNREAD_S_MAX - 1)
+    assert server.wire.connections
+    connection.check_time(start_s + UNREAD_S_MAX + 1)
+    await until(lambda: not server.wire.connections)
+    writer.close()
+
+
+async def test_what_nobody_foresaw_ends_a_connection_that_is_read_on(
+    server: OurServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does where the transport calls."""
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    receive = Http2Connection.receive
+
+    def fail_later(connection: Http2Connection, data: bytes) -> None:
+        if not data:
+            raise ZeroDivisionError("nobody foresaw this")
+        receive(connection, data)
+
+    monkeypatch.setattr(Http2Connection, "receive", fail_later)
+    client = H2Connection()
+    client.initiate_connection()
+    for number in range(100):
+        client.ping(b"%08d" % number)
+    reader, writer = await server.open()
+    writer.write(client.data_to_send())
+    with contextlib.suppress(ConnectionResetError):
+        await reader.read()
+    await until(lambda: not server.wire.connections)
+    assert isinstance(told[0]["exception"], ZeroDivisionError)
     writer.close()

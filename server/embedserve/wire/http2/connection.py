@@ -46,8 +46,12 @@ BLOCK_BYTES_MAX = 16 << 10
 """Of a compressed header block; past it the connection ends."""
 HEADER_LIST_BYTES_MAX = 16 << 10
 WORK_PER_TURN = 32 << 10
-"""Of decoded header blocks, in bytes as HPACK counts them, and of what asks nothing: after it, some
+"""Of decoded header blocks, in bytes as HPACK counts them, and of frames: after it, some
 milliseconds, it is others' turn."""
+FRAME_WORK = 32
+"""Of any frame."""
+OPEN_WORK = 96
+"""Of opening a stream. As many as there may be at once leave half of a turn."""
 IDLE_WORK = 1024
 """Of one frame that asks nothing: the stream that a reset ends was opened for it."""
 UNSENT_BYTES_MAX = 64 << 20
@@ -183,6 +187,7 @@ class Http2Connection:
                 )
             if after > end:
                 break
+            self._turn_left -= FRAME_WORK
             if not self.is_begun or self._block:
                 self._check_order(kind, flags)
             try:
@@ -237,6 +242,7 @@ class Http2Connection:
 
     def _open(self, stream_id: int, opened: Opened, body: bytes | None) -> None:
         """Opens a stream; ``body`` is all of its request's, or None where that is to come."""
+        self._turn_left -= OPEN_WORK
         stream = Stream(self, stream_id, self.sender.stream_window, self.receiver.stream_window)
         if body is None:
             stream.missing_bytes = opened.content_length
@@ -532,3 +538,6 @@ class Http2Connection:
             handler, stream.handler = stream.handler, ENDED
             handler.reset()
         self.receiver.close()
+        self._left = b""
+        self._block = []
+        self.has_more = False

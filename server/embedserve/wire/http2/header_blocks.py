@@ -7,6 +7,7 @@ table, so that they depend on nothing and can be made in advance.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
@@ -25,6 +26,9 @@ BLOCKS_MAX = 64
 """Remembered of a connection."""
 BLOCK_BYTES_MAX = 4096
 """A longer one is not remembered."""
+MANY_SIZE_UPDATES = re.compile(rb"([\x20-\x3e]|\x3f[\x80-\xff]*[\x00-\x7f]){3}")
+"""More than RFC 7541, section 4.2, has a block begin with: each is a byte, and takes a header's
+time."""
 NO_TABLE = b"\x20"
 """A block that begins so takes the peer's view of our dynamic table to no bytes, once for all."""
 
@@ -75,6 +79,9 @@ class HeaderBlocks(Generic[T]):
 
     def _decode(self, block: bytes) -> tuple[Headers, bool]:
         """(headers, whether the table changed, after which blocks may mean something else)"""
+        if MANY_SIZE_UPDATES.match(block):
+            reason = "a header block with over 2 updates of the table's size"
+            raise ProtocolViolation(ErrorCode.COMPRESSION_ERROR, reason)
         table = self._decoder.header_table
         entries = table.dynamic_entries
         # The newest entry itself and not its id, which another may have once it is gone.

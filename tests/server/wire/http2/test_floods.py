@@ -26,7 +26,7 @@ from server.wire.http2.peer import (
 )
 
 from embedserve.wire.http2.allowance import IDLE_WORK_MAX
-from embedserve.wire.http2.connection import IDLE_BYTES, IDLE_WORK, WORK_PER_TURN
+from embedserve.wire.http2.connection import FRAME_WORK, IDLE_BYTES, IDLE_WORK, WORK_PER_TURN
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.header_blocks import encode
 
@@ -146,6 +146,38 @@ def test_resets_are_read_a_few_at_a_time() -> None:
     peer.send()
     assert len(peer.handlers) == 100
     assert not peer.connection.is_over
+
+
+def test_what_is_left_of_a_flood_is_not_kept_once_its_connection_is_over() -> None:
+    peer = Peer()
+    peer.send(*[PingFrame(0)] * IDLE_WORK_MAX)
+    peer.connection.receive(b"".join(PingFrame(0).serialize() for _ in range(100)))
+    assert peer.connection.is_over
+    assert (peer.connection.left_bytes, peer.connection.has_more) == (0, False)
+
+
+def test_small_pieces_of_a_body_are_read_some_at_a_time() -> None:
+    peer = Peer()
+    handler = peer.open(1, is_end=False)
+    peer.connection.receive(b"".join(data(1, b"x").serialize() for _ in range(5000)))
+    assert peer.connection.has_more
+    assert 0 < len(handler.body) <= 1 + WORK_PER_TURN // FRAME_WORK
+    peer.send()
+    assert len(handler.body) == 5000
+
+
+def test_as_many_streams_as_may_be_are_opened_in_one_turn_and_not_many_more() -> None:
+    peer = Peer()
+    block = encode(POST)
+    peer.send(raw(1, 0x4, 1, block), raw(0, 0x1, 1, b"x"))  # its block is known from here on
+    answer(peer, 1)
+    peer.connection.receive(
+        b"".join(raw(1, 0x4, i, block) + raw(0, 0x1, i, b"x") for i in range(3, 3 + 2 * 127, 2))
+    )
+    assert len(peer.handlers) == 128
+    assert not peer.connection.has_more
+    peer.connection.receive(b"".join(raw(1, 0x5, i, block) for i in range(257, 2257, 2)))
+    assert peer.connection.has_more
 
 
 def test_settings_of_many_values_are_as_much_work_as_many_frames() -> None:

@@ -184,6 +184,14 @@ def test_garbage_is_headers_or_an_end_of_the_connection(block: bytes) -> None:
     assert all(isinstance(one, bytes) for header in headers for one in header)
 
 
+@pytest.mark.parametrize("update", [b"\x20", b"\x3f\xe1\x1f", b"\x3f\x00"])
+def test_the_tables_size_is_updated_twice_in_a_block_at_most(update: bytes) -> None:
+    assert Understood().read(2 * update + encode(GET)) == GET
+    with pytest.raises(ProtocolViolation, match="over 2 updates") as raised:
+        Understood().read(3 * update + encode(GET))
+    assert raised.value.code == ErrorCode.COMPRESSION_ERROR
+
+
 def test_a_list_that_is_too_large_decoded_ends_the_connection() -> None:
     one = Understood()
     value = b"v" * 3000
