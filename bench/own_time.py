@@ -1,0 +1,181 @@
+"""The server's own time for a request of `small`: without sockets, without load, without kernel.
+
+    python bench/own_time.py [--times 5] [CHECKOUT ...]
+
+Each of 64 connections is handed one request in a round, as the event loop does it, and throws its
+answer away; a round takes a millisecond or two. The best of all rounds is told: other work on the
+machine leaves some of them alone, so that a per cent shows where the rates of whole servers differ
+by ten from one second to the next. Checkouts, such as the commit before a change, take turns with
+this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, cycle
+from pathlib import Path
+
+from servers.base import Way
+from servers.embedserve import GRPC, JSON, MESSAGE, OURS, EmbedServe
+from workloads import workload
+
+CONNECTIONS = 64
+ROUNDS = 1000
+WARM_ROUNDS = 50
+TURNS = 4
+"""Of the event loop, after which a batch is answered and written."""
+WAYS = {way.name: way for way in (JSON, MESSAGE, GRPC)}
+WINDOW_MAX = 2**31 - 1
+
+
+class Sink(asyncio.Transport):
+    """Takes everything at once, and keeps how much it was."""
+
+    def __init__(self) -> None:
+        super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
+        self.nbytes = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.nbytes += len(data)
+
+    def writelines(self, parts: object) -> None:
+        self.nbytes += 1
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        pass
+
+    def pause_reading(self) -> None:
+        raise AssertionError("a request was not read whole")
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """Of HTTP/2: RFC 9113, section 4.1."""
+    head = len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big")
+    return head + payload
+
+
+def greeting() -> bytes:
+    """Windows that no answer fills."""
+    window = (WINDOW_MAX - 65_535).to_bytes(4, "big")
+    settings = frame(4, 0, 0, b"\0\4" + WINDOW_MAX.to_bytes(4, "big"))
+    return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings + frame(8, 0, 0, window)
+
+
+def over_http1(way: Way, bodies: list[bytes]) -> Iterator[bytes]:
+    """One request after the other, the same for all connections."""
+    for body in cycle(bodies):
+        head = [f"POST {way.path} HTTP/1.1", "Host: localhost:8000"]
+        head += [f"{name}: {value}" for name, value in way.headers.items()]
+        yield "\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body
+
+
+def over_http2(way: Way, bodies: list[bytes]) -> Iterator[bytes]:
+    from embedserve.wire.http2.header_blocks import encode
+
+    headers = {":method": "POST", ":scheme": "http", ":path": way.path, ":authority": "localhost"}
+    headers |= {"content-type": "application/grpc", "te": "trailers"}
+    block = encode((name.encode(), value.encode()) for name, value in headers.items())
+    for stream, body in zip(count(1, 2), cycle(bodies), strict=False):
+        message = b"\0" + len(body).to_bytes(4, "big") + body
+        yield frame(1, 4, stream, block) + frame(0, 1, stream, message)
+
+
+async def best_us(way: Way) -> float:
+    """Of one request over ``way``."""
+    import torch
+
+    from embedserve.api.management import management_app
+    from embedserve.config import ServeSettings
+    from embedserve.engine.restore import restore
+    from embedserve.processes.server import build_exchange
+    from embedserve.wire.server import WireServer
+    from embedserve_store import ModelStore
+
+    torch.set_num_threads(1)
+    work, server = workload("small", "uniform"), EmbedServe()
+    work.tables.make()
+    engine = restore(ModelStore(work.tables.store).load(work.tables.name), "cpu:1")
+    bodies = [server.body(way, work, request) for request in work.requests[:100]]
+    with ThreadPoolExecutor(2) as executor:
+        exchange = build_exchange({work.tables.name: engine}, ServeSettings(store=""), executor)
+        wire = WireServer(exchange, management_app(exchange))
+        sinks = [Sink() for _ in range(CONNECTIONS)]
+        receivers: list[Callable[[bytes], None]] = []
+        for sink in sinks:
+            connection = wire.http2() if way is GRPC else wire.http1()
+            connection.connection_made(sink)
+            receivers.append(connection.data_received)
+            if way is GRPC:
+                connection.data_received(greeting())
+        requests = over_http2(way, bodies) if way is GRPC else over_http1(way, bodies)
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        best_s = float("inf")
+        for number, request in zip(range(WARM_ROUNDS + ROUNDS), requests, strict=False):
+            start_s = time.perf_counter()
+            for receive in receivers:
+                receive(request)
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            if number >= WARM_ROUNDS:
+                best_s = min(best_s, time.perf_counter() - start_s)
+        outcomes = exchange.metrics.protocols["grpc" if way is GRPC else "rest"].outcomes
+        assert outcomes == {"OK": CONNECTIONS * (WARM_ROUNDS + ROUNDS)}, outcomes
+        assert all(sink.nbytes for sink in sinks)
+    return best_s / CONNECTIONS * 1e6
+
+
+def measured_us(way: Way, checkout: Path) -> float:
+    """By a process of its own."""
+    return float(
+        subprocess.run(
+            [sys.executable, "-W", "ignore", __file__, "--way", way.name],
+            check=True,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **EmbedServe(checkout=checkout).environment()},
+        ).stdout
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The server's own time for a request.")
+    parser.add_argument("--times", type=int, default=5, help="runs of each")
+    parser.add_argument("--way", help="measured in this process, of the package on its path")
+    parser.add_argument("checkouts", nargs="*", type=Path)
+    chosen = parser.parse_args()
+    os.sched_setaffinity(0, {0})
+    if chosen.way:
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
+        print(asyncio.run(best_us(WAYS[chosen.way])))
+        return
+    checkouts = [*chosen.checkouts, OURS]
+    for way in WAYS.values():
+        found: dict[Path, list[float]] = {checkout: [] for checkout in checkouts}
+        for _ in range(chosen.times):
+            for checkout in checkouts:
+                found[checkout].append(measured_us(way, checkout))
+        for checkout, all_us in found.items():
+            print(f"{way.name:9} {checkout}: best {min(all_us):.2f}, worst of the bests "
+                  f"{max(all_us):.2f} us", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
