@@ -66,7 +66,7 @@ class Live:
 
     def queued(self) -> int:
         """Requests that wait for a batch of the default model."""
-        return self.exchange.metrics.models[self.exchange.models.default_model].queued_requests
+        return self.exchange.metrics.models[self.exchange.models.default_model].count_queue()[0]
 
     def outcomes(self, protocol: str) -> dict[str, int]:
         return dict(self.exchange.metrics.protocols[protocol].outcomes)

@@ -272,7 +272,7 @@ async def test_a_client_that_goes_away_leaves_the_queue_and_is_counted_once(
     waiting = ask(exchange)
     waiting.cancel()
     waiting.cancel()
-    assert exchange.metrics.models["shop"].queued_requests == 0
+    assert exchange.metrics.models["shop"].count_queue()[0] == 0
     assert outcomes(exchange) == {"CANCELLED": 1}
     engine.release()
     await until(lambda: running.told)

@@ -98,6 +98,8 @@ class Batcher:
         self._executor = executor
         self._log = QuietLog(logger)
         self._loop: asyncio.AbstractEventLoop | None = None
+        metrics.count_queue = self._count_queue
+        self._inline_bytes_max = limits.inline_bytes_max
         self._share_examples = int(SOURCE_SHARE * limits.queue_examples_max)
         self._share_ids = int(SOURCE_SHARE * limits.queue_ids_max)
         self._small, self._large = self._lanes = [
@@ -120,9 +122,10 @@ class Batcher:
             OverloadedError: the queue is full, or holds its share of the caller's source, and
                 ``caller`` is told nothing.
         """
-        metrics = self._metrics
         examples, ids = request.batch_size, request.ids.size
-        lane = self._lane_of(request)
+        # As _lane_of, but without a call: this is done for every request.
+        work_bytes = examples * self._bytes_per_example + ids * self._bytes_per_id
+        lane = self._large if work_bytes > self._inline_bytes_max else self._small
         if (
             not self.is_open
             or lane.examples + examples > self._share_examples
@@ -135,9 +138,7 @@ class Batcher:
         caller.request = request
         caller.queue = self
         caller.queued_s = perf_counter()
-        lane.put(caller)
-        metrics.queued_requests += 1
-        metrics.queued_examples += examples
+        lane.put(caller, examples, ids)
         if not self._is_scheduled and not lane.is_working:
             self._schedule(self._loop)
 
@@ -146,23 +147,21 @@ class Batcher:
         caller.queue = None
         self._lane_of(caller.request).withdraw(caller)
         del caller.request  # the caller stays in the lane's middle for a while
-        self._count()
         self._open_again()
 
     def _lane_of(self, request: LookupRequest) -> Lane:
         return self._large if self._is_large(request) else self._small
 
     def _is_large(self, one: LookupRequest | Batch) -> bool:
-        return self._work_bytes(one.batch_size, one.ids.size) > self._limits.inline_bytes_max
+        return self._work_bytes(one.batch_size, one.ids.size) > self._inline_bytes_max
 
     def _work_bytes(self, examples: int, ids: int) -> int:
         """Of rows read and values written."""
         return examples * self._bytes_per_example + ids * self._bytes_per_id
 
-    def _count(self) -> None:
-        small, large, metrics = self._small, self._large, self._metrics
-        metrics.queued_requests = small.requests + large.requests
-        metrics.queued_examples = small.examples + large.examples
+    def _count_queue(self) -> tuple[int, int]:
+        small, large = self._small, self._large
+        return small.requests + large.requests, small.examples + large.examples
 
     def check_open(self) -> None:
         """Raises OverloadedError from when the queue was full until an eighth of it is free.
@@ -209,7 +208,7 @@ class Batcher:
         """Says that ``lane`` has no room for ``request``. Where all requests are of its kind, or
         it is that of the small ones, there is none from now on for any other."""
         limits, kind = self._limits, ""
-        if lane is self._large and limits.inline_bytes_max:
+        if lane is self._large and self._inline_bytes_max:
             kind = " for large requests"
         else:
             self._full = (
@@ -230,7 +229,7 @@ class Batcher:
         )
 
     def _has_room_again(self) -> bool:
-        lane = self._small if self._limits.inline_bytes_max else self._large
+        lane = self._small if self._inline_bytes_max else self._large
         return (
             lane.examples <= OPEN_SHARE * self._limits.queue_examples_max
             and lane.ids <= OPEN_SHARE * self._limits.queue_ids_max
@@ -291,7 +290,6 @@ class Batcher:
         """The requests of the next batch, without those that nobody waits for any more."""
         now_s = perf_counter()
         callers = lane.take(now_s)
-        self._count()
         self._open_again()
         self._metrics.wait_seconds.observe_many([now_s - caller.queued_s for caller in callers])
         return callers

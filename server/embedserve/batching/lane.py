@@ -54,12 +54,12 @@ class Lane:
         self._ids_max = limits.batch_ids_max
         self._output_bytes_max = limits.batch_output_bytes_max
 
-    def put(self, caller: Caller) -> None:
-        """``caller`` waits with its request, until taken or withdrawn: its queue is None then."""
+    def put(self, caller: Caller, examples: int, ids: int) -> None:
+        """``caller`` waits with its request, of so many ``examples`` and ``ids``, until taken or
+        withdrawn: its queue is None then."""
         self._callers.append(caller)
-        request = caller.request
-        self.examples += request.batch_size
-        self.ids += request.ids.size
+        self.examples += examples
+        self.ids += ids
 
     def withdraw(self, caller: Caller) -> None:
         """``caller``, whose queue is None and who still has its request, waits no more."""

@@ -203,18 +203,19 @@ def _problem(body: bytes, error: Exception) -> EmbedServeError:
 def encode_now(result: LookupResult) -> Encoded | None:
     """As encode_result, or None where that would take long."""
     values, more, lengths = result.values, result.more, result.lengths
-    size = values.size + (0 if lengths is None else lengths.size)
-    if size + sum([piece.size for piece in more]) > NOW_VALUES_MAX:
+    size = values.size
+    if more or lengths is not None:
+        size += sum([piece.size for piece in more])
+        size += 0 if lengths is None else lengths.size
+        is_plain = False
+    else:
+        is_plain = result.unknown_ids is None and values.dtype is _FLOAT32
+    if size > NOW_VALUES_MAX:
         return None
-    if (
-        more
-        or lengths is not None
-        or result.unknown_ids is not None
-        or values.dtype is not _FLOAT32
-    ):
-        body = encode_result(result)
-    else:  # What most answers are, in one piece: those of encode_result cost a quarter more.
+    if is_plain:  # What most answers are, in one piece: those of encode_result cost a quarter more.
         body = b'%b,"values":%b}' % (result.model.json_start, _numpy_json(values))
+    else:
+        body = encode_result(result)
     return (body,), len(body)
 
 

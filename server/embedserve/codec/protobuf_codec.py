@@ -317,27 +317,22 @@ def _from_bytes(field: str, raw: bytes | memoryview, dtype: np.dtype) -> np.ndar
 
 
 def encode_now(result: LookupResult) -> Encoded | None:
-    """As encode_parts, or None where that would take long: of pooled values it never does."""
-    if result.lengths is not None and result.lengths.size > NOW_LENGTHS_MAX:
-        return None
-    return encode_parts(result)
-
-
-def encode_parts(result: LookupResult) -> Encoded:
-    """(an EmbedResponse in pieces, one after the other, their bytes): values are not copied.
+    """(an EmbedResponse in pieces, one after the other, their bytes): values are not copied. None
+    where it would take long, as of pooled values it never does.
 
     A protobuf message is the concatenation of its fields, so what is the same for every
     answer of a model is encoded once, and lengths and unknown_ids, which few have, follow.
     """
-    values, model = result.values, result.model
+    values, lengths, model = result.values, result.lengths, result.model
     is_plain = values.dtype is _FLOAT32 or values.dtype is _FLOAT16
-    if result.more or result.lengths is not None or result.unknown_ids or not is_plain:
-        return with_size([*encode_pieces(result)])
+    if result.more or lengths is not None or result.unknown_ids or not is_plain:
+        is_long = lengths is not None and lengths.size > NOW_LENGTHS_MAX
+        return None if is_long else with_size([*encode_pieces(result)])
     size = values.nbytes
     start = model.answer_starts.get((size, values.itemsize))
     if start is None:
         start = _start(model, len(values), size, values.itemsize)
-    return [start, values.data], len(start) + size
+    return (start, values.data), len(start) + size
 
 
 def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:

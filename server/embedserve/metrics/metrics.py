@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector
@@ -99,7 +99,7 @@ class ModelMetrics:
     """What one model's batcher did.
 
     Attributes:
-        queued_requests, queued_examples: that wait in this process.
+        count_queue: gives the requests, and their examples, that wait in this process.
         is_damaged: its files were changed under the server.
         unknown_ids: int64 [F], counted by this process.
     """
@@ -108,8 +108,7 @@ class ModelMetrics:
         features = len(model.features)
         slot = slot or lone_slot(model_cells(features))
         self.model = model
-        self.queued_requests = 0
-        self.queued_examples = 0
+        self.count_queue: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.is_damaged = False
         self.unknown_ids = np.zeros(features, np.int64)
         self._queued = slot.take(2)
@@ -122,7 +121,7 @@ class ModelMetrics:
         self.lookup_seconds = Histogram(LOOKUP_SECONDS_BUCKETS, slot)
 
     def flush(self) -> None:
-        self._queued.own[:] = self.queued_requests, self.queued_examples
+        self._queued.own[:] = self.count_queue()
         self._damaged.own[:] = self.is_damaged
         self._unknown.own[:] = self._unknown_before + self.unknown_ids
         for one in (self.wait_seconds, self.batch_examples, self.batch_ids, self.lookup_seconds):

@@ -239,12 +239,13 @@ class Http2Transport(asyncio.Protocol):
         connection = self._connection
         self._is_flush_due = True  # what is answered while reading is written at its end
         connection.receive(data)
-        if connection.receiver.held_bytes or connection.has_more:
-            self._registry.has_grown(len(data))
         if connection.has_more:
             # Other connections are read before the rest is.
+            self._registry.has_grown(len(data))
             self._transport.pause_reading()
             self._loop.call_soon(self._go_on)
+        elif connection.receiver.held_bytes:
+            self._registry.has_grown(len(data))
         sender = connection.sender
         if sender.out or sender.ready or connection.is_over:
             self.flush()

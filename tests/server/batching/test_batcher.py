@@ -201,7 +201,7 @@ async def test_a_batch_that_fills_as_its_delay_ends_begins_once(
     )
     await until(lambda: engine.lookups)
     await asyncio.sleep(0.01)
-    assert metrics.queued_requests == 4  # one batch of two runs, and no other beside it
+    assert metrics.count_queue()[0] == 4  # one batch of two runs, and no other beside it
     engine.release()
     await asyncio.gather(*answers)
 
@@ -265,7 +265,7 @@ async def test_a_cancelled_request_costs_no_lookup(
     alone.cancel()
     await asyncio.sleep(0.01)
     assert len(engine.lookups) == 1
-    assert (metrics.queued_requests, metrics.queued_examples) == (0, 0)
+    assert metrics.count_queue() == (0, 0)
 
 
 async def test_a_request_cancelled_during_its_lookup_harms_nobody(
@@ -349,9 +349,9 @@ async def test_what_happened_is_counted(
 ) -> None:
     batcher = make_batcher(INLINE)
     answers = [submit(batcher, engine.request({"user": [[1, 2], [3]]})) for _ in range(4)]
-    assert (metrics.queued_requests, metrics.queued_examples) == (4, 8)
+    assert metrics.count_queue() == (4, 8)
     await asyncio.gather(*answers)
-    assert (metrics.queued_requests, metrics.queued_examples) == (0, 0)
+    assert metrics.count_queue() == (0, 0)
     assert metrics.batch_examples.samples()[1] == 8
     assert metrics.batch_ids.samples()[1] == 12
     assert metrics.wait_seconds.samples()[0][-1] == ("+Inf", 4)

@@ -111,6 +111,6 @@ def test_every_request_gets_exactly_one_answer(seed: int, executor: ThreadPoolEx
     assert storm.outcomes["OK"] > storm.outcomes.total() / 20
     assert {lookup.is_inline for lookup in storm.engine.lookups} == {True, False}
     assert max(lookup.batch_size for lookup in storm.engine.lookups) <= 12
-    assert (storm.metrics.queued_requests, storm.metrics.queued_examples) == (0, 0)
+    assert storm.metrics.count_queue() == (0, 0)
     # A second answer to one request raises in the event loop, and so does an error nobody read.
     assert storm.loop_errors == []

@@ -26,7 +26,7 @@ async def test_small_requests_do_not_wait_for_one_that_alone_is_a_large_batch(
     first = submit(batcher, engine.request(USER))
     await until(lambda: engine.lookups)
     second = submit(batcher, engine.request(USER))
-    assert (metrics.queued_requests, metrics.queued_examples) == (1, 1)
+    assert metrics.count_queue() == (1, 1)
     assert np.array_equal(
         (await submit(batcher, engine.request(small))).values, engine.expected(small)
     )

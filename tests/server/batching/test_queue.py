@@ -58,7 +58,7 @@ async def busy_batcher(
 
 
 def counted(metrics: ModelMetrics) -> tuple[int, int]:
-    return metrics.queued_requests, metrics.queued_examples
+    return metrics.count_queue()
 
 
 async def test_one_who_goes_away_is_not_counted_any_more(

@@ -17,7 +17,7 @@ from embedserve.codec import protobuf_codec
 from embedserve.codec.protobuf_codec import (
     decode_request,
     encode_error,
-    encode_parts,
+    encode_now,
     model_message,
 )
 from embedserve.config import Limits
@@ -31,7 +31,9 @@ UNPOOLED = FakeEngine(unpooled_info())
 
 def encoded(result: LookupResult) -> bytes:
     """The whole message, whose parts have the length that is said of them."""
-    parts, nbytes = encode_parts(result)
+    now = encode_now(result)
+    assert now is not None
+    parts, nbytes = now
     whole = b"".join(parts)
     assert len(whole) == nbytes
     return whole

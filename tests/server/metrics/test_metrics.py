@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 
 import httpx
 import pytest
@@ -206,8 +207,7 @@ def test_workers_are_added_up_wherever_they_are_asked() -> None:
         for _ in range(count):
             metrics.protocols["rest"].answered(0.02, 100)
         metrics.protocols["grpc"].refused("INTERNAL", "why", 0.5)
-        metrics.models["shop"].queued_requests += count
-        metrics.models["shop"].queued_examples += 10 * count
+        metrics.models["shop"].count_queue = repeat((count, 10 * count)).__next__
         metrics.models["shop"].unknown_ids += 1
         metrics.models["shop"].batch_ids.observe_many([5.0] * count)
         metrics.flush()
@@ -231,7 +231,7 @@ def test_workers_are_added_up_wherever_they_are_asked() -> None:
 def test_a_dead_worker_keeps_its_counts_and_has_no_queue() -> None:
     slots, (one, other) = two_workers()
     other.protocols["rest"].answered(0.02, 100)
-    other.models["shop"].queued_requests += 7
+    other.models["shop"].count_queue = lambda: (7, 7)
     other.models["shop"].unknown_ids += 2
     other.flush()
     cpu_s = value(samples_of(one), "process_cpu_seconds_total")

@@ -113,7 +113,7 @@ async def test_an_unknown_feature_is_refused_before_the_queue(
     exchange = make_exchange(engine, executor=executor)
     with pytest.raises(InvalidRequestError, match=r"features\.actor"):
         submit_to(exchange.models, make_request({"actor": [[1]]}))
-    assert exchange.metrics.models["shop"].queued_requests == 0
+    assert exchange.metrics.models["shop"].count_queue()[0] == 0
 
 
 async def test_while_draining_requests_are_answered_but_readiness_is_not(

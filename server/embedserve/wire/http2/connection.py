@@ -46,12 +46,10 @@ BLOCK_BYTES_MAX = 16 << 10
 """Of a compressed header block; past it the connection ends."""
 HEADER_LIST_BYTES_MAX = 16 << 10
 WORK_PER_TURN = 32 << 10
-"""Of decoded header blocks, in bytes as HPACK counts them, and of frames: after it, some
+"""Of decoded header blocks, in bytes as HPACK counts them, and of what asks nothing: after it, some
 milliseconds, it is others' turn."""
-FRAME_WORK = 32
-"""Of any frame."""
-OPEN_WORK = 96
-"""Of opening a stream. As many as there may be at once leave half of a turn."""
+FRAMES_PER_TURN = 512
+"""Of any kind: those of as many requests as there may be at once, and more."""
 IDLE_WORK = 1024
 """Of one frame that asks nothing: the stream that a reset ends was opened for it."""
 UNSENT_BYTES_MAX = 64 << 20
@@ -176,7 +174,9 @@ class Http2Connection:
         position, end = 0, len(data)
         last_head = end - HEAD_BYTES
         unpack = HEAD.unpack_from
-        while position <= last_head and self._turn_left > 0:
+        for _ in range(FRAMES_PER_TURN):
+            if position > last_head or self._turn_left <= 0:
+                break
             upper, lower, kind, flags, stream_id = unpack(data, position)
             start = position + HEAD_BYTES
             after = start + (upper << 16 | lower)
@@ -187,7 +187,6 @@ class Http2Connection:
                 )
             if after > end:
                 break
-            self._turn_left -= FRAME_WORK
             if not self.is_begun or self._block:
                 self._check_order(kind, flags)
             try:
@@ -209,6 +208,8 @@ class Http2Connection:
                 self._end_stream(error)
             if self.is_over:
                 return end
+        else:
+            self._turn_left = 0
         return position
 
     def _read_whole(self, stream_id: int, data: bytes, start: int, after: int, end: int) -> int:
@@ -242,7 +243,6 @@ class Http2Connection:
 
     def _open(self, stream_id: int, opened: Opened, body: bytes | None) -> None:
         """Opens a stream; ``body`` is all of its request's, or None where that is to come."""
-        self._turn_left -= OPEN_WORK
         stream = Stream(self, stream_id, self.sender.stream_window, self.receiver.stream_window)
         if body is None:
             stream.missing_bytes = opened.content_length

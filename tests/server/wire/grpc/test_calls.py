@@ -245,9 +245,9 @@ async def test_a_reset_leaves_the_queue(peer: GrpcPeer, held: FakeEngine) -> Non
     peer.call(1, EMBED, framed(MESSAGE))
     await until(lambda: held.lookups)
     peer.call(3, EMBED, framed(MESSAGE))
-    assert peer.exchange.metrics.models["shop"].queued_requests == 1
+    assert peer.exchange.metrics.models["shop"].count_queue()[0] == 1
     peer.send(RstStreamFrame(3, error_code=8))
-    assert peer.exchange.metrics.models["shop"].queued_requests == 0
+    assert peer.exchange.metrics.models["shop"].count_queue()[0] == 0
     held.release()
     await peer.ended(1)
     assert outcomes(peer) == {"CANCELLED": 1, "OK": 1}
@@ -424,7 +424,7 @@ async def test_what_a_stream_takes_is_bounded_by_the_bytes_of_its_answers(
     peer.send(data(1, framed(MESSAGE)))
     await until(lambda: held.lookups)
     peer.send(data(1, framed(MESSAGE) * (count - 1), is_end=True))
-    assert exchange.metrics.models["shop"].queued_requests == 2
+    assert exchange.metrics.models["shop"].count_queue()[0] == 2
     held.release()
     # What is not written counts, too.
     await until(lambda: has_ended([*peer.take(), *peer.seen], 1))
