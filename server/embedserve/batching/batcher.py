@@ -138,7 +138,9 @@ class Batcher:
         caller.request = request
         caller.queue = self
         caller.queued_s = perf_counter()
-        lane.put(caller, examples, ids)
+        lane.callers.append(caller)
+        lane.examples += examples
+        lane.ids += ids
         if not self._is_scheduled and not lane.is_working:
             self._schedule(self._loop)
 

@@ -21,7 +21,9 @@ class Lane:
     seconds.
 
     Attributes:
-        examples, ids: of the callers that wait.
+        callers: those that came since the last batch, in the order that they came; who is put here
+            waits until taken or withdrawn: its queue is None then.
+        examples, ids: of all that wait; who puts a caller adds its request's.
         is_working: a batch of this lane is looked up in a thread: the next one waits.
     """
 
@@ -29,11 +31,11 @@ class Lane:
         "_backlog",
         "_bytes_per_example",
         "_bytes_per_id",
-        "_callers",
         "_ids_max",
         "_output_bytes_max",
         "_withdrawn",
         "_work_bytes",
+        "callers",
         "examples",
         "ids",
         "is_working",
@@ -45,7 +47,7 @@ class Lane:
         """``work_bytes`` of so many examples and ids is what sources share fairly."""
         self.examples = self.ids = 0
         self.is_working = False
-        self._callers: deque[Caller] = deque()  # in the order that they came
+        self.callers: deque[Caller] = deque()
         self._backlog = FairQueue()  # those that were before them, and too many for a batch
         self._withdrawn = 0  # still among the callers
         self._work_bytes = work_bytes
@@ -54,35 +56,28 @@ class Lane:
         self._ids_max = limits.batch_ids_max
         self._output_bytes_max = limits.batch_output_bytes_max
 
-    def put(self, caller: Caller, examples: int, ids: int) -> None:
-        """``caller`` waits with its request, of so many ``examples`` and ``ids``, until taken or
-        withdrawn: its queue is None then."""
-        self._callers.append(caller)
-        self.examples += examples
-        self.ids += ids
-
     def withdraw(self, caller: Caller) -> None:
         """``caller``, whose queue is None and who still has its request, waits no more."""
         self._uncount(caller.request)
         if self._backlog.withdraw(caller):
             return
         self._withdrawn += 1
-        if self._withdrawn >= GONE_MIN and 2 * self._withdrawn >= len(self._callers):
-            self._callers = deque([one for one in self._callers if one.queue is not None])
+        if self._withdrawn >= GONE_MIN and 2 * self._withdrawn >= len(self.callers):
+            self.callers = deque([one for one in self.callers if one.queue is not None])
             self._withdrawn = 0
 
     @property
     def requests(self) -> int:
         """Callers that wait."""
-        return len(self._callers) + len(self._backlog) - self._withdrawn
+        return len(self.callers) + len(self._backlog) - self._withdrawn
 
     def is_ready(self) -> bool:
         """Whether a batch may be taken: one that all have left is empty."""
-        return bool(self._callers or self._backlog) and not self.is_working
+        return bool(self.callers or self._backlog) and not self.is_working
 
     def first_s(self) -> float:
         """Since when the next caller waits."""
-        return (self._backlog.first() or self._callers[0]).queued_s
+        return (self._backlog.first() or self.callers[0]).queued_s
 
     def held_by(self, source: object) -> tuple[int, int]:
         """(examples, ids) of those that wait and are of ``source``."""
@@ -90,7 +85,7 @@ class Lane:
         return self._backlog.held_by(source)
 
     def _queue_up(self) -> None:
-        callers, self._callers = self._callers, deque()
+        callers, self.callers = self.callers, deque()
         self._withdrawn = 0
         for caller in callers:
             if caller.queue is not None:
@@ -110,7 +105,7 @@ class Lane:
 
     def _take_all(self, now_s: float) -> list[Caller]:
         """The lane is left empty first: to refuse one may put or withdraw others."""
-        callers, self._callers = self._callers, deque()
+        callers, self.callers = self.callers, deque()
         self.examples = self.ids = 0
         for caller in callers:
             caller.queue = None

@@ -59,10 +59,12 @@ class ServedModels:
         if batcher is None:
             batcher = self._batcher(request.model)  # which says what there is
         model, limits = batcher.model, self.limits
+        examples, ids = request.batch_size, request.ids.size
+        answer_bytes = examples * model.answer_bytes_per_example + ids * model.answer_bytes_per_id
         if (
-            request.batch_size > limits.request_examples_max
-            or request.ids.size > limits.request_ids_max
-            or model.answer_bytes(request) > limits.request_output_bytes_max
+            examples > limits.request_examples_max
+            or ids > limits.request_ids_max
+            or answer_bytes > limits.request_output_bytes_max
         ):
             self._refuse_size(request, model)
         batcher.enqueue(to_model_order(request, model), caller)
