@@ -18,7 +18,7 @@ BUFFER_BYTES = 1 << 20
 LINE_REQUESTS = 300
 """After which a client opens another connection: else all would be those of the workers that were
 not killed."""
-LINES_MAX = 110
+LINES_MAX = 160
 """Connections of the crowd; its requests are open-loop as long as some of them are idle."""
 TICK_S = 0.005
 
