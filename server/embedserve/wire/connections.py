@@ -136,6 +136,17 @@ class NewConnection(asyncio.Protocol):
         self._transport.abort()
 
 
+def leave_a_turn(transport: asyncio.Transport) -> None:
+    """Reads on once other connections had their turn of the event loop."""
+    transport.pause_reading()
+    asyncio.get_running_loop().call_soon(_read_on, transport)
+
+
+def _read_on(transport: asyncio.Transport) -> None:
+    if not transport.is_closing():
+        transport.resume_reading()
+
+
 class Lingering(asyncio.Protocol):
     """A connection whose last answer is written: our side is closed once that was sent.
 
@@ -166,12 +177,7 @@ class Lingering(asyncio.Protocol):
         if self._bytes_left < 0:
             self._transport.abort()
         elif len(data) >= READ_BYTES:
-            self._transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._read_on)
-
-    def _read_on(self) -> None:
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
+            leave_a_turn(self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._registry.discard(self)

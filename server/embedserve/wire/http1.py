@@ -13,7 +13,7 @@ from typing import Any
 from embedserve.errors import EmbedServeError
 from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, late_request
 from embedserve.types import Parts
-from embedserve.wire.connections import READ_BYTES, Registry
+from embedserve.wire.connections import READ_BYTES, Registry, leave_a_turn
 from embedserve.wire.heads import HeadForm, HeadForms
 from embedserve.wire.pieces import Pieces
 from embedserve.wire.rest import error_answer
@@ -120,12 +120,7 @@ class Http1Connection(UvicornConnection):
             assert self._call is not None
             self._exchange.ask(self._call, self._body.take_all())
         elif len(data) >= READ_BYTES:
-            self.transport.pause_reading()
-            self.loop.call_soon(self._read_on)
-
-    def _read_on(self) -> None:
-        if self._missing_bytes and not self.transport.is_closing():
-            self.transport.resume_reading()
+            leave_a_turn(self.transport)
 
     def write(
         self, line: bytes, content_type: bytes, more: bytes, parts: Parts, nbytes: int

@@ -21,7 +21,7 @@ from server.waiting import until
 from server.wire.http2.peer import body_of, frames_of, has_ended
 
 from embedserve.wire import connections
-from embedserve.wire.connections import LINGER_S_MAX, READ_BYTES, Lingering
+from embedserve.wire.connections import LINGER_S_MAX
 from embedserve.wire.http2.connection import UNREAD_S_MAX, Http2Connection
 from embedserve.wire.http2.control import DRAIN_PING
 from embedserve.wire.http2.frames import HEAD_BYTES, PREFACE, ErrorCode
@@ -115,36 +115,6 @@ async def test_one_that_misbehaves_is_told_and_not_read_for_ever(
     assert server.wire.connections
     writer.write(b"and a byte more")
     await until(lambda: not server.wire.connections)
-    writer.close()
-
-
-async def test_what_is_thrown_away_is_read_piece_by_piece(
-    server: OurServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a body is: with turns for others between."""
-    read: list[tuple[int, int]] = []
-    turns = 0
-    loop = asyncio.get_running_loop()
-
-    def turn() -> None:
-        nonlocal turns
-        turns += 1
-        loop.call_soon(turn)
-
-    def data_received(lingering: Lingering, data: bytes) -> None:
-        read.append((turns, len(data)))
-        receive(lingering, data)
-
-    receive = Lingering.data_received
-    monkeypatch.setattr(Lingering, "data_received", data_received)
-    reader, writer = await server.open()
-    writer.write(PREFACE + b"no settings, which come first")
-    await reader.read()
-    turn()
-    writer.write(bytes(8 << 20))
-    await until(lambda: sum(nbytes for _, nbytes in read) >= 8 << 20)
-    large = [number for number, nbytes in read if nbytes >= READ_BYTES]
-    assert len(large) == len(set(large))
     writer.close()
 
 

@@ -1,0 +1,89 @@
+"""What is large is read piece by piece: others wait no longer for it than for what is small."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import uvloop
+from server.fake_engine import FakeEngine
+from server.live import PROTOBUF, make_exchange
+from server.raw_http import OurServer, our_server, post, read_answer
+from server.waiting import until
+
+from embedserve.wire.connections import Lingering
+from embedserve.wire.http2.frames import PREFACE
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Overriding the .event_loop_policy. fixture:pytest.PytestDeprecationWarning"
+)
+SENT_BYTES = 16 << 20
+PIECE_BYTES_MAX = 256 << 10
+
+
+@pytest.fixture
+def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+    """The loop that serves: it reads a connection 32 times in one turn, where it may."""
+    policy: asyncio.AbstractEventLoopPolicy = uvloop.EventLoopPolicy()
+    return policy
+
+
+@pytest.fixture
+async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
+    async with our_server(make_exchange(engine, executor=executor)) as server:
+        yield server
+
+
+class Turns:
+    """Counts the bytes that are read in each turn of the event loop, from here on."""
+
+    def __init__(self) -> None:
+        self.nbytes = Counter[int]()
+        self._turn = 0
+        self._loop = asyncio.get_running_loop()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._turn += 1
+        self._loop.call_soon(self._begin)
+
+    def count(self, nbytes: int) -> None:
+        self.nbytes[self._turn] += nbytes
+
+
+async def test_a_large_body_is_read_piece_by_piece_with_turns_for_others_between(
+    server: OurServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = Turns()
+    monkeypatch.setattr(server.wire, "has_grown", turns.count)
+    reader, writer = await server.open()
+    writer.write(post(bytes(SENT_BYTES), f"Content-Type: {PROTOBUF}"))
+    status, _, _ = await read_answer(reader)
+    writer.close()
+    assert status == 413  # of what it costs, which is seen once it is whole
+    assert turns.nbytes.total() >= SENT_BYTES
+    assert max(turns.nbytes.values()) <= PIECE_BYTES_MAX
+
+
+async def test_so_is_what_is_thrown_away(
+    server: OurServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a connection whose last answer is written."""
+    turns = Turns()
+    receive = Lingering.data_received
+
+    def data_received(lingering: Lingering, data: bytes) -> None:
+        turns.count(len(data))
+        receive(lingering, data)
+
+    monkeypatch.setattr(Lingering, "data_received", data_received)
+    reader, writer = await server.open()
+    writer.write(PREFACE + b"no settings, which come first")
+    await reader.read()
+    writer.write(bytes(SENT_BYTES))
+    await until(lambda: turns.nbytes.total() >= SENT_BYTES)
+    assert max(turns.nbytes.values()) <= PIECE_BYTES_MAX
+    writer.close()
