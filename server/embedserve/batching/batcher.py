@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from time import perf_counter
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -191,10 +191,15 @@ class Batcher:
         hold is limited elsewhere."""
         self.check_open()
         limits, examples, ids = self._limits, request.batch_size, request.ids.size
-        if (lane.examples and lane.examples + examples > limits.queue_examples_max) or (
-            lane.ids and lane.ids + ids > limits.queue_ids_max
+        for what, held, more, most in (
+            ("examples", lane.examples, examples, limits.queue_examples_max),
+            ("ids", lane.ids, ids, limits.queue_ids_max),
         ):
-            self._refuse(request, lane)
+            if held and held + more > most:
+                queue = self._close(lane)
+                raise OverloadedError(
+                    f"{queue} holds {held} {what}, {more} more pass its limit of {most}"
+                )
         held_examples, held_ids = lane.held_by(source)
         for what, held, more, share in (
             ("examples", held_examples, examples, self._share_examples),
@@ -206,29 +211,16 @@ class Batcher:
                     f"{more} more pass its share of {share}"
                 )
 
-    def _refuse(self, request: LookupRequest, lane: Lane) -> NoReturn:
-        """Says that ``lane`` has no room for ``request``. Where all requests are of its kind, or
-        it is that of the small ones, there is none from now on for any other."""
-        limits, kind = self._limits, ""
+    def _close(self, lane: Lane) -> str:
+        """Takes no more requests, now that ``lane`` is full, where all are of its kind or it is
+        that of the small ones; gives the name of its queue."""
+        queue = f"the queue of {self.model.name!r}"
         if lane is self._large and self._inline_bytes_max:
-            kind = " for large requests"
-        else:
-            self._full = (
-                f"the queue of {self.model.name!r} is full: it holds {lane.examples} examples and "
-                f"{lane.ids} ids"
-            )
-            self.is_open = False
-            self.on_full()
-        queue = f"the queue of {self.model.name!r}{kind} holds"
-        if lane.examples + request.batch_size > limits.queue_examples_max:
-            raise OverloadedError(
-                f"{queue} {lane.examples} examples, {request.batch_size} more pass its limit of "
-                f"{limits.queue_examples_max}"
-            )
-        raise OverloadedError(
-            f"{queue} {lane.ids} ids, {request.ids.size} more pass its limit of "
-            f"{limits.queue_ids_max}"
-        )
+            return f"{queue} for large requests"
+        self._full = f"{queue} is full: it holds {lane.examples} examples and {lane.ids} ids"
+        self.is_open = False
+        self.on_full()
+        return queue
 
     def _has_room_again(self) -> bool:
         lane = self._small if self._inline_bytes_max else self._large

@@ -57,29 +57,25 @@ async def busy_batcher(
     return batcher, running
 
 
-def counted(metrics: ModelMetrics) -> tuple[int, int]:
-    return metrics.count_queue()
-
-
 async def test_one_who_goes_away_is_not_counted_any_more(
     engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
 ) -> None:
     batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
     bags: list[Bags] = [{"user": [[1], [2]]}, {"user": [[3]]}, {"user": [[4], [5], [6]]}]
     waiting = [submit(batcher, engine.request(one)) for one in bags]
-    assert counted(metrics) == (3, 6)
+    assert metrics.count_queue() == (3, 6)
     waiting[0].caller.go_away()
-    assert counted(metrics) == (2, 4)
+    assert metrics.count_queue() == (2, 4)
     waiting[2].caller.go_away()
-    assert counted(metrics) == (1, 1)
+    assert metrics.count_queue() == (1, 1)
     waiting[0].caller.go_away()  # twice is as once
-    assert counted(metrics) == (1, 1)
+    assert metrics.count_queue() == (1, 1)
     engine.release()
     await asyncio.gather(running, waiting[1])
     assert [lookup.ids.tolist() for lookup in engine.lookups] == [[1], [3]]
     assert not waiting[0].done()
     assert not waiting[2].done()
-    assert counted(metrics) == (0, 0)
+    assert metrics.count_queue() == (0, 0)
 
 
 async def test_one_who_goes_away_during_its_lookup_is_told_nothing(
@@ -91,7 +87,7 @@ async def test_one_who_goes_away_during_its_lookup_is_told_nothing(
     engine.release()
     await submit(batcher, engine.request(ONE))
     assert not running.done()
-    assert counted(metrics) == (0, 0)
+    assert metrics.count_queue() == (0, 0)
 
 
 async def test_what_went_away_does_not_keep_its_request_in_memory(
@@ -125,7 +121,7 @@ async def test_those_who_stay_are_answered_in_order_when_others_are_cleared_away
     for one in waiting:
         if one not in stay:
             one.caller.go_away()
-    assert counted(metrics) == (len(stay), len(stay))
+    assert metrics.count_queue() == (len(stay), len(stay))
     engine.release()
     await asyncio.gather(running, *stay)
     ids = [waiting.index(one) % 7 for one in stay]
