@@ -204,15 +204,15 @@ def encode_now(result: LookupResult) -> Encoded | None:
     """As encode_result, or None where that would take long."""
     values, more, lengths = result.values, result.more, result.lengths
     size = values.size
-    if more or lengths is not None:
+    if more:
         size += sum([piece.size for piece in more])
-        size += 0 if lengths is None else lengths.size
-        is_plain = False
-    else:
-        is_plain = result.unknown_ids is None and values.dtype is _FLOAT32
+    if lengths is not None:
+        size += lengths.size
     if size > NOW_VALUES_MAX:
         return None
-    if is_plain:  # What most answers are, in one piece: those of encode_result cost a quarter more.
+    is_whole = not more and lengths is None and result.unknown_ids is None
+    if is_whole and values.dtype is _FLOAT32:
+        # What most answers are, in one piece: those of encode_result cost a quarter more.
         body = b'%b,"values":%b}' % (result.model.json_start, _numpy_json(values))
     else:
         body = encode_result(result)
