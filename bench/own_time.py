@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count, cycle
 from pathlib import Path
 
+from load import GRPC_HEADERS, framed
 from servers.base import Way
 from servers.embedserve import GRPC, JSON, MESSAGE, OURS, EmbedServe
 from workloads import workload
@@ -64,17 +65,12 @@ class Sink(asyncio.Transport):
         raise AssertionError("a request was not read whole")
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """Of HTTP/2: RFC 9113, section 4.1."""
-    head = len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big")
-    return head + payload
-
-
 def greeting() -> bytes:
     """Windows that no answer fills."""
-    window = (WINDOW_MAX - 65_535).to_bytes(4, "big")
-    settings = frame(4, 0, 0, b"\0\4" + WINDOW_MAX.to_bytes(4, "big"))
-    return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings + frame(8, 0, 0, window)
+    from embedserve.wire.http2 import frames
+
+    settings = frames.settings((frames.SETTINGS_INITIAL_WINDOW_SIZE, WINDOW_MAX))
+    return frames.PREFACE + settings + frames.window_update(0, WINDOW_MAX - 65_535)
 
 
 def over_http1(way: Way, bodies: list[bytes]) -> Iterator[bytes]:
@@ -86,14 +82,16 @@ def over_http1(way: Way, bodies: list[bytes]) -> Iterator[bytes]:
 
 
 def over_http2(way: Way, bodies: list[bytes]) -> Iterator[bytes]:
+    from embedserve.wire.http2.frames import DATA, END_HEADERS, END_STREAM, HEADERS, head
     from embedserve.wire.http2.header_blocks import encode
 
     headers = {":method": "POST", ":scheme": "http", ":path": way.path, ":authority": "localhost"}
-    headers |= {"content-type": "application/grpc", "te": "trailers"}
+    headers |= GRPC_HEADERS
     block = encode((name.encode(), value.encode()) for name, value in headers.items())
     for stream, body in zip(count(1, 2), cycle(bodies), strict=False):
-        message = b"\0" + len(body).to_bytes(4, "big") + body
-        yield frame(1, 4, stream, block) + frame(0, 1, stream, message)
+        message = framed(body)
+        opening = head(len(block), HEADERS, END_HEADERS, stream) + block
+        yield opening + head(len(message), DATA, END_STREAM, stream) + message
 
 
 async def best_us(way: Way) -> float:
