@@ -180,7 +180,7 @@ class Exchange:
         call.exchange = self
         try:
             if self.models.is_full:
-                self.models.check_open(asked.model, lambda: asked.codec.model_of(body))
+                self.models.check_open(asked.model, body, asked.codec)
             if call.deadline_s != _NEVER:
                 _check_deadline(call)
             request = asked.codec.decode_now(body, asked.model, self.limits)
@@ -195,7 +195,11 @@ class Exchange:
 
     def _decode_later(self, call: Call, body: bytes) -> None:
         asked = call.asked
-        decode = partial(asked.codec.decode, body, asked.model, self.limits)
+
+        def decode() -> LookupRequest:
+            if self.models.is_full:  # since it waits
+                self.models.check_open(asked.model, body, asked.codec)
+            return asked.codec.decode(body, asked.model, self.limits)
 
         def enqueue(request: LookupRequest) -> None:
             self.models.enqueue(request, call)

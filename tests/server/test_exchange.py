@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from time import perf_counter
@@ -33,6 +35,8 @@ from embedserve.types import LookupRequest, Parts
 from embedserve_proto import embedding_pb2 as pb
 
 BAD = b'{"features": {"user": [99]}}'
+LARGE_LIMITS = Limits(inline_bytes_max=2000, queue_examples_max=1, request_values_max=1 << 20)
+"""A request of 200 ids is large."""
 
 
 @pytest.fixture
@@ -83,6 +87,21 @@ def undecodable(decoded: list[bytes], codec: Codec) -> Codec:
     return replace(codec, decode_now=decode_now)
 
 
+def bodies(codec: Codec, *bags: list[int]) -> Sequence[bytes]:
+    """A request of each bag."""
+    if codec is JSON:
+        return [json.dumps({"features": {"user": bag}}).encode() for bag in bags]
+    messages = [pb.EmbedRequest(keys=["user"], ids=bag, lengths=[len(bag)]) for bag in bags]
+    return [message.SerializeToString() for message in messages]
+
+
+def ask_each(exchange: Exchange, codec: Codec, *bodies: bytes) -> list[RecordingCall]:
+    calls = [RecordingCall(asked(exchange, codec)) for _ in bodies]
+    for call, body in zip(calls, bodies, strict=True):
+        exchange.ask(call, body)
+    return calls
+
+
 async def test_an_answer_is_encoded_and_counted_once(
     exchange: Exchange, engine: FakeEngine
 ) -> None:
@@ -125,6 +144,61 @@ async def test_the_model_that_a_message_names_decides_whether_it_is_refused_unde
     await until(lambda: call.told)
     assert bool(decoded) != is_refused
     assert isinstance(call.told[0], OverloadedError) == is_refused
+
+
+@pytest.mark.parametrize("codec", [JSON, PROTOBUF])
+async def test_while_the_queue_for_large_requests_is_full_they_are_refused_undecoded(
+    engine: FakeEngine, executor: ThreadPoolExecutor, codec: Codec
+) -> None:
+    body, large, huge = bodies(codec, [1], [1] * 200, [1] * 400_000)
+    exchange = make_exchange(engine, executor=executor, limits=LARGE_LIMITS)
+    engine.hold()
+    answered = ask_each(exchange, codec, large)
+    await until(lambda: engine.lookups)
+    answered += ask_each(exchange, codec, large)
+    (refused,) = ask_each(exchange, codec, large)
+    assert "holds 1 examples, 1 more pass" in refused.error.message
+    told = "the queue of 'shop' for large requests is full: it holds 1 examples and 200 ids"
+    decoded: list[bytes] = []
+    watched = replace(undecodable(decoded, codec), decode=fail)
+    for undecoded in ask_each(exchange, watched, large, huge):
+        assert undecoded.error.message == told
+    assert decoded == []
+    (small,) = ask_each(exchange, watched, body)
+    await until(lambda: small.told)
+    assert isinstance(small.told[0], bytes)
+    assert decoded == [body]
+    engine.release()
+    await until(lambda: all(call.told for call in answered))
+    assert outcomes(exchange) == {"OK": 3, "RESOURCE_EXHAUSTED": 3}
+
+
+async def test_what_waits_to_be_decoded_is_refused_undecoded_once_its_queue_is_full(
+    engine: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    large, huge = bodies(JSON, [1] * 200, [1] * 400_000)
+    exchange = make_exchange(engine, executor=executor, limits=LARGE_LIMITS)
+    engine.hold()
+    gate = threading.Event()
+
+    def decode(body: bytes, model: str, limits: Limits) -> LookupRequest:
+        gate.wait()
+        return JSON.decode(body, model, limits)
+
+    (decoded,) = ask_each(exchange, replace(JSON, decode=decode), huge)
+    (waits,) = ask_each(exchange, replace(JSON, decode=fail), huge)
+    answered = ask_each(exchange, JSON, large)
+    await until(lambda: engine.lookups)
+    answered += ask_each(exchange, JSON, large)
+    (refused,) = ask_each(exchange, JSON, large)
+    assert isinstance(refused.error, OverloadedError)
+    gate.set()
+    await until(lambda: waits.told)
+    assert decoded.error.message == waits.error.message
+    assert "for large requests is full" in waits.error.message
+    engine.release()
+    await until(lambda: all(call.told for call in answered))
+    assert outcomes(exchange) == {"OK": 2, "RESOURCE_EXHAUSTED": 3}
 
 
 async def test_what_names_a_full_model_is_refused_before_its_body_has_come(full: Exchange) -> None:

@@ -66,9 +66,8 @@ class Batcher:
     Used from one event loop, that of its first request. Times are perf_counter seconds.
 
     Attributes:
-        is_open: False from when the queue was full until an eighth of it is free.
         on_answered: called when all callers of a batch were told: what they wrote may go out.
-        on_full: called when the queue is full.
+        on_full: called when a lane is full.
         on_room: called when it takes requests again.
     """
 
@@ -105,8 +104,8 @@ class Batcher:
         self._small, self._large = self._lanes = [
             Lane(model, limits, self._work_bytes) for _ in range(2)
         ]
-        self.is_open = True
-        self._full = ""  # what requests are told while it is not open
+        # What cannot be told to be large waits here.
+        self._first = self._small if limits.inline_bytes_max else self._large
         self._is_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0  # when it ends
@@ -127,7 +126,7 @@ class Batcher:
         work_bytes = examples * self._bytes_per_example + ids * self._bytes_per_id
         lane = self._large if work_bytes > self._inline_bytes_max else self._small
         if (
-            not self.is_open
+            lane.full
             or lane.examples + examples > self._share_examples
             or lane.ids + ids > self._share_ids
         ):
@@ -147,9 +146,10 @@ class Batcher:
     def withdraw(self, caller: Caller) -> None:
         """Takes a caller that waits in this queue out of it, and of what the queue holds."""
         caller.queue = None
-        self._lane_of(caller.request).withdraw(caller)
+        lane = self._lane_of(caller.request)
+        lane.withdraw(caller)
         del caller.request  # the caller stays in the lane's middle for a while
-        self._open_again()
+        self._open_again(lane)
 
     def _lane_of(self, request: LookupRequest) -> Lane:
         return self._large if self._is_large(request) else self._small
@@ -165,13 +165,23 @@ class Batcher:
         small, large = self._small, self._large
         return small.requests + large.requests, small.examples + large.examples
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a lane is, from when it was full until an eighth of it is free."""
+        return bool(self._small.full or self._large.full)
+
     def check_open(self) -> None:
-        """Raises OverloadedError from when the queue was full until an eighth of it is free.
+        """Raises OverloadedError while no request is taken.
 
         Asked before a request is decoded: refusing the many that come meanwhile costs little.
         """
-        if not self.is_open:
-            raise OverloadedError(self._full)
+        _check_open(self._first)
+
+    def check_open_for(self, bags: int, ids: int) -> None:
+        """As check_open, for a request of at least so many: raises while its lane is full."""
+        examples = max(bags // len(self.model.features) - 1, 0)  # JSON has brackets around bags
+        is_large = self._work_bytes(examples, ids) > self._inline_bytes_max
+        _check_open(self._large if is_large else self._first)
 
     async def find_damage(self) -> str:
         """What has become of the rows since the start, in a thread beside the batches; "" if
@@ -189,14 +199,16 @@ class Batcher:
     def _check_room(self, request: LookupRequest, lane: Lane, source: object) -> None:
         """Raises OverloadedError where there is none. A lone request always has room: what one may
         hold is limited elsewhere."""
-        self.check_open()
+        _check_open(lane)
         limits, examples, ids = self._limits, request.batch_size, request.ids.size
         for what, held, more, most in (
             ("examples", lane.examples, examples, limits.queue_examples_max),
             ("ids", lane.ids, ids, limits.queue_ids_max),
         ):
             if held and held + more > most:
-                queue = self._close(lane)
+                queue = self._queue_name(lane)
+                lane.full = f"{queue} is full: it holds {lane.examples} examples and {lane.ids} ids"
+                self.on_full()
                 raise OverloadedError(
                     f"{queue} holds {held} {what}, {more} more pass its limit of {most}"
                 )
@@ -211,23 +223,9 @@ class Batcher:
                     f"{more} more pass its share of {share}"
                 )
 
-    def _close(self, lane: Lane) -> str:
-        """Takes no more requests, now that ``lane`` is full, where all are of its kind or it is
-        that of the small ones; gives the name of its queue."""
-        queue = f"the queue of {self.model.name!r}"
-        if lane is self._large and self._inline_bytes_max:
-            return f"{queue} for large requests"
-        self._full = f"{queue} is full: it holds {lane.examples} examples and {lane.ids} ids"
-        self.is_open = False
-        self.on_full()
-        return queue
-
-    def _has_room_again(self) -> bool:
-        lane = self._small if self._inline_bytes_max else self._large
-        return (
-            lane.examples <= OPEN_SHARE * self._limits.queue_examples_max
-            and lane.ids <= OPEN_SHARE * self._limits.queue_ids_max
-        )
+    def _queue_name(self, lane: Lane) -> str:
+        for_large = "" if lane is self._first else " for large requests"
+        return f"the queue of {self.model.name!r}{for_large}"
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
         """Has the next batch start, for which a lane is ready: soon, or once its first request
@@ -284,13 +282,17 @@ class Batcher:
         """The requests of the next batch, without those that nobody waits for any more."""
         now_s = perf_counter()
         callers = lane.take(now_s)
-        self._open_again()
+        self._open_again(lane)
         self._metrics.wait_seconds.observe_many([now_s - caller.queued_s for caller in callers])
         return callers
 
-    def _open_again(self) -> None:
-        if not self.is_open and self._has_room_again():
-            self.is_open = True
+    def _open_again(self, lane: Lane) -> None:
+        if (
+            lane.full
+            and lane.examples <= OPEN_SHARE * self._limits.queue_examples_max
+            and lane.ids <= OPEN_SHARE * self._limits.queue_ids_max
+        ):
+            lane.full = ""
             self.on_room()
 
     def _join(self, callers: list[Caller]) -> tuple[list[Caller], Batch | None]:
@@ -395,3 +397,8 @@ class Batcher:
             if caller.is_waiting:
                 caller.refuse(error)
         self.on_answered()
+
+
+def _check_open(lane: Lane) -> None:
+    if lane.full:
+        raise OverloadedError(lane.full)

@@ -24,6 +24,7 @@ class Lane:
         callers: those that came since the last batch, in the order that they came; who is put here
             waits until taken or withdrawn: its queue is None then.
         examples, ids: of all that wait; who puts a caller adds its request's.
+        full: why no more may wait, from when it was full until an eighth is free; "" otherwise.
         is_working: a batch of this lane is looked up in a thread: the next one waits.
     """
 
@@ -37,6 +38,7 @@ class Lane:
         "_work_bytes",
         "callers",
         "examples",
+        "full",
         "ids",
         "is_working",
     )
@@ -46,6 +48,7 @@ class Lane:
     ) -> None:
         """``work_bytes`` of so many examples and ids is what sources share fairly."""
         self.examples = self.ids = 0
+        self.full = ""
         self.is_working = False
         self.callers: deque[Caller] = deque()
         self._backlog = FairQueue()  # those that were before them, and too many for a batch

@@ -24,6 +24,7 @@ class Codec:
         encode: a result to its bytes in pieces, none of which takes long to make.
         encode_now: the same where all of it is quick, and how many bytes; None where it takes long.
         model_of: the model that a body names, "" where it names none; decodes nothing else.
+        sizes_of: (bags, ids) that a body has at least; decodes nothing.
     """
 
     content_type: bytes
@@ -33,6 +34,7 @@ class Codec:
     encode: Callable[[LookupResult], Iterable[bytes | memoryview]]
     encode_now: Callable[[LookupResult], Encoded | None]
     model_of: Callable[[bytes], str]
+    sizes_of: Callable[[bytes], tuple[int, int]]
 
     def bytes_max(self, limits: Limits) -> int:
         """Of a body."""
@@ -58,6 +60,7 @@ JSON = Codec(
     json_codec.encode_pieces,
     json_codec.encode_now,
     lambda body: "",
+    json_codec.sizes_of,
 )
 PROTOBUF = Codec(
     b"application/x-protobuf",
@@ -67,4 +70,5 @@ PROTOBUF = Codec(
     protobuf_codec.encode_pieces,
     protobuf_codec.encode_now,
     protobuf_codec.model_of,
+    protobuf_codec.sizes_of,
 )

@@ -77,10 +77,23 @@ def decode_request(body: bytes, model: str, limits: Limits = DEFAULT_LIMITS) -> 
     return request
 
 
+def sizes_of(body: bytes) -> tuple[int, int]:
+    """(bags, ids) that a request has about, told by its brackets and commas: the brackets around
+    all bags of a feature count as one more, a bag's first id does not count, commas in strings do.
+    """
+    brackets, commas = _count(body, b"["), _count(body, b",")
+    forms = 2 if b'"weights"' in body else 1
+    return brackets // forms, max(commas - brackets, 0) // forms
+
+
+def _count(body: bytes, characters: bytes) -> int:
+    octets = np.frombuffer(body, np.uint8)
+    return sum(int(np.count_nonzero(octets == one)) for one in characters)
+
+
 def _check_cost(body: bytes, limits: Limits) -> None:
     """Every value but the outermost follows a comma or an opening bracket."""
-    octets = np.frombuffer(body, np.uint8)
-    count = sum(int(np.count_nonzero(octets == one)) for one in b",[{")
+    count = _count(body, b",[{")
     if count > limits.request_values_max:
         raise RequestTooLargeError(
             f"body has {count} commas and opening brackets, "

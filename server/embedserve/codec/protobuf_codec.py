@@ -173,6 +173,22 @@ def model_of(body: bytes) -> str:
     return ""
 
 
+def sizes_of(body: bytes) -> tuple[int, int]:
+    """(bags, ids) of an EmbedRequest whose ids are numbers; (0, 0) of what is none, or has over
+    NOW_FIELDS_MAX fields."""
+    try:
+        numbers, _ = take_out(body, NUMBERS, NOW_FIELDS_MAX)
+    except (TooManyFieldsError, IndexError, ValueError):
+        return 0, 0
+    return _count(numbers, "lengths"), _count(numbers, "ids")
+
+
+def _count(numbers: _Numbers, field: str) -> int:
+    raw_bytes = sum(map(len, numbers.get(f"{field}_bytes", ())))
+    packed = sum(map(count_varints, numbers.get(field, ())))
+    return packed + raw_bytes // DTYPES[field].itemsize
+
+
 def _output_dtype(value: int) -> str:
     if value != embedding_pb2.FLOAT16:
         raise InvalidRequestError(

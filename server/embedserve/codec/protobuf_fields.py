@@ -98,7 +98,7 @@ def take_out(
     return taken, rest
 
 
-def count_varints(packed: bytes) -> int:
+def count_varints(packed: bytes | memoryview) -> int:
     return int(np.count_nonzero(np.frombuffer(packed, np.uint8) < 0x80))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.caller import Caller
@@ -20,12 +20,21 @@ from embedserve.types import LookupRequest, ModelInfo
 logger = logging.getLogger(__name__)
 
 
+class Peek(Protocol):
+    """Tells of a body without decoding it which model it names, "" for none, and how many (bags,
+    ids) it has at least."""
+
+    def model_of(self, body: bytes) -> str: ...
+
+    def sizes_of(self, body: bytes) -> tuple[int, int]: ...
+
+
 class ServedModels:
     """Served models by name, and whether requests are taken.
 
     Attributes:
         default_model: answers requests that name none; "" if they must name one.
-        is_full: whether the queue of one of the models is full.
+        is_full: whether a queue of one of the models is full.
         not_ready: why load balancers are told to send no more, as while draining; "" while they
             may. What still comes in over open connections is answered.
     """
@@ -69,21 +78,22 @@ class ServedModels:
             self._refuse_size(request, model)
         batcher.enqueue(to_model_order(request, model), caller)
 
-    def check_open(self, model: str, model_of_body: Callable[[], str]) -> None:
-        """Raises OverloadedError while the queue of a request's model is full.
+    def check_open(self, model: str, body: bytes, peek: Peek) -> None:
+        """Raises OverloadedError while the queue that a request would wait in is full.
 
-        Asked before a request is decoded.
+        Asked before a request is decoded, of any thread.
 
         Args:
             model: as its URL says; "" where that says none.
-            model_of_body: what the body says, asked only where that matters.
+            peek: asked of ``body`` only where that matters.
         """
         batcher = self._only or self._batchers.get(model or self.default_model)
-        if batcher is None or batcher.is_open:
-            return
-        if not model and batcher is not self._only and (named := model_of_body()):
+        if not model and self._only is None and (named := peek.model_of(body)):
             batcher = self._batchers.get(named, batcher)
+        if batcher is None or not batcher.is_full:
+            return
         batcher.check_open()
+        batcher.check_open_for(*peek.sizes_of(body))
 
     def check_any_open(self, model: str) -> None:
         """As check_open, before there is a body: raises where no body could be let in."""
@@ -101,7 +111,7 @@ class ServedModels:
         self.is_full = True
 
     def _has_room(self) -> None:
-        self.is_full = not all(batcher.is_open for batcher in self._batchers.values())
+        self.is_full = any(batcher.is_full for batcher in self._batchers.values())
         if self._on_room is not None:
             self._on_room()
 

@@ -188,7 +188,7 @@ async def test_no_source_fills_the_queue(
     answers = [submit(batcher, one_id(engine), source="a") for _ in range(8)]
     with pytest.raises(OverloadedError, match=message):
         submit(batcher, one_id(engine), source="a")
-    assert batcher.is_open
+    assert not batcher.is_full
     answers += [submit(batcher, one_id(engine), source="b") for _ in range(8)]
     engine.release()
     await asyncio.gather(*answers)

@@ -16,6 +16,9 @@ from embedserve.config import Limits
 from embedserve.errors import OverloadedError
 from embedserve.metrics.metrics import ModelMetrics
 
+LARGE, SMALL = (1, 100), (1, 1)
+"""(bags, ids) of requests."""
+
 
 async def test_small_requests_do_not_wait_for_one_that_alone_is_a_large_batch(
     engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
@@ -43,18 +46,26 @@ async def test_large_requests_fill_no_queue_but_their_own(
     small: Bags = {"user": [[1]]}
     limits = Limits(inline_bytes_max=ONE_BYTES, queue_examples_max=2)
     batcher = make_batcher(limits)
+    large = engine.request(USER)
     engine.hold()
-    answers = [submit(batcher, engine.request(USER))]
+    answers = [submit(batcher, large)]
     await until(lambda: engine.lookups)
     answers += [submit(batcher, engine.request(USER)) for _ in range(2)]
+    batcher.check_open_for(*LARGE)
     with pytest.raises(OverloadedError, match=r"for large requests holds 2 examples, 1 more pass"):
         submit(batcher, engine.request(USER))
-    assert batcher.is_open
+    assert batcher.is_full
+    for ask in (lambda: batcher.check_open_for(*LARGE), lambda: submit(batcher, large)):
+        with pytest.raises(OverloadedError, match=r"large requests is full: it holds 2 examples"):
+            ask()
+    batcher.check_open()
+    batcher.check_open_for(*SMALL)
     result = await submit(batcher, engine.request(small))
     assert np.array_equal(result.values, engine.expected(small))
     engine.release()
     await asyncio.gather(*answers)
-    await submit(batcher, engine.request(USER))
+    batcher.check_open_for(*LARGE)
+    await submit(batcher, large)
 
 
 async def test_two_small_requests_that_are_a_large_batch_together_run_beside_a_large_one(

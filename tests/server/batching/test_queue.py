@@ -134,16 +134,16 @@ async def test_a_full_queue_is_open_again_when_enough_went_away(
     limits = Limits(inline_bytes_max=0, queue_examples_max=16)
     batcher, running = await busy_batcher(engine, make_batcher, limits)
     rooms: list[bool] = []
-    batcher.on_room = lambda: rooms.append(batcher.is_open)
+    batcher.on_room = lambda: rooms.append(not batcher.is_full)
     waiting = [submit(batcher, engine.request(ONE)) for _ in range(16)]
-    assert batcher.is_open
+    assert not batcher.is_full
     with pytest.raises(OverloadedError):
         submit(batcher, engine.request(ONE))
     assert rooms == []
     waiting[3].caller.go_away()
-    assert (batcher.is_open, rooms) == (False, [])
+    assert (batcher.is_full, rooms) == (True, [])
     waiting[4].caller.go_away()
-    assert (batcher.is_open, rooms) == (True, [True])
+    assert (batcher.is_full, rooms) == (False, [True])
     waiting[5].caller.go_away()
     assert rooms == [True]  # it was not full
     engine.release()

@@ -191,26 +191,40 @@ async def full(
     assert not one.models.is_full
 
 
-def never_asked() -> str:
-    raise AssertionError("the body was looked at")
+class Peek:
+    """Names a model and is of a size, or may not be asked."""
+
+    def __init__(self, named: str | None = None, sizes: tuple[int, int] = (0, 0)) -> None:
+        self._named = named
+        self._sizes = sizes
+
+    def model_of(self, body: bytes) -> str:
+        assert self._named is not None, "the body was looked at"
+        return self._named
+
+    def sizes_of(self, body: bytes) -> tuple[int, int]:
+        return self._sizes
+
+
+NEVER_ASKED = Peek()
 
 
 async def test_a_full_model_is_refused_and_no_other(full: ServedModels) -> None:
     assert full.is_full
     for model in ("", "shop"):
         with pytest.raises(OverloadedError, match="the queue of 'shop' is full"):
-            full.check_open(model, lambda: "")
-    full.check_open("films", never_asked)
-    full.check_open("nobody", never_asked)
+            full.check_open(model, b"", Peek(""))
+    full.check_open("films", b"", NEVER_ASKED)
+    full.check_open("nobody", b"", NEVER_ASKED)
 
 
 async def test_the_body_is_asked_only_where_its_model_matters(full: ServedModels) -> None:
-    full.check_open("", lambda: "films")
+    full.check_open("", b"", Peek("films"))
     for named in ("shop", "", "nobody"):  # one unknown is refused as the default would be
         with pytest.raises(OverloadedError):
-            full.check_open("", lambda named=named: named)  # type: ignore[misc]
+            full.check_open("", b"", Peek(named))
     with pytest.raises(OverloadedError):
-        full.check_open("shop", never_asked)
+        full.check_open("shop", b"", NEVER_ASKED)
 
 
 async def test_a_lone_model_is_full_whatever_the_body_names(
@@ -222,16 +236,59 @@ async def test_a_lone_model_is_full_whatever_the_body_names(
     running = submit_to(models, make_request(USER))
     await until(lambda: engine.lookups)
     waiting = submit_to(models, make_request(USER))
-    models.check_open("", never_asked)
+    models.check_open("", b"", NEVER_ASKED)
     with pytest.raises(OverloadedError):
         submit_to(models, make_request(USER))
     for model in ("", "shop", "nobody"):
         with pytest.raises(OverloadedError):
-            models.check_open(model, never_asked)
+            models.check_open(model, b"", NEVER_ASKED)
         with pytest.raises(OverloadedError):
             models.check_any_open(model)
     engine.release()
     await asyncio.gather(running, waiting)
+
+
+async def test_while_the_queue_for_large_requests_is_full_small_ones_are_let_in(
+    engine: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    large: Bags = {"user": [[1, 2, 3]]}
+    limits = Limits(inline_bytes_max=50, queue_examples_max=1)
+    models = make_exchange(engine, executor=executor, limits=limits).models
+    engine.hold()
+    answers = [submit_to(models, make_request(large))]
+    await until(lambda: engine.lookups)
+    answers.append(submit_to(models, make_request(large)))
+    with pytest.raises(OverloadedError):
+        submit_to(models, make_request(large))
+    assert models.is_full
+    models.check_any_open("shop")
+    models.check_open("", b"", Peek(sizes=(1, 1)))
+    with pytest.raises(OverloadedError, match="the queue of 'shop' for large requests is full"):
+        models.check_open("", b"", Peek(sizes=(1, 1000)))
+    with pytest.raises(OverloadedError, match="the queue of 'shop' for large requests is full"):
+        models.check_open("", b"", Peek(sizes=(1000, 1)))
+    engine.release()
+    await asyncio.gather(*answers)
+    assert not models.is_full
+
+
+async def test_where_none_is_the_default_the_model_that_is_named_decides(
+    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    limits = Limits(inline_bytes_max=0, queue_examples_max=1)
+    exchange = make_exchange(engine, other, executor=executor, limits=limits, default_model="")
+    models = exchange.models
+    engine.hold()
+    answers = [submit_to(models, make_request(USER, model="shop"))]
+    await until(lambda: engine.lookups)
+    answers.append(submit_to(models, make_request(USER, model="shop")))
+    with pytest.raises(OverloadedError):
+        submit_to(models, make_request(USER, model="shop"))
+    models.check_open("", b"", Peek("films"))
+    with pytest.raises(OverloadedError):
+        models.check_open("", b"", Peek("shop"))
+    engine.release()
+    await asyncio.gather(*answers)
 
 
 async def test_before_its_body_has_come_only_what_names_a_full_model_is_refused(
