@@ -43,7 +43,7 @@ from embedserve_store.publishing.version_writer import (
     Source,
     write_version,
 )
-from embedserve_store.sources.description import Description
+from embedserve_store.sources.description import Description, check_no_draft
 
 if TYPE_CHECKING:
     from embedserve_store.plans.planner import Constraints
@@ -68,6 +68,7 @@ def publish(
     constraints: Constraints | None = None,
     device_memory_bytes: int | None = None,
     max_error: float | None = None,
+    accept_draft: bool = False,
     progress: Progress | None = None,
 ) -> PublishedVersion:
     """Publishes embedding tables as the next version of ``model``.
@@ -93,6 +94,7 @@ def publish(
         constraints: by table, as torchrec's ParameterConstraints.
         device_memory_bytes: of each rank, which the plan must fit.
         max_error: refuse where a table's pooled answers have a larger relative L2 error.
+        accept_draft: publish what `embedserve describe` guessed and nobody has checked.
         progress: called as rows are written.
 
     Raises:
@@ -100,10 +102,12 @@ def publish(
             it was before.
         StoreError: the source cannot be read or the store written; it is as it was before.
     """
+    described = tables if isinstance(tables, Description) else None
+    if described is not None and not accept_draft:
+        check_no_draft(described)
     made = make_source(source, tables, prefix, dtype)
     if is_weighted is not None:
         made = replace(made, is_weighted=is_weighted)
-    described = tables if isinstance(tables, Description) else None
     plan = _wanted_sharding(made.tables, sharding, described)
     draft = make_draft(
         made,

@@ -6,8 +6,10 @@ YAML or JSON, checked key by key. Gives TableSpecs; never opens the checkpoint o
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from embedserve_store.handwritten import read_handwritten
 _DESCRIPTION_KEYS = ("tables", "is_weighted")
 _REQUIRED_KEYS = ("name", "num_embeddings", "embedding_dim", "feature_names", "pooling")
 _TABLE_KEYS = (*_REQUIRED_KEYS, "dtype", "ids", "sharding")
+_GUESS = re.compile(r"(?:^|\s)#\s*check\b")
+"""How `embedserve describe` marks what its author must check."""
 _IDS_KEYS = {
     "rows": ("rule", "unknown", "default_row"),
     "modulo": ("rule", "modulus", "offset"),
@@ -38,9 +42,11 @@ class Description:
     """By table, for every rule "map": the file of its ids."""
     sharding: Mapping[str, str] = field(default_factory=dict)
     """By table, for those that say one."""
+    guesses: tuple[str, ...] = ()
+    """Of a draft: each line that is still marked "check", with its file and number."""
 
 
-def read_description(path: Path) -> Description:
+def read_description(path: str | os.PathLike[str]) -> Description:
     """Reads a description from a .json file, or YAML of any other name.
 
     ``tables`` is a list of ``name, num_embeddings, embedding_dim, feature_names, pooling`` and,
@@ -57,21 +63,39 @@ def read_description(path: Path) -> Description:
         StoreError: the file cannot be read or parsed.
         InvalidModelError: it is not a description of tables that can be served.
     """
-    data = _parse(path)
+    path = Path(path)
+    text, data = _parse(path)
     try:
-        return _description(data, path)
+        return replace(_description(data, path), guesses=_guesses(text, path))
     except InvalidModelError:
         raise
     except StoreError as error:
         raise InvalidModelError(str(error)) from error
 
 
-def _parse(path: Path) -> Any:
+def check_no_draft(description: Description) -> None:
+    """Raises InvalidModelError where what `embedserve describe` guessed is still marked so."""
+    if description.guesses:
+        more = len(description.guesses) - 1
+        others = f" and {more} more" if more else ""
+        raise InvalidModelError(
+            f"{description.guesses[0]}{others}: guessed, and not checked: make it right and remove "
+            "the mark, or publish what was guessed with --accept-draft (accept_draft=True)"
+        )
+
+
+def _guesses(text: str, path: Path) -> tuple[str, ...]:
+    lines = enumerate(text.splitlines(), 1)
+    return tuple(f"{path}: line {i}, {line.strip()!r}" for i, line in lines if _GUESS.search(line))
+
+
+def _parse(path: Path) -> tuple[str, Any]:
+    """The text of ``path``, and what it says."""
     import yaml
 
     try:
         text = read_handwritten(path)
-        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        return text, json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:

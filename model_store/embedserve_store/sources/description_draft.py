@@ -42,7 +42,8 @@ def draft_description(checkpoint: Checkpoint, prefix: str = "") -> str:
         raise InvalidModelError(f"{checkpoint.path}: {bad[0]}")
     comments = [*_head(checkpoint, len(keys) - len(found), found), *(f"left out: {r}" for r in bad)]
     lines = [f"# {' '.join(comment.split())}" for comment in comments]
-    lines += ["tables:", *(line for table in good for line in _entry(table))]
+    lines += ["tables:  # check: answers are in this order"]
+    lines += [line for table in good for line in _entry(table)]
     if good[0].pooling != "none":
         lines += ["is_weighted: false  # check: true if callers pass weights"]
     return "\n".join(lines) + "\n"

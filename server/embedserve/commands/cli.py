@@ -140,6 +140,12 @@ def publish(
             min=0,
         ),
     ] = None,
+    accept_draft: Annotated[
+        bool,
+        typer.Option(
+            "--accept-draft", help='Publish also what describe guessed and is marked "check".'
+        ),
+    ] = False,
 ) -> None:
     """Publish the embedding tables of a checkpoint as the next version of a model."""
     with one_line_errors():
@@ -153,6 +159,7 @@ def publish(
             constraints=constraints,
             device_memory=device_memory,
             max_error=max_error,
+            accept_draft=accept_draft,
         )
         publish_checkpoint(checkpoint, tables, store, model, options)
 

@@ -32,6 +32,7 @@ class PublishOptions:
     constraints: Path | None = None
     device_memory: str | None = None
     max_error: float | None = None
+    accept_draft: bool = False
 
 
 def publish_checkpoint(
@@ -76,6 +77,7 @@ def _publish(
             constraints=read_constraints(options.constraints) if options.constraints else None,
             device_memory_bytes=parse_bytes(memory) if memory else None,
             max_error=options.max_error,
+            accept_draft=options.accept_draft,
             progress=progress,
         )
 

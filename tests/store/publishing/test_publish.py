@@ -29,6 +29,10 @@ from embedserve_store.sources import live
 from embedserve_store.sources.description import read_description
 from embedserve_store.verification import verify
 
+DRAFT = """
+tables:  # check: answers are in this order
+  - {name: user, num_embeddings: 10, embedding_dim: 4, feature_names: [user], pooling: sum}
+"""
 MakeEbc = Callable[..., EmbeddingBagCollection]
 RELATIVE_ERROR_MAX = {"float16": 1e-3, "int8": 1e-2, "int4": 0.2}
 
@@ -62,6 +66,16 @@ def test_every_dtype_is_published_and_loads(
             assert (
                 error.bytes_saved == 4 * table.num_embeddings * table.embedding_dim - table.nbytes
             )
+
+
+def test_a_draft_is_published_only_where_that_is_said(tmp_path: Path) -> None:
+    (tmp_path / "d.yaml").write_text(DRAFT)
+    draft = read_description(str(tmp_path / "d.yaml"))
+    state = {"embedding_bags.user.weight": torch.ones(10, 4)}
+    with pytest.raises(InvalidModelError, match=r"d\.yaml: line 2, 'tables:  # check: .*guessed"):
+        publish(state, tmp_path / "store", model="m", tables=draft)
+    assert not (tmp_path / "store").exists()
+    publish(state, tmp_path / "store", model="m", tables=draft, accept_draft=True)
 
 
 def test_published_files_are_read_only(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:

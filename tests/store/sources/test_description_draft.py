@@ -11,7 +11,7 @@ import torch
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.sources.checkpoint import Checkpoint, from_state_dict
-from embedserve_store.sources.description import Description, read_description
+from embedserve_store.sources.description import Description, check_no_draft, read_description
 from embedserve_store.sources.description_draft import draft_description
 
 USER = {"m.ebc.embedding_bags.user.weight": torch.ones(10, 4)}
@@ -28,24 +28,44 @@ def test_every_table_with_its_shape(tmp_path: Path) -> None:
     wide = {"m.ebc.embedding_bags.tag.weight": torch.ones(5, 12).bfloat16()}
     other = {"m.over.weight": torch.ones(4, 4), "opt.m.ebc.embedding_bags.user.weight.sum": 3}
     text = draft_description(from_state_dict(USER | half | wide | other))
-    assert read_back(text, tmp_path) == Description(
-        (
-            TableSpec("user", 10, 4, ("user",), "sum", "float32"),
-            TableSpec("item", 7, 8, ("item",), "sum", "float16"),
-            TableSpec("tag", 5, 12, ("tag",), "sum", "float32"),
-        )
+    described = read_back(text, tmp_path)
+    assert described.tables == (
+        TableSpec("user", 10, 4, ("user",), "sum", "float32"),
+        TableSpec("item", 7, 8, ("item",), "sum", "float16"),
+        TableSpec("tag", 5, 12, ("tag",), "sum", "float32"),
     )
+    assert not described.is_weighted
     assert "prefix m.ebc\n" in text
     assert "# Skipped 2 other entries" in text
 
 
 def test_every_guess_is_marked(tmp_path: Path) -> None:
     lines = draft_description(from_state_dict(USER)).splitlines()
-    for key in ("feature_names", "pooling", "is_weighted"):
+    for key in ("tables", "feature_names", "pooling", "is_weighted"):
         (line,) = [line for line in lines if f"{key}:" in line]
         assert "# check: " in line
     (line,) = [line for line in lines if "embedding_dim:" in line]
     assert "#" not in line
+
+
+def test_a_draft_is_one_until_no_guess_is_marked(tmp_path: Path) -> None:
+    text = draft_description(from_state_dict(USER))
+    described = read_back(text, tmp_path)
+    assert len(described.guesses) == 4
+    with pytest.raises(InvalidModelError) as caught:
+        check_no_draft(described)
+    assert str(caught.value).startswith(
+        f"{tmp_path}/d.yaml: line 3, 'tables:  # check: answers are in this order' and 3 more: "
+        "guessed, and not checked"
+    )
+    text = text.replace("tables:  # check: answers are in this order", "tables: #check")
+    for mark in ("  # check: the features that look up this table", "  # check: sum or mean"):
+        text = text.replace(mark, "")
+    text = text.replace("# check: true if callers pass weights", "# I have checked this")
+    described = read_back(text, tmp_path)
+    with pytest.raises(InvalidModelError, match=r"line 3, 'tables: #check': guessed"):
+        check_no_draft(described)
+    check_no_draft(read_back(text.replace(" #check", ""), tmp_path))
 
 
 def test_tables_of_an_embedding_collection(tmp_path: Path) -> None:
