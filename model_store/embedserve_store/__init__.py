@@ -19,7 +19,7 @@ from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.format.tables_file import Progress, TablesFile
 from embedserve_store.goldens.goldens_file import Bags, Goldens
-from embedserve_store.local_store import ModelStore
+from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
 from embedserve_store.plans.plan import Plan, Shard, TablePlan, read_plan

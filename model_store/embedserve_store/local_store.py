@@ -1,22 +1,22 @@
 """Opens published versions, and refuses what is not exactly as it was published.
 
-``ModelStore`` lists and loads; loading reads the small files whole and maps the tables, so its
+``LocalStore`` lists and loads; loading reads the small files whole and maps the tables, so its
 time does not grow with them (verification.py reads every byte). Never imports torch or writes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from embedserve_store.errors import StoreError
+from embedserve_store.format.json_fields import parse_json
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest
+from embedserve_store.format.manifest_file import parse_manifest
 from embedserve_store.format.regular_file import stat_regular
-from embedserve_store.format.seal import check_seal, check_sha256
+from embedserve_store.format.seal import check_sha256
 from embedserve_store.format.table_spec import NAME_PATTERN
 from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.format.version_folder import version_numbers
@@ -28,7 +28,7 @@ SMALL_FILE_BYTES_MAX = 256 << 20
 """Manifest, plan and goldens are read whole; a larger one was not published by this code."""
 
 
-class ModelStore:
+class LocalStore:
     """A folder of published models: STORE/MODEL/VERSION/."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -63,6 +63,15 @@ class ModelStore:
             StoreError: it does not exist, or one of its files is missing, damaged, of another
                 format version, or contradicts another. Rows are not read: see verification.py.
         """
+        chosen = self._find(model, version)
+        return _load(self.path / model / str(chosen), model, chosen)
+
+    def manifest(self, model: str, version: int | None = None) -> Manifest:
+        """Of one version, the highest unless ``version`` says which; raises StoreError."""
+        chosen = self._find(model, version)
+        return _read_manifest(self.path / model / str(chosen) / "manifest.json", model, chosen)
+
+    def _find(self, model: str, version: int | None) -> int:
         versions = self.versions(model)
         folder = self.path / model
         if not versions:
@@ -70,7 +79,7 @@ class ModelStore:
         chosen = versions[-1] if version is None else version
         if chosen not in versions:
             raise StoreError(f"{folder}: version {chosen} does not exist, there are {versions}")
-        return _load(folder / str(chosen), model, chosen)
+        return chosen
 
 
 def _listed(folder: Path, what: str) -> list[str]:
@@ -81,23 +90,25 @@ def _listed(folder: Path, what: str) -> list[str]:
 
 
 def _load(path: Path, model: str, version: int) -> ModelVersion:
-    manifest_path = path / "manifest.json"
-    text = _read(manifest_path)
-    manifest = Manifest.from_json(_parsed(text, manifest_path), str(manifest_path))
-    check_seal(text, str(manifest_path))
-    if (manifest.model, manifest.version) != (model, version):
-        raise StoreError(
-            f"{manifest_path}: is of model {manifest.model!r} version {manifest.version}, "
-            f"but lies in the folder of {model!r} version {version}"
-        )
+    manifest = _read_manifest(path / "manifest.json", model, version)
     _check_files(path, manifest)
     plan_path = path / "plan.json"
-    plan = Plan.from_json(_parsed(_read(plan_path), plan_path), str(plan_path))
+    plan = Plan.from_json(parse_json(_read(plan_path), str(plan_path)), str(plan_path))
     plan.check(manifest.tables, str(plan_path))
     tables = TablesFile.open(path / "tables.safetensors", manifest.tables)
     loaded = ModelVersion(path, manifest, plan, tables, _open_id_maps(path, manifest))
     loaded.goldens()
     return loaded
+
+
+def _read_manifest(path: Path, model: str, version: int) -> Manifest:
+    manifest = parse_manifest(_read(path), str(path))
+    if (manifest.model, manifest.version) != (model, version):
+        raise StoreError(
+            f"{path}: is of model {manifest.model!r} version {manifest.version}, "
+            f"but lies in the folder of {model!r} version {version}"
+        )
+    return manifest
 
 
 def _open_id_maps(path: Path, manifest: Manifest) -> Mapping[str, IdMap]:
@@ -120,10 +131,3 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _parsed(data: bytes, path: Path) -> Any:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise StoreError(f"{path}: not JSON, or half-written: {error}") from error

@@ -20,7 +20,7 @@ from embedserve_store.format.seal import sealed_json
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.goldens_file import Goldens, save_goldens
 from embedserve_store.goldens.sampled_bags import sample_bags
-from embedserve_store.local_store import ModelStore
+from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 from embedserve_store.publishing.publish import publish
@@ -77,7 +77,7 @@ def published_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def version(published_store: Path, tmp_path: Path) -> ModelVersion:
     """A test's own copy of the version in published_store, which it may damage."""
     store = writable(shutil.copytree(published_store, tmp_path / "store"))
-    return ModelStore(store).load("m")
+    return LocalStore(store).load("m")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torchrec import EmbeddingBagCollection
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.row_layout import dequantize_rows
-from embedserve_store.local_store import ModelStore
+from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.publishing.publish import publish
 from embedserve_store.verification import verify
@@ -26,7 +26,7 @@ EditJson = Callable[[Path, Callable[[Any], None]], None]
 
 
 def reload(version: ModelVersion) -> ModelVersion:
-    return ModelStore(version.path.parent.parent).load("m")
+    return LocalStore(version.path.parent.parent).load("m")
 
 
 def test_models_and_versions_are_listed(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_models_and_versions_are_listed(ebc: EmbeddingBagCollection, tmp_path: P
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "README").write_text("")
     (tmp_path / "a" / "5").write_text("not a folder")
-    store = ModelStore(str(tmp_path))
+    store = LocalStore(str(tmp_path))
     assert store.models() == ["a", "b"]
     assert store.versions("a") == [1]
     assert store.versions("b") == [1, 2]
@@ -46,7 +46,7 @@ def test_models_and_versions_are_listed(ebc: EmbeddingBagCollection, tmp_path: P
 def test_versions_are_ordered_as_numbers(version: ModelVersion) -> None:
     for number in (10, 9):
         shutil.copytree(version.path, version.path.parent / str(number))
-    assert ModelStore(version.path.parent.parent).versions("m") == [1, 9, 10]
+    assert LocalStore(version.path.parent.parent).versions("m") == [1, 9, 10]
 
 
 def test_the_highest_version_is_loaded_unless_told(
@@ -54,8 +54,8 @@ def test_the_highest_version_is_loaded_unless_told(
 ) -> None:
     publish(ebc, tmp_path, model="m")
     publish(ebc, tmp_path, model="m")
-    assert ModelStore(tmp_path).load("m").manifest.version == 2
-    assert ModelStore(tmp_path).load("m", 1).manifest.version == 1
+    assert LocalStore(tmp_path).load("m").manifest.version == 2
+    assert LocalStore(tmp_path).load("m", 1).manifest.version == 1
 
 
 def test_mapped_rows_are_the_published_rows(
@@ -85,11 +85,11 @@ def test_what_does_not_exist(
     version: ModelVersion, model: str, number: int | None, message: str
 ) -> None:
     with pytest.raises(StoreError, match=message):
-        ModelStore(version.path.parent.parent).load(model, number)
+        LocalStore(version.path.parent.parent).load(model, number)
 
 
 def test_a_store_that_does_not_exist(tmp_path: Path) -> None:
-    store = ModelStore(tmp_path / "none")
+    store = LocalStore(tmp_path / "none")
     for call in (store.models, lambda: store.versions("m"), lambda: store.load("m")):
         with pytest.raises(StoreError, match="none: the store cannot be read: No such file"):
             call()
@@ -241,7 +241,7 @@ def test_a_named_pipe_is_not_waited_for(version: ModelVersion, name: str) -> Non
 
 
 def test_a_tables_file_that_was_changed_in_place_is_told(version: ModelVersion) -> None:
-    tables = ModelStore(version.path.parent.parent).load("m").tables
+    tables = LocalStore(version.path.parent.parent).load("m").tables
     tables.check_unchanged()
     path = version.path / "tables.safetensors"
     size = path.stat().st_size
@@ -253,7 +253,7 @@ def test_a_tables_file_that_was_changed_in_place_is_told(version: ModelVersion) 
 
 
 def test_another_tables_file_of_the_same_name_changes_nothing(version: ModelVersion) -> None:
-    tables = ModelStore(version.path.parent.parent).load("m").tables
+    tables = LocalStore(version.path.parent.parent).load("m").tables
     path = version.path / "tables.safetensors"
     shutil.copy(path, path.with_suffix(".new"))
     path.with_suffix(".new").rename(path)
@@ -264,6 +264,6 @@ def test_another_tables_file_of_the_same_name_changes_nothing(version: ModelVers
 
 def test_a_store_moved_elsewhere_loads(version: ModelVersion, tmp_path: Path) -> None:
     shutil.copytree(version.path.parent.parent, tmp_path / "moved")
-    verify(ModelStore(tmp_path / "moved").load("m"))
+    verify(LocalStore(tmp_path / "moved").load("m"))
     manifest = json.loads((tmp_path / "moved" / "m" / "1" / "manifest.json").read_bytes())
     assert str(tmp_path) not in json.dumps(manifest)

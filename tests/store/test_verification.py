@@ -12,7 +12,7 @@ from torchrec import EmbeddingBagCollection
 from writable import writable
 
 from embedserve_store.errors import StoreError
-from embedserve_store.local_store import ModelStore
+from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.publishing.publish import publish
 from embedserve_store.verification import verify
@@ -35,7 +35,7 @@ def folder(ebc: EmbeddingBagCollection, tmp_path: Path) -> Path:
 
 
 def check(folder: Path) -> None:
-    verify(ModelStore(folder.parent.parent).load("m", int(folder.name)))
+    verify(LocalStore(folder.parent.parent).load("m", int(folder.name)))
 
 
 def flips(path: Path, positions: Iterator[int]) -> Iterator[int]:
@@ -83,7 +83,7 @@ def test_spaces_of_a_header_made_tabs_are_found(folder: Path) -> None:
     path = folder / "tables.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[: HEADER_BYTES - 1] + b"\t" + data[HEADER_BYTES:])
-    loaded = ModelStore(folder.parent.parent).load("m")
+    loaded = LocalStore(folder.parent.parent).load("m")
     with pytest.raises(StoreError, match=r"tables\.safetensors: its header is not as it was"):
         verify(loaded)
 
@@ -98,7 +98,7 @@ def test_a_later_manifest_without_its_seal_is_refused(folder: Path) -> None:
 
 
 def test_what_changed_after_loading_is_found(folder: Path) -> None:
-    loaded = ModelStore(folder.parent.parent).load("m")
+    loaded = LocalStore(folder.parent.parent).load("m")
     path = folder / "manifest.json"
     path.write_bytes(path.read_bytes().replace(b'"user"', b'"uses"'))
     with pytest.raises(StoreError, match=r"manifest\.json: sha256"):
@@ -106,7 +106,7 @@ def test_what_changed_after_loading_is_found(folder: Path) -> None:
 
 
 def test_progress_counts_rows_and_bytes_to_the_end(folder: Path) -> None:
-    loaded = ModelStore(folder.parent.parent).load("m")
+    loaded = LocalStore(folder.parent.parent).load("m")
     calls: list[tuple[str, int, int, int]] = []
     verify(loaded, lambda *call: calls.append(call))
     assert {call[0]: call[1:3] for call in calls} == {
@@ -122,7 +122,7 @@ def test_a_changed_row_is_found_by_verify(version: ModelVersion) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    loaded = ModelStore(version.path.parent.parent).load("m")
+    loaded = LocalStore(version.path.parent.parent).load("m")
     last = max(loaded.tables.offsets, key=loaded.tables.offsets.__getitem__)
     with pytest.raises(StoreError, match=rf"tables\.safetensors: table '{last}': sha256 is "):
         verify(loaded)

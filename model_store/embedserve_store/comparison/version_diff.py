@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from embedserve_store.comparison.row_diff import RowComparison, RowDiff
-from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.layout import layout_changes
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.format.tables_file import Progress
 
 if TYPE_CHECKING:
-    from embedserve_store.format.id_rule import IdRule
     from embedserve_store.model_version import ModelVersion
     from embedserve_store.plans.plan import Plan
 
@@ -27,7 +26,7 @@ class TableDiff:
     before: TableSpec
     after: TableSpec
     changes: tuple[str, ...]
-    """What is different but rows, for a person, such as "dtype float32 to int8"."""
+    """What is different but rows and layout, for a person, such as "dtype float32 to int8"."""
     rows: RowDiff | None
     """None where the dims differ: there is nothing to compare."""
 
@@ -44,15 +43,15 @@ class VersionDiff:
     removed: tuple[TableSpec, ...]
     tables: tuple[TableDiff, ...]
     """Those of both, in the order of after."""
-    changes: tuple[str, ...]
-    """What is different of the model, for a person: features, weights."""
+    layout: tuple[str, ...]
+    """How the layout differs, for a person."""
     plan: str
     """How the plans differ, for a person; empty where they are the same."""
 
     @property
     def is_changed(self) -> bool:
         tables = any(table.is_changed for table in self.tables)
-        return tables or bool(self.added or self.removed or self.changes or self.plan)
+        return tables or bool(self.added or self.removed or self.layout or self.plan)
 
 
 def compare(
@@ -74,7 +73,7 @@ def compare(
         added=tuple(table for table in new.values() if table.name not in old),
         removed=tuple(table for table in old.values() if table.name not in new),
         tables=tuple(tables),
-        changes=_model_changes(before.manifest, after.manifest),
+        layout=layout_changes(before.manifest, after.manifest),
         plan=_plan_change(before.plan, after.plan),
     )
 
@@ -114,36 +113,14 @@ def _stored(table: TableSpec) -> tuple[object, ...]:
 def _table_changes(old: TableSpec, new: TableSpec) -> tuple[str, ...]:
     pairs = {
         "rows": (f"{old.num_embeddings:,}", f"{new.num_embeddings:,}"),
-        "dim": (str(old.embedding_dim), str(new.embedding_dim)),
         "dtype": (old.dtype, new.dtype),
-        "pooling": (old.pooling, new.pooling),
-        "features": (", ".join(old.feature_names), ", ".join(new.feature_names)),
-        "ids": (_describe(old.ids), _describe(new.ids)),
     }
     changes = [f"{what} {a} to {b}" for what, (a, b) in pairs.items() if a != b]
     if "map" == old.ids.rule == new.ids.rule and old.ids.sha256 != new.ids.sha256:
-        changes.append("ids of another vocabulary: a row may stand for another id")
-    return tuple(changes)
-
-
-def _describe(rule: IdRule) -> str:
-    """All of the rule but its checksum, such as "map int64 20,000 unknown skip"."""
-    data = {key: value for key, value in rule.to_json().items() if key != "sha256"}
-    shown = [data.pop("rule")]
-    for key, value in data.items():
-        value = f"{value:,}" if isinstance(value, int) else value
-        shown.append(value if key == "id_type" else f"{key} {value}")
-    return " ".join(shown)
-
-
-def _model_changes(old: Manifest, new: Manifest) -> tuple[str, ...]:
-    changes = []
-    if added := [feature for feature in new.features if feature not in old.features]:
-        changes.append(f"features added: {', '.join(added)}")
-    if removed := [feature for feature in old.features if feature not in new.features]:
-        changes.append(f"features removed: {', '.join(removed)}")
-    if old.is_weighted != new.is_weighted:
-        changes.append("takes weights now" if new.is_weighted else "takes no weights any more")
+        changes.append(
+            f"a vocabulary of {old.ids.entries:,} ids to another of {new.ids.entries:,}: a row may "
+            "stand for another id"
+        )
     return tuple(changes)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embedserve_store.errors import StoreError
-from embedserve_store.publishing.staging import check_writable
+from embedserve_store.writing.staging import check_writable
 
 if TYPE_CHECKING:
     import torch

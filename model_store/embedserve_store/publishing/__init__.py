@@ -1,5 +1,4 @@
 """Makes versions: publish.py checks and plans, publish_source.py takes whatever it is given,
 resolve_ids.py settles how ids become rows, version_writer.py writes (tables_writer.py the
-rows, direct_file.py past the page cache) into a folder that staging.py makes appear at once, and
-pooled_error.py reports.
+rows), and pooled_error.py reports; publish_sharded.py does so from all ranks of a training.
 """

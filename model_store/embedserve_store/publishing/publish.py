@@ -8,6 +8,7 @@ is left behind. Imports torch only when called.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.id_rule import IdRule
+from embedserve_store.format.layout import layout_changes
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import (
     NAME_PATTERN,
@@ -27,6 +29,7 @@ from embedserve_store.format.table_spec import (
     check_weighted,
 )
 from embedserve_store.format.tables_file import Progress
+from embedserve_store.model_store import ModelStore
 from embedserve_store.plans.plan import Plan
 from embedserve_store.publishing.publish_source import (
     Choice,
@@ -36,14 +39,17 @@ from embedserve_store.publishing.publish_source import (
     with_dtypes,
 )
 from embedserve_store.publishing.resolve_ids import Vocabularies, resolve_ids
-from embedserve_store.publishing.staging import check_room, check_writable, staging_folder
 from embedserve_store.publishing.version_writer import (
     Draft,
     PublishedVersion,
     Source,
     write_version,
 )
+from embedserve_store.remote.remote_files import TransferProgress, UnreachableError
+from embedserve_store.remote.remote_store import RemoteStore, default_cache, is_url
+from embedserve_store.remote.upload import upload_version
 from embedserve_store.sources.description import Description, check_no_draft
+from embedserve_store.writing.staging import check_room, check_writable, staging_folder
 
 if TYPE_CHECKING:
     from embedserve_store.plans.planner import Constraints
@@ -69,15 +75,20 @@ def publish(
     device_memory_bytes: int | None = None,
     max_error: float | None = None,
     accept_draft: bool = False,
+    layout_changed: bool = False,
     progress: Progress | None = None,
+    upload_progress: TransferProgress | None = None,
 ) -> PublishedVersion:
     """Publishes embedding tables as the next version of ``model``.
+
+    Into a remote store it is published in a temporary folder first, then uploaded.
 
     Args:
         source: an unsharded EmbeddingBagCollection or EmbeddingCollection, the state dict of a
             model that holds one, or the path of a checkpoint: a folder of
             torch.distributed.checkpoint, a file of torch.save, or safetensors. Weights are
             float32, float16 or bfloat16, on any device. For a sharded module: publish_sharded.
+        store: a folder, made if missing, or a URL such as s3://bucket/folder.
         tables: what a state dict or checkpoint does not hold (features, pooling); required for
             them, left out for a module. A state dict's keys end in
             ``embedding_bags.<table>.weight`` or ``embeddings.<table>.weight``.
@@ -95,7 +106,10 @@ def publish(
         device_memory_bytes: of each rank, which the plan must fit.
         max_error: refuse where a table's pooled answers have a larger relative L2 error.
         accept_draft: publish what `embedserve describe` guessed and nobody has checked.
+        layout_changed: publish also what callers of the version before would notice: other keys,
+            order, widths, tables, pooling, id rules or weights.
         progress: called as rows are written.
+        upload_progress: called as files travel to a remote store.
 
     Raises:
         InvalidModelError: the model cannot be published; the store was not touched, or is as
@@ -120,7 +134,12 @@ def publish(
         device_memory_bytes=device_memory_bytes,
     )
     draft = replace(draft, max_error=max_error, progress=progress)
-    return _publish(draft, Path(store) / model)
+    where = os.fspath(store)
+    if not layout_changed:
+        _check_layout(draft.manifest, where)
+    if is_url(where):
+        return _publish_remote(draft, where, upload_progress)
+    return _publish(draft, Path(where) / model)
 
 
 def make_draft(
@@ -153,6 +172,46 @@ def make_draft(
     _check_description(tables, model)
     manifest = Manifest(model, 0, tables, source.is_weighted, _provenance(source.kind))
     return Draft(source, manifest, id_maps, plan, None, None)
+
+
+def _check_layout(manifest: Manifest, store: str) -> None:
+    """Raises InvalidModelError where the layout is another than that of the version before, and
+    where that cannot be told."""
+    model = manifest.model
+    try:
+        before = _version_before(store, model)
+    except UnreachableError:
+        raise
+    except StoreError as error:
+        raise InvalidModelError(
+            f"the version before cannot be compared ({error}): publish without that by "
+            "--layout-changed (layout_changed=True)"
+        ) from error
+    if before is not None and (changes := layout_changes(before, manifest)):
+        raise InvalidModelError(
+            f"model {model!r} has another layout than version {before.version}: "
+            f"{'; '.join(changes)}: if callers know, publish it with --layout-changed "
+            "(layout_changed=True)"
+        )
+
+
+def _version_before(store: str, model: str) -> Manifest | None:
+    if not is_url(store) and not (Path(store) / model).is_dir():
+        return None
+    models = ModelStore(store)
+    return models.manifest(model) if models.versions(model) else None
+
+
+def _publish_remote(
+    draft: Draft, url: str, upload_progress: TransferProgress | None
+) -> PublishedVersion:
+    model = draft.manifest.model
+    number = RemoteStore(url, default_cache()).next_version(model)
+    with tempfile.TemporaryDirectory(prefix="embedserve-") as folder:
+        published = _publish(draft, Path(folder) / model)
+        where = upload_version(published.path, url, number, upload_progress)
+    manifest = replace(published.manifest, version=number)
+    return replace(published, where=where, version=number, manifest=manifest)
 
 
 def _publish(draft: Draft, folder: Path) -> PublishedVersion:

@@ -11,11 +11,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.publishing.publish import as_store_error, check_options, publish
-from embedserve_store.publishing.staging import staging_folder
 from embedserve_store.publishing.version_writer import PublishedVersion
+from embedserve_store.remote.remote_store import is_url
 from embedserve_store.sources.description import Description
+from embedserve_store.writing.staging import staging_folder
 
 if TYPE_CHECKING:
     import torch
@@ -44,11 +45,17 @@ def publish_sharded(
         On rank 0 what was published, on the others None.
 
     Raises:
-        InvalidModelError: on all ranks, before anything is written.
+        InvalidModelError: on all ranks, before anything is written. A URL is refused, too: the
+            ranks save their shards in the store.
         StoreError: on all ranks, as ``publish``.
     """
     from embedserve_store.sources.live_dmp import describe_sharded, save_tables
 
+    if is_url(os.fspath(store)):
+        raise InvalidModelError(
+            f"{store}: the ranks save their shards in the store, so publish into a folder that all "
+            "of them see, then upload the version (embedserve_store.remote.upload.upload_version)"
+        )
     tables, is_weighted, found = describe_sharded(module, prefix)
     # The same on every rank, so all of them raise: nobody is left waiting for the others.
     check_options(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.format.tables_file import Progress, file_order, header_bytes
-from embedserve_store.publishing.direct_file import Writer, new_file
+from embedserve_store.writing.direct_file import Writer, new_file
 
 
 def write_tables(

@@ -30,10 +30,10 @@ from embedserve_store.ids.id_map import IdMap, write_id_maps
 from embedserve_store.ids.translate import IdTranslator
 from embedserve_store.plans.plan import Plan
 from embedserve_store.publishing.pooled_error import PooledError, pooled_error
-from embedserve_store.publishing.staging import publish_staged, sync, write_synced
 from embedserve_store.publishing.tables_writer import write_tables
 from embedserve_store.sources import live
 from embedserve_store.sources.rows import TableRows
+from embedserve_store.writing.staging import publish_staged, sync, write_synced
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PublishedVersion:
-    path: Path
+    where: str
+    """Its folder, or behind a URL its URL."""
     version: int
     manifest: Manifest
     plan: Plan
@@ -50,6 +51,13 @@ class PublishedVersion:
     """For each table."""
     skipped: tuple[str, ...]
     """Entries of the state dict or checkpoint that are not described tables."""
+
+    @property
+    def path(self) -> Path:
+        """Its folder. Raises ValueError where it is behind a URL."""
+        if "://" in self.where:
+            raise ValueError(f"{self.where} is not a folder")
+        return Path(self.where)
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,7 @@ def write_version(draft: Draft, staging: Path) -> PublishedVersion:
     manifest = replace(manifest, files=files)
     version = publish_staged(staging, lambda number: _write_manifest(staging, manifest, number))
     return PublishedVersion(
-        path=staging.parent / str(version),
+        where=str(staging.parent / str(version)),
         version=version,
         manifest=replace(manifest, version=version),
         plan=draft.plan,

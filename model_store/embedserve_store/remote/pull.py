@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -19,10 +18,12 @@ from pathlib import Path
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest
-from embedserve_store.format.seal import check_seal
+from embedserve_store.format.manifest_file import parse_manifest
 from embedserve_store.format.tables_file import header_bytes
-from embedserve_store.local_store import SMALL_FILE_BYTES_MAX, ModelStore
-from embedserve_store.publishing.staging import (
+from embedserve_store.local_store import SMALL_FILE_BYTES_MAX, LocalStore
+from embedserve_store.remote.remote_files import RemoteFolder, TransferProgress
+from embedserve_store.verification import verify
+from embedserve_store.writing.staging import (
     check_room,
     check_writable,
     make_read_only,
@@ -30,8 +31,6 @@ from embedserve_store.publishing.staging import (
     sync,
     write_synced,
 )
-from embedserve_store.remote.remote_files import RemoteFolder, TransferProgress
-from embedserve_store.verification import verify
 
 logger = logging.getLogger(__name__)
 
@@ -78,11 +77,7 @@ def read_manifest(
     where = f"{remote.url}/{model}/{number}"
     _check_small(listed[MANIFEST], f"{where}/{MANIFEST}")
     text = remote.read(f"{model}/{number}/{MANIFEST}")
-    try:
-        manifest = Manifest.from_json(json.loads(text), f"{where}/{MANIFEST}")
-    except (ValueError, RecursionError) as error:
-        raise StoreError(f"{where}/{MANIFEST}: not JSON, or half-written: {error}") from error
-    check_seal(text, f"{where}/{MANIFEST}")
+    manifest = parse_manifest(text, f"{where}/{MANIFEST}")
     names = file_names(manifest)
     for name in names:
         if name not in listed:
@@ -152,7 +147,7 @@ def _verify(staging: Path, version: RemoteVersion, progress: TransferProgress | 
         if progress:
             progress("checksums", bytes_done, version.manifest.nbytes)
 
-    verify(ModelStore(staging).load(version.model, version.number), report)
+    verify(LocalStore(staging).load(version.model, version.number), report)
 
 
 def _reveal(staged: Path, folder: Path) -> None:

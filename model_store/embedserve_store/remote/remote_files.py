@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from embedserve_store.errors import StoreError
-from embedserve_store.publishing.staging import sync
+from embedserve_store.writing.staging import sync
 
 PART_BYTES = 16 << 20
 PARTS_AT_ONCE = 8

@@ -1,7 +1,7 @@
 """Remote stores: models under a URL, pulled once into a local cache and mapped from there.
 
-``open_store`` gives the store of a folder or URL; ``RemoteStore`` has ModelStore's methods. A
-remote version is there once its manifest.json is, which upload.py writes last. Never imports torch.
+A remote version is there once its manifest.json is, which upload.py writes last. Never imports
+torch.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import re
 from pathlib import Path
 
 from embedserve_store.errors import StoreError
+from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import NAME_PATTERN
 from embedserve_store.format.version_folder import VERSION_PATTERN
-from embedserve_store.local_store import ModelStore
+from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.remote.pull import MANIFEST, RemoteVersion, pull, read_manifest
 from embedserve_store.remote.remote_files import RemoteFolder, TransferProgress, UnreachableError
@@ -36,28 +37,8 @@ def default_cache() -> Path:
     return Path(base).expanduser() / "embedserve"
 
 
-def open_store(
-    store: str | os.PathLike[str],
-    cache: Path | None = None,
-    progress: TransferProgress | None = None,
-) -> ModelStore | RemoteStore:
-    """The store in a folder, or under a URL such as s3://bucket/folder.
-
-    Args:
-        cache: a folder for the versions of remote stores. Default: ``default_cache``.
-        progress: told of pulls.
-
-    Raises:
-        StoreError: what this kind of URL needs is not installed.
-    """
-    where = os.fspath(store)
-    if not is_url(where):
-        return ModelStore(where)
-    return RemoteStore(where, default_cache() if cache is None else cache, progress)
-
-
 class RemoteStore:
-    """URL/MODEL/VERSION/ as a ModelStore; loading pulls a version unless the cache has it.
+    """URL/MODEL/VERSION/ with a LocalStore's methods; loading pulls what the cache has not.
 
     Processes may share a cache: each version is pulled by one of them, and appears whole, after
     every byte has been checked. Each URL has a folder of its own in the cache.
@@ -66,10 +47,10 @@ class RemoteStore:
     def __init__(self, url: str, cache: Path, progress: TransferProgress | None = None) -> None:
         self._remote = RemoteFolder(url)
         self._progress = progress
-        self._local = ModelStore(cache / _folder_name(self._remote.url))
+        self._local = LocalStore(cache / _folder_name(self._remote.url))
 
     def models(self) -> list[str]:
-        """As ModelStore's.
+        """As LocalStore's.
 
         Raises:
             StoreError: there is nothing under the URL.
@@ -119,6 +100,10 @@ class RemoteStore:
                 f"{folder}: versions never change; remove that folder to pull this one"
             )
         return loaded
+
+    def manifest(self, model: str, version: int | None = None) -> Manifest:
+        """As LocalStore's; pulls nothing."""
+        return self._find(model, version).manifest
 
     def _cached(self, model: str, number: int) -> Path:
         return self._local.path / model / str(number)

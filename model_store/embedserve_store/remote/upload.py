@@ -13,7 +13,7 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.seal import sealed_json
 from embedserve_store.format.version_folder import VERSION_PATTERN
-from embedserve_store.local_store import ModelStore
+from embedserve_store.local_store import LocalStore
 from embedserve_store.remote.pull import MANIFEST, file_names
 from embedserve_store.remote.remote_files import RemoteFolder, TransferProgress
 from embedserve_store.verification import verify
@@ -62,7 +62,7 @@ def _verified(folder: Path) -> Manifest:
     path = folder.absolute()
     if not VERSION_PATTERN.fullmatch(path.name):
         raise StoreError(f"{folder}: not a published version: its name is not a number")
-    version = ModelStore(path.parent.parent).load(path.parent.name, int(path.name))
+    version = LocalStore(path.parent.parent).load(path.parent.name, int(path.name))
     verify(version)
     return version.manifest
 

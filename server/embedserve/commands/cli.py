@@ -146,6 +146,14 @@ def publish(
             "--accept-draft", help='Publish also what describe guessed and is marked "check".'
         ),
     ] = False,
+    layout_changed: Annotated[
+        bool,
+        typer.Option(
+            "--layout-changed",
+            help="Publish also where keys, their order, widths or tables, pooling, id rules or "
+            "weights are not those of the version before.",
+        ),
+    ] = False,
 ) -> None:
     """Publish the embedding tables of a checkpoint as the next version of a model."""
     with one_line_errors():
@@ -160,6 +168,7 @@ def publish(
             device_memory=device_memory,
             max_error=max_error,
             accept_draft=accept_draft,
+            layout_changed=layout_changed,
         )
         publish_checkpoint(checkpoint, tables, store, model, options)
 
@@ -269,11 +278,17 @@ def diff(
     ],
     cache: Cache = None,
 ) -> None:
-    """Show what differs between two versions: tables, rows and how far they moved."""
+    """Show what differs between two versions: tables, rows and how far they moved.
+
+    Ends with status 1 where callers would notice: keys, their order, widths or tables, pooling, id
+    rules or weights.
+    """
     with one_line_errors():
         from embedserve.commands.diff import diff as run
 
-        run(versions, cache)
+        is_same_layout = run(versions, cache)
+    if not is_same_layout:
+        raise typer.Exit(1)
 
 
 @contextlib.contextmanager

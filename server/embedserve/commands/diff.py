@@ -26,8 +26,9 @@ class VersionName:
     version: int
 
 
-def diff(names: Sequence[str], cache: Path | None) -> None:
-    """Prints how the second version of ``names`` differs from the first.
+def diff(names: Sequence[str], cache: Path | None) -> bool:
+    """Prints how the second version of ``names`` differs from the first; whether their layout is
+    the same.
 
     Args:
         names: STORE MODEL A B, or two times STORE/MODEL/VERSION.
@@ -41,6 +42,7 @@ def diff(names: Sequence[str], cache: Path | None) -> None:
     with table_progress() as progress:
         found = compare(before, after, progress)
     report(before, after, found)
+    return not found.layout
 
 
 def parse(names: Sequence[str]) -> tuple[VersionName, VersionName]:
@@ -81,8 +83,8 @@ def report(before: ModelVersion, after: ModelVersion, found: VersionDiff) -> Non
     for one in found.tables:
         for note in _notes(one):
             write(f"{one.after.name}: {note}")
-    for line in found.changes:
-        write(line)
+    for line in found.layout:
+        write(f"layout: {line}")
     write(f"plan: {found.plan or 'the same'}")
     if not found.is_changed:
         write("nothing differs")

@@ -10,9 +10,8 @@ from embedserve.terminal.sizes import human_bytes
 from embedserve.terminal.stores import opened
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.manifest import Manifest
-from embedserve_store.local_store import ModelStore
+from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
-from embedserve_store.remote.remote_store import RemoteStore
 
 TOTALS = ("tables", "rows", "bytes")
 
@@ -34,8 +33,8 @@ def inspect(store: str, model: str, version: int, cache: Path | None) -> None:
             _show_version(models.load(model, version))
 
 
-def _show_models(store: ModelStore | RemoteStore, path: str) -> None:
-    totals = TOTALS if isinstance(store, ModelStore) else ()
+def _show_models(store: ModelStore, path: str) -> None:
+    totals = () if store.is_remote else TOTALS
     models = grid("model", "versions", *totals, numbers=totals)
     for name in store.models():
         numbers = ", ".join(map(str, store.versions(name)))
@@ -46,8 +45,8 @@ def _show_models(store: ModelStore | RemoteStore, path: str) -> None:
         write(f"store {path}: no models")
 
 
-def _show_versions(store: ModelStore | RemoteStore, model: str) -> None:
-    if not isinstance(store, ModelStore):
+def _show_versions(store: ModelStore, model: str) -> None:
+    if store.is_remote:
         write(f"model {model}: versions {', '.join(map(str, store.versions(model)))}")
         return
     numbers = ("version", *TOTALS, "ranks")

@@ -21,7 +21,7 @@ from embedserve.terminal.stores import load_version
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.format.version_folder import to_json_bytes
-from embedserve_store.local_store import ModelStore
+from embedserve_store.model_store import ModelStore
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
 from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES, Plan, check_fits
 from embedserve_store.sources.description import read_description

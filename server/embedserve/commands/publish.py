@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from embedserve.terminal.stores import transfer_progress
 from embedserve_store import PublishedVersion, publish, read_description
 from embedserve_store.plans.constraints import read_constraints
 from embedserve_store.publishing.pooled_error import PooledError
-from embedserve_store.remote.remote_store import RemoteStore, default_cache, is_url
-from embedserve_store.remote.upload import upload_version
 
 SKIPPED_SHOWN = 10
 
@@ -33,6 +30,7 @@ class PublishOptions:
     device_memory: str | None = None
     max_error: float | None = None
     accept_draft: bool = False
+    layout_changed: bool = False
 
 
 def publish_checkpoint(
@@ -40,32 +38,14 @@ def publish_checkpoint(
 ) -> None:
     """Publishes and says what was published, and what of the checkpoint was not.
 
-    Into a remote store a version is published in a temporary folder first, then uploaded.
-
     Raises:
         StoreError: the checkpoint, the description or the store cannot be used.
         ValueError: an option cannot be read.
     """
     hush_torch()
-    with sigterm_interrupts():
-        if not is_url(store):
-            published = _publish(checkpoint, description, Path(store), model, options)
-            report(published, str(published.path))
-            return
-        number = RemoteStore(store, default_cache()).next_version(model)
-        with tempfile.TemporaryDirectory(prefix="embedserve-") as folder:
-            published = _publish(checkpoint, description, Path(folder), model, options)
-            with transfer_progress() as progress:
-                url = upload_version(published.path, store, number, progress)
-        report(published, url)
-
-
-def _publish(
-    checkpoint: Path, description: Path, store: Path, model: str, options: PublishOptions
-) -> PublishedVersion:
     memory = options.device_memory
-    with table_progress() as progress:
-        return publish(
+    with sigterm_interrupts(), table_progress() as progress, transfer_progress() as uploading:
+        published = publish(
             checkpoint,
             store,
             model=model,
@@ -78,12 +58,15 @@ def _publish(
             device_memory_bytes=parse_bytes(memory) if memory else None,
             max_error=options.max_error,
             accept_draft=options.accept_draft,
+            layout_changed=options.layout_changed,
             progress=progress,
+            upload_progress=uploading,
         )
+    report(published)
 
 
-def report(published: PublishedVersion, where: str) -> None:
-    """Says what was published to ``where``, how exact it is and what was left out."""
+def report(published: PublishedVersion) -> None:
+    """Says what was published, how exact it is and what was left out."""
     manifest = published.manifest
     for table in manifest.tables:
         error = published.errors[table.name]
@@ -101,9 +84,9 @@ def report(published: PublishedVersion, where: str) -> None:
         )
     ranks = published.plan.world_size
     say(
-        f"published {manifest.model} version {where.rpartition('/')[2]}: "
+        f"published {manifest.model} version {published.version}: "
         f"{human_bytes(manifest.nbytes)} over {ranks} {'rank' if ranks == 1 else 'ranks'}, "
-        f"in {where}"
+        f"in {published.where}"
     )
 
 

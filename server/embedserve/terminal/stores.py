@@ -12,7 +12,6 @@ from embedserve.terminal.console import console
 from embedserve.terminal.sizes import human_bytes
 from embedserve_store import ModelStore, ModelVersion
 from embedserve_store.remote.remote_files import TransferProgress
-from embedserve_store.remote.remote_store import RemoteStore, open_store
 
 
 def load_version(store: str, cache: Path | None, model: str, version: int | None) -> ModelVersion:
@@ -26,10 +25,10 @@ def load_version(store: str, cache: Path | None, model: str, version: int | None
 
 
 @contextlib.contextmanager
-def opened(store: str, cache: Path | None) -> Iterator[ModelStore | RemoteStore]:
+def opened(store: str, cache: Path | None) -> Iterator[ModelStore]:
     """The store; within, loading shows what it pulls."""
     with transfer_progress() as progress:
-        yield open_store(store, cache, progress)
+        yield ModelStore(store, cache, progress)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from embedserve.commands.cli import app
 from embedserve.commands.diff import VersionName, parse
 from embedserve_store.errors import StoreError
 from embedserve_store.format.seal import sealed_json
-from embedserve_store.local_store import ModelStore
+from embedserve_store.local_store import LocalStore
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def two_versions(store: Path, tmp_path: Path) -> Path:
 
 
 def change(folder: Path) -> None:
-    loaded = ModelStore(folder.parent.parent).load("shop", 1)
+    loaded = LocalStore(folder.parent.parent).load("shop", 1)
     path = folder / "tables.safetensors"
     data = bytearray(path.read_bytes())
     start = len(data) - 112 + 3 * 16
@@ -89,3 +89,15 @@ def test_a_version_that_is_not_there_is_one_line(two_versions: Path) -> None:
     assert errors == [
         f"embedserve: {two_versions}/shop: version 3 does not exist, there are [1, 2]"
     ]
+
+
+def test_another_layout_ends_with_status_one(two_versions: Path) -> None:
+    folder = two_versions / "shop" / "2"
+    manifest = LocalStore(two_versions).load("shop", 2).manifest
+    (table,) = manifest.tables
+    mean = replace(manifest, tables=(replace(table, pooling="mean"),))
+    (folder / "manifest.json").write_bytes(sealed_json(mean.to_json()))
+    status, lines, errors = run(two_versions, "shop", "1", "2")
+    assert status == 1
+    assert not any("embedserve:" in line for line in errors)
+    assert " ".join(lines[-2]) == f"layout: key 'user': pooling {table.pooling} to mean"

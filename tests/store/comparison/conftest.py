@@ -10,7 +10,7 @@ import torch
 from store.comparison.rows import Publish, Tables
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
-from embedserve_store.local_store import ModelStore
+from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.publishing.publish import publish
 
@@ -39,7 +39,7 @@ def published(tmp_path: Path) -> Publish:
         with torch.no_grad():
             for name, rows in tables.items():
                 ebc.embedding_bags[name].weight.copy_(rows)
-        number = publish(ebc, tmp_path / "store", model="m", **options).version
-        return ModelStore(tmp_path / "store").load("m", number)
+        number = publish(ebc, tmp_path / "store", model="m", layout_changed=True, **options).version
+        return LocalStore(tmp_path / "store").load("m", number)
 
     return run

@@ -34,7 +34,7 @@ def test_tables_added_and_removed(published: Publish) -> None:
     assert [table.name for table in found.added] == ["new"]
     assert [table.name for table in found.removed] == ["old"]
     assert [table.after.name for table in found.tables] == ["t"]
-    assert found.changes == ("features added: new", "features removed: old")
+    assert found.layout == ("key 'old' is gone", "key 'new' is new")
     assert found.is_changed
 
 
@@ -59,7 +59,7 @@ def test_of_a_grown_table_the_common_rows_are_compared(published: Publish) -> No
 def test_tables_of_other_dims_have_no_rows_in_common(published: Publish) -> None:
     found = compare(published({"t": BASE}), published({"t": torch.ones(40, 4)}))
     assert only(found).rows is None
-    assert only(found).changes == ("dim 8 to 4",)
+    assert found.layout == ("key 't': dim 8 to 4",)
     assert found.is_changed
 
 
@@ -74,13 +74,14 @@ def test_pooling_features_ids_and_weights_are_changes(published: Publish) -> Non
             is_weighted=True,
         ),
     )
-    assert only(found).changes == (
-        "pooling sum to mean",
-        "features t to t, u",
-        "ids rows unknown error to modulo modulus 30 offset 2",
-    )
+    assert only(found).changes == ()
     assert rows_of(found).rows_changed == 0
-    assert found.changes == ("features added: u", "takes weights now")
+    assert found.layout == (
+        "key 'u' is new",
+        "key 't': pooling sum to mean",
+        "feature 't': ids rows unknown error to modulo modulus 30 offset 2",
+        "takes weights now",
+    )
 
 
 def test_another_vocabulary_is_a_change_even_of_the_same_length(published: Publish) -> None:
@@ -88,7 +89,7 @@ def test_another_vocabulary_is_a_change_even_of_the_same_length(published: Publi
     second = published({"t": BASE}, vocabularies={"t": list(range(1, 41))})
     assert not compare(first, first).is_changed
     assert only(compare(first, second)).changes == (
-        "ids of another vocabulary: a row may stand for another id",
+        "a vocabulary of 40 ids to another of 40: a row may stand for another id",
     )
 
 

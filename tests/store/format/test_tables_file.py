@@ -16,7 +16,7 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format.safetensors_file import PAGE_BYTES
 from embedserve_store.format.table_spec import DTYPES, TableSpec
 from embedserve_store.format.tables_file import TablesFile, file_order, header_bytes
-from embedserve_store.local_store import ModelStore
+from embedserve_store.local_store import LocalStore
 from embedserve_store.publishing.tables_writer import write_tables
 
 
@@ -109,7 +109,7 @@ def test_loading_eight_gigabytes_reads_none_of_them(
         file.write(header)
         file.truncate(len(header) + table.nbytes)
     before = resident_bytes()
-    version = ModelStore(tmp_path).load("m")
+    version = LocalStore(tmp_path).load("m")
     assert resident_bytes() - before < 64 << 20
     assert version.tables.data.size == 8 << 30
     assert not version.tables.rows("huge")[-1].any()

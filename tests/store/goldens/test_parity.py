@@ -16,7 +16,7 @@ from embedserve_store.format.table_spec import DTYPES
 from embedserve_store.goldens.goldens_file import Goldens
 from embedserve_store.goldens.hand_pooling import row_numbers
 from embedserve_store.goldens.parity import check_answers
-from embedserve_store.local_store import ModelStore
+from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.publishing.publish import publish
 
@@ -45,7 +45,7 @@ def test_every_dtype_and_magnitude_is_within_its_own_bound(
             bag.weight[::3] += 10 * scale
             bag.weight[::5] = bag.weight[::5, :1]
     publish(ebc, tmp_path, model="m", dtype=dtype)
-    version = ModelStore(tmp_path).load("m")
+    version = LocalStore(tmp_path).load("m")
     check(version, version.goldens().stored_answers)
 
 
@@ -54,7 +54,7 @@ def test_answers_of_another_row_are_caught(
     ebc: EmbeddingBagCollection, tmp_path: Path, dtype: str
 ) -> None:
     publish(ebc, tmp_path, model="m", dtype=dtype)
-    version = ModelStore(tmp_path).load("m")
+    version = LocalStore(tmp_path).load("m")
     answers = version.goldens().stored_answers.copy()
     answers[0, 16:32] += 0.01 * np.abs(answers[:, 16:32]).max()
     with pytest.raises(StoreError, match="here: the vectors of 'friend' are not the published"):
@@ -67,7 +67,7 @@ def test_stored_rows_that_are_not_the_sources_are_caught(
 ) -> None:
     """As if another checkpoint had been stored: the answers are those of the stored rows."""
     publish(ebc, tmp_path, model="m", dtype=dtype)
-    version = ModelStore(tmp_path).load("m")
+    version = LocalStore(tmp_path).load("m")
     goldens = version.goldens()
     shuffled = np.roll(goldens.source_answers, 1, axis=0)
     with pytest.raises(StoreError, match="the vectors of 'user' are not the source model's"):

@@ -21,7 +21,7 @@ from torchrec import EmbeddingBagCollection
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.table_spec import DTYPES, TableSpec
-from embedserve_store.local_store import ModelStore
+from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.publishing.pooled_error import PooledError
 from embedserve_store.publishing.publish import check_options, publish
@@ -43,7 +43,7 @@ def test_every_dtype_is_published_and_loads(
 ) -> None:
     published = publish(ebc, tmp_path, model="m", dtype=dtype)
     assert published.path == tmp_path / "m" / "1"
-    version = ModelStore(tmp_path).load("m")
+    version = LocalStore(tmp_path).load("m")
     verify(version)
     assert version.manifest == published.manifest
     assert version.plan == published.plan
@@ -78,6 +78,33 @@ def test_a_draft_is_published_only_where_that_is_said(tmp_path: Path) -> None:
     publish(state, tmp_path / "store", model="m", tables=draft, accept_draft=True)
 
 
+def test_another_layout_than_before_is_published_only_where_that_is_said(
+    make_ebc: MakeEbc, tmp_path: Path
+) -> None:
+    publish(make_ebc(), tmp_path, model="m")
+    before = everything_under(tmp_path)
+    with pytest.raises(InvalidModelError) as caught:
+        publish(make_ebc(pooling="mean"), tmp_path, model="m")
+    assert "has another layout than version 1: key 'user': pooling sum to mean; " in str(
+        caught.value
+    )
+    assert everything_under(tmp_path) == before
+    assert publish(make_ebc(), tmp_path, model="m", dtype="int8").version == 2
+    changed = make_ebc(pooling="mean")
+    assert publish(changed, tmp_path, model="m", layout_changed=True).version == 3
+    assert publish(make_ebc(pooling="mean"), tmp_path, model="m").version == 4
+
+
+def test_where_the_version_before_is_damaged_its_layout_is_not_guessed(
+    ebc: EmbeddingBagCollection, version: ModelVersion
+) -> None:
+    store = version.path.parent.parent
+    (version.path / "manifest.json").write_text("{")
+    with pytest.raises(InvalidModelError, match=r"cannot be compared \(.*manifest.json: not JSON"):
+        publish(ebc, store, model="m")
+    assert publish(ebc, store, model="m", layout_changed=True).version == 2
+
+
 def test_published_files_are_read_only(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
     (tmp_path / "locked").touch(0o444)
     vocabulary = list(range(1000, 1300))
@@ -99,7 +126,7 @@ def test_float_rows_are_the_modules(ebc: EmbeddingBagCollection, tmp_path: Path)
 
 def test_goldens_hold_the_modules_answers(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
     published = publish(ebc, tmp_path, model="m", dtype="int8")
-    goldens = ModelStore(tmp_path).load("m").goldens()
+    goldens = LocalStore(tmp_path).load("m").goldens()
     expected = live.answers(ebc, published.manifest, goldens.bags)
     np.testing.assert_array_equal(goldens.source_answers, expected)
     difference = np.abs(goldens.stored_answers - expected).max()
@@ -144,7 +171,7 @@ def test_other_modules_publish_without_loss(
     make_ebc: MakeEbc, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     published = publish(make_ebc(**options), tmp_path, model="m")
-    verify(ModelStore(tmp_path).load("m"))
+    verify(LocalStore(tmp_path).load("m"))
     assert published.manifest.is_weighted == options.get("is_weighted", False)
     assert all(error.relative_l2 < 1e-6 for error in published.errors.values())
 
@@ -169,7 +196,7 @@ def test_a_state_dict_publishes_as_the_module_does(
     assert b.manifest.tables == a.manifest.tables
     assert b.manifest.source["kind"] == "state_dict"
     assert b.skipped == ("model.over.weight",)
-    one, other = (ModelStore(tmp_path).load(model).goldens() for model in "ab")
+    one, other = (LocalStore(tmp_path).load(model).goldens() for model in "ab")
     np.testing.assert_allclose(one.source_answers, other.source_answers, rtol=1e-5, atol=1e-7)
 
 

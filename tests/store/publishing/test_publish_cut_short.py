@@ -18,11 +18,11 @@ from torchrec import EmbeddingBagCollection
 
 import embedserve_store
 from embedserve_store.errors import StoreError
-from embedserve_store.local_store import ModelStore
+from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
-from embedserve_store.publishing import direct_file
 from embedserve_store.publishing.publish import publish
 from embedserve_store.verification import verify
+from embedserve_store.writing import direct_file
 
 
 class FullDisk(io.FileIO):
@@ -118,7 +118,7 @@ def test_who_publishes_meanwhile_comes_first(ebc: EmbeddingBagCollection, tmp_pa
     published = publish(ebc, tmp_path, model="m", dtype="int4", progress=publish_another)
     assert (others, published.version) == ([1], 2)
     for number, dtype in ((1, "int8"), (2, "int4")):
-        version = ModelStore(tmp_path).load("m", number)
+        version = LocalStore(tmp_path).load("m", number)
         verify(version)
         assert {table.dtype for table in version.manifest.tables} == {dtype}
 
@@ -156,7 +156,7 @@ def test_a_killed_publisher_is_never_seen(ebc: EmbeddingBagCollection, tmp_path:
     left, lock = sorted((tmp_path / "m").iterdir())
     assert sorted(os.listdir(left)) == ["tables.safetensors"]
     assert lock.name == f"{left.name}.lock"
-    store = ModelStore(tmp_path)
+    store = LocalStore(tmp_path)
     assert store.models() == []
     assert store.versions("m") == []
     with pytest.raises(StoreError, match="no version is published"):

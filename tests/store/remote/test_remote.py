@@ -14,9 +14,9 @@ import pytest
 import s3fs
 
 from embedserve_store.errors import StoreError
-from embedserve_store.local_store import ModelStore
+from embedserve_store.model_store import ModelStore
 from embedserve_store.remote.remote_files import UnreachableError
-from embedserve_store.remote.remote_store import RemoteStore, default_cache, open_store
+from embedserve_store.remote.remote_store import RemoteStore, default_cache
 from embedserve_store.remote.upload import upload_version
 from embedserve_store.verification import verify
 
@@ -34,7 +34,7 @@ def test_a_version_comes_back_byte_for_byte(
     where = {"s3": url, "file": f"file://{tmp_path}/far/away", "memory": f"memory:/{tmp_path}"}
     folder = new_version(vocabularies={"t": range(7, 2007)})
     assert upload_version(folder, where[scheme]) == f"{where[scheme]}/m/1"
-    store = open_store(where[scheme], tmp_path / "cache")
+    store = ModelStore(where[scheme], tmp_path / "cache")
     assert (store.models(), store.versions("m")) == (["m"], [1])
     loaded = store.load("m")
     verify(loaded)
@@ -57,8 +57,8 @@ def test_a_pulled_version_is_read_only_and_can_be_removed(
 
 
 def test_a_folder_is_opened_in_place(uploaded: Path) -> None:
-    store = open_store(uploaded.parent.parent)
-    assert isinstance(store, ModelStore)
+    store = ModelStore(uploaded.parent.parent)
+    assert not store.is_remote
     assert store.load("m").path == uploaded
 
 
@@ -67,7 +67,7 @@ def test_a_second_load_and_a_second_store_pull_nothing(
 ) -> None:
     calls: list[str] = []
     for _ in range(3):
-        store = open_store(url + "/", tmp_path / "cache", lambda file, *_: calls.append(file))
+        store = ModelStore(url + "/", tmp_path / "cache", lambda file, *_: calls.append(file))
         store.load("m")
         calls.append("loaded")
     assert calls[-3:] == ["loaded"] * 3
@@ -188,7 +188,7 @@ def test_what_is_not_installed_is_named(
     for module in missing:
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(StoreError, match=f"^{url}: .*{message}"):
-        open_store(url, tmp_path)
+        ModelStore(url, tmp_path)
 
 
 def test_each_url_has_its_own_folder_in_the_cache(
@@ -198,7 +198,7 @@ def test_each_url_has_its_own_folder_in_the_cache(
     paths = set()
     for one in (url, f"{url}-b", f"{url}/b"):
         upload_version(folder, one)
-        paths.add(open_store(one, tmp_path / "cache").load("m").path)
+        paths.add(ModelStore(one, tmp_path / "cache").load("m").path)
     assert len(paths) == 3
 
 

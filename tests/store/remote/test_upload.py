@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
 import pytest
 import s3fs
+import torch
 from fsspec.implementations.local import LocalFileSystem
 from writable import writable
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.model_store import ModelStore
+from embedserve_store.publishing.publish import publish
 from embedserve_store.remote.remote_store import RemoteStore
 from embedserve_store.remote.upload import upload_version
 from embedserve_store.verification import verify
 
 Publish = Callable[..., Path]
+STATE = {"ebc.embedding_bags.user.weight": torch.ones(10, 4)}
+TABLES = [TableSpec("user", 10, 4, ("user",), "sum", "float32")]
 
 
 class WatchedFiles(LocalFileSystem):  # type: ignore[misc]
@@ -144,3 +151,40 @@ def test_progress_ends_at_the_size_of_each_file(new_version: Publish, url: str) 
         for path in folder.iterdir()
         if path.name != "manifest.json"
     }
+
+
+@pytest.mark.parametrize("scheme", ["s3", "file"])
+def test_publishing_to_a_url_uploads_the_next_version(
+    scheme: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = url if scheme == "s3" else f"file://{tmp_path}/far"
+    told: list[str] = []
+    for number in (1, 2):
+        published = publish(
+            STATE,
+            where,
+            model="m",
+            tables=TABLES,
+            upload_progress=lambda file, *_: told.append(file),
+        )
+        assert (published.version, published.manifest.version) == (number, number)
+        assert published.where == f"{where}/m/{number}"
+        with pytest.raises(ValueError, match="is not a folder"):
+            _ = published.path
+    assert scheme == "file" or "tables.safetensors" in told  # fsspec tells nothing of files
+    store = ModelStore(where, tmp_path / "cache")
+    assert (store.is_remote, store.models(), store.versions("m")) == (True, ["m"], [1, 2])
+    assert store.manifest("m") == published.manifest
+    assert not (tmp_path / "cache").exists()
+    verify(store.load("m"))
+    assert [path.name for path in tmp_path.iterdir() if ":" in path.name] == []
+
+
+def test_another_layout_is_refused_before_it_is_uploaded(url: str) -> None:
+    publish(STATE, url, model="m", tables=TABLES)
+    mean = [replace(table, pooling="mean") for table in TABLES]
+    with pytest.raises(InvalidModelError, match=r"than version 1: key 'user': pooling sum to mean"):
+        publish(STATE, url, model="m", tables=mean)
+    assert ModelStore(url).versions("m") == [1]
+    assert publish(STATE, url, model="m", tables=mean, layout_changed=True).version == 2

@@ -27,7 +27,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.table_spec import TableSpec
-from embedserve_store.local_store import ModelStore
+from embedserve_store.local_store import LocalStore
 from embedserve_store.sources.checkpoint import find_tables, from_state_dict, open_checkpoint
 from embedserve_store.sources.live_dmp import describe_sharded, save_tables
 
@@ -154,7 +154,7 @@ def test_ranks_save_and_publish_their_shards_together(tmp_path: Path) -> None:
     for name, found in rows.items():
         whole = gathered[f"sparse.ebc.embedding_bags.{name}.weight"]
         assert torch.equal(found.read(0, found.shape[0]), whole)
-    version = ModelStore(tmp_path / "store").load("m")
+    version = LocalStore(tmp_path / "store").load("m")
     for name, found in rows.items():
         stored = version.tables.rows(name).view(np.float32)
         assert np.array_equal(stored, found.read(0, found.shape[0]).numpy())

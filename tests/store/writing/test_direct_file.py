@@ -13,9 +13,9 @@ import pytest
 
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.format.tables_file import TablesFile
-from embedserve_store.publishing import direct_file
-from embedserve_store.publishing.direct_file import BUFFER_BYTES, new_file
 from embedserve_store.publishing.tables_writer import write_tables
+from embedserve_store.writing import direct_file
+from embedserve_store.writing.direct_file import BUFFER_BYTES, new_file
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import pytest
 import embedserve_store
 from embedserve_store.errors import StoreError
 from embedserve_store.format.version_folder import version_numbers
-from embedserve_store.publishing.staging import (
+from embedserve_store.writing.staging import (
     RENAME_ATTEMPTS,
     check_writable,
     publish_staged,
@@ -233,7 +233,7 @@ RACER = """
 import sys
 from contextlib import suppress
 from pathlib import Path
-from embedserve_store.publishing.staging import publish_staged, staging_folder, write_synced
+from embedserve_store.writing.staging import publish_staged, staging_folder, write_synced
 
 print("ready", flush=True)
 sys.stdin.readline()

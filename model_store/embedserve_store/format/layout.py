@@ -1,0 +1,66 @@
+"""The layout of a model: what its callers, and the ranker behind them, must know of it.
+
+The keys of an answer with their order, widths and tables, how they are pooled, how the ids of each
+feature are read, and whether they have weights. Rows, dtypes, vocabularies and plans are no part of
+it: a model is trained again with the same layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from embedserve_store.format.id_rule import IdRule
+from embedserve_store.format.manifest import Manifest
+
+_OF_A_VOCABULARY = ("entries", "sha256", "examples")
+
+
+def layout_changes(before: Manifest, after: Manifest) -> tuple[str, ...]:
+    """How the layout of ``after`` is another than that of ``before``, a line each for a person;
+    none where it is the same."""
+    return (*_keys(before, after), *_features(before, after))
+
+
+def _keys(before: Manifest, after: Manifest) -> Iterator[str]:
+    old = {one.key: one.table for one in before.columns}
+    new = {one.key: one.table for one in after.columns}
+    for key in old:
+        if key not in new:
+            yield f"key {key!r} is gone"
+    for key in new:
+        if key not in old:
+            yield f"key {key!r} is new"
+    old_order = [key for key in old if key in new]
+    new_order = [key for key in new if key in old]
+    for i, (was, is_now) in enumerate(zip(old_order, new_order, strict=True)):
+        if was != is_now:
+            yield f"the keys are in another order: from {i} on {was!r} to {is_now!r}"
+            break
+    for key in new_order:
+        a, b = old[key], new[key]
+        if a.name != b.name:
+            yield f"key {key!r}: table {a.name} to {b.name}"
+        if a.embedding_dim != b.embedding_dim:
+            yield f"key {key!r}: dim {a.embedding_dim} to {b.embedding_dim}"
+        if a.pooling != b.pooling:
+            yield f"key {key!r}: pooling {a.pooling} to {b.pooling}"
+
+
+def _features(before: Manifest, after: Manifest) -> Iterator[str]:
+    old = dict(zip(before.features, before.rule_per_feature, strict=True))
+    for feature, rule in zip(after.features, after.rule_per_feature, strict=True):
+        was, is_now = describe_rule(old.get(feature, rule)), describe_rule(rule)
+        if was != is_now:
+            yield f"feature {feature!r}: ids {was} to {is_now}"
+    if before.is_weighted != after.is_weighted:
+        yield "takes weights now" if after.is_weighted else "takes no weights any more"
+
+
+def describe_rule(rule: IdRule) -> str:
+    """All of a rule but its vocabulary, such as "map int64 unknown skip"."""
+    data = {key: value for key, value in rule.to_json().items() if key not in _OF_A_VOCABULARY}
+    shown = [data.pop("rule")]
+    for key, value in data.items():
+        value = f"{value:,}" if isinstance(value, int) else value
+        shown.append(value if key == "id_type" else f"{key} {value}")
+    return " ".join(shown)

@@ -1,0 +1,73 @@
+"""What of a model its callers would notice, and what not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from embedserve_store.format.id_rule import IdRule
+from embedserve_store.format.layout import layout_changes
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.table_spec import TableSpec
+
+USER = TableSpec("user", 30, 8, ("user", "friend"), "sum", "float32")
+ITEM = TableSpec("item", 20, 4, ("item",), "mean", "float32")
+TAG = TableSpec("tag", 10, 4, ("tag",), "sum", "float32")
+
+
+def model(*tables: TableSpec, is_weighted: bool = False) -> Manifest:
+    return Manifest("m", 1, tables, is_weighted)
+
+
+BEFORE = model(USER, ITEM)
+
+
+@pytest.mark.parametrize(
+    ("after", "changes"),
+    [
+        (model(USER, ITEM, TAG), ["key 'tag' is new"]),
+        (model(ITEM), ["key 'user' is gone", "key 'friend' is gone"]),
+        (
+            model(ITEM, USER),
+            ["the keys are in another order: from 0 on 'user' to 'item'"],
+        ),
+        (
+            model(replace(USER, feature_names=("friend", "user")), TAG, ITEM),
+            ["key 'tag' is new", "the keys are in another order: from 0 on 'user' to 'friend'"],
+        ),
+        (
+            model(replace(USER, name="person"), ITEM),
+            ["key 'user': table user to person", "key 'friend': table user to person"],
+        ),
+        (model(USER, replace(ITEM, embedding_dim=8)), ["key 'item': dim 4 to 8"]),
+        (model(USER, replace(ITEM, pooling="sum")), ["key 'item': pooling mean to sum"]),
+        (
+            model(USER, replace(ITEM, ids=IdRule("modulo", modulus=20))),
+            ["feature 'item': ids rows unknown error to modulo modulus 20 offset 0"],
+        ),
+        (
+            model(USER, replace(ITEM, ids=IdRule("map", id_type="string", unknown="skip"))),
+            ["feature 'item': ids rows unknown error to map string unknown skip"],
+        ),
+        (model(USER, ITEM, is_weighted=True), ["takes weights now"]),
+    ],
+)
+def test_what_callers_would_notice_is_a_change(after: Manifest, changes: list[str]) -> None:
+    assert list(layout_changes(BEFORE, after)) == changes
+    assert layout_changes(after, BEFORE)
+
+
+def test_a_model_trained_again_has_the_same_layout() -> None:
+    again = replace(ITEM, num_embeddings=25, dtype="int8", sha256="other")
+    assert layout_changes(BEFORE, model(USER, again)) == ()
+    words = IdRule("map", id_type="string", entries=5, sha256="a", examples=("x",))
+    more = replace(words, entries=6, sha256="b", examples=("y",))
+    before, after = (model(replace(USER, ids=ids)) for ids in (words, more))
+    assert layout_changes(before, after) == ()
+
+
+def test_weights_that_are_gone_are_a_change() -> None:
+    assert layout_changes(model(USER, is_weighted=True), model(USER)) == (
+        "takes no weights any more",
+    )
