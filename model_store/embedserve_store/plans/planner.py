@@ -29,12 +29,14 @@ from embedserve_store.plans.planner_request import (
     to_torchrec_constraints,
 )
 from embedserve_store.plans.planner_search import RANK_MEMORY_BYTES, search
+from embedserve_store.plans.sharding_types import why_not
 
 __all__ = [
     "Constraints",
     "Sharding",
     "check_gpu_memory",
     "draft_plan",
+    "from_torchrec",
     "make_plan",
     "plan_under",
     "to_torchrec",
@@ -173,7 +175,7 @@ def _search(
         )
         for table in tables
     }
-    # A copy on every rank leaves nothing to choose, and torchrec's plans of them have no shards.
+    # A copy on every rank leaves nothing to choose.
     copied = {t.name for t in tables if asked[t.name].sharding_types == ["data_parallel"]}
     shards = {t.name: _one_copy_each(t, world_size) for t in tables if t.name in copied}
     plan = Plan(world_size, shards, dict(constraints))
@@ -230,6 +232,31 @@ def _table_plan(sharding: Any) -> TablePlan:
         for shard in sharding.sharding_spec.shards
     ]
     return TablePlan(sharding.sharding_type, tuple(shards))
+
+
+def from_torchrec(
+    sharding: Mapping[str, ParameterSharding], tables: Sequence[TableSpec], world_size: int
+) -> Plan:
+    """The plan by which a model is trained over ``world_size`` ranks; a host with another number
+    plans anew with the same types.
+
+    Raises:
+        InvalidModelError: a table is sharded in a way that is not served.
+    """
+    kinds = {table.name: sharding[table.name].sharding_type for table in tables}
+    shards = {}
+    for table in tables:
+        kind = kinds[table.name]
+        if reason := why_not(kind, table):
+            raise InvalidModelError(
+                f"table {table.name!r}: {reason}: say what it is served by with sharding"
+            )
+        is_copied = kind == "data_parallel"  # torchrec's plans of it have no shards
+        shards[table.name] = (
+            _one_copy_each(table, world_size) if is_copied else _table_plan(sharding[table.name])
+        )
+    types = {name: TableConstraints(sharding_types=(kind,)) for name, kind in kinds.items()}
+    return _checked(Plan(world_size, shards, types), tables, None, None)
 
 
 def to_torchrec(plan: Plan, device_type: str) -> EmbeddingModuleShardingPlan:

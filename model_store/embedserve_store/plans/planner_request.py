@@ -46,6 +46,21 @@ def own_constraints(
     return result
 
 
+def default_sharding(
+    tables: Sequence[TableSpec], described: Mapping[str, str], constraints: Constraints
+) -> dict[str, str]:
+    """What each table is sharded by where it is not said otherwise: as ``described`` (by table),
+    else what its constraints allow, else table_wise.
+
+    Raises:
+        InvalidModelError: as own_constraints.
+    """
+    own = own_constraints(tables, constraints)
+    allowed = {name: AUTO for name, one in own.items() if one.sharding_types}
+    default = dict.fromkeys((table.name for table in tables), "table_wise")
+    return default | allowed | dict(described)
+
+
 def combined(
     tables: Sequence[TableSpec],
     sharding: str | Mapping[str, str],

@@ -100,7 +100,8 @@ def publish(
         vocabularies: by table, for the rule "map" (which they imply): a file, an int64 array or
             a sequence of ids (position is the row), or a mapping from id to row.
         sharding: table_wise, row_wise, column_wise, data_parallel or auto, for all tables or by
-            table, or a whole Plan; None as the description says, else table_wise.
+            table, or a whole Plan; None as the description says, else what the constraints allow,
+            else table_wise.
         world_size: ranks to plan for; None for 1, or the Plan's.
         constraints: by table, as torchrec's ParameterConstraints.
         device_memory_bytes: of each rank, which the plan must fit.
@@ -122,13 +123,12 @@ def publish(
     made = make_source(source, tables, prefix, dtype)
     if is_weighted is not None:
         made = replace(made, is_weighted=is_weighted)
-    plan = _wanted_sharding(made.tables, sharding, described)
     draft = make_draft(
         made,
         model,
         ids=ids or {},
         vocabularies={**(described.vocabularies if described else {}), **(vocabularies or {})},
-        sharding=plan,
+        sharding=_wanted_sharding(made.tables, sharding, described, constraints or {}),
         world_size=world_size,
         constraints=constraints,
         device_memory_bytes=device_memory_bytes,
@@ -248,14 +248,17 @@ def check_options(
 
 
 def _wanted_sharding(
-    tables: Sequence[TableSpec], sharding: Choice | Plan | None, described: Description | None
+    tables: Sequence[TableSpec],
+    sharding: Choice | Plan | None,
+    described: Description | None,
+    constraints: Constraints,
 ) -> Choice | Plan:
-    """``sharding`` before what the description says before table_wise."""
+    from embedserve_store.plans.planner_request import default_sharding
+
     if isinstance(sharding, Plan):
         return sharding
-    default = dict.fromkeys((table.name for table in tables), "table_wise")
     if sharding is None:
-        return default | dict(described.sharding if described else {})
+        return default_sharding(tables, described.sharding if described else {}, constraints)
     return choice_by_table("sharding", tables, sharding)
 
 

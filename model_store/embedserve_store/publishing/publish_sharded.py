@@ -39,7 +39,8 @@ def publish_sharded(
         module: a DistributedModelParallel, or any module with a sharded EmbeddingBagCollection or
             EmbeddingCollection inside.
         prefix: the path of the collection in ``module``, where there are several.
-        options: as ``publish``, except tables.
+        options: as ``publish``, except tables. Without sharding, tables are sharded as they are in
+            training; over other ranks if world_size says so.
 
     Returns:
         On rank 0 what was published, on the others None.
@@ -57,13 +58,14 @@ def publish_sharded(
             "of them see, then upload the version (embedserve_store.remote.upload.upload_version)"
         )
     tables, is_weighted, found = describe_sharded(module, prefix)
+    options = _with_own_plan(options, module, prefix)
     # The same on every rank, so all of them raise: nobody is left waiting for the others.
     check_options(
         tables,
         store,
         model=model,
         dtype=options.get("dtype") or "float32",
-        sharding=options.get("sharding") or "table_wise",
+        sharding=options["sharding"],
         world_size=options.get("world_size"),
     )
     folder = Path(store) / model
@@ -90,6 +92,20 @@ def publish_sharded(
             problem = str(error)
         _raise_from_first_rank(problem)
     return published
+
+
+def _with_own_plan(options: dict[str, Any], module: torch.nn.Module, prefix: str) -> dict[str, Any]:
+    """``options`` with the sharding of ``module`` where they have none."""
+    from embedserve_store.sources.live_dmp import plan_of
+
+    if options.get("sharding") is not None:
+        return options
+    plan = plan_of(module, prefix)
+    is_kept = options.get("world_size") in (None, plan.world_size)
+    if is_kept and not options.get("constraints"):
+        return options | {"sharding": plan}
+    types = {name: table.sharding_type for name, table in plan.tables.items()}
+    return options | {"sharding": types}
 
 
 def _raise_from_first_rank(problem: str) -> None:

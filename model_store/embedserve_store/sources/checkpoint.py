@@ -190,6 +190,10 @@ def check_rows(table: TableSpec, rows: TableRows) -> None:
     """Raises InvalidModelError unless ``rows`` have the table's shape and a dtype that can be
     published."""
     where = f"table {table.name!r}"
+    if isinstance(rows, TensorRows) and rows.is_meta:
+        raise InvalidModelError(
+            f"{where}: its weight is on meta, it has no values: load the trained ones first"
+        )
     if rows.dtype not in SOURCE_DTYPES:
         raise InvalidModelError(
             f"{where}: its weight is {rows.dtype}, expected one of {', '.join(SOURCE_DTYPES)}"

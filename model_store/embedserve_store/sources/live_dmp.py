@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.plans.plan import Plan
 from embedserve_store.sources.checkpoint import table_keys
 from embedserve_store.sources.live import table_of
 
@@ -46,6 +47,19 @@ def describe_sharded(
     is_pooled = hasattr(collection, "_embedding_bag_configs")
     configs: Any = collection._embedding_bag_configs if is_pooled else collection._embedding_configs
     return tuple(map(table_of, configs)), is_pooled and bool(collection._is_weighted), path
+
+
+def plan_of(module: torch.nn.Module, prefix: str = "") -> Plan:
+    """How the tables of the sharded collection in ``module`` lie over its ranks.
+
+    Raises:
+        InvalidModelError: as describe_sharded, or a table is sharded in a way that is not served.
+    """
+    from embedserve_store.plans.planner import from_torchrec
+
+    tables, _, _ = describe_sharded(module, prefix)
+    _, collection = _chosen(module, prefix)
+    return from_torchrec(collection.module_sharding_plan, tables, collection._env.world_size)
 
 
 def save_tables(module: torch.nn.Module, folder: str | os.PathLike[str], prefix: str = "") -> None:

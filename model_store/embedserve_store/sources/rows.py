@@ -46,6 +46,11 @@ class TensorRows:
         self._tensor = tensor.detach()
 
     @property
+    def is_meta(self) -> bool:
+        """Whether there are no values."""
+        return self._tensor.is_meta
+
+    @property
     def shape(self) -> tuple[int, int]:
         rows, dim = self._tensor.shape
         return rows, dim

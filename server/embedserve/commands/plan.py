@@ -62,12 +62,8 @@ def plan_tables(description: Path, options: PlanOptions) -> None:
         raise StoreError(f"{description}: is a store, name one of its models: {names}")
     described = read_description(description)
     tables = described.tables
-    if options.sharding is None:
-        own = dict.fromkeys((table.name for table in tables), "table_wise")
-        planned = _planned(tables, own | dict(described.sharding), {}, options)
-    else:
-        planned = _planned(tables, parse_sharding(options.sharding), {}, options)
-    _show(tables, planned, options)
+    sharding = parse_sharding(options.sharding) if options.sharding else None
+    _show(tables, _planned(tables, sharding, {}, options, described.sharding), options)
 
 
 def plan_version(
@@ -96,14 +92,19 @@ def plan_version(
 
 def _planned(
     tables: Sequence[TableSpec],
-    sharding: Sharding,
+    sharding: Sharding | None,
     constraints: Mapping[str, TableConstraints],
     options: PlanOptions,
+    described: Mapping[str, str] | None = None,
 ) -> Plan:
+    """Without ``sharding``, by what is ``described`` and the defaults of publishing."""
     if options.constraints:
         constraints = read_constraints(options.constraints)
     with console.status("importing the planner …"):
         from embedserve_store.plans.planner import draft_plan
+        from embedserve_store.plans.planner_request import default_sharding
+    if sharding is None:
+        sharding = default_sharding(tables, described or {}, constraints)
     return draft_plan(
         tables,
         sharding=sharding,

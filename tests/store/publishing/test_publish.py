@@ -105,6 +105,24 @@ def test_where_the_version_before_is_damaged_its_layout_is_not_guessed(
     assert publish(ebc, store, model="m", layout_changed=True).version == 2
 
 
+def test_constraints_that_name_a_sharding_need_no_other(
+    ebc: EmbeddingBagCollection, tmp_path: Path
+) -> None:
+    constraints = {"user": {"sharding_types": ["row_wise"]}, "item": {"pooling_factors": [2.0]}}
+    options: dict[str, Any] = {"model": "m", "world_size": 2, "constraints": constraints}
+    plan = publish(ebc, tmp_path, **options).plan
+    kinds = {name: table.sharding_type for name, table in plan.tables.items()}
+    assert kinds == {"user": "row_wise", "item": "table_wise", "tag": "table_wise"}
+    with pytest.raises(InvalidModelError, match=r"'user': sharding is table_wise, but its constr"):
+        publish(ebc, tmp_path, sharding="table_wise", **options)
+
+
+def test_rows_on_meta_are_refused(make_ebc: MakeEbc, tmp_path: Path) -> None:
+    with pytest.raises(InvalidModelError, match=r"table 'user': its weight is on meta, "):
+        publish(make_ebc().to("meta"), tmp_path, model="m")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_published_files_are_read_only(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
     (tmp_path / "locked").touch(0o444)
     vocabulary = list(range(1000, 1300))

@@ -29,6 +29,8 @@ from embedserve_store.sources.live_dmp import describe_sharded, save_tables
 def publish(dmp: DistributedModelParallel, rank: int, out: Path) -> None:
     options: dict[str, Any] = {"model": "m", "sharding": "row_wise", "world_size": 2}
     published = publish_sharded(dmp, out / "store", **options)
+    publish_sharded(dmp, out / "store", model="own")
+    publish_sharded(dmp, out / "store", model="wider", world_size=3)
     outcome = "none" if published is None else str(published.version)
     try:
         publish_sharded(dmp, out / "store", **options, dtype="int2")

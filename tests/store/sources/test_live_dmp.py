@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import trainer
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec import (
@@ -28,8 +29,10 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.local_store import LocalStore
+from embedserve_store.plans.plan import Shard
+from embedserve_store.publishing.publish_sharded import publish_sharded
 from embedserve_store.sources.checkpoint import find_tables, from_state_dict, open_checkpoint
-from embedserve_store.sources.live_dmp import describe_sharded, save_tables
+from embedserve_store.sources.live_dmp import describe_sharded, plan_of, save_tables
 
 USER = TableSpec("user", 30, 8, ("user", "friend"), "sum", "float32")
 ITEM = TableSpec("item", 20, 4, ("item",), "mean", "float32")
@@ -158,7 +161,32 @@ def test_ranks_save_and_publish_their_shards_together(tmp_path: Path) -> None:
     for name, found in rows.items():
         stored = version.tables.rows(name).view(np.float32)
         assert np.array_equal(stored, found.read(0, found.shape[0]).numpy())
+    own = LocalStore(tmp_path / "store").load("own").plan
+    types = {name: kind.value for name, kind in trainer.SHARDING.items()}
+    assert {name: table.sharding_type for name, table in own.tables.items()} == types
+    assert {name: one.sharding_types for name, one in own.constraints.items()} == {
+        name: (kind,) for name, kind in types.items()
+    }
+    assert own.world_size == 2
+    assert own.tables["user"].shards == (Shard(0, 0, 52, 0, 16), Shard(1, 52, 51, 0, 16))
+    assert [shard.rank for shard in own.tables["country"].shards] == [0, 1]
+    wider = LocalStore(tmp_path / "store").load("wider").plan
+    assert wider.world_size == 3
+    assert {name: table.sharding_type for name, table in wider.tables.items()} == types
     refused = "table 'user': dtype is 'int2', expected one of float32, float16, int8, int4"
     assert (tmp_path / "outcome-0").read_text() == f"1\n{refused}"
     assert (tmp_path / "outcome-1").read_text() == f"none\n{refused}"
     assert os.listdir(tmp_path / "store" / "m") == ["1"]
+
+
+def test_a_url_is_refused_before_anything_is_saved() -> None:
+    with pytest.raises(InvalidModelError, match=r"s3://b/store: the ranks save their shards in"):
+        publish_sharded(sharded(nn.ModuleDict({"ec": words()})), "s3://b/store", model="m")
+
+
+def test_a_sharding_that_is_not_served_needs_another() -> None:
+    dmp = sharded(nn.ModuleDict({"ec": words()}))
+    (collection,) = (one for one in dmp.modules() if hasattr(one, "module_sharding_plan"))
+    collection.module_sharding_plan["word"].sharding_type = "table_row_wise"
+    with pytest.raises(InvalidModelError, match=r"table 'word': table_row_wise shards .* served"):
+        plan_of(dmp)
