@@ -27,6 +27,7 @@ from embedserve_store.publishing.pooled_error import PooledError
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.publish_sharded import publish_sharded
 from embedserve_store.publishing.version_writer import PublishedVersion
+from embedserve_store.publishing.write_expected import write_expected
 from embedserve_store.sources.description import Description, read_description
 from embedserve_store.verification import verify
 
@@ -55,4 +56,5 @@ __all__ = [
     "read_description",
     "read_plan",
     "verify",
+    "write_expected",
 ]

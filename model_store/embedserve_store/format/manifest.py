@@ -24,6 +24,10 @@ from embedserve_store.format.table_spec import (
 FORMAT_VERSION = 2
 FORMAT_VERSIONS = (1, 2)
 """What this code reads. Version 1 knew no id rules but rows, and no unpooled tables."""
+GOLDENS = "goldens"
+"""Of Manifest.source: what the goldens' answers were compared with, in words."""
+FROM_TRAINING = "compared with the training model's own answers"
+FROM_DESCRIPTION = "of the rows, pooled as described: not compared with the training model"
 CHECKED_FILES = ("plan.json", "goldens.safetensors")
 """Files whose sha256 the manifest holds as a whole; tables.safetensors is checked by table."""
 
@@ -50,7 +54,8 @@ class Manifest:
     is_weighted: bool
     """As the source EmbeddingBagCollection was built: its callers pass weights."""
     source: dict[str, Any] = field(default_factory=dict)
-    """Where the model came from: kind of source, time, versions of the libraries."""
+    """Where the model came from: kind of source, time, versions of the libraries, and what
+    the goldens were compared with."""
     files: dict[str, str] = field(default_factory=dict)
     """sha256 of plan.json and goldens.safetensors, hexadecimal."""
 

@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING, Any
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.layout import layout_changes
-from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.manifest import (
+    FROM_DESCRIPTION,
+    FROM_TRAINING,
+    GOLDENS,
+    Manifest,
+)
 from embedserve_store.format.table_spec import (
     NAME_PATTERN,
     TableSpec,
@@ -29,8 +34,10 @@ from embedserve_store.format.table_spec import (
     check_weighted,
 )
 from embedserve_store.format.tables_file import Progress
+from embedserve_store.goldens.expected import Expected, read_expected
 from embedserve_store.model_store import ModelStore
 from embedserve_store.plans.plan import Plan
+from embedserve_store.publishing.expected_answers import expected_goldens
 from embedserve_store.publishing.publish_source import (
     Choice,
     ModelSource,
@@ -74,6 +81,7 @@ def publish(
     constraints: Constraints | None = None,
     device_memory_bytes: int | None = None,
     max_error: float | None = None,
+    expected: str | os.PathLike[str] | Expected | None = None,
     accept_draft: bool = False,
     layout_changed: bool = False,
     progress: Progress | None = None,
@@ -106,6 +114,8 @@ def publish(
         constraints: by table, as torchrec's ParameterConstraints.
         device_memory_bytes: of each rank, which the plan must fit.
         max_error: refuse where a table's pooled answers have a larger relative L2 error.
+        expected: what write_expected wrote of the training model, or a file like it: its answers
+            must be those of the source's rows, as they are described, and become the goldens.
         accept_draft: publish what `embedserve describe` guessed and nobody has checked.
         layout_changed: publish also what callers of the version before would notice: other keys,
             order, widths, tables, pooling, id rules or weights.
@@ -133,6 +143,8 @@ def publish(
         constraints=constraints,
         device_memory_bytes=device_memory_bytes,
     )
+    if expected is not None:
+        draft = _held_to(draft, expected)
     draft = replace(draft, max_error=max_error, progress=progress)
     where = os.fspath(store)
     if not layout_changed:
@@ -170,8 +182,25 @@ def make_draft(
     )
     tables, id_maps = resolve_ids(source.tables, ids, vocabularies)
     _check_description(tables, model)
-    manifest = Manifest(model, 0, tables, source.is_weighted, _provenance(source.kind))
-    return Draft(source, manifest, id_maps, plan, None, None)
+    provenance = _provenance(source.kind) | {
+        GOLDENS: FROM_TRAINING if source.ebc is not None else FROM_DESCRIPTION
+    }
+    manifest = Manifest(model, 0, tables, source.is_weighted, provenance)
+    return Draft(source, manifest, id_maps, plan, None, None, None)
+
+
+def _held_to(draft: Draft, given: str | os.PathLike[str] | Expected) -> Draft:
+    """``draft`` with the training model's answers as goldens.
+
+    Raises:
+        StoreError: the file cannot be read.
+        InvalidModelError: they are not those of the draft.
+    """
+    expected = given if isinstance(given, Expected) else read_expected(given)
+    manifest, rows = draft.manifest, draft.source.rows
+    goldens = expected_goldens(expected, manifest, rows, draft.id_maps)
+    source = manifest.source | {GOLDENS: FROM_TRAINING}
+    return replace(draft, goldens=goldens, manifest=replace(manifest, source=source))
 
 
 def _check_layout(manifest: Manifest, store: str) -> None:

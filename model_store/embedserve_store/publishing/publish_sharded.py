@@ -16,6 +16,7 @@ from embedserve_store.publishing.publish import as_store_error, check_options, p
 from embedserve_store.publishing.version_writer import PublishedVersion
 from embedserve_store.remote.remote_store import is_url
 from embedserve_store.sources.description import Description
+from embedserve_store.sources.live_dmp import rank
 from embedserve_store.writing.staging import staging_folder
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ def publish_sharded(
         module: a DistributedModelParallel, or any module with a sharded EmbeddingBagCollection or
             EmbeddingCollection inside.
         prefix: the path of the collection in ``module``, where there are several.
-        options: as ``publish``, except tables. Without sharding, tables are sharded as they are in
-            training; over other ranks if world_size says so.
+        options: as ``publish``, except tables. Goldens are what ``module`` itself answers. Without
+            sharding, tables are sharded as in training; over other ranks if world_size says so.
 
     Returns:
         On rank 0 what was published, on the others None.
@@ -50,6 +51,7 @@ def publish_sharded(
             ranks save their shards in the store.
         StoreError: on all ranks, as ``publish``.
     """
+    from embedserve_store.publishing.write_expected import expected_of
     from embedserve_store.sources.live_dmp import describe_sharded, save_tables
 
     if is_url(os.fspath(store)):
@@ -68,10 +70,11 @@ def publish_sharded(
         sharding=options["sharding"],
         world_size=options.get("world_size"),
     )
+    options.setdefault("expected", expected_of(module, found))
     folder = Path(store) / model
     published, problem, name = None, "", ""
     with ExitStack() as stack:
-        if _rank() == 0:
+        if rank() == 0:
             try:
                 with as_store_error(folder):
                     # Locked and hidden, and swept away by the next publisher if this one dies.
@@ -83,7 +86,7 @@ def publish_sharded(
         try:
             with as_store_error(folder):
                 save_tables(module, shards, found)
-                if _rank() == 0:
+                if rank() == 0:
                     described = Description(tables, is_weighted)
                     published = publish(
                         shards, store, model=model, tables=described, prefix=found, **options
@@ -113,12 +116,6 @@ def _raise_from_first_rank(problem: str) -> None:
     problem = _from_first_rank(problem) or problem
     if problem:
         raise StoreError(problem)
-
-
-def _rank() -> int:
-    from torch import distributed
-
-    return distributed.get_rank() if distributed.is_initialized() else 0
 
 
 def _from_first_rank(value: str) -> str:

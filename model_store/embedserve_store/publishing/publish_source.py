@@ -43,11 +43,11 @@ def make_source(
 
 def _from_module(module: Any, dtype: Choice | None) -> Source:
     described = live.describe(module)
-    is_pooled = described[0].pooling != "none"
+    is_pooled = live.is_pooled(module)
     return Source(
         kind="embedding_bag_collection" if is_pooled else "embedding_collection",
         tables=described if dtype is None else with_dtypes(described, dtype),
-        is_weighted=is_pooled and module.is_weighted(),
+        is_weighted=live.is_weighted(module),
         rows=live.weights_of(module),
         ebc=module if is_pooled and live.can_answer(module) else None,
     )

@@ -32,7 +32,7 @@ from embedserve_store.plans.plan import Plan
 from embedserve_store.publishing.pooled_error import PooledError, pooled_error
 from embedserve_store.publishing.tables_writer import write_tables
 from embedserve_store.sources import live
-from embedserve_store.sources.rows import TableRows
+from embedserve_store.sources.rows import TableRows, source_rows
 from embedserve_store.writing.staging import publish_staged, sync, write_synced
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ class Draft:
     manifest: Manifest
     id_maps: Mapping[str, IdMap]
     plan: Plan
+    goldens: tuple[Bags, NDArray[np.float32]] | None
+    """Bags, and what the training model answered to them; None to sample some."""
     max_error: float | None
     """The largest relative L2 error of a table's pooled answers that is published."""
     progress: Progress | None
@@ -147,13 +149,15 @@ def check_errors(errors: Mapping[str, PooledError], manifest: Manifest, max_erro
 
 
 def _write_goldens(draft: Draft, manifest: Manifest, tables: TablesFile, staging: Path) -> None:
-    bags = sample_bags(manifest, draft.id_maps)
-    numbers = row_numbers(bags, IdTranslator(manifest, draft.id_maps))
-    goldens = Goldens(
-        bags=bags,
-        source_answers=_source_answers(draft.source, manifest, bags, numbers),
-        stored_answers=pool_stored(manifest, bags, numbers, tables),
-    )
+    translator = IdTranslator(manifest, draft.id_maps)
+    if draft.goldens is not None:
+        bags, source_answers = draft.goldens
+        numbers = row_numbers(bags, translator)
+    else:
+        bags = sample_bags(manifest, draft.id_maps)
+        numbers = row_numbers(bags, translator)
+        source_answers = _source_answers(draft.source, manifest, bags, numbers)
+    goldens = Goldens(bags, source_answers, pool_stored(manifest, bags, numbers, tables))
     answers = goldens.stored_answers
     check_answers(answers, goldens, numbers, manifest, tables, f"model {manifest.model!r}")
     save_goldens(goldens, staging / "goldens.safetensors")
@@ -174,12 +178,7 @@ def _source_answers(
 ) -> NDArray[np.float32]:
     if source.ebc is not None:
         return live.answers(source.ebc, manifest, replace(bags, ids=numbers))
-
-    def rows_of(table: TableSpec, wanted: NDArray[np.int64]) -> NDArray[np.float32]:
-        result: NDArray[np.float32] = source.rows[table.name].gather(wanted).float().numpy()
-        return result
-
-    return pool(manifest, bags, numbers, rows_of)
+    return pool(manifest, bags, numbers, source_rows(source.rows))
 
 
 def _encoded_blocks(rows: TableRows, table: TableSpec) -> Iterator[NDArray[np.uint8]]:

@@ -18,6 +18,7 @@ from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.sources.rows import TableRows, TensorRows
 
 if TYPE_CHECKING:
+    import torch
     from torchrec import EmbeddingBagCollection, EmbeddingCollection
 
 _UNSUPPORTED = ("num_embeddings_post_pruning", "need_pos", "total_num_buckets", "use_virtual_table")
@@ -41,18 +42,26 @@ def is_pooled(collection: EmbeddingBagCollection | EmbeddingCollection) -> bool:
     return hasattr(collection, "embedding_bag_configs")
 
 
-def _check_collection(module: Any) -> None:
+def is_weighted(collection: EmbeddingBagCollection | EmbeddingCollection) -> bool:
+    return is_pooled(collection) and bool(collection.is_weighted())
+
+
+def is_collection(module: Any) -> bool:
+    """Whether it is an unsharded EmbeddingBagCollection or EmbeddingCollection."""
     from torchrec import EmbeddingBagCollection, EmbeddingCollection
 
-    kinds = (EmbeddingBagCollection, EmbeddingCollection)
-    if isinstance(module, kinds):
+    return isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
+
+
+def _check_collection(module: Any) -> None:
+    if is_collection(module):
         return
     name = type(module).__name__
     hint = ""
     if name == "DistributedModelParallel" or name.startswith("Sharded"):
         hint = "; it is sharded: publish_sharded takes it, on all its ranks"
     elif hasattr(module, "named_modules"):
-        paths = [path for path, inner in module.named_modules() if isinstance(inner, kinds)]
+        paths = [path for path, inner in module.named_modules() if is_collection(inner)]
         hint = f"; it has one at {', '.join(paths)}" if paths else ""
     raise InvalidModelError(
         f"expected a torchrec EmbeddingBagCollection or EmbeddingCollection, found {name}{hint}"
@@ -93,24 +102,54 @@ def can_answer(ebc: EmbeddingBagCollection) -> bool:
 
     torch refuses a weighted mean, and adds float16 rows up in float16.
     """
+    is_float32 = all(rows.dtype == "float32" for rows in weights_of(ebc).values())
+    return is_float32 and not _is_weighted_mean(ebc)
+
+
+def check_can_answer(collection: EmbeddingBagCollection | EmbeddingCollection) -> None:
+    """Raises InvalidModelError where torch has no answers of ``collection``."""
+    if is_pooled(collection) and _is_weighted_mean(collection):
+        raise InvalidModelError("torch's EmbeddingBag has no answers of a weighted mean")
+
+
+def _is_weighted_mean(ebc: EmbeddingBagCollection) -> bool:
     configs = ebc.embedding_bag_configs()
-    weighted_mean = ebc.is_weighted() and any(c.pooling.value == "MEAN" for c in configs)
-    return not weighted_mean and all(rows.dtype == "float32" for rows in weights_of(ebc).values())
+    return ebc.is_weighted() and any(config.pooling.value == "MEAN" for config in configs)
 
 
-def answers(ebc: EmbeddingBagCollection, manifest: Manifest, bags: Bags) -> NDArray[np.float32]:
-    """What the module itself answers to ``bags``, float32 [B, sum of dims] in its key order."""
+def answers(collection: Any, manifest: Manifest, bags: Bags) -> NDArray[np.float32]:
+    """What a collection, sharded or not, itself answers to ``bags``.
+
+    Returns:
+        float32 [B, sum of dims] in the order of the manifest's keys; of an EmbeddingCollection
+        [N, dim], for each key one row for each id.
+    """
     import torch
     from torchrec import KeyedJaggedTensor
 
-    device = next(iter(ebc.embedding_bags.values())).weight.device
-    weights = None if bags.weights is None else torch.from_numpy(bags.weights).to(device)
+    device = _device_of(collection)
     features = KeyedJaggedTensor(
         keys=list(manifest.features),
         values=torch.from_numpy(bags.ids).to(device),
         lengths=torch.from_numpy(bags.lengths.reshape(-1)).to(device),
-        weights=weights,
+        weights=None if bags.weights is None else torch.from_numpy(bags.weights).to(device),
     )
     with torch.no_grad():
-        result: NDArray[np.float32] = ebc(features).values().float().cpu().numpy()
+        found = collection(features)
+        if hasattr(found, "wait"):
+            found = found.wait()
+        if manifest.is_pooled:
+            joined = torch.cat([found[key] for key in manifest.keys], dim=1)
+        else:
+            joined = torch.cat([found[key].values() for key in manifest.keys])
+        result: NDArray[np.float32] = joined.float().cpu().numpy()
     return result
+
+
+def _device_of(collection: Any) -> torch.device:
+    """Where its ids must be."""
+    if is_collection(collection):
+        device: torch.device = next(collection.parameters()).device
+    else:
+        device = collection._device
+    return device

@@ -49,6 +49,18 @@ def describe_sharded(
     return tuple(map(table_of, configs)), is_pooled and bool(collection._is_weighted), path
 
 
+def collection_of(module: torch.nn.Module, prefix: str = "") -> Any:
+    """The sharded collection that describe_sharded describes."""
+    return _chosen(module, prefix)[1]
+
+
+def rank() -> int:
+    """Of this process; 0 where it is alone."""
+    from torch import distributed
+
+    return distributed.get_rank() if distributed.is_initialized() else 0
+
+
 def plan_of(module: torch.nn.Module, prefix: str = "") -> Plan:
     """How the tables of the sharded collection in ``module`` lie over its ranks.
 
@@ -58,7 +70,7 @@ def plan_of(module: torch.nn.Module, prefix: str = "") -> Plan:
     from embedserve_store.plans.planner import from_torchrec
 
     tables, _, _ = describe_sharded(module, prefix)
-    _, collection = _chosen(module, prefix)
+    collection = collection_of(module, prefix)
     return from_torchrec(collection.module_sharding_plan, tables, collection._env.world_size)
 
 

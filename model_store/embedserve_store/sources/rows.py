@@ -6,10 +6,13 @@ read a few. Nobody holds a whole table. Imports torch only when called.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from embedserve_store.format.table_spec import TableSpec
 
 if TYPE_CHECKING:
     import torch
@@ -66,3 +69,15 @@ class TensorRows:
         import torch
 
         return self._tensor[torch.from_numpy(numbers).to(self._tensor.device)].cpu()
+
+
+def source_rows(
+    rows: Mapping[str, TableRows],
+) -> Callable[[TableSpec, NDArray[np.int64]], NDArray[np.float32]]:
+    """Gives the float32 values [n, dim] of a table's rows in ``rows`` (by table)."""
+
+    def rows_of(table: TableSpec, wanted: NDArray[np.int64]) -> NDArray[np.float32]:
+        result: NDArray[np.float32] = rows[table.name].gather(wanted).float().numpy()
+        return result
+
+    return rows_of

@@ -140,6 +140,13 @@ def publish(
             min=0,
         ),
     ] = None,
+    expected: Annotated[
+        Path | None,
+        typer.Option(
+            help="What write_expected wrote of the training model: its own answers, which the "
+            "description must give."
+        ),
+    ] = None,
     accept_draft: Annotated[
         bool,
         typer.Option(
@@ -167,6 +174,7 @@ def publish(
             constraints=constraints,
             device_memory=device_memory,
             max_error=max_error,
+            expected=expected,
             accept_draft=accept_draft,
             layout_changed=layout_changed,
         )

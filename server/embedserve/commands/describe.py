@@ -27,4 +27,4 @@ def describe(checkpoint: Path, prefix: str, output: Path | None) -> None:
             file.write(text)
     except FileExistsError as error:
         raise StoreError(f"{output}: is there already and may hold your changes") from error
-    say(f"wrote {output}: complete what is marked check, then publish with it")
+    say(f"wrote {output}: make right what is marked check, remove the marks, then publish with it")

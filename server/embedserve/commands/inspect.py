@@ -9,7 +9,7 @@ from embedserve.terminal.aligned_columns import grid, out, show, write
 from embedserve.terminal.sizes import human_bytes
 from embedserve.terminal.stores import opened
 from embedserve_store.format.id_rule import IdRule
-from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.manifest import GOLDENS, Manifest
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
 
@@ -80,6 +80,8 @@ def _show_version(version: ModelVersion) -> None:
             describe_ids(table.ids),
         )
     show(f"model {manifest.model} version {manifest.version}", tables)
+    if GOLDENS in manifest.source:
+        write(f"goldens: {manifest.source[GOLDENS]}")
     out.print()
     show_plan(out, manifest.tables, version.plan)
 

@@ -12,6 +12,7 @@ from embedserve.terminal.sigterm import sigterm_interrupts
 from embedserve.terminal.sizes import human_bytes, parse_bytes
 from embedserve.terminal.stores import transfer_progress
 from embedserve_store import PublishedVersion, publish, read_description
+from embedserve_store.format.manifest import FROM_TRAINING, GOLDENS
 from embedserve_store.plans.constraints import read_constraints
 from embedserve_store.publishing.pooled_error import PooledError
 
@@ -29,6 +30,7 @@ class PublishOptions:
     constraints: Path | None = None
     device_memory: str | None = None
     max_error: float | None = None
+    expected: Path | None = None
     accept_draft: bool = False
     layout_changed: bool = False
 
@@ -57,6 +59,7 @@ def publish_checkpoint(
             constraints=read_constraints(options.constraints) if options.constraints else None,
             device_memory_bytes=parse_bytes(memory) if memory else None,
             max_error=options.max_error,
+            expected=options.expected,
             accept_draft=options.accept_draft,
             layout_changed=options.layout_changed,
             progress=progress,
@@ -82,6 +85,8 @@ def report(published: PublishedVersion) -> None:
             f"skipped, as not described: {shown}"
             + (f" and {more} more of {len(published.skipped)} entries" if more > 0 else "")
         )
+    if manifest.source[GOLDENS] != FROM_TRAINING:
+        say("the description was not checked against the training model's answers: see --expected")
     ranks = published.plan.world_size
     say(
         f"published {manifest.model} version {published.version}: "

@@ -2,9 +2,10 @@
 
     python sharded_saver.py OUT_FOLDER
 
-OUT_FOLDER gets ``tables/`` (what save_tables wrote), ``described.pt`` (what describe_sharded
-gave), ``gathered.pt`` (the tables, whole), ``store/`` (with the model published) and, for each
-rank, ``outcome-RANK`` (the version it was told, and what a publish that must fail told it).
+OUT_FOLDER gets ``tables/`` (what save_tables wrote), ``expected.safetensors`` (what write_expected
+wrote), ``described.pt`` (what describe_sharded gave), ``gathered.pt`` (the tables, whole),
+``store/`` (with the model published) and, for each rank, ``outcome-RANK`` (the version it was told,
+and what a publish that must fail told it).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from embedserve_store.errors import StoreError
 from embedserve_store.publishing.publish_sharded import publish_sharded
+from embedserve_store.publishing.write_expected import write_expected
 from embedserve_store.sources.live_dmp import describe_sharded, save_tables
 
 
@@ -45,6 +47,7 @@ def run(rank: int, out: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{out}/meeting", rank=rank, world_size=2)
     dmp = trainer.shard(2, "float32")
     trainer.train(dmp, rank)
+    write_expected(dmp, out / "expected.safetensors")
     tables, _, path = describe_sharded(dmp)
     save_tables(dmp, out / "tables", path)
     gathered = trainer.gathered(dmp, rank)

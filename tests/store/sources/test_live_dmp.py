@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,9 +29,12 @@ from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.format.manifest import FROM_TRAINING
 from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.goldens.expected import read_expected
 from embedserve_store.local_store import LocalStore
 from embedserve_store.plans.plan import Shard
+from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.publish_sharded import publish_sharded
 from embedserve_store.sources.checkpoint import find_tables, from_state_dict, open_checkpoint
 from embedserve_store.sources.live_dmp import describe_sharded, plan_of, save_tables
@@ -161,6 +166,8 @@ def test_ranks_save_and_publish_their_shards_together(tmp_path: Path) -> None:
     for name, found in rows.items():
         stored = version.tables.rows(name).view(np.float32)
         assert np.array_equal(stored, found.read(0, found.shape[0]).numpy())
+    check_expected(tmp_path, specs)
+    assert version.manifest.source["goldens"] == FROM_TRAINING
     own = LocalStore(tmp_path / "store").load("own").plan
     types = {name: kind.value for name, kind in trainer.SHARDING.items()}
     assert {name: table.sharding_type for name, table in own.tables.items()} == types
@@ -177,6 +184,18 @@ def test_ranks_save_and_publish_their_shards_together(tmp_path: Path) -> None:
     assert (tmp_path / "outcome-0").read_text() == f"1\n{refused}"
     assert (tmp_path / "outcome-1").read_text() == f"none\n{refused}"
     assert os.listdir(tmp_path / "store" / "m") == ["1"]
+
+
+def check_expected(folder: Path, tables: list[TableSpec]) -> None:
+    """What the ranks wrote together is what their checkpoint gives as it is described."""
+    options: dict[str, Any] = {"model": "expected", "expected": folder / "expected.safetensors"}
+    state = torch.load(folder / "gathered.pt", weights_only=True)
+    publish(state, folder / "store", tables=tables, **options)
+    goldens = LocalStore(folder / "store").load("expected").goldens()
+    assert np.array_equal(goldens.source_answers, read_expected(options["expected"]).answers)
+    mean = [replace(table, pooling="mean") if table.name == "tag" else table for table in tables]
+    with pytest.raises(InvalidModelError, match=r"key 'tag' .* those of table 'tag', pooling sum"):
+        publish(state, folder / "store", tables=mean, **options)
 
 
 def test_a_url_is_refused_before_anything_is_saved() -> None:

@@ -1,0 +1,143 @@
+"""What a training model itself answers: inputs and answers in a file, to hold a publisher to.
+
+A safetensors file that any training job can write; write_expected does so from a live module. Its
+ids are row numbers, as the module takes them. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve_store.errors import StoreError
+from embedserve_store.goldens.goldens_file import Bags
+
+NAMES = ("features", "keys", "length_per_key")
+"""Of the file's metadata, each a list as JSON."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Bags of row numbers, and a training model's answers to them."""
+
+    features: tuple[str, ...]
+    """Of the bags, in their order."""
+    keys: tuple[str, ...]
+    """Of the answers, in their order, as torchrec names them: a feature, or feature@table."""
+    length_per_key: tuple[int, ...]
+    bags: Bags
+    answers: NDArray[np.float32]
+    """[B, sum of length_per_key]; without pooling [N, dim], for each key one row for each id of its
+    feature."""
+
+    @property
+    def examples(self) -> int:
+        return int(self.bags.lengths.shape[1])
+
+
+def save_expected(expected: Expected, path: str | os.PathLike[str]) -> None:
+    """Writes ``path``, over what is there.
+
+    Raises:
+        OSError: as the file system says.
+    """
+    from safetensors.numpy import save
+
+    bags = expected.bags
+    tensors: dict[str, NDArray[Any]] = {
+        "ids": bags.ids,
+        "lengths": bags.lengths,
+        "answers": expected.answers,
+    }
+    if bags.weights is not None:
+        tensors["weights"] = bags.weights
+    metadata = {name: json.dumps(getattr(expected, name)) for name in NAMES}
+    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    Path(path).write_bytes(save(contiguous, metadata))
+
+
+def read_expected(path: str | os.PathLike[str]) -> Expected:
+    """Reads what save_expected wrote, or a training job of its own.
+
+    Tensors are ids int64 [n], feature by feature, then example by example; lengths int32
+    [features, B]; answers float32; and for a weighted model weights float32 [n].
+
+    Raises:
+        StoreError: it cannot be read, or is not such a file.
+    """
+    tensors, metadata = _read(Path(path))
+    features, keys = (_names(metadata, name, path) for name in ("features", "keys"))
+    dims = _list(metadata, "length_per_key", int, path)
+    needed = {"ids": np.int64, "lengths": np.int32, "answers": np.float32}
+    for name, dtype in (needed | {"weights": np.float32}).items():
+        if name not in tensors:
+            if name != "weights":
+                raise StoreError(f"{path}: has no tensor {name!r}")
+        elif tensors[name].dtype != dtype:
+            expected = np.dtype(dtype).name
+            raise StoreError(f"{path}: {name} is {tensors[name].dtype.name}, expected {expected}")
+    bags = Bags(tensors["ids"], tensors["lengths"], tensors.get("weights"))
+    read = Expected(features, keys, tuple(dims), bags, tensors["answers"])
+    _check(read, path)
+    return read
+
+
+def _read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (SafetensorError, TypeError) as error:  # TypeError: of a dtype that numpy has not
+        raise StoreError(f"{path}: not a safetensors file that can be read: {error}") from error
+
+
+def _names(metadata: dict[str, str], name: str, path: object) -> tuple[str, ...]:
+    names = _list(metadata, name, str, path)
+    if len(set(names)) < len(names):
+        raise StoreError(f"{path}: {name} of its metadata has one twice: {names}")
+    return tuple(names)
+
+
+def _list(metadata: dict[str, str], name: str, kind: type, path: object) -> list[Any]:
+    try:
+        values = json.loads(metadata.get(name, ""))
+    except (ValueError, RecursionError):
+        values = None
+    is_right = isinstance(values, list) and values and all(type(one) is kind for one in values)
+    if not is_right:
+        raise StoreError(
+            f"{path}: {name} of its metadata is {metadata.get(name)!r:.80}, expected a JSON list "
+            f"of {kind.__name__}"
+        )
+    result: list[Any] = values
+    return result
+
+
+def _check(expected: Expected, path: object) -> None:
+    """Raises StoreError where its parts do not fit each other."""
+    bags, features = expected.bags, expected.features
+    if bags.lengths.ndim != 2 or bags.lengths.shape[0] != len(features) or not bags.lengths.size:
+        raise StoreError(
+            f"{path}: lengths is {list(bags.lengths.shape)}, expected [{len(features)} features, "
+            "examples]"
+        )
+    if bags.ids.ndim != 1 or bags.lengths.min() < 0 or bags.lengths.sum() != bags.ids.size:
+        raise StoreError(f"{path}: lengths do not add up to its {bags.ids.size} ids")
+    if bags.weights is not None and bags.weights.shape != bags.ids.shape:
+        raise StoreError(f"{path}: weights is {list(bags.weights.shape)}, expected one for each id")
+    if len(expected.length_per_key) != len(expected.keys):
+        raise StoreError(
+            f"{path}: length_per_key has {len(expected.length_per_key)} widths for "
+            f"{len(expected.keys)} keys"
+        )
+    if not np.isfinite(expected.answers).all():
+        raise StoreError(f"{path}: answers has a value that is not finite")

@@ -1,0 +1,247 @@
+"""Holds a publisher to a training model's own answers, and makes goldens of them.
+
+A description can be wrong in ways that nothing else would show: a mean for a sum, two tables of one
+width swapped, the keys in another order. Imports torch only through the source's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve_store.errors import InvalidModelError
+from embedserve_store.format.manifest import KeyColumns, Manifest
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.goldens.expected import Expected
+from embedserve_store.goldens.goldens_file import Bags
+from embedserve_store.goldens.hand_pooling import pool
+from embedserve_store.goldens.parity import SUMS_TOLERANCE
+from embedserve_store.ids.id_map import IdMap
+from embedserve_store.sources.rows import TableRows, source_rows
+
+HALVES_TOLERANCE = 2.0**-5
+"""Relative to the largest magnitude of a key's answers, where a training model's rows are float16
+or bfloat16: it may add them up as such."""
+_POOLINGS = ("sum", "mean")
+
+
+def expected_goldens(
+    expected: Expected,
+    manifest: Manifest,
+    rows: Mapping[str, TableRows],
+    id_maps: Mapping[str, IdMap],
+) -> tuple[Bags, NDArray[np.float32]]:
+    """``expected``, which is what the source's ``rows`` (by table) give, as goldens: with the ids
+    that callers have, and what the training model answers to them in float32.
+
+    Examples with a row that no id of a caller means are left out.
+
+    Raises:
+        InvalidModelError: the rows give other answers, the description has other keys, or no
+            example is left.
+    """
+    bags = _in_order(expected, manifest)
+    _check_keys(expected, manifest)
+    _check_answers(expected, bags, manifest, rows)
+    goldens, kept = _with_callers_ids(bags, manifest, id_maps)
+    answers = expected.answers
+    if any(one.dtype != "float32" for one in rows.values()):
+        answers = pool(manifest, bags, bags.ids, source_rows(rows))
+    return goldens, _answers_of(answers, bags, manifest, kept)
+
+
+def _in_order(expected: Expected, manifest: Manifest) -> Bags:
+    """The bags, their features in the manifest's order."""
+    if set(expected.features) != set(manifest.features):
+        raise InvalidModelError(
+            f"expected: its features are {', '.join(expected.features)}, those of the description "
+            f"{', '.join(manifest.features)}"
+        )
+    bags = expected.bags
+    if (bags.weights is not None) != manifest.is_weighted:
+        has = "has weights" if bags.weights is not None else "has no weights"
+        takes = "takes some" if manifest.is_weighted else "takes none"
+        raise InvalidModelError(f"expected: {has}, the description {takes} (is_weighted)")
+    position = {feature: i for i, feature in enumerate(expected.features)}
+    order = [position[feature] for feature in manifest.features]
+    pieces = [_span(bags, i) for i in order]
+    weights = bags.weights
+    return Bags(
+        np.concatenate([bags.ids[piece] for piece in pieces]),
+        np.ascontiguousarray(bags.lengths[order]),
+        None if weights is None else np.concatenate([weights[piece] for piece in pieces]),
+    )
+
+
+def _span(bags: Bags, feature: int) -> slice:
+    ends = np.cumsum(bags.lengths.sum(axis=1))
+    return slice(int(ends[feature - 1]) if feature else 0, int(ends[feature]))
+
+
+def _check_keys(expected: Expected, manifest: Manifest) -> None:
+    if expected.keys != manifest.keys:
+        raise InvalidModelError(
+            f"expected: its keys are {', '.join(expected.keys)}, those of the description "
+            f"{', '.join(manifest.keys)}"
+            + (": the same in another order" * (set(expected.keys) == set(manifest.keys)))
+        )
+    for key, dim, described in zip(
+        manifest.keys, expected.length_per_key, manifest.length_per_key, strict=True
+    ):
+        if dim != described:
+            raise InvalidModelError(
+                f"expected: key {key!r} has {dim} values, the description {described}"
+            )
+
+
+def _check_answers(
+    expected: Expected, bags: Bags, manifest: Manifest, rows: Mapping[str, TableRows]
+) -> None:
+    for i, (feature, count) in enumerate(
+        zip(manifest.features, manifest.rows_per_feature, strict=True)
+    ):
+        numbers = bags.ids[_span(bags, i)]
+        wrong = numbers[(numbers < 0) | (numbers >= count)]
+        if wrong.size:
+            raise InvalidModelError(
+                f"expected: feature {feature!r} asks for row {wrong[0]}, its table has {count} rows"
+            )
+    shape = _answers_shape(bags, manifest)
+    if expected.answers.shape != shape:
+        raise InvalidModelError(
+            f"expected: answers is {list(expected.answers.shape)}, its bags and the description "
+            f"mean {list(shape)}"
+        )
+    for columns in manifest.columns:
+        found, table = _block(expected.answers, columns, bags, manifest), columns.table
+        answers = _pooled(bags, manifest, columns, table, rows)
+        if not _is_near(found, answers, rows[table.name]):
+            off = float(np.abs(found - answers).max())
+            raise InvalidModelError(
+                f"expected: key {columns.key!r} of table {table.name!r}, pooling {table.pooling}: "
+                f"the training model's answers are others, off by {off:.3g} where the largest is "
+                f"{np.abs(found).max():.3g}{_what_fits(found, bags, manifest, columns, rows)}"
+            )
+
+
+def _answers_shape(bags: Bags, manifest: Manifest) -> tuple[int, int]:
+    if manifest.is_pooled:
+        return bags.lengths.shape[1], sum(manifest.length_per_key)
+    totals = bags.lengths.sum(axis=1)
+    return sum(int(totals[one.feature]) for one in manifest.columns), manifest.length_per_key[0]
+
+
+def _block(
+    answers: NDArray[np.float32], columns: KeyColumns, bags: Bags, manifest: Manifest
+) -> NDArray[np.float32]:
+    """What ``answers`` have for one key."""
+    if manifest.is_pooled:
+        return answers[:, columns.start : columns.end]
+    totals = bags.lengths.sum(axis=1)
+    before = manifest.columns[: manifest.columns.index(columns)]
+    start = sum(int(totals[one.feature]) for one in before)
+    return answers[start : start + int(totals[columns.feature])]
+
+
+def _pooled(
+    bags: Bags,
+    manifest: Manifest,
+    columns: KeyColumns,
+    table: TableSpec,
+    rows: Mapping[str, TableRows],
+) -> NDArray[np.float32]:
+    """What ``table`` answers for one key, in the place of its own."""
+    span = _span(bags, columns.feature)
+    weights = None if bags.weights is None else bags.weights[span]
+    one = Bags(bags.ids[span], bags.lengths[columns.feature][None], weights)
+    alone = Manifest("", 0, (replace(table, feature_names=("",)),), manifest.is_weighted)
+    return pool(alone, one, one.ids, source_rows(rows))
+
+
+def _is_near(found: NDArray[np.float32], answers: NDArray[np.float32], rows: TableRows) -> bool:
+    relative = SUMS_TOLERANCE if rows.dtype == "float32" else HALVES_TOLERANCE
+    bound = relative * float(np.abs(answers).max(initial=0.0))
+    return bool((np.abs(found - answers) <= max(bound, np.finfo(np.float32).tiny)).all())
+
+
+def _what_fits(
+    found: NDArray[np.float32],
+    bags: Bags,
+    manifest: Manifest,
+    columns: KeyColumns,
+    rows: Mapping[str, TableRows],
+) -> str:
+    """Which table and pooling give what was ``found``, if some do."""
+    ids = bags.ids[_span(bags, columns.feature)]
+    for table in manifest.tables:
+        if table.embedding_dim != columns.table.embedding_dim:
+            continue
+        if ids.max(initial=0) >= table.num_embeddings:
+            continue
+        for pooling in _POOLINGS if manifest.is_pooled else ("none",):
+            other = replace(table, pooling=pooling)
+            answers = _pooled(bags, manifest, columns, other, rows)
+            if _is_near(found, answers, rows[table.name]):
+                return f"; they are those of table {table.name!r}, pooling {pooling}"
+    return ""
+
+
+def _with_callers_ids(
+    bags: Bags, manifest: Manifest, id_maps: Mapping[str, IdMap]
+) -> tuple[Bags, NDArray[np.bool_]]:
+    """The bags of the examples whose rows all have an id, with these ids; and which examples."""
+    ids = np.empty_like(bags.ids)
+    has_id = np.ones(len(ids), bool)
+    for feature, rule in enumerate(manifest.rule_per_feature):
+        span = _span(bags, feature)
+        numbers = bags.ids[span]
+        if rule.rule == "rows":
+            ids[span] = numbers
+        elif rule.rule == "modulo":
+            ids[span] = numbers - rule.offset
+            has_id[span] = (ids[span] >= 0) & (ids[span] < rule.modulus)
+        else:
+            name = manifest.features[feature]
+            table = next(one.name for one in manifest.tables if name in one.feature_names)
+            ids[span], has_id[span] = _ids_of(id_maps[table], numbers)
+    examples = bags.lengths.shape[1]
+    example_of = np.repeat(np.tile(np.arange(examples), len(bags.lengths)), bags.lengths.ravel())
+    kept = np.ones(examples, bool)
+    kept[example_of[~has_id]] = False
+    is_kept = kept[example_of]
+    if not bags.lengths[:, kept].any():
+        raise InvalidModelError(
+            "expected: each of its examples has a row that no id of a caller means"
+        )
+    weights = None if bags.weights is None else bags.weights[is_kept]
+    return Bags(ids[is_kept], np.ascontiguousarray(bags.lengths[:, kept]), weights), kept
+
+
+def _ids_of(
+    id_map: IdMap, numbers: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """For each row of ``numbers`` [n] an id that means it, and whether there is one."""
+    at = np.flatnonzero(np.isin(id_map.rows, numbers.astype(np.uint32)))
+    rows, ids = id_map.rows[at].astype(np.int64), id_map.ids[at]
+    order = np.argsort(rows, kind="stable")
+    rows, ids = rows[order], ids[order]
+    if not len(rows):
+        return np.zeros_like(numbers), np.zeros(len(numbers), bool)
+    found = np.minimum(np.searchsorted(rows, numbers), len(rows) - 1)
+    return ids[found], rows[found] == numbers
+
+
+def _answers_of(
+    answers: NDArray[np.float32], bags: Bags, manifest: Manifest, kept: NDArray[np.bool_]
+) -> NDArray[np.float32]:
+    """Those of the examples that are ``kept``."""
+    if manifest.is_pooled:
+        return np.ascontiguousarray(answers[kept])
+    blocks = [
+        _block(answers, one, bags, manifest)[np.repeat(kept, bags.lengths[one.feature])]
+        for one in manifest.columns
+    ]
+    return np.concatenate(blocks)

@@ -1,0 +1,53 @@
+"""Writes what a training model itself answers, for a publisher to be held to.
+
+On one rank or on all ranks of a sharded training. Imports torch only when called.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.goldens.expected import Expected, save_expected
+from embedserve_store.goldens.sampled_bags import sample_bags
+from embedserve_store.sources import live, live_dmp
+
+if TYPE_CHECKING:
+    import torch
+
+
+def write_expected(
+    module: torch.nn.Module, path: str | os.PathLike[str], *, prefix: str = ""
+) -> None:
+    """Writes sampled bags and what ``module`` answers to them to ``path``, over what is there: for
+    ``publish(…, expected=path)`` of its checkpoint.
+
+    Args:
+        module: an EmbeddingBagCollection or EmbeddingCollection, or a sharded model that has one,
+            such as a DistributedModelParallel: then all ranks of its process group call this, and
+            rank 0 writes.
+        prefix: the path of the collection in a sharded ``module``, where there are several.
+
+    Raises:
+        InvalidModelError: there is no such collection, or torch cannot answer for it.
+        OSError: the file cannot be written.
+    """
+    expected = expected_of(module, prefix)
+    if live_dmp.rank() == 0:
+        save_expected(expected, path)
+
+
+def expected_of(module: Any, prefix: str = "") -> Expected:
+    """As ``write_expected``; on every rank."""
+    if live.is_collection(module):
+        tables, is_weighted = live.describe(module), live.is_weighted(module)
+        live.check_can_answer(module)
+        collection = module
+    else:
+        tables, is_weighted, _ = live_dmp.describe_sharded(module, prefix)
+        collection = live_dmp.collection_of(module, prefix)
+    manifest = Manifest("", 0, tables, is_weighted)
+    bags = sample_bags(manifest, {})
+    answers = live.answers(collection, manifest, bags)
+    return Expected(manifest.features, manifest.keys, manifest.length_per_key, bags, answers)

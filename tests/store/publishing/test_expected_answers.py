@@ -1,0 +1,299 @@
+"""A description that gives other answers than the training model's is refused, and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from store.conftest import small_collection
+from store.listing import everything_under
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    PoolingType,
+)
+
+from embedserve_store.errors import InvalidModelError
+from embedserve_store.format.id_rule import IdRule
+from embedserve_store.format.manifest import FROM_DESCRIPTION, FROM_TRAINING
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.goldens.expected import Expected, read_expected
+from embedserve_store.local_store import LocalStore
+from embedserve_store.publishing.publish import publish
+from embedserve_store.publishing.write_expected import expected_of, write_expected
+from embedserve_store.sources import live
+
+MakeEbc = Callable[..., EmbeddingBagCollection]
+
+
+def twins() -> EmbeddingBagCollection:
+    """Two tables of one shape."""
+    torch.manual_seed(3)
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=name,
+                num_embeddings=40,
+                embedding_dim=8,
+                feature_names=[name],
+                pooling=PoolingType.SUM,
+            )
+            for name in ("a", "b")
+        ]
+    )
+
+
+def state_of(module: torch.nn.Module) -> dict[str, Any]:
+    return {f"m.ebc.{key}": value for key, value in module.state_dict().items()}
+
+
+def described(module: Any, **changes: dict[str, Any]) -> Sequence[TableSpec]:
+    """Its tables, some of them changed by name."""
+    return [replace(table, **changes.get(table.name, {})) for table in live.describe(module)]
+
+
+def publish_state(
+    module: torch.nn.Module, store: Path, tables: Sequence[TableSpec], **options: Any
+) -> str:
+    """The error, if it is refused; the store is as it was then."""
+    before = everything_under(store)
+    try:
+        publish(state_of(module), store, model="m", tables=tables, **options)
+    except InvalidModelError as error:
+        assert everything_under(store) == before
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_the_training_models_answers_are_the_goldens(
+    make_ebc: MakeEbc, tmp_path: Path, is_weighted: bool
+) -> None:
+    ebc = make_ebc(is_weighted=is_weighted, pooling="sum" if is_weighted else None)
+    write_expected(ebc, tmp_path / "e.safetensors")
+    expected = read_expected(tmp_path / "e.safetensors")
+    tables = described(ebc, item={"dtype": "int8"})
+    publish(
+        state_of(ebc),
+        tmp_path / "store",
+        model="m",
+        tables=tables,
+        is_weighted=is_weighted,
+        expected=tmp_path / "e.safetensors",
+    )
+    version = LocalStore(tmp_path / "store").load("m")
+    assert version.manifest.source["goldens"] == FROM_TRAINING
+    goldens = version.goldens()
+    np.testing.assert_array_equal(goldens.source_answers, expected.answers)
+    np.testing.assert_array_equal(goldens.bags.ids, expected.bags.ids)
+    assert np.abs(expected.answers).max() > 0
+    assert goldens.bags.lengths.max() > 1
+
+
+def test_without_them_that_is_said(make_ebc: MakeEbc, tmp_path: Path) -> None:
+    ebc = make_ebc()
+    tables = described(ebc)
+    published = publish(state_of(ebc), tmp_path, model="m", tables=tables)
+    assert published.manifest.source["goldens"] == FROM_DESCRIPTION
+    assert publish(ebc, tmp_path, model="m").manifest.source["goldens"] == FROM_TRAINING
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (
+            described(twins(), a={"pooling": "mean"}),
+            r"key 'a' of table 'a', pooling mean: the training model's answers are others, off by "
+            r".* where the largest is .*; they are those of table 'a', pooling sum$",
+        ),
+        (
+            [replace(t, name={"a": "b", "b": "a"}[t.name]) for t in live.describe(twins())],
+            r"key 'a' of table 'b', pooling sum: .*; they are those of table 'a', pooling sum$",
+        ),
+        (
+            described(twins(), a={"feature_names": ("b",)}, b={"feature_names": ("a",)}),
+            r"its keys are a, b, those of the description b, a: the same in another order$",
+        ),
+        (live.describe(twins())[::-1], r"its keys are a, b, those of the description b, a: the"),
+        (live.describe(twins())[:1], r"its features are a, b, those of the description a$"),
+        (
+            described(twins(), a={"feature_names": ("x",)}),
+            r"its features are a, b, those of the description x, b$",
+        ),
+    ],
+    ids=["mean for sum", "tables swapped", "features swapped", "order", "one less", "names"],
+)
+def test_a_wrong_description_is_refused(
+    tmp_path: Path, tables: Sequence[TableSpec], message: str
+) -> None:
+    ebc = twins()
+    expected = expected_of(ebc)
+    assert publish_state(ebc, tmp_path / "right", live.describe(ebc), expected=expected) == ""
+    said = publish_state(ebc, tmp_path / "store", tables, expected=expected)
+    with pytest.raises(InvalidModelError, match=message):
+        raise InvalidModelError(said)
+    assert publish_state(ebc, tmp_path / "store", tables) == ""  # nothing else would tell
+
+
+def test_other_weights_than_those_that_answered_are_refused(tmp_path: Path) -> None:
+    before, after = twins(), twins()
+    with torch.no_grad():
+        after.embedding_bags["b"].weight += 1e-3
+    said = publish_state(
+        after, tmp_path / "store", live.describe(after), expected=expected_of(before)
+    )
+    assert "key 'b' of table 'b', pooling sum: the training model's answers are others" in said
+    assert "they are those" not in said
+
+
+def test_weights_that_the_description_has_not_are_refused(
+    make_ebc: MakeEbc, tmp_path: Path
+) -> None:
+    weighted, plain = make_ebc(is_weighted=True, pooling="sum"), make_ebc(pooling="sum")
+    for one, other, message in (
+        (weighted, plain, "expected: has no weights, the description takes some (is_weighted)"),
+        (plain, weighted, "expected: has weights, the description takes none (is_weighted)"),
+    ):
+        said = publish_state(
+            one,
+            tmp_path / "store",
+            live.describe(one),
+            is_weighted=one.is_weighted(),
+            expected=expected_of(other),
+        )
+        assert said == message
+    with pytest.raises(InvalidModelError, match="no answers of a weighted mean"):
+        expected_of(make_ebc(is_weighted=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"length_per_key": (8, 4)}, "expected: key 'b' has 4 values, the description 8"),
+        ({"answers": np.zeros((3, 16), np.float32)}, "expected: answers is [3, 16], its bags and"),
+    ],
+)
+def test_a_file_of_another_shape_is_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    ebc = twins()
+    wrong = replace(expected_of(ebc), **change)
+    assert message in publish_state(ebc, tmp_path, live.describe(ebc), expected=wrong)
+
+
+@pytest.mark.parametrize("row", [-1, 40])
+def test_a_row_that_is_not_there_is_refused(tmp_path: Path, row: int) -> None:
+    ebc = twins()
+    expected = expected_of(ebc)
+    expected.bags.ids[-1] = row
+    said = publish_state(ebc, tmp_path, live.describe(ebc), expected=expected)
+    assert said == f"expected: feature 'b' asks for row {row}, its table has 40 rows"
+
+
+def test_features_may_come_in_another_order(tmp_path: Path) -> None:
+    ebc = twins()
+    expected = expected_of(ebc)
+    first = int(expected.bags.lengths[0].sum())
+    bags = replace(
+        expected.bags,
+        ids=np.roll(expected.bags.ids, -first),
+        lengths=expected.bags.lengths[::-1].copy(),
+    )
+    turned = replace(expected, features=("b", "a"), bags=bags)
+    assert publish_state(ebc, tmp_path, live.describe(ebc), expected=turned) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_of_halves_is_compared_as_closely_as_it_adds_up(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    ebc = twins().to(dtype)
+    tables = live.describe(ebc)
+    expected = expected_of(ebc)
+    assert publish_state(ebc, tmp_path, tables, expected=expected) == ""
+    mean = described(ebc, a={"pooling": "mean"})
+    assert "pooling sum" in publish_state(ebc, tmp_path, mean, expected=expected)
+    goldens = LocalStore(tmp_path).load("m").goldens()
+    np.testing.assert_array_equal(goldens.source_answers, goldens.stored_answers)
+
+
+def test_goldens_have_the_ids_that_callers_have(tmp_path: Path) -> None:
+    ebc = twins()
+    rules = {"a": IdRule("modulo", modulus=35, offset=5)}
+    vocabularies = {"b": np.arange(1000, 1030)}  # of rows 0 to 29
+    expected = expected_of(ebc)
+    options = {"ids": rules, "vocabularies": vocabularies, "expected": expected}
+    assert publish_state(ebc, tmp_path, live.describe(ebc), **options) == ""
+    version = LocalStore(tmp_path).load("m")
+    goldens = version.goldens()
+    kept = goldens.bags.lengths.shape[1]
+    assert 2 <= kept < expected.examples  # the first asks for rows 0 and 39
+    counts = goldens.bags.lengths.sum(axis=1)
+    b_ids = goldens.bags.ids[counts[0] :]
+    assert b_ids.size
+    assert ((b_ids >= 1000) & (b_ids < 1030)).all()
+
+
+def test_where_no_row_has_an_id_there_are_no_goldens(tmp_path: Path) -> None:
+    ebc = twins()
+    rows = {f"id-{row}": row for row in (38,)}
+    said = publish_state(
+        ebc,
+        tmp_path,
+        live.describe(ebc),
+        vocabularies={"a": rows},
+        ids={"a": IdRule("map", id_type="string")},
+        expected=only_example(expected_of(ebc), 0),
+    )
+    assert "each of its examples has a row that no id of a caller means" in said
+
+
+def only_example(expected: Expected, example: int) -> Expected:
+    lengths = expected.bags.lengths
+    starts = np.concatenate(([0], np.cumsum(lengths.reshape(-1))))
+    ids = [
+        expected.bags.ids[starts[i] : starts[i + 1]]
+        for feature in range(len(lengths))
+        for i in (feature * lengths.shape[1] + example,)
+    ]
+    bags = replace(
+        expected.bags, ids=np.concatenate(ids), lengths=lengths[:, example : example + 1].copy()
+    )
+    return replace(expected, bags=bags, answers=expected.answers[example : example + 1])
+
+
+def test_rows_of_an_embedding_collection(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    configs = [
+        EmbeddingConfig(name=name, num_embeddings=20, embedding_dim=4, feature_names=features)
+        for name, features in (("a", ["x", "y"]), ("b", ["y"]))
+    ]
+    ec = EmbeddingCollection(tables=configs)
+    expected = expected_of(ec)
+    assert expected.keys == ("x", "y@a", "y@b")
+    state = {f"ec.{key}": value for key, value in ec.state_dict().items()}
+    right = live.describe(ec)
+    options: dict[str, Any] = {"model": "m", "expected": expected}
+    publish(state, tmp_path, tables=right, vocabularies={"a": range(15), "b": range(15)}, **options)
+    version = LocalStore(tmp_path).load("m")
+    assert version.manifest.source["goldens"] == FROM_TRAINING
+    assert 0 < version.goldens().bags.lengths.shape[1] < expected.examples
+    swapped = [replace(t, name={"a": "b", "b": "a"}[t.name]) for t in right]
+    with pytest.raises(InvalidModelError, match=r"keys are x, y@a, y@b, those of the .* y@b, y@a"):
+        publish(state, tmp_path, tables=swapped, **options)
+
+
+def test_a_live_module_is_its_own_witness(tmp_path: Path) -> None:
+    ebc = small_collection()
+    publish(ebc, tmp_path, model="m", expected=expected_of(ebc))
+    with torch.no_grad():
+        ebc.embedding_bags["tag"].weight *= 2
+    with pytest.raises(InvalidModelError, match="key 'tag' of table 'tag', pooling sum: the train"):
+        publish(ebc, tmp_path, model="m", expected=expected_of(small_collection()))
