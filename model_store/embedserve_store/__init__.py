@@ -14,6 +14,7 @@ Importing this package does not import torch; publishing does.
 """
 
 from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.format.alias import Alias
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
@@ -26,12 +27,14 @@ from embedserve_store.plans.plan import Plan, Shard, TablePlan, read_plan
 from embedserve_store.publishing.pooled_error import PooledError
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.publish_sharded import publish_sharded
+from embedserve_store.publishing.set_alias import set_alias
 from embedserve_store.publishing.version_writer import PublishedVersion
 from embedserve_store.publishing.write_expected import write_expected
 from embedserve_store.sources.description import Description, read_description
 from embedserve_store.verification import verify
 
 __all__ = [
+    "Alias",
     "Bags",
     "Description",
     "Goldens",
@@ -55,6 +58,7 @@ __all__ = [
     "read_constraints",
     "read_description",
     "read_plan",
+    "set_alias",
     "verify",
     "write_expected",
 ]

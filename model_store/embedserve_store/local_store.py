@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from embedserve_store.errors import StoreError
+from embedserve_store.format import alias
 from embedserve_store.format.json_fields import parse_json
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest
 from embedserve_store.format.manifest_file import parse_manifest
@@ -70,6 +71,23 @@ class LocalStore:
         """Of one version, the highest unless ``version`` says which; raises StoreError."""
         chosen = self._find(model, version)
         return _read_manifest(self.path / model / str(chosen) / "manifest.json", model, chosen)
+
+    def alias_files(self, model: str) -> list[str]:
+        """Paths below the folder of the aliases of ``model``; raises StoreError."""
+        folder = self.path / model / alias.FOLDER
+        if not folder.is_dir():
+            self.versions(model)  # says what there is not
+            return []
+        return [
+            f"{name}/{file}"
+            for name in _listed(folder, "aliases")
+            if (folder / name).is_dir()
+            for file in _listed(folder / name, "alias")
+        ]
+
+    def read_alias(self, model: str, path: str) -> bytes:
+        """Of a path that alias_files gave."""
+        return _read(self.path / model / alias.FOLDER / path)
 
     def _find(self, model: str, version: int | None) -> int:
         versions = self.versions(model)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from embedserve_store.errors import StoreError
+from embedserve_store.format.alias import Alias, file_name, parse_alias, parse_file_name
 from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.version_folder import VERSION_PATTERN
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.remote.remote_files import TransferProgress
@@ -55,21 +58,58 @@ class ModelStore:
         """Published versions of ``model``, ascending."""
         return self._store.versions(model)
 
-    def manifest(self, model: str, version: int | None = None) -> Manifest:
+    def manifest(self, model: str, version: int | str | None = None) -> Manifest:
         """What a version is, the highest unless ``version`` says which; nothing of it is mapped or
         pulled.
 
         Raises:
             StoreError: it does not exist, or its manifest is damaged.
         """
-        return self._store.manifest(model, version)
+        return self._store.manifest(model, self._number(model, version))
 
-    def load(self, model: str, version: int | None = None) -> ModelVersion:
-        """One version of ``model``, the highest unless ``version`` says which.
+    def aliases(self, model: str) -> dict[str, Alias]:
+        """The aliases of ``model`` by name, sorted, each as it is now."""
+        now = {name: self._alias(model, name, max(n)) for name, n in self._changes(model).items()}
+        return {name: one for name, one in sorted(now.items()) if one.version is not None}
+
+    def alias_history(self, model: str, name: str) -> list[Alias]:
+        """The changes of an alias, the last one first; none where there is no such alias."""
+        numbers = self._changes(model).get(name, [])
+        return [self._alias(model, name, number) for number in sorted(numbers, reverse=True)]
+
+    def load(self, model: str, version: int | str | None = None) -> ModelVersion:
+        """One version of ``model``, by its number or an alias, the highest unless told.
 
         Raises:
             StoreError: it does not exist, or one of its files is missing, damaged, of another
                 format version, or contradicts another. Rows are not read: see verification.py.
             OSError: the cache cannot be written.
         """
-        return self._store.load(model, version)
+        return self._store.load(model, self._number(model, version))
+
+    def _number(self, model: str, version: int | str | None) -> int | None:
+        """``version``, or where it is an alias that one's."""
+        if not isinstance(version, str):
+            return version
+        if VERSION_PATTERN.fullmatch(version):
+            return int(version)
+        aliases = self.aliases(model)
+        if version not in aliases:
+            there = ", ".join(aliases) or "none"
+            raise StoreError(
+                f"{self.where}/{model}: {version!r} is no version and no alias, aliases are {there}"
+            )
+        return aliases[version].version
+
+    def _changes(self, model: str) -> dict[str, list[int]]:
+        """Numbers by the name of their alias."""
+        changes: dict[str, list[int]] = {}
+        for found in map(parse_file_name, self._store.alias_files(model)):
+            if found is not None:
+                changes.setdefault(found[0], []).append(found[1])
+        return changes
+
+    def _alias(self, model: str, name: str, number: int) -> Alias:
+        where = f"{self.where}/{model}/{file_name(name, number)}"
+        text = self._store.read_alias(model, f"{name}/{number}.json")
+        return parse_alias(text, model, name, number, where)

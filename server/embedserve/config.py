@@ -92,8 +92,8 @@ class ServeSettings:
     )
     model: tuple[str, ...] = setting(
         (),
-        "A model to serve, NAME or NAME@VERSION; may be repeated. Default: all of the store, the "
-        "newest version of each.",
+        "A model to serve, NAME, NAME@VERSION or NAME@ALIAS; may be repeated. Default: all of the "
+        "store, the newest version of each.",
     )
     default_model: str = setting(
         "", "Answers requests that name none. Default: the model, if only one is served."

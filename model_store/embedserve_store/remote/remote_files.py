@@ -128,6 +128,18 @@ class RemoteFolder:
         with _translated(f"{self.url}/{name}"):
             self._files.pipe_file(f"{self.root}/{name}", data)
 
+    def write_new(self, name: str, data: bytes) -> bool:
+        """Writes a small file; False where there is one already. Where the store knows no
+        conditional writes, of two that write at once the later one holds."""
+        with _translated(f"{self.url}/{name}"):
+            if self._files.exists(f"{self.root}/{name}"):
+                return False
+            try:
+                self._files.pipe_file(f"{self.root}/{name}", data, mode="create")
+            except FileExistsError:
+                return False
+        return True
+
 
 def _open(url: str) -> tuple[Any, str]:
     """The file system of ``url`` and the folder's path on it."""

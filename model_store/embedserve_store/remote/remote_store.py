@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 from embedserve_store.errors import StoreError
+from embedserve_store.format import alias
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import NAME_PATTERN
 from embedserve_store.format.version_folder import VERSION_PATTERN
@@ -105,14 +106,22 @@ class RemoteStore:
         """As LocalStore's; pulls nothing."""
         return self._find(model, version).manifest
 
+    def alias_files(self, model: str) -> list[str]:
+        """As LocalStore's."""
+        _check_model(model, self._remote.url)
+        return list(self._remote.sizes(f"{model}/{alias.FOLDER}"))
+
+    def read_alias(self, model: str, path: str) -> bytes:
+        """As LocalStore's."""
+        return self._remote.read(f"{model}/{alias.FOLDER}/{path}")
+
     def _cached(self, model: str, number: int) -> Path:
         return self._local.path / model / str(number)
 
     def _folders(self, model: str) -> dict[int, dict[str, int]]:
         """What lies in each folder of ``model`` that is named as a version, ascending: the bytes
         of each file."""
-        if not NAME_PATTERN.fullmatch(model):
-            raise StoreError(f"{self._remote.url}: {model!r} is not the name of a model")
+        _check_model(model, self._remote.url)
         folders: dict[int, dict[str, int]] = {}
         for path, size in self._remote.sizes(model).items():
             number, _, name = path.partition("/")
@@ -131,6 +140,11 @@ class RemoteStore:
         if number not in published:
             raise StoreError(f"{where}: version {number} does not exist, there are {published}")
         return read_manifest(self._remote, model, number, folders[number])
+
+
+def _check_model(model: str, where: str) -> None:
+    if not NAME_PATTERN.fullmatch(model):
+        raise StoreError(f"{where}: {model!r} is not the name of a model")
 
 
 def _folder_name(url: str) -> str:

@@ -1,4 +1,4 @@
-"""The command line: describe, plan, publish, verify, diff, inspect, serve and demo.
+"""The command line: describe, plan, publish, alias, verify, diff, inspect, serve and demo.
 
 Imports nothing heavy at the top, so that --help answers at once; torch comes with the command
 that needs it. What a person did wrong is one line on stderr and exit status 1, no traceback.
@@ -213,7 +213,7 @@ def plan(
     ],
     model: Annotated[str, typer.Argument(help="Of a store: the model whose plan to show.")] = "",
     version: Annotated[
-        int | None, typer.Argument(help="Of the model. Default: the newest.", min=1)
+        str | None, typer.Argument(help="Of the model, or an alias. Default: the newest.")
     ] = None,
     world_size: Annotated[
         int | None, typer.Option(help="Ranks. Default: 1, or as the plan says.")
@@ -251,7 +251,9 @@ def plan(
 def inspect_store(
     store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
     model: Annotated[str, typer.Argument(help="Show one model's versions.")] = "",
-    version: Annotated[int, typer.Argument(help="Show one version's tables and plan.")] = 0,
+    version: Annotated[
+        str, typer.Argument(help="Show the tables and plan of a version, or of an alias.")
+    ] = "",
     cache: Cache = None,
 ) -> None:
     """Show what a store, a model or a version holds."""
@@ -265,7 +267,7 @@ def inspect_store(
 def verify(
     store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
     model: Annotated[str, typer.Argument(help="Name of the model.")],
-    version: Annotated[int | None, typer.Argument(help="Default: the newest.", min=1)] = None,
+    version: Annotated[str | None, typer.Argument(help="Or an alias. Default: the newest.")] = None,
     cache: Cache = None,
 ) -> None:
     """Reread a version and check every byte against its checksums."""
@@ -281,7 +283,7 @@ def diff(
         list[str],
         typer.Argument(
             help="STORE MODEL A B for two versions of a model, or STORE/MODEL/VERSION two times; "
-            "a store is a folder or a URL.",
+            "a store is a folder or a URL, a version a number or an alias.",
         ),
     ],
     cache: Cache = None,
@@ -297,6 +299,28 @@ def diff(
         is_same_layout = run(versions, cache)
     if not is_same_layout:
         raise typer.Exit(1)
+
+
+@app.command()
+def alias(
+    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
+    model: Annotated[str, typer.Argument(help="Name of the model.")],
+    name: Annotated[str, typer.Argument(help="Of the alias: show its history.")] = "",
+    version: Annotated[str, typer.Argument(help="Move it there: a number, or another alias.")] = "",
+    why: Annotated[str, typer.Option(help="Kept with the change.")] = "",
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the alias.")] = False,
+    cache: Cache = None,
+) -> None:
+    """Show, move or remove a model's aliases: names for versions, such as stable."""
+    with one_line_errors():
+        from embedserve.commands.alias import change_alias, show_aliases
+
+        if remove and version:
+            raise ValueError(f"--remove takes no version, found {version!r}")
+        if remove or version:
+            change_alias(store, model, name, version or None, why)
+        else:
+            show_aliases(store, model, name, cache)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,8 @@ class VersionName:
 
     store: str
     model: str
-    version: int
+    version: str
+    """A number or an alias."""
 
 
 def diff(names: Sequence[str], cache: Path | None) -> bool:
@@ -48,26 +49,20 @@ def diff(names: Sequence[str], cache: Path | None) -> bool:
 def parse(names: Sequence[str]) -> tuple[VersionName, VersionName]:
     """
     >>> parse(["store", "m", "1", "2"])[1]
-    VersionName(store='store', model='m', version=2)
+    VersionName(store='store', model='m', version='2')
     >>> parse(["s3://bucket/store/m/1", "store/m/2/"])[0]
-    VersionName(store='s3://bucket/store', model='m', version=1)
+    VersionName(store='s3://bucket/store', model='m', version='1')
     """
     if len(names) == 4:
         store, model, a, b = names
-        return _name(store, model, a), _name(store, model, b)
+        return VersionName(store, model, a), VersionName(store, model, b)
     if len(names) == 2:
         first, second = (name.rstrip("/").rsplit("/", 2) for name in names)
         if len(first) == len(second) == 3:
-            return _name(*first), _name(*second)
+            return VersionName(*first), VersionName(*second)
     raise StoreError(
         f"{' '.join(names)}: expected STORE MODEL A B, or two times STORE/MODEL/VERSION"
     )
-
-
-def _name(store: str, model: str, version: str) -> VersionName:
-    if not version.isascii() or not version.isdecimal():
-        raise StoreError(f"{store}/{model}/{version}: {version!r} is not the number of a version")
-    return VersionName(store, model, int(version))
 
 
 def report(before: ModelVersion, after: ModelVersion, found: VersionDiff) -> None:

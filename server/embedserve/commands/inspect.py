@@ -16,7 +16,7 @@ from embedserve_store.model_version import ModelVersion
 TOTALS = ("tables", "rows", "bytes")
 
 
-def inspect(store: str, model: str, version: int, cache: Path | None) -> None:
+def inspect(store: str, model: str, version: str, cache: Path | None) -> None:
     """Prints the models of a store, the versions of a model or, with both, one version.
 
     Of a remote store only that version is pulled: its lists hold names and numbers.
@@ -48,6 +48,7 @@ def _show_models(store: ModelStore, path: str) -> None:
 def _show_versions(store: ModelStore, model: str) -> None:
     if store.is_remote:
         write(f"model {model}: versions {', '.join(map(str, store.versions(model)))}")
+        _show_aliases(store, model)
         return
     numbers = ("version", *TOTALS, "ranks")
     versions = grid("version", *TOTALS, "published", "ranks", numbers=numbers)
@@ -57,6 +58,12 @@ def _show_versions(store: ModelStore, model: str) -> None:
         ranks = str(version.plan.world_size)
         versions.add_row(str(number), *_totals(version.manifest), published, ranks)
     show(f"model {model}", versions)
+    _show_aliases(store, model)
+
+
+def _show_aliases(store: ModelStore, model: str) -> None:
+    for name, one in store.aliases(model).items():
+        write(f"alias {name}: version {one.version}")
 
 
 def _totals(manifest: Manifest) -> tuple[str, str, str]:

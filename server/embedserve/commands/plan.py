@@ -67,7 +67,7 @@ def plan_tables(description: Path, options: PlanOptions) -> None:
 
 
 def plan_version(
-    store: str, cache: Path | None, model: str, version: int | None, options: PlanOptions
+    store: str, cache: Path | None, model: str, version: str | None, options: PlanOptions
 ) -> None:
     """Shows the plan of a published version, or what becomes of it under ``options``.
 

@@ -11,7 +11,7 @@ from embedserve_store import verification
 from embedserve_store.format.seal import is_sealed
 
 
-def verify(store: str, model: str, version: int | None, cache: Path | None) -> None:
+def verify(store: str, model: str, version: str | None, cache: Path | None) -> None:
     """Checks every byte of a version; of a remote store's, those of the copy in the cache.
 
     Raises:

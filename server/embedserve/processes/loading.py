@@ -15,7 +15,6 @@ from embedserve.terminal.console import console, say, table_progress
 from embedserve.terminal.sizes import human_bytes
 from embedserve.terminal.stores import opened
 from embedserve_store import ModelStore, ModelVersion, StoreError, verify
-from embedserve_store.format.version_folder import VERSION_PATTERN
 from embedserve_store.memory.available_memory import available_bytes
 from embedserve_store.memory.resident_tables import check_room, huge_page_bytes, make_resident
 from embedserve_store.remote.remote_store import is_url
@@ -50,18 +49,18 @@ def open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
         return {name: store.load(name, version) for name, version in wanted.items()}
 
 
-def _name_and_version(text: str) -> tuple[str, int | None]:
-    """Of NAME or NAME@VERSION."""
+def _name_and_version(text: str) -> tuple[str, str | None]:
+    """Of NAME, NAME@VERSION or NAME@ALIAS."""
     name, at, version = text.partition("@")
     if not at:
         return name, None
-    if not VERSION_PATTERN.fullmatch(version):
-        raise ValueError(f"model is {text!r}: expected NAME or NAME@VERSION, such as dlrm@3")
-    return name, int(version)
+    if not version:
+        raise ValueError(f"model is {text!r}: expected NAME, NAME@VERSION or NAME@ALIAS")
+    return name, version
 
 
 def _check_published(
-    published: list[str], wanted: dict[str, int | None], settings: ServeSettings
+    published: list[str], wanted: dict[str, str | None], settings: ServeSettings
 ) -> None:
     for name in wanted:
         if name not in published:

@@ -14,7 +14,7 @@ from embedserve_store import ModelStore, ModelVersion
 from embedserve_store.remote.remote_files import TransferProgress
 
 
-def load_version(store: str, cache: Path | None, model: str, version: int | None) -> ModelVersion:
+def load_version(store: str, cache: Path | None, model: str, version: str | None) -> ModelVersion:
     """One version of a model, pulled into ``cache`` first where the store is remote.
 
     Raises:

@@ -66,18 +66,16 @@ def test_a_version_and_itself(two_versions: Path) -> None:
 
 
 def test_versions_are_named_in_two_ways() -> None:
-    assert parse(["s", "m", "1", "2"]) == (VersionName("s", "m", 1), VersionName("s", "m", 2))
-    assert parse(["s3://b/s/m/1", "/x/n/12/"]) == (
-        VersionName("s3://b/s", "m", 1),
-        VersionName("/x", "n", 12),
+    assert parse(["s", "m", "1", "a"]) == (VersionName("s", "m", "1"), VersionName("s", "m", "a"))
+    assert parse(["s3://b/s/m/1", "/x/n/stable/"]) == (
+        VersionName("s3://b/s", "m", "1"),
+        VersionName("/x", "n", "stable"),
     )
 
 
-@pytest.mark.parametrize(
-    "names", [["s/m/1"], ["s", "m", "1"], ["s", "m", "1", "x"], ["m/1", "m/2"], ["s/m/1", "s/m"]]
-)
+@pytest.mark.parametrize("names", [["s/m/1"], ["s", "m", "1"], ["m/1", "m/2"], ["s/m/1", "s/m"]])
 def test_other_names_are_refused_in_one_line(names: list[str]) -> None:
-    with pytest.raises(StoreError, match=r"expected STORE MODEL A B|is not the number"):
+    with pytest.raises(StoreError, match="expected STORE MODEL A B"):
         parse(names)
     status, _, errors = run(*names)
     assert (status, len(errors)) == (1, 1)

@@ -18,6 +18,7 @@ from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.publish import publish
+from embedserve_store.publishing.set_alias import set_alias
 from embedserve_store.remote.remote_store import RemoteStore
 from embedserve_store.remote.upload import upload_version
 from embedserve_store.verification import verify
@@ -188,3 +189,21 @@ def test_another_layout_is_refused_before_it_is_uploaded(url: str) -> None:
         publish(STATE, url, model="m", tables=mean)
     assert ModelStore(url).versions("m") == [1]
     assert publish(STATE, url, model="m", tables=mean, layout_changed=True).version == 2
+
+
+@pytest.mark.parametrize("scheme", ["s3", "file"])
+def test_an_alias_behind_a_url_is_moved_and_followed(scheme: str, url: str, tmp_path: Path) -> None:
+    where = url if scheme == "s3" else f"file://{tmp_path}/far"
+    for _ in range(2):
+        publish(STATE, where, model="m", tables=TABLES)
+    store = ModelStore(where, tmp_path / "cache")
+    assert store.aliases("m") == {}
+    set_alias(where, "m", "stable", 1, why="first")
+    set_alias(where, "m", "stable", 2)
+    assert [one.version for one in store.alias_history("m", "stable")] == [2, 1]
+    assert store.load("m", "stable").manifest.version == 2
+    set_alias(where, "m", "stable", None)
+    assert store.aliases("m") == {}
+    assert (store.models(), store.versions("m")) == (["m"], [1, 2])
+    with pytest.raises(StoreError, match="'stable' is no version and no alias"):
+        store.load("m", "stable")

@@ -1,0 +1,121 @@
+"""Moves an alias of a model to another version, or removes it. Never imports torch.
+
+A change appears whole or not at all: in a folder a file is written aside and linked to its name,
+which fails for the second of two writers, who then takes the next number.
+"""
+
+from __future__ import annotations
+
+import errno
+import getpass
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from embedserve_store.errors import StoreError
+from embedserve_store.format.alias import TEXT_MAX, Alias, check_name, file_name
+from embedserve_store.model_store import ModelStore
+from embedserve_store.remote.remote_files import RemoteFolder
+from embedserve_store.writing.staging import sync, write_synced
+
+ATTEMPTS = 100
+"""Other writers may take a number between our look and our write."""
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+"""As file systems say that have no hard links: there the later of two that write at once holds."""
+
+
+def set_alias(
+    store: str | os.PathLike[str],
+    model: str,
+    name: str,
+    version: int | str | None,
+    *,
+    why: str = "",
+    who: str | None = None,
+) -> Alias:
+    """Has the alias ``name`` of ``model`` mean ``version`` from now on; returns the change.
+
+    Args:
+        store: a folder or a URL.
+        version: a number, or another alias for what it means now; None removes the alias.
+        why, who: kept with the change; who is USER@HOST unless told.
+
+    Raises:
+        StoreError: the name cannot be an alias, there is no such version or no alias to remove, or
+            the store cannot be read or written.
+    """
+    check_name(name)
+    who = _user() if who is None else who
+    for what, text in (("why", why), ("who", who)):
+        if len(text) > TEXT_MAX:
+            raise StoreError(f"{what} has {len(text)} characters, the limit is {TEXT_MAX}")
+    models = ModelStore(store)
+    number = None if version is None else models.manifest(model, version).version
+    if number is None and name not in models.aliases(model):
+        raise StoreError(f"{models.where}/{model}: no alias {name!r} to remove")
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    change = Alias(model, name, 0, number, who, when, why)
+    write = _remote_writer(models) if models.is_remote else _local_writer(models)
+    for _ in range(ATTEMPTS):
+        history = models.alias_history(model, name)
+        change = replace(change, number=history[0].number + 1 if history else 1)
+        if write(f"{model}/{file_name(name, change.number)}", change.to_bytes()):
+            return change
+    raise StoreError(f"{models.where}/{model}: others changed alias {name!r} {ATTEMPTS} times")
+
+
+def _user() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in a container
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
+Write = Callable[[str, bytes], bool]
+"""Writes a new file below the store; False where there is one of its name."""
+
+
+def _remote_writer(models: ModelStore) -> Write:
+    return RemoteFolder(models.where).write_new
+
+
+def _local_writer(models: ModelStore) -> Write:
+    def write(name: str, data: bytes) -> bool:
+        path = Path(models.where) / name
+        try:
+            return _write_new(path, data)
+        except OSError as error:
+            raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
+
+    return write
+
+
+def _write_new(path: Path, data: bytes) -> bool:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".new-{secrets.token_hex(8)}")
+    try:
+        write_synced(aside, data)
+        _link(aside, path)
+    except FileExistsError:
+        return False
+    finally:
+        aside.unlink(missing_ok=True)
+    sync(path.parent)
+    return True
+
+
+def _link(aside: Path, path: Path) -> None:
+    """Raises FileExistsError where there is a ``path``."""
+    try:
+        os.link(aside, path)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        if path.exists():
+            raise FileExistsError from error
+        os.rename(aside, path)

@@ -1,0 +1,87 @@
+"""`embedserve alias`: a name for a version is set, moved, removed, shown and followed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from embedserve.commands.cli import app
+from embedserve.config import ServeSettings
+from embedserve.processes.loading import open_versions
+from embedserve_store.errors import StoreError
+
+
+@pytest.fixture
+def own(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A test's own copy of the store, with version 1 of "shop"."""
+    monkeypatch.setenv("COLUMNS", "200")
+    return shutil.copytree(store, tmp_path / "own")
+
+
+def run(*arguments: str | Path) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_an_alias_is_set_shown_and_removed(own: Path) -> None:
+    assert run("alias", own, "shop") == (0, "aliases of shop: none\n", "")
+    code, _, said = run("alias", own, "shop", "stable", "1", "--why", "recall is up")
+    assert (code, said) == (0, "shop: stable is version 1\n")
+    _, shown, _ = run("alias", own, "shop")
+    (line,) = [line.split() for line in shown.splitlines() if "stable" in line]
+    assert line[:2] == ["stable", "1"]
+    assert line[-3:] == ["recall", "is", "up"]
+    assert "alias stable: version 1" in run("inspect", own, "shop")[1]
+    assert (
+        run("alias", own, "shop", "stable", "--remove")[2] == "shop: stable is no alias any more\n"
+    )
+    lines = [line.split()[:2] for line in run("alias", own, "shop", "stable")[1].splitlines()]
+    assert lines[-2:] == [["stable", "removed"], ["stable", "1"]]
+
+
+def test_it_stands_wherever_a_version_does(own: Path) -> None:
+    run("alias", own, "shop", "stable", "1")
+    for command in (
+        ("verify", own, "shop", "stable"),
+        ("inspect", own, "shop", "stable"),
+        ("plan", own, "shop", "stable"),
+        ("diff", own, "shop", "1", "stable"),
+        ("diff", own / "shop" / "stable", own / "shop" / "1"),
+    ):
+        code, _, said = run(*command)
+        assert code == 0, (command, said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("shop", "stable", "2"), "shop: version 2 does not exist, there are [1]"),
+        (("shop", "stable", "best"), "shop: 'best' is no version and no alias, aliases are none"),
+        (("shop", "1", "1"), "alias name '1': use up to 64 letters"),
+        (("shop", "stable", "--remove"), "shop: no alias 'stable' to remove"),
+        (("shop", "stable", "1", "--remove"), "--remove takes no version, found '1'"),
+        (("shoes",), "shoes: the model cannot be read"),
+    ],
+)
+def test_what_cannot_be_is_one_line(own: Path, arguments: tuple[str, ...], message: str) -> None:
+    code, out, said = run("alias", own, *arguments)
+    assert (code, out) == (1, "")
+    (line,) = said.splitlines()
+    assert message in line
+
+
+def test_a_server_serves_what_an_alias_means(own: Path) -> None:
+    run("alias", own, "shop", "stable", "1")
+    (version,) = open_versions(ServeSettings(str(own), model=("shop@stable",))).values()
+    assert version.manifest.version == 1
+    for wanted, message in (
+        ("shop@best", "'best' is no version and no alias, aliases are stable"),
+        ("shop@2", r"version 2 does not exist, there are \[1\]"),
+    ):
+        with pytest.raises(StoreError, match=message):
+            open_versions(ServeSettings(str(own), model=(wanted,)))
+    with pytest.raises(ValueError, match="model is 'shop@': expected NAME, NAME@VERSION or"):
+        open_versions(ServeSettings(str(own), model=("shop@",)))

@@ -1,0 +1,76 @@
+"""An alias's file says what it is, and one that is damaged or lies elsewhere is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from embedserve_store.errors import StoreError
+from embedserve_store.format.alias import Alias, check_name, parse_alias, parse_file_name
+from embedserve_store.format.seal import sealed_json
+
+ALIAS = Alias("m", "stable", 3, 7, "kim@trainer", "2026-11-22T16:00:00+00:00", "recall is up")
+
+
+@pytest.mark.parametrize("version", [7, None])
+def test_what_is_written_is_read(version: int | None) -> None:
+    alias = Alias("m", "stable", 3, version, "kim", "2026-11-22T16:00:00+00:00", "")
+    assert parse_alias(alias.to_bytes(), "m", "stable", 3, "x") == alias
+
+
+@pytest.mark.parametrize("name", ["stable", "canary-2", "_x", "a" * 64, "A.b"])
+def test_names(name: str) -> None:
+    check_name(name)
+    assert parse_file_name(f"{name}/10.json") == (name, 10)
+
+
+@pytest.mark.parametrize("name", ["", "7", "-a", "a/b", "..", "a b", "a" * 65, "latest", "none"])
+def test_what_is_no_name(name: str) -> None:
+    with pytest.raises(StoreError, match="alias name "):
+        check_name(name)
+
+
+@pytest.mark.parametrize(
+    "path", ["stable/0.json", "stable/01.json", "stable/1", "stable/.new-1", "1.json", "a/b/1.json"]
+)
+def test_what_is_no_change_of_an_alias(path: str) -> None:
+    assert parse_file_name(path) is None
+
+
+@pytest.mark.parametrize("start", range(0, 300, 17))
+def test_a_flipped_byte_is_found(start: int) -> None:
+    data = bytearray(ALIAS.to_bytes())
+    data[start % len(data)] ^= 1
+    with pytest.raises(StoreError, match=r"^x: "):
+        parse_alias(bytes(data), "m", "stable", 3, "x")
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "number"), [("n", "stable", 3), ("m", "canary", 3), ("m", "stable", 4)]
+)
+def test_a_change_of_another_alias_is_refused(model: str, name: str, number: int) -> None:
+    with pytest.raises(StoreError, match="x: is change 3 of alias 'stable' of model 'm', but lies"):
+        parse_alias(ALIAS.to_bytes(), model, name, number, "x")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format_version": 3}, "format_version is 3, this embedserve reads 2"),
+        ({"format_version": 1}, "format_version is 1, this embedserve reads 2"),
+        ({"version": "7"}, "version is '7', expected int"),
+        ({"version": True}, "version is True, expected int"),
+        ({"who": None}, "who is None, expected str"),
+    ],
+)
+def test_what_it_says_is_of_the_right_type(change: dict[str, object], message: str) -> None:
+    data = sealed_json(json.loads(ALIAS.to_bytes()) | change)
+    with pytest.raises(StoreError, match=message):
+        parse_alias(data, "m", "stable", 3, "x")
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{", b"7"])
+def test_what_is_no_alias_at_all(text: bytes) -> None:
+    with pytest.raises(StoreError, match=r"^x: "):
+        parse_alias(text, "m", "stable", 3, "x")

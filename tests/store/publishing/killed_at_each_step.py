@@ -1,0 +1,101 @@
+"""Publishes and moves an alias again and again, killed at the first, second, … step of each.
+
+    python killed_at_each_step.py FOLDER
+
+A step is whatever Python tells its audit hooks of a path in the store: files opened, made, linked,
+renamed and removed. After each kill a reader looks: every version that it is shown is whole, the
+alias is what it was or what it becomes, and who comes next finds nothing in the way. Prints how
+many steps there were.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from embedserve_store import ModelStore, TableSpec, publish, set_alias, verify
+
+STATE = {"embedding_bags.t.weight": torch.ones(10, 4)}
+TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
+
+
+def kill_at(step: int, folder: Path) -> None:
+    """Has this process killed as it begins its ``step``-th step in ``folder``."""
+    left = step
+
+    def look(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event != "open" and not event.startswith("os."):
+            return
+        paths = [os.fspath(one) for one in arguments if isinstance(one, str | os.PathLike)]
+        if any(str(path).startswith(str(folder)) for path in paths):
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(look)
+
+
+def steps(act: Callable[[Path], object], check: Callable[[Path], None], begin: Path) -> int:
+    """Kills ``act`` on a copy of the store ``begin`` at each of its steps, and looks after each;
+    how many there were."""
+    step = 0
+    while True:
+        step += 1
+        store = shutil.copytree(begin, begin.with_name("store"))
+        child = os.fork()
+        if not child:
+            kill_at(step, store)
+            act(store)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        check(store)
+        act(store)
+        check(store)
+        left = [path for path in (store / "m").iterdir() if path.name.startswith(".")]
+        assert left == [], left
+        shutil.rmtree(store)
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0, status
+            return step - 1
+
+
+def publish_next(store: Path) -> object:
+    return publish(STATE, store, model="m", tables=TABLES)
+
+
+def move(store: Path) -> object:
+    return set_alias(store, "m", "stable", max(ModelStore(store).versions("m")))
+
+
+def check_versions(store: Path) -> None:
+    versions = ModelStore(store).versions("m")
+    assert versions == list(range(1, len(versions) + 1)), versions
+    for number in versions:
+        verify(ModelStore(store).load("m", number))
+
+
+def check_alias(store: Path) -> None:
+    check_versions(store)
+    assert ModelStore(store).load("m", "stable").manifest.version in (1, 2)
+
+
+def main() -> None:
+    begin = Path(sys.argv[1]) / "begin"
+    torch.set_num_threads(1)
+    publish_next(begin)  # which also imports all before the forks
+    print("publish", steps(publish_next, check_versions, begin))
+    set_alias(begin, "m", "stable", 1)
+    publish_next(begin)
+    print("alias", steps(move, check_alias, begin))
+
+
+if __name__ == "__main__":
+    main()

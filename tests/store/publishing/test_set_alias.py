@@ -1,0 +1,149 @@
+"""Aliases are moved, removed and found again, in a folder and on S3, by one writer and by many."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from store.listing import everything_under
+
+from embedserve_store.errors import StoreError
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.model_store import ModelStore
+from embedserve_store.publishing.publish import publish
+from embedserve_store.publishing.set_alias import set_alias
+
+STATE = {"embedding_bags.t.weight": torch.ones(10, 4)}
+TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
+KILLED_TIMEOUT_S = 240
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Versions 1 and 2 of "m"."""
+    for _ in range(2):
+        publish(STATE, tmp_path / "store", model="m", tables=TABLES)
+    return tmp_path / "store"
+
+
+def test_an_alias_means_what_it_was_moved_to_last(store: Path) -> None:
+    models = ModelStore(store)
+    assert (models.aliases("m"), models.alias_history("m", "stable")) == ({}, [])
+    first = set_alias(store, "m", "stable", 1, why="the first")
+    assert (first.number, first.version, first.why) == (1, 1, "the first")
+    assert "@" in first.who
+    second = set_alias(str(store), "m", "stable", 2, who="kim")
+    set_alias(store, "m", "canary", "stable")
+    assert models.aliases("m").keys() == {"canary", "stable"}
+    assert models.aliases("m")["canary"].version == 2
+    assert models.alias_history("m", "stable") == [second, first]
+    assert models.load("m", "stable").manifest.version == 2
+    assert models.manifest("m", "canary").version == 2
+    assert models.load("m", "1").manifest.version == 1
+    assert (models.versions("m"), models.models()) == ([1, 2], ["m"])
+
+
+def test_one_that_is_removed_is_none_and_keeps_its_history(store: Path) -> None:
+    set_alias(store, "m", "stable", 1)
+    set_alias(store, "m", "stable", None, why="over")
+    models = ModelStore(store)
+    assert models.aliases("m") == {}
+    assert [one.version for one in models.alias_history("m", "stable")] == [None, 1]
+    with pytest.raises(StoreError, match=r"store/m: 'stable' is no version and no alias, .* none$"):
+        models.load("m", "stable")
+    with pytest.raises(StoreError, match="store/m: no alias 'stable' to remove"):
+        set_alias(store, "m", "stable", None)
+    assert set_alias(store, "m", "stable", 2).number == 3
+
+
+def test_what_cannot_be_is_refused_and_changes_nothing(store: Path) -> None:
+    before = everything_under(store)
+    for model, name, version, message in (
+        ("m", "stable", 3, r"m: version 3 does not exist, there are \[1, 2\]"),
+        ("m", "stable", "canary", "'canary' is no version and no alias, aliases are none"),
+        ("m", "stable", "0", "'0' is no version and no alias"),
+        ("m", "7", 1, "alias name '7'"),
+        ("m", "../x", 1, "alias name '../x'"),
+        ("other", "stable", 1, "other: the model cannot be read: No such file"),
+        ("../m", "stable", 1, r"'\.\./m' is not the name of a model"),
+    ):
+        with pytest.raises(StoreError, match=message):
+            set_alias(store, model, name, version)
+    for option in ("why", "who"):
+        with pytest.raises(StoreError, match=f"{option} has 1001 characters, the limit is 1000"):
+            set_alias(store, "m", "stable", 1, **{option: "x" * 1001})
+    assert everything_under(store) == before
+
+
+def test_what_else_lies_there_is_no_alias(store: Path) -> None:
+    set_alias(store, "m", "stable", 1)
+    folder = store / "m" / "aliases"
+    (folder / "stable" / ".new-0123").write_text("{")
+    (folder / "stable" / "2.json.swp").write_text("{")
+    (folder / "README").write_text("")
+    (folder / "empty").mkdir()
+    assert list(ModelStore(store).aliases("m")) == ["stable"]
+    assert set_alias(store, "m", "stable", 2).number == 2
+
+
+def test_a_damaged_one_is_refused_by_its_file(store: Path) -> None:
+    set_alias(store, "m", "stable", 1)
+    path = store / "m" / "aliases" / "stable" / "1.json"
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    with pytest.raises(StoreError, match=r"m/aliases/stable/1\.json: sha256 is .* changed since"):
+        ModelStore(store).load("m", "stable")
+    assert ModelStore(store).load("m", 1).manifest.version == 1
+
+
+def test_of_many_writers_each_has_its_turn(store: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        moved = [pool.submit(set_alias, store, "m", "stable", 1 + i % 2) for i in range(24)]
+        numbers = sorted(one.result().number for one in moved)
+    assert numbers == list(range(1, 25))
+    history = ModelStore(store).alias_history("m", "stable")
+    assert [one.number for one in history] == list(range(24, 0, -1))
+    names = os.listdir(store / "m" / "aliases" / "stable")
+    assert [name for name in names if name.startswith(".")] == []
+
+
+def test_a_file_system_without_hard_links(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert [set_alias(store, "m", "stable", version).number for version in (1, 2)] == [1, 2]
+    assert ModelStore(store).aliases("m")["stable"].version == 2
+
+
+def test_a_store_that_cannot_be_written(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(StoreError, match=r"stable/1\.json: cannot be written: Read-only file sys"):
+        set_alias(store, "m", "stable", 1)
+    assert ModelStore(store).aliases("m") == {}
+
+
+def test_killed_at_any_step_a_publish_and_an_alias_leave_what_a_reader_reads_right(
+    tmp_path: Path,
+) -> None:
+    script = Path(__file__).with_name("killed_at_each_step.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=KILLED_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    steps = dict(line.split() for line in done.stdout.splitlines())
+    assert int(steps["publish"]) > 20
+    assert int(steps["alias"]) > 5
