@@ -31,7 +31,8 @@ endif
 
 serve: install
 	$(BIN)/embedserve demo $(STORE) --if-missing
-	$(BIN)/embedserve serve $(STORE) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT)
+	$(BIN)/embedserve serve $(STORE) --default-model movies \
+	    --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT)
 
 test: install lint types contracts pytest
 

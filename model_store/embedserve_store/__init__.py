@@ -27,6 +27,7 @@ from embedserve_store.plans.plan import Plan, Shard, TablePlan, read_plan
 from embedserve_store.publishing.pooled_error import PooledError
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.publish_sharded import publish_sharded
+from embedserve_store.publishing.remove_versions import prune, remove_version
 from embedserve_store.publishing.set_alias import set_alias
 from embedserve_store.publishing.version_writer import PublishedVersion
 from embedserve_store.publishing.write_expected import write_expected
@@ -53,11 +54,13 @@ __all__ = [
     "TablePlan",
     "TableSpec",
     "TablesFile",
+    "prune",
     "publish",
     "publish_sharded",
     "read_constraints",
     "read_description",
     "read_plan",
+    "remove_version",
     "set_alias",
     "verify",
     "write_expected",

@@ -54,8 +54,8 @@ class Manifest:
     is_weighted: bool
     """As the source EmbeddingBagCollection was built: its callers pass weights."""
     source: dict[str, Any] = field(default_factory=dict)
-    """Where the model came from: kind of source, time, versions of the libraries, and what
-    the goldens were compared with."""
+    """Where the model came from: kind of source and where it lay, time, versions of the libraries,
+    what the goldens were compared with, and under "meta" what its publisher said."""
     files: dict[str, str] = field(default_factory=dict)
     """sha256 of plan.json and goldens.safetensors, hexadecimal."""
 

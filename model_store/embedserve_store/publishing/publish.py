@@ -63,6 +63,8 @@ if TYPE_CHECKING:
 
 SMALL_FILES_BYTES = 16 << 20
 """Room asked for beside the tables: goldens, plan, manifest."""
+META_MAX = 64
+META_TEXT_MAX = 1000
 
 
 def publish(
@@ -84,6 +86,7 @@ def publish(
     expected: str | os.PathLike[str] | Expected | None = None,
     accept_draft: bool = False,
     layout_changed: bool = False,
+    meta: Mapping[str, str] | None = None,
     progress: Progress | None = None,
     upload_progress: TransferProgress | None = None,
 ) -> PublishedVersion:
@@ -119,6 +122,7 @@ def publish(
         accept_draft: publish what `embedserve describe` guessed and nobody has checked.
         layout_changed: publish also what callers of the version before would notice: other keys,
             order, widths, tables, pooling, id rules or weights.
+        meta: kept in the manifest, such as the id of the training's run.
         progress: called as rows are written.
         upload_progress: called as files travel to a remote store.
 
@@ -147,6 +151,7 @@ def publish(
         draft = _held_to(draft, expected)
     draft = replace(draft, max_error=max_error, progress=progress)
     where = os.fspath(store)
+    draft = _with_provenance(draft, source, Path(where) / model, meta or {})
     if not layout_changed:
         _check_layout(draft.manifest, where)
     if is_url(where):
@@ -187,6 +192,27 @@ def make_draft(
     }
     manifest = Manifest(model, 0, tables, source.is_weighted, provenance)
     return Draft(source, manifest, id_maps, plan, None, None, None)
+
+
+def _with_provenance(
+    draft: Draft, source: ModelSource, folder: Path, meta: Mapping[str, str]
+) -> Draft:
+    """``draft`` whose manifest says where its checkpoint lay, and ``meta``."""
+    if len(meta) > META_MAX:
+        raise InvalidModelError(f"meta has {len(meta)} entries, the limit is {META_MAX}")
+    for key, value in meta.items():
+        if not key or len(key) + len(value) > META_TEXT_MAX:
+            raise InvalidModelError(
+                f"meta {key[:80]!r}: expected a name and a value of together {META_TEXT_MAX} "
+                "characters at most"
+            )
+    said: dict[str, Any] = {"meta": dict(meta)} if meta else {}
+    if isinstance(source, str | os.PathLike):
+        path = Path(source).absolute()
+        if not path.is_relative_to(folder.absolute()):  # as the shards of publish_sharded do
+            said["checkpoint"] = str(path)
+    manifest = draft.manifest
+    return replace(draft, manifest=replace(manifest, source=manifest.source | said))
 
 
 def _held_to(draft: Draft, given: str | os.PathLike[str] | Expected) -> Draft:

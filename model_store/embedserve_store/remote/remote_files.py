@@ -140,6 +140,11 @@ class RemoteFolder:
                 return False
         return True
 
+    def remove(self, name: str) -> None:
+        """Removes a file."""
+        with _translated(f"{self.url}/{name}"):
+            self._files.rm_file(f"{self.root}/{name}")
+
 
 def _open(url: str) -> tuple[Any, str]:
     """The file system of ``url`` and the folder's path on it."""

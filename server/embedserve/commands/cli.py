@@ -1,4 +1,4 @@
-"""The command line: describe, plan, publish, alias, verify, diff, inspect, serve and demo.
+"""The command line: describe, plan, publish, alias, prune, verify, diff, inspect, serve and demo.
 
 Imports nothing heavy at the top, so that --help answers at once; torch comes with the command
 that needs it. What a person did wrong is one line on stderr and exit status 1, no traceback.
@@ -161,6 +161,10 @@ def publish(
             "weights are not those of the version before.",
         ),
     ] = False,
+    meta: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY=VALUE to keep with the version, such as run=8141; may be repeated."),
+    ] = None,
 ) -> None:
     """Publish the embedding tables of a checkpoint as the next version of a model."""
     with one_line_errors():
@@ -177,6 +181,7 @@ def publish(
             expected=expected,
             accept_draft=accept_draft,
             layout_changed=layout_changed,
+            meta=tuple(meta or ()),
         )
         publish_checkpoint(checkpoint, tables, store, model, options)
 
@@ -321,6 +326,22 @@ def alias(
             change_alias(store, model, name, version or None, why)
         else:
             show_aliases(store, model, name, cache)
+
+
+@app.command()
+def prune(
+    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
+    model: Annotated[str, typer.Argument(help="Name of the model.")],
+    keep: Annotated[int, typer.Option(help="The newest versions, so many, stay.", min=1)],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be removed.")
+    ] = False,
+) -> None:
+    """Remove old versions of a model, but those that an alias names."""
+    with one_line_errors():
+        from embedserve.commands.prune import prune as run
+
+        run(store, model, keep, dry_run)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from embedserve.commands.plan_view import show_plan
 from embedserve.terminal.aligned_columns import grid, out, show, write
@@ -87,10 +89,18 @@ def _show_version(version: ModelVersion) -> None:
             describe_ids(table.ids),
         )
     show(f"model {manifest.model} version {manifest.version}", tables)
-    if GOLDENS in manifest.source:
-        write(f"goldens: {manifest.source[GOLDENS]}")
+    _show_source(manifest.source)
     out.print()
     show_plan(out, manifest.tables, version.plan)
+
+
+def _show_source(source: Mapping[str, Any]) -> None:
+    """A line for each thing that is known of where a version came from."""
+    for name in ("published_at", "kind", "checkpoint", GOLDENS):
+        if name in source:
+            write(f"{name.replace('_', ' ')}: {source[name]}")
+    for key, value in source.get("meta", {}).items():
+        write(f"{key}: {value}")
 
 
 def describe_ids(rule: IdRule) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,8 @@ class PublishOptions:
     expected: Path | None = None
     accept_draft: bool = False
     layout_changed: bool = False
+    meta: tuple[str, ...] = ()
+    """KEY=VALUE, each."""
 
 
 def publish_checkpoint(
@@ -62,10 +65,23 @@ def publish_checkpoint(
             expected=options.expected,
             accept_draft=options.accept_draft,
             layout_changed=options.layout_changed,
+            meta=_parse_meta(options.meta),
             progress=progress,
             upload_progress=uploading,
         )
     report(published)
+
+
+def _parse_meta(given: Sequence[str]) -> dict[str, str]:
+    meta: dict[str, str] = {}
+    for one in given:
+        key, equals, value = one.partition("=")
+        if not key or not equals:
+            raise ValueError(f"--meta is {one!r}, expected KEY=VALUE, such as run=8141")
+        if key in meta:
+            raise ValueError(f"--meta says {key!r} twice")
+        meta[key] = value
+    return meta
 
 
 def report(published: PublishedVersion) -> None:

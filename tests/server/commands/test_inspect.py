@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,35 @@ def test_what_is_not_there_is_one_line(
 )
 def test_a_rule_is_a_few_words(rule: IdRule, words: str) -> None:
     assert describe_ids(rule) == words
+
+
+def test_a_version_shows_where_it_came_from(store: Path, tmp_path: Path) -> None:
+    files = (store.parent / "model.pt", store.parent / "tables.yaml", tmp_path / "own")
+    said = ("--model", "shop", "--meta", "run=8141", "--meta", "note=a = b")
+    result = CliRunner().invoke(app, ["publish", *map(str, files), *said])
+    assert result.exit_code == 0, result.output
+    lines = [" ".join(words) for words in shown(tmp_path / "own", "shop", "1")]
+    assert f"checkpoint: {store.parent}/model.pt" in lines
+    assert {"kind: torch_save", "run: 8141", "note: a = b"} <= set(lines)
+    assert (
+        "goldens: of the rows, pooled as described: not compared with the training model" in lines
+    )
+    for wrong, message in (
+        (("--meta", "run"), "--meta is 'run', expected KEY=VALUE"),
+        (("--meta", "a=1", "--meta", "a=2"), "--meta says 'a' twice"),
+    ):
+        result = CliRunner().invoke(app, ["publish", *map(str, files), "--model", "shop", *wrong])
+        assert (result.exit_code, message in result.stderr) == (1, True), result.output
+
+
+def test_prune_says_what_goes(store: Path, tmp_path: Path) -> None:
+    own = shutil.copytree(store, tmp_path / "own")
+    for arguments, said in (
+        (("--keep", "1", "--dry-run"), "shop: would remove versions: none\n"),
+        (("--keep", "1"), "shop: removed versions: none\n"),
+    ):
+        result = CliRunner().invoke(app, ["prune", str(own), "shop", *arguments])
+        assert (result.exit_code, result.stderr) == (0, said)
+    result = CliRunner().invoke(app, ["prune", str(own), "shoes", "--keep", "1"])
+    assert result.exit_code == 1
+    assert "shoes: the model cannot be read" in result.stderr

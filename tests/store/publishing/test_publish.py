@@ -123,6 +123,28 @@ def test_rows_on_meta_are_refused(make_ebc: MakeEbc, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_manifest_says_where_a_version_came_from(
+    ebc: EmbeddingBagCollection, tmp_path: Path
+) -> None:
+    torch.save({"embedding_bags.user.weight": torch.ones(10, 4)}, tmp_path / "c.pt")
+    tables = [TableSpec("user", 10, 4, ("user",), "sum", "float32")]
+    options: dict[str, Any] = {"model": "m", "tables": tables}
+    published = publish(tmp_path / "c.pt", tmp_path / "s", meta={"run": "8141"}, **options)
+    source = published.manifest.source
+    assert (source["checkpoint"], source["meta"]) == (f"{tmp_path}/c.pt", {"run": "8141"})
+    assert {"checkpoint", "meta"} & publish(
+        ebc, tmp_path, model="n"
+    ).manifest.source.keys() == set()
+    for meta, message in (
+        ({"": "x"}, "meta '': expected a name and a value"),
+        ({"k": "x" * 1000}, "meta 'k': expected a name and a value of together 1000 characters"),
+        ({str(i): "" for i in range(65)}, "meta has 65 entries, the limit is 64"),
+    ):
+        with pytest.raises(InvalidModelError, match=message):
+            publish(tmp_path / "c.pt", tmp_path / "s", meta=meta, **options)
+    assert LocalStore(tmp_path / "s").versions("m") == [1]
+
+
 def test_published_files_are_read_only(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
     (tmp_path / "locked").touch(0o444)
     vocabulary = list(range(1000, 1300))

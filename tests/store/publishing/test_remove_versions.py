@@ -1,0 +1,101 @@
+"""Old versions go whole, and none that is needed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from store.listing import everything_under
+
+from embedserve_store.errors import StoreError
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.model_store import ModelStore
+from embedserve_store.publishing.publish import publish
+from embedserve_store.publishing.remove_versions import prune, remove_version
+from embedserve_store.publishing.set_alias import set_alias
+
+TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
+VERSIONS = 5
+
+
+def publish_one(store: str | Path, value: int = 1) -> None:
+    rows = torch.full((10, 4), float(value))
+    publish({"embedding_bags.t.weight": rows}, store, model="m", tables=TABLES)
+
+
+@pytest.fixture(params=["folder", "URL"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Versions 1 to 5 of "m", whose rows are their numbers."""
+    where = f"{tmp_path}/store"
+    for number in range(1, VERSIONS + 1):
+        publish_one(where, number)
+    return where if request.param == "folder" else f"file://{where}"
+
+
+def left(store: str) -> list[int]:
+    return ModelStore(store).versions("m")
+
+
+def test_the_newest_and_those_with_an_alias_stay(store: str) -> None:
+    set_alias(store, "m", "stable", 2)
+    set_alias(store, "m", "old", 1)
+    set_alias(store, "m", "old", None)
+    assert prune(store, "m", 2, is_trial=True) == [1, 3]
+    assert left(store) == [1, 2, 3, 4, 5]
+    assert prune(store, "m", 2) == [1, 3]
+    assert left(store) == [2, 4, 5]
+    assert prune(store, "m", 2) == []
+    assert prune(store, "m", 99) == []
+    folder = Path(store.removeprefix("file://")) / "m"
+    names = {path.name for path in folder.iterdir() if path.is_file() or any(path.iterdir())}
+    assert names == {"2", "4", "5", "aliases"}
+
+
+def test_a_number_never_comes_again(store: str) -> None:
+    assert prune(store, "m", 1) == [1, 2, 3, 4]
+    publish_one(store, 6)
+    assert left(store) == [5, 6]
+
+
+def test_what_is_needed_is_not_removed(store: str) -> None:
+    set_alias(store, "m", "stable", 2)
+    for version, message in (
+        (5, "m: version 5 is the newest, which stays"),
+        (2, "m: version 2 is what alias stable names"),
+        (6, r"m: version 6 does not exist, there are \[1, 2, 3, 4, 5\]"),
+    ):
+        with pytest.raises(StoreError, match=message):
+            remove_version(store, "m", version)
+    for keep in (0, -1):
+        with pytest.raises(ValueError, match=f"keep is {keep}, expected 1 or more"):
+            prune(store, "m", keep)
+    with pytest.raises(StoreError, match="other"):
+        remove_version(store, "other", 1)
+    assert left(store) == [1, 2, 3, 4, 5]
+
+
+def test_who_has_it_open_reads_on(tmp_path: Path) -> None:
+    for number in (1, 2):
+        publish_one(tmp_path, number)
+    opened = ModelStore(tmp_path).load("m", 1)
+    remove_version(tmp_path, "m", 1)
+    assert left(str(tmp_path)) == [2]
+    assert np.array_equal(opened.tables.rows("t").view("<f4"), np.ones((10, 4), np.float32))
+    opened.tables.check_unchanged()
+
+
+def test_one_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (1, 2):
+        publish_one(tmp_path, number)
+    before = everything_under(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(StoreError, match=r"m/1: cannot be removed: Permission denied"):
+        remove_version(tmp_path, "m", 1)
+    assert everything_under(tmp_path) == before
