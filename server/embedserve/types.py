@@ -108,6 +108,7 @@ class ModelInfo:
         translator: turns callers' ids into row numbers.
         bytes_per_rank: table bytes of each rank.
         replanned: the plan is not the stored one.
+        lookup_kind: how lookups run: traced, scripted or eager.
     """
 
     manifest: Manifest
@@ -116,7 +117,7 @@ class ModelInfo:
     device_type: str
     bytes_per_rank: tuple[int, ...]
     replanned: bool
-    is_scripted: bool
+    lookup_kind: str
     answer_starts: dict[tuple[int, int], bytes] = field(default_factory=dict)
     """What codecs keep with the model, so that it goes with it: by bytes of values and of each."""
 

@@ -28,6 +28,7 @@ from writable import writable
 
 from embedserve.engine.engine import Engine
 from embedserve.engine.restore import check_fits_cuda, resolve_devices, restore
+from embedserve.engine.script import EAGER, SCRIPTED, TRACED
 from embedserve_store import ModelVersion, Plan, Shard, StoreError, TablePlan, TableSpec, publish
 from embedserve_store.goldens.goldens_file import Goldens
 
@@ -91,7 +92,7 @@ def test_float32_equals_embedding_bag(
     ebc: EmbeddingBagCollection, float32: tuple[Engine, ModelVersion]
 ) -> None:
     engine, version = float32
-    assert engine.is_scripted
+    assert engine.lookup_kind in (TRACED, SCRIPTED)
     assert engine.plan == version.plan
     bags = sample(version)
     ids, lengths = to_kjt(bags, version.manifest.features)
@@ -119,7 +120,7 @@ def test_eager_lookups_are_those_of_the_distributed_model_parallel(
     bags = sample(version)
     ids, lengths = to_kjt(bags, version.manifest.features)
     answer = engine.lookup(ids, lengths)
-    assert not engine.is_scripted
+    assert engine.lookup_kind == EAGER
     assert [type(one) for one in asked] == [KeyedJaggedTensor]
     assert_same(answer, expected(source_rows(ebc), version.manifest, bags))
 
@@ -346,7 +347,7 @@ def test_a_model_that_cannot_be_scripted_runs_eagerly(
     monkeypatch.setattr(torch.jit, "script", refuse)
     version = published(sharding="row_wise", world_size=2)
     engine = restore(version)
-    assert not engine.is_scripted
+    assert engine.lookup_kind == EAGER
     assert "TorchScript failed: cannot be compiled" in caplog.text
     bags = sample(version)
     ids, lengths = to_kjt(bags, version.manifest.features)

@@ -12,6 +12,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 from torchrec.fx import Tracer
 
 from embedserve.engine.restore import restore
+from embedserve.engine.script import TRACED
 from embedserve.engine.trace import trace
 from embedserve_store import ModelStore, publish
 
@@ -64,8 +65,9 @@ def test_what_cannot_be_traced_is_not() -> None:
     assert trace(Refusing(), 2, CPU, is_weighted=False) is None
 
 
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise"])
 def test_tables_on_one_rank_are_looked_up_by_a_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharding: str
 ) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError("was scripted")
@@ -81,10 +83,10 @@ def test_tables_on_one_rank_are_looked_up_by_a_trace(
         )
         for name, rows, dim in (("a", 50, 16), ("b", 7, 64), ("c", 300, 8))
     ]
-    publish(EmbeddingBagCollection(tables=tables), tmp_path, model="traced")
+    publish(EmbeddingBagCollection(tables=tables), tmp_path, model="traced", sharding=sharding)
     version = ModelStore(tmp_path).load("traced")
     engine = restore(version)
-    assert engine.is_scripted
+    assert engine.lookup_kind == TRACED
     for batch_size in (1, 2, 64, 301):
         bags = sample(version, batch_size)
         ids, lengths = to_kjt(bags, version.manifest.features)

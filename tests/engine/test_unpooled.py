@@ -17,7 +17,7 @@ from unpooled import rows_of, source_rows, write_version
 
 from embedserve.engine.engine import Engine
 from embedserve.engine.restore import restore
-from embedserve.engine.script import RowLookup
+from embedserve.engine.script import EAGER, SCRIPTED, RowLookup
 from embedserve.engine.unpooled import shard_unpooled
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.goldens.goldens_file import Goldens
@@ -88,7 +88,7 @@ def test_float32_equals_the_source_collection(
     ec: EmbeddingCollection, float32: tuple[Engine, ModelVersion]
 ) -> None:
     engine, version = float32
-    assert engine.is_scripted
+    assert engine.lookup_kind == SCRIPTED
     assert engine.plan == version.plan
     bags = jagged(version)
     ids, lengths = to_kjt(bags, version.manifest.features)
@@ -253,7 +253,7 @@ def test_a_model_that_cannot_be_scripted_runs_eagerly(
     version = write(sharding=MIXED_SHARDING, world_size=2)
     with caplog.at_level(logging.WARNING):
         engine = restore(version)
-    assert not engine.is_scripted
+    assert engine.lookup_kind == EAGER
     assert "TorchScript failed: cannot be compiled" in caplog.text
     bags = jagged(version)
     expected = rows_of(source_rows(ec), version.manifest, bags)

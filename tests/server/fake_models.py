@@ -45,7 +45,7 @@ def info_of(name: str, tables: Sequence[TableSpec], vocabularies: Vocabularies) 
         device_type="cpu",
         bytes_per_rank=(manifest.nbytes,),
         replanned=False,
-        is_scripted=True,
+        lookup_kind="traced",
     )
 
 

@@ -65,7 +65,7 @@ class Model(BaseModel):
     device: str
     bytes_per_rank: list[int]
     replanned: bool
-    scripted: bool
+    lookup: str = Field(description="How lookups run: traced, scripted or eager.")
 
 
 class Models(BaseModel):

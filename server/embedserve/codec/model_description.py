@@ -28,5 +28,5 @@ def describe(model: ModelInfo) -> dict[str, Any]:
         "device": model.device_type,
         "bytes_per_rank": list(model.bytes_per_rank),
         "replanned": model.replanned,
-        "scripted": model.is_scripted,
+        "lookup": model.lookup_kind,
     }

@@ -43,7 +43,7 @@ class Engine:
         translator: turns callers' ids into the row numbers that lookups take.
         plan: as restored, which is not the stored one where ``replanned``.
         device_type: cpu or cuda.
-        is_scripted: whether lookups run as TorchScript, or eagerly.
+        lookup_kind: how lookups run: one of script.KINDS.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class Engine:
         *,
         lookup: Lookup,
         weighted_lookup: Lookup | None,
-        is_scripted: bool,
+        lookup_kind: str,
     ) -> None:
         self.manifest: Manifest = version.manifest
         self.translator: IdTranslator = version.translator
         self.plan = plan
         self.device_type = device_type
-        self.is_scripted = is_scripted
+        self.lookup_kind = lookup_kind
         self.replanned = plan is not version.plan
         self._version = version
         self._lookup = lookup

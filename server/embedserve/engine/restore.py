@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from embedserve.engine.engine import Engine
-from embedserve.engine.script import RowLookup, TensorLookup, compile_lookup
+from embedserve.engine.script import EAGER, KINDS, RowLookup, TensorLookup, compile_lookup
 from embedserve.engine.sharded import main_device, shard
 from embedserve.engine.unpooled import shard_unpooled
 from embedserve_store.errors import StoreError
@@ -59,7 +59,7 @@ def restore(
         raise StoreError(f"{version.path}: does not fit on {device_type}: {reason}") from error
     device = main_device(device_type)
     compiled = [
-        (lookup, False)
+        (lookup, EAGER)
         if is_eager
         else compile_lookup(lookup, device, ranks=plan.world_size, is_weighted=is_weighted)
         for lookup, is_weighted in zip(lookups, (False, True), strict=False)
@@ -70,7 +70,7 @@ def restore(
         device_type,
         lookup=compiled[0][0],
         weighted_lookup=compiled[1][0] if version.manifest.is_pooled else None,
-        is_scripted=all(is_scripted for _, is_scripted in compiled),
+        lookup_kind=max((kind for _, kind in compiled), key=KINDS.index),
     )
     engine.warm_up()
     return engine

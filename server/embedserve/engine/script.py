@@ -36,6 +36,12 @@ def _to_kjt(
     return KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths, weights=weights)
 
 
+TRACED, SCRIPTED, EAGER = "traced", "scripted", "eager"
+"""How a lookup runs, the fastest first: as a trace's tensor operations, as torchrec's modules in
+TorchScript, or as these modules in Python."""
+KINDS = (TRACED, SCRIPTED, EAGER)
+
+
 class TensorLookup(nn.Module):
     """A sharded collection from tensors to a tensor whose columns follow ``keys``.
 
@@ -131,8 +137,8 @@ def _follow_one_another(slices: list[torch.Tensor]) -> bool:
 
 def compile_lookup(
     lookup: TensorLookup | RowLookup, device: torch.device, *, ranks: int, is_weighted: bool
-) -> tuple[Lookup, bool]:
-    """``lookup`` traced or as TorchScript and True, or as it is and False where both fail (logged).
+) -> tuple[Lookup, str]:
+    """``lookup`` and TRACED or SCRIPTED, or as it is and EAGER where both fail (logged).
 
     Args:
         device: where its batches are.
@@ -146,15 +152,15 @@ def compile_lookup(
             if ranks == 1:
                 traced = trace(lookup, len(lookup.features), device, is_weighted=is_weighted)
                 if traced is not None:
-                    return _with_optional_weights(traced, is_weighted), True
+                    return _with_optional_weights(traced, is_weighted), TRACED
             graph = Tracer(leaf_modules=[KERNEL]).trace(lookup)
             scripted = torch.jit.script(torch.fx.GraphModule(lookup, graph).eval())
             # Frozen, attributes are constants (the mapped rows too, not copied) and much of
             # what torchrec asks of its batches is known beforehand: a third less time.
-            return torch.jit.freeze(scripted), True
+            return torch.jit.freeze(scripted), SCRIPTED
         except Exception as error:  # anything: torch names no type for what it cannot compile
             logger.warning("lookups run eagerly, TorchScript failed: %s", str(error)[:500])
-            return lookup, False
+            return lookup, EAGER
 
 
 def _with_optional_weights(traced: nn.Module, is_weighted: bool) -> Lookup:

@@ -29,7 +29,8 @@ def say_ready_to_serve(
         ranks = len(model.bytes_per_rank)
         say(
             f"{model.name} version {model.version}: {len(model.tables)} tables over {ranks} "
-            f"{model.device_type} rank{'s' if ranks > 1 else ''} ({shown})"
+            f"{model.device_type} rank{'s' if ranks > 1 else ''} ({shown}), "
+            f"lookups {model.lookup_kind}"
         )
     host = "localhost" if ports.host in ("0.0.0.0", "::") else bracketed(ports.host)
     base = f"http://{host}:{ports.http}"

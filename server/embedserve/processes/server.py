@@ -46,7 +46,7 @@ def model_info(engine: Engine) -> ModelInfo:
         device_type=engine.device_type,
         bytes_per_rank=tuple(engine.plan.bytes_per_rank(engine.manifest.tables)),
         replanned=engine.replanned,
-        is_scripted=engine.is_scripted,
+        lookup_kind=engine.lookup_kind,
     )
 
 
