@@ -15,7 +15,7 @@ from torch import nn
 from torchrec.fx import Tracer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from embedserve.engine.trace import trace
+from embedserve.engine.trace import Traced, trace
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ def compile_lookup(
             return lookup, EAGER
 
 
-def _with_optional_weights(traced: nn.Module, is_weighted: bool) -> Lookup:
+def _with_optional_weights(traced: Traced, is_weighted: bool) -> Lookup:
     if is_weighted:
         return traced
     return lambda ids, lengths, weights: traced(ids, lengths)
