@@ -180,7 +180,7 @@ class Exchange:
         call.exchange = self
         try:
             if self.models.is_full:
-                self.models.check_open(asked.model, body, asked.codec)
+                self.models.check_open(asked.model, body, asked.codec, is_quick=True)
             if call.deadline_s != _NEVER:
                 _check_deadline(call)
             request = asked.codec.decode_now(body, asked.model, self.limits)

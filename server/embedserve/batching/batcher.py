@@ -170,6 +170,11 @@ class Batcher:
         """Whether a lane is, from when it was full until an eighth of it is free."""
         return bool(self._small.full or self._large.full)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether no request is taken: the lane is full where those wait that are not large."""
+        return bool(self._first.full)
+
     def check_open(self) -> None:
         """Raises OverloadedError while no request is taken.
 
@@ -178,7 +183,7 @@ class Batcher:
         _check_open(self._first)
 
     def check_open_for(self, bags: int, ids: int) -> None:
-        """As check_open, for a request of at least so many: raises while its lane is full."""
+        """As check_open, for a request of about so many: raises while its lane is full."""
         examples = max(bags // len(self.model.features) - 1, 0)  # JSON has brackets around bags
         is_large = self._work_bytes(examples, ids) > self._inline_bytes_max
         _check_open(self._large if is_large else self._first)
@@ -201,17 +206,7 @@ class Batcher:
         hold is limited elsewhere."""
         _check_open(lane)
         limits, examples, ids = self._limits, request.batch_size, request.ids.size
-        for what, held, more, most in (
-            ("examples", lane.examples, examples, limits.queue_examples_max),
-            ("ids", lane.ids, ids, limits.queue_ids_max),
-        ):
-            if held and held + more > most:
-                queue = self._queue_name(lane)
-                lane.full = f"{queue} is full: it holds {lane.examples} examples and {lane.ids} ids"
-                self.on_full()
-                raise OverloadedError(
-                    f"{queue} holds {held} {what}, {more} more pass its limit of {most}"
-                )
+        queue = self._queue_name(lane)
         held_examples, held_ids = lane.held_by(source)
         for what, held, more, share in (
             ("examples", held_examples, examples, self._share_examples),
@@ -219,9 +214,30 @@ class Batcher:
         ):
             if held and held + more > share:
                 raise OverloadedError(
-                    f"the queue of {self.model.name!r} holds {held} {what} of this connection, "
-                    f"{more} more pass its share of {share}"
+                    f"{queue} holds {held} {what} of this connection, {more} more pass its share "
+                    f"of {share}"
                 )
+        for what, held, more, most in (
+            ("examples", lane.examples, examples, limits.queue_examples_max),
+            ("ids", lane.ids, ids, limits.queue_ids_max),
+        ):
+            if held and held + more > most:
+                if not self._has_room(lane):
+                    self._close(lane, queue)
+                raise OverloadedError(
+                    f"{queue} holds {held} {what}, {more} more pass its limit of {most}"
+                )
+
+    def _close(self, lane: Lane, queue: str) -> None:
+        lane.full = f"{queue} is full: it holds {lane.examples} examples and {lane.ids} ids"
+        self.on_full()
+
+    def _has_room(self, lane: Lane) -> bool:
+        """Whether an eighth of ``lane`` is free: what is refused then is refused for its size."""
+        return (
+            lane.examples <= OPEN_SHARE * self._limits.queue_examples_max
+            and lane.ids <= OPEN_SHARE * self._limits.queue_ids_max
+        )
 
     def _queue_name(self, lane: Lane) -> str:
         for_large = "" if lane is self._first else " for large requests"
@@ -287,11 +303,7 @@ class Batcher:
         return callers
 
     def _open_again(self, lane: Lane) -> None:
-        if (
-            lane.full
-            and lane.examples <= OPEN_SHARE * self._limits.queue_examples_max
-            and lane.ids <= OPEN_SHARE * self._limits.queue_ids_max
-        ):
+        if lane.full and self._has_room(lane):
             lane.full = ""
             self.on_room()
 

@@ -24,7 +24,7 @@ class Codec:
         encode: a result to its bytes in pieces, none of which takes long to make.
         encode_now: the same where all of it is quick, and how many bytes; None where it takes long.
         model_of: the model that a body names, "" where it names none; decodes nothing else.
-        sizes_of: (bags, ids) that a body has at least; decodes nothing.
+        sizes_of: (bags, ids) that a body has, about and seldom more; decodes nothing.
     """
 
     content_type: bytes

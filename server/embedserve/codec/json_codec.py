@@ -79,8 +79,11 @@ def decode_request(body: bytes, model: str, limits: Limits = DEFAULT_LIMITS) -> 
 
 def sizes_of(body: bytes) -> tuple[int, int]:
     """(bags, ids) that a request has about, told by its brackets and commas: the brackets around
-    all bags of a feature count as one more, a bag's first id does not count, commas in strings do.
+    all bags of a feature count as one more, a bag's first id does not count. Of ids that are
+    strings, in which there may be commas, (0, 0).
     """
+    if b'["' in body:
+        return 0, 0
     brackets, commas = _count(body, b"["), _count(body, b",")
     forms = 2 if b'"weights"' in body else 1
     return brackets // forms, max(commas - brackets, 0) // forms

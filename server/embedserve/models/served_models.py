@@ -20,9 +20,13 @@ from embedserve.types import LookupRequest, ModelInfo
 logger = logging.getLogger(__name__)
 
 
+QUICK_BYTES_MAX = 1 << 20
+"""Of a body whose sizes are told in less than a millisecond."""
+
+
 class Peek(Protocol):
     """Tells of a body without decoding it which model it names, "" for none, and how many (bags,
-    ids) it has at least."""
+    ids) it has, about."""
 
     def model_of(self, body: bytes) -> str: ...
 
@@ -35,6 +39,7 @@ class ServedModels:
     Attributes:
         default_model: answers requests that name none; "" if they must name one.
         is_full: whether a queue of one of the models is full.
+        is_closed: whether one of the models takes no request, be it small or large.
         not_ready: why load balancers are told to send no more, as while draining; "" while they
             may. What still comes in over open connections is answered.
     """
@@ -45,10 +50,11 @@ class ServedModels:
         self.default_model = default_model
         self.limits = limits
         self.is_full = False
+        self.is_closed = False
         self.not_ready = ""
         self._on_room: Callable[[], None] | None = None
         for batcher in self._batchers.values():
-            batcher.on_full, batcher.on_room = self._has_full, self._has_room
+            batcher.on_full, batcher.on_room = self._look, self._has_room
 
     def models(self) -> list[ModelInfo]:
         return [batcher.model for batcher in self._batchers.values()]
@@ -78,7 +84,7 @@ class ServedModels:
             self._refuse_size(request, model)
         batcher.enqueue(to_model_order(request, model), caller)
 
-    def check_open(self, model: str, body: bytes, peek: Peek) -> None:
+    def check_open(self, model: str, body: bytes, peek: Peek, *, is_quick: bool = False) -> None:
         """Raises OverloadedError while the queue that a request would wait in is full.
 
         Asked before a request is decoded, of any thread.
@@ -86,6 +92,7 @@ class ServedModels:
         Args:
             model: as its URL says; "" where that says none.
             peek: asked of ``body`` only where that matters.
+            is_quick: a body that takes long to look at is let in.
         """
         batcher = self._only or self._batchers.get(model or self.default_model)
         if not model and self._only is None and (named := peek.model_of(body)):
@@ -93,7 +100,8 @@ class ServedModels:
         if batcher is None or not batcher.is_full:
             return
         batcher.check_open()
-        batcher.check_open_for(*peek.sizes_of(body))
+        if not is_quick or len(body) <= QUICK_BYTES_MAX:
+            batcher.check_open_for(*peek.sizes_of(body))
 
     def check_any_open(self, model: str) -> None:
         """As check_open, before there is a body: raises where no body could be let in."""
@@ -107,11 +115,12 @@ class ServedModels:
         for batcher in self._batchers.values():
             batcher.on_answered = on_answered
 
-    def _has_full(self) -> None:
-        self.is_full = True
+    def _look(self) -> None:
+        self.is_full = any(batcher.is_full for batcher in self._batchers.values())
+        self.is_closed = any(batcher.is_closed for batcher in self._batchers.values())
 
     def _has_room(self) -> None:
-        self.is_full = any(batcher.is_full for batcher in self._batchers.values())
+        self._look()
         if self._on_room is not None:
             self._on_room()
 

@@ -98,7 +98,7 @@ def open_embed(
     def open_call(stream: Stream) -> Handler:
         call = RestCall(asked, exchange, stream)
         size = stream.missing_bytes
-        if (size is None or call.has_size(size, is_whole=True)) and exchange.models.is_full:
+        if (size is None or call.has_size(size, is_whole=True)) and exchange.models.is_closed:
             exchange.refuse_early(call)
         return call
 

@@ -45,7 +45,7 @@ class WireServer:
         self._router = Router(exchange, management)
         self._forms = HeadForms(exchange.metrics.protocols["rest"], exchange.limits)
         upload_bytes = max(UPLOAD_BYTES, exchange.limits.body_bytes_max)
-        self._uploads = Uploads(upload_bytes, lambda: not exchange.models.is_full)
+        self._uploads = Uploads(upload_bytes, lambda: not exchange.models.is_closed)
         exchange.when_room(self._uploads.retry)
         exchange.on_large_answer = self.has_grown
         self._grown_bytes = 0  # since the connections were looked at

@@ -15,6 +15,7 @@ from server.waiting import until
 from embedserve.config import Limits
 from embedserve.errors import OverloadedError
 from embedserve.metrics.metrics import ModelMetrics
+from embedserve.types import LookupRequest
 
 LARGE, SMALL = (1, 100), (1, 1)
 """(bags, ids) of requests."""
@@ -80,3 +81,30 @@ async def test_two_small_requests_that_are_a_large_batch_together_run_beside_a_l
     engine.release()
     for answer, bags in zip(answers, (USER, small, small), strict=True):
         assert np.array_equal((await answer).values, engine.expected(bags))
+
+
+async def test_one_that_does_not_fit_shuts_nobody_out(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    limits = Limits(inline_bytes_max=ONE_BYTES, queue_ids_max=100)
+    batcher = make_batcher(limits)
+    engine.hold()
+    answers = [submit(batcher, ids(engine, 10))]
+    await until(lambda: engine.lookups)
+    answers.append(submit(batcher, ids(engine, 40), source="a"))
+    with pytest.raises(OverloadedError, match="40 ids of this connection, 50 more pass its share"):
+        submit(batcher, ids(engine, 50), source="a")
+    with pytest.raises(OverloadedError, match="holds 40 ids, 70 more pass its limit"):
+        submit(batcher, ids(engine, 70), source="b")
+    batcher.check_open_for(*LARGE)
+    answers.append(submit(batcher, ids(engine, 48), source="c"))
+    with pytest.raises(OverloadedError, match="holds 88 ids, 20 more pass its limit"):
+        submit(batcher, ids(engine, 20), source="d")
+    assert batcher.is_full
+    engine.release()
+    await asyncio.gather(*answers)
+    batcher.check_open_for(*LARGE)
+
+
+def ids(engine: FakeEngine, count: int) -> LookupRequest:
+    return engine.request({"user": [[1] * count]})

@@ -59,6 +59,11 @@ def test_of_json_it_is_no_more_than_it_holds(data: st.DataObject, output_dtype: 
     assert ids <= sum(map(len, flat))
 
 
+def test_of_json_with_strings_it_is_unknown() -> None:
+    body = json.dumps({"features": {"word": [["a,b,[c,,,,,,,,,"]]}})
+    assert json_codec.sizes_of(body.encode()) == (0, 0)
+
+
 @pytest.mark.parametrize("weights", [{}, {"weights": {"user": [[0.5] * 1000] * 10}}])
 def test_of_json_with_long_bags_it_is_nearly_what_it_holds(weights: dict[str, object]) -> None:
     body = json.dumps({"features": {"user": [[7] * 1000] * 10}} | weights)

@@ -23,7 +23,7 @@ from embedserve.errors import (
     RequestTooLargeError,
     UnknownModelError,
 )
-from embedserve.models.served_models import ServedModels
+from embedserve.models.served_models import QUICK_BYTES_MAX, ServedModels
 from embedserve_store.errors import StoreError
 
 USER: Bags = {"user": [[1, 2]]}
@@ -211,6 +211,7 @@ NEVER_ASKED = Peek()
 
 async def test_a_full_model_is_refused_and_no_other(full: ServedModels) -> None:
     assert full.is_full
+    assert full.is_closed
     for model in ("", "shop"):
         with pytest.raises(OverloadedError, match="the queue of 'shop' is full"):
             full.check_open(model, b"", Peek(""))
@@ -260,13 +261,19 @@ async def test_while_the_queue_for_large_requests_is_full_small_ones_are_let_in(
     answers.append(submit_to(models, make_request(large)))
     with pytest.raises(OverloadedError):
         submit_to(models, make_request(large))
-    assert models.is_full
+    assert (models.is_full, models.is_closed) == (True, False)
     models.check_any_open("shop")
     models.check_open("", b"", Peek(sizes=(1, 1)))
     with pytest.raises(OverloadedError, match="the queue of 'shop' for large requests is full"):
         models.check_open("", b"", Peek(sizes=(1, 1000)))
     with pytest.raises(OverloadedError, match="the queue of 'shop' for large requests is full"):
         models.check_open("", b"", Peek(sizes=(1000, 1)))
+    large_body = bytes(QUICK_BYTES_MAX + 1)
+    models.check_open("", large_body, Peek(sizes=(1, 1000)), is_quick=True)
+    with pytest.raises(OverloadedError):
+        models.check_open("", large_body[1:], Peek(sizes=(1, 1000)), is_quick=True)
+    with pytest.raises(OverloadedError):
+        models.check_open("", large_body, Peek(sizes=(1, 1000)))
     engine.release()
     await asyncio.gather(*answers)
     assert not models.is_full

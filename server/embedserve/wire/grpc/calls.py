@@ -85,7 +85,7 @@ class EmbedCall(StreamCall):
         self._stream = stream
         self._encoding = encoding
         self._message: OneMessage | None = None
-        if exchange.models.is_full:
+        if exchange.models.is_closed:
             exchange.refuse_early(self)
 
     def receive(self, data: bytes, is_end: bool) -> None:
