@@ -37,11 +37,11 @@ def expected_goldens(
     """``expected``, which is what the source's ``rows`` (by table) give, as goldens: with the ids
     that callers have, and what the training model answers to them in float32.
 
-    Examples with a row that no id of a caller means are left out.
+    Bags with a row that no id of a caller means are left empty.
 
     Raises:
         InvalidModelError: the rows give other answers, the description has other keys, or no
-            example is left.
+            bag is left.
     """
     bags = _in_order(expected, manifest)
     _check_keys(expected, manifest)
@@ -192,7 +192,8 @@ def _what_fits(
 def _with_callers_ids(
     bags: Bags, manifest: Manifest, id_maps: Mapping[str, IdMap]
 ) -> tuple[Bags, NDArray[np.bool_]]:
-    """The bags of the examples whose rows all have an id, with these ids; and which examples."""
+    """The bags with the ids that callers have, empty where a row has none; and which, [F, B], are
+    as they were."""
     ids = np.empty_like(bags.ids)
     has_id = np.ones(len(ids), bool)
     for feature, rule in enumerate(manifest.rule_per_feature):
@@ -207,17 +208,16 @@ def _with_callers_ids(
             name = manifest.features[feature]
             table = next(one.name for one in manifest.tables if name in one.feature_names)
             ids[span], has_id[span] = _ids_of(id_maps[table], numbers)
-    examples = bags.lengths.shape[1]
-    example_of = np.repeat(np.tile(np.arange(examples), len(bags.lengths)), bags.lengths.ravel())
-    kept = np.ones(examples, bool)
-    kept[example_of[~has_id]] = False
-    is_kept = kept[example_of]
-    if not bags.lengths[:, kept].any():
-        raise InvalidModelError(
-            "expected: each of its examples has a row that no id of a caller means"
-        )
+    bag_of = np.repeat(np.arange(bags.lengths.size), bags.lengths.ravel())
+    kept = np.ones(bags.lengths.size, bool)
+    kept[bag_of[~has_id]] = False
+    is_kept = kept[bag_of]
+    if ids.size and not is_kept.any():
+        raise InvalidModelError("expected: each of its bags has a row that no id of a caller means")
     weights = None if bags.weights is None else bags.weights[is_kept]
-    return Bags(ids[is_kept], np.ascontiguousarray(bags.lengths[:, kept]), weights), kept
+    by_feature = kept.reshape(bags.lengths.shape)
+    lengths = np.where(by_feature, bags.lengths, 0).astype(np.int32)
+    return Bags(ids[is_kept], lengths, weights), by_feature
 
 
 def _ids_of(
@@ -237,11 +237,16 @@ def _ids_of(
 def _answers_of(
     answers: NDArray[np.float32], bags: Bags, manifest: Manifest, kept: NDArray[np.bool_]
 ) -> NDArray[np.float32]:
-    """Those of the examples that are ``kept``."""
+    """Those of the bags that are ``kept`` [F, B]; zeros for the others, of rows none."""
     if manifest.is_pooled:
-        return np.ascontiguousarray(answers[kept])
+        result = answers.copy()
+        for one in manifest.columns:
+            result[~kept[one.feature], one.start : one.end] = 0
+        return result
     blocks = [
-        _block(answers, one, bags, manifest)[np.repeat(kept, bags.lengths[one.feature])]
+        _block(answers, one, bags, manifest)[
+            np.repeat(kept[one.feature], bags.lengths[one.feature])
+        ]
         for one in manifest.columns
     ]
     return np.concatenate(blocks)

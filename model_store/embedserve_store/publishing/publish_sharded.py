@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.plans.sharding_types import AUTO
 from embedserve_store.publishing.publish import as_store_error, check_options, publish
 from embedserve_store.publishing.version_writer import PublishedVersion
 from embedserve_store.remote.remote_store import is_url
@@ -40,8 +42,8 @@ def publish_sharded(
         module: a DistributedModelParallel, or any module with a sharded EmbeddingBagCollection or
             EmbeddingCollection inside.
         prefix: the path of the collection in ``module``, where there are several.
-        options: as ``publish``, except tables. Goldens are what ``module`` itself answers. Without
-            sharding, tables are sharded as in training; over other ranks if world_size says so.
+        options: as ``publish``, except tables, which ``module`` describes itself. Without sharding,
+            tables are sharded as in training; over other ranks if world_size says so.
 
     Returns:
         On rank 0 what was published, on the others None.
@@ -51,7 +53,6 @@ def publish_sharded(
             ranks save their shards in the store.
         StoreError: on all ranks, as ``publish``.
     """
-    from embedserve_store.publishing.write_expected import expected_of
     from embedserve_store.sources.live_dmp import describe_sharded, save_tables
 
     if is_url(os.fspath(store)):
@@ -60,7 +61,7 @@ def publish_sharded(
             "of them see, then upload the version (embedserve_store.remote.upload.upload_version)"
         )
     tables, is_weighted, found = describe_sharded(module, prefix)
-    options = _with_own_plan(options, module, prefix)
+    options = _with_own_plan(options, tables, module, prefix)
     # The same on every rank, so all of them raise: nobody is left waiting for the others.
     check_options(
         tables,
@@ -70,7 +71,6 @@ def publish_sharded(
         sharding=options["sharding"],
         world_size=options.get("world_size"),
     )
-    options.setdefault("expected", expected_of(module, found))
     folder = Path(store) / model
     published, problem, name = None, "", ""
     with ExitStack() as stack:
@@ -97,8 +97,11 @@ def publish_sharded(
     return published
 
 
-def _with_own_plan(options: dict[str, Any], module: torch.nn.Module, prefix: str) -> dict[str, Any]:
+def _with_own_plan(
+    options: dict[str, Any], tables: tuple[TableSpec, ...], module: torch.nn.Module, prefix: str
+) -> dict[str, Any]:
     """``options`` with the sharding of ``module`` where they have none."""
+    from embedserve_store.plans.planner_request import own_constraints
     from embedserve_store.sources.live_dmp import plan_of
 
     if options.get("sharding") is not None:
@@ -108,7 +111,9 @@ def _with_own_plan(options: dict[str, Any], module: torch.nn.Module, prefix: str
     if is_kept and not options.get("constraints"):
         return options | {"sharding": plan}
     types = {name: table.sharding_type for name, table in plan.tables.items()}
-    return options | {"sharding": types}
+    constrained = own_constraints(tables, options.get("constraints") or {})
+    allowed = {name: AUTO for name, one in constrained.items() if one.sharding_types}
+    return options | {"sharding": types | allowed}
 
 
 def _raise_from_first_rank(problem: str) -> None:

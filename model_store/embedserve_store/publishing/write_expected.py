@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.expected import Expected, save_expected
 from embedserve_store.goldens.sampled_bags import sample_bags
 from embedserve_store.sources import live, live_dmp
@@ -21,7 +22,7 @@ def write_expected(
     module: torch.nn.Module, path: str | os.PathLike[str], *, prefix: str = ""
 ) -> None:
     """Writes sampled bags and what ``module`` answers to them to ``path``, over what is there: for
-    ``publish(…, expected=path)`` of its checkpoint.
+    ``publish(…, expected=path)`` of its checkpoint. The module is as it was afterwards.
 
     Args:
         module: an EmbeddingBagCollection or EmbeddingCollection, or a sharded model that has one,
@@ -41,12 +42,14 @@ def write_expected(
 def expected_of(module: Any, prefix: str = "") -> Expected:
     """As ``write_expected``; on every rank."""
     if live.is_collection(module):
-        tables, is_weighted = live.describe(module), live.is_weighted(module)
         live.check_can_answer(module)
-        collection = module
-    else:
-        tables, is_weighted, _ = live_dmp.describe_sharded(module, prefix)
-        collection = live_dmp.collection_of(module, prefix)
+        return _asked(module, live.describe(module), live.is_weighted(module))
+    tables, is_weighted, path = live_dmp.describe_sharded(module, prefix)
+    with live_dmp.asked_apart(module, path) as collection:
+        return _asked(collection, tables, is_weighted)
+
+
+def _asked(collection: Any, tables: tuple[TableSpec, ...], is_weighted: bool) -> Expected:
     manifest = Manifest("", 0, tables, is_weighted)
     bags = sample_bags(manifest, {})
     answers = live.answers(collection, manifest, bags)

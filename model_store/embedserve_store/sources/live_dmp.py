@@ -6,6 +6,8 @@ Knows nothing of the store, and changes nothing in the model.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
 
 _CHANGES_IDS = ("ManagedCollision", "FeatureProcessed", "ITEP")
 """In the names of modules that change ids or weights before the collection looks them up."""
+
+
+_COUNTS = ("iter", "iter_cpu", "step")
+"""Of FBGEMM's kernels, which count each call as a step of training."""
 
 
 def describe_sharded(
@@ -47,6 +53,42 @@ def describe_sharded(
     is_pooled = hasattr(collection, "_embedding_bag_configs")
     configs: Any = collection._embedding_bag_configs if is_pooled else collection._embedding_configs
     return tuple(map(table_of, configs)), is_pooled and bool(collection._is_weighted), path
+
+
+@contextlib.contextmanager
+def asked_apart(module: torch.nn.Module, prefix: str = "") -> Iterator[Any]:
+    """A twin of the sharded collection in ``module`` over the same tables, to ask something of it
+    that its training is not to notice.
+
+    The first batch tells a sharded collection in which order features come: the twin has yet to
+    learn it. What the tables' kernels count of their calls is put back in the end.
+    """
+    collection = collection_of(module, prefix)
+    twin = copy.copy(collection)
+    twin.__dict__ = {
+        name: copy.copy(value) if isinstance(value, dict | list) else value
+        for name, value in collection.__dict__.items()
+        if name != "forward"  # that of a pipeline, which looks ahead
+    }
+    twin.__dict__.update(
+        _has_uninitialized_input_dist=True,
+        _has_features_permute=True,
+        _input_dists=[],
+        _feature_splits=[],
+        _features_order=[],
+    )
+    counts = [
+        (kernel, name, copy.deepcopy(getattr(kernel, name)))
+        for lookup in collection._lookups  # a list, which modules() does not look into
+        for kernel in lookup.modules()
+        for name in _COUNTS
+        if hasattr(kernel, name)
+    ]
+    try:
+        yield twin
+    finally:
+        for kernel, name, count in counts:
+            setattr(kernel, name, count)
 
 
 def collection_of(module: torch.nn.Module, prefix: str = "") -> Any:

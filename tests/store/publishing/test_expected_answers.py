@@ -231,42 +231,42 @@ def test_goldens_have_the_ids_that_callers_have(tmp_path: Path) -> None:
     expected = expected_of(ebc)
     options = {"ids": rules, "vocabularies": vocabularies, "expected": expected}
     assert publish_state(ebc, tmp_path, live.describe(ebc), **options) == ""
-    version = LocalStore(tmp_path).load("m")
-    goldens = version.goldens()
-    kept = goldens.bags.lengths.shape[1]
-    assert 2 <= kept < expected.examples  # the first asks for rows 0 and 39
-    counts = goldens.bags.lengths.sum(axis=1)
-    b_ids = goldens.bags.ids[counts[0] :]
+    goldens = LocalStore(tmp_path).load("m").goldens()
+    lengths = goldens.bags.lengths
+    assert lengths.shape == expected.bags.lengths.shape
+    left = (lengths == expected.bags.lengths) & (lengths > 0)
+    assert left.any(axis=1).all()
+    assert ((lengths == 0) | left).all()
+    assert not left[:, 0].any()  # which asks for rows 0 and 39
+    for feature, columns in ((0, slice(0, 8)), (1, slice(8, 16))):
+        answers = goldens.source_answers[:, columns]
+        same = left[feature]
+        np.testing.assert_array_equal(answers[same], expected.answers[same, columns])
+        assert not answers[~same].any()
+    b_ids = goldens.bags.ids[lengths[0].sum() :]
     assert b_ids.size
     assert ((b_ids >= 1000) & (b_ids < 1030)).all()
 
 
 def test_where_no_row_has_an_id_there_are_no_goldens(tmp_path: Path) -> None:
     ebc = twins()
-    rows = {f"id-{row}": row for row in (38,)}
     said = publish_state(
         ebc,
         tmp_path,
         live.describe(ebc),
-        vocabularies={"a": rows},
-        ids={"a": IdRule("map", id_type="string")},
-        expected=only_example(expected_of(ebc), 0),
+        vocabularies={"a": {"never": 38}, "b": {"never": 38}},
+        ids={name: IdRule("map", id_type="string") for name in "ab"},
+        expected=first_example(expected_of(ebc)),
     )
-    assert "each of its examples has a row that no id of a caller means" in said
+    assert said == "expected: each of its bags has a row that no id of a caller means"
 
 
-def only_example(expected: Expected, example: int) -> Expected:
-    lengths = expected.bags.lengths
-    starts = np.concatenate(([0], np.cumsum(lengths.reshape(-1))))
-    ids = [
-        expected.bags.ids[starts[i] : starts[i + 1]]
-        for feature in range(len(lengths))
-        for i in (feature * lengths.shape[1] + example,)
-    ]
-    bags = replace(
-        expected.bags, ids=np.concatenate(ids), lengths=lengths[:, example : example + 1].copy()
-    )
-    return replace(expected, bags=bags, answers=expected.answers[example : example + 1])
+def first_example(expected: Expected) -> Expected:
+    """Which asks for two rows of each feature, the first and the last."""
+    starts = np.cumsum(expected.bags.lengths.sum(axis=1)) - expected.bags.lengths.sum(axis=1)
+    ids = np.concatenate([expected.bags.ids[start : start + 2] for start in starts])
+    bags = replace(expected.bags, ids=ids, lengths=expected.bags.lengths[:, :1].copy())
+    return replace(expected, bags=bags, answers=expected.answers[:1])
 
 
 def test_rows_of_an_embedding_collection(tmp_path: Path) -> None:
@@ -284,7 +284,9 @@ def test_rows_of_an_embedding_collection(tmp_path: Path) -> None:
     publish(state, tmp_path, tables=right, vocabularies={"a": range(15), "b": range(15)}, **options)
     version = LocalStore(tmp_path).load("m")
     assert version.manifest.source["goldens"] == FROM_TRAINING
-    assert 0 < version.goldens().bags.lengths.shape[1] < expected.examples
+    goldens = version.goldens()
+    assert 0 < goldens.bags.lengths.sum() < expected.bags.lengths.sum()
+    assert len(goldens.source_answers) < len(expected.answers)
     swapped = [replace(t, name={"a": "b", "b": "a"}[t.name]) for t in right]
     with pytest.raises(InvalidModelError, match=r"keys are x, y@a, y@b, those of the .* y@b, y@a"):
         publish(state, tmp_path, tables=swapped, **options)

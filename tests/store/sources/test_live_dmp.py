@@ -22,6 +22,7 @@ from torchrec import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    KeyedJaggedTensor,
     PoolingType,
 )
 from torchrec.distributed import DistributedModelParallel
@@ -29,13 +30,15 @@ from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from embedserve_store.errors import InvalidModelError, StoreError
-from embedserve_store.format.manifest import FROM_TRAINING
+from embedserve_store.format.manifest import FROM_TRAINING, Manifest
 from embedserve_store.format.table_spec import TableSpec
-from embedserve_store.goldens.expected import read_expected
+from embedserve_store.goldens.expected import Expected, read_expected
+from embedserve_store.goldens.hand_pooling import pool
 from embedserve_store.local_store import LocalStore
 from embedserve_store.plans.plan import Shard
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.publish_sharded import publish_sharded
+from embedserve_store.publishing.write_expected import write_expected
 from embedserve_store.sources.checkpoint import find_tables, from_state_dict, open_checkpoint
 from embedserve_store.sources.live_dmp import describe_sharded, plan_of, save_tables
 
@@ -167,7 +170,6 @@ def test_ranks_save_and_publish_their_shards_together(tmp_path: Path) -> None:
         stored = version.tables.rows(name).view(np.float32)
         assert np.array_equal(stored, found.read(0, found.shape[0]).numpy())
     check_expected(tmp_path, specs)
-    assert version.manifest.source["goldens"] == FROM_TRAINING
     own = LocalStore(tmp_path / "store").load("own").plan
     types = {name: kind.value for name, kind in trainer.SHARDING.items()}
     assert {name: table.sharding_type for name, table in own.tables.items()} == types
@@ -191,7 +193,9 @@ def check_expected(folder: Path, tables: list[TableSpec]) -> None:
     options: dict[str, Any] = {"model": "expected", "expected": folder / "expected.safetensors"}
     state = torch.load(folder / "gathered.pt", weights_only=True)
     publish(state, folder / "store", tables=tables, **options)
-    goldens = LocalStore(folder / "store").load("expected").goldens()
+    version = LocalStore(folder / "store").load("expected")
+    assert version.manifest.source["goldens"] == FROM_TRAINING
+    goldens = version.goldens()
     assert np.array_equal(goldens.source_answers, read_expected(options["expected"]).answers)
     mean = [replace(table, pooling="mean") if table.name == "tag" else table for table in tables]
     with pytest.raises(InvalidModelError, match=r"key 'tag' .* those of table 'tag', pooling sum"):
@@ -209,3 +213,56 @@ def test_a_sharding_that_is_not_served_needs_another() -> None:
     collection.module_sharding_plan["word"].sharding_type = "table_row_wise"
     with pytest.raises(InvalidModelError, match=r"table 'word': table_row_wise shards .* served"):
         plan_of(dmp)
+
+
+def batch(keys: list[str]) -> KeyedJaggedTensor:
+    """Of one example: a bag with row i for the i-th of ``keys``."""
+    ones = torch.ones(len(keys), dtype=torch.int32)
+    return KeyedJaggedTensor(keys=keys, values=torch.arange(len(keys)), lengths=ones)
+
+
+KEYS = list(trainer.FEATURES)
+
+
+@pytest.mark.parametrize("keys", [KEYS, KEYS[::-1], ["x", *KEYS[2:], *KEYS[:2]]])
+@pytest.mark.parametrize("is_first", [False, True], ids=["after training", "before training"])
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_a_training_does_not_notice_that_its_model_was_asked(
+    tmp_path: Path, keys: list[str], is_first: bool
+) -> None:
+    dmp, apart = (trainer.shard(1, "float32") for _ in range(2))
+    apart.load_state_dict(dmp.state_dict())
+
+    def ask(model: DistributedModelParallel) -> dict[str, torch.Tensor]:
+        answers: dict[str, torch.Tensor] = model.module.sparse["ebc"](batch(keys)).to_dict()
+        return answers
+
+    def counts() -> list[tuple[int, ...]]:
+        lookups = dmp.module.sparse["ebc"]._lookups
+        modules = [module for lookup in lookups for module in lookup.modules()]
+        kernels = [module for module in modules if hasattr(module, "iter_cpu")]
+        return [tuple(int(getattr(k, n)) for n in ("iter", "iter_cpu", "step")) for k in kernels]
+
+    if not is_first:
+        ask(dmp)
+    before = counts()
+    assert before
+    write_expected(dmp, tmp_path / "e.safetensors")
+    assert counts() == before
+    check_pooled(read_expected(tmp_path / "e.safetensors"), dmp)
+    for feature, values in ask(apart).items():
+        assert torch.equal(ask(dmp)[feature], values)
+
+
+def check_pooled(expected: Expected, dmp: DistributedModelParallel) -> None:
+    """The answers are the sums and means of the tables' rows."""
+    whole = trainer.gathered(dmp, 0)
+    tables, _, path = describe_sharded(dmp)
+
+    def rows_of(table: TableSpec, numbers: np.ndarray) -> np.ndarray:
+        rows: np.ndarray = whole[f"{path}.embedding_bags.{table.name}.weight"].numpy()[numbers]
+        return rows
+
+    manifest = Manifest("m", 1, tables, False)
+    answers = pool(manifest, expected.bags, expected.bags.ids, rows_of)
+    np.testing.assert_allclose(expected.answers, answers, rtol=1e-5, atol=1e-7)
