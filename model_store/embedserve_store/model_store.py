@@ -69,12 +69,13 @@ class ModelStore:
 
     def aliases(self, model: str) -> dict[str, Alias]:
         """The aliases of ``model`` by name, sorted, each as it is now."""
-        now = {name: self._alias(model, name, max(n)) for name, n in self._changes(model).items()}
+        changes = self.alias_changes(model)
+        now = {name: self._alias(model, name, max(numbers)) for name, numbers in changes.items()}
         return {name: one for name, one in sorted(now.items()) if one.version is not None}
 
     def alias_history(self, model: str, name: str) -> list[Alias]:
         """The changes of an alias, the last one first; none where there is no such alias."""
-        numbers = self._changes(model).get(name, [])
+        numbers = self.alias_changes(model).get(name, [])
         return [self._alias(model, name, number) for number in sorted(numbers, reverse=True)]
 
     def load(self, model: str, version: int | str | None = None) -> ModelVersion:
@@ -93,16 +94,17 @@ class ModelStore:
             return version
         if VERSION_PATTERN.fullmatch(version):
             return int(version)
-        aliases = self.aliases(model)
-        if version not in aliases:
-            there = ", ".join(aliases) or "none"
+        changes = self.alias_changes(model)
+        alias = self._alias(model, version, max(changes[version])) if version in changes else None
+        if alias is None or alias.version is None:
+            there = ", ".join(sorted(changes.keys() - {version})) or "none"
             raise StoreError(
                 f"{self.where}/{model}: {version!r} is no version and no alias, aliases are {there}"
             )
-        return aliases[version].version
+        return alias.version
 
-    def _changes(self, model: str) -> dict[str, list[int]]:
-        """Numbers by the name of their alias."""
+    def alias_changes(self, model: str) -> dict[str, list[int]]:
+        """The numbers of all changes, by the name of their alias; no file is read."""
         changes: dict[str, list[int]] = {}
         for found in map(parse_file_name, self._store.alias_files(model)):
             if found is not None:

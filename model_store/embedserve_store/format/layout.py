@@ -47,18 +47,26 @@ def _keys(before: Manifest, after: Manifest) -> Iterator[str]:
 
 
 def _features(before: Manifest, after: Manifest) -> Iterator[str]:
-    old = dict(zip(before.features, before.rule_per_feature, strict=True))
-    for feature, rule in zip(after.features, after.rule_per_feature, strict=True):
-        was, is_now = describe_rule(old.get(feature, rule)), describe_rule(rule)
+    old, new = _rules(before), _rules(after)
+    for feature, is_now in new.items():
+        was = old.get(feature, is_now)
         if was != is_now:
             yield f"feature {feature!r}: ids {was} to {is_now}"
     if before.is_weighted != after.is_weighted:
         yield "takes weights now" if after.is_weighted else "takes no weights any more"
 
 
-def describe_rule(rule: IdRule) -> str:
+def _rules(manifest: Manifest) -> dict[str, str]:
+    """By feature, in words."""
+    rules = zip(manifest.rule_per_feature, manifest.rows_per_feature, strict=True)
+    return dict(zip(manifest.features, (_describe(*one) for one in rules), strict=True))
+
+
+def _describe(rule: IdRule, rows: int) -> str:
     """All of a rule but its vocabulary, such as "map int64 unknown skip"."""
     data = {key: value for key, value in rule.to_json().items() if key not in _OF_A_VOCABULARY}
+    if rule.rule == "modulo" and rule.modulus == rows - rule.offset:
+        data["modulus"] = "all rows"  # however many there are
     shown = [data.pop("rule")]
     for key, value in data.items():
         value = f"{value:,}" if isinstance(value, int) else value

@@ -139,5 +139,6 @@ def _check(expected: Expected, path: object) -> None:
             f"{path}: length_per_key has {len(expected.length_per_key)} widths for "
             f"{len(expected.keys)} keys"
         )
-    if not np.isfinite(expected.answers).all():
-        raise StoreError(f"{path}: answers has a value that is not finite")
+    for name, values in (("answers", expected.answers), ("weights", bags.weights)):
+        if values is not None and not np.isfinite(values).all():
+            raise StoreError(f"{path}: {name} has a value that is not finite")

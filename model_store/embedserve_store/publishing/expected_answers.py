@@ -22,9 +22,9 @@ from embedserve_store.goldens.parity import SUMS_TOLERANCE
 from embedserve_store.ids.id_map import IdMap
 from embedserve_store.sources.rows import TableRows, source_rows
 
-HALVES_TOLERANCE = 2.0**-5
-"""Relative to the largest magnitude of a key's answers, where a training model's rows are float16
-or bfloat16: it may add them up as such."""
+TOLERANCES = {"float32": SUMS_TOLERANCE, "float16": 2.0**-8, "bfloat16": 2.0**-5}
+"""By what the training model's rows are, relative to the largest magnitude of a key's answers: it
+may add halves up as such."""
 _POOLINGS = ("sum", "mean")
 
 
@@ -162,8 +162,7 @@ def _pooled(
 
 
 def _is_near(found: NDArray[np.float32], answers: NDArray[np.float32], rows: TableRows) -> bool:
-    relative = SUMS_TOLERANCE if rows.dtype == "float32" else HALVES_TOLERANCE
-    bound = relative * float(np.abs(answers).max(initial=0.0))
+    bound = TOLERANCES[rows.dtype] * float(np.abs(answers).max(initial=0.0))
     return bool((np.abs(found - answers) <= max(bound, np.finfo(np.float32).tiny)).all())
 
 

@@ -151,6 +151,8 @@ def publish(
         draft = _held_to(draft, expected)
     draft = replace(draft, max_error=max_error, progress=progress)
     where = os.fspath(store)
+    if where.split("/")[0].endswith(":") and not is_url(where):
+        raise InvalidModelError(f"store is {where!r}: give a URL as a str, a Path loses a slash")
     draft = _with_provenance(draft, source, Path(where) / model, meta or {})
     if not layout_changed:
         _check_layout(draft.manifest, where)
@@ -201,6 +203,8 @@ def _with_provenance(
     if len(meta) > META_MAX:
         raise InvalidModelError(f"meta has {len(meta)} entries, the limit is {META_MAX}")
     for key, value in meta.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise InvalidModelError(f"meta {key!r:.80} is {value!r:.80}, expected strings")
         if not key or len(key) + len(value) > META_TEXT_MAX:
             raise InvalidModelError(
                 f"meta {key[:80]!r}: expected a name and a value of together {META_TEXT_MAX} "

@@ -51,7 +51,8 @@ def publish_sharded(
     Raises:
         InvalidModelError: on all ranks, before anything is written. A URL is refused, too: the
             ranks save their shards in the store.
-        StoreError: on all ranks, as ``publish``.
+        StoreError: on all ranks, as ``publish``; for another layout than that of the version
+            before, after the shards were saved.
     """
     from embedserve_store.sources.live_dmp import describe_sharded, save_tables
 

@@ -31,13 +31,22 @@ def remove_version(store: str | os.PathLike[str], model: str, version: int) -> N
         raise StoreError(f"{where}: version {version} does not exist, there are {versions}")
     if version == versions[-1]:
         raise StoreError(f"{where}: version {version} is the newest, which stays")
-    named = [name for name, one in models.aliases(model).items() if one.version == version]
-    if named:
-        raise StoreError(f"{where}: version {version} is what alias {', '.join(named)} names")
+    if named := _names(models, model, version):
+        raise _named(models, model, version, named)
     if models.is_remote:
         _remove_remote(RemoteFolder(models.where), f"{model}/{version}")
     else:
-        _remove_local(Path(models.where) / model, version)
+        _remove_local(models, Path(models.where) / model, version)
+
+
+def _names(models: ModelStore, model: str, version: int) -> list[str]:
+    return [name for name, one in models.aliases(model).items() if one.version == version]
+
+
+def _named(models: ModelStore, model: str, version: int, names: Sequence[str]) -> StoreError:
+    return StoreError(
+        f"{models.where}/{model}: version {version} is what alias {', '.join(names)} names"
+    )
 
 
 def prune(
@@ -67,12 +76,16 @@ def prune(
     return old
 
 
-def _remove_local(folder: Path, version: int) -> None:
+def _remove_local(models: ModelStore, folder: Path, version: int) -> None:
     path = folder / str(version)
     try:
         with staging_folder(folder) as aside:
             os.rename(path, aside / str(version))
             sync(folder)
+            named = _names(models, folder.name, version)
+            if named:  # since it was looked
+                os.rename(aside / str(version), path)
+                raise _named(models, folder.name, version, named)
     except OSError as error:
         raise StoreError(f"{path}: cannot be removed: {error.strerror}") from error
 
@@ -81,3 +94,4 @@ def _remove_remote(remote: RemoteFolder, path: str) -> None:
     names = sorted(remote.sizes(path), key=lambda name: name != MANIFEST)
     for name in names:
         remote.remove(f"{path}/{name}")
+    remote.remove_folder(path)

@@ -20,6 +20,7 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format.alias import TEXT_MAX, Alias, check_name, file_name
 from embedserve_store.model_store import ModelStore
 from embedserve_store.remote.remote_files import RemoteFolder
+from embedserve_store.remote.remote_store import is_url
 from embedserve_store.writing.staging import sync, write_synced
 
 ATTEMPTS = 100
@@ -59,13 +60,23 @@ def set_alias(
         raise StoreError(f"{models.where}/{model}: no alias {name!r} to remove")
     when = datetime.now(UTC).isoformat(timespec="seconds")
     change = Alias(model, name, 0, number, who, when, why)
-    write = _remote_writer(models) if models.is_remote else _local_writer(models)
+    write = _writer(models.where)
     for _ in range(ATTEMPTS):
-        history = models.alias_history(model, name)
-        change = replace(change, number=history[0].number + 1 if history else 1)
+        numbers = models.alias_changes(model).get(name, [0])
+        change = replace(change, number=max(numbers) + 1)
         if write(f"{model}/{file_name(name, change.number)}", change.to_bytes()):
+            _check_there(models, change)
             return change
     raise StoreError(f"{models.where}/{model}: others changed alias {name!r} {ATTEMPTS} times")
+
+
+def _check_there(models: ModelStore, change: Alias) -> None:
+    """Who removes versions may not have seen the change yet."""
+    if change.version is not None and change.version not in models.versions(change.model):
+        raise StoreError(
+            f"{models.where}/{change.model}: version {change.version} was removed meanwhile, and "
+            f"alias {change.name!r} names it: set it to another"
+        )
 
 
 def _user() -> str:
@@ -80,13 +91,18 @@ Write = Callable[[str, bytes], bool]
 """Writes a new file below the store; False where there is one of its name."""
 
 
-def _remote_writer(models: ModelStore) -> Write:
-    return RemoteFolder(models.where).write_new
+def _writer(store: str) -> Write:
+    """Of files behind file:// as of those in a folder: fsspec's may be seen half-written."""
+    if not is_url(store):
+        return _local_writer(store)
+    remote = RemoteFolder(store)
+    is_local = store.startswith(("file://", "local://"))
+    return _local_writer(remote.root) if is_local else remote.write_new
 
 
-def _local_writer(models: ModelStore) -> Write:
+def _local_writer(store: str) -> Write:
     def write(name: str, data: bytes) -> bool:
-        path = Path(models.where) / name
+        path = Path(store) / name
         try:
             return _write_new(path, data)
         except OSError as error:

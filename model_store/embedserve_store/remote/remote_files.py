@@ -6,6 +6,7 @@ It gives bytes and sizes and knows nothing of models. Never imports torch; fsspe
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -136,14 +137,21 @@ class RemoteFolder:
                 return False
             try:
                 self._files.pipe_file(f"{self.root}/{name}", data, mode="create")
-            except FileExistsError:
-                return False
+            except OSError:  # s3fs names no type for a condition that was not met
+                if self._files.exists(f"{self.root}/{name}"):
+                    return False
+                raise
         return True
 
     def remove(self, name: str) -> None:
         """Removes a file."""
         with _translated(f"{self.url}/{name}"):
             self._files.rm_file(f"{self.root}/{name}")
+
+    def remove_folder(self, name: str) -> None:
+        """Removes an empty folder, where the file system has folders."""
+        with contextlib.suppress(FileNotFoundError, NotImplementedError, OSError):
+            self._files.rmdir(f"{self.root}/{name}")
 
 
 def _open(url: str) -> tuple[Any, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from embedserve.terminal.aligned_columns import grid, show, write
+from embedserve.terminal.aligned_columns import grid, plain, show, write
 from embedserve.terminal.console import say
 from embedserve.terminal.stores import opened
 from embedserve_store import Alias, set_alias
@@ -41,7 +41,7 @@ def _show(title: str, aliases: Iterable[Alias]) -> None:
     table = grid("alias", "version", "when", "who", "why", numbers=("version",))
     for one in aliases:
         version = "removed" if one.version is None else str(one.version)
-        table.add_row(one.name, version, one.when, one.who, one.why)
+        table.add_row(*map(plain, (one.name, version, one.when, one.who, one.why)))
     if table.row_count:
         show(title, table)
     else:

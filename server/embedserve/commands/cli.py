@@ -322,6 +322,8 @@ def alias(
 
         if remove and version:
             raise ValueError(f"--remove takes no version, found {version!r}")
+        if why and not (remove or version):
+            raise ValueError("--why is of a change: say the version that the alias moves to")
         if remove or version:
             change_alias(store, model, name, version or None, why)
         else:

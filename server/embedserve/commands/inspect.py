@@ -8,6 +8,7 @@ from typing import Any
 
 from embedserve.commands.plan_view import show_plan
 from embedserve.terminal.aligned_columns import grid, out, show, write
+from embedserve.terminal.console import printable
 from embedserve.terminal.sizes import human_bytes
 from embedserve.terminal.stores import opened
 from embedserve_store.format.id_rule import IdRule
@@ -100,7 +101,7 @@ def _show_source(source: Mapping[str, Any]) -> None:
         if name in source:
             write(f"{name.replace('_', ' ')}: {source[name]}")
     for key, value in source.get("meta", {}).items():
-        write(f"{key}: {value}")
+        write(f"{printable(key)}: {printable(value)}")
 
 
 def describe_ids(rule: IdRule) -> str:

@@ -7,6 +7,9 @@ from collections.abc import Collection
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
+
+from embedserve.terminal.console import printable
 
 WIDTH_MAX = 10_000
 
@@ -21,12 +24,17 @@ def grid(*columns: str, numbers: Collection[str] = ()) -> Table:
     return table
 
 
+def plain(cell: str) -> Text:
+    """What others wrote, for a cell: no markup, and nothing that moves the cursor."""
+    return Text(printable(cell))
+
+
 def show(title: str, table: Table) -> None:
     """The title on a line of its own: as part of the table it would wrap to the table's width.
     A line too long for the terminal runs over, where rich would cut the cells to fit."""
     out.print(title, style="italic", soft_wrap=True, markup=False)
     width = Measurement.get(out, out.options.update(max_width=WIDTH_MAX), table).maximum
-    out.print(table, width=width, crop=False)
+    Console(highlight=False, width=width).print(table)
 
 
 def write(line: str) -> None:

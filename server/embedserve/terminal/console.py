@@ -23,10 +23,13 @@ console = Console(stderr=True)
 
 
 def say(line: str) -> None:
-    """A line for a person, as it is: never wrapped or coloured, so that it can be copied.
-    Names in it come from files, so what would move the cursor is shown as its number."""
-    line = "".join(one if one.isprintable() else f"\\x{ord(one):02x}" for one in line)
-    console.print(line, soft_wrap=True, highlight=False, markup=False)
+    """A line for a person, as it is: never wrapped or coloured, so that it can be copied."""
+    console.print(printable(line), soft_wrap=True, highlight=False, markup=False)
+
+
+def printable(text: str) -> str:
+    """``text``, which may come from files, with what would move the cursor shown as its number."""
+    return "".join(one if one.isprintable() else f"\\x{ord(one):02x}" for one in text)
 
 
 def hush_torch() -> None:

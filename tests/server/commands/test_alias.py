@@ -62,6 +62,7 @@ def test_it_stands_wherever_a_version_does(own: Path) -> None:
         (("shop", "stable", "best"), "shop: 'best' is no version and no alias, aliases are none"),
         (("shop", "1", "1"), "alias name '1': use up to 64 letters"),
         (("shop", "stable", "--remove"), "shop: no alias 'stable' to remove"),
+        (("shop", "stable", "--why", "x"), "--why is of a change: say the version"),
         (("shop", "stable", "1", "--remove"), "--remove takes no version, found '1'"),
         (("shoes",), "shoes: the model cannot be read"),
     ],
@@ -85,3 +86,11 @@ def test_a_server_serves_what_an_alias_means(own: Path) -> None:
             open_versions(ServeSettings(str(own), model=(wanted,)))
     with pytest.raises(ValueError, match="model is 'shop@': expected NAME, NAME@VERSION or"):
         open_versions(ServeSettings(str(own), model=("shop@",)))
+
+
+def test_what_others_wrote_is_shown_as_it_is(own: Path) -> None:
+    why = "fix [/x] [red]bug[/red]\x1b[31m\nfake"
+    run("alias", own, "shop", "stable", "1", "--why", why)
+    code, shown, _ = run("alias", own, "shop")
+    assert code == 0
+    assert "fix [/x] [red]bug[/red]\\x1b[31m\\x0afake" in shown

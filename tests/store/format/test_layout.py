@@ -44,7 +44,7 @@ BEFORE = model(USER, ITEM)
         (model(USER, replace(ITEM, pooling="sum")), ["key 'item': pooling mean to sum"]),
         (
             model(USER, replace(ITEM, ids=IdRule("modulo", modulus=20))),
-            ["feature 'item': ids rows unknown error to modulo modulus 20 offset 0"],
+            ["feature 'item': ids rows unknown error to modulo modulus all rows offset 0"],
         ),
         (
             model(USER, replace(ITEM, ids=IdRule("map", id_type="string", unknown="skip"))),
@@ -61,6 +61,11 @@ def test_what_callers_would_notice_is_a_change(after: Manifest, changes: list[st
 def test_a_model_trained_again_has_the_same_layout() -> None:
     again = replace(ITEM, num_embeddings=25, dtype="int8", sha256="other")
     assert layout_changes(BEFORE, model(USER, again)) == ()
+    hashed = [
+        replace(ITEM, num_embeddings=rows, ids=IdRule("modulo", modulus=rows - 2, offset=2))
+        for rows in (20, 25)
+    ]
+    assert layout_changes(model(USER, hashed[0]), model(USER, hashed[1])) == ()
     words = IdRule("map", id_type="string", entries=5, sha256="a", examples=("x",))
     more = replace(words, entries=6, sha256="b", examples=("y",))
     before, after = (model(replace(USER, ids=ids)) for ids in (words, more))

@@ -75,6 +75,7 @@ def test_weights_are_kept(path: Path) -> None:
         ({"lengths": np.array([[-1, 2], [1, 1]], np.int32)}, {}, "lengths do not add up"),
         ({"ids": np.zeros((3, 1), np.int64)}, {}, "lengths do not add up"),
         ({"answers": np.full((2, 5), np.nan, np.float32)}, {}, "a value that is not finite"),
+        ({"weights": np.full(3, np.inf, np.float32)}, {}, "weights has a value that is not finite"),
         ({}, {"keys": None}, "keys of its metadata is None, expected a JSON list of str"),
         ({}, {"keys": "user"}, "keys of its metadata is 'user', expected a JSON list of str"),
         ({}, {"features": '["user", 1]'}, "features of its metadata is '[\"user\", 1]', expected"),

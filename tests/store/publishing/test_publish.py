@@ -68,6 +68,15 @@ def test_every_dtype_is_published_and_loads(
             )
 
 
+def test_a_url_that_lost_a_slash_is_no_folder(
+    ebc: EmbeddingBagCollection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidModelError, match="store is 's3:/b/x': give a URL as a str"):
+        publish(ebc, Path("s3://b/x"), model="m")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_draft_is_published_only_where_that_is_said(tmp_path: Path) -> None:
     (tmp_path / "d.yaml").write_text(DRAFT)
     draft = read_description(str(tmp_path / "d.yaml"))
@@ -135,11 +144,13 @@ def test_the_manifest_says_where_a_version_came_from(
     assert {"checkpoint", "meta"} & publish(
         ebc, tmp_path, model="n"
     ).manifest.source.keys() == set()
-    for meta, message in (
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"": "x"}, "meta '': expected a name and a value"),
+        ({"run": 8141}, "meta 'run' is 8141, expected strings"),
         ({"k": "x" * 1000}, "meta 'k': expected a name and a value of together 1000 characters"),
         ({str(i): "" for i in range(65)}, "meta has 65 entries, the limit is 64"),
-    ):
+    ]
+    for meta, message in wrong:
         with pytest.raises(InvalidModelError, match=message):
             publish(tmp_path / "c.pt", tmp_path / "s", meta=meta, **options)
     assert LocalStore(tmp_path / "s").versions("m") == [1]

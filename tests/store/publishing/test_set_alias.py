@@ -17,6 +17,7 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.publish import publish
+from embedserve_store.publishing.remove_versions import remove_version
 from embedserve_store.publishing.set_alias import set_alias
 
 STATE = {"embedding_bags.t.weight": torch.ones(10, 4)}
@@ -101,9 +102,38 @@ def test_a_damaged_one_is_refused_by_its_file(store: Path) -> None:
     assert ModelStore(store).load("m", 1).manifest.version == 1
 
 
-def test_of_many_writers_each_has_its_turn(store: Path) -> None:
+def test_a_damaged_one_stands_in_no_others_way(store: Path) -> None:
+    set_alias(store, "m", "stable", 1)
+    set_alias(store, "m", "canary", 2)
+    (store / "m" / "aliases" / "canary" / "2.json").touch()
+    models = ModelStore(store)
+    assert models.manifest("m", "stable").version == 1
+    for act in (lambda: models.load("m", "canary"), lambda: models.aliases("m")):
+        with pytest.raises(StoreError, match=r"canary/2\.json: not JSON, or half-written"):
+            act()
+    assert set_alias(store, "m", "canary", 1).number == 3
+    assert models.manifest("m", "canary").version == 1
+
+
+def test_a_version_that_is_removed_meanwhile_is_said(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def removed_first(*paths: str) -> None:
+        remove_version(store, "m", 1)
+        link(*paths)
+
+    monkeypatch.setattr(os, "link", removed_first)
+    with pytest.raises(StoreError, match=r"m: version 1 was removed meanwhile, and alias 'stable'"):
+        set_alias(store, "m", "stable", 1)
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_of_many_writers_each_has_its_turn(store: Path, scheme: str) -> None:
+    where = f"{scheme}{store}"
     with ThreadPoolExecutor(8) as pool:
-        moved = [pool.submit(set_alias, store, "m", "stable", 1 + i % 2) for i in range(24)]
+        moved = [pool.submit(set_alias, where, "m", "stable", 1 + i % 2) for i in range(24)]
         numbers = sorted(one.result().number for one in moved)
     assert numbers == list(range(1, 25))
     history = ModelStore(store).alias_history("m", "stable")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.set_alias import set_alias
+from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.remote.remote_store import RemoteStore
 from embedserve_store.remote.upload import upload_version
 from embedserve_store.verification import verify
@@ -207,3 +209,23 @@ def test_an_alias_behind_a_url_is_moved_and_followed(scheme: str, url: str, tmp_
     assert (store.models(), store.versions("m")) == (["m"], [1, 2])
     with pytest.raises(StoreError, match="'stable' is no version and no alias"):
         store.load("m", "stable")
+
+
+def test_the_second_of_two_writers_has_its_turn(
+    url: str, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As s3fs says that a condition was not met, which this server does not know."""
+    publish(STATE, url, model="m", tables=TABLES)
+    files = RemoteFolder(url)._files  # which all have that are opened by this URL
+    write = files.pipe_file
+    others: list[str] = []
+
+    def pipe_file(path: str, value: bytes, mode: str) -> None:
+        write(path, value)
+        if not others:
+            others.append(path)
+            raise OSError(errno.EINVAL, "At least one of the pre-conditions did not hold")
+
+    monkeypatch.setattr(files, "pipe_file", pipe_file)
+    assert set_alias(url, "m", "stable", 1).number == 2
+    assert others == [f"{root}/m/aliases/stable/1.json"]
