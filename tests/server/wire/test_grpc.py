@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from server.fake_engine import Bags, FakeEngine
-from server.live import GRPC_SERVERS, PROTOBUF, Live
+from server.live import GRPC_SERVERS, PROTOBUF, Live, live_server
 from server.waiting import until
 
 from embedserve.config import Limits
@@ -170,3 +170,26 @@ async def test_rest_and_grpc_answer_the_same_bits(live: Live) -> None:
         answer = await live.http.post("/embed", content=json.dumps(body))
         as_json = np.array(answer.json()["values"], np.float32)
         assert as_json.tobytes() == pb.EmbedResponse.FromString(over_grpc).values
+
+
+async def test_while_the_queue_for_large_requests_is_full_a_small_one_uploads(
+    engine: FakeEngine,
+) -> None:
+    limits = Limits(inline_bytes_max=2000, queue_examples_max=1)
+    large = pb.EmbedRequest(keys=["user"], ids=[1] * 200, lengths=[200])
+    unknown_field = b"\xa2\x06" + bytes([0x80, 0x80, 0x10]) + bytes(1 << 18)
+    small = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1]).SerializeToString()
+    engine.hold()
+    async with live_server(engine, limits=limits) as live:
+        held = [asyncio.ensure_future(live.stub.Embed(large))]
+        await until(lambda: engine.lookups)
+        held.append(asyncio.ensure_future(live.stub.Embed(large)))
+        await until(lambda: live.queued() == 1)
+        refused = await live.http.post("/embed", json={"features": {"user": [1] * 200}})
+        assert "for large requests holds 1 examples, 1 more pass its limit" in refused.text
+        assert live.exchange.models.is_full
+        embed = live.channel.unary_unary("/embedserve.v1.EmbeddingService/Embed")
+        answer = pb.EmbedResponse.FromString(await embed(small + unknown_field, timeout=20))
+        assert answer.batch_size == 1
+        engine.release()
+        await asyncio.gather(*held)
