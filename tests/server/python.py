@@ -14,13 +14,15 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
 
 
-def run_python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def run_python(
+    *arguments: str | Path, timeout_s: float = RUN_S_MAX
+) -> subprocess.CompletedProcess[str]:
     """Its exit status and what it wrote; nothing is raised for a status other than 0."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=RUN_S_MAX,
+        timeout=timeout_s,
         check=False,
     )

@@ -150,7 +150,7 @@ class RemoteFolder:
 
     def remove_folder(self, name: str) -> None:
         """Removes an empty folder, where the file system has folders."""
-        with contextlib.suppress(FileNotFoundError, NotImplementedError, OSError):
+        with contextlib.suppress(NotImplementedError, OSError):
             self._files.rmdir(f"{self.root}/{name}")
 
 
