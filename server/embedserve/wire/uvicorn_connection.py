@@ -222,6 +222,7 @@ class UvicornConnection(HttpToolsProtocol):
         self._metrics.refused(error.code, error.message, seconds)
         if is_pending:
             cycle.disconnected = True
+            cycle.waiting_for_100_continue = False  # which would be said after our last answer
             cycle.message_event.set()
         if self.pipeline or (self._is_in_body and cycle.response_started):
             self.transport.close()

@@ -156,6 +156,19 @@ async def test_a_head_that_cannot_be_is_refused_in_json(
     assert server.outcomes() == {error_of(answer)["code"]: 1}
 
 
+async def test_what_is_refused_is_not_told_to_continue(
+    server: OurServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one packet with what is wrong: uvicorn would say so once nothing may be written."""
+    head = "POST /models/shop/embed HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\n"
+    chunked = f"{head}Transfer-Encoding: chunked\r\n\r\nno chunk\r\n".encode()
+    answer, rest = await ask(server, chunked)
+    assert (answer[0], rest) == (400, b"")
+    assert "not a request of HTTP/1.1" in error_of(answer)["message"]
+    await asyncio.sleep(0)
+    assert caplog.messages == []
+
+
 async def test_a_head_within_the_limits_is_read(server: OurServer) -> None:
     long = "x-long: " + "a" * (HEAD_BYTES_MAX - 200)
     many = [f"x-{i}: 1" for i in range(HEAD_LINES_MAX - 1)]
