@@ -12,7 +12,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 TORCHREC := 1.8.0
 
-.PHONY: install serve test lint types contracts pytest test-gpu fuzz soak proto docs format bench bench-peers bench-large clean
+.PHONY: install serve test lint types contracts pytest test-gpu fuzz soak swaps proto docs format bench bench-peers bench-large clean
 
 install: $(INSTALLED)
 
@@ -65,6 +65,10 @@ fuzz: install
 # SOAK="--minutes 60 --seed 7 --output folder".
 soak: install
 	PYTHONPATH=server:model_store:clients:proto:tests $(BIN)/python -W ignore -m soak.soak $(SOAK)
+
+# A hundred changes of the version that answers, under full load: SWAPS="--swaps 100 --workers 2".
+swaps: install
+	PYTHONPATH=server:model_store:clients:proto:tests $(BIN)/python -W ignore -m soak.swaps $(SWAPS)
 
 # The generated code beside embedding.proto is committed; a test compares it.
 proto: install

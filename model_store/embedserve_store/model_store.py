@@ -88,6 +88,16 @@ class ModelStore:
         """
         return self._store.load(model, self._number(model, version))
 
+    def resolve(self, model: str, version: int | str | None = None) -> int:
+        """The number of the version that is meant: the highest, or an alias's; not opened."""
+        number = self._number(model, version)
+        if number is not None:
+            return number
+        published = self.versions(model)
+        if not published:
+            raise StoreError(f"{self.where}/{model}: no version is published")
+        return published[-1]
+
     def _number(self, model: str, version: int | str | None) -> int | None:
         """``version``, or where it is an alias that one's."""
         if not isinstance(version, str):

@@ -95,6 +95,14 @@ class ServeSettings:
         "A model to serve, NAME, NAME@VERSION or NAME@ALIAS; may be repeated. Default: all of the "
         "store, the newest version of each.",
     )
+    follow: str = setting(
+        "none",
+        "alias: models named NAME@ALIAS move with it while they are served; latest: those named "
+        "without a version move to each newer one, too; none: what is served changes at a start.",
+    )
+    follow_s: float = setting(
+        10.0, "Seconds between two looks at what the store says.", min=0.1, max=86400
+    )
     default_model: str = setting(
         "", "Answers requests that name none. Default: the model, if only one is served."
     )
@@ -141,6 +149,7 @@ class ServeSettings:
 HANG_S_MIN = 2.0
 """Workers give a sign of life every half second."""
 CHOICES = {
+    "follow": ("none", "alias", "latest"),
     "grpc_server": ("native", "grpcio"),
     "lookup": ("compiled", "eager"),
     "tables": ("mapped", "resident"),
@@ -159,6 +168,11 @@ def check_settings(settings: ServeSettings) -> None:
             f"worker_hang_s is {settings.worker_hang_s:g}, which a busy host's workers would pass: "
             f"use {HANG_S_MIN:g} or more, or 0 for never"
         )
+    if settings.follow != "none" and settings.workers > 1 and settings.tables == "resident":
+        raise ValueError(
+            f"follow is {settings.follow!r}, but a version that comes while workers run cannot be "
+            "copied into memory that they share: use --tables mapped, or --workers 1"
+        )
     check_device(settings, settings.devices)
 
 
@@ -166,6 +180,11 @@ def check_device(settings: ServeSettings, device_type: str) -> None:
     """Raises ValueError for settings that make no sense where tables are copied to GPUs."""
     if device_type != "cuda":
         return
+    if settings.follow != "none":
+        raise ValueError(
+            f"follow is {settings.follow!r}, but the tables go to GPUs, where a version that comes "
+            "would have to fit beside the one that answers, which is not seen to yet: use none"
+        )
     if settings.workers > 1:
         raise ValueError(
             f"workers is {settings.workers}, but the tables go to GPUs, and each worker would copy "

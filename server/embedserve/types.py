@@ -210,3 +210,19 @@ class ModelInfo:
             request.batch_size * self.answer_bytes_per_example
             + request.ids.size * self.answer_bytes_per_id
         )
+
+
+@dataclass(frozen=True)
+class ComingVersion:
+    """A version that a model is to be answered by, and is not yet.
+
+    Attributes:
+        state: loading, or failed: it stays out.
+        reason: why it failed.
+        since: ISO 8601, UTC.
+    """
+
+    version: int
+    state: str
+    reason: str
+    since: str

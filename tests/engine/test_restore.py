@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -201,17 +200,10 @@ def test_nothing_but_empty_bags_is_zeros(float32: tuple[Engine, ModelVersion]) -
 def test_tables_are_mapped_not_copied(published: Publish) -> None:
     engine = restore(published(sharding="row_wise", world_size=2))
     mapped = engine._version.tables.data
-    for lookup in (engine._lookup, engine._weighted_lookup):
-        assert isinstance(lookup, torch.jit.ScriptModule)
-        graph: Any = lookup.graph
-        tensors = [
-            node.t("value")
-            for node in graph.findAllNodes("prim::Constant")
-            if node.hasAttribute("value") and node.kindOf("value") == "t"
-        ]
-        rows = [tensor for tensor in tensors if tensor.numel() == mapped.size]
-        assert rows
-        assert {tensor.data_ptr() for tensor in rows} == {mapped.ctypes.data}
+    for compiled in engine.compiled:
+        assert not engine.runs_modules
+        assert {data.data_ptr() for data, _ in compiled.rows} == {mapped.ctypes.data}
+        assert {data.numel() for data, _ in compiled.rows} == {mapped.size}
 
 
 def test_restoring_on_any_number_of_ranks_takes_no_memory_of_the_size_of_the_tables(

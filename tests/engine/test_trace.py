@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 
 import pytest
@@ -93,17 +92,3 @@ def test_tables_on_one_rank_are_looked_up_by_a_trace(
         ids, lengths = to_kjt(bags, version.manifest.features)
         answer = engine.lookup(ids, lengths)
         assert_same(answer, expected(stored_rows(version), version.manifest, bags))
-
-
-def test_a_model_that_is_dropped_lets_go_of_its_rows(tmp_path: Path) -> None:
-    config = EmbeddingBagConfig(
-        name="t", num_embeddings=50, embedding_dim=16, feature_names=["t"], pooling=PoolingType.SUM
-    )
-    publish(EmbeddingBagCollection(tables=[config]), tmp_path, model="m")
-    path = f"{tmp_path}/m/1/tables.safetensors"
-    engine = restore(ModelStore(tmp_path).load("m"))
-    assert engine.lookup_kind == TRACED
-    assert path in Path("/proc/self/maps").read_text()
-    del engine
-    gc.collect()
-    assert path not in Path("/proc/self/maps").read_text()

@@ -218,16 +218,10 @@ def test_rows_that_come_in_the_order_of_the_keys_are_not_copied(
 def test_tables_are_mapped_not_copied(write: Write) -> None:
     engine = restore(write(sharding="row_wise", world_size=2))
     mapped = engine._version.tables.data
-    assert isinstance(engine._lookup, torch.jit.ScriptModule)
-    graph: Any = engine._lookup.graph
-    tensors = [
-        node.t("value")
-        for node in graph.findAllNodes("prim::Constant")
-        if node.hasAttribute("value") and node.kindOf("value") == "t"
-    ]
-    rows = [tensor for tensor in tensors if tensor.numel() == mapped.size]
-    assert rows
-    assert {tensor.data_ptr() for tensor in rows} == {mapped.ctypes.data}
+    for compiled in engine.compiled:
+        assert not engine.runs_modules
+        assert {data.data_ptr() for data, _ in compiled.rows} == {mapped.ctypes.data}
+        assert {data.numel() for data, _ in compiled.rows} == {mapped.size}
 
 
 def test_another_number_of_ranks_is_planned_anew(ec: EmbeddingCollection, write: Write) -> None:

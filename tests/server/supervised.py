@@ -16,13 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from embedserve.config import ServeSettings
-from embedserve.metrics.metrics import cells_per_worker
+from embedserve.metrics.metrics import FEATURE_CELLS_MIN, cells_per_worker
 from embedserve.metrics.slots import Slot, Slots
 from embedserve.processes.ports import SharedPorts, claim_ports
 from embedserve.processes.supervisor import Supervisor, WorkerFailedError
-
-FEATURES = 3
-"""Of the fake engine's model."""
 
 
 def serve(
@@ -56,7 +53,7 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
     faulthandler.enable()
     settings = ServeSettings(store="", drain_s=drain_s, workers=workers)
     ports = claim_ports("127.0.0.1", 0, 0).share()
-    slots = Slots(workers, cells_per_worker([FEATURES]))
+    slots = Slots(workers, cells_per_worker([FEATURE_CELLS_MIN]))
 
     def run_worker(index: int, channel: socket.socket) -> int:
         print("started", index, flush=True)

@@ -45,3 +45,12 @@ def test_workers_have_time_for_a_sign_of_life(hang_s: float) -> None:
         check_settings(replace(PLAIN, worker_hang_s=hang_s))
     for allowed in (0, 2):
         check_settings(replace(PLAIN, worker_hang_s=allowed))
+
+
+def test_memory_that_workers_share_cannot_follow_a_store() -> None:
+    resident = replace(PLAIN, follow="alias", tables="resident")
+    check_settings(resident)
+    check_settings(replace(resident, workers=2, follow="none"))
+    check_settings(replace(resident, workers=2, tables="mapped"))
+    with pytest.raises(ValueError, match=r"^follow is 'alias', but a version that comes while"):
+        check_settings(replace(resident, workers=2))

@@ -1,3 +1,3 @@
-"""Tables held in memory instead of mapped: resident_tables.py copies them there, and
-available_memory.py tells how much there is.
+"""Tables held in memory instead of mapped: resident_tables.py copies them there, mapped_tables.py
+reads those that stay mapped, and available_memory.py tells how much there is.
 """

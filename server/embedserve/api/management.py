@@ -5,6 +5,7 @@ Also describes the embed routes, which the wire answers, in the same OpenAPI.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -20,6 +21,7 @@ from embedserve.codec.json_codec import encode_error
 from embedserve.codec.model_description import describe
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, InvalidRequestError
 from embedserve.exchange import Exchange
+from embedserve.types import ModelInfo
 
 
 class IdRule(BaseModel):
@@ -52,6 +54,15 @@ class Table(BaseModel):
     ids: IdRule
 
 
+class NextVersion(BaseModel):
+    """A version that is to answer, and does not yet."""
+
+    version: int
+    state: str = Field(description="loading, or failed: it stays out.")
+    reason: str = Field(description="Why it failed.")
+    since: str = Field(description="ISO 8601, UTC.")
+
+
 class Model(BaseModel):
     """A served model."""
 
@@ -66,6 +77,7 @@ class Model(BaseModel):
     bytes_per_rank: list[int]
     replanned: bool
     lookup: str = Field(description="How lookups run: traced, scripted or eager.")
+    next: NextVersion | None = Field(None, description="Where the store is followed.")
 
 
 class Models(BaseModel):
@@ -123,18 +135,23 @@ def management_app(exchange: Exchange) -> FastAPI:
         shape = metrics_of_all
         return Info(version=__version__, workers=shape.workers, tables=shape.tables)
 
+    def model_of(info: ModelInfo) -> Model:
+        coming = served.coming.get(info.name)
+        described = describe(info) | {"next": None if coming is None else asdict(coming)}
+        return Model.model_validate(described)
+
     @app.get("/models", tags=["models"], response_model_exclude_none=True)
     async def models() -> Models:
         """Every served model."""
         return Models(
-            models=[Model.model_validate(describe(info)) for info in served.models()],
+            models=[model_of(info) for info in served.models()],
             default_model=served.default_model,
         )
 
     @app.get("/models/{model}", tags=["models"], response_model_exclude_none=True)
     async def model(model: str) -> Model:
         """One served model."""
-        return Model.model_validate(describe(served.model(model)))
+        return model_of(served.model(model))
 
     _add_error_shape(app)
     _add_embed_routes_to_openapi(app)

@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from time import perf_counter
 from typing import Protocol
 
@@ -61,7 +62,7 @@ def _do_nothing() -> None:
 
 
 class Batcher:
-    """The queue of one model, in two lanes, and the loop that empties it.
+    """The queue of one version of a model, in two lanes, and the loop that empties it.
 
     Used from one event loop, that of its first request. Times are perf_counter seconds.
 
@@ -98,20 +99,23 @@ class Batcher:
         self._log = QuietLog(logger)
         self._loop: asyncio.AbstractEventLoop | None = None
         metrics.count_queue = self._count_queue
+        self._unknown_ids = metrics.unknown_ids  # of another version's features there are others
         self._inline_bytes_max = limits.inline_bytes_max
         self._share_examples = int(SOURCE_SHARE * limits.queue_examples_max)
         self._share_ids = int(SOURCE_SHARE * limits.queue_ids_max)
+        bags_bytes = BAG_BYTES * len(model.features)
+        self._bytes_per_example = model.answer_bytes_per_example + bags_bytes
+        self._bytes_per_id = model.answer_bytes_per_id + 4 * max(model.length_per_key)
+        self._work_bytes = partial(_work_bytes, self._bytes_per_example, self._bytes_per_id)
         self._small, self._large = self._lanes = [
             Lane(model, limits, self._work_bytes) for _ in range(2)
         ]
         # What cannot be told to be large waits here.
         self._first = self._small if limits.inline_bytes_max else self._large
         self._is_scheduled = False
+        self._on_retired: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0  # when it ends
-        bags_bytes = BAG_BYTES * len(model.features)
-        self._bytes_per_example = model.answer_bytes_per_example + bags_bytes
-        self._bytes_per_id = model.answer_bytes_per_id + 4 * max(model.length_per_key)
 
     def enqueue(self, request: LookupRequest, caller: Caller) -> None:
         """Queues ``request`` (in the model's order); ``caller`` is told its one answer, unless it
@@ -157,10 +161,6 @@ class Batcher:
     def _is_large(self, one: LookupRequest | Batch) -> bool:
         return self._work_bytes(one.batch_size, one.ids.size) > self._inline_bytes_max
 
-    def _work_bytes(self, examples: int, ids: int) -> int:
-        """Of rows read and values written."""
-        return examples * self._bytes_per_example + ids * self._bytes_per_id
-
     def _count_queue(self) -> tuple[int, int]:
         small, large = self._small, self._large
         return small.requests + large.requests, small.examples + large.examples
@@ -188,14 +188,17 @@ class Batcher:
         is_large = self._work_bytes(examples, ids) > self._inline_bytes_max
         _check_open(self._large if is_large else self._first)
 
+    def note_damage(self) -> None:
+        """What find_damage has found is of the version that answers."""
+        self._metrics.is_damaged = True
+
     async def find_damage(self) -> str:
         """What has become of the rows since the start, in a thread beside the batches; "" if
-        nothing has."""
+        nothing has. Not asked of one that was retired."""
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._executor, self._engine.check)
         except StoreError as error:
-            self._metrics.is_damaged = True
             return str(error)
         except Exception:
             self._say_failed("looking whether the rows have changed")
@@ -266,6 +269,20 @@ class Batcher:
     def _go_on(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._small.is_ready() or self._large.is_ready():
             self._schedule(loop)
+        elif self._on_retired is not None:
+            self._retire_if_idle(self._on_retired)
+
+    def retire(self, on_retired: Callable[[], None]) -> None:
+        """Nobody is queued here any more: once those that wait were answered it lets go of its
+        engine, and calls ``on_retired``."""
+        self._on_retired = on_retired
+        self._retire_if_idle(on_retired)
+
+    def _retire_if_idle(self, on_retired: Callable[[], None]) -> None:
+        if not any(lane.requests or lane.is_working for lane in self._lanes):
+            self._on_retired = None
+            del self._engine  # whoever still holds this object does not hold the rows
+            on_retired()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -328,7 +345,7 @@ class Batcher:
         self._metrics.batch_examples.observe(batch.batch_size)
         self._metrics.batch_ids.observe(batch.ids.size)
         if batch.unknown_counts is not None:
-            self._metrics.unknown_ids += batch.unknown_counts.sum(axis=0)
+            self._unknown_ids += batch.unknown_counts.sum(axis=0)
         if not self._is_large(batch):
             self._finish(callers, batch, [self._look_up(batch)])
             return
@@ -409,6 +426,11 @@ class Batcher:
             if caller.is_waiting:
                 caller.refuse(error)
         self.on_answered()
+
+
+def _work_bytes(bytes_per_example: int, bytes_per_id: int, examples: int, ids: int) -> int:
+    """Of rows read and values written."""
+    return examples * bytes_per_example + ids * bytes_per_id
 
 
 def _check_open(lane: Lane) -> None:

@@ -1,5 +1,6 @@
 """The engine package: torch and torchrec live here and in the model store, nowhere else.
 
 sharded.py (unpooled.py for an EmbeddingCollection) builds the DistributedModelParallel, bind.py
-gives it its rows, script.py compiles it, engine.py answers, restore.py puts them together.
+gives it its rows, script.py compiles it (trace.py down to tensor operations), engine.py answers,
+restore.py puts them together.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 
+from embedserve.engine.kernel_rows import Rows
 from embedserve_store.format.table_spec import SCALE_BIAS_BYTES, row_bytes
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES
@@ -67,6 +68,13 @@ def share_rows(
         kernel.weights_physical_offsets = twin.weights_physical_offsets
         kernel.initialize_logical_weights_placements_and_offsets()
         kernel.weight_initialized = True
+
+
+def mapped_rows(version: ModelVersion, tables: Sequence[Sequence[str]]) -> list[Rows]:
+    """What each CPU kernel reads of ``version``, and where in it the ``tables`` of its features
+    begin, which on one rank lie whole."""
+    mapped, offsets = as_tensor(version.tables.data), version.tables.offsets
+    return [(mapped, torch.tensor([offsets[name] for name in names])) for names in tables]
 
 
 def as_tensor(data: np.ndarray) -> torch.Tensor:

@@ -1,17 +1,18 @@
 """The engine: (row numbers, lengths, weights) of one batch in, vectors out.
 
-Holds the DistributedModelParallel of one model version. Arrays come in and go out as numpy;
-torch begins and ends here. It trusts its input: the batch has been validated.
+Holds what was compiled of one model version's DistributedModelParallel, and its rows. Arrays come
+in and go out as numpy; torch begins and ends here. It trusts its input: the batch was validated.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from embedserve.engine.script import Lookup
+from embedserve.engine.script import KINDS, Compiled
 from embedserve.engine.sharded import main_device
 from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest import Manifest
@@ -43,31 +44,35 @@ class Engine:
         translator: turns callers' ids into the row numbers that lookups take.
         plan: as restored, which is not the stored one where ``replanned``.
         device_type: cpu or cuda.
-        lookup_kind: how lookups run: one of script.KINDS.
+        compiled: the lookup, and of a pooled model the one with weights.
+        lookup_kind: how they run, the slower of both: one of script.KINDS.
     """
 
     def __init__(
-        self,
-        version: ModelVersion,
-        plan: Plan,
-        device_type: str,
-        *,
-        lookup: Lookup,
-        weighted_lookup: Lookup | None,
-        lookup_kind: str,
+        self, version: ModelVersion, plan: Plan, device_type: str, compiled: Sequence[Compiled]
     ) -> None:
         self.manifest: Manifest = version.manifest
         self.translator: IdTranslator = version.translator
         self.plan = plan
         self.device_type = device_type
-        self.lookup_kind = lookup_kind
+        self.compiled = tuple(compiled)
+        self.lookup_kind = max((one.kind for one in compiled), key=KINDS.index)
         self.replanned = plan is not version.plan
         self._version = version
-        self._lookup = lookup
-        self._weighted_lookup = weighted_lookup
+        self._lookup = compiled[0].lookup
+        self._weighted_lookup = compiled[1].lookup if self.manifest.is_pooled else None
         self._device = main_device(device_type)
         self._golden: _Golden | None = None
         self._means = [c for c in self.manifest.columns if c.table.pooling == "mean"]
+
+    @property
+    def runs_modules(self) -> bool:
+        """Whether a lookup runs through a torch module, not through a function compiled of it."""
+        return any(one.program is None for one in self.compiled)
+
+    def shares_programs(self, before: Engine) -> bool:
+        """Whether nothing was compiled for it that was not for the engine ``before`` it."""
+        return [one.program for one in self.compiled] == [one.program for one in before.compiled]
 
     def lookup(
         self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None

@@ -5,14 +5,24 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from embedserve.engine.bind import mapped_rows
 from embedserve.engine.engine import Engine
-from embedserve.engine.script import EAGER, KINDS, RowLookup, TensorLookup, compile_lookup
+from embedserve.engine.script import (
+    EAGER,
+    TRACED,
+    Compiled,
+    RowLookup,
+    TensorLookup,
+    compile_lookup,
+)
 from embedserve.engine.sharded import main_device, shard
 from embedserve.engine.unpooled import shard_unpooled
 from embedserve_store.errors import StoreError
+from embedserve_store.format.id_rule import ROW_NUMBERS
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
@@ -29,6 +39,8 @@ def restore(
     *,
     strict_plan: bool = False,
     is_eager: bool = False,
+    before: Engine | None = None,
+    may_compile: bool = True,
 ) -> Engine:
     """The engine of ``version``, warm and checked against its goldens.
 
@@ -39,6 +51,11 @@ def restore(
             number of ranks.
         is_eager: look up by the forward of the DistributedModelParallel, as torchrec has it,
             instead of what is compiled from it.
+        before: of the version before, restored with the same ``is_eager``. What was compiled of
+            it is used again where all that differs are rows and how many a table has: nothing
+            is sharded then, and nothing compiled.
+        may_compile: whether no other lookup runs meanwhile through a module: torch.fx patches all
+            modules of the process while it traces one.
 
     Raises:
         StoreError: the version cannot be served on these devices, or answers wrongly.
@@ -50,6 +67,51 @@ def restore(
     plan = _plan_for(version, device_type, world_size, strict_plan)
     if device_type == "cuda":
         check_gpu_memory(plan, version.manifest.tables)
+    compiled = None if before is None else _compiled_before(before, version, plan, device_type)
+    if compiled is None and not may_compile:
+        raise StoreError(
+            f"{version.path}: it has to be compiled anew, and meanwhile lookups that run eagerly "
+            "would fail: restart the server to serve it"
+        )
+    if compiled is None:
+        compiled = _compile(version, plan, device_type, is_eager=is_eager)
+    engine = Engine(version, plan, device_type, compiled)
+    engine.warm_up()
+    return engine
+
+
+def _compiled_before(
+    before: Engine, version: ModelVersion, plan: Plan, device_type: str
+) -> list[Compiled] | None:
+    """The lookups of ``before`` in the rows of ``version``; None where they are others, or have
+    rows that are not read where they are mapped."""
+    programs = [one.program for one in before.compiled if one.program is not None]
+    plans = (before.plan, before.manifest), (plan, version.manifest)
+    has_columns = any(one.column_shard_bytes(manifest.tables) for one, manifest in plans)
+    if len(programs) < len(before.compiled) or device_type != "cpu" or has_columns:
+        return None
+    is_traced = before.lookup_kind == TRACED
+    if _layout(before.manifest, before.plan, is_traced) != _layout(
+        version.manifest, plan, is_traced
+    ):
+        return None
+    return [Compiled.of(one, mapped_rows(version, one.tables)) for one in programs]
+
+
+def _layout(manifest: Manifest, plan: Plan, is_traced: bool) -> object:
+    """All that what is compiled of a model depends on; a trace, which is of one rank, not on how
+    many rows its tables have."""
+    tables = [replace(table, sha256="", ids=ROW_NUMBERS) for table in manifest.tables]
+    if not is_traced:
+        return tables, plan.world_size, plan.tables
+    sharding = [plan.tables[table.name].sharding_type for table in tables]
+    return [replace(table, num_embeddings=1) for table in tables], plan.world_size, sharding
+
+
+def _compile(
+    version: ModelVersion, plan: Plan, device_type: str, *, is_eager: bool
+) -> list[Compiled]:
+    """The lookups of ``version``, sharded by ``plan``."""
     try:
         lookups = _lookups(version, plan, device_type, is_eager=is_eager)
     except RuntimeError as error:
@@ -58,22 +120,12 @@ def restore(
         reason = str(error).splitlines()[0]
         raise StoreError(f"{version.path}: does not fit on {device_type}: {reason}") from error
     device = main_device(device_type)
-    compiled = [
-        (lookup, EAGER)
+    return [
+        Compiled(lookup, EAGER)
         if is_eager
         else compile_lookup(lookup, device, ranks=plan.world_size, is_weighted=is_weighted)
         for lookup, is_weighted in zip(lookups, (False, True), strict=False)
     ]
-    engine = Engine(
-        version,
-        plan,
-        device_type,
-        lookup=compiled[0][0],
-        weighted_lookup=compiled[1][0] if version.manifest.is_pooled else None,
-        lookup_kind=max((kind for _, kind in compiled), key=KINDS.index),
-    )
-    engine.warm_up()
-    return engine
 
 
 def _lookups(

@@ -9,13 +9,17 @@ the eager module: slower, same answers.
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torchrec.fx import Tracer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from embedserve.engine.trace import Traced, trace
+from embedserve.engine.kernel_rows import Rows, kernels_of, stood_in_for, take_rows
+from embedserve.engine.trace import trace, with_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -135,10 +139,57 @@ def _follow_one_another(slices: list[torch.Tensor]) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Program:
+    """A compiled lookup without its rows: that of every version of one layout.
+
+    Attributes:
+        kind: TRACED, or SCRIPTED.
+        run: traced, it takes the rows of each kernel and where its tables begin in them, then
+            (ids, lengths), or (ids, lengths, weights); scripted, (ids, lengths, weights) and then
+            the rows of each kernel, whose tables begin where they did.
+        tables: by kernel, of each feature that it looks up the table.
+    """
+
+    kind: str
+    run: Callable[..., torch.Tensor]
+    is_weighted: bool
+    tables: tuple[tuple[str, ...], ...]
+
+    def over(self, rows: Sequence[Rows]) -> Lookup:
+        """The lookup in ``rows``, of each kernel."""
+        run = self.run
+        if self.kind == SCRIPTED:
+            data = [one for one, _ in rows]
+            return lambda ids, lengths, weights: run(ids, lengths, weights, *data)
+        given = partial(run, *(tensor for one in rows for tensor in one))
+        return given if self.is_weighted else lambda ids, lengths, weights: given(ids, lengths)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A lookup, and how it runs.
+
+    Attributes:
+        kind: one of KINDS.
+        program: of which it is made, where it can be given other rows.
+        rows: that it was given, of each kernel.
+    """
+
+    lookup: Lookup
+    kind: str
+    program: Program | None = None
+    rows: tuple[Rows, ...] = ()
+
+    @classmethod
+    def of(cls, program: Program, rows: Sequence[Rows]) -> Self:
+        return cls(program.over(rows), program.kind, program, tuple(rows))
+
+
 def compile_lookup(
     lookup: TensorLookup | RowLookup, device: torch.device, *, ranks: int, is_weighted: bool
-) -> tuple[Lookup, str]:
-    """``lookup`` and TRACED or SCRIPTED, or as it is and EAGER where both fail (logged).
+) -> Compiled:
+    """``lookup`` traced or scripted, or as it is where both fail (logged).
 
     Args:
         device: where its batches are.
@@ -152,18 +203,39 @@ def compile_lookup(
             if ranks == 1:
                 traced = trace(lookup, len(lookup.features), device, is_weighted=is_weighted)
                 if traced is not None:
-                    return _with_optional_weights(traced, is_weighted), TRACED
-            graph = Tracer(leaf_modules=[KERNEL]).trace(lookup)
-            scripted = torch.jit.script(torch.fx.GraphModule(lookup, graph).eval())
-            # Frozen, attributes are constants (the mapped rows too, not copied) and much of
-            # what torchrec asks of its batches is known beforehand: a third less time.
-            return torch.jit.freeze(scripted), SCRIPTED
+                    return _compiled(TRACED, traced, lookup, is_weighted)
+            return _scripted(lookup, is_weighted)
         except Exception as error:  # anything: torch names no type for what it cannot compile
             logger.warning("lookups run eagerly, TorchScript failed: %s", str(error)[:500])
-            return lookup, EAGER
+            return Compiled(lookup, EAGER)
 
 
-def _with_optional_weights(traced: Traced, is_weighted: bool) -> Lookup:
-    if is_weighted:
-        return traced
-    return lambda ids, lengths, weights: traced(ids, lengths)
+def _compiled(
+    kind: str,
+    run: Callable[..., torch.Tensor],
+    lookup: TensorLookup | RowLookup,
+    is_weighted: bool,
+) -> Compiled:
+    kernels = kernels_of(lookup)
+    sharded: Any = lookup.sharded
+    configs = sharded.tbes_configs()
+    tables = (
+        tuple(configs[kernel].embedding_tables[t].name for t in kernel.feature_table_map)
+        for kernel in kernels
+    )
+    program = Program(kind, run, is_weighted, tuple(tables))
+    return Compiled.of(program, take_rows(kernels))
+
+
+def _scripted(lookup: TensorLookup | RowLookup, is_weighted: bool) -> Compiled:
+    """Frozen, attributes are constants, and much of what torchrec asks of its batches is known
+    beforehand: a third less time. Rows are to be no constants, which live as long as what was
+    compiled: it is compiled over stand-ins for them, which are made its inputs then."""
+    graph = Tracer(leaf_modules=[KERNEL]).trace(lookup)
+    module = torch.fx.GraphModule(lookup, graph).eval()
+    kernels = kernels_of(lookup)
+    with stood_in_for(kernels) as stand_ins:
+        run = with_inputs(torch.jit.freeze(torch.jit.script(module)), stand_ins)
+    if run is not None:
+        return _compiled(SCRIPTED, run, lookup, is_weighted)
+    return Compiled(torch.jit.freeze(torch.jit.script(module)), SCRIPTED)

@@ -3,7 +3,8 @@
 A scripted lookup still builds a KeyedJaggedTensor and asks it questions, 15 us each time; its
 trace is what is left of that: for tables on one rank a cumulative sum and the kernel. A trace
 bakes in whatever Python number it met, so it is taken for batches of three shapes: where the
-traces differ, as where ids are split among ranks, it is not used.
+traces differ, as where ids are split among ranks, it is not used. Rows are no part of it: they
+are given to each call, so that the next version of a model may use the same trace.
 
 torch.jit.trace takes fifty times as long: of a module it first compiles whatever else the modules
 in it can do, and what it makes is kept, rows and all, for as long as the process lives.
@@ -14,19 +15,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
-    IntNBitTableBatchedEmbeddingBagsCodegen as Kernel,
-)
 from torch import nn
+
+from embedserve.engine.kernel_rows import give_rows, kernels_of, rows_of
 
 logger = logging.getLogger(__name__)
 
 Traced = Callable[..., torch.Tensor]
-"""Takes (ids, lengths), or (ids, lengths, weights)."""
+"""Takes the rows of each kernel, then (ids, lengths), or (ids, lengths, weights)."""
 
 EXAMPLES = (1, 3, 7)
 """Batch sizes that are traced; as primes they divide nothing by accident."""
@@ -35,27 +35,77 @@ EXAMPLES = (1, 3, 7)
 def trace(
     lookup: nn.Module, features: int, device: torch.device, *, is_weighted: bool
 ) -> Traced | None:
-    """``lookup`` as the operations of its trace, rows and all else its constants; None where these
-    depend on the batch. The result takes weights if ``is_weighted``."""
+    """The operations of ``lookup``; None where these depend on the batch. Takes weights if
+    ``is_weighted``."""
+    kernels = kernels_of(lookup)
+    rows = list(map(rows_of, kernels))
+    flat = tuple(tensor for one in rows for tensor in one)
 
-    def plain(ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        values: torch.Tensor = lookup(ids, lengths, None)
+    def function(*inputs: torch.Tensor) -> torch.Tensor:
+        given, batch = inputs[: len(flat)], inputs[len(flat) :]
+        give_rows(kernels, list(zip(given[::2], given[1::2], strict=True)))
+        values: torch.Tensor = lookup(*batch) if is_weighted else lookup(*batch, None)
         return values
 
-    function: Traced = lookup if is_weighted else plain
     graphs = []
-    with _without_queues(lookup.eval()), torch.no_grad():
+    with _without_queues(kernels), torch.no_grad():
+        lookup.eval()
         for examples in EXAMPLES:
-            inputs = _inputs(features, examples, device)
+            batch = _inputs(features, examples, device)
             try:
-                graphs.append(_graph(function, inputs if is_weighted else inputs[:2]))
+                graphs.append(_graph(function, flat + (batch if is_weighted else batch[:2])))
             except RuntimeError as error:  # an operator that cannot be traced
                 logger.debug("lookups are not traced: %s", error)
                 return None
+            finally:
+                give_rows(kernels, rows)
     if len(set(map(_operations, graphs))) > 1:
         return None
     traced: Traced = torch._C._create_function_from_graph("lookup", graphs[0])
     return traced
+
+
+def with_inputs(frozen: Any, stand_ins: Sequence[torch.Tensor]) -> Traced | None:
+    """The operations of ``frozen``, a frozen script module, which take what stands for each of
+    ``stand_ins`` after their other inputs; None where they do not know one of these, or ask the
+    module for more than tensors."""
+    graph: Any = frozen.graph.copy()
+    for stand_in in stand_ins:
+        value = graph.addInput()
+        found = [one for one in graph.findAllNodes("prim::Constant") if _is(one, stand_in)]
+        for node in found:
+            node.output().replaceAllUsesWith(value)
+        if not found:
+            return None
+    module = next(iter(graph.inputs()))
+    graph.setInsertPoint(next(iter(graph.nodes())))
+    if not _without_attributes(graph, module, frozen):
+        return None
+    torch._C._jit_pass_dce(graph)
+    if module.uses():
+        return None
+    graph.eraseInput(0)
+    function: Traced = torch._C._create_function_from_graph("lookup", graph)
+    return function
+
+
+def _without_attributes(graph: Any, module: Any, value: Any) -> bool:
+    """Makes constants of the tensors that ``graph`` asks ``module`` for, whose value is ``value``:
+    those of a cache of rows, which no plan here has. False where it asks for something else."""
+    for node in [use.user for use in module.uses()]:
+        if node.kind() != "prim::GetAttr":
+            return False
+        found = getattr(value, node.s("name"))
+        if isinstance(found, torch.Tensor):
+            node.output().replaceAllUsesWith(graph.insertConstant(found))
+        elif not _without_attributes(graph, node.output(), found):
+            return False
+    return True
+
+
+def _is(constant: Any, tensor: torch.Tensor) -> bool:
+    has_tensor = constant.hasAttribute("value") and constant.kindOf("value") == "t"
+    return bool(has_tensor and constant.t("value").data_ptr() == tensor.data_ptr())
 
 
 def _graph(function: Traced, inputs: tuple[torch.Tensor, ...]) -> Any:
@@ -77,14 +127,10 @@ class _Queue:
 
 
 @contextlib.contextmanager
-def _without_queues(lookup: nn.Module) -> Iterator[None]:
-    """Within, the kernels of ``lookup`` ask for nothing that is prefetched: their queues are C++
-    objects, which cannot be constants of a trace."""
-    queues = [
-        (kernel, kernel.lxu_cache_locations_list)
-        for kernel in lookup.modules()
-        if isinstance(kernel, Kernel)
-    ]
+def _without_queues(kernels: Sequence[Any]) -> Iterator[None]:
+    """Within, ``kernels`` ask for nothing that is prefetched: their queues are C++ objects, which
+    cannot be constants of a trace."""
+    queues = [(kernel, kernel.lxu_cache_locations_list) for kernel in kernels]
     for kernel, queue in queues:
         kernel.lxu_cache_locations_list = _Queue(queue.pop())
     try:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from zlib import crc32
 
 import numpy as np
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector
@@ -90,61 +91,113 @@ class ProtocolMetrics:
         return {outcome: count for outcome, count in named if count}, response_bytes
 
 
-def model_cells(features: int) -> int:
+FEATURE_CELLS_MIN = 1024
+"""Of a model, so that a later version of it may have more features; memory that is not written
+costs nothing."""
+MODEL_GAUGES = ("queued_requests", "queued_examples", "damaged", "wanted_version", "load_seconds")
+
+
+def feature_cells(models: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """How many features each version of a model may have, by the model's name, of how many the
+    first one has."""
+    return {name: max(features, FEATURE_CELLS_MIN) for name, features in models}
+
+
+def model_cells(features_max: int) -> int:
     buckets = (SECONDS_BUCKETS, COUNT_BUCKETS, COUNT_BUCKETS, LOOKUP_SECONDS_BUCKETS)
-    return 3 + features + sum(map(histogram_cells, buckets))
+    return len(MODEL_GAUGES) + 2 + features_max + sum(map(histogram_cells, buckets))
 
 
 class ModelMetrics:
-    """What one model's batcher did.
+    """What the batchers of one model did, version after version.
 
     Attributes:
+        model: the version that answers.
         count_queue: gives the requests, and their examples, that wait in this process.
         is_damaged: its files were changed under the server.
         unknown_ids: int64 [F], counted by this process.
+        wanted_version: what the store says is to be served; 0 where this process does not ask it.
+        load_seconds: what it took to load the version that answers, from when it was found; 0 for
+            the one that was there at the start.
+        switches: how often another version took over.
+        features_max: how many features a later version may have.
     """
 
-    def __init__(self, model: ModelInfo, slot: Slot | None = None) -> None:
-        features = len(model.features)
-        slot = slot or lone_slot(model_cells(features))
-        self.model = model
+    def __init__(
+        self, model: ModelInfo, slot: Slot | None = None, features_max: int = FEATURE_CELLS_MIN
+    ) -> None:
+        slot = slot or lone_slot(model_cells(features_max))
+        self.features_max = features_max
         self.count_queue: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.is_damaged = False
-        self.unknown_ids = np.zeros(features, np.int64)
-        self._queued = slot.take(2)
-        self._damaged = slot.take(1)
-        self._unknown = slot.take(features)
-        self._unknown_before = self._unknown.own.copy()
+        self.wanted_version = 0
+        self.load_seconds = 0.0
+        self._gauges = slot.take(len(MODEL_GAUGES))
+        self._switches = slot.take(1)
+        self.switches = int(self._switches.own[0])
+        self._features = slot.take(1)
+        self._unknown = slot.take(self.features_max)
+        self.model = model
+        self._count_features(model)
         self.wait_seconds = Histogram(SECONDS_BUCKETS, slot)
         self.batch_examples = Histogram(COUNT_BUCKETS, slot)
         self.batch_ids = Histogram(COUNT_BUCKETS, slot)
         self.lookup_seconds = Histogram(LOOKUP_SECONDS_BUCKETS, slot)
 
+    def switch(self, model: ModelInfo, load_seconds: float) -> None:
+        """Another version, ``model``, takes over. Where its features are others, their unknown ids
+        are counted from zero."""
+        if model.features != self.model.features:
+            self._count_features(model)
+        self.model = model
+        self.is_damaged = False
+        self.load_seconds = load_seconds
+        self.switches += 1
+
+    def _count_features(self, model: ModelInfo) -> None:
+        """Goes on where the cells were left, if they are of the same features."""
+        self.unknown_ids = np.zeros(len(model.features), np.int64)
+        features = crc32("\0".join(model.features).encode())
+        if self._features.own[0] != features:
+            self._unknown.own[:] = 0
+            self._features.own[0] = features
+        self._unknown_before = self._unknown.own[: len(model.features)].copy()
+
     def flush(self) -> None:
-        self._queued.own[:] = self.count_queue()
-        self._damaged.own[:] = self.is_damaged
-        self._unknown.own[:] = self._unknown_before + self.unknown_ids
+        self._gauges.own[:] = (
+            *self.count_queue(),
+            self.is_damaged,
+            self.wanted_version,
+            self.load_seconds,
+        )
+        self._switches.own[:] = self.switches
+        self._unknown.own[: self.unknown_ids.size] = self._unknown_before + self.unknown_ids
         for one in (self.wait_seconds, self.batch_examples, self.batch_ids, self.lookup_seconds):
             one.flush()
 
-    def total_queued(self) -> list[float]:
-        """[requests, examples] that wait in all workers that are ready."""
-        queued: list[float] = self._queued.of_ready().sum(axis=0).tolist()
-        return queued
+    def gauges(self) -> tuple[dict[str, float], dict[str, float]]:
+        """(sum, maximum) over all workers that are ready, by MODEL_GAUGES."""
+        ready = self._gauges.of_ready()
+        if not len(ready):
+            ready = np.zeros((1, len(MODEL_GAUGES)))
+        sums, most = ready.sum(axis=0).tolist(), ready.max(axis=0).tolist()
+        return dict(zip(MODEL_GAUGES, sums, strict=True)), dict(
+            zip(MODEL_GAUGES, most, strict=True)
+        )
 
-    def is_damaged_anywhere(self) -> bool:
-        """Whether any worker that is ready has found so."""
-        return bool(self._damaged.of_ready().any())
+    def most_switches(self) -> float:
+        """Of any worker: all switch together, and one that was replaced has missed some."""
+        return float(self._switches.every.max())
 
     def total_unknown_ids(self) -> list[float]:
         """[F] of all workers."""
-        unknown: list[float] = self._unknown.total().tolist()
+        unknown: list[float] = self._unknown.total()[: self.unknown_ids.size].tolist()
         return unknown
 
 
-def cells_per_worker(features_per_model: Iterable[int]) -> int:
+def cells_per_worker(features_max: Iterable[int]) -> int:
     """Cells that the metrics of a server with such models take of a slot."""
-    of_models = sum(map(model_cells, features_per_model))
+    of_models = sum(map(model_cells, features_max))
     return PROCESS_CELLS + len(PROTOCOLS) * PROTOCOL_CELLS + of_models
 
 
@@ -157,16 +210,28 @@ class Metrics(Collector):
     """
 
     def __init__(
-        self, models: Iterable[ModelInfo], slot: Slot | None = None, tables: str = "mapped"
+        self,
+        models: Iterable[ModelInfo],
+        slot: Slot | None = None,
+        tables: str = "mapped",
+        features_max: Mapping[str, int] | None = None,
     ) -> None:
+        """
+        Args:
+            features_max: of each model, by its name; what ``slot`` was made for.
+        """
         models = list(models)
-        slot = slot or lone_slot(cells_per_worker(len(model.features) for model in models))
+        if features_max is None:
+            features_max = feature_cells((model.name, len(model.features)) for model in models)
+        slot = slot or lone_slot(cells_per_worker(features_max.values()))
         self._slot = slot
         self._process = ProcessMetrics(slot)
         self.workers = slot.workers
         self.tables = tables
         self.protocols = {name: ProtocolMetrics(slot) for name in PROTOCOLS}
-        self.models = {model.name: ModelMetrics(model, slot) for model in models}
+        self.models = {
+            model.name: ModelMetrics(model, slot, features_max[model.name]) for model in models
+        }
 
     def registry(self) -> CollectorRegistry:
         """A registry of these metrics, and of the interpreter and its garbage collector.
@@ -241,22 +306,42 @@ class Metrics(Collector):
 
     def _collect_batchers(self) -> Iterator[Metric]:
         models = self.models.items()
-        queued = {name: model.total_queued() for name, model in models}
+        gauges = {name: model.gauges() for name, model in models}
         yield _gauge(
             "embedserve_queue_requests",
             "Requests waiting for a batch.",
-            {name: requests for name, (requests, _) in queued.items()},
+            {name: sums["queued_requests"] for name, (sums, _) in gauges.items()},
         )
         yield _gauge(
             "embedserve_queue_examples",
             "Examples of the requests waiting for a batch.",
-            {name: examples for name, (_, examples) in queued.items()},
+            {name: sums["queued_examples"] for name, (sums, _) in gauges.items()},
         )
-        yield _gauge(
-            "embedserve_model_damaged",
-            "1 where the model's rows are not what they were at the start: ready no more.",
-            {name: float(model.is_damaged_anywhere()) for name, model in models},
+        for gauge, help_text in (
+            (
+                "damaged",
+                "1 where the model's rows are not what they were at the start: ready no more.",
+            ),
+            (
+                "wanted_version",
+                "The version that the store says is to be served; 0 where it is not followed.",
+            ),
+            (
+                "load_seconds",
+                "Seconds from when the served version was found until it answered; 0 for the one "
+                "that was there at the start.",
+            ),
+        ):
+            most_of_all = {name: most[gauge] for name, (_, most) in gauges.items()}
+            yield _gauge(f"embedserve_model_{gauge}", help_text, most_of_all)
+        switches = CounterMetricFamily(
+            "embedserve_model_switches",
+            "How often another version of the model took over.",
+            labels=["model"],
         )
+        for name, model in models:
+            switches.add_metric([name], model.most_switches())
+        yield switches
         for attribute, name, help_text in (
             ("wait_seconds", "embedserve_queue_wait_seconds", "Seconds a request waited."),
             ("batch_examples", "embedserve_batch_examples", "Examples of a batch."),

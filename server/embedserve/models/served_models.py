@@ -15,7 +15,7 @@ from embedserve.batching.caller import Caller
 from embedserve.batching.join import to_model_order
 from embedserve.config import Limits
 from embedserve.errors import NotReadyError, RequestTooLargeError, UnknownModelError
-from embedserve.types import LookupRequest, ModelInfo
+from embedserve.types import ComingVersion, LookupRequest, ModelInfo
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class ServedModels:
         is_closed: whether one of the models takes no request, be it small or large.
         not_ready: why load balancers are told to send no more, as while draining; "" while they
             may. What still comes in over open connections is answered.
+        coming: versions that are being loaded or were refused, by the model that waits for them.
     """
 
     def __init__(self, batchers: Mapping[str, Batcher], default_model: str, limits: Limits) -> None:
@@ -52,9 +53,26 @@ class ServedModels:
         self.is_full = False
         self.is_closed = False
         self.not_ready = ""
+        self.coming: dict[str, ComingVersion] = {}
+        self._damaged: dict[str, str] = {}
         self._on_room: Callable[[], None] | None = None
         for batcher in self._batchers.values():
             batcher.on_full, batcher.on_room = self._look, self._has_room
+
+    def switch(self, batcher: Batcher) -> Batcher:
+        """Has ``batcher`` answer what comes for its model from now on; gives the one before, which
+        answers what it holds."""
+        name = batcher.model.name
+        before = self._batchers[name]
+        batcher.on_answered = before.on_answered
+        batcher.on_full, batcher.on_room = self._look, self._has_room
+        self._batchers[name] = batcher
+        if self._only is not None:
+            self._only = batcher
+        self._damaged.pop(name, None)
+        self.coming.pop(name, None)
+        self._has_room()
+        return before
 
     def models(self) -> list[ModelInfo]:
         return [batcher.model for batcher in self._batchers.values()]
@@ -126,20 +144,24 @@ class ServedModels:
 
     @property
     def is_ready(self) -> bool:
-        return not self.not_ready
+        return not (self.not_ready or self._damaged)
 
     async def look_for_damage(self) -> None:
-        """Is not ready any more where a model's rows are not what they were at the start."""
-        for batcher in self._batchers.values():
+        """Is not ready any more where a model's rows are not what they were at the start, until
+        another version of it answers."""
+        for name in tuple(self._batchers):
+            batcher = self._batchers[name]
             damage = await batcher.find_damage()
-            if damage and not self.not_ready:
+            if damage and name not in self._damaged and self._batchers[name] is batcher:
                 logger.error("not ready any more: %s", damage)
-                self.not_ready = damage
+                self._damaged[name] = damage
+                batcher.note_damage()
 
     def check_ready(self) -> None:
         """Raises NotReadyError where it is not."""
-        if self.not_ready:
-            raise NotReadyError(self.not_ready)
+        for reason in (self.not_ready, *self._damaged.values()):
+            if reason:
+                raise NotReadyError(reason)
 
     def _batcher(self, name: str) -> Batcher:
         batcher = self._batchers.get(name or self.default_model)

@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ from embedserve.terminal.console import console, say, table_progress
 from embedserve.terminal.sizes import human_bytes
 from embedserve.terminal.stores import opened
 from embedserve_store import ModelStore, ModelVersion, StoreError, verify
+from embedserve_store.format.tables_file import Progress
 from embedserve_store.memory.available_memory import available_bytes
 from embedserve_store.memory.resident_tables import check_room, huge_page_bytes, make_resident
 from embedserve_store.remote.remote_store import is_url
@@ -32,9 +35,7 @@ def open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
         StoreError: there is none, or one cannot be read.
         ValueError: a setting makes no sense.
     """
-    wanted = dict(map(_name_and_version, settings.model))
-    if len(wanted) < len(settings.model):
-        raise ValueError(f"model is {', '.join(settings.model)}: one is named twice")
+    wanted = named_versions(settings)
     with opened(settings.store, Path(settings.cache) if settings.cache else None) as store:
         # A model of which a version is named is served from the cache even where a remote store
         # cannot be reached, so what the store has is asked for only where it matters.
@@ -47,6 +48,18 @@ def open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
                 f"{', '.join(wanted)}"
             )
         return {name: store.load(name, version) for name, version in wanted.items()}
+
+
+def named_versions(settings: ServeSettings) -> dict[str, str | None]:
+    """By model that is named, its version or alias as named; empty where none is: all are meant.
+
+    Raises:
+        ValueError: a name cannot be one, or is there twice.
+    """
+    named = dict(map(_name_and_version, settings.model))
+    if len(named) < len(settings.model):
+        raise ValueError(f"model is {', '.join(settings.model)}: one is named twice")
+    return named
 
 
 def _name_and_version(text: str) -> tuple[str, str | None]:
@@ -71,11 +84,21 @@ def _check_published(
         raise StoreError(f"{settings.store}: no model in this store; publish one first")
 
 
-def _verify(versions: dict[str, ModelVersion]) -> None:
+def _verify(versions: dict[str, ModelVersion], *, is_shown: bool) -> None:
     for name, version in versions.items():
-        say(f"verifying {name} version {version.manifest.version}")
-        with table_progress() as progress:
+        with _shown(f"verifying {name} version {version.manifest.version}", is_shown) as progress:
             verify(version, progress)
+
+
+@contextlib.contextmanager
+def _shown(what: str, is_shown: bool) -> Iterator[Progress | None]:
+    """Within, what is done table by table is shown on the console; or not."""
+    if not is_shown:
+        yield None
+        return
+    say(what)
+    with table_progress() as progress:
+        yield progress
 
 
 def open_versions_to_fork(settings: ServeSettings) -> dict[str, ModelVersion]:
@@ -101,10 +124,13 @@ def open_versions_to_fork(settings: ServeSettings) -> dict[str, ModelVersion]:
     pulled = json.loads(report)
     if isinstance(pulled, str):
         raise StoreError(pulled)
-    return {
-        name: ModelStore(Path(path).parent.parent).load(name, int(Path(path).name))
-        for name, path in pulled.items()
-    }
+    return {name: open_folder(path) for name, path in pulled.items()}
+
+
+def open_folder(path: str) -> ModelVersion:
+    """The version that lies in the folder ``path``; raises StoreError."""
+    folder = Path(path)
+    return ModelStore(folder.parent.parent).load(folder.parent.name, int(folder.name))
 
 
 def _report_pulled(settings: ServeSettings, pipe: int) -> None:
@@ -123,21 +149,23 @@ def _report_pulled(settings: ServeSettings, pipe: int) -> None:
         os._exit(status)
 
 
-def prepared(settings: ServeSettings, versions: dict[str, ModelVersion]) -> dict[str, ModelVersion]:
+def prepared(
+    settings: ServeSettings, versions: dict[str, ModelVersion], *, is_shown: bool = True
+) -> dict[str, ModelVersion]:
     """``versions``, resident and verified where that is asked for; what is verified is what will
-    be read. Ends all its threads.
+    be read. ``is_shown`` on the console. Ends all its threads.
 
     Raises:
         StoreError: there is no memory for them, or they are not as they were published.
     """
     if settings.tables == "resident":
-        versions = _made_resident(versions)
+        versions = _made_resident(versions, is_shown=is_shown)
     if settings.verify:
-        _verify(versions)
+        _verify(versions, is_shown=is_shown)
     return versions
 
 
-def _made_resident(versions: dict[str, ModelVersion]) -> dict[str, ModelVersion]:
+def _made_resident(versions: dict[str, ModelVersion], *, is_shown: bool) -> dict[str, ModelVersion]:
     """``versions`` with their tables in memory, which processes forked later share.
 
     Raises:
@@ -146,8 +174,8 @@ def _made_resident(versions: dict[str, ModelVersion]) -> dict[str, ModelVersion]
     check_room(versions.values(), available_bytes())
     resident = {}
     for name, version in versions.items():
-        say(f"copying the tables of {name} version {version.manifest.version} into memory")
-        with table_progress() as progress:
+        what = f"copying the tables of {name} version {version.manifest.version} into memory"
+        with _shown(what, is_shown) as progress:
             resident[name] = make_resident(version, progress)
     nbytes = sum(version.tables.data.nbytes for version in resident.values())
     in_huge_pages = huge_page_bytes(resident.values())
@@ -172,18 +200,38 @@ def restore_all(
     with status("importing PyTorch and TorchRec …"):
         import torch
 
-        from embedserve.engine.restore import resolve_devices, restore
+        import_module("embedserve.engine.restore")
     # Large batches are cut for threads of our own. torch's would spin between their turns, on
     # cores that others need.
     torch.set_num_threads(1)
     engines = {}
     for name, version in versions.items():
-        check_device(settings, resolve_devices(settings.devices, version.plan.world_size)[0])
         with status(f"restoring {name} version {version.manifest.version} …"):
-            engines[name] = restore(
-                version,
-                settings.devices,
-                strict_plan=settings.strict_plan,
-                is_eager=settings.lookup == "eager",
-            )
+            engines[name] = restore_one(settings, version)
     return engines
+
+
+def restore_one(
+    settings: ServeSettings,
+    version: ModelVersion,
+    before: Engine | None = None,
+    beside: Iterable[Engine] = (),
+) -> Engine:
+    """The warm engine of ``version``, after that of the version ``before`` it, while those
+    ``beside`` it answer.
+
+    Raises:
+        StoreError, ValueError: as restore_all.
+    """
+    from embedserve.engine.restore import resolve_devices, restore
+
+    check_device(settings, resolve_devices(settings.devices, version.plan.world_size)[0])
+    is_eager = settings.lookup == "eager"
+    return restore(
+        version,
+        settings.devices,
+        strict_plan=settings.strict_plan,
+        is_eager=is_eager,
+        before=before,
+        may_compile=is_eager or not any(engine.runs_modules for engine in beside),
+    )

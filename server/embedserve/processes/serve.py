@@ -9,23 +9,26 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
+import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from embedserve.config import ServeSettings, check_settings
-from embedserve.metrics.metrics import cells_per_worker
+from embedserve.metrics.metrics import cells_per_worker, feature_cells
 from embedserve.metrics.slots import Slot, Slots
 from embedserve.processes.announcement import say_ready_to_serve
 from embedserve.processes.loading import (
+    open_folder,
     open_versions,
     open_versions_to_fork,
     prepared,
     restore_all,
 )
+from embedserve.processes.moves import Together
 from embedserve.processes.ports import Ports, SharedPorts, claim_ports
 from embedserve.processes.supervisor import Supervisor
 from embedserve.terminal.console import hush_torch
@@ -33,10 +36,12 @@ from embedserve_store import ModelVersion, StoreError
 
 if TYPE_CHECKING:
     from embedserve.exchange import Exchange
+    from embedserve.processes.rollout import Rollout
 
 Versions = dict[str, ModelVersion]
-Run = Callable[["Exchange", Callable[[], None]], None]
-"""Serves an exchange until told to stop; calls back to tell the user that the server is ready."""
+Run = Callable[["Exchange", Callable[[], None], "Rollout | None"], None]
+"""Serves an exchange until told to stop; calls back to tell the user that the server is ready. With
+a rollout it moves to other versions as the store says."""
 
 
 def serve(settings: ServeSettings) -> None:
@@ -60,10 +65,15 @@ def _serve_alone(settings: ServeSettings, start_s: float) -> None:
     versions = open_versions(settings)
     ports = claim_ports(settings.host, settings.http_port, settings.grpc_port)
 
-    def run(exchange: Exchange, announce: Callable[[], None]) -> None:
+    def run(exchange: Exchange, announce: Callable[[], None], rollout: Rollout | None) -> None:
         import uvloop
 
-        uvloop.run(_until_signalled(exchange, settings, ports, announce))
+        from embedserve.processes import threads
+
+        uvloop.run(_until_signalled(exchange, settings, ports, announce, rollout))
+        if threads.is_any_running():  # all is answered; what loads is not waited for
+            logging.shutdown()
+            os._exit(0)
 
     try:
         versions = prepared(settings, versions)
@@ -73,14 +83,23 @@ def _serve_alone(settings: ServeSettings, start_s: float) -> None:
 
 
 async def _until_signalled(
-    exchange: Exchange, settings: ServeSettings, ports: Ports, announce: Callable[[], None]
+    exchange: Exchange,
+    settings: ServeSettings,
+    ports: Ports,
+    announce: Callable[[], None],
+    rollout: Rollout | None,
 ) -> None:
-    from embedserve.processes import server
+    from embedserve.processes import following, server
 
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, server.stop_or_end, stop, number)
-    await server.serve_until(stop, exchange, settings, ports, announce)
+    if rollout is None:
+        await server.serve_until(stop, exchange, settings, ports, announce)
+        return
+    mover = following.Alone(rollout)
+    async with following.followed(settings, rollout, mover, stop):
+        await server.serve_until(stop, exchange, settings, ports, announce)
 
 
 def _serve_here(
@@ -90,22 +109,28 @@ def _serve_here(
     start_s: float,
     slot: Slot | None,
     run: Run,
+    features_max: Mapping[str, int] | None = None,
 ) -> None:
-    """Loads the models into this process and serves them; a worker has a ``slot``."""
+    """Loads the models into this process and serves them; a worker has a ``slot``, with room for
+    ``features_max`` of each."""
     from embedserve.processes import server
 
     engines = restore_all(settings, versions, is_shown=slot is None or slot.worker == 0)
     threads = server.lookup_threads(settings)
     # A small batch runs beside the pieces of a large one.
     with ThreadPoolExecutor(2 * threads, thread_name_prefix="lookup") as executor:
-        exchange = server.build_exchange(engines, settings, executor, slot)
+        exchange = server.build_exchange(engines, settings, executor, slot, features_max)
+        rollout = None
+        if settings.follow != "none":
+            rollout = server.build_rollout(exchange, engines, versions, settings, executor)
+        del engines  # who answers with them lets go of them
 
         def announce() -> None:
             seconds = time.perf_counter() - start_s
             models = exchange.models.models()
             say_ready_to_serve(models, versions, ports, seconds, settings.workers)
 
-        run(exchange, announce)
+        run(exchange, announce, rollout)
 
 
 def _serve_workers(settings: ServeSettings, start_s: float) -> None:
@@ -113,11 +138,14 @@ def _serve_workers(settings: ServeSettings, start_s: float) -> None:
     ports = claim_ports(settings.host, settings.http_port, settings.grpc_port).share()
     try:
         versions = prepared(settings, versions)
-        features = (len(version.manifest.features) for version in versions.values())
-        slots = Slots(settings.workers, cells_per_worker(features))
+        features_max = feature_cells(
+            (name, len(version.manifest.features)) for name, version in versions.items()
+        )
+        slots = Slots(settings.workers, cells_per_worker(features_max.values()))
 
         def run_worker(index: int, channel: socket.socket) -> int:
-            return _run_worker(settings, versions, ports, Slot(slots, index), channel, start_s)
+            slot = Slot(slots, index)
+            return _run_worker(settings, versions, ports, slot, channel, start_s, features_max)
 
         def find_damage() -> str:
             try:
@@ -127,8 +155,15 @@ def _serve_workers(settings: ServeSettings, start_s: float) -> None:
                 return str(error)
             return ""
 
+        def adopt(name: str, path: str) -> None:
+            versions[name] = open_folder(path)
+
+        together = None
+        if settings.follow != "none":
+            numbers = {name: version.manifest.version for name, version in versions.items()}
+            together = Together(numbers, adopt)
         hang_s = settings.worker_hang_s
-        Supervisor(run_worker, slots, settings.drain_s, hang_s, find_damage).run()
+        Supervisor(run_worker, slots, settings.drain_s, hang_s, find_damage, together).run()
     finally:
         ports.close()
 
@@ -140,18 +175,21 @@ def _run_worker(
     slot: Slot,
     channel: socket.socket,
     start_s: float,
+    features_max: Mapping[str, int],
 ) -> int:
     """Serves as one worker, in its process; gives the exit code."""
     from embedserve.processes import worker
 
-    def run(exchange: Exchange, announce: Callable[[], None]) -> None:
+    def run(exchange: Exchange, announce: Callable[[], None], rollout: Rollout | None) -> None:
         import uvloop
 
         if worker.wait_to_go(channel):
-            uvloop.run(worker.run_worker(exchange, settings, ports, slot, channel, announce))
+            uvloop.run(
+                worker.run_worker(exchange, settings, ports, slot, channel, announce, rollout)
+            )
 
     try:
-        _serve_here(settings, versions, ports, start_s, slot, run)
+        _serve_here(settings, versions, ports, start_s, slot, run, features_max)
     except (StoreError, OSError, ValueError) as error:
         if isinstance(error, ValueError) and type(error) is not ValueError:
             raise

@@ -12,19 +12,24 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from signal import Signals
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from embedserve.api.management import management_app
-from embedserve.batching.batcher import Batcher
+from embedserve.batching.batcher import Batcher, LookupEngine
 from embedserve.config import ServeSettings
 from embedserve.errors import DRAINING
 from embedserve.exchange import Exchange
 from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.slots import Slot
 from embedserve.models.served_models import ServedModels
+from embedserve.processes.loading import restore_one
 from embedserve.processes.ports import Ports
+from embedserve.processes.rollout import Restored, Rollout
 from embedserve.types import ModelInfo
 from embedserve.wire.server import WireServer
+from embedserve_store import ModelVersion
+from embedserve_store.memory.available_memory import available_bytes
+from embedserve_store.memory.mapped_tables import touch
 
 if TYPE_CHECKING:
     from embedserve.engine.engine import Engine
@@ -60,23 +65,62 @@ def build_exchange(
     settings: ServeSettings,
     executor: ThreadPoolExecutor,
     slot: Slot | None = None,
+    features_max: Mapping[str, int] | None = None,
 ) -> Exchange:
-    """The exchange over ``engines`` (by model name); a worker counts in its ``slot``."""
+    """The exchange over ``engines`` (by model name); a worker counts in its ``slot``, which has
+    room for ``features_max`` of each model."""
     infos = {name: model_info(engine) for name, engine in engines.items()}
-    metrics = Metrics(infos.values(), slot, settings.tables)
+    metrics = Metrics(infos.values(), slot, settings.tables, features_max)
     batchers = {
-        name: Batcher(
-            engine,
-            infos[name],
-            settings.limits,
-            metrics.models[name],
-            executor,
-            lookup_threads(settings),
-        )
+        name: _batcher(engine, infos[name], settings, metrics, executor)
         for name, engine in engines.items()
     }
     default = settings.default_model or (next(iter(infos)) if len(infos) == 1 else "")
     return Exchange(ServedModels(batchers, default, settings.limits), metrics)
+
+
+def build_rollout(
+    exchange: Exchange,
+    engines: Mapping[str, Engine],
+    versions: dict[str, ModelVersion],
+    settings: ServeSettings,
+    executor: ThreadPoolExecutor,
+) -> Rollout:
+    """What has ``exchange`` answer with other versions than ``versions``, of which the ``engines``
+    are (both by model name); these it replaces."""
+
+    def restored(version: ModelVersion, before: LookupEngine) -> Restored:
+        if version.tables.opened is not None:
+            touch(version, available_bytes())
+        beside = [cast("Engine", one) for one in rollout.engines.values()]
+        engine = restore_one(settings, version, cast("Engine", before), beside)
+        if not engine.shares_programs(cast("Engine", before)):
+            # Errors that torch caught hold the frames that called it, and all that is in these.
+            gc.collect()
+        return engine, model_info(engine)
+
+    def make_batcher(engine: LookupEngine, info: ModelInfo) -> Batcher:
+        return _batcher(engine, info, settings, exchange.metrics, executor)
+
+    rollout = Rollout(exchange, versions, engines, restored, make_batcher)
+    return rollout
+
+
+def _batcher(
+    engine: LookupEngine,
+    info: ModelInfo,
+    settings: ServeSettings,
+    metrics: Metrics,
+    executor: ThreadPoolExecutor,
+) -> Batcher:
+    return Batcher(
+        engine,
+        info,
+        settings.limits,
+        metrics.models[info.name],
+        executor,
+        lookup_threads(settings),
+    )
 
 
 async def serve_until(

@@ -7,7 +7,6 @@ only so can it fork workers for as long as it lives. No request passes through i
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import os
 import selectors
@@ -21,10 +20,11 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from embedserve.metrics.slots import Slots
+from embedserve.processes.messages import FAILED, MESSAGE_BYTES_MAX, Move, WorkerMessage
+from embedserve.processes.moves import Together
 
 logger = logging.getLogger(__name__)
 
-MESSAGE_BYTES_MAX = 4096
 RESTART_DELAY_S_MAX = 30.0
 KILL_AFTER_S = 4.0
 """Past the drain, before a worker that is still there is killed."""
@@ -32,6 +32,9 @@ POLL_S = 1.0
 """Between two looks at the workers."""
 LAST_WORDS_S = 0.5
 """Of a worker that hangs, to say where, before it is killed."""
+PREPARING_HANG_S = 60.0
+"""At least, before a worker that loads a version is held to hang: to compile a large model keeps
+its event loop waiting."""
 QUICK_END_S = 60.0
 """A worker that ends sooner after it was ready is not restarted at once a second time."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
@@ -39,22 +42,6 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 RunWorker = Callable[[int, socket.socket], int]
 """Serves as the worker of that number until told to stop, with its end of the channel; gives
 the exit code of its process."""
-
-
-class WorkerMessage(enum.Enum):
-    """What travels over a worker's channel. The supervisor's end closes with the supervisor."""
-
-    WARM = b"warm"
-    """Worker: could serve, and waits for GO."""
-    GO = b"go"
-    READY = b"ready"
-    """Worker: listens on both ports."""
-    ANNOUNCE = b"announce"
-    """To one worker, when all are ready for the first time: tell the user."""
-
-
-FAILED = b"failed "
-"""Begins a worker's message of why it cannot serve."""
 
 
 class WorkerFailedError(ChildProcessError):
@@ -98,13 +85,18 @@ class Supervisor:
         drain_s: float,
         hang_s: float = 0.0,
         find_damage: Callable[[], str] = str,
+        together: Together | None = None,
     ) -> None:
         """
         Args:
             hang_s: how long a worker may show no sign of life; 0: for ever.
             find_damage: says which file is damaged, "" for none; asked when a worker read where
                 there is no file.
+            together: decides when workers move to other versions.
         """
+        self._together = together
+        if together is not None:
+            together.send, together.end = self._send_to, self._end
         self._find_damage = find_damage
         self._run_worker = run_worker
         self._slots = slots
@@ -142,6 +134,8 @@ class Supervisor:
         self._wait(self._seconds_to_restart())
         self._let_go()
         self._look_for_hangs()
+        if self._together is not None:
+            self._together.look_at_time()
         for worker in self._workers:
             if worker.pid and (status := _ended(worker.pid)) is not None:
                 self._bury(worker, status)
@@ -173,7 +167,10 @@ class Supervisor:
                 worker.beats, worker.silent_s = beats, 0.0
                 continue
             worker.silent_s += passed_s
-            if self._hang_s and worker.silent_s > self._hang_s:
+            hang_s = self._hang_s
+            if self._together is not None and self._together.is_preparing(worker.index):
+                hang_s = max(hang_s, PREPARING_HANG_S)
+            if self._hang_s and worker.silent_s > hang_s:
                 self._end_hung(worker, now_s)
 
     def _end_hung(self, worker: _Worker, now_s: float) -> None:
@@ -205,6 +202,8 @@ class Supervisor:
         theirs.close()
         ours.setblocking(False)
         worker.pid, worker.channel, worker.reason = pid, ours, ""
+        if self._together is not None:
+            self._together.start(worker.index)
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._hear(worker))
 
     def _become(self, index: int, channel: socket.socket) -> NoReturn:
@@ -250,6 +249,10 @@ class Supervisor:
             self._slots.set_ready(worker.index, True)
             if self._is_announced:
                 logger.info("worker %d is ready again", worker.index)
+            if self._together is not None:
+                self._together.ready(worker.index)
+        elif self._together is not None and not self._is_stopping:
+            self._together.hear(worker.index, Move.from_bytes(message))
 
     def _let_go(self) -> None:
         """Lets warm workers listen: the first time all together, afterwards each alone."""
@@ -259,12 +262,12 @@ class Supervisor:
         for worker in self._workers:
             if worker.is_warm and worker.channel is not None:
                 worker.is_warm = False
-                _send(worker.channel, WorkerMessage.GO)
+                _send(worker.channel, WorkerMessage.GO.value)
         if not self._is_announced and all(worker.is_ready for worker in self._workers):
             self._is_announced = True
             first = self._workers[0].channel
             if first is not None:
-                _send(first, WorkerMessage.ANNOUNCE)
+                _send(first, WorkerMessage.ANNOUNCE.value)
 
     def _bury(self, worker: _Worker, status: int) -> None:
         """Clears the place of a worker that ended with ``status``, and says when it is filled."""
@@ -274,6 +277,8 @@ class Supervisor:
         if status == -signal.SIGBUS and (found := self._find_damage()):
             how += f" ({found})"
         self._slots.set_ready(worker.index, False)
+        if self._together is not None and not self._is_stopping:
+            self._together.gone(worker.index, how)
         was_ready = worker.is_ready
         pid, worker.pid, worker.is_warm, worker.is_ready = worker.pid, 0, False, False
         if self._is_stopping:
@@ -318,16 +323,26 @@ class Supervisor:
                 if worker.pid and (status := _ended(worker.pid)) is not None:
                     self._bury(worker, status)
 
+    def _send_to(self, index: int, message: bytes) -> None:
+        channel = self._workers[index].channel
+        if channel is not None:
+            _send(channel, message)
+
+    def _end(self, index: int) -> None:
+        worker = self._workers[index]
+        if worker.pid:
+            os.kill(worker.pid, signal.SIGTERM)
+
     def _signal_all(self, number: signal.Signals) -> None:
         for worker in self._workers:
             if worker.pid:
                 os.kill(worker.pid, number)
 
 
-def _send(channel: socket.socket, message: WorkerMessage) -> None:
+def _send(channel: socket.socket, message: bytes) -> None:
     # A worker that has ended is buried later.
     with contextlib.suppress(OSError):
-        channel.send(message.value)
+        channel.send(message)
 
 
 def _ended(pid: int) -> int | None:

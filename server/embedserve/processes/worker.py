@@ -17,9 +17,11 @@ from embedserve.config import ServeSettings
 from embedserve.exchange import Exchange
 from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.slots import Slot
+from embedserve.processes.messages import FAILED, MESSAGE_BYTES_MAX, WorkerMessage
+from embedserve.processes.moving_worker import MovingWorker
 from embedserve.processes.ports import SharedPorts
+from embedserve.processes.rollout import Rollout
 from embedserve.processes.server import serve_until, stop_or_end
-from embedserve.processes.supervisor import FAILED, MESSAGE_BYTES_MAX, WorkerMessage
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +48,13 @@ async def run_worker(
     slot: Slot,
     channel: socket.socket,
     announce: Callable[[], None],
+    rollout: Rollout | None = None,
 ) -> None:
     """Serves until SIGTERM, or until the supervisor is gone, then drains.
 
-    ``announce`` is called if this worker is the one to tell that the server is ready.
+    Args:
+        announce: called if this worker is the one to tell that the server is ready.
+        rollout: moves to other versions as the supervisor says.
 
     Raises:
         OSError: a port was taken from us.
@@ -58,6 +63,7 @@ async def run_worker(
     stop = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop_or_end, stop, signal.SIGTERM)
     channel.setblocking(False)
+    moving = None if rollout is None else MovingWorker(settings, rollout, channel, stop)
 
     def hear() -> None:
         try:
@@ -66,6 +72,8 @@ async def run_worker(
             message = b""
         if message == WorkerMessage.ANNOUNCE.value:
             announce()
+        elif message and moving is not None:
+            moving.hear(message)
         elif not message:
             loop.remove_reader(channel)
             logger.error("the supervisor is gone: this worker stops, too")

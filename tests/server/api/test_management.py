@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from server.openapi import validate
 from embedserve.api.management import management_app
 from embedserve.errors import DRAINING
 from embedserve.exchange import Exchange
+from embedserve.types import ComingVersion
 
 
 async def schema(rest: httpx.AsyncClient) -> dict[str, Any]:
@@ -52,6 +54,20 @@ async def test_models_are_described(rest: httpx.AsyncClient) -> None:
         "ids": {"rule": "rows", "unknown": "error"},
     }
     assert not shop["unpooled"]
+
+
+async def test_a_version_that_is_to_come_is_shown(
+    rest: httpx.AsyncClient, exchange: Exchange
+) -> None:
+    assert "next" not in (await rest.get("/models/shop")).json()
+    coming = ComingVersion(
+        8, "failed", "its goldens are answered otherwise", "2026-11-22T18:00:00Z"
+    )
+    exchange.models.coming["shop"] = coming
+    listed = (await rest.get("/models")).json()
+    assert listed["models"][0]["version"] == 7
+    assert listed["models"][0]["next"] == asdict(coming)
+    validate(listed, "Models", await schema(rest))
 
 
 async def test_tables_are_described_with_their_id_rules(executor: ThreadPoolExecutor) -> None:

@@ -213,3 +213,38 @@ async def test_the_end_of_a_batch_that_all_left_is_told(
     submit(batcher, engine.request(ONE)).cancel()
     await asyncio.wait_for(has_ended.wait(), 5)
     assert engine.lookups == []
+
+
+async def test_one_that_is_retired_answers_what_waits_and_lets_go_of_its_engine(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
+    waiting = submit(batcher, engine.request(ONE))
+    told: list[bool] = []
+    batcher.retire(lambda: told.append(running.done() and waiting.done()))
+    assert told == []
+    engine.release()
+    for answer in (running, waiting):
+        assert np.array_equal((await answer).values, engine.expected(ONE))
+    await until(lambda: told)
+    assert told == [True]
+    assert not any(one is engine for one in vars(batcher).values())
+
+
+async def test_an_idle_one_that_is_retired_does_so_at_once(make_batcher: MakeBatcher) -> None:
+    told: list[bool] = []
+    make_batcher(IN_THREAD).retire(lambda: told.append(True))
+    assert told == [True]
+
+
+async def test_one_whose_last_request_went_away_retires(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
+    waiting = submit(batcher, engine.request(ONE))
+    told: list[bool] = []
+    batcher.retire(lambda: told.append(True))
+    waiting.cancel()
+    engine.release()
+    await running
+    await until(lambda: told)

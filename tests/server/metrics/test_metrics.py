@@ -22,7 +22,7 @@ from embedserve.api.management import management_app
 from embedserve.errors import EmbedServeError
 from embedserve.exchange import Exchange
 from embedserve.metrics.histogram import PENDING_MAX, Histogram
-from embedserve.metrics.metrics import OUTCOMES, Metrics, cells_per_worker
+from embedserve.metrics.metrics import FEATURE_CELLS_MIN, OUTCOMES, Metrics, cells_per_worker
 from embedserve.metrics.slots import Slot, Slots
 from embedserve.wire.asgi import EmbedEndpoint
 
@@ -185,7 +185,7 @@ def samples_of(metrics: Metrics) -> dict[str, Metric]:
 
 def two_workers() -> tuple[Slots, list[Metrics]]:
     model = model_info()
-    slots = Slots(2, cells_per_worker([len(model.features)]))
+    slots = Slots(2, cells_per_worker([FEATURE_CELLS_MIN]))
     for worker in (0, 1):
         slots.set_ready(worker, True)
     return slots, [Metrics([model], Slot(slots, worker)) for worker in (0, 1)]
@@ -193,7 +193,7 @@ def two_workers() -> tuple[Slots, list[Metrics]]:
 
 def test_a_slot_has_just_the_cells_that_the_metrics_take() -> None:
     model = model_info()
-    cells = cells_per_worker([len(model.features)])
+    cells = cells_per_worker([FEATURE_CELLS_MIN])
     slot = Slot(Slots(1, cells), 0)
     Metrics([model], slot)
     assert slot.taken == cells
@@ -281,3 +281,53 @@ def test_two_servers_share_no_metric() -> None:
     assert other.protocols["rest"].outcomes.total() == 0
     one.registry()
     other.registry()
+
+
+def test_the_next_version_counts_on() -> None:
+    _, (one, other) = two_workers()
+    shop = one.models["shop"]
+    before = shop.unknown_ids
+    shop.unknown_ids += 2
+    shop.batch_ids.observe(5.0)
+    shop.switch(model_info(), 1.5)
+    before += 1  # by a batch of the version before, which ends after it was replaced
+    shop.unknown_ids += 1
+    shop.wanted_version = 8
+    for metrics in (one, other):
+        metrics.flush()
+    assert shop.total_unknown_ids() == [4] * 3
+    for families in map(samples_of, (one, other)):
+        assert value(families, "embedserve_batch_ids_sum", model="shop") == 5
+        assert value(families, "embedserve_model_switches_total", model="shop") == 1
+        assert value(families, "embedserve_model_load_seconds", model="shop") == 1.5
+        assert value(families, "embedserve_model_wanted_version", model="shop") == 8
+    _, (fresh, _) = two_workers()
+    assert value(samples_of(fresh), "embedserve_model_switches_total", model="shop") == 0
+
+
+def test_unknown_ids_of_other_features_are_counted_from_zero() -> None:
+    _, (one, other) = two_workers()
+    renamed = model_info("shop", {"person": (7, 4), "movie": (11, 3)})
+    for metrics in (one, other):
+        shop = metrics.models["shop"]
+        before = shop.unknown_ids
+        shop.unknown_ids += 2
+        metrics.flush()
+        shop.switch(renamed, 0.1)
+        before += 7
+        shop.unknown_ids += 1
+        metrics.flush()
+    assert one.models["shop"].total_unknown_ids() == [2, 2]
+
+
+def test_a_worker_that_starts_with_a_later_version_counts_where_the_others_do() -> None:
+    """Its row of cells is that of the one before it, whatever the features of its version."""
+    features_max = {"shop": 2000}
+    slots = Slots(2, cells_per_worker(features_max.values()))
+    first = model_info("shop", {f"f{i}": (7, 4) for i in range(2000)})
+    for worker, model in enumerate((first, model_info("shop", {"user": (7, 4)}))):
+        slots.set_ready(worker, True)
+        metrics = Metrics([model], Slot(slots, worker), features_max=features_max)
+        metrics.models["shop"].batch_ids.observe(5.0)
+        metrics.flush()
+    assert value(samples_of(metrics), "embedserve_batch_ids_sum", model="shop") == 10

@@ -14,6 +14,7 @@ from server.fake_models import unpooled_info
 from server.live import make_exchange
 from server.waiting import until
 
+from embedserve.batching.batcher import Batcher
 from embedserve.config import Limits
 from embedserve.errors import (
     DRAINING,
@@ -23,6 +24,7 @@ from embedserve.errors import (
     RequestTooLargeError,
     UnknownModelError,
 )
+from embedserve.exchange import Exchange
 from embedserve.models.served_models import QUICK_BYTES_MAX, ServedModels
 from embedserve_store.errors import StoreError
 
@@ -137,14 +139,14 @@ async def test_a_model_whose_rows_have_changed_is_not_ready_and_answers_on(
     models.check_ready()
     metrics = exchange.metrics.models["shop"]
     metrics.flush()
-    assert not metrics.is_damaged_anywhere()
+    assert metrics.gauges()[1]["damaged"] == 0
     engine.damage = StoreError("tables.safetensors: changed")
     for _ in range(2):
         await models.look_for_damage()
     with pytest.raises(NotReadyError, match=r"tables\.safetensors: changed"):
         models.check_ready()
     metrics.flush()
-    assert metrics.is_damaged_anywhere()
+    assert metrics.gauges()[1]["damaged"] == 1
     assert caplog.text.count("not ready any more: tables.safetensors: changed") == 1
     result = await submit_to(models, make_request(USER))
     assert np.array_equal(result.values, engine.expected(USER))
@@ -306,3 +308,64 @@ async def test_before_its_body_has_come_only_what_names_a_full_model_is_refused(
     full.check_any_open("films")
     full.check_any_open("")  # its body may name the other
     full.check_any_open("nobody")
+
+
+def next_batcher(exchange: Exchange, engine: FakeEngine, executor: ThreadPoolExecutor) -> Batcher:
+    """Of the version of "shop" that ``engine`` has."""
+    metrics = exchange.metrics.models["shop"]
+    metrics.switch(engine.model, 0.1)
+    return Batcher(engine, engine.model, exchange.limits, metrics, executor)
+
+
+async def test_the_next_version_answers_what_comes_and_the_one_before_what_waits(
+    engine: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    exchange = make_exchange(engine, executor=executor, limits=Limits(inline_bytes_max=0))
+    models = exchange.models
+    after = FakeEngine(model_info(), seed=9)
+    engine.hold()
+    before = [submit_to(models, make_request(USER)) for _ in range(2)]
+    await until(lambda: engine.lookups)
+    old = models.switch(next_batcher(exchange, after, executor))
+    for named in ("", "shop"):
+        result = await submit_to(models, make_request(USER, model=named))
+        assert result.model is after.model
+        assert np.array_equal(result.values, after.expected(USER))
+    assert models.models() == [after.model]
+    engine.release()
+    retired = asyncio.Event()
+    old.retire(retired.set)
+    for one in before:
+        result = await one
+        assert result.model is engine.model
+        assert np.array_equal(result.values, engine.expected(USER))
+    await retired.wait()
+
+
+async def test_a_next_version_has_an_empty_queue_and_its_rows_are_as_published(
+    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    limits = Limits(inline_bytes_max=0, queue_examples_max=2)
+    exchange = make_exchange(engine, other, executor=executor, limits=limits)
+    models = exchange.models
+    engine.damage = StoreError("tables.safetensors: changed")
+    await models.look_for_damage()
+    assert not models.is_ready
+    engine.hold()
+    before = [submit_to(models, make_request(USER)) for _ in range(2)]
+    await until(lambda: engine.lookups)
+    before += [submit_to(models, make_request(USER)) for _ in range(2)]
+    with pytest.raises(OverloadedError):
+        submit_to(models, make_request(USER))
+    assert models.is_full
+    rooms: list[bool] = []
+    models.call_back(lambda: None, lambda: rooms.append(models.is_full))
+    after = FakeEngine(model_info(), seed=9)
+    models.switch(next_batcher(exchange, after, executor)).retire(lambda: None)
+    assert rooms == [False]
+    models.check_ready()
+    await submit_to(models, make_request(USER))
+    engine.release()
+    await asyncio.gather(*before)
+    await models.look_for_damage()
+    models.check_ready()

@@ -1,0 +1,24 @@
+"""Tables mapped from their file, brought into memory before anybody asks for them."""
+
+from __future__ import annotations
+
+import mmap
+
+from embedserve_store.model_version import ModelVersion
+
+SHARE = 1 / 2
+"""Of the memory that is available: what is larger is read as it is asked for."""
+
+
+def touch(version: ModelVersion, available: int) -> bool:
+    """Has every page of the tables of ``version`` read and mapped, so that no lookup waits for
+    one; False, and nothing done, where they would take too much of ``available`` bytes.
+
+    Other threads run meanwhile: numpy holds no lock of the interpreter's as it reads.
+    """
+    data = version.tables.data
+    if data.nbytes > SHARE * available:
+        return False
+    if data.size:
+        data[:: mmap.PAGESIZE].max()
+    return True

@@ -1,0 +1,55 @@
+"""What FBGEMM's kernels of a sharded module read, taken from them and given back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
+    IntNBitTableBatchedEmbeddingBagsCodegen as Kernel,
+)
+from torch import nn
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""Of a kernel: uint8 rows of its tables, and where in them, for each feature that it looks up, that
+feature's table begins: int64."""
+
+
+def kernels_of(lookup: nn.Module) -> list[Any]:
+    """In the order in which what is compiled takes their rows."""
+    return [module for module in lookup.modules() if isinstance(module, Kernel)]
+
+
+def rows_of(kernel: Any) -> Rows:
+    rows = kernel.weights_host if kernel.host_size else kernel.weights_dev
+    return rows, kernel.weights_offsets
+
+
+def give_rows(kernels: Sequence[Any], rows: Sequence[Rows]) -> None:
+    for kernel, (data, offsets) in zip(kernels, rows, strict=True):
+        setattr(kernel, "weights_host" if kernel.host_size else "weights_dev", data)
+        kernel.weights_offsets = offsets
+
+
+def take_rows(kernels: Sequence[Any]) -> list[Rows]:
+    """The rows of ``kernels``, which have none then: their modules refer to each other, and would
+    hold them until Python collects its garbage."""
+    rows = list(map(rows_of, kernels))
+    give_rows(kernels, [(data.new_empty(0), offsets) for data, offsets in rows])
+    return rows
+
+
+@contextlib.contextmanager
+def stood_in_for(kernels: Sequence[Any]) -> Iterator[list[torch.Tensor]]:
+    """Within, each of ``kernels`` has a tensor of its own in place of its rows."""
+    rows = list(map(rows_of, kernels))
+    # None is equal to another, nor to what else is constant: equal constants become one.
+    names = (b"stands for the rows of kernel %d" % i for i in range(len(rows)))
+    stand_ins = [data.new_tensor(list(name)) for name, (data, _) in zip(names, rows, strict=True)]
+    give_rows(kernels, [(one, offsets) for one, (_, offsets) in zip(stand_ins, rows, strict=True)])
+    try:
+        yield stand_ins
+    finally:
+        give_rows(kernels, rows)

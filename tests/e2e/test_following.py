@@ -1,0 +1,199 @@
+"""A real server moves from version to version under load, and no answer mixes two of them."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from running_servers import Running, running
+
+from embedserve_client import EmbedClient, EmbedResult, GrpcEmbedClient
+from embedserve_store import TableSpec, publish, set_alias
+
+ROWS, DIM, STEP = 100, 8, 1000
+WAIT_S_MAX = 120
+FOLLOW = ("--follow-s", 0.1)
+
+
+def publish_next(store: Path, number: int) -> None:
+    """Version ``number``, in which every value of row r is number * STEP + r."""
+    values = number * STEP + torch.arange(ROWS, dtype=torch.float32)
+    tables = [
+        TableSpec("user", ROWS, DIM, ("user",), "sum", "float32"),
+        TableSpec("item", ROWS, 2 * DIM, ("item",), "mean", "float32"),
+    ]
+    weights = {
+        f"ebc.embedding_bags.{table.name}.weight": values[:, None].repeat(1, table.embedding_dim)
+        for table in tables
+    }
+    published = publish(weights, store, model="m", tables=tables, sharding="table_wise")
+    assert published.version == number
+
+
+class Load:
+    """Clients of both protocols that ask one request after the other; each answer is compared
+    with the rows of the version that it names."""
+
+    def __init__(self, server: Running) -> None:
+        self.answers: Counter[int] = Counter()
+        self.wrong: list[str] = []
+        self._server = server
+        self._stop = threading.Event()
+        clients: list[Callable[[], None]] = [self._rest, self._grpc, self._stream]
+        self._threads = [threading.Thread(target=client) for client in clients]
+
+    def _rest(self) -> None:
+        with EmbedClient(self._server.http) as client:
+            self._ask(client.embed)
+
+    def _grpc(self) -> None:
+        with GrpcEmbedClient(self._server.grpc) as client:
+            self._ask(client.embed)
+
+    def _stream(self) -> None:
+        with GrpcEmbedClient(self._server.grpc) as client:
+            for answer in client.embed_stream(self._requests()):
+                self._note(answer.result())
+
+    def _requests(self) -> Iterator[dict[str, list[list[int]]]]:
+        while not self._stop.is_set():
+            yield {"user": [[7]], "item": [[7, 7]]}
+
+    def _ask(self, embed: Callable[..., EmbedResult]) -> None:
+        while not self._stop.is_set():
+            try:
+                self._note(embed({"user": [[7]], "item": [[7, 7]]}))
+            except Exception as error:
+                self.wrong.append(repr(error))
+
+    def _note(self, result: EmbedResult) -> None:
+        expected = np.full((1, 3 * DIM), result.version * STEP + 7, np.float32)
+        if not np.array_equal(result.values, expected):
+            self.wrong.append(f"version {result.version} answered {result.values}")
+        self.answers[result.version] += 1
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(timeout=WAIT_S_MAX)
+
+    def until_all_have(self, number: int) -> None:
+        """Until a hundred answers are of version ``number``, and a hundred more of no other."""
+        end = time.monotonic() + WAIT_S_MAX
+        while True:
+            before = self.answers.copy()
+            while (self.answers.copy() - before).total() < 100:
+                assert time.monotonic() < end, (self.answers, self._server.log.read_text())
+                time.sleep(0.01)
+            if set(self.answers.copy() - before) == {number}:
+                return
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_versions_take_over_under_load(tmp_path: Path, workers: int) -> None:
+    store = tmp_path / "store"
+    publish_next(store, 1)
+    options = ("--follow", "latest", *FOLLOW, "--workers", workers)
+    with running(store, tmp_path / "log", *options) as server:
+        with Load(server) as load:
+            for number in (2, 3, 4):
+                publish_next(store, number)
+                load.until_all_have(number)
+        assert load.wrong == []
+        assert set(load.answers) == {1, 2, 3, 4}
+        assert (described(server)["version"], "next" in described(server)) == (4, False)
+        metrics = httpx.get(f"{server.http}/metrics", verify=False).text
+        for wanted in ("version", "wanted_version"):
+            assert f'embedserve_model_{wanted}{{model="m"}} 4.0' in metrics
+        assert 'embedserve_model_switches_total{model="m"} 3.0' in metrics
+        log = server.log.read_text()
+        assert log.count("from now on, no more by") == 3
+        assert "Traceback" not in log
+        wait_until(lambda: not mapped_versions(server, store, workers) - {4})
+
+
+def test_an_alias_moves_all_workers_there_and_back(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    for number in (1, 2):
+        publish_next(store, number)
+    set_alias(store, "m", "stable", 1)
+    options = ("--model", "m@stable", "--follow", "alias", *FOLLOW, "--workers", 2)
+    with running(store, tmp_path / "log", *options) as server, Load(server) as load:
+        for number in (2, 1, 2):
+            set_alias(store, "m", "stable", number)
+            load.until_all_have(number)
+    assert load.wrong == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_version_that_answers_wrongly_stays_out(tmp_path: Path, workers: int) -> None:
+    store = tmp_path / "store"
+    publish_next(store, 1)
+    options = ("--follow", "latest", *FOLLOW, "--workers", workers)
+    with running(store, tmp_path / "log", *options) as server, Load(server) as load:
+        make_wrong(store, tmp_path / "elsewhere")
+        wait_until(lambda: "m: version 2 stays out" in server.log.read_text())
+        wait_until(lambda: has_refused(described(server)))
+        publish_next(store, 3)
+        load.until_all_have(3)
+    assert load.wrong == []
+    assert set(load.answers) == {1, 3}
+    assert server.log.read_text().count("stays out") == 1
+
+
+def make_wrong(store: Path, elsewhere: Path) -> None:
+    """Version 2 with the rows of version 3: of the right size, and not those of its goldens."""
+    for number in (1, 2, 3):
+        publish_next(elsewhere, number)
+    tables = elsewhere / "m" / "2" / "tables.safetensors"
+    tables.chmod(0o644)
+    shutil.copy(elsewhere / "m" / "3" / "tables.safetensors", tables)
+    (elsewhere / "m" / "2").rename(store / "m" / "2")
+
+
+def described(server: Running) -> dict[str, Any]:
+    """The model, as /models of any worker tells it."""
+    (model,) = httpx.get(f"{server.http}/models", verify=False).json()["models"]
+    return dict(model)
+
+
+def has_refused(model: dict[str, Any]) -> bool:
+    """As a worker tells it that has heard so."""
+    if model.get("next", {}).get("state") != "failed":
+        return False
+    assert (model["version"], model["next"]["version"]) == (1, 2)
+    assert "are not the published ones" in model["next"]["reason"]
+    return True
+
+
+def mapped_versions(server: Running, store: Path, workers: int) -> set[int]:
+    """Those that the processes which answer have mapped."""
+    pid = server.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    maps = [Path(f"/proc/{one}/maps").read_text() for one in (children if workers > 1 else [pid])]
+    return {
+        number
+        for number in (1, 2, 3, 4)
+        if any(f"{store}/m/{number}/tables.safetensors" in text for text in maps)
+    }
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S_MAX
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.05)

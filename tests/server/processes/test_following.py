@@ -1,0 +1,272 @@
+"""A process follows what its store says, whatever becomes of the store meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from server.callers import submit_to
+from server.fake_engine import FakeEngine, make_request
+from server.live import make_exchange
+from server.python import run_python
+from server.waiting import until
+
+from embedserve.batching.batcher import Batcher, LookupEngine
+from embedserve.config import ServeSettings
+from embedserve.processes.following import Alone, Follower, StoreWatch, followed
+from embedserve.processes.rollout import Restored, Rollout
+from embedserve.types import ModelInfo
+from embedserve_store import ModelStore, ModelVersion, StoreError, set_alias
+
+PUBLISH = """
+import sys, torch
+from embedserve_store import TableSpec, publish
+for value in (1, 2, 3):
+    weight = torch.full((7, 4), float(value))
+    tables = [TableSpec("t_user", 7, 4, ("user",), "sum", "float32")]
+    publish({"embedding_bags.t_user.weight": weight}, sys.argv[1], model="shop", tables=tables)
+"""
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with versions 1, 2 and 3 of "shop"."""
+    store = tmp_path_factory.mktemp("versions") / "store"
+    done = run_python("-c", PUBLISH, store)
+    assert done.returncode == 0, done.stderr
+    return store
+
+
+@pytest.fixture
+def later(published: Path, tmp_path: Path) -> Path:
+    """Where versions lie that are yet to appear in ``store``."""
+    return shutil.copytree(published, tmp_path / "later")
+
+
+@pytest.fixture
+def store(later: Path, tmp_path: Path) -> Path:
+    """With version 1 alone."""
+    (tmp_path / "store" / "shop").mkdir(parents=True)
+    (later / "shop" / "1").rename(tmp_path / "store" / "shop" / "1")
+    return tmp_path / "store"
+
+
+def appear(later: Path, store: Path, number: int) -> None:
+    move(later / "shop" / str(number), store / "shop" / str(number))
+
+
+def move(one: Path, other: Path) -> Path:
+    return one.rename(other)
+
+
+class Serving:
+    """A process that answers from a store with fake engines, and looks at it when told to."""
+
+    def __init__(
+        self,
+        store: Path | str,
+        executor: ThreadPoolExecutor,
+        model: str = "",
+        follow: str = "latest",
+    ) -> None:
+        names = (model,) if model else ()
+        self.settings = ServeSettings(str(store), model=names, follow=follow, follow_s=0.1)
+        first = ModelStore(store).load("shop", model.partition("@")[2] or None)
+        engine, _ = self._restore(first, None)
+        assert isinstance(engine, FakeEngine)
+        self.exchange = make_exchange(engine, executor=executor)
+        self.failures: dict[int, Exception] = {}
+        self.attempts: list[int] = []
+        self._executor = executor
+        versions = {"shop": first}
+        self.rollout = Rollout(
+            self.exchange, versions, {"shop": engine}, self._restore, self._make_batcher
+        )
+        self.alone = Alone(self.rollout)
+        self._follower = Follower(StoreWatch(self.settings, versions), self.rollout, self.alone)
+
+    def _restore(self, version: ModelVersion, before: LookupEngine | None) -> Restored:
+        manifest = version.manifest
+        if before is not None:
+            self.attempts.append(manifest.version)
+            if manifest.version in self.failures:
+                raise self.failures[manifest.version]
+        info = ModelInfo(
+            manifest=manifest,
+            sharding={table.name: "table_wise" for table in manifest.tables},
+            translator=version.translator,
+            device_type="cpu",
+            bytes_per_rank=(manifest.nbytes,),
+            replanned=False,
+            lookup_kind="traced",
+        )
+        return FakeEngine(info, seed=manifest.version), info
+
+    def _make_batcher(self, engine: LookupEngine, info: ModelInfo) -> Batcher:
+        metrics = self.exchange.metrics.models["shop"]
+        return Batcher(engine, info, self.exchange.limits, metrics, self._executor)
+
+    async def look(self) -> int:
+        """Looks at the store; gives the version that answers then."""
+        await self._follower.look()
+        return await self.answering()
+
+    async def answering(self) -> int:
+        result = await submit_to(self.exchange.models, make_request({"user": [[1]]}))
+        return result.model.version
+
+
+async def test_the_latest_version_answers(
+    store: Path, later: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    serving = Serving(store, executor)
+    assert await serving.look() == 1
+    appear(later, store, 3)
+    assert await serving.look() == 3
+    appear(later, store, 2)
+    assert await serving.look() == 3
+    shutil.rmtree(store / "shop" / "3")  # what is not there any more is not served any more
+    assert await serving.look() == 2
+    assert serving.attempts == [3, 2]
+    assert caplog.messages == [
+        "shop is answered by version 3 from now on, no more by 1",
+        "shop is answered by version 2 from now on, no more by 3",
+    ]
+
+
+async def test_an_alias_is_followed_there_and_back(
+    store: Path, later: Path, executor: ThreadPoolExecutor
+) -> None:
+    appear(later, store, 2)
+    set_alias(store, "shop", "stable", 1)
+    for follow in ("alias", "latest"):
+        serving = Serving(store, executor, "shop@stable", follow)
+        assert await serving.look() == 1
+        for number in (2, 1, 2, 1):
+            set_alias(store, "shop", "stable", number)
+            assert await serving.look() == number
+
+
+@pytest.mark.parametrize(
+    ("model", "follow"), [("", "alias"), ("shop", "alias"), ("shop@1", "latest")]
+)
+async def test_what_is_not_followed_stays(
+    store: Path, later: Path, executor: ThreadPoolExecutor, model: str, follow: str
+) -> None:
+    serving = Serving(store, executor, model, follow)
+    appear(later, store, 2)
+    assert await serving.look() == 1
+    assert serving.attempts == []
+
+
+async def test_a_version_that_fails_is_tried_once_and_said_once(
+    store: Path, later: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving = Serving(store, executor)
+    serving.failures[2] = StoreError("its goldens are answered otherwise")
+    appear(later, store, 2)
+    for _ in range(3):
+        assert await serving.look() == 1
+    assert serving.attempts == [2]
+    assert caplog.messages == ["shop: version 2 stays out: its goldens are answered otherwise"]
+    assert serving.exchange.models.coming["shop"].state == "failed"
+    appear(later, store, 3)
+    assert await serving.look() == 3
+    assert serving.exchange.models.coming == {}
+
+
+async def test_one_that_has_not_come_whole_is_waited_for(
+    store: Path, later: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a folder is copied into the store, file by file."""
+    caplog.set_level(logging.INFO)
+    serving = Serving(store, executor)
+    (store / "shop" / "2").mkdir()
+    for name in ("goldens.safetensors", "plan.json", "manifest.json", "tables.safetensors"):
+        for _ in range(2):
+            assert await serving.look() == 1
+        shutil.copy(later / "shop" / "2" / name, store / "shop" / "2")
+    assert await serving.look() == 2
+    assert serving.attempts == [2]
+    said = [line for line in caplog.messages if "cannot move" in line]
+    assert len(said) == len(set(said)) == 3  # no manifest, then no tables, then all is well
+    assert said[-1] == "shop cannot move: no more"
+
+
+async def test_a_store_that_goes_away_and_comes_back(
+    store: Path, later: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    serving = Serving(store, executor)
+    away = move(store, store.parent / "away")
+    for _ in range(3):
+        assert await serving.look() == 1
+    move(away, store)
+    appear(later, store, 2)
+    assert await serving.look() == 2
+    gone, back, moved = caplog.messages
+    assert gone.startswith("shop cannot be followed: ")
+    assert "No such file" in gone
+    assert back == "shop cannot be followed: no more"
+    assert moved.startswith("shop is answered by version 2")
+
+
+async def test_an_alias_to_nothing_or_that_is_removed_changes_nothing(
+    store: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    set_alias(store, "shop", "stable", 1)
+    serving = Serving(store, executor, "shop@stable")
+    set_alias(store, "shop", "stable", None)
+    for _ in range(2):
+        assert await serving.look() == 1
+    (said,) = caplog.messages
+    assert "'stable' is no version and no alias" in said
+
+
+async def test_of_several_that_appear_at_once_only_the_last_is_loaded(
+    store: Path, later: Path, executor: ThreadPoolExecutor
+) -> None:
+    serving = Serving(store, executor)
+    for number in (2, 3):
+        appear(later, store, number)
+    assert await serving.look() == 3
+    assert serving.attempts == [3]
+
+
+async def test_a_remote_store_is_followed(
+    store: Path,
+    later: Path,
+    executor: ThreadPoolExecutor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = f"file://{store}"
+    set_alias(url, "shop", "stable", 1)
+    serving = Serving(url, executor, "shop@stable")
+    assert await serving.look() == 1
+    appear(later, store, 2)
+    for number in (2, 1):
+        set_alias(url, "shop", "stable", number)
+        assert await serving.look() == number
+    answering = serving.rollout.versions["shop"].path
+    assert answering.is_relative_to(tmp_path / "cache")
+
+
+async def test_the_store_is_looked_at_until_the_stop(
+    store: Path, later: Path, executor: ThreadPoolExecutor
+) -> None:
+    serving, stop = Serving(store, executor), asyncio.Event()
+    async with followed(serving.settings, serving.rollout, serving.alone, stop):
+        appear(later, store, 2)
+        await until(lambda: serving.rollout.number("shop") == 2)
+        stop.set()
+        await asyncio.sleep(serving.settings.follow_s)  # a look that had begun may end
+        appear(later, store, 3)
+        await asyncio.sleep(5 * serving.settings.follow_s)
+        assert await serving.answering() == 2

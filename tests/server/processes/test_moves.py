@@ -1,0 +1,278 @@
+"""Workers move to another version all together, or none of them does."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from embedserve.processes.messages import MESSAGE_BYTES_MAX, Move, Step, WorkerMessage, refused
+from embedserve.processes.moves import Together
+from embedserve_store import StoreError
+
+PATH = "/store/shop/8"
+FOUND = Move(Step.FOUND, "shop", 8, PATH)
+PREPARE = Move(Step.PREPARE, "shop", 8, PATH)
+PREPARED = Move(Step.PREPARED, "shop", 8)
+SWITCH = Move(Step.SWITCH, "shop", 8)
+REFUSED = refused("shop", 8, "damaged")
+
+
+class Workers:
+    """What the workers of a server are told."""
+
+    def __init__(self) -> None:
+        self.together = Together({"shop": 7, "films": 1}, self._adopt)
+        self.ended_by_us: list[int] = []
+        self.together.send = self._send
+        self.together.end = self.ended_by_us.append
+        self.adopted: list[tuple[str, str]] = []
+        self.damage = ""
+        self._told: list[tuple[int, object]] = []
+        self.attempts: dict[tuple[int, str], int] = {}
+
+    def _adopt(self, model: str, path: str) -> None:
+        if self.damage:
+            raise StoreError(self.damage)
+        self.adopted.append((model, path))
+
+    def _send(self, worker: int, message: bytes) -> None:
+        if message == WorkerMessage.LOOK.value:
+            self._told.append((worker, "look"))
+            return
+        move = Move.from_bytes(message)
+        if move.step is Step.PREPARE:
+            self.attempts[worker, move.model] = move.attempt
+        self._told.append((worker, replace(move, attempt=0)))
+
+    def start(self, *workers: int) -> None:
+        for worker in workers:
+            self.together.start(worker)
+            self.together.ready(worker)
+
+    def hear(self, *workers: int, say: Move) -> None:
+        """What is said of a version that was to be prepared is of the last attempt."""
+        for worker in workers:
+            attempt = self.attempts.get((worker, say.model), 0)
+            is_answer = say.step in (Step.PREPARED, Step.REFUSED)
+            self.together.hear(worker, replace(say, attempt=attempt) if is_answer else say)
+
+    def told(self) -> list[tuple[int, object]]:
+        """Since this was asked."""
+        told, self._told = self._told, []
+        return told
+
+
+@pytest.fixture
+def workers() -> Workers:
+    """Two, of which the first looks at the store."""
+    workers = Workers()
+    workers.start(0, 1)
+    assert workers.told() == [(0, "look")]
+    return workers
+
+
+def test_all_prepare_and_then_all_switch(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    wanted = Move(Step.WANTED, "shop", 8)
+    workers.hear(0, say=wanted)
+    assert workers.told() == [(0, wanted), (1, wanted)]
+    workers.hear(0, say=FOUND)
+    assert workers.told() == [(0, PREPARE), (1, PREPARE)]
+    workers.hear(0, say=PREPARED)
+    workers.hear(0, say=FOUND)  # it looked again meanwhile
+    assert workers.told() == []
+    workers.hear(1, say=PREPARED)
+    assert workers.told() == [(0, SWITCH), (1, SWITCH)]
+    assert workers.adopted == [("shop", PATH)]
+    workers.hear(0, say=FOUND)
+    assert workers.told() == []
+    assert caplog.messages == ["shop is answered by version 8 from now on, no more by 7"]
+
+
+def test_where_one_cannot_none_does_and_it_is_said_once(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers.hear(0, say=FOUND)
+    workers.told()
+    workers.hear(0, say=PREPARED)
+    workers.hear(1, say=REFUSED)
+    assert workers.told() == [(0, REFUSED), (1, REFUSED)]
+    workers.hear(0, say=REFUSED)
+    assert workers.told() == []
+    workers.hear(0, say=FOUND)
+    assert workers.told() == [(0, REFUSED)]
+    assert caplog.messages == ["shop: version 8 stays out: damaged"]
+    # Once another was wanted, it may be tried again.
+    for number in (7, 8):
+        workers.hear(0, say=Move(Step.WANTED, "shop", number))
+    workers.told()
+    workers.hear(0, say=FOUND)
+    assert workers.told() == [(0, PREPARE), (1, PREPARE)]
+
+
+def test_one_version_is_prepared_at_a_time(workers: Workers) -> None:
+    other = Move(Step.FOUND, "films", 2, "/store/films/2")
+    workers.hear(0, say=FOUND)
+    workers.told()
+    workers.hear(0, say=other)
+    assert workers.told() == []
+    workers.hear(0, 1, say=PREPARED)
+    workers.told()
+    workers.hear(0, say=other)
+    assert [worker for worker, _ in workers.told()] == [0, 1]
+
+
+def test_what_is_not_wanted_any_more_does_not_take_over(workers: Workers) -> None:
+    workers.hear(0, say=FOUND)
+    workers.hear(0, say=PREPARED)
+    workers.hear(0, say=Move(Step.WANTED, "shop", 7))
+    workers.told()
+    workers.hear(1, say=PREPARED)
+    assert workers.told() == []
+    assert workers.adopted == []
+    workers.hear(0, say=FOUND)
+    assert workers.told() == [(0, PREPARE), (1, PREPARE)]
+
+
+def test_a_worker_that_becomes_ready_meanwhile_is_waited_for(workers: Workers) -> None:
+    workers.together.start(2)
+    workers.hear(0, say=FOUND)
+    workers.told()
+    workers.together.ready(2)
+    assert workers.told() == [(2, PREPARE)]
+    workers.hear(0, 1, say=PREPARED)
+    assert workers.told() == []
+    workers.hear(2, say=PREPARED)
+    assert workers.told() == [(0, SWITCH), (1, SWITCH), (2, SWITCH)]
+
+
+def test_one_that_was_started_before_the_switch_follows_it(workers: Workers) -> None:
+    workers.hear(0, say=Move(Step.WANTED, "shop", 8))
+    workers.together.start(2)
+    workers.hear(0, say=FOUND)
+    workers.hear(0, 1, say=PREPARED)
+    workers.told()
+    workers.together.ready(2)
+    assert workers.told() == [(2, Move(Step.WANTED, "shop", 8)), (2, PREPARE)]
+    workers.hear(2, say=PREPARED)
+    assert workers.told() == [(2, SWITCH)]
+    workers.start(3)
+    assert workers.told() == [(3, Move(Step.WANTED, "shop", 8))]
+
+
+def test_so_does_one_that_starts_with_the_version_before_for_the_new_one_is_gone(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers.damage = "8 was deleted"
+    workers.hear(0, say=FOUND)
+    workers.hear(0, 1, say=PREPARED)
+    workers.told()
+    assert caplog.messages == ["shop: workers start with version 7 still: 8 was deleted"]
+    workers.start(2)
+    assert workers.told() == [(2, PREPARE)]
+    workers.hear(2, say=REFUSED)  # those that answer with it go on
+    assert workers.told() == []
+    assert workers.ended_by_us == [2]
+    assert caplog.messages[-1] == "worker 2 cannot follow the others to shop version 8: damaged"
+    workers.damage = ""
+    workers.start(2)  # in its place
+    assert workers.told() == []
+    assert workers.adopted == [("shop", PATH)]
+
+
+def test_a_worker_that_ends_is_not_waited_for(workers: Workers) -> None:
+    workers.hear(0, say=FOUND)
+    workers.hear(0, say=PREPARED)
+    workers.told()
+    workers.together.gone(1, "was ended by SIGKILL")
+    assert workers.told() == [(0, SWITCH)]
+
+
+def test_where_all_ended_those_that_come_prepare_it(workers: Workers) -> None:
+    workers.hear(0, say=FOUND)
+    workers.hear(0, say=PREPARED)
+    for worker in (0, 1):
+        workers.together.gone(worker, "was ended by SIGKILL")
+    assert workers.adopted == []
+    workers.told()
+    workers.start(0)
+    assert workers.told() == [(0, "look"), (0, PREPARE)]
+    workers.hear(0, say=PREPARED)
+    assert workers.told() == [(0, SWITCH)]
+
+
+def test_a_version_that_ends_workers_stays_out(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers.hear(0, say=FOUND)
+    workers.together.gone(0, "was ended by SIGSEGV")
+    workers.told()
+    workers.together.gone(1, "was ended by SIGSEGV")
+    reason = "a worker was ended by SIGSEGV while it was loaded"
+    assert caplog.messages == [f"shop: version 8 stays out: {reason}"]
+    workers.start(0)
+    assert workers.told() == [(0, "look"), (0, refused("shop", 8, reason))]
+    workers.hear(0, say=FOUND)
+    assert workers.told() == [(0, refused("shop", 8, reason))]
+
+
+def test_another_looks_when_the_one_that_did_ends(workers: Workers) -> None:
+    workers.together.gone(0, "was ended by SIGKILL")
+    assert workers.told() == [(1, "look")]
+    workers.start(0)
+    assert workers.told() == []
+    workers.together.gone(1, "was ended by SIGKILL")
+    assert workers.told() == [(0, "look")]
+
+
+def test_messages_are_read_as_they_were_written() -> None:
+    long = refused("m" * 100, 2**31, "é\n" * 5000)
+    assert len(long.to_bytes()) < MESSAGE_BYTES_MAX
+    assert Move.from_bytes(long.to_bytes()) == long
+    found = Move(Step.FOUND, "m", 1, "/" + "ö" * 2000)
+    assert len(found.to_bytes()) < MESSAGE_BYTES_MAX
+    assert Move.from_bytes(found.to_bytes()) == found
+
+
+def test_what_one_joins_and_what_comes_next_do_not_mix(workers: Workers) -> None:
+    """A worker that started with version 7 is to follow to 8, and 9 is found meanwhile."""
+    nine = Move(Step.FOUND, "shop", 9, "/store/shop/9")
+    workers.together.start(2)
+    workers.hear(0, say=FOUND)
+    workers.hear(0, 1, say=PREPARED)
+    workers.together.ready(2)
+    eight = workers.attempts[2, "shop"]
+    workers.hear(0, say=nine)
+    workers.told()
+    workers.together.hear(2, replace(PREPARED, attempt=eight))  # it was too late to stop it
+    assert workers.told() == []
+    workers.hear(0, say=refused("shop", 9, "damaged"))
+    told = workers.told()
+    assert told[3:] == [(2, PREPARE)]  # back to what the others answer with
+    workers.hear(2, say=PREPARED)
+    assert workers.told() == [(2, SWITCH)]
+
+
+def test_what_was_found_and_cannot_be_opened_is_refused(workers: Workers) -> None:
+    for _ in range(2):
+        workers.together.hear(0, REFUSED)
+        assert (0, REFUSED) in workers.told()
+
+
+def test_a_move_that_takes_for_ever_is_given_up(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("embedserve.processes.moves.MOVE_S_MAX", -1.0)
+    workers.hear(0, say=FOUND)
+    workers.hear(0, say=PREPARED)
+    workers.told()
+    assert workers.together.is_preparing(1)
+    workers.together.look_at_time()
+    (told, other) = workers.told()
+    assert told == (0, refused("shop", 8, "workers 1 have not loaded it in -1 s"))
+    assert other[0] == 1
+    assert not workers.together.is_preparing(1)

@@ -1,0 +1,199 @@
+"""A process moves from one version of a model to the next, and stays where that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from server.callers import submit_to
+from server.fake_engine import Bags, FakeEngine, make_request, model_info
+from server.gate import Gate
+from server.live import make_exchange
+from server.waiting import until
+
+from embedserve.batching.batcher import Batcher, LookupEngine
+from embedserve.config import Limits
+from embedserve.metrics.metrics import FEATURE_CELLS_MIN
+from embedserve.processes.rollout import Restored, Rollout
+from embedserve.types import ModelInfo
+from embedserve_store import Manifest, ModelVersion, StoreError
+
+USER: Bags = {"user": [[1, 2]]}
+IN_THREAD = Limits(inline_bytes_max=0)
+
+
+def engine_of(number: int) -> FakeEngine:
+    """Of that version of "shop", with rows of its own."""
+    info = model_info()
+    manifest = replace(info.manifest, version=number)
+    return FakeEngine(replace(info, manifest=manifest), seed=number)
+
+
+def version_of(manifest: Manifest) -> ModelVersion:
+    """What a rollout asks of a version: what it is, and where it lies."""
+    path = Path(f"store/shop/{manifest.version}")
+    return ModelVersion(path, manifest, plan=None, tables=None, id_maps={})  # type: ignore[arg-type]
+
+
+def nothing(number: int) -> None:
+    return None
+
+
+class Moving:
+    """A process that answers with version 7, and others that can be restored."""
+
+    def __init__(self, executor: ThreadPoolExecutor) -> None:
+        self.engines = {number: engine_of(number) for number in (7, 8, 9)}
+        self.exchange = make_exchange(self.engines[7], executor=executor, limits=IN_THREAD)
+        self.befores: list[LookupEngine] = []
+        self.restored: Callable[[int], None] = nothing
+        self._executor = executor
+        versions = {"shop": self.version(7)}
+        engines = {"shop": self.engines[7]}
+        self.rollout = Rollout(self.exchange, versions, engines, self._restore, self._make_batcher)
+
+    def version(self, number: int) -> ModelVersion:
+        return version_of(self.engines[number].model.manifest)
+
+    def _restore(self, version: ModelVersion, before: LookupEngine) -> Restored:
+        assert threading.current_thread() is not threading.main_thread()
+        self.befores.append(before)
+        self.restored(version.manifest.version)
+        engine = self.engines[version.manifest.version]
+        return engine, engine.model
+
+    def _make_batcher(self, engine: LookupEngine, info: ModelInfo) -> Batcher:
+        metrics = self.exchange.metrics.models["shop"]
+        return Batcher(engine, info, self.exchange.limits, metrics, self._executor)
+
+    def coming(self) -> tuple[int, str, str] | None:
+        coming = self.exchange.models.coming.get("shop")
+        return None if coming is None else (coming.version, coming.state, coming.reason)
+
+    async def check(self, number: int) -> None:
+        """That version ``number`` answers."""
+        result = await submit_to(self.exchange.models, make_request(USER))
+        assert result.model.version == number
+        assert np.array_equal(result.values, self.engines[number].expected(USER))
+
+
+@pytest.fixture
+def moving(executor: ThreadPoolExecutor) -> Moving:
+    return Moving(executor)
+
+
+async def test_it_moves_once_the_next_version_is_loaded_and_it_is_told_to(
+    moving: Moving, gate: Gate
+) -> None:
+    moving.restored = gate.before(nothing)
+    moving.rollout.want("shop", 8)
+    preparing = asyncio.create_task(moving.rollout.prepare(moving.version(8)))
+    await until(lambda: gate.threads)
+    assert moving.coming() == (8, "loading", "")
+    await moving.check(7)
+    assert not moving.rollout.switch("shop", 8)
+    gate.opened.set()
+    assert await preparing
+    await moving.check(7)
+    assert not moving.rollout.switch("shop", 9)
+    assert moving.rollout.switch("shop", 8)
+    await moving.check(8)
+    assert moving.rollout.number("shop") == 8
+    assert moving.coming() is None
+    metrics = moving.exchange.metrics.models["shop"]
+    assert (metrics.wanted_version, metrics.switches, metrics.model.version) == (8, 1, 8)
+    assert metrics.load_seconds > 0
+    assert moving.befores == [moving.engines[7]]
+
+
+async def test_what_it_leaves_is_let_go(moving: Moving) -> None:
+    engine = weakref.ref(moving.engines[7])
+    waiting = submit_to(moving.exchange.models, make_request(USER))
+    await moving.rollout.prepare(moving.version(8))
+    moving.rollout.switch("shop", 8)
+    await waiting
+    moving.befores.clear()
+    del moving.engines[7], waiting
+    gc.collect()  # of asyncio's futures
+    await until(lambda: engine() is None)
+    await moving.check(8)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (StoreError("tables.safetensors: damaged"), "tables.safetensors: damaged"),
+        (MemoryError("no room"), "MemoryError: no room"),
+    ],
+)
+async def test_a_version_that_cannot_be_loaded_stays_out(
+    moving: Moving, error: Exception, reason: str
+) -> None:
+    def fail(number: int) -> None:
+        raise error
+
+    moving.restored = fail
+    with pytest.raises(StoreError, match=f"^{reason}$"):
+        await moving.rollout.prepare(moving.version(8))
+    moving.rollout.refuse("shop", 8, reason)
+    assert moving.coming() == (8, "failed", reason)
+    assert moving.rollout.refused("shop") == 8
+    assert not moving.rollout.switch("shop", 8)
+    await moving.check(7)
+    moving.rollout.want("shop", 8)
+    assert moving.rollout.refused("shop") == 8
+    moving.rollout.want("shop", 7)  # another is wanted: 8 may be tried again afterwards
+    assert moving.rollout.refused("shop") is None
+    moving.restored = nothing
+    moving.rollout.want("shop", 8)
+    assert await moving.rollout.prepare(moving.version(8))
+    assert moving.rollout.switch("shop", 8)
+    await moving.check(8)
+
+
+async def test_what_is_refused_while_it_is_loaded_is_not_kept(moving: Moving, gate: Gate) -> None:
+    moving.restored = gate.before(nothing)
+    preparing = asyncio.create_task(moving.rollout.prepare(moving.version(8)))
+    await until(lambda: gate.threads)
+    moving.rollout.refuse("shop", 8, "another worker cannot load it")
+    gate.opened.set()
+    assert not await preparing
+    assert not moving.rollout.switch("shop", 8)
+    assert moving.coming() == (8, "failed", "another worker cannot load it")
+    assert await moving.rollout.prepare(moving.version(9))
+    assert moving.rollout.switch("shop", 9)
+
+
+async def test_versions_are_loaded_one_at_a_time(moving: Moving, gate: Gate) -> None:
+    """What torchrec builds, and torch.fx traces, is built by one thread."""
+    begun: list[int] = []
+    moving.restored = gate.before(begun.append)
+    first, second = (
+        asyncio.create_task(moving.rollout.prepare(moving.version(number))) for number in (8, 9)
+    )
+    await until(lambda: gate.threads)
+    await asyncio.sleep(0.05)
+    assert len(gate.threads) == 1
+    gate.opened.set()
+    assert not await first  # another was wanted meanwhile
+    assert await second
+    assert begun == [8, 9]
+    assert moving.rollout.switch("shop", 9)
+    await moving.check(9)
+
+
+async def test_a_version_with_more_features_than_are_counted_is_refused(moving: Moving) -> None:
+    many = model_info("shop", {f"f{i}": (2, 1) for i in range(FEATURE_CELLS_MIN + 1)})
+    version = version_of(replace(many.manifest, version=8))
+    said = "has 1025 features, and this server has room to count 1024"
+    with pytest.raises(StoreError, match=said):
+        await moving.rollout.prepare(version)
+    assert moving.befores == []
