@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress, islice
 
 import numpy as np
@@ -60,6 +60,8 @@ _Numbers = Mapping[str, Sequence[memoryview]]
 NOW_FIELDS_MAX = 4096
 NOW_BYTES_MAX = 64 << 10
 """Of what is read on the event loop's thread, beside numbers given as bytes: a millisecond's."""
+SMALL_BYTES = 4096
+"""Of a message that the library reads whole: so few numbers may become Python objects first."""
 NOW_LENGTHS_MAX = 32_768
 """Of an answer that is written on that thread, in about a millisecond."""
 STARTS_MAX = 256
@@ -73,7 +75,7 @@ ALWAYS_OF_A_RULE = {"id_type": "int64", "unknown": "error"}
 def decode_now(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
     """As decode_request, or None where that would take long: of numbers given as bytes it never
     does."""
-    plain = _decode_plain(body, model)
+    plain = _decode_plain(body, model) or _decode_small(body, model, limits)
     if plain is not None:
         return plain
     try:
@@ -83,7 +85,7 @@ def decode_now(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
     packed_bytes = sum(len(one) for name in DTYPES for one in numbers.get(name, ()))
     if packed_bytes + sum(map(len, rest)) > NOW_BYTES_MAX:
         return None
-    return _request(body, numbers, rest, model, limits)
+    return _decode_numbers(body, numbers, rest, model, limits)
 
 
 def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS) -> LookupRequest:
@@ -93,7 +95,7 @@ def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS
         InvalidRequestError: not an EmbedRequest, or not a batch of jagged ids.
         RequestTooLargeError: it has more than ``limits`` allow, told before it is read.
     """
-    plain = _decode_plain(body, model)
+    plain = _decode_plain(body, model) or _decode_small(body, model, limits)
     if plain is not None:
         return plain
     try:
@@ -104,7 +106,7 @@ def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS
             + limits.said("request_values_max"),
             "body",
         ) from error
-    return _request(body, numbers, rest, model, limits)
+    return _decode_numbers(body, numbers, rest, model, limits)
 
 
 def _take_numbers(body: bytes, fields_max: int) -> tuple[_Numbers, Sequence[memoryview]]:
@@ -121,9 +123,36 @@ def _malformed(problem: object) -> InvalidRequestError:
     return InvalidRequestError(f"body is not an EmbedRequest: {problem}", "body")
 
 
-def _request(
+def _decode_small(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
+    """The request in a message of some numbers, as the library reads it; None for a larger one, for
+    what is none, and where ``limits`` are less than such a message may have."""
+    if len(body) > min(SMALL_BYTES, limits.request_values_max, limits.request_text_bytes_max):
+        return None
+    try:
+        message = embedding_pb2.EmbedRequest.FromString(body)
+    except DecodeError:
+        return None
+
+    def array(field: str, per_limit: int, limit: str) -> np.ndarray:
+        numbers, raw = getattr(message, field), getattr(message, f"{field}_bytes")
+        if raw and numbers:
+            raise _both_given(field)
+        if raw:
+            return _array(field, {f"{field}_bytes": (raw,)}, per_limit, limits, limit)
+        if len(numbers) > per_limit * getattr(limits, limit):
+            raise _too_many(field, per_limit * getattr(limits, limit), limits.said(limit))
+        return np.array(numbers[:], DTYPES[field])
+
+    request = _request(message, array, model, limits)
+    if message.ids_bytes:
+        _heads.remember(body, message.model, request.features)
+    return request
+
+
+def _decode_numbers(
     body: bytes, numbers: _Numbers, rest: Sequence[memoryview], model: str, limits: Limits
 ) -> LookupRequest:
+    """The request of ``numbers`` and of what is left of the message without them."""
     nbytes = sum(map(len, rest))
     if nbytes > limits.request_text_bytes_max:
         raise RequestTooLargeError(
@@ -134,19 +163,35 @@ def _request(
         message = embedding_pb2.EmbedRequest.FromString(b"".join(rest))
     except DecodeError as error:
         raise _malformed(error) from error
+
+    def array(field: str, per_limit: int, limit: str) -> np.ndarray:
+        return _array(field, numbers, per_limit, limits, limit)
+
+    request = _request(message, array, model, limits)
+    _heads.remember(body, message.model, request.features)
+    return request
+
+
+def _request(
+    message: embedding_pb2.EmbedRequest,
+    array: Callable[[str, int, str], np.ndarray],
+    model: str,
+    limits: Limits,
+) -> LookupRequest:
+    """The request of ``message``, whose numbers ``array`` gives: of a field, of which there may be
+    so many times as a limit says."""
     check_feature_count("keys", len(message.keys), limits)
     features = tuple(message.keys[:])  # a slice is a list, which is read twice as fast
     _check_features(features)
-    _heads.remember(body, message.model, features)
-    ids = _array("ids", numbers, 1, limits, "request_ids_max")
-    lengths = _array("lengths", numbers, len(features), limits, "request_examples_max")
+    ids = array("ids", 1, "request_ids_max")
+    lengths = array("lengths", len(features), "request_examples_max")
     batch_size = _batch_size(features, lengths)
     request = LookupRequest(model or message.model, features, ids, lengths, None, batch_size)
     if message.output_dtype:
         request.output_dtype = _output_dtype(message.output_dtype)
     if message.string_keys or message.string_ids:
         _add_strings(request, message)
-    weights = _array("weights", numbers, 1, limits, "request_ids_max")
+    weights = array("weights", 1, "request_ids_max")
     if weights.size:
         id_count = request.ids.size
         if weights.size != id_count:
@@ -304,7 +349,7 @@ def _array(field: str, numbers: _Numbers, per_limit: int, limits: Limits, limit:
     raw = numbers.get(f"{field}_bytes", (b"",))[-1]
     dtype, count_max = DTYPES[field], per_limit * getattr(limits, limit)
     if len(raw) and nbytes:
-        raise InvalidRequestError(f"{field} and {field}_bytes are both given: send one", field)
+        raise _both_given(field)
     is_fixed = len(raw) or dtype is _FLOAT32
     if (len(raw) or nbytes) > count_max * (dtype.itemsize if is_fixed else VARINT_BYTES_MAX):
         raise _too_many(field, count_max, limits.said(limit))
@@ -317,6 +362,10 @@ def _array(field: str, numbers: _Numbers, per_limit: int, limits: Limits, limit:
         return read_varints(joined).astype(dtype, copy=False)
     except ValueError as error:
         raise InvalidRequestError(f"{field} is not packed integers: {error}", field) from error
+
+
+def _both_given(field: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field} and {field}_bytes are both given: send one", field)
 
 
 def _too_many(field: str, count_max: int, limit: str) -> RequestTooLargeError:

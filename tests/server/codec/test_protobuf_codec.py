@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,9 @@ from embedserve.codec.protobuf_codec import (
     encode_now,
     model_message,
 )
-from embedserve.config import Limits
-from embedserve.errors import InvalidRequestError, OverloadedError
-from embedserve.types import LookupResult
+from embedserve.config import DEFAULT_LIMITS, Limits
+from embedserve.errors import EmbedServeError, InvalidRequestError, OverloadedError
+from embedserve.types import LookupRequest, LookupResult
 from embedserve_proto import embedding_pb2 as pb
 
 RULED = ruled_info()
@@ -36,6 +37,30 @@ def encoded(result: LookupResult) -> bytes:
     parts, nbytes = now
     whole = b"".join(parts)
     assert len(whole) == nbytes
+    return whole
+
+
+def decoded(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS) -> LookupRequest:
+    """As decode_request reads it: a small message whole, and the same field by field."""
+    outcomes: list[LookupRequest | EmbedServeError] = []
+    values_max = min(limits.request_values_max, max(1, len(body) - 1))
+    for one in (limits, replace(limits, request_values_max=values_max)):
+        try:
+            outcomes.append(decode_request(body, model, one))
+        except EmbedServeError as error:
+            outcomes.append(error)
+    whole, by_field = outcomes
+    if isinstance(whole, EmbedServeError):
+        assert isinstance(by_field, EmbedServeError)
+        assert (by_field.code, by_field.message) == (whole.code, whole.message)
+        raise whole
+    assert isinstance(by_field, LookupRequest)
+    for field in fields(LookupRequest):
+        a, b = getattr(whole, field.name), getattr(by_field, field.name)
+        assert type(a) is type(b)
+        if isinstance(a, np.ndarray):
+            assert a.dtype == b.dtype
+        assert np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
     return whole
 
 
@@ -59,7 +84,7 @@ def test_packed_fields_and_bytes_fields_are_the_same_request(data: st.DataObject
         weights_bytes=weights.astype("<f4").tobytes(),
     )
     for message in (packed, as_bytes):
-        request = decode_request(message.SerializeToString())
+        request = decoded(message.SerializeToString())
         assert (request.model, request.features) == ("shop", expected.features)
         assert request.batch_size == expected.batch_size
         assert request.ids.tolist() == expected.ids.tolist()
@@ -86,7 +111,7 @@ def test_strings_go_where_their_keys_stand(data: st.DataObject) -> None:
         string_keys=sorted(expected.string_features),
         string_ids=[one for ids in flat.values() for one in ids if isinstance(one, str)],
     )
-    request = decode_request(message.SerializeToString())
+    request = decoded(message.SerializeToString())
     assert request.ids.tolist() == expected.ids.tolist()
     assert request.string_features == expected.string_features
     assert (request.strings or {}) == (expected.strings or {})
@@ -97,15 +122,15 @@ def test_strings_go_where_their_keys_stand(data: st.DataObject) -> None:
 
 def test_the_model_of_the_url_goes_before_that_of_the_message() -> None:
     body = pb.EmbedRequest(model="b", keys=["user"], lengths=[0]).SerializeToString()
-    assert decode_request(body, "a").model == "a"
-    assert decode_request(body).model == "b"
+    assert decoded(body, "a").model == "a"
+    assert decoded(body).model == "b"
 
 
 def test_the_output_dtype_is_read_and_is_float32_unless_given() -> None:
     plain = pb.EmbedRequest(keys=["user"], lengths=[0])
     halves = pb.EmbedRequest(keys=["user"], lengths=[0], output_dtype=pb.FLOAT16)
-    assert decode_request(plain.SerializeToString()).output_dtype == "float32"
-    assert decode_request(halves.SerializeToString()).output_dtype == "float16"
+    assert decoded(plain.SerializeToString()).output_dtype == "float32"
+    assert decoded(halves.SerializeToString()).output_dtype == "float16"
 
 
 GOOD: dict[str, Any] = {"keys": ["user", "tag"], "ids": [1, 2, 3], "lengths": [1, 1, 0, 1]}
@@ -145,10 +170,10 @@ BAD = [
 def test_a_bad_message_is_refused_with_field_and_value(
     change: dict[str, Any], field: str, problem: str
 ) -> None:
-    decode_request(pb.EmbedRequest(**GOOD).SerializeToString())
+    decoded(pb.EmbedRequest(**GOOD).SerializeToString())
     body = pb.EmbedRequest(**(GOOD | change)).SerializeToString()
     with pytest.raises(InvalidRequestError) as caught:
-        decode_request(body)
+        decoded(body)
     assert caught.value.field == field
     assert problem in caught.value.message
 
@@ -158,19 +183,19 @@ def test_a_key_named_twice_among_very_many_is_found() -> None:
     keys = [f"feature_{i}" for i in range(100_000)]
     body = pb.EmbedRequest(keys=[*keys, keys[-1]], lengths=[0]).SerializeToString()
     with pytest.raises(InvalidRequestError, match="'feature_99999' twice"):
-        decode_request(body, "", Limits(request_features_max=200_000))
+        decoded(body, "", Limits(request_features_max=200_000))
 
 
 @given(body=st.binary(max_size=80))
 def test_any_bytes_are_read_or_refused_and_nothing_else(body: bytes) -> None:
     with contextlib.suppress(InvalidRequestError):
-        request = decode_request(body)
+        request = decoded(body)
         assert request.lengths.size == len(request.features) * request.batch_size
 
 
 def test_malformed_protobuf_is_said_to_be_no_embed_request() -> None:
     with pytest.raises(InvalidRequestError, match="body is not an EmbedRequest"):
-        decode_request(b'{"features": {}}')
+        decoded(b'{"features": {}}')
 
 
 DTYPES = [(np.float32, "<f4", pb.FLOAT32), (np.float16, "<f2", pb.FLOAT16)]
@@ -300,12 +325,18 @@ def test_an_unpooled_model_is_described_as_such() -> None:
 def test_a_head_is_remembered_once_though_its_messages_are_not_plain() -> None:
     """Else callers of such messages would push out what is remembered of others."""
     plain = pb.EmbedRequest(keys=["of", "others"], ids_bytes=bytes(8), lengths_bytes=bytes(8))
-    decode_request(plain.SerializeToString())
+    decoded(plain.SerializeToString())
     rounded = pb.EmbedRequest(
         keys=["rounded"], ids_bytes=bytes(8), lengths_bytes=b"\1\0\0\0", output_dtype=pb.FLOAT16
     )
     for _ in range(2 * protobuf_codec.HEADS_MAX):
-        assert decode_request(rounded.SerializeToString()).output_dtype == "float16"
+        assert decoded(rounded.SerializeToString()).output_dtype == "float16"
     known = [features for _, _, features in protobuf_codec._heads.known]
     assert known.count(("rounded",)) == 1
     assert ("of", "others") in known
+
+
+def test_a_message_is_read_alike_whether_it_is_small_or_not() -> None:
+    for ids in (range(100), range(5000)):  # some hundred bytes, and more than are read whole
+        message = pb.EmbedRequest(keys=["user"], ids=ids, lengths=[len(ids)])
+        assert decoded(message.SerializeToString()).ids.tolist() == list(ids)
