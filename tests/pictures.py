@@ -53,7 +53,7 @@ def draw(
         if panel.is_log:
             axis.set_yscale("log")
         else:
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
         if len(panel.curves) > 1:
             axis.legend(loc="upper right", fontsize="small")
     axes[-1][0].set_xlabel("seconds")
