@@ -17,7 +17,7 @@ import torch
 from running_servers import Running, running
 
 from embedserve_client import EmbedClient, EmbedResult, GrpcEmbedClient
-from embedserve_store import TableSpec, publish, set_alias
+from embedserve_store import TableSpec, publish
 
 ROWS, DIM, STEP = 100, 8, 1000
 WAIT_S_MAX = 120
@@ -126,24 +126,10 @@ def test_versions_take_over_under_load(tmp_path: Path, workers: int) -> None:
         wait_until(lambda: not mapped_versions(server, store, workers) - {4})
 
 
-def test_an_alias_moves_all_workers_there_and_back(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    for number in (1, 2):
-        publish_next(store, number)
-    set_alias(store, "m", "stable", 1)
-    options = ("--model", "m@stable", "--follow", "alias", *FOLLOW, "--workers", 2)
-    with running(store, tmp_path / "log", *options) as server, Load(server) as load:
-        for number in (2, 1, 2):
-            set_alias(store, "m", "stable", number)
-            load.until_all_have(number)
-    assert load.wrong == []
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_version_that_answers_wrongly_stays_out(tmp_path: Path, workers: int) -> None:
+def test_a_version_that_answers_wrongly_stays_out_of_all_workers(tmp_path: Path) -> None:
     store = tmp_path / "store"
     publish_next(store, 1)
-    options = ("--follow", "latest", *FOLLOW, "--workers", workers)
+    options = ("--follow", "latest", *FOLLOW, "--workers", 2)
     with running(store, tmp_path / "log", *options) as server, Load(server) as load:
         make_wrong(store, tmp_path / "elsewhere")
         wait_until(lambda: "m: version 2 stays out" in server.log.read_text())
