@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+from pooled import collection
+from torchrec import EmbeddingBagCollection, PoolingType
 
 from embedserve_store import ModelStore, ModelVersion, publish
 
@@ -28,28 +29,14 @@ def sources_are_read_once() -> Iterator[None]:
 def ebc() -> EmbeddingBagCollection:
     """Four tables: two features on one, one feature on two, sum and mean, uneven rows."""
     torch.manual_seed(3)
-    tables = [
-        ("movie", 1001, 64, ["history", "candidate"], PoolingType.MEAN),
-        ("genre", 3, 16, ["genres"], PoolingType.SUM),
-        ("user", 50, 32, ["user"], PoolingType.SUM),
-        ("recent", 77, 8, ["history"], PoolingType.MEAN),
-    ]
-    collection = EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=name,
-                num_embeddings=rows,
-                embedding_dim=dim,
-                feature_names=features,
-                pooling=pooling,
-            )
-            for name, rows, dim, features, pooling in tables
+    return collection(
+        [
+            ("movie", 1001, 64, ["history", "candidate"], PoolingType.MEAN),
+            ("genre", 3, 16, ["genres"], PoolingType.SUM),
+            ("user", 50, 32, ["user"], PoolingType.SUM),
+            ("recent", 77, 8, ["history"], PoolingType.MEAN),
         ]
     )
-    with torch.no_grad():
-        for parameter in collection.parameters():
-            parameter.normal_()
-    return collection
 
 
 @pytest.fixture(scope="session")

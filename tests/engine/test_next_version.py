@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from pooled import Tables, collection
 from reference import assert_same, expected, sample, stored_rows, to_kjt
 from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
     PoolingType,
@@ -25,7 +23,6 @@ from embedserve.engine.script import SCRIPTED, TRACED
 from embedserve_store import ModelStore, ModelVersion, StoreError, publish
 
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
-Tables = Sequence[tuple[str, int, int, list[str], PoolingType]]
 TABLES: Tables = (
     ("movie", 1001, 64, ["history", "candidate"], MEAN),
     ("genre", 3, 16, ["genres"], SUM),
@@ -36,23 +33,8 @@ GROWN: Tables = tuple((name, rows + 13, *rest) for name, rows, *rest in TABLES)
 
 def publish_next(store: Path, tables: Tables, **options: object) -> ModelVersion:
     """Rows are others each time."""
-    source = EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=name,
-                num_embeddings=rows,
-                embedding_dim=dim,
-                feature_names=features,
-                pooling=pooling,
-            )
-            for name, rows, dim, features, pooling in tables
-        ]
-    )
-    with torch.no_grad():
-        for parameter in source.parameters():
-            parameter.normal_()
     options = {"sharding": "row_wise", "layout_changed": True} | options
-    published = publish(source, store, model="m", **options)  # type: ignore[arg-type]
+    published = publish(collection(tables), store, model="m", **options)  # type: ignore[arg-type]
     return ModelStore(store).load("m", published.version)
 
 

@@ -38,10 +38,15 @@ def info_of(name: str, tables: Sequence[TableSpec], vocabularies: Vocabularies) 
     )
     manifest = Manifest(name, 7, described, is_weighted=False)
     maps = {table: _id_map(table, ids) for table, ids in vocabularies.items()}
+    return served_of(manifest, IdTranslator(manifest, maps))
+
+
+def served_of(manifest: Manifest, translator: IdTranslator) -> ModelInfo:
+    """What the server says of a version, as if it were restored on one rank."""
     return ModelInfo(
         manifest=manifest,
-        sharding={table.name: "table_wise" for table in described},
-        translator=IdTranslator(manifest, maps),
+        sharding={table.name: "table_wise" for table in manifest.tables},
+        translator=translator,
         device_type="cpu",
         bytes_per_rank=(manifest.nbytes,),
         replanned=False,

@@ -10,15 +10,12 @@ SHARE = 1 / 2
 """Of the memory that is available: what is larger is read as it is asked for."""
 
 
-def touch(version: ModelVersion, available: int) -> bool:
+def touch(version: ModelVersion, available: int) -> None:
     """Has every page of the tables of ``version`` read and mapped, so that no lookup waits for
-    one; False, and nothing done, where they would take too much of ``available`` bytes.
+    one; nothing where they would take too much of ``available`` bytes.
 
     Other threads run meanwhile: numpy holds no lock of the interpreter's as it reads.
     """
     data = version.tables.data
-    if data.nbytes > SHARE * available:
-        return False
-    if data.size:
+    if 0 < data.nbytes <= SHARE * available:
         data[:: mmap.PAGESIZE].max()
-    return True

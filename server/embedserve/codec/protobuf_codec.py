@@ -20,10 +20,17 @@ from embedserve.codec.protobuf_fields import (
     TooManyFieldsError,
     count_varints,
     fields,
-    read_varint,
     read_varints,
     tag_of,
     take_out,
+)
+from embedserve.codec.protobuf_heads import (
+    IDS_TAG,
+    INT32,
+    INT64,
+    LENGTHS_TAG,
+    decode_known,
+    heads,
 )
 from embedserve.codec.strings import merge
 from embedserve.config import DEFAULT_LIMITS, Limits
@@ -31,17 +38,12 @@ from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLa
 from embedserve.types import Encoded, LookupRequest, LookupResult, ModelInfo, with_size
 from embedserve_proto import embedding_pb2
 
-_INT64, _INT32 = np.dtype("<i8"), np.dtype("<i4")
-_frombuffer = np.frombuffer
 _FLOAT32, _FLOAT16 = np.dtype("<f4"), np.dtype("<f2")
 VALUES_TAG = b"\x32"
 """EmbedResponse.values: field 6, length-delimited."""
 _FIELDS = {one.name: one.number for one in embedding_pb2.EmbedRequest.DESCRIPTOR.fields}
 MODEL_TAG = tag_of(_FIELDS["model"], LENGTH_DELIMITED)
 MODEL_FIELDS_MAX = 64
-IDS_TAG, LENGTHS_TAG = (
-    tag_of(_FIELDS[name], LENGTH_DELIMITED) for name in ("ids_bytes", "lengths_bytes")
-)
 NUMBERS = {
     tag_of(_FIELDS["ids"], LENGTH_DELIMITED): "ids",
     tag_of(_FIELDS["lengths"], LENGTH_DELIMITED): "lengths",
@@ -55,7 +57,7 @@ NUMBERS = {
     tag_of(_FIELDS["weights_bytes"], LENGTH_DELIMITED): "weights_bytes",
 }
 """Fields of numbers, by tag."""
-DTYPES: dict[str, np.dtype] = {"ids": _INT64, "lengths": _INT32, "weights": _FLOAT32}
+DTYPES: dict[str, np.dtype] = {"ids": INT64, "lengths": INT32, "weights": _FLOAT32}
 _Numbers = Mapping[str, Sequence[memoryview]]
 NOW_FIELDS_MAX = 4096
 NOW_BYTES_MAX = 64 << 10
@@ -66,8 +68,6 @@ NOW_LENGTHS_MAX = 32_768
 """Of an answer that is written on that thread, in about a millisecond."""
 STARTS_MAX = 256
 """Of answers, remembered for a model: one for each size."""
-HEADS_MAX = 16
-HEAD_BYTES_MAX = 4096
 ALWAYS_OF_A_RULE = {"id_type": "int64", "unknown": "error"}
 """What an IdRule message has where the rule itself says nothing of it."""
 
@@ -75,9 +75,9 @@ ALWAYS_OF_A_RULE = {"id_type": "int64", "unknown": "error"}
 def decode_now(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
     """As decode_request, or None where that would take long: of numbers given as bytes it never
     does."""
-    plain = _decode_plain(body, model) or _decode_small(body, model, limits)
-    if plain is not None:
-        return plain
+    quick = _decode_quick(body, model, limits)
+    if quick is not None:
+        return quick
     try:
         numbers, rest = _take_numbers(body, min(NOW_FIELDS_MAX, limits.request_values_max))
     except TooManyFieldsError:
@@ -95,9 +95,9 @@ def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS
         InvalidRequestError: not an EmbedRequest, or not a batch of jagged ids.
         RequestTooLargeError: it has more than ``limits`` allow, told before it is read.
     """
-    plain = _decode_plain(body, model) or _decode_small(body, model, limits)
-    if plain is not None:
-        return plain
+    quick = _decode_quick(body, model, limits)
+    if quick is not None:
+        return quick
     try:
         numbers, rest = _take_numbers(body, limits.request_values_max)
     except TooManyFieldsError as error:
@@ -123,6 +123,11 @@ def _malformed(problem: object) -> InvalidRequestError:
     return InvalidRequestError(f"body is not an EmbedRequest: {problem}", "body")
 
 
+def _decode_quick(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
+    """The request in a message as most callers send it; None for another."""
+    return decode_known(body, model) or _decode_small(body, model, limits)
+
+
 def _decode_small(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
     """The request in a message of some numbers, as the library reads it; None for a larger one, for
     what is none, and where ``limits`` are less than such a message may have."""
@@ -145,7 +150,7 @@ def _decode_small(body: bytes, model: str, limits: Limits) -> LookupRequest | No
 
     request = _request(message, array, model, limits)
     if message.ids_bytes:
-        _heads.remember(body, message.model, request.features)
+        heads.remember(body, message.model, request.features)
     return request
 
 
@@ -168,7 +173,7 @@ def _decode_numbers(
         return _array(field, numbers, per_limit, limits, limit)
 
     request = _request(message, array, model, limits)
-    _heads.remember(body, message.model, request.features)
+    heads.remember(body, message.model, request.features)
     return request
 
 
@@ -240,57 +245,6 @@ def _output_dtype(value: int) -> str:
             f"output_dtype is {value}, expected FLOAT32 (0) or FLOAT16 (1)", "output_dtype"
         )
     return "float16"
-
-
-class _Heads:
-    """How messages begin: the bytes of their model and keys, which callers send over and over, and
-    what these say. The one met last comes first.
-
-    Attributes:
-        known: (the bytes, up to and with the tag of ids_bytes; the model; the keys) of each.
-    """
-
-    def __init__(self) -> None:
-        self.known: list[tuple[bytes, str, tuple[str, ...]]] = []
-
-    def remember(self, body: bytes, model: str, features: tuple[str, ...]) -> None:
-        """If ``body`` begins as serializers write it, with ids_bytes behind its keys, and is not
-        known to: a message with more fields than a plain one begins like it."""
-        if any(body.startswith(head) for head, _, _ in self.known):
-            return
-        message = embedding_pb2.EmbedRequest(model=model, keys=features)
-        head = message.SerializeToString() + bytes([IDS_TAG])
-        if len(head) <= HEAD_BYTES_MAX and body.startswith(head):
-            self.known.insert(0, (head, model, features))
-            del self.known[HEADS_MAX:]
-
-
-_heads = _Heads()
-
-
-def _decode_plain(body: bytes, model: str) -> LookupRequest | None:
-    """The request in a message with a head that is known, ids_bytes and lengths_bytes, as
-    serializers write them; None for any other message, and one with anything wrong."""
-    for head, named, features in _heads.known:
-        if not body.startswith(head):
-            continue
-        try:
-            size, start = read_varint(body, len(head))
-            middle = start + size
-            if body[middle] != LENGTHS_TAG:
-                return None
-            size, end = read_varint(body, middle + 1)
-            if end + size != len(body):
-                return None
-            ids = _frombuffer(body[start:middle], _INT64)
-            lengths = _frombuffer(body[end:], _INT32)
-        except (IndexError, ValueError):
-            return None
-        batch_size, rest = divmod(lengths.size, len(features))
-        if rest or not batch_size:
-            return None
-        return LookupRequest(model or named, features, ids, lengths, None, batch_size)
-    return None
 
 
 def _check_features(features: tuple[str, ...]) -> None:

@@ -14,13 +14,13 @@ from server.fake_engine import FakeEngine, make_request, model_info
 from server.fake_models import ruled_info, unpooled_info
 from server.strategies import bags_of, bags_of_ids, weights_or_none
 
-from embedserve.codec import protobuf_codec
 from embedserve.codec.protobuf_codec import (
     decode_request,
     encode_error,
     encode_now,
     model_message,
 )
+from embedserve.codec.protobuf_heads import HEADS_MAX, heads
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, OverloadedError
 from embedserve.types import LookupRequest, LookupResult
@@ -329,9 +329,9 @@ def test_a_head_is_remembered_once_though_its_messages_are_not_plain() -> None:
     rounded = pb.EmbedRequest(
         keys=["rounded"], ids_bytes=bytes(8), lengths_bytes=b"\1\0\0\0", output_dtype=pb.FLOAT16
     )
-    for _ in range(2 * protobuf_codec.HEADS_MAX):
+    for _ in range(2 * HEADS_MAX):
         assert decoded(rounded.SerializeToString()).output_dtype == "float16"
-    known = [features for _, _, features in protobuf_codec._heads.known]
+    known = [features for _, _, features in heads.known]
     assert known.count(("rounded",)) == 1
     assert ("of", "others") in known
 

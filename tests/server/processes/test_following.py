@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from server.callers import submit_to
 from server.fake_engine import FakeEngine, make_request
+from server.fake_models import served_of
 from server.live import make_exchange
 from server.python import run_python
 from server.waiting import until
@@ -95,15 +96,7 @@ class Serving:
             self.attempts.append(manifest.version)
             if manifest.version in self.failures:
                 raise self.failures[manifest.version]
-        info = ModelInfo(
-            manifest=manifest,
-            sharding={table.name: "table_wise" for table in manifest.tables},
-            translator=version.translator,
-            device_type="cpu",
-            bytes_per_rank=(manifest.nbytes,),
-            replanned=False,
-            lookup_kind="traced",
-        )
+        info = served_of(manifest, version.translator)
         return FakeEngine(info, seed=manifest.version), info
 
     def _make_batcher(self, engine: LookupEngine, info: ModelInfo) -> Batcher:
