@@ -19,10 +19,13 @@
         for answer in client.embed_stream({"user": users} for users in batches):
             rank(answer.result())   # the result, or raises what went wrong with this item
 
-Features are lists, lists of lists, dense arrays, (ids, lengths) pairs of arrays, or one
-KeyedJaggedTensor in place of the mapping. Ids are integers, or strings where the model's are.
+Features are lists, lists of lists, dense arrays or tensors, (ids, lengths) pairs of them, or
+columns of pandas, polars and pyarrow; in place of the mapping one KeyedJaggedTensor, or a table.
+Ids are integers, or strings where the model's are. `embed_in_batches` asks for very many examples.
 AsyncEmbedClient and AsyncGrpcEmbedClient are the same with await. Every failure is an
-EmbedServeClientError; see `errors`.
+EmbedServeClientError; see `errors`. Overloaded and Unavailable are worth another try, which
+`retries=2` makes, as long as the call's time lasts. Addresses are written alike for all clients:
+"HOST:PORT", "http://HOST:PORT" or "https://HOST".
 """
 
 from embedserve_client.batch import Features, Weights
@@ -32,10 +35,12 @@ from embedserve_client.errors import (
     InvalidRequest,
     Overloaded,
     ServerError,
+    TooLarge,
     Unavailable,
     UnknownModel,
 )
 from embedserve_client.models import IdRule, ModelInfo, ModelList, TableInfo
+from embedserve_client.offline import embed_in_batches
 from embedserve_client.rest import AsyncEmbedClient, EmbedClient
 from embedserve_client.result import EmbedResult, JaggedVectors, OutputDType
 from embedserve_client.rpc import AsyncGrpcEmbedClient, GrpcEmbedClient
@@ -62,7 +67,9 @@ __all__ = [
     "StreamItem",
     "StreamRequest",
     "TableInfo",
+    "TooLarge",
     "Unavailable",
     "UnknownModel",
     "Weights",
+    "embed_in_batches",
 ]

@@ -1,7 +1,7 @@
 """The ids, or the weights, of one feature: from what the caller has to flat numpy arrays.
 
-Takes lists, lists of lists, dense arrays and (ids, lengths) pairs; hands on flat values with
-one length per example, checked. Lists cost one step per id, arrays do not. Never looks at
+Takes lists, lists of lists, dense arrays, (ids, lengths) pairs and columns; hands on flat values
+with one length per example, checked. Lists cost one step per id, arrays do not. Never looks at
 other features: `batch` joins them.
 """
 
@@ -14,21 +14,37 @@ from typing import Any, TypeAlias, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
+from embedserve_client.columns import (
+    Column,
+    Tensor,
+    flat_and_lengths,
+    is_column,
+    is_tensor,
+    numpy_of,
+)
 from embedserve_client.errors import InvalidRequest
 
 Values: TypeAlias = (
-    Sequence[Any] | Sequence[Sequence[Any]] | NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
+    Sequence[Any]
+    | Sequence[Sequence[Any]]
+    | NDArray[Any]
+    | Tensor
+    | tuple[NDArray[Any] | Tensor, NDArray[Any] | Tensor]
+    | Column
 )
 """One feature's ids or weights.
 
 A list of lists is a bag per example; a flat list is a batch of one; an array [B] is one value
-per example, an array [B, k] is k; a pair of arrays is (values, lengths), bag after bag. Ids are
-integers or strings.
+per example, an array [B, k] is k; a pair of arrays is (values, lengths), bag after bag. A torch
+tensor is taken like an array. A column (a pandas or polars Series, a pyarrow array) of lists is a
+bag per example, of values one per example; null is an empty bag. Ids are integers or strings.
 """
 
 _INT32_MAX = 2**31 - 1
 _INT64 = np.iinfo(np.int64)
-_FORMS = "a list of ids, a list of lists, an array [B] or [B, k], or a pair (ids, lengths)"
+_FORMS = (
+    "a list of ids, a list of lists, an array [B] or [B, k], a pair (ids, lengths), or a column"
+)
 
 
 @dataclass(frozen=True)
@@ -41,10 +57,14 @@ class Bags:
 
 def split(field: str, value: object) -> Bags:
     """Flat values and lengths of any of the forms of `Values`; says nothing about dtypes."""
+    if is_tensor(value):
+        value = numpy_of(value)
     if isinstance(value, np.ndarray):
         return _split_array(field, value)
-    if isinstance(value, tuple) and any(isinstance(part, np.ndarray) for part in value):
-        return _split_pair(field, value)
+    if is_column(value):
+        return Bags(*flat_and_lengths(field, value))
+    if isinstance(value, tuple) and any(map(_is_array, value)):
+        return _split_pair(field, tuple(map(_array, value)))
     if _is_sequence(value):
         return _split_sequence(field, value)
     raise InvalidRequest(f"{field}: {short(value)} is not {_FORMS}", field=field)
@@ -64,6 +84,14 @@ def strings_of(field: str, bags: Bags) -> list[str] | None:
         first = next(at for at, one in enumerate(strings) if not _is_text(one))
         raise _wrong(field, bags, first, "is no text: half of a surrogate pair") from None
     return strings
+
+
+def _is_array(part: object) -> bool:
+    return isinstance(part, np.ndarray) or is_tensor(part)
+
+
+def _array(part: object) -> object:
+    return numpy_of(part) if is_tensor(part) else part
 
 
 def _listed(array: NDArray[Any]) -> list[Any]:
@@ -144,6 +172,8 @@ def _check_lengths(field: str, lengths: NDArray[Any], flat_size: int) -> None:
 
 
 def _split_sequence(field: str, value: Sequence[Any]) -> Bags:
+    if value and is_tensor(value[0]):
+        value = [numpy_of(bag) if is_tensor(bag) else bag for bag in value]
     if not value or not _is_bag(value[0]):
         return Bags(list(value), np.array([len(value)], dtype=np.int32))
     for example, bag in enumerate(value):

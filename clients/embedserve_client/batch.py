@@ -1,7 +1,7 @@
 """A request as flat arrays, feature-major: the fields of a KeyedJaggedTensor, without torch.
 
-Joins the features of a mapping, or reads a KeyedJaggedTensor, and checks what no feature can
-know alone: equal batch sizes, weights shaped as the ids. Hands on a `Batch` to `wire`.
+Joins the features of a mapping or a table, or reads a KeyedJaggedTensor, and checks what no feature
+can know alone: equal batch sizes, weights shaped as the ids. Hands on a `Batch` to `wire`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_client.bags import Bags, Values, ids_of, split, strings_of, weights_of
+from embedserve_client.columns import Column, columns_of, is_column, is_tensor, numpy_of
 from embedserve_client.errors import InvalidRequest
 
 
@@ -26,7 +27,9 @@ class JaggedTensor(Protocol):
     def weights_or_none(self) -> Any: ...
 
 
-Features: TypeAlias = Mapping[str, Values] | JaggedTensor
+Features: TypeAlias = Mapping[str, Values] | JaggedTensor | Column
+"""Each feature's ids, by its name: a mapping, a KeyedJaggedTensor, or a table, whose columns are
+the features."""
 Weights: TypeAlias = Mapping[str, Values]
 
 
@@ -46,11 +49,13 @@ class Batch:
 
 def batch_of(features: Features, weights: Weights | None = None) -> Batch:
     """The batch of a mapping or a KeyedJaggedTensor; InvalidRequest says what is wrong."""
+    if is_column(features):
+        features = columns_of(features)
     if isinstance(features, Mapping):
         return _batch_of_mapping(features, weights or {})
     if not _is_jagged_tensor(features):
         raise InvalidRequest(
-            f"features: {short(features)} is neither a mapping nor a KeyedJaggedTensor",
+            f"features: {short(features)} is no mapping, no table and no KeyedJaggedTensor",
             field="features",
         )
     if weights is not None:
@@ -125,6 +130,8 @@ def _joined_weights(weights: Weights, bags: Mapping[str, Bags]) -> NDArray[np.fl
 
 def _weights_like(field: str, value: Values, ids: Bags) -> NDArray[np.float32]:
     """Weights shaped as the ids; a flat array may also be one weight per id, in their order."""
+    if is_tensor(value):
+        value = numpy_of(value)
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.size == len(ids.flat):
         return weights_of(field, Bags(value, ids.lengths))
     given = split(field, value)
@@ -155,15 +162,15 @@ def _batch_of_jagged_tensor(tensor: JaggedTensor) -> Batch:
             "features: the KeyedJaggedTensor has another batch size for every key",
             field="features",
         )
-    lengths = _numpy(tensor.lengths())
-    bags = split("features", (_numpy(tensor.values()), lengths))
+    lengths = numpy_of(tensor.lengths())
+    bags = split("features", (numpy_of(tensor.values()), lengths))
     weights = tensor.weights_or_none()
     return Batch(
         keys=keys,
         batch_size=_batch_size(keys, lengths),
         ids=ids_of("features", bags),
         lengths=bags.lengths,
-        weights=None if weights is None else _weights_like("weights", _numpy(weights), bags),
+        weights=None if weights is None else _weights_like("weights", numpy_of(weights), bags),
     )
 
 
@@ -176,8 +183,3 @@ def _batch_size(keys: Sequence[str], lengths: NDArray[Any]) -> int:
     if not len(lengths):
         raise InvalidRequest("features: it has no example", field="features")
     return len(lengths) // len(keys)
-
-
-def _numpy(tensor: Any) -> NDArray[Any]:
-    array: NDArray[Any] = tensor.detach().cpu().numpy()
-    return array

@@ -37,8 +37,12 @@ class UnknownModel(EmbedServeClientError):
     """The server serves no model of that name."""
 
 
+class TooLarge(InvalidRequest):
+    """The request, or its answer, is over a size limit, which the message names: ask for less."""
+
+
 class Overloaded(EmbedServeClientError):
-    """The server's queue is full, or the call is over a size limit; the message says which."""
+    """The server's queue is full: the same call may be answered later."""
 
 
 class DeadlineExceeded(EmbedServeClientError):
@@ -65,11 +69,25 @@ _ERROR_OF_CODE: dict[str, type[EmbedServeClientError]] = {
 }
 
 
+_OVER_A_LIMIT = ("larger than max", "the limit is")
+"""What grpc says of a message that it does not send or take, and the server of one over a limit."""
+
+
 def error_from(
     code: str, message: str, *, field: str = "", retry_after_s: float | None = None
 ) -> EmbedServeClientError:
-    """The error that a status code stands for; a code we do not know is a ServerError."""
+    """The error that a status code stands for; a code we do not know is a ServerError.
+
+    RESOURCE_EXHAUSTED stands for two: a full queue, after which a server says when to come again,
+    and a request that is too large, of which it names the field.
+    """
     kind = _ERROR_OF_CODE.get(code)
+    if (
+        kind is Overloaded
+        and retry_after_s is None
+        and (field or any(said in message for said in _OVER_A_LIMIT))
+    ):
+        kind = TooLarge
     if kind is None:
         return ServerError(f"{code}: {message}", field=field)
     return kind(message or code, field=field, retry_after_s=retry_after_s)

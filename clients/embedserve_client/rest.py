@@ -3,15 +3,21 @@
 They send what `rest_calls` makes and let it read the answer; nothing else happens here.
 """
 
+import asyncio
+import time
+from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeVar
 
 import httpx
 
+from embedserve_client.addresses import base_url_of
 from embedserve_client.batch import Features, Weights
+from embedserve_client.errors import EmbedServeClientError
 from embedserve_client.models import ModelInfo, ModelList
-from embedserve_client.rest_calls import Call, RestCalls, check_base_url, httpx_errors
+from embedserve_client.rest_calls import Call, RestCalls, httpx_errors
 from embedserve_client.result import EmbedResult, OutputDType
+from embedserve_client.retries import Tries, check_retries
 
 T = TypeVar("T")
 
@@ -22,9 +28,11 @@ DEFAULT_CONNECTIONS_MAX = 64
 class EmbedClient:
     """Lookups over REST; safe to share between threads.
 
-    base_url: such as "http://127.0.0.1:8000".
+    base_url: such as "http://127.0.0.1:8000", or "127.0.0.1:8000" for the same.
     timeout_s: of calls that give none; None waits for ever. The server gets it as a deadline;
         on this side it limits connecting, sending and every wait for data, each alone.
+    retries: how often a call that found the server overloaded or unavailable is made again, after
+        what the server asks to wait and a random pause, within its timeout.
     connections_max: open at the same time; further calls wait for one within their timeout.
     transport: an httpx transport of your own, for TLS settings or tests.
     """
@@ -34,12 +42,14 @@ class EmbedClient:
         base_url: str,
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        retries: int = 0,
         connections_max: int = DEFAULT_CONNECTIONS_MAX,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._calls = RestCalls(timeout_s)
+        self._retries = check_retries(retries)
         self._http = httpx.Client(
-            base_url=check_base_url(base_url), limits=_limits(connections_max), transport=transport
+            base_url=base_url_of(base_url), limits=_limits(connections_max), transport=transport
         )
 
     def embed(
@@ -81,9 +91,18 @@ class EmbedClient:
         self.close()
 
     def _send(self, call: Call[T]) -> T:
-        with httpx_errors():
-            response = self._http.request(**call.arguments())
-        return call.result(response)
+        tries = Tries(self._retries, call.timeout_s)
+        while True:
+            try:
+                with httpx_errors():
+                    response = self._http.request(**call.arguments())
+                return call.result(response)
+            except EmbedServeClientError as error:
+                pause_s = tries.pause_s(error)
+                if pause_s is None:
+                    raise
+            time.sleep(pause_s)
+            call = replace(call, timeout_s=tries.left_s())
 
 
 class AsyncEmbedClient:
@@ -94,12 +113,14 @@ class AsyncEmbedClient:
         base_url: str,
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        retries: int = 0,
         connections_max: int = DEFAULT_CONNECTIONS_MAX,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._calls = RestCalls(timeout_s)
+        self._retries = check_retries(retries)
         self._http = httpx.AsyncClient(
-            base_url=check_base_url(base_url), limits=_limits(connections_max), transport=transport
+            base_url=base_url_of(base_url), limits=_limits(connections_max), transport=transport
         )
 
     async def embed(
@@ -143,9 +164,18 @@ class AsyncEmbedClient:
         await self.close()
 
     async def _send(self, call: Call[T]) -> T:
-        with httpx_errors():
-            response = await self._http.request(**call.arguments())
-        return call.result(response)
+        tries = Tries(self._retries, call.timeout_s)
+        while True:
+            try:
+                with httpx_errors():
+                    response = await self._http.request(**call.arguments())
+                return call.result(response)
+            except EmbedServeClientError as error:
+                pause_s = tries.pause_s(error)
+                if pause_s is None:
+                    raise
+            await asyncio.sleep(pause_s)
+            call = replace(call, timeout_s=tries.left_s())
 
 
 def _limits(connections_max: int) -> httpx.Limits:

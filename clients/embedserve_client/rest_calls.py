@@ -20,6 +20,7 @@ from embedserve_client.errors import (
     DeadlineExceeded,
     EmbedServeClientError,
     ServerError,
+    TooLarge,
     Unavailable,
     error_from,
 )
@@ -40,7 +41,6 @@ _JSON = "application/json"
 # Of answers that are not ours, such as a proxy's. A 404 among them is a wrong address, not an
 # unknown model.
 _CODE_OF_FOREIGN_STATUS = {
-    413: "RESOURCE_EXHAUSTED",
     429: "RESOURCE_EXHAUSTED",
     502: "UNAVAILABLE",
     503: "UNAVAILABLE",
@@ -114,13 +114,6 @@ class RestCalls:
         return Call("GET", path, read, self._timeout_s, headers={"Accept": _JSON})
 
 
-def check_base_url(base_url: str) -> str:
-    """base_url as given; ValueError unless it says http or https."""
-    if not base_url.startswith(("http://", "https://")):
-        raise ValueError(f"base_url: {base_url!r} does not start with http:// or https://")
-    return base_url
-
-
 @contextmanager
 def httpx_errors() -> Iterator[None]:
     """The boundary at which httpx's exceptions become ours."""
@@ -146,6 +139,8 @@ def _error_of(response: httpx.Response) -> EmbedServeClientError:
     except (ValueError, LookupError, TypeError, AttributeError):
         code = _CODE_OF_FOREIGN_STATUS.get(response.status_code, "INTERNAL")
         message, at = f"status {response.status_code}: {response.text[:200]}", ""
+    if response.status_code == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
+        return TooLarge(message, field=at)
     return error_from(code, message, field=at, retry_after_s=retry_after_s)
 
 

@@ -59,7 +59,7 @@ class JaggedVectors:
         )
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, repr=False)
 class EmbedResult:
     """The vectors of one request.
 
@@ -97,6 +97,15 @@ class EmbedResult:
     def batch_size(self) -> int:
         """Examples in the answer."""
         return len(self.values) if self.lengths is None else self.lengths.shape[1]
+
+    def __repr__(self) -> str:
+        """What answered, and of each key its shape and where its values begin."""
+        examples = f"{self.batch_size} example{'s' * (self.batch_size != 1)}"
+        head = f"{self.model} version {self.version}: {examples}, {self.values.dtype.name}"
+        width = max(map(len, self.keys), default=0)
+        lines = [f"  {key:{width}}  {_short(self[key])}" for key in self.keys]
+        unknown = ", ".join(f"{count} of {key}" for key, count in self.unknown_ids.items())
+        return "\n".join([head, *lines, *([f"  ids without a row: {unknown}"] if unknown else [])])
 
     def __getitem__(self, key: str) -> Any:
         """The vectors of one key: a view of shape [batch_size, its width]; where the model is
@@ -144,6 +153,20 @@ class EmbedResult:
     def result(self) -> EmbedResult:
         """Itself; an error in a stream raises here instead."""
         return self
+
+
+SHOWN = 4
+
+
+def _short(vectors: Vectors | JaggedVectors) -> str:
+    """The shape of one key's vectors, and the first of them."""
+    rows = vectors.values if isinstance(vectors, JaggedVectors) else vectors
+    shape = " x ".join(map(str, rows.shape))
+    if not rows.size:
+        return shape
+    first = ", ".join(f"{value:.4g}" for value in rows[0, :SHOWN])
+    more = ", …" if rows.shape[1] > SHOWN else ""
+    return f"{shape}  [{first}{more}]{' …' * (len(rows) > 1)}"
 
 
 def _tensor(values: Vectors) -> Tensor:

@@ -4,6 +4,8 @@ They call the generated stub; requests, answers and errors are `wire`'s, `stream
 `rpc_calls`'s.
 """
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable
 from functools import partial
 from types import TracebackType
@@ -11,10 +13,13 @@ from typing import Any, Self
 
 import grpc
 
+from embedserve_client.addresses import target_of
 from embedserve_client.batch import Features, Weights, batch_of
 from embedserve_client.deadline import check_timeout, timeout_of
+from embedserve_client.errors import EmbedServeClientError
 from embedserve_client.models import ModelInfo, ModelList, model_info_of, model_list_of
 from embedserve_client.result import EmbedResult, OutputDType
+from embedserve_client.retries import Tries, check_retries
 from embedserve_client.rpc_calls import channel_options, grpc_errors
 from embedserve_client.stream import StreamAnswer, StreamItem, stream_answers, stream_answers_async
 from embedserve_client.wire import AnswerReader, request_of
@@ -28,8 +33,11 @@ DEFAULT_RECEIVE_BYTES_MAX = 64 * 2**20
 class GrpcEmbedClient:
     """Lookups over gRPC; safe to share between threads.
 
-    target: such as "127.0.0.1:8001".
+    target: such as "127.0.0.1:8001", or "http://127.0.0.1:8001" for the same; with "https://" the
+        channel is encrypted, by the system's certificates unless there are credentials.
     timeout_s: of calls that give none; None waits for ever.
+    retries: how often a call (not a stream) that found the server overloaded or unavailable is made
+        again, after what the server asks to wait and a random pause, within its timeout.
     receive_bytes_max: the largest answer taken.
     credentials: of a TLS channel; None is plain text.
     """
@@ -39,10 +47,12 @@ class GrpcEmbedClient:
         target: str,
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        retries: int = 0,
         receive_bytes_max: int = DEFAULT_RECEIVE_BYTES_MAX,
         credentials: Any = None,
     ) -> None:
         self._timeout_s = check_timeout(timeout_s)
+        self._retries = check_retries(retries)
         self._answers = AnswerReader()
         self._channel = _open_channel(grpc, target, receive_bytes_max, credentials)
         self._stub = _stub_of(self._channel)
@@ -63,8 +73,7 @@ class GrpcEmbedClient:
         batch = batch_of(features, weights)
         request = request_of(batch, model, output_dtype)
         timeout_s = timeout_of(timeout_s, self._timeout_s)
-        with grpc_errors():
-            answer = self._stub.Embed(request, timeout=timeout_s)
+        answer = self._call(self._stub.Embed, request, timeout_s)
         return self._answers.read(answer, batch.batch_size)
 
     def embed_stream(
@@ -82,15 +91,25 @@ class GrpcEmbedClient:
 
     def models(self) -> ModelList:
         """Every served model."""
-        with grpc_errors():
-            answer = self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s)
-        return model_list_of(answer)
+        request = pb.ListModelsRequest()
+        return model_list_of(self._call(self._stub.ListModels, request, self._timeout_s))
 
     def model(self, name: str) -> ModelInfo:
         """One served model; UnknownModel if there is none of that name."""
-        with grpc_errors():
-            answer = self._stub.GetModel(pb.GetModelRequest(model=name), timeout=self._timeout_s)
-        return model_info_of(answer)
+        request = pb.GetModelRequest(model=name)
+        return model_info_of(self._call(self._stub.GetModel, request, self._timeout_s))
+
+    def _call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+        tries = Tries(self._retries, timeout_s)
+        while True:
+            try:
+                with grpc_errors():
+                    return method(request, timeout=tries.left_s())
+            except EmbedServeClientError as error:
+                pause_s = tries.pause_s(error)
+                if pause_s is None:
+                    raise
+            time.sleep(pause_s)
 
     def close(self) -> None:
         """Closes the channel; calls under way are cancelled."""
@@ -116,10 +135,12 @@ class AsyncGrpcEmbedClient:
         target: str,
         *,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        retries: int = 0,
         receive_bytes_max: int = DEFAULT_RECEIVE_BYTES_MAX,
         credentials: Any = None,
     ) -> None:
         self._timeout_s = check_timeout(timeout_s)
+        self._retries = check_retries(retries)
         self._answers = AnswerReader()
         self._channel = _open_channel(grpc.aio, target, receive_bytes_max, credentials)
         self._stub = _stub_of(self._channel)
@@ -140,8 +161,7 @@ class AsyncGrpcEmbedClient:
         batch = batch_of(features, weights)
         request = request_of(batch, model, output_dtype)
         timeout_s = timeout_of(timeout_s, self._timeout_s)
-        with grpc_errors():
-            answer = await self._stub.Embed(request, timeout=timeout_s)
+        answer = await self._call(self._stub.Embed, request, timeout_s)
         return self._answers.read(answer, batch.batch_size)
 
     def embed_stream(
@@ -156,16 +176,25 @@ class AsyncGrpcEmbedClient:
 
     async def models(self) -> ModelList:
         """Every served model."""
-        with grpc_errors():
-            answer = await self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout_s)
-        return model_list_of(answer)
+        request = pb.ListModelsRequest()
+        return model_list_of(await self._call(self._stub.ListModels, request, self._timeout_s))
 
     async def model(self, name: str) -> ModelInfo:
         """One served model; UnknownModel if there is none of that name."""
         request = pb.GetModelRequest(model=name)
-        with grpc_errors():
-            answer = await self._stub.GetModel(request, timeout=self._timeout_s)
-        return model_info_of(answer)
+        return model_info_of(await self._call(self._stub.GetModel, request, self._timeout_s))
+
+    async def _call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+        tries = Tries(self._retries, timeout_s)
+        while True:
+            try:
+                with grpc_errors():
+                    return await method(request, timeout=tries.left_s())
+            except EmbedServeClientError as error:
+                pause_s = tries.pause_s(error)
+                if pause_s is None:
+                    raise
+            await asyncio.sleep(pause_s)
 
     async def close(self) -> None:
         """Closes the channel; calls under way are cancelled."""
@@ -186,6 +215,9 @@ class AsyncGrpcEmbedClient:
 def _open_channel(flavour: Any, target: str, receive_bytes_max: int, credentials: Any) -> Any:
     """A channel of grpc or of grpc.aio, which name the functions alike."""
     options = channel_options(receive_bytes_max)
+    target, is_encrypted = target_of(target)
+    if is_encrypted and credentials is None:
+        credentials = grpc.ssl_channel_credentials()
     if credentials is None:
         return flavour.insecure_channel(target, options=options)
     return flavour.secure_channel(target, credentials, options=options)

@@ -12,14 +12,21 @@ import grpc
 
 from embedserve_client.errors import EmbedServeClientError, error_from
 
+RECONNECT_MS = 100
+RECONNECT_MS_MAX = 5000
 _FAILED_WRITE = "Internal error from Core"
 # Between looks for the status that follows a failed write, which came within 10 ms.
 _PAUSES_S = (0.0, 0.001, 0.01, 0.1)
 
 
 def channel_options(receive_bytes_max: int) -> list[tuple[str, int]]:
-    """grpc refuses answers over 4 MiB by itself, less than 512 examples may take."""
-    return [("grpc.max_receive_message_length", receive_bytes_max)]
+    """grpc refuses answers over 4 MiB by itself, less than 512 examples may take; and it waits a
+    second and more before it connects again, in which all calls fail."""
+    return [
+        ("grpc.max_receive_message_length", receive_bytes_max),
+        ("grpc.initial_reconnect_backoff_ms", RECONNECT_MS),
+        ("grpc.max_reconnect_backoff_ms", RECONNECT_MS_MAX),
+    ]
 
 
 @contextmanager

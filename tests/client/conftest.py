@@ -85,6 +85,14 @@ def client(request: pytest.FixtureRequest) -> Iterator[Blocking]:
     blocking.shut()
 
 
+@pytest.fixture(params=KINDS)
+def retrying_client(request: pytest.FixtureRequest) -> Iterator[Blocking]:
+    """Each of them, with two tries more."""
+    blocking = _connected(request.param, request, retries=2)
+    yield blocking
+    blocking.shut()
+
+
 @pytest.fixture(params=("grpc", "grpc-async"))
 def stream_client(request: pytest.FixtureRequest) -> Iterator[Blocking]:
     """Both gRPC clients in turn."""
@@ -93,7 +101,7 @@ def stream_client(request: pytest.FixtureRequest) -> Iterator[Blocking]:
     blocking.shut()
 
 
-def _connected(kind: str, request: pytest.FixtureRequest) -> Blocking:
+def _connected(kind: str, request: pytest.FixtureRequest, **options: Any) -> Blocking:
     make: dict[str, Any] = {
         "rest": EmbedClient,
         "rest-async": AsyncEmbedClient,
@@ -101,4 +109,4 @@ def _connected(kind: str, request: pytest.FixtureRequest) -> Blocking:
         "grpc-async": AsyncGrpcEmbedClient,
     }
     address = request.getfixturevalue("rest_url" if kind.startswith("rest") else "grpc_target")
-    return Blocking(make[kind], address)
+    return Blocking(make[kind], address, **options)

@@ -3,7 +3,8 @@
 `FakeModel` pools ids from two little tables of whole numbers; its model "sequence" gives the
 rows of TITLES, one for each string, zeros where it is unknown. `rest_app` and `grpc_server`
 put it on the wire, written from the contract alone: they share no code with the real server.
-A request to the model "fail:CODE" is answered with that code. "old" is "shop" on a server of
+A request to the model "fail:CODE" is answered with that code, and so are as many requests as
+`FakeModel.refusals` has codes, before others are answered. "old" is "shop" on a server of
 before output_dtype: it answers float32 and does not say so.
 """
 
@@ -65,12 +66,15 @@ class FakeModel:
     def __init__(self) -> None:
         self.requests: list[pb.EmbedRequest] = []
         self.timeouts_ms: list[str | None] = []
+        self.refusals: list[str] = []
         self.slow_s = 0.0
         self.stream_ended = threading.Event()
 
     def embed(self, request: pb.EmbedRequest) -> pb.EmbedResponse:
         self.requests.append(request)
         time.sleep(self.slow_s)
+        if self.refusals:
+            raise Refused(self.refusals.pop(0), "ordered by the test")
         if request.model.startswith("fail:"):
             raise Refused(request.model[5:], "ordered by the test")
         if request.model == "sequence":
@@ -258,12 +262,12 @@ class RestFake:
 
 
 @contextmanager
-def rest_server() -> Iterator[RestFake]:
-    """The fake on a free loopback port."""
-    fake = RestFake("", FakeModel())
+def rest_server(model: FakeModel | None = None, port: int = 0) -> Iterator[RestFake]:
+    """The fake on a loopback port, a free one unless it is told."""
+    fake = RestFake("", model or FakeModel())
     app = rest_app(lambda: fake.model)
     config = uvicorn.Config(
-        app, port=0, log_level="error", lifespan="off", access_log=False, ws="none"
+        app, port=port, log_level="error", lifespan="off", access_log=False, ws="none"
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
@@ -278,12 +282,12 @@ def rest_server() -> Iterator[RestFake]:
 
 
 @contextmanager
-def grpc_server(model: FakeModel) -> Iterator[str]:
-    """The target of the fake on a free loopback port."""
+def grpc_server(model: FakeModel, port: int = 0) -> Iterator[str]:
+    """The target of the fake on a loopback port, a free one unless it is told."""
     with ThreadPoolExecutor(max_workers=4) as pool:
         server = grpc.server(pool)
         pb_grpc.add_EmbeddingServiceServicer_to_server(Servicer(model), server)
-        port = server.add_insecure_port("127.0.0.1:0")
+        port = server.add_insecure_port(f"127.0.0.1:{port}")
         server.start()
         yield f"127.0.0.1:{port}"
         server.stop(grace=None).wait()

@@ -53,7 +53,7 @@ def test_strings_alone_leave_no_integers() -> None:
         ({"": [1]}, "features: '' is no feature name"),
         ({3: [1]}, "features: 3 is no feature name"),
         ({"user": np.zeros((0, 2), int)}, "features.user: it has no example"),
-        ([[1]], r"features: \[\[1\]\] is neither a mapping nor a KeyedJaggedTensor"),
+        ([[1]], r"features: \[\[1\]\] is no mapping, no table and no KeyedJaggedTensor"),
         (
             {"movie": [[1], [2]], "user": [[1]]},
             "features.user: 1 examples, but features.movie has 2",

@@ -4,7 +4,13 @@ import pickle
 
 import pytest
 
-from embedserve_client.errors import InvalidRequest, Overloaded, ServerError, error_from
+from embedserve_client.errors import (
+    InvalidRequest,
+    Overloaded,
+    ServerError,
+    TooLarge,
+    error_from,
+)
 
 
 def test_a_code_of_a_newer_server_is_a_server_error_that_shows_it() -> None:
@@ -20,6 +26,25 @@ def test_an_error_without_a_message_shows_its_code() -> None:
 
 def test_a_wrong_request_is_a_value_error() -> None:
     assert issubclass(InvalidRequest, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "retry_after_s", "kind"),
+    [
+        ("the queue is full", "", 1.0, Overloaded),
+        ("the queue is full", "", None, Overloaded),
+        ("ids has over 9 numbers", "ids", None, TooLarge),
+        ("Received message larger than max (5 vs. 4)", "", None, TooLarge),
+        ("the message has 9 bytes, the limit is 8 (--body-bytes-max)", "", None, TooLarge),
+        ("the queue holds 9 ids, 4 more pass its limit of 10", "", None, Overloaded),
+    ],
+)
+def test_what_is_exhausted_is_the_server_or_the_limit_of_a_request(
+    message: str, field: str, retry_after_s: float | None, kind: type[Exception]
+) -> None:
+    error = error_from("RESOURCE_EXHAUSTED", message, field=field, retry_after_s=retry_after_s)
+
+    assert type(error) is kind
 
 
 def test_errors_survive_another_process() -> None:

@@ -13,6 +13,7 @@ from embedserve_client import (
     InvalidRequest,
     Overloaded,
     ServerError,
+    TooLarge,
     Unavailable,
     UnknownModel,
 )
@@ -35,7 +36,7 @@ def error_of(handler: Handler) -> EmbedServeClientError:
     [
         (301, ServerError),
         (404, ServerError),
-        (413, Overloaded),
+        (413, TooLarge),
         (429, Overloaded),
         (500, ServerError),
         (502, Unavailable),
@@ -58,7 +59,7 @@ def test_a_proxys_answer_goes_by_its_status(
     [
         (400, "INVALID_ARGUMENT", InvalidRequest),
         (404, "NOT_FOUND", UnknownModel),
-        (413, "RESOURCE_EXHAUSTED", Overloaded),
+        (413, "RESOURCE_EXHAUSTED", TooLarge),
     ],
 )
 def test_the_servers_answer_goes_by_its_code(
@@ -129,8 +130,3 @@ def test_paths_keep_the_prefix_and_quote_the_name() -> None:
         assert client.model("a/b c").model == "a/b c"
 
     assert seen == [b"/prefix/models/a%2Fb%20c"]
-
-
-def test_a_base_url_without_a_scheme_is_refused() -> None:
-    with pytest.raises(ValueError, match="base_url: 'localhost:8000' does not start with"):
-        EmbedClient("localhost:8000")

@@ -26,6 +26,33 @@ def test_an_unknown_key_names_those_there_are(result: EmbedResult) -> None:
         result["film"]
 
 
+def test_printed_it_shows_shapes_and_the_first_values(
+    result: EmbedResult, jagged: EmbedResult
+) -> None:
+    assert str(result) == (
+        "shop version 7: 2 examples, float32\n  movie  2 x 2  [0, 1] …\n  user   2 x 1  [2] …"
+    )
+    assert str(jagged) == (
+        "sequence version 7: 2 examples, float32\n  movie  3 x 2  [0, 1] …\n  user   1 x 2  [6, 7]"
+    )
+
+
+def test_printed_it_says_what_was_unknown_and_leaves_out_the_rest() -> None:
+    layout = Layout(("user", "movie"), (6, 2))
+    values = (np.arange(8)[None, :] / 3).astype(np.float16)
+    one = EmbedResult(values, layout, "shop", 7, {"user": 2, "movie": 1})
+
+    assert str(one) == (
+        "shop version 7: 1 example, float16\n"
+        "  user   1 x 6  [0, 0.3333, 0.6665, 1, …]\n"
+        "  movie  1 x 2  [2, 2.334]\n"
+        "  ids without a row: 2 of user, 1 of movie"
+    )
+    assert str(EmbedResult(np.zeros((0, 8), np.float32), layout, "shop", 7)) == (
+        "shop version 7: 0 examples, float32\n  user   0 x 6\n  movie  0 x 2"
+    )
+
+
 def test_to_dict_has_every_key_in_order(result: EmbedResult) -> None:
     vectors = result.to_dict()
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from client.fake import pooled
 
-from embedserve_client import GrpcEmbedClient, Overloaded, ServerError, Unavailable
+from embedserve_client import GrpcEmbedClient, ServerError, TooLarge, Unavailable
 
 # 6 floats an example: just over the 4 MiB that grpc takes by itself.
 LARGE_BATCH = 4 * 2**20 // (6 * 4) + 1
@@ -26,7 +26,7 @@ def test_answers_over_grpcs_own_limit_are_taken(grpc_target: str) -> None:
 def test_answers_over_the_clients_limit_are_refused(grpc_target: str) -> None:
     with (
         GrpcEmbedClient(grpc_target, receive_bytes_max=1000) as client,
-        pytest.raises(Overloaded, match="larger than max"),
+        pytest.raises(TooLarge, match="larger than max"),
     ):
         client.embed({"user": np.zeros(100, dtype=np.int64)})
 

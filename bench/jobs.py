@@ -1,0 +1,89 @@
+"""What a job gets that asks for very many examples: embed_in_batches on `bulk`, by client and by
+how many requests are in flight, beside one request after the other.
+
+    python bench/jobs.py [--rounds 5]
+
+The server runs on one core, the client on the other. Clients take turns; medians are told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import numpy as np
+import running
+from servers.embedserve import EmbedServe
+from workloads import Workload, workload
+
+from embedserve_client import EmbedClient, EmbedResult, GrpcEmbedClient, embed_in_batches
+
+CLIENT_CORE = 1
+EXAMPLES = 512
+"""Of one request, as `bulk` has them."""
+IN_FLIGHT = (2, 4, 8)
+
+Features = dict[str, tuple[np.ndarray, np.ndarray]]
+
+
+def joined(work: Workload) -> Features:
+    """All requests of the workload as one, (ids, lengths) of each feature."""
+    features: Features = {}
+    for at, feature in enumerate(work.tables.features):
+        ids = []
+        for request in work.requests:
+            ends = np.cumsum(request.lengths.sum(axis=1))
+            ids.append(request.ids[ends[at - 1] if at else 0 : ends[at]])
+        lengths = [request.lengths[at] for request in work.requests]
+        features[feature] = np.concatenate(ids), np.concatenate(lengths)
+    return features
+
+
+def one_by_one(client: EmbedClient | GrpcEmbedClient, work: Workload) -> Iterable[EmbedResult]:
+    for request in work.requests:
+        ends = np.cumsum(request.lengths.sum(axis=1)).tolist()
+        ids = np.split(request.ids, ends[:-1])
+        pairs = zip(work.tables.features, zip(ids, request.lengths, strict=True), strict=True)
+        yield client.embed(dict(pairs))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="embed_in_batches on bulk.")
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    work = workload("bulk", "uniform")
+    work.tables.make()
+    os.sched_setaffinity(0, {CLIENT_CORE})  # before a client starts threads
+    features = joined(work)
+    examples = sum(request.examples for request in work.requests)
+    seconds: dict[str, list[float]] = {}
+    with (
+        running.running(EmbedServe(), work),
+        EmbedClient(f"127.0.0.1:{running.PORT}", retries=8) as rest,
+        GrpcEmbedClient(f"127.0.0.1:{running.PORT + 1}", retries=8) as grpc,
+    ):
+        ways: dict[str, Callable[[], Iterable[EmbedResult]]] = {}
+        for name, client in (("REST", rest), ("gRPC", grpc)):
+            ways[f"{name}, one by one"] = partial(one_by_one, client, work)
+            for count in IN_FLIGHT:
+                ways[f"{name}, {count} in flight"] = partial(
+                    embed_in_batches, client, features, examples=EXAMPLES, in_flight=count
+                )
+        for _ in range(1 + rounds):
+            for name, ask in ways.items():
+                start = time.perf_counter()
+                answered = sum(result.batch_size for result in ask())
+                seconds.setdefault(name, []).append(time.perf_counter() - start)
+                assert answered == examples
+    width = work.tables.count * work.tables.dim
+    for name, times in seconds.items():
+        rate = examples / statistics.median(times[1:])  # the first warms up
+        print(f"{name:18} {rate:8,.0f} examples/s, {rate * width * 4 / 1e6:6,.0f} MB/s of values")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Where a server is, in whatever form one writes it: the REST and the gRPC clients take the same.
+
+"127.0.0.1:8001", "http://127.0.0.1:8001" and "https://host" mean the same to either, port 80 or 443
+where none is given; a gRPC client takes gRPC's own targets, too ("dns:///host:8001", "unix:/path").
+"""
+
+import re
+from urllib.parse import SplitResult, urlsplit
+
+PORTS = {"http": 80, "https": 443}
+GRPCS_OWN = re.compile(r"(dns|unix|unix-abstract|vsock|ipv4|ipv6|xds|passthrough):", re.IGNORECASE)
+
+
+def base_url_of(address: str) -> str:
+    """For httpx: with "http://" where no scheme is given. ValueError for another scheme."""
+    url = address if "://" in address else f"http://{address}"
+    parts = _split("base_url", url, address)
+    if parts.scheme not in PORTS:
+        raise ValueError(
+            f"base_url: {address!r} does not start with http:// or https://, and is no HOST:PORT"
+        )
+    return url
+
+
+def target_of(address: str) -> tuple[str, bool]:
+    """(a gRPC target, whether its channel is encrypted). ValueError for a URL with a path."""
+    if GRPCS_OWN.match(address):
+        return address, False
+    parts = _split("target", address if "://" in address else f"http://{address}", address)
+    if parts.scheme not in PORTS:
+        raise ValueError(f"target: {address!r} is of no scheme that gRPC knows")
+    if parts.path.strip("/") or parts.query:
+        raise ValueError(f"target: {address!r} has a path, which gRPC has no use for")
+    host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
+    return f"{host}:{parts.port or PORTS[parts.scheme]}", parts.scheme == "https"
+
+
+def _split(argument: str, url: str, address: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        has_host = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError as error:
+        raise ValueError(f"{argument}: {address!r} is no address: {error}") from error
+    if not has_host:
+        raise ValueError(f"{argument}: {address!r} names no host")
+    return parts

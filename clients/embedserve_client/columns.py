@@ -1,0 +1,123 @@
+"""Ids that lie in columns and tensors of other libraries, as numpy arrays; imports none of them.
+
+Columns and tables of pandas, and of whatever else offers the Arrow PyCapsule interface (pyarrow,
+polars), are read by pyarrow. Values are copied only where Arrow holds them otherwise than numpy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve_client.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class Tensor(Protocol):
+    """What we ask of torch's."""
+
+    def detach(self) -> Any: ...
+    def cpu(self) -> Any: ...
+    def numpy(self) -> Any: ...
+
+
+class Column(Protocol):
+    """A column, or a table of columns, that Arrow can read."""
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object: ...
+
+
+def is_tensor(value: object) -> TypeGuard[Tensor]:
+    return all(hasattr(value, name) for name in ("detach", "cpu", "numpy"))
+
+
+def numpy_of(tensor: Tensor) -> NDArray[Any]:
+    array: NDArray[Any] = tensor.detach().cpu().numpy()
+    return array
+
+
+def is_column(value: object) -> TypeGuard[Column]:
+    """Whether it is a column, or a table of them."""
+    return (
+        hasattr(value, "__arrow_c_stream__")
+        or hasattr(value, "__arrow_c_array__")
+        or type(value).__module__.partition(".")[0] == "pandas"
+    )
+
+
+def columns_of(table: Any) -> dict[str, Any]:
+    """The columns of a table by their names; InvalidRequest where it is a column itself, or has two
+    of one name."""
+    names = _names(table)
+    if names is None:
+        raise InvalidRequest(
+            f"features: {type(table).__name__} is one column: give a mapping, or a table",
+            field="features",
+        )
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            raise InvalidRequest(f"features.{name}: named twice", field=f"features.{name}")
+    return {name: table[name] for name in names}
+
+
+def _names(table: Any) -> list[Any] | None:
+    """Of its columns, which pyarrow lists as such; None: it has none."""
+    if type(table).__module__.partition(".")[0] == "pyarrow":
+        names = getattr(table, "column_names", None)
+    else:
+        names = getattr(table, "columns", None)
+    return None if names is None else list(names)
+
+
+def flat_and_lengths(field: str, column: Any) -> tuple[NDArray[Any] | list[Any], NDArray[np.int32]]:
+    """(values bag after bag, int32 [B] how many each example has); null is an empty bag."""
+    try:
+        import pyarrow as pa
+    except ModuleNotFoundError as error:
+        raise InvalidRequest(
+            f"{field}: columns are read by pyarrow, which is not installed", field=field
+        ) from error
+    try:
+        return _read(field, _array(column))
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, InvalidRequest):
+            raise
+        raise InvalidRequest(f"{field}: {error}", field=field) from error
+
+
+def _array(column: Any) -> pa.Array:
+    """In one piece."""
+    import pyarrow as pa
+
+    is_stream = hasattr(column, "__arrow_c_stream__")
+    array = pa.chunked_array(column) if is_stream else pa.array(column)
+    return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+
+
+def _read(field: str, array: pa.Array) -> tuple[NDArray[Any] | list[Any], NDArray[np.int32]]:
+    import pyarrow.compute as pc
+    import pyarrow.types as types
+
+    kind = array.type
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        lengths = pc.list_value_length(array).fill_null(0)
+        flat = array.flatten()
+        if flat.null_count:
+            raise InvalidRequest(f"{field}: a bag holds a null", field=field)
+    else:
+        lengths, flat = array.is_valid(), array
+    return _values(flat), lengths.to_numpy(zero_copy_only=False).astype(np.int32, copy=False)
+
+
+def _values(flat: pa.Array) -> NDArray[Any] | list[Any]:
+    """Without nulls: numbers as an array, anything else as a list."""
+    import pyarrow.types as types
+
+    if types.is_integer(flat.type) or types.is_floating(flat.type):
+        array: NDArray[Any] = flat.drop_null().to_numpy(zero_copy_only=False)
+        return array
+    return [value for value in flat.to_pylist() if value is not None]

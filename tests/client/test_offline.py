@@ -1,0 +1,125 @@
+"""Very many examples: cut into requests, answered in order, whatever form they come in."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from client.fake import FakeModel, pooled
+
+from embedserve_client import EmbedClient, GrpcEmbedClient, Overloaded, embed_in_batches
+from embedserve_client.errors import InvalidRequest
+
+BAGS = [[n % 100] * (n % 4) for n in range(1000)]
+
+
+@pytest.fixture(params=["rest", "grpc"])
+def plain_client(request: pytest.FixtureRequest) -> Any:
+    if request.param == "rest":
+        make: Any = EmbedClient(request.getfixturevalue("rest_url"))
+    else:
+        make = GrpcEmbedClient(request.getfixturevalue("grpc_target"))
+    with make as client:
+        yield client
+
+
+def test_results_come_in_order_and_are_all_there(plain_client: Any, model: FakeModel) -> None:
+    features: dict[str, Any] = {"movie": BAGS, "user": np.arange(1000) % 100}
+    results = list(embed_in_batches(plain_client, features, examples=64))
+
+    assert [one.batch_size for one in results] == [64] * 15 + [40]
+    assert len(model.requests) == 16
+    values = np.concatenate([one["movie"] for one in results])
+    np.testing.assert_array_equal(values, pooled("movie", BAGS))
+    users = np.concatenate([one["user"] for one in results])
+    np.testing.assert_array_equal(users, pooled("user", [[n % 100] for n in range(1000)]))
+
+
+def test_weights_are_cut_as_their_ids_are(plain_client: Any) -> None:
+    features = {"user": [[1, 2], [], [3], [4, 5]], "movie": [[9], [8], [], [7, 6]]}
+    weights = {"movie": [[2.0], [3.0], [], [4.0, 5.0]]}
+    whole = plain_client.embed(features, weights=weights)
+    results = list(embed_in_batches(plain_client, features, weights=weights, examples=3))
+
+    np.testing.assert_array_equal(np.concatenate([one.values for one in results]), whole.values)
+
+
+def test_strings_are_cut_too(plain_client: Any) -> None:
+    titles = [["Heat"], ["Alien", "no such film"], [], ["Alien"]]
+    first, second = embed_in_batches(
+        plain_client, {"title": titles}, model="sequence", examples=2, output_dtype="float16"
+    )
+
+    assert first["title"].values.tolist() == [[1, 2], [3, 4], [0, 0]]
+    assert first["title"].values.dtype == np.float16
+    assert second["title"].lengths.tolist() == [0, 1]
+    assert second["title"].values.tolist() == [[3, 4]]
+
+
+def test_an_error_ends_it_and_what_was_not_asked_is_not(
+    plain_client: Any, model: FakeModel
+) -> None:
+    model.refusals = ["RESOURCE_EXHAUSTED"] * 100
+
+    with pytest.raises(Overloaded):
+        list(embed_in_batches(plain_client, {"user": [[1]] * 1000}, examples=1, in_flight=2))
+    assert len(model.requests) <= 4
+
+
+class Held:
+    """A client that answers nothing until it is let."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Semaphore(0)
+        self.go_on = threading.Event()
+        self.count = 0
+
+    def embed(self, features: Any, **_: Any) -> Any:
+        self.count += 1
+        self.asked.release()
+        assert self.go_on.wait(60)
+        raise Overloaded("ordered by the test")
+
+
+def test_no_more_are_in_flight_than_asked_for() -> None:
+    held: Any = Held()
+    results = embed_in_batches(held, {"user": [[1]] * 100}, examples=1, in_flight=3)
+
+    def take() -> None:
+        with pytest.raises(Overloaded):
+            next(results)
+
+    taker = threading.Thread(target=take)
+    taker.start()
+    for _ in range(3):
+        assert held.asked.acquire(timeout=60)
+    assert held.count == 3
+    held.go_on.set()
+    taker.join(60)
+    assert held.count <= 4
+
+
+@pytest.mark.parametrize("name", ["examples", "in_flight"])
+def test_nothing_at_a_time_is_refused(name: str) -> None:
+    client: Any = object()
+    options: dict[str, Any] = {name: 0}
+    with pytest.raises(InvalidRequest, match=f"{name}: 0 is not 1 or more"):
+        embed_in_batches(client, {"user": [[1]]}, **options)
+
+
+def test_an_error_says_of_which_examples_it_is(plain_client: Any) -> None:
+    features = {"user": [[1]] * 5 + [[500]]}
+    with pytest.raises(InvalidRequest, match=r"features\.user\[1\]: no row 500") as caught:
+        list(embed_in_batches(plain_client, features, examples=4))
+
+    assert caught.value.__notes__ == ["of the examples 4 to 5, counted from 0"]
+
+
+def test_progress_is_shown_on_standard_error(
+    plain_client: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    list(embed_in_batches(plain_client, {"user": [[1]] * 10}, examples=5, progress=True))
+
+    assert "10.0/10.0" in capsys.readouterr().err
