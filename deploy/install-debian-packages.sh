@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs from Debian what the tests run and this host lacks: kubectl renders the manifests; curl,
-# nghttp, h2load, grpc-go and Node's gRPC ask the server; nginx and HAProxy stand before it. It does
-# nothing where all are there, never touches a cluster, and leaves no service running or enabled.
+# nghttp, h2load, grpc-go and Node's gRPC ask the server; nginx and HAProxy stand before it, and
+# Prometheus scrapes it. It does nothing where all are there, never touches a cluster, and leaves no
+# service running or enabled.
 set -euo pipefail
 
 # Debian's servers are there, which is not on every user's PATH.
@@ -18,6 +19,8 @@ declare -A package_of=(
     [node]=nodejs
     [npm]=npm
     [go]=golang-go
+    [prometheus]=prometheus
+    [promtool]=prometheus
 )
 
 fail() {
@@ -31,7 +34,7 @@ has_grpc_go() {
 
 missing=()
 packages=()
-for command in kubectl curl nghttp h2load nginx haproxy node npm go; do
+for command in kubectl curl nghttp h2load nginx haproxy node npm go prometheus promtool; do
     if ! command -v "$command" >/dev/null; then
         missing+=("$command")
         package=${package_of[$command]}
@@ -62,7 +65,7 @@ fi
     fail "apt-get could not install ${packages[*]} (its output is above)"
 # Nor at the next start of the host.
 if command -v systemctl >/dev/null; then
-    for service in nginx haproxy; do
+    for service in nginx haproxy prometheus; do
         if [[ " ${missing[*]} " == *" $service "* ]]; then
             "${as_root[@]}" systemctl disable --quiet "$service"
         fi

@@ -1,11 +1,13 @@
 """Writes docs/settings.md and docs/metrics.md out of the code; `make docs` runs it.
 
 A setting is described by its field in config.py, a metric by the family that /metrics has of it:
-what is wrong on these pages is mended there. A test compares the committed pages.
+what is wrong on these pages is mended there. Prometheus' rules it writes once more as the
+Kubernetes resource that has them. A test compares what is committed.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
@@ -19,7 +21,8 @@ from embedserve.metrics.metrics import OUTCOMES, PROTOCOLS, Metrics
 from embedserve.processes.memory import memory_bytes_max, memory_parts
 from embedserve.terminal.sizes import human_bytes
 
-DOCS = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[1]
+RULES = ROOT / "deploy" / "monitoring" / "rules.yaml"
 MADE_BY = "<!-- Made by docs/generate.py (make docs) out of {source}: change that instead. -->"
 
 SETTINGS_HEAD = """# Settings of `embedserve serve`
@@ -143,6 +146,23 @@ def _label_values() -> str:
     )
 
 
+RULE_HEAD = """# Made by docs/generate.py (make docs) out of deploy/monitoring/rules.yaml.
+# Gives the Prometheus Operator the recorded series and the alerts.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: embedserve
+  labels:
+    app.kubernetes.io/name: embedserve
+spec:
+"""
+
+
+def prometheus_rule() -> str:
+    _, _, groups = RULES.read_text("utf-8").partition("\ngroups:\n")
+    return RULE_HEAD + textwrap.indent("groups:\n" + groups, "  ")
+
+
 def _named(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
@@ -164,15 +184,17 @@ def _joined(parts: Sequence[str]) -> str:
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
-PAGES: Mapping[str, Callable[[], str]] = {
-    "settings.md": settings_page,
-    "metrics.md": metrics_page,
+MADE: Mapping[str, Callable[[], str]] = {
+    "docs/settings.md": settings_page,
+    "docs/metrics.md": metrics_page,
+    "deploy/kubernetes/base/prometheus-rule.yaml": prometheus_rule,
 }
+"""By the file that holds it."""
 
 
 def main() -> None:
-    for name, page in PAGES.items():
-        (DOCS / name).write_text(page(), "utf-8")
+    for name, make in MADE.items():
+        (ROOT / name).write_text(make(), "utf-8")
 
 
 if __name__ == "__main__":

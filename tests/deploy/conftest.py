@@ -53,8 +53,8 @@ def render(name: str) -> Rendered:
 
 
 @pytest.fixture(scope="session")
-def base() -> Rendered:
-    return render("base")
+def cpu() -> Rendered:
+    return render("overlays/cpu")
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +62,12 @@ def gpu() -> Rendered:
     return render("overlays/gpu")
 
 
-@pytest.fixture(params=["base", "gpu"])
+@pytest.fixture(scope="session")
+def s3() -> Rendered:
+    return render("overlays/s3")
+
+
+@pytest.fixture(params=["cpu", "gpu", "s3"])
 def rendered(request: pytest.FixtureRequest) -> Rendered:
     found: Rendered = request.getfixturevalue(request.param)
     return found

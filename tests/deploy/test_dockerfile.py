@@ -78,9 +78,9 @@ def test_all_that_the_wheel_is_made_of_is_copied(
     assert wanted <= set(sources(dockerfile))
 
 
-def test_the_server_runs_as_the_deployments_user(dockerfile: Instructions, base: Rendered) -> None:
+def test_the_server_runs_as_the_deployments_user(dockerfile: Instructions, cpu: Rendered) -> None:
     (user,) = arguments(runtime(dockerfile), "USER")
-    security = base.pod["securityContext"]
+    security = cpu.pod["securityContext"]
     assert user == [f"{security['runAsUser']}:{security['runAsGroup']}"]
     assert security["runAsUser"] > 0
     (useradd,) = [words for words in arguments(dockerfile, "RUN") if words[0] == "useradd"]
@@ -88,14 +88,14 @@ def test_the_server_runs_as_the_deployments_user(dockerfile: Instructions, base:
 
 
 def test_the_image_starts_what_the_deployment_starts(
-    dockerfile: Instructions, base: Rendered, pyproject: dict[str, Any]
+    dockerfile: Instructions, cpu: Rendered, pyproject: dict[str, Any]
 ) -> None:
     (entrypoint,) = arguments(dockerfile, "ENTRYPOINT")
     (command,) = arguments(dockerfile, "CMD")
     assert json.loads(" ".join(entrypoint)) == list(pyproject["project"]["scripts"])
-    assert json.loads(" ".join(command)) == base.container["args"]
+    assert json.loads(" ".join(command)) == [*cpu.container["args"], "/store"]
 
 
-def test_exposed_ports_are_the_deployments(dockerfile: Instructions, base: Rendered) -> None:
+def test_exposed_ports_are_the_deployments(dockerfile: Instructions, cpu: Rendered) -> None:
     (exposed,) = arguments(dockerfile, "EXPOSE")
-    assert exposed == [str(port["containerPort"]) for port in base.container["ports"]]
+    assert exposed == [str(port["containerPort"]) for port in cpu.container["ports"]]

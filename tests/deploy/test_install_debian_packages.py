@@ -14,10 +14,13 @@ from .conftest import DEPLOY
 BASH = shutil.which("bash")
 PLAIN = ("env", "sh", "chmod", "rm")
 """Commands that are the host's own."""
-PROGRAMS = ("kubectl", "curl", "nghttp", "h2load", "nginx", "haproxy", "node", "npm", "go")
+PROGRAMS = (
+    *("kubectl", "curl", "nghttp", "h2load", "nginx", "haproxy", "node", "npm", "go"),
+    *("prometheus", "promtool"),
+)
 PACKAGES = (
     "kubernetes-client curl nghttp2-client nginx-light haproxy nodejs npm golang-go "
-    "golang-google-grpc-dev"
+    "prometheus golang-google-grpc-dev"
 )
 UPDATE = "apt-get update -qq"
 INSTALL = "apt-get install -qq -y --no-install-recommends"

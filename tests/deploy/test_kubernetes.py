@@ -4,11 +4,14 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
 
-from .conftest import Rendered
+from .conftest import DEPLOY, Rendered
 
 KUBERNETES = "1.34"
 LABELS = {"app.kubernetes.io/name": "embedserve"}
+CUSTOM = {"ServiceMonitor", "PrometheusRule"}
+"""Resources of the Prometheus Operator."""
 
 
 def service_ports(rendered: Rendered) -> dict[str, dict[str, Any]]:
@@ -25,11 +28,13 @@ def settings(rendered: Rendered) -> dict[str, str]:
 
 
 def test_every_kind_is_rendered_once(rendered: Rendered) -> None:
+    claims = [] if rendered.name == "overlays/s3" else ["PersistentVolumeClaim"]
     assert sorted(manifest["kind"] for manifest in rendered.manifests) == [
         "ConfigMap",
         "Deployment",
-        "PersistentVolumeClaim",
+        *claims,
         "PodDisruptionBudget",
+        "PrometheusRule",
         "Service",
         "ServiceMonitor",
     ]
@@ -37,12 +42,12 @@ def test_every_kind_is_rendered_once(rendered: Rendered) -> None:
 
 def test_manifests_follow_the_kubernetes_schema(rendered: Rendered) -> None:
     for manifest in rendered.manifests:
-        if manifest["kind"] != "ServiceMonitor":  # a custom resource: tested below
+        if manifest["kind"] not in CUSTOM:  # tested below
             kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
 
 
-def test_the_schema_refuses_an_unknown_field(base: Rendered) -> None:
-    service = base.one("Service")
+def test_the_schema_refuses_an_unknown_field(cpu: Rendered) -> None:
+    service = cpu.one("Service")
     wrong = {**service, "spec": {**service["spec"], "port": 8000}}
     with pytest.raises(kubernetes_validate.ValidationError, match="port"):
         kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
@@ -75,6 +80,20 @@ def test_service_monitor_scrapes_the_service(rendered: Rendered) -> None:
     assert wanted.items() <= rendered.one("Service")["metadata"]["labels"].items()
 
 
+def test_the_operator_gets_the_rules(rendered: Rendered) -> None:
+    resource = rendered.one("PrometheusRule")
+    assert resource["apiVersion"] == "monitoring.coreos.com/v1"
+    rules = yaml.safe_load((DEPLOY / "monitoring" / "rules.yaml").read_text())
+    assert resource["spec"] == rules
+
+
+def test_the_scraped_job_is_named_as_in_the_rules(rendered: Rendered) -> None:
+    """The operator names it after the Service."""
+    config = yaml.safe_load((DEPLOY / "monitoring" / "prometheus.yaml").read_text())
+    (scraped,) = config["scrape_configs"]
+    assert rendered.one("Service")["metadata"]["name"] == scraped["job_name"]
+
+
 def test_service_targets_are_the_containers_ports(rendered: Rendered) -> None:
     ports = service_ports(rendered)
     assert {port["targetPort"] for port in ports.values()} == set(container_ports(rendered))
@@ -94,7 +113,11 @@ def test_the_server_listens_on_the_containers_ports(rendered: Rendered) -> None:
 def test_the_config_map_is_the_containers_environment(rendered: Rendered) -> None:
     name = rendered.one("ConfigMap")["metadata"]["name"]
     assert name.startswith("embedserve-")  # the generator's hash follows
-    assert rendered.container["envFrom"] == [{"configMapRef": {"name": name}}]
+    assert rendered.container["envFrom"][0] == {"configMapRef": {"name": name}}
+
+
+def test_the_container_serves(rendered: Rendered) -> None:
+    assert rendered.container["args"] == ["serve"]
 
 
 def test_the_service_adds_nothing_to_the_environment(rendered: Rendered) -> None:
@@ -144,11 +167,11 @@ def test_the_container_has_no_rights_it_does_not_need(rendered: Rendered) -> Non
     assert pod["automountServiceAccountToken"] is False
 
 
+@pytest.mark.parametrize("rendered", ["cpu", "gpu"], indirect=True)
 def test_the_store_is_the_claim_and_read_only(rendered: Rendered) -> None:
     volumes = {volume["name"]: volume for volume in rendered.pod["volumes"]}
     mounts = {mount["mountPath"]: mount for mount in rendered.container["volumeMounts"]}
-    command, store = rendered.container["args"]
-    assert command == "serve"
+    store = settings(rendered)["EMBEDSERVE_STORE"]
     assert mounts[store]["readOnly"] is True
     claim = volumes[mounts[store]["name"]]["persistentVolumeClaim"]["claimName"]
     assert claim == rendered.one("PersistentVolumeClaim")["metadata"]["name"]
@@ -162,18 +185,35 @@ def test_resources_bound_memory_but_not_the_processor(rendered: Rendered) -> Non
     assert "cpu" not in resources["limits"]
 
 
-def test_images_are_this_version(base: Rendered, gpu: Rendered, pyproject: dict[str, Any]) -> None:
+def test_images_are_this_version(cpu: Rendered, gpu: Rendered, pyproject: dict[str, Any]) -> None:
     version = pyproject["project"]["version"]
-    assert base.container["image"] == f"embedserve:{version}-cpu"
+    assert cpu.container["image"] == f"embedserve:{version}-cpu"
     assert gpu.container["image"] == f"embedserve:{version}-cuda"
 
 
-def test_only_the_gpu_overlay_asks_for_a_gpu(base: Rendered, gpu: Rendered) -> None:
+def test_the_s3_overlay_follows_a_bucket_and_pulls_to_a_volume(s3: Rendered) -> None:
+    values = settings(s3)
+    assert values["EMBEDSERVE_STORE"].startswith("s3://")
+    assert values["EMBEDSERVE_FOLLOW"] == "latest"
+    mounts = {mount["mountPath"]: mount for mount in s3.container["volumeMounts"]}
+    assert set(mounts) == {values["EMBEDSERVE_CACHE"], "/tmp"}
+    assert "readOnly" not in mounts[values["EMBEDSERVE_CACHE"]]
+    volumes = {volume["name"]: set(volume) - {"name"} for volume in s3.pod["volumes"]}
+    assert volumes == {mount["name"]: {"emptyDir"} for mount in mounts.values()}
+
+
+def test_the_s3_overlay_has_its_credentials_from_a_secret(cpu: Rendered, s3: Rendered) -> None:
+    secrets = [{"secretRef": {"name": "embedserve-s3"}}]
+    assert s3.container["envFrom"][1:] == secrets
+    assert cpu.container["envFrom"][1:] == []
+
+
+def test_only_the_gpu_overlay_asks_for_a_gpu(cpu: Rendered, gpu: Rendered) -> None:
     assert gpu.container["resources"]["limits"]["nvidia.com/gpu"] == "1"
     assert [toleration["key"] for toleration in gpu.pod["tolerations"]] == ["nvidia.com/gpu"]
-    assert "nvidia.com/gpu" not in base.container["resources"]["limits"]
-    assert "tolerations" not in base.pod
+    assert "nvidia.com/gpu" not in cpu.container["resources"]["limits"]
+    assert "tolerations" not in cpu.pod
 
 
-def test_the_gpu_overlay_changes_one_setting(base: Rendered, gpu: Rendered) -> None:
-    assert settings(gpu) == {**settings(base), "EMBEDSERVE_DEVICES": "cuda"}
+def test_the_gpu_overlay_changes_one_setting(cpu: Rendered, gpu: Rendered) -> None:
+    assert settings(gpu) == {**settings(cpu), "EMBEDSERVE_DEVICES": "cuda"}

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from e2e.demo_server import Demo
-from running_servers import run_command, running
+from e2e.demo_server import Demo, make_demo
+from running_servers import running
 
 
 @pytest.fixture(scope="session")
@@ -18,9 +18,3 @@ def demo(
     folder = made_once("demo", make_demo)
     with running(folder / "store", tmp_path_factory.mktemp("demo-server") / "log") as server:
         yield Demo(folder, server)
-
-
-def make_demo(folder: Path) -> None:
-    done = run_command("demo", folder / "store", "--checkpoint", folder / "demo.pt")
-    assert done.returncode == 0, done.stderr
-    assert "RMSE" in done.stderr

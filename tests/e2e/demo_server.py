@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from running_servers import Running
+from running_servers import Running, run_command
 
 
 @dataclass(frozen=True)
@@ -26,3 +26,9 @@ class Demo:
     @property
     def vocabularies(self) -> str:
         return ",".join(f"{table}={self.folder}/demo.{table}.txt" for table in ("movie", "user"))
+
+
+def make_demo(folder: Path) -> None:
+    done = run_command("demo", folder / "store", "--checkpoint", folder / "demo.pt")
+    assert done.returncode == 0, done.stderr
+    assert "RMSE" in done.stderr

@@ -1,0 +1,94 @@
+"""compose.yaml fits the files beside it, the image and the server.
+
+Docker itself is not asked: the hosts of these tests have no engine.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from documents import ROOT
+
+MONITORING = ROOT / "deploy" / "monitoring"
+GRAFANA = MONITORING / "grafana"
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def compose() -> dict[str, dict[str, Any]]:
+    services: dict[str, dict[str, Any]] = read(MONITORING / "compose.yaml")["services"]
+    return services
+
+
+def mounted(service: str) -> dict[str, str]:
+    """What lies where in a service's container."""
+    pairs = [volume.split(":")[:2] for volume in compose()[service]["volumes"]]
+    return {inside: outside for outside, inside in pairs}
+
+
+def test_what_is_mounted_is_there_or_declared() -> None:
+    volumes = read(MONITORING / "compose.yaml")["volumes"]
+    for name in compose():
+        for outside in mounted(name).values():
+            assert outside in volumes or (MONITORING / outside).is_file(), outside
+
+
+def test_the_image_is_built_as_for_kubernetes() -> None:
+    (image,) = read(ROOT / "deploy/kubernetes/base/kustomization.yaml")["images"]
+    services = compose()
+    for name in ("demo", "embedserve"):
+        assert services[name]["image"] == f"{image['name']}:{image['newTag']}"
+    build = services["demo"]["build"]
+    assert (MONITORING / build["context"]).resolve() == ROOT
+    assert (ROOT / build["dockerfile"]).is_file()
+    assert image["newTag"].endswith(build["args"]["VARIANT"])
+
+
+def test_prometheus_scrapes_the_server_by_the_rules_that_it_is_given() -> None:
+    config = read(MONITORING / "prometheus.yaml")
+    ((target,),) = [one["targets"] for one in config["scrape_configs"][0]["static_configs"]]
+    name, _, port = target.partition(":")
+    assert f"127.0.0.1:{port}:{port}" in compose()[name]["ports"]
+    inside = mounted("prometheus")
+    assert (MONITORING / inside["/etc/prometheus/prometheus.yml"]).name == "prometheus.yaml"
+    assert [f"/etc/prometheus/{rules}" for rules in config["rule_files"]] == [
+        path for path in inside if path.endswith("rules.yaml")
+    ]
+
+
+def test_grafana_finds_prometheus_and_the_dashboard() -> None:
+    (source,) = read(GRAFANA / "datasource.yaml")["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    assert "127.0.0.1:9090:9090" in compose()["prometheus"]["ports"]
+    (provider,) = read(GRAFANA / "provider.yaml")["providers"]
+    home = compose()["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert Path(home).parent == Path(provider["options"]["path"])
+    assert mounted("grafana")[home] == "./grafana/dashboard.json"
+
+
+def test_nothing_is_open_to_other_hosts() -> None:
+    ports = [port for service in compose().values() for port in service.get("ports", ())]
+    assert ports
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_the_dashboards_panels_have_places_and_numbers_of_their_own() -> None:
+    panels = json.loads((GRAFANA / "dashboard.json").read_text())["panels"]
+    numbers = [panel["id"] for panel in panels]
+    assert len(set(numbers)) == len(numbers)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert max(x for x, _ in cells) < 24
+        assert not cells & taken, panel["title"]
+        taken |= cells

@@ -1,0 +1,58 @@
+"""The rules are Prometheus', each alert is raised by what it is for alone, and has its page."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+from documents import ROOT, anchors
+
+MONITORING = ROOT / "deploy" / "monitoring"
+RULES = MONITORING / "rules.yaml"
+RULES_TEST = Path(__file__).with_name("rules_test.yaml")
+ALERTS_PAGE = ROOT / "docs" / "alerts.md"
+
+
+def promtool(*arguments: object) -> str:
+    """What it printed; it must be content."""
+    done = subprocess.run(
+        ["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def alerts() -> dict[str, dict[str, Any]]:
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    return {rule["alert"]: rule for rule in rules if "alert" in rule}
+
+
+def test_prometheus_takes_the_rules_and_the_configuration() -> None:
+    promtool("check", "rules", RULES)
+    promtool("check", "config", MONITORING / "prometheus.yaml")
+
+
+def test_series_raise_the_alerts() -> None:
+    promtool("test", "rules", RULES_TEST)
+
+
+def test_each_alert_is_seen_to_be_raised_and_to_be_quiet() -> None:
+    tests = yaml.safe_load(RULES_TEST.read_text())["tests"]
+    well, *ill = tests
+    assert [one["alertname"] for one in well["alert_rule_test"]] == list(alerts())
+    raised = [one["alertname"] for test in ill for one in test["alert_rule_test"][-1:]]
+    assert raised == list(alerts())
+    assert all(test["alert_rule_test"][-1]["exp_alerts"] for test in ill)
+
+
+def test_each_alert_has_its_heading_on_the_page() -> None:
+    headings = re.findall(r"^## (\w+)$", ALERTS_PAGE.read_text(), flags=re.MULTILINE)
+    assert headings == list(alerts())
+    for rule in alerts().values():
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        assert ROOT / page == ALERTS_PAGE
+        assert anchor in anchors(ALERTS_PAGE)

@@ -1,0 +1,163 @@
+"""Prometheus scrapes the served demo: every query of the dashboard and every rule has an answer."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from documents import ROOT
+from e2e.demo_server import make_demo
+from running_servers import STOPPED_S_MAX, free_port, running
+
+from embedserve_client import EmbedClient, GrpcEmbedClient
+
+MONITORING = ROOT / "deploy" / "monitoring"
+DASHBOARD = json.loads((MONITORING / "grafana" / "dashboard.json").read_text())
+RULES = yaml.safe_load((MONITORING / "rules.yaml").read_text())["groups"]
+ANSWER_S_MAX = 120
+VARIABLES = {
+    "$job": "embedserve",
+    "$instance": ".*",
+    "$model": ".*",
+    "$__rate_interval": "20s",
+    "$__range": "1m",
+}
+FEATURES = {"user": [[37287, 7]], "history": [[111161]]}
+"""Nobody has the id 7."""
+
+
+@pytest.fixture(scope="module")
+def prometheus(
+    made_once: Callable[[str, Callable[[Path], None]], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[httpx.Client]:
+    """A client of a Prometheus that scrapes a server, which is asked all the while."""
+    folder = tmp_path_factory.mktemp("monitoring")
+    store = made_once("demo", make_demo) / "store"
+    with (
+        running(store, folder / "log", "--follow", "latest") as server,
+        EmbedClient(server.http) as rest,
+        GrpcEmbedClient(server.grpc) as grpc,
+        scraped(folder, server.http.removeprefix("http://")) as client,
+    ):
+
+        def ask(_: object) -> None:
+            for one in (rest, grpc):
+                one.embed(FEATURES)
+
+        client.event_hooks["request"] = [ask]
+        yield client
+
+
+@contextmanager
+def scraped(folder: Path, target: str) -> Iterator[httpx.Client]:
+    """Prometheus as prometheus.yaml has it, but once a second and of ``target``."""
+    config = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(MONITORING / name) for name in config["rule_files"]]
+    config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
+    path, port = folder / "prometheus.yaml", free_port()
+    path.write_text(yaml.safe_dump(config))
+    command = ["prometheus", f"--config.file={path}", f"--storage.tsdb.path={folder / 'series'}"]
+    with (folder / "prometheus-log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log
+        )
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1/") as client:
+            yield client
+    finally:
+        process.terminate()
+        process.wait(timeout=STOPPED_S_MAX)
+
+
+def answered(prometheus: httpx.Client, query: str, is_enough: Callable[[Any], bool]) -> Any:
+    """Prometheus' answer to ``query`` once it is enough."""
+    end = time.monotonic() + ANSWER_S_MAX
+    said: Any = None
+    while time.monotonic() < end:
+        try:
+            said = prometheus.get("query", params={"query": query}).json()
+        except (httpx.TransportError, ValueError) as error:  # it starts
+            said = error
+        else:
+            assert said["status"] == "success", said
+            if is_enough(said["data"]["result"]):
+                return said["data"]["result"]
+        time.sleep(0.2)
+    raise AssertionError(f"{query}: {said}")
+
+
+def is_a_number(result: list[dict[str, Any]]) -> bool:
+    return bool(result) and all(one["value"][1] != "NaN" for one in result)
+
+
+def queries() -> list[Any]:
+    panels = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+    return [
+        pytest.param(target["expr"], id=f"{panel['title']}, {target['legendFormat']}")
+        for panel in panels
+        for target in panel["targets"]
+    ]
+
+
+@pytest.mark.parametrize("query", queries())
+def test_a_query_of_the_dashboard_has_an_answer(prometheus: httpx.Client, query: str) -> None:
+    for variable, value in VARIABLES.items():
+        query = query.replace(variable, value)
+    assert "$" not in query
+    answered(prometheus, query, is_a_number)
+
+
+VARIABLES_ASKED = DASHBOARD["templating"]["list"][1:]
+"""After that of the data source."""
+
+
+@pytest.mark.parametrize("variable", VARIABLES_ASKED, ids=lambda one: one["name"])
+def test_a_variable_of_the_dashboard_has_values(
+    prometheus: httpx.Client, variable: dict[str, Any]
+) -> None:
+    found = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"]["query"])
+    assert found is not None
+    result = answered(prometheus, found[1].replace("$job", "embedserve"), bool)
+    assert all(one["metric"][found[2]] for one in result)
+
+
+def test_what_is_recorded_has_values(prometheus: httpx.Client) -> None:
+    names = [rule["record"] for group in RULES for rule in group["rules"] if "record" in rule]
+    assert names
+    for name in names:
+        answered(prometheus, name, bool)
+
+
+def test_no_alert_is_raised_and_none_fails(prometheus: httpx.Client) -> None:
+    answered(prometheus, "job:embedserve_requests:rate5m", bool)
+    groups = prometheus.get("rules").json()["data"]["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert len(rules) == sum(len(group["rules"]) for group in RULES)
+    assert {rule["health"] for rule in rules} == {"ok"}
+    assert {rule["state"] for rule in rules if rule["type"] == "alerting"} == {"inactive"}
+
+
+def test_alerts_and_recorded_series_ask_for_metrics_that_there_are(
+    prometheus: httpx.Client,
+) -> None:
+    """What a metric is called otherwise answers nothing, and its alert is quiet for ever."""
+    wanted = {
+        name
+        for group in RULES
+        for rule in group["rules"]
+        for name in re.findall(r"(?<![\w:])(?:embedserve|process)_\w+", rule["expr"])
+    }
+    assert len(wanted) > 10
+    for name in sorted(wanted):
+        answered(prometheus, f"count({name})", bool)
