@@ -134,7 +134,12 @@ DOCUMENTS = ("README.md", "docs/rest.md", "docs/grpc.md", "docs/store.md")
 EXAMPLES = [block for name in DOCUMENTS for block in blocks(ROOT / name)]
 CURLS = [pair for pair in pairwise(EXAMPLES) if "curl " in pair[0].text]
 """Each with the block that follows, which is its answer if that is JSON."""
-SCRIPTS = [one for one in EXAMPLES if one.language == "python" and "localhost:" in one.text]
+SCRIPTS = [
+    pair
+    for pair in pairwise([*EXAMPLES, Block(ROOT, 0, "", "")])
+    if pair[0].language == "python" and "localhost:" in pair[0].text
+]
+"""Each with the block that follows, which is what it prints if that is text."""
 
 
 def to(server: Running, text: str) -> str:
@@ -163,15 +168,19 @@ def test_the_documents_curls_are_answered_as_they_say(
         assert json.loads(done.stdout)["model"] == "movies"
 
 
-@pytest.mark.parametrize("block", SCRIPTS, ids=str)
-def test_the_documents_python_runs_as_pasted(server: Running, folder: Path, block: Block) -> None:
+@pytest.mark.parametrize(("block", "printed"), SCRIPTS, ids=str)
+def test_the_documents_python_runs_as_pasted(
+    server: Running, folder: Path, block: Block, printed: Block
+) -> None:
     command = [sys.executable, "-W", "ignore", "-c", to(server, block.text)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    if "print(" in block.text:
+    if printed.language == "text":
+        assert re.fullmatch(pattern_of(printed.text), without_fractions(done.stdout))
+    elif "print(" in block.text:
         assert float(done.stdout) < 1e-6
 
 
 def test_every_document_has_examples_that_are_tried() -> None:
-    tried = {block.path for block in (*SCRIPTS, *(block for block, _ in CURLS))}
+    tried = {block.path for block, _ in (*SCRIPTS, *CURLS)}
     assert tried == {ROOT / name for name in DOCUMENTS}

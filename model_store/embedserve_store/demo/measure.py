@@ -38,8 +38,8 @@ def predict(model: RatingModel, examples: Examples) -> NDArray[np.float32]:
 def candidate_correlation(model: RatingModel, train: Examples, held_out: Examples) -> float:
     """Pearson correlation of the held-out ratings with the score of the candidate's vector alone.
 
-    Over the held-out ratings of movies that have a rating in ``train``: the vector of any
-    other movie has learned nothing, and only its genres speak for it.
+    Over the held-out ratings of movies that have a rating in ``train``: the vector of any other
+    movie has learned its genres, and nothing of how good it is.
     """
     trained = set(train.bags["candidate"])
     known = held_out.take(np.flatnonzero([bag in trained for bag in held_out.bags["candidate"]]))

@@ -15,8 +15,9 @@ import torch
 
 from embedserve_store.demo.data import MovieTweetings
 from embedserve_store.demo.examples import Examples, make_examples, split_by_time
+from embedserve_store.demo.genres import GenreTask
 from embedserve_store.demo.measure import Errors, candidate_correlation, errors, predict
-from embedserve_store.demo.model import RatingModel, make_collection, to_kjt
+from embedserve_store.demo.model import RatingModel, make_collection, score, to_kjt
 
 Progress = Callable[[int, int, float], None]
 """Called after every step with the steps done, the steps in all and the step's loss."""
@@ -30,8 +31,7 @@ class TrainingSettings:
     batch_examples: int = 256
     learning_rate: float = 0.005
     penalty: float = 3.0
-    """Of the trained rows' squared length, in the sum of squared errors: pulls rare ids to zero.
-    Rows that no example uses stay as they began."""
+    """Of the rated rows' squared scores, in the sum of squared errors: pulls rare ids to zero."""
     held_out_share: float = 0.15
     """The last ratings by time."""
     seed: int = 1
@@ -64,7 +64,7 @@ def train(
     with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(settings.seed)
         model = RatingModel(make_collection(data), mean_rating)
-        fit(model, earlier, settings, progress)
+        fit(model, GenreTask(data, settings.seed), earlier, settings, progress)
     return Trained(
         model=model,
         train=earlier,
@@ -88,12 +88,16 @@ def _one_thread() -> Iterator[None]:
 
 def fit(
     model: RatingModel,
+    genres: GenreTask,
     examples: Examples,
     settings: TrainingSettings,
     progress: Progress | None = None,
 ) -> None:
-    """Minimizes squared error plus the penalty, with Adam, in ``settings.epochs`` passes."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
+    """Minimizes the squared error plus the genres' loss and the penalty, with Adam, in
+    ``settings.epochs`` passes."""
+    optimizer = torch.optim.Adam(
+        [*model.parameters(), *genres.parameters()], lr=settings.learning_rate
+    )
     penalty = settings.penalty / len(examples)
     steps = settings.epochs * -(-len(examples) // settings.batch_examples)
     used = _rows_used(model, examples)
@@ -101,11 +105,11 @@ def fit(
         wrong = model(to_kjt(batch)) - torch.from_numpy(batch.rating)
         squares = torch.stack(
             [
-                bag.weight[used[table]].square().sum()
+                score(bag.weight[used[table]]).square().sum()
                 for table, bag in model.ebc.embedding_bags.items()
             ]
         )
-        loss = wrong.square().mean() + penalty * squares.sum()
+        loss = wrong.square().mean() + penalty * squares.sum() + genres(model, batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -130,10 +130,9 @@ def test_prediction_is_the_documented_arithmetic(data: MovieTweetings) -> None:
     model = RatingModel(make_collection(data), 7.0)
     with torch.no_grad():
         pooled = {name: v.numpy() for name, v in model.ebc(to_kjt(examples)).to_dict().items()}
-    history, candidate = pooled["history"], pooled["candidate"]
-    expected = 7.0 + 0.3 * history.sum(1) / 32**0.5 + candidate.sum(1) / 32**0.5
-    expected += pooled["candidate_genres"].sum(1) / 16**0.5 + pooled["user"].sum(1) / 64**0.5
-    expected += 0.5 * (history * candidate).sum(1)
+    history, candidate = pooled["history"][:, 0] * 32**0.5, pooled["candidate"][:, 0] * 32**0.5
+    expected = 7.0 + 0.3 * history + candidate + 0.5 * history * candidate
+    expected += pooled["candidate_genres"][:, 0] * 16**0.5 + pooled["user"][:, 0] * 64**0.5
     np.testing.assert_allclose(predict(model, examples), expected, rtol=1e-6)
 
 
@@ -186,6 +185,16 @@ def test_reported_error_is_that_of_the_checkpoint(built: Built, data: MovieTweet
 
 def test_better_movies_have_higher_candidate_scores(built: Built) -> None:
     assert built.report.candidate_correlation > 0.25
+
+
+def test_movies_of_like_genres_are_near_each_other(built: Built, data: MovieTweetings) -> None:
+    rows = torch.load(built.checkpoint, weights_only=True)["ebc.embedding_bags.movie.weight"]
+    unit = torch.nn.functional.normalize(rows).numpy()
+    genres = [set(some) for some in data.movie_genres]
+    asked = np.random.default_rng(0).choice([row for row, some in enumerate(genres) if some], 100)
+    for row, near in zip(asked, np.argsort(-(unit[asked] @ unit.T), axis=1)[:, 1:6], strict=True):
+        shared = [len(genres[row] & genres[one]) / len(genres[row] | genres[one]) for one in near]
+        assert np.mean(shared) > 0.5, (row, near)
 
 
 def test_progress_counts_every_step(built: Built) -> None:
