@@ -12,7 +12,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 TORCHREC := 1.8.0
 
-.PHONY: install serve test lint types contracts pytest test-gpu fuzz soak swaps proto docs format bench bench-peers bench-large clean
+.PHONY: install serve test lint types contracts pytest test-gpu fuzz soak swaps swaps-killed proto docs format bench bench-peers bench-large clean
 
 install: $(INSTALLED)
 
@@ -70,12 +70,17 @@ soak: install
 swaps: install
 	PYTHONPATH=server:model_store:clients:proto:tests $(BIN)/python -W ignore -m soak.swaps $(SWAPS)
 
+# kill -9 at every moment of such changes: SWAPS="--kills 60".
+swaps-killed: install
+	PYTHONPATH=server:model_store:clients:proto:tests $(BIN)/python -W ignore -m soak.killed_swaps $(SWAPS)
+
 # The generated code beside embedding.proto is committed; a test compares it.
 proto: install
 	cd proto && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. \
 	    --grpc_python_out=. embedserve_proto/embedding.proto
 
-# docs/settings.md and docs/metrics.md are committed, too; a test compares them.
+# docs/settings.md, docs/metrics.md and the Kubernetes resource of Prometheus' rules are committed,
+# too; a test compares them.
 docs: install
 	PYTHONPATH=server:model_store:clients:proto $(BIN)/python docs/generate.py
 

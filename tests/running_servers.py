@@ -44,7 +44,7 @@ def command(*arguments: object) -> list[str]:
 
 @contextmanager
 def running(
-    store: Path, log: Path, *arguments: object, ports_used: tuple[int, int] | None = None
+    store: Path | str, log: Path, *arguments: object, ports_used: tuple[int, int] | None = None
 ) -> Iterator[Running]:
     """`embedserve serve STORE …`, ready; stopped with SIGTERM at the end.
 

@@ -13,18 +13,20 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import s3fs
 import torch
 from running_servers import Running, running
+from store.remote.s3_server import environment, serve_s3
 
 from embedserve_client import EmbedClient, EmbedResult, GrpcEmbedClient
-from embedserve_store import TableSpec, publish
+from embedserve_store import TableSpec, publish, set_alias
 
 ROWS, DIM, STEP = 100, 8, 1000
 WAIT_S_MAX = 120
 FOLLOW = ("--follow-s", 0.1)
 
 
-def publish_next(store: Path, number: int) -> None:
+def publish_next(store: Path | str, number: int) -> None:
     """Version ``number``, in which every value of row r is number * STEP + r."""
     values = number * STEP + torch.arange(ROWS, dtype=torch.float32)
     tables = [
@@ -149,6 +151,34 @@ def make_wrong(store: Path, elsewhere: Path) -> None:
     tables.chmod(0o644)
     shutil.copy(elsewhere / "m" / "3" / "tables.safetensors", tables)
     (elsewhere / "m" / "2").rename(store / "m" / "2")
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a bucket on an S3 server, which this process and those it starts may write."""
+    (tmp_path / "s3" / "bucket").mkdir(parents=True)
+    with serve_s3(tmp_path / "s3") as endpoint:
+        for name, value in environment(endpoint).items():
+            monkeypatch.setenv(name, value)
+        s3fs.S3FileSystem.clear_instance_cache()
+        yield "s3://bucket/store"
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_an_alias_on_s3_is_followed_there_and_back(bucket: str, tmp_path: Path) -> None:
+    publish_next(bucket, 1)
+    set_alias(bucket, "m", "stable", 1)
+    options = ("--model", "m@stable", "--follow", "alias", *FOLLOW, "--cache", tmp_path / "cache")
+    with running(bucket, tmp_path / "log", *options) as server:
+        with Load(server) as load:
+            publish_next(bucket, 2)
+            set_alias(bucket, "m", "stable", 2, why="trained again")
+            load.until_all_have(2)
+            set_alias(bucket, "m", "stable", 1, why="rolled back")
+            load.until_all_have(1)
+        assert load.wrong == []
+        assert set(load.answers) == {1, 2}
+        assert "Traceback" not in server.log.read_text()
 
 
 def described(server: Running) -> dict[str, Any]:

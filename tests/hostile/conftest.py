@@ -157,6 +157,26 @@ def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
     return result
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """With -v: what each of these tests cost others, the slowest first."""
+    if terminalreporter.verbosity < 1:
+        return
+    passed = [one for one in terminalreporter.getreports("passed") if one.when == "call"]
+    felt = [(dict(one.user_properties), one.nodeid) for one in passed]
+    lines = [
+        (one["health_ms"], one["embed_ms"], one["growth_kib"] / 1024, name)
+        for one, name in felt
+        if "health_ms" in one
+    ]
+    if not lines:
+        return
+    terminalreporter.section("the neighbour's slowest /health/live and embed, memory of the server")
+    for health_ms, embed_ms, growth_mib, name in sorted(lines, reverse=True):
+        terminalreporter.write_line(
+            f"{health_ms:7.1f} ms {embed_ms:7.1f} ms {growth_mib:+8.1f} MiB  {name}"
+        )
+
+
 class MakePeer(Protocol):
     """Opens a connection, which is closed when the test ends."""
 

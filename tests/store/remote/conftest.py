@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import s3fs
 import torch
-from store.remote.s3_server import KEY, SECRET, serve_s3
+from store.remote.s3_server import environment, serve_s3
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
 from embedserve_store.publishing.publish import publish
@@ -43,15 +43,10 @@ def aws_environment() -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def aws(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> Iterator[None]:
-    """The endpoint and credentials as a user would set them, and none of this host's."""
     for name in aws_environment():
         monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
-        monkeypatch.setenv(name, os.devnull)
+    for name, value in environment(endpoint).items():
+        monkeypatch.setenv(name, value)
     before = aws_environment()
     yield
     if aws_environment() != before:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,18 @@ from pathlib import Path
 
 KEY, SECRET = "key", "secret"
 START_LINES_MAX = 20
+
+
+def environment(endpoint: str) -> dict[str, str]:
+    """The endpoint and credentials as a user would set them, and none of this host's."""
+    return {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        "AWS_CONFIG_FILE": os.devnull,
+    }
 
 
 @contextlib.contextmanager
