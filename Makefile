@@ -12,7 +12,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 TORCHREC := 1.8.0
 
-.PHONY: install serve test lint types contracts pytest test-gpu fuzz soak swaps swaps-killed proto docs format bench bench-peers bench-large clean
+.PHONY: install serve test lint types contracts pytest test-gpu hostile fuzz soak swaps swaps-killed proto docs format bench bench-peers bench-large clean
 
 install: $(INSTALLED)
 
@@ -56,6 +56,10 @@ pytest: install
 
 test-gpu: install
 	$(BIN)/python -m pytest -q -m gpu tests/engine
+
+# What each hostile act costs a neighbour, with the server on a core of its own.
+hostile: install
+	taskset -c 1 $(BIN)/python -m pytest -n0 -v -m "not soak" tests/hostile
 
 # Minutes of wrong requests to a server of its own: FUZZ="--minutes 30 --seed 7 --output folder".
 fuzz: install
