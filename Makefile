@@ -50,9 +50,11 @@ types: install
 contracts: install
 	PYTHONPATH=server:model_store:clients:proto $(BIN)/lint-imports
 
+# Tests and the servers that they start share the cores: threads of each that wait for each other
+# at a barrier would take them.
 pytest: install
 	deploy/install-debian-packages.sh
-	$(BIN)/python -m pytest -q -m "not soak" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not soak" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-gpu: install
 	$(BIN)/python -m pytest -q -m gpu tests/engine

@@ -64,6 +64,7 @@ def describe(model: DLRM, path: Path) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1])
+    torch.set_num_threads(1)  # steps are too short to share
     torch.manual_seed(SEED)
     model = make_dlrm()
     training, _ = clicks()

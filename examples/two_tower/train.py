@@ -60,6 +60,7 @@ def main() -> None:
     examples = make_examples(data)
     has_history = np.array([bool(bag) for bag in examples.bags["history"]])
     liked = examples.take(np.flatnonzero(has_history & (examples.rating >= LIKED)))
+    torch.set_num_threads(1)  # steps are too short to share
     torch.manual_seed(SEED)
     model = TwoTower(len(data.movie_rows), len(data.genre_rows))
     train(model, liked)
