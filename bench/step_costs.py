@@ -54,7 +54,7 @@ def measure() -> dict[str, float]:
     work, server = workload("small", "uniform"), EmbedServe()
     work.tables.make()
     engine = restore(ModelStore(work.tables.store).load(work.tables.name), "cpu:1")
-    model = model_info(engine)
+    model = model_info(engine, engine.manifest.model)
     as_json, as_protobuf = (
         [server.body(way, work, request) for request in work.requests] for way in server.ways[:2]
     )

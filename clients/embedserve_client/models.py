@@ -55,6 +55,8 @@ class ModelInfo:
     """One served model: the features that requests may name, the keys that answers have.
 
     is_pooled: answers have one vector for each key and example; else one for each id.
+    alias: that this version is served by, asked for as MODEL@ALIAS; "" for the newest.
+    share: percent of the requests that name the model and no version.
     """
 
     model: str
@@ -64,6 +66,8 @@ class ModelInfo:
     length_per_key: tuple[int, ...]
     tables: tuple[TableInfo, ...]
     is_pooled: bool
+    alias: str = ""
+    share: float = 100.0
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ def model_info_of(message: pb.Model) -> ModelInfo:
         length_per_key=tuple(message.length_per_key),
         tables=tuple(_table_info_of(table) for table in message.tables),
         is_pooled=not message.unpooled,
+        alias=message.alias,
+        share=message.share,
     )
 
 

@@ -63,6 +63,7 @@ class EmbedClient:
     ) -> EmbedResult:
         """The vectors of a batch; raises EmbedServeClientError.
 
+        model: NAME, or for one of its served versions NAME@VERSION or NAME@ALIAS.
         output_dtype: "float16" halves the bytes; past its largest, 65504, a value is infinite.
         """
         return self._send(self._calls.embed(features, weights, model, timeout_s, output_dtype))
@@ -134,6 +135,7 @@ class AsyncEmbedClient:
     ) -> EmbedResult:
         """The vectors of a batch; raises EmbedServeClientError.
 
+        model: NAME, or for one of its served versions NAME@VERSION or NAME@ALIAS.
         output_dtype: "float16" halves the bytes; past its largest, 65504, a value is infinite.
         """
         return await self._send(

@@ -68,6 +68,7 @@ class GrpcEmbedClient:
     ) -> EmbedResult:
         """The vectors of a batch; raises EmbedServeClientError.
 
+        model: NAME, or for one of its served versions NAME@VERSION or NAME@ALIAS.
         output_dtype: "float16" halves the bytes; past its largest, 65504, a value is infinite.
         """
         batch = batch_of(features, weights)
@@ -156,6 +157,7 @@ class AsyncGrpcEmbedClient:
     ) -> EmbedResult:
         """The vectors of a batch; raises EmbedServeClientError.
 
+        model: NAME, or for one of its served versions NAME@VERSION or NAME@ALIAS.
         output_dtype: "float16" halves the bytes; past its largest, 65504, a value is infinite.
         """
         batch = batch_of(features, weights)

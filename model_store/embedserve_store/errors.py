@@ -11,5 +11,9 @@ class StoreError(Exception):
     """
 
 
+class UnknownAliasError(StoreError):
+    """There is no alias of that name."""
+
+
 class InvalidModelError(StoreError):
     """A model, description or plan that cannot be published; names the table and the reason."""

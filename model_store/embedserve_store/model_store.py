@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, UnknownAliasError
 from embedserve_store.format.alias import Alias, file_name, parse_alias, parse_file_name
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.version_folder import VERSION_PATTERN
@@ -78,6 +78,17 @@ class ModelStore:
         numbers = self.alias_changes(model).get(name, [])
         return [self._alias(model, name, number) for number in sorted(numbers, reverse=True)]
 
+    def alias(self, model: str, name: str) -> Alias:
+        """An alias as it is now; raises UnknownAliasError where there is none."""
+        changes = self.alias_changes(model)
+        alias = self._alias(model, name, max(changes[name])) if name in changes else None
+        if alias is None or alias.version is None:
+            there = ", ".join(sorted(changes.keys() - {name})) or "none"
+            raise UnknownAliasError(
+                f"{self.where}/{model}: {name!r} is no version and no alias, aliases are {there}"
+            )
+        return alias
+
     def load(self, model: str, version: int | str | None = None) -> ModelVersion:
         """One version of ``model``, by its number or an alias, the highest unless told.
 
@@ -104,14 +115,7 @@ class ModelStore:
             return version
         if VERSION_PATTERN.fullmatch(version):
             return int(version)
-        changes = self.alias_changes(model)
-        alias = self._alias(model, version, max(changes[version])) if version in changes else None
-        if alias is None or alias.version is None:
-            there = ", ".join(sorted(changes.keys() - {version})) or "none"
-            raise StoreError(
-                f"{self.where}/{model}: {version!r} is no version and no alias, aliases are {there}"
-            )
-        return alias.version
+        return self.alias(model, version).version
 
     def alias_changes(self, model: str) -> dict[str, list[int]]:
         """The numbers of all changes, by the name of their alias; no file is read."""

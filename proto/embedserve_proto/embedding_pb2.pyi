@@ -15,7 +15,7 @@ FLOAT32: OutputDType
 FLOAT16: OutputDType
 
 class EmbedRequest(_message.Message):
-    __slots__ = ("model", "keys", "ids", "lengths", "weights", "ids_bytes", "lengths_bytes", "weights_bytes", "string_keys", "string_ids", "output_dtype")
+    __slots__ = ("model", "keys", "ids", "lengths", "weights", "ids_bytes", "lengths_bytes", "weights_bytes", "string_keys", "string_ids", "output_dtype", "version")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class EmbedRequest(_message.Message):
     STRING_KEYS_FIELD_NUMBER: _ClassVar[int]
     STRING_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     model: str
     keys: _containers.RepeatedScalarFieldContainer[str]
     ids: _containers.RepeatedScalarFieldContainer[int]
@@ -38,7 +39,8 @@ class EmbedRequest(_message.Message):
     string_keys: _containers.RepeatedScalarFieldContainer[str]
     string_ids: _containers.RepeatedScalarFieldContainer[str]
     output_dtype: OutputDType
-    def __init__(self, model: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ..., ids: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[float]] = ..., ids_bytes: _Optional[bytes] = ..., lengths_bytes: _Optional[bytes] = ..., weights_bytes: _Optional[bytes] = ..., string_keys: _Optional[_Iterable[str]] = ..., string_ids: _Optional[_Iterable[str]] = ..., output_dtype: _Optional[_Union[OutputDType, str]] = ...) -> None: ...
+    version: str
+    def __init__(self, model: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ..., ids: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[float]] = ..., ids_bytes: _Optional[bytes] = ..., lengths_bytes: _Optional[bytes] = ..., weights_bytes: _Optional[bytes] = ..., string_keys: _Optional[_Iterable[str]] = ..., string_ids: _Optional[_Iterable[str]] = ..., output_dtype: _Optional[_Union[OutputDType, str]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class EmbedResponse(_message.Message):
     __slots__ = ("model", "version", "keys", "length_per_key", "batch_size", "values", "error", "unknown_ids", "lengths", "output_dtype")
@@ -100,7 +102,7 @@ class GetModelRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("model", "version", "features", "keys", "length_per_key", "tables", "unpooled")
+    __slots__ = ("model", "version", "features", "keys", "length_per_key", "tables", "unpooled", "alias", "share")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +110,8 @@ class Model(_message.Message):
     LENGTH_PER_KEY_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     UNPOOLED_FIELD_NUMBER: _ClassVar[int]
+    ALIAS_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: int
     features: _containers.RepeatedScalarFieldContainer[str]
@@ -115,7 +119,9 @@ class Model(_message.Message):
     length_per_key: _containers.RepeatedScalarFieldContainer[int]
     tables: _containers.RepeatedCompositeFieldContainer[Table]
     unpooled: bool
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., keys: _Optional[_Iterable[str]] = ..., length_per_key: _Optional[_Iterable[int]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ..., unpooled: bool = ...) -> None: ...
+    alias: str
+    share: float
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., keys: _Optional[_Iterable[str]] = ..., length_per_key: _Optional[_Iterable[int]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ..., unpooled: bool = ..., alias: _Optional[str] = ..., share: _Optional[float] = ...) -> None: ...
 
 class Table(_message.Message):
     __slots__ = ("name", "num_embeddings", "embedding_dim", "pooling", "dtype", "features", "sharding", "ids")

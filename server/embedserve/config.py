@@ -92,13 +92,15 @@ class ServeSettings:
     )
     model: tuple[str, ...] = setting(
         (),
-        "A model to serve, NAME, NAME@VERSION or NAME@ALIAS; may be repeated. Default: all of the "
+        "A model to serve, NAME, NAME@VERSION or NAME@ALIAS; may be repeated, also for several "
+        "versions of one model, of which the first answers what names none. Default: all of the "
         "store, the newest version of each.",
     )
     follow: str = setting(
         "none",
         "alias: models named NAME@ALIAS move with it while they are served; latest: those named "
-        "without a version move to each newer one, too; none: what is served changes at a start.",
+        "without a version move to each newer one, too; none: what is served changes at a start, "
+        "and at a SIGHUP.",
     )
     follow_s: float = setting(
         10.0, "Seconds between two looks at what the store says.", min=0.1, max=86400
@@ -168,23 +170,30 @@ def check_settings(settings: ServeSettings) -> None:
             f"worker_hang_s is {settings.worker_hang_s:g}, which a busy host's workers would pass: "
             f"use {HANG_S_MIN:g} or more, or 0 for never"
         )
-    if settings.follow != "none" and settings.workers > 1 and settings.tables == "resident":
-        raise ValueError(
-            f"follow is {settings.follow!r}, but a version that comes while workers run cannot be "
-            "copied into memory that they share: use --tables mapped, or --workers 1"
-        )
     check_device(settings, settings.devices)
 
 
+def why_fixed(settings: ServeSettings, device_type: str) -> str:
+    """Why what is served cannot change while the server runs; "" where it can."""
+    if device_type == "cuda":
+        return (
+            "the tables go to GPUs, where a version that comes would have to fit beside the one "
+            "that answers, which is not seen to yet: use none"
+        )
+    if settings.workers > 1 and settings.tables == "resident":
+        return (
+            "a version that comes while workers run cannot be copied into memory that they share: "
+            "use --tables mapped, or --workers 1"
+        )
+    return ""
+
+
 def check_device(settings: ServeSettings, device_type: str) -> None:
-    """Raises ValueError for settings that make no sense where tables are copied to GPUs."""
+    """Raises ValueError for settings that make no sense where tables are held so."""
+    if settings.follow != "none" and (why := why_fixed(settings, device_type)):
+        raise ValueError(f"follow is {settings.follow!r}, but {why}")
     if device_type != "cuda":
         return
-    if settings.follow != "none":
-        raise ValueError(
-            f"follow is {settings.follow!r}, but the tables go to GPUs, where a version that comes "
-            "would have to fit beside the one that answers, which is not seen to yet: use none"
-        )
     if settings.workers > 1:
         raise ValueError(
             f"workers is {settings.workers}, but the tables go to GPUs, and each worker would copy "

@@ -44,6 +44,8 @@ ASIDE_BYTES_MAX = 256 << 20
 always taken."""
 LARGE_ANSWER_BYTES = 64 << 10
 """Told to who looks after what is not read; smaller ones find room in a socket."""
+ROUTING_KEY = b"x-routing-key"
+"""The header of who is to be answered by the same version each time, where several share."""
 TURN_S = 0.0001
 """Left to the event loop between two pieces of a large answer: it would wait for the interpreter's
 lock for five milliseconds each time it needs it."""
@@ -59,6 +61,7 @@ class Asked:
         answer_codec: of the answer.
         timeout_s: how long the answer is wanted, from the request's first byte; None: for ever.
         metrics: of the protocol.
+        routing_key: of the header ROUTING_KEY; b"" where there is none.
     """
 
     model: str
@@ -66,6 +69,7 @@ class Asked:
     answer_codec: Codec
     timeout_s: float | None
     metrics: ProtocolMetrics
+    routing_key: bytes = b""
 
 
 class Call(Caller):
@@ -105,6 +109,11 @@ class Call(Caller):
     def header(self, name: bytes) -> bytes | None:
         """A header of this request alone (``name`` in lower case): who asks, and in which trace."""
         return None
+
+    @property
+    def routing_key(self) -> bytes:
+        own = self.header(ROUTING_KEY)
+        return self.asked.routing_key if own is None else own
 
     def answer(self, result: LookupResult) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
 
 import numpy as np
@@ -118,6 +119,8 @@ class ModelInfo:
     bytes_per_rank: tuple[int, ...]
     replanned: bool
     lookup_kind: str
+    named: str = ""
+    """As --model has it, NAME, NAME@VERSION or NAME@ALIAS; "" for the first."""
     answer_starts: dict[tuple[int, int], bytes] = field(default_factory=dict)
     """What codecs keep with the model, so that it goes with it: by bytes of values and of each."""
 
@@ -135,6 +138,16 @@ class ModelInfo:
     @cached_property
     def name(self) -> str:
         return self.manifest.model
+
+    @cached_property
+    def served_as(self) -> str:
+        """NAME, NAME@VERSION or NAME@ALIAS, by which it is told from others of its model."""
+        return self.named or self.name
+
+    @cached_property
+    def tag(self) -> str:
+        """What follows the "@" of ``served_as``, "" for nothing."""
+        return split_name(self.served_as)[1]
 
     @cached_property
     def version(self) -> int:
@@ -212,12 +225,27 @@ class ModelInfo:
         )
 
 
-@dataclass(frozen=True)
+def now_iso() -> str:
+    """ISO 8601, UTC, in seconds."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """(model, version) of a name as --model and requests have it; "" where it has no version.
+
+    >>> split_name("movies@stable"), split_name("movies")
+    (('movies', 'stable'), ('movies', ''))
+    """
+    model, _, version = name.partition("@")
+    return model, version
+
+
+@dataclass
 class ComingVersion:
     """A version that a model is to be answered by, and is not yet.
 
     Attributes:
-        state: loading, or failed: it stays out.
+        state: loading, warming, or failed: it stays out.
         reason: why it failed.
         since: ISO 8601, UTC.
     """

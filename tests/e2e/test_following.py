@@ -120,8 +120,8 @@ def test_versions_take_over_under_load(tmp_path: Path, workers: int) -> None:
         assert (described(server)["version"], "next" in described(server)) == (4, False)
         metrics = httpx.get(f"{server.http}/metrics", verify=False).text
         for wanted in ("version", "wanted_version"):
-            assert f'embedserve_model_{wanted}{{model="m"}} 4.0' in metrics
-        assert 'embedserve_model_switches_total{model="m"} 3.0' in metrics
+            assert f'embedserve_model_{wanted}{{alias="",model="m"}} 4.0' in metrics
+        assert 'embedserve_model_switches_total{alias="",model="m"} 3.0' in metrics
         log = server.log.read_text()
         assert log.count("from now on, no more by") == 3
         assert "Traceback" not in log

@@ -16,16 +16,18 @@ NEVER = float("inf")
 class WaitingCaller(Caller):
     """Tells a future. To be told twice raises InvalidStateError in the batcher."""
 
-    __slots__ = ("_source", "future")
+    __slots__ = ("_routing_key", "_source", "future")
 
     def __init__(
         self,
         future: asyncio.Future[LookupResult],
         deadline_s: float = NEVER,
         source: object | None = None,
+        routing_key: bytes = b"",
     ) -> None:
         """``source`` is who asks; None: nobody else."""
         self.future = future
+        self._routing_key = routing_key
         self._source = source
         self.deadline_s = deadline_s
         self.is_waiting = True
@@ -34,6 +36,10 @@ class WaitingCaller(Caller):
     @property
     def source(self) -> object:
         return self if self._source is None else self._source
+
+    @property
+    def routing_key(self) -> bytes:
+        return self._routing_key
 
     def answer(self, result: LookupResult) -> None:
         self.future.set_result(result)
@@ -49,9 +55,11 @@ class Waiting(asyncio.Future[LookupResult]):
         caller: goes away as this is cancelled.
     """
 
-    def __init__(self, deadline_s: float = NEVER, source: object | None = None) -> None:
+    def __init__(
+        self, deadline_s: float = NEVER, source: object | None = None, routing_key: bytes = b""
+    ) -> None:
         super().__init__()
-        self.caller = WaitingCaller(self, deadline_s, source)
+        self.caller = WaitingCaller(self, deadline_s, source, routing_key)
 
     def cancel(self, msg: object = None) -> bool:
         self.caller.go_away()
@@ -70,8 +78,8 @@ def submit(
     return waiting
 
 
-def submit_to(models: ServedModels, request: LookupRequest) -> Waiting:
+def submit_to(models: ServedModels, request: LookupRequest, routing_key: bytes = b"") -> Waiting:
     """Has ``request`` answered by its model. Raises EmbedServeError: it is refused at once."""
-    waiting = Waiting()
+    waiting = Waiting(routing_key=routing_key)
     models.enqueue(request, waiting.caller)
     return waiting

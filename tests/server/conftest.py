@@ -18,7 +18,7 @@ from embedserve.api.management import management_app
 from embedserve.batching.batcher import Batcher
 from embedserve.config import Limits
 from embedserve.exchange import Exchange
-from embedserve.metrics.metrics import ModelMetrics
+from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.wire.asgi import EmbedEndpoint
 
 MakeBatcher = Callable[[Limits], Batcher]

@@ -42,8 +42,8 @@ def make_exchange(
     limits = limits or Limits()
     metrics = Metrics([engine.model for engine in engines], slot)
     batchers = {
-        engine.model.name: Batcher(
-            engine, engine.model, limits, metrics.models[engine.model.name], executor
+        engine.model.served_as: Batcher(
+            engine, engine.model, limits, metrics.models[engine.model.served_as], executor
         )
         for engine in engines
     }

@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from embedserve.config import ServeSettings
-from embedserve.metrics.metrics import FEATURE_CELLS_MIN, cells_per_worker
+from embedserve.metrics.metrics import cells_per_worker
+from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.slots import Slot, Slots
 from embedserve.processes.ports import SharedPorts, claim_ports
 from embedserve.processes.supervisor import Supervisor, WorkerFailedError
@@ -53,7 +54,7 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
     faulthandler.enable()
     settings = ServeSettings(store="", drain_s=drain_s, workers=workers)
     ports = claim_ports("127.0.0.1", 0, 0).share()
-    slots = Slots(workers, cells_per_worker([FEATURE_CELLS_MIN]))
+    slots = Slots(workers, cells_per_worker(1, COLUMNS_MIN))
 
     def run_worker(index: int, channel: socket.socket) -> int:
         print("started", index, flush=True)

@@ -40,6 +40,12 @@ class Alias:
     when: str
     """ISO 8601, UTC."""
     why: str
+    share: float = 0.0
+    """Of the requests that name the model and no version, in percent: what servers of it are to
+    answer with this version, where another answers the rest."""
+    shadow: float = 0.0
+    """Of the batches of the version that answers the rest, in percent: what this one is to look up,
+    too, to be compared."""
 
     def to_bytes(self) -> bytes:
         return sealed_json(
@@ -52,6 +58,8 @@ class Alias:
                 "who": self.who,
                 "when": self.when,
                 "why": self.why,
+                "share": self.share,
+                "shadow": self.shadow,
             }
         )
 
@@ -103,6 +111,8 @@ def parse_alias(text: bytes, model: str, name: str, number: int, where: str) -> 
         who=typed(data, "who", str, where),
         when=typed(data, "when", str, where),
         why=typed(data, "why", str, where),
+        share=typed({"share": 0.0} | data, "share", float, where),
+        shadow=typed({"shadow": 0.0} | data, "shadow", float, where),
     )
     if (alias.model, alias.name, alias.number) != (model, name, number):
         raise StoreError(

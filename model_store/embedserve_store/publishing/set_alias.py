@@ -37,6 +37,8 @@ def set_alias(
     *,
     why: str = "",
     who: str | None = None,
+    share: float = 0.0,
+    shadow: float = 0.0,
 ) -> Alias:
     """Has the alias ``name`` of ``model`` mean ``version`` from now on; returns the change.
 
@@ -44,12 +46,19 @@ def set_alias(
         store: a folder or a URL.
         version: a number, or another alias for what it means now; None removes the alias.
         why, who: kept with the change; who is USER@HOST unless told.
+        share: of the requests that name the model and no version, in percent: what servers that
+            follow the alias answer with it, where another version answers the rest.
+        shadow: of that other version's batches, in percent: what they look up in this one, too, and
+            compare.
 
     Raises:
-        StoreError: the name cannot be an alias, there is no such version or no alias to remove, or
-            the store cannot be read or written.
+        StoreError: the name cannot be an alias, there is no such version or no alias to remove,
+            ``share`` or ``shadow`` is no percentage, or the store cannot be read or written.
     """
     check_name(name)
+    for field, percent in (("share", share), ("shadow", shadow)):
+        if not 0.0 <= percent <= 100.0:
+            raise StoreError(f"{field} is {percent:g}, expected a percentage from 0 to 100")
     who = _user() if who is None else who
     for what, text in (("why", why), ("who", who)):
         if len(text) > TEXT_MAX:
@@ -59,7 +68,7 @@ def set_alias(
     if number is None and name not in models.aliases(model):
         raise StoreError(f"{models.where}/{model}: no alias {name!r} to remove")
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    change = Alias(model, name, 0, number, who, when, why)
+    change = Alias(model, name, 0, number, who, when, why, float(share), float(shadow))
     write = _writer(models.where)
     for _ in range(ATTEMPTS):
         numbers = models.alias_changes(model).get(name, [0])

@@ -5,7 +5,6 @@ Also describes the embed routes, which the wire answers, in the same OpenAPI.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -58,7 +57,7 @@ class NextVersion(BaseModel):
     """A version that is to answer, and does not yet."""
 
     version: int
-    state: str = Field(description="loading, or failed: it stays out.")
+    state: str = Field(description="loading, warming, or failed: it stays out.")
     reason: str = Field(description="Why it failed.")
     since: str = Field(description="ISO 8601, UTC.")
 
@@ -77,7 +76,17 @@ class Model(BaseModel):
     bytes_per_rank: list[int]
     replanned: bool
     lookup: str = Field(description="How lookups run: traced, scripted or eager.")
+    alias: str = Field(
+        description="The alias or number that it is served by; empty where it is the newest."
+    )
+    share: float = Field(description="Percent of the requests that name the model and no version.")
+    shadow: float = Field(
+        description="Percent of the batches of the version that answers for the model that this "
+        "one looks up, too, to be compared."
+    )
+    since: str = Field(description="When this version began to answer: ISO 8601, UTC.")
     next: NextVersion | None = Field(None, description="Where the store is followed.")
+    leaving: list[int] = Field(description="Versions before it that answer what they hold still.")
 
 
 class Models(BaseModel):
@@ -136,13 +145,11 @@ def management_app(exchange: Exchange) -> FastAPI:
         return Info(version=__version__, workers=shape.workers, tables=shape.tables)
 
     def model_of(info: ModelInfo) -> Model:
-        coming = served.coming.get(info.name)
-        described = describe(info) | {"next": None if coming is None else asdict(coming)}
-        return Model.model_validate(described)
+        return Model.model_validate(describe(info) | served.status(info))
 
     @app.get("/models", tags=["models"], response_model_exclude_none=True)
     async def models() -> Models:
-        """Every served model."""
+        """Every served version of every model."""
         return Models(
             models=[model_of(info) for info in served.models()],
             default_model=served.default_model,
@@ -150,7 +157,7 @@ def management_app(exchange: Exchange) -> FastAPI:
 
     @app.get("/models/{model}", tags=["models"], response_model_exclude_none=True)
     async def model(model: str) -> Model:
-        """One served model."""
+        """One served model, NAME, or one of its versions, NAME@VERSION or NAME@ALIAS."""
         return model_of(served.model(model))
 
     _add_error_shape(app)

@@ -49,6 +49,11 @@ EMBED_SCHEMAS: dict[str, Any] = {
                 [{"type": "number"}],
                 "weights in the shape of its ids; not of a model that is unpooled. Left out: 1",
             ),
+            "version": {
+                "oneOf": [{"type": "integer"}, {"type": "string"}],
+                "description": "A version that is served, by its number or alias. Default: the one "
+                "that answers for the model, or one of those that share such requests.",
+            },
             "output_dtype": _OUTPUT_DTYPE
             | {
                 "default": "float32",

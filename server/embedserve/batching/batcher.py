@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from time import perf_counter
-from typing import Protocol
 
 import numpy as np
 
@@ -23,10 +22,12 @@ from embedserve.batching.caller import Caller
 from embedserve.batching.checks import find_invalid
 from embedserve.batching.join import cut, join
 from embedserve.batching.lane import Lane
+from embedserve.batching.lookup_engine import LookupEngine
+from embedserve.batching.shadow import Shadow
 from embedserve.batching.split import in_request_order, split
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, EngineError, OverloadedError
-from embedserve.metrics.metrics import ModelMetrics
+from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.metrics.quiet_log import QuietLog
 from embedserve.types import Batch, LookupRequest, LookupResult, ModelInfo
 from embedserve_store.errors import StoreError
@@ -45,18 +46,6 @@ BAG_BYTES = 16
 FAILED = "the lookup failed; the server's log says why"
 
 
-class LookupEngine(Protocol):
-    """What the batcher asks of an engine."""
-
-    def lookup(
-        self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None
-    ) -> np.ndarray: ...
-
-    def to_float16(self, values: np.ndarray) -> np.ndarray: ...
-
-    def check(self) -> None: ...
-
-
 def _do_nothing() -> None:
     return None
 
@@ -70,6 +59,7 @@ class Batcher:
         on_answered: called when all callers of a batch were told: what they wrote may go out.
         on_full: called when a lane is full.
         on_room: called when it takes requests again.
+        shadow: compares some of what it answers with another version; None for nothing.
     """
 
     def __init__(
@@ -90,16 +80,17 @@ class Batcher:
         self.on_answered: Callable[[], None] = _do_nothing
         self.on_full: Callable[[], None] = _do_nothing
         self.on_room: Callable[[], None] = _do_nothing
+        self.shadow: Shadow | None = None
         self.model = model
         self._threads = threads if model.is_pooled else 1
         self._engine = engine
         self._limits = limits
         self._metrics = metrics
+        self._counts = metrics.version
         self._executor = executor
         self._log = QuietLog(logger)
         self._loop: asyncio.AbstractEventLoop | None = None
         metrics.count_queue = self._count_queue
-        self._unknown_ids = metrics.unknown_ids  # of another version's features there are others
         self._inline_bytes_max = limits.inline_bytes_max
         self._share_examples = int(SOURCE_SHARE * limits.queue_examples_max)
         self._share_ids = int(SOURCE_SHARE * limits.queue_ids_max)
@@ -316,7 +307,7 @@ class Batcher:
         now_s = perf_counter()
         callers = lane.take(now_s)
         self._open_again(lane)
-        self._metrics.wait_seconds.observe_many([now_s - caller.queued_s for caller in callers])
+        self._counts.wait_seconds.observe_many([now_s - caller.queued_s for caller in callers])
         return callers
 
     def _open_again(self, lane: Lane) -> None:
@@ -342,10 +333,10 @@ class Batcher:
     def _work(
         self, loop: asyncio.AbstractEventLoop, lane: Lane, callers: list[Caller], batch: Batch
     ) -> None:
-        self._metrics.batch_examples.observe(batch.batch_size)
-        self._metrics.batch_ids.observe(batch.ids.size)
+        self._counts.batch_examples.observe(batch.batch_size)
+        self._counts.batch_ids.observe(batch.ids.size)
         if batch.unknown_counts is not None:
-            self._unknown_ids += batch.unknown_counts.sum(axis=0)
+            self._counts.unknown_ids += batch.unknown_counts.sum(axis=0)
         if not self._is_large(batch):
             self._finish(callers, batch, [self._look_up(batch)])
             return
@@ -386,7 +377,7 @@ class Batcher:
     def _finish(
         self, callers: Sequence[Caller], batch: Batch, looked_up: Sequence[LookedUp]
     ) -> None:
-        self._metrics.lookup_seconds.observe(max([seconds for _, seconds in looked_up]))
+        self._counts.lookup_seconds.observe(max([seconds for _, seconds in looked_up]))
         pieces = []
         for values, _ in looked_up:
             if isinstance(values, EmbedServeError):
@@ -403,6 +394,15 @@ class Batcher:
             if caller.is_waiting:  # its client may have gone meanwhile
                 caller.answer(result)
         self.on_answered()
+        if self.shadow is not None:
+            requests = [caller.request for caller in callers]
+            self.shadow.offer(requests, pieces, batch.unknown_counts, self.model)
+
+    def shadow_of(self, served: ModelInfo, percent: float, executor: Executor) -> Shadow:
+        """Compares what the version ``served`` answers with this one, in ``percent`` of its
+        batches."""
+        self._counts.shadow.begin(served.version)
+        return Shadow(self._engine, self.model, percent, self._counts.shadow, executor)
 
     def _split(
         self, callers: Sequence[Caller], batch: Batch, pieces: Sequence[np.ndarray]

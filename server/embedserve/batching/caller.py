@@ -46,6 +46,12 @@ class Caller(ABC):
         """Who asks: those of one source share what there is for one. By default each is one."""
         return self
 
+    @property
+    def routing_key(self) -> bytes:
+        """Who is to be answered by the same version each time, where several share a model; b"" for
+        anybody."""
+        return b""
+
     @abstractmethod
     def answer(self, result: LookupResult) -> None:
         """Takes the vectors, which are a slice of the whole batch's: kept, they keep it."""

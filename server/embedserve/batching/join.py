@@ -22,8 +22,13 @@ BAGS_REMEMBERED = 4096
 """Of the largest batch whose arrangement is kept, 32 KiB of it."""
 
 
-def to_model_order(request: LookupRequest, model: ModelInfo) -> LookupRequest:
+def to_model_order(
+    request: LookupRequest, model: ModelInfo, *, is_lenient: bool = False
+) -> LookupRequest:
     """``request`` with every feature of ``model``, in its order; those not named are empty bags.
+
+    Args:
+        is_lenient: leaves out features that the model does not have.
 
     Raises:
         InvalidRequestError: a feature that the model does not have, ids or weights of a kind
@@ -34,7 +39,7 @@ def to_model_order(request: LookupRequest, model: ModelInfo) -> LookupRequest:
     if request.features == model.features:
         return request
     for feature in request.features:
-        if feature not in model.features:
+        if feature not in model.features and not is_lenient:
             raise InvalidRequestError(
                 f"features.{feature}: model {model.name!r} has no such feature; "
                 f"it has {', '.join(model.features)}",

@@ -23,7 +23,7 @@ FEW = 8
 """Values in a bag that are quicker looked at each alone."""
 QUOTED_CHARACTERS_MAX = 60
 INT64_MAX = 2**63 - 1
-FIELDS = ("features", "weights", "output_dtype")
+FIELDS = ("features", "weights", "output_dtype", "version")
 OUTPUT_DTYPES = ("float32", "float16")
 
 
@@ -45,7 +45,7 @@ def diagnose(body: bytes) -> InvalidRequestError | None:
             return _wrong(
                 name or '""', f"is not a field of a request; there are {', '.join(FIELDS)}"
             )
-    return _features(parsed) or _weights(parsed) or _output_dtype(parsed)
+    return _features(parsed) or _weights(parsed) or _choices(parsed)
 
 
 def _features(parsed: dict[str, Any]) -> InvalidRequestError | None:
@@ -131,7 +131,12 @@ def _as_bags(bags: list[Any]) -> list[list[Any]]:
     return bags if bags and isinstance(bags[0], list) else [bags]
 
 
-def _output_dtype(parsed: dict[str, Any]) -> InvalidRequestError | None:
+def _choices(parsed: dict[str, Any]) -> InvalidRequestError | None:
+    version = parsed.get("version")
+    if isinstance(version, bool) or not isinstance(version, int | str | None):
+        return _wrong("version", f"is {_quote(version)}, expected a number or an alias")
+    if isinstance(version, int) and not 0 <= version <= INT64_MAX:
+        return _wrong("version", f"is {_quote(version)}, expected a number from 0 to {INT64_MAX}")
     output_dtype = parsed.get("output_dtype", OUTPUT_DTYPES[0])
     if output_dtype in OUTPUT_DTYPES:
         return None

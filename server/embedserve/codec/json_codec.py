@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import compress
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -19,21 +19,26 @@ from embedserve.batching.checks import check_feature_count
 from embedserve.codec.diagnose import diagnose
 from embedserve.codec.float16_digits import fewest_digits
 from embedserve.codec.strings import merge
+from embedserve.codec.version_name import with_version
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
 from embedserve.types import Encoded, LookupRequest, LookupResult, ModelInfo
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     features: dict[str, list[list[int] | int]]
     weights: dict[str, list[list[float] | float]] | None = None
     output_dtype: Literal["float32", "float16"] = "float32"
+    version: _Number | str | None = None
 
 
 class _BodyWithStrings(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     features: dict[str, list[list[int | str] | int | str]]
     weights: dict[str, list[list[float] | float]] | None = None
     output_dtype: Literal["float32", "float16"] = "float32"
+    version: _Number | str | None = None
 
 
 NOW_BYTES_MAX = 64 << 10
@@ -74,6 +79,8 @@ def decode_request(body: bytes, model: str, limits: Limits = DEFAULT_LIMITS) -> 
         raise _problem(body, error) from error
     if parsed.output_dtype != "float32":
         request.output_dtype = parsed.output_dtype
+    if parsed.version is not None:
+        request.model = with_version(request.model, parsed.version)
     return request
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress, islice
+from typing import Any
 
 import numpy as np
 from google.protobuf.json_format import ParseDict
@@ -33,6 +34,7 @@ from embedserve.codec.protobuf_heads import (
     heads,
 )
 from embedserve.codec.strings import merge
+from embedserve.codec.version_name import with_version
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
 from embedserve.types import Encoded, LookupRequest, LookupResult, ModelInfo, with_size
@@ -194,6 +196,8 @@ def _request(
     request = LookupRequest(model or message.model, features, ids, lengths, None, batch_size)
     if message.output_dtype:
         request.output_dtype = _output_dtype(message.output_dtype)
+    if message.version:
+        request.model = with_version(request.model, message.version)
     if message.string_keys or message.string_ids:
         _add_strings(request, message)
     weights = array("weights", 1, "request_ids_max")
@@ -413,9 +417,9 @@ def encode_error(error: EmbedServeError) -> bytes:
     ).SerializeToString()
 
 
-def model_message(model: ModelInfo) -> embedding_pb2.Model:
-    """``model`` as ListModels and GetModel describe it."""
-    described = describe(model)
+def model_message(model: ModelInfo, status: dict[str, Any]) -> embedding_pb2.Model:
+    """``model``, and how it is served, as ListModels and GetModel describe it."""
+    described = describe(model) | status
     for table in described["tables"]:
         table["ids"] = ALWAYS_OF_A_RULE | table["ids"]
     return ParseDict(described, embedding_pb2.Model(), ignore_unknown_fields=True)

@@ -313,6 +313,20 @@ def alias(
     name: Annotated[str, typer.Argument(help="Of the alias: show its history.")] = "",
     version: Annotated[str, typer.Argument(help="Move it there: a number, or another alias.")] = "",
     why: Annotated[str, typer.Option(help="Kept with the change.")] = "",
+    share: Annotated[
+        float,
+        typer.Option(
+            help="Percent of the requests that name the model and no version: servers that follow "
+            "the alias answer them with this version, and the others with the one they name first."
+        ),
+    ] = 0.0,
+    shadow: Annotated[
+        float,
+        typer.Option(
+            help="Percent of those servers' other batches: they look them up in this version, too, "
+            "and compare (embedserve shadow)."
+        ),
+    ] = 0.0,
     remove: Annotated[bool, typer.Option("--remove", help="Remove the alias.")] = False,
     cache: Cache = None,
 ) -> None:
@@ -322,12 +336,24 @@ def alias(
 
         if remove and version:
             raise ValueError(f"--remove takes no version, found {version!r}")
-        if why and not (remove or version):
-            raise ValueError("--why is of a change: say the version that the alias moves to")
+        for flag, given in (("--why", why), ("--share", share), ("--shadow", shadow)):
+            if given and not (remove or version):
+                raise ValueError(f"{flag} is of a change: say the version that the alias moves to")
         if remove or version:
-            change_alias(store, model, name, version or None, why)
+            change_alias(store, model, name, version or None, why, share, shadow)
         else:
             show_aliases(store, model, name, cache)
+
+
+@app.command()
+def shadow(
+    url: Annotated[str, typer.Argument(help="Of a server, such as http://localhost:8000.")],
+) -> None:
+    """Show how versions in the shadow of others would have answered otherwise."""
+    with one_line_errors():
+        from embedserve.commands.shadow import show_shadows
+
+        show_shadows(url)
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -41,6 +41,7 @@ def restore(
     is_eager: bool = False,
     before: Engine | None = None,
     may_compile: bool = True,
+    on_warming: Callable[[], None] | None = None,
 ) -> Engine:
     """The engine of ``version``, warm and checked against its goldens.
 
@@ -56,6 +57,7 @@ def restore(
             is sharded then, and nothing compiled.
         may_compile: whether no other lookup runs meanwhile through a module: torch.fx patches all
             modules of the process while it traces one.
+        on_warming: called when it is restored, before it warms up and is compared.
 
     Raises:
         StoreError: the version cannot be served on these devices, or answers wrongly.
@@ -76,6 +78,8 @@ def restore(
     if compiled is None:
         compiled = _compile(version, plan, device_type, is_eager=is_eager)
     engine = Engine(version, plan, device_type, compiled)
+    if on_warming is not None:
+        on_warming()
     engine.warm_up()
     return engine
 

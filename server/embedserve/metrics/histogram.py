@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from embedserve.metrics.slots import Slot, lone_slot
 
@@ -53,10 +54,15 @@ class Histogram:
         own[:-1] += np.bincount(positions, minlength=own.size - 1)
         own[-1] += values.sum()
 
-    def samples(self) -> tuple[list[tuple[str, float]], float]:
-        """([(bound, cumulative count), …, ("+Inf", count)], sum of all values) of all workers."""
+    def leave(self) -> None:
+        """What is observed from now on is not counted where others read it."""
+        self._cells.leave()
+
+    def samples(self, of: NDArray[np.bool_] | None = None) -> tuple[list[tuple[str, float]], float]:
+        """([(bound, cumulative count), …, ("+Inf", count)], sum of all values) of all workers, or
+        those ``of`` which it is True."""
         self.flush()
-        total = self._cells.total()
+        total = self._cells.total(of)
         cumulative = np.cumsum(total[:-1]).tolist()
         bounds = [str(bound) for bound in self.buckets] + ["+Inf"]
         return list(zip(bounds, cumulative, strict=True)), float(total[-1])

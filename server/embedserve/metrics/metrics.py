@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from zlib import crc32
+from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -23,19 +21,26 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from embedserve.errors import EmbedServeError
-from embedserve.metrics.histogram import (
-    COUNT_BUCKETS,
-    LOOKUP_SECONDS_BUCKETS,
-    SECONDS_BUCKETS,
-    Histogram,
-    histogram_cells,
+from embedserve.metrics.histogram import SECONDS_BUCKETS, Histogram, histogram_cells
+from embedserve.metrics.model_metrics import (
+    NAME_LABELS,
+    NAMES_SPARE,
+    VERSION_LABELS,
+    ModelMetrics,
+    Places,
+    columns_most,
+    name_labels,
+    place_cells,
+    version_labels,
 )
 from embedserve.metrics.process import PROCESS_CELLS, ProcessMetrics
 from embedserve.metrics.quiet_log import QuietLog
+from embedserve.metrics.shadow_samples import collect_shadows
 from embedserve.metrics.slots import Slot, lone_slot
 from embedserve.types import ModelInfo
 
 logger = logging.getLogger("embedserve.requests")
+
 
 _ERRORS: list[type[EmbedServeError]] = [EmbedServeError, *EmbedServeError.__subclasses__()]
 OUTCOMES = ("OK", "CANCELLED", *sorted({error.code for error in _ERRORS}))
@@ -91,114 +96,10 @@ class ProtocolMetrics:
         return {outcome: count for outcome, count in named if count}, response_bytes
 
 
-FEATURE_CELLS_MIN = 1024
-"""Of a model, so that a later version of it may have more features; memory that is not written
-costs nothing."""
-MODEL_GAUGES = ("queued_requests", "queued_examples", "damaged", "wanted_version", "load_seconds")
-
-
-def feature_cells(models: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """How many features each version of a model may have, by the model's name, of how many the
-    first one has."""
-    return {name: max(features, FEATURE_CELLS_MIN) for name, features in models}
-
-
-def model_cells(features_max: int) -> int:
-    buckets = (SECONDS_BUCKETS, COUNT_BUCKETS, COUNT_BUCKETS, LOOKUP_SECONDS_BUCKETS)
-    return len(MODEL_GAUGES) + 2 + features_max + sum(map(histogram_cells, buckets))
-
-
-class ModelMetrics:
-    """What the batchers of one model did, version after version.
-
-    Attributes:
-        model: the version that answers.
-        count_queue: gives the requests, and their examples, that wait in this process.
-        is_damaged: its files were changed under the server.
-        unknown_ids: int64 [F], counted by this process.
-        wanted_version: what the store says is to be served; 0 where this process does not ask it.
-        load_seconds: what it took to load the version that answers, from when it was found; 0 for
-            the one that was there at the start.
-        switches: how often another version took over.
-        features_max: how many features a later version may have.
-    """
-
-    def __init__(
-        self, model: ModelInfo, slot: Slot | None = None, features_max: int = FEATURE_CELLS_MIN
-    ) -> None:
-        slot = slot or lone_slot(model_cells(features_max))
-        self.features_max = features_max
-        self.count_queue: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        self.is_damaged = False
-        self.wanted_version = 0
-        self.load_seconds = 0.0
-        self._gauges = slot.take(len(MODEL_GAUGES))
-        self._switches = slot.take(1)
-        self.switches = int(self._switches.own[0])
-        self._features = slot.take(1)
-        self._unknown = slot.take(self.features_max)
-        self.model = model
-        self._count_features(model)
-        self.wait_seconds = Histogram(SECONDS_BUCKETS, slot)
-        self.batch_examples = Histogram(COUNT_BUCKETS, slot)
-        self.batch_ids = Histogram(COUNT_BUCKETS, slot)
-        self.lookup_seconds = Histogram(LOOKUP_SECONDS_BUCKETS, slot)
-
-    def switch(self, model: ModelInfo, load_seconds: float) -> None:
-        """Another version, ``model``, takes over. Where its features are others, their unknown ids
-        are counted from zero."""
-        if model.features != self.model.features:
-            self._count_features(model)
-        self.model = model
-        self.is_damaged = False
-        self.load_seconds = load_seconds
-        self.switches += 1
-
-    def _count_features(self, model: ModelInfo) -> None:
-        """Goes on where the cells were left, if they are of the same features."""
-        self.unknown_ids = np.zeros(len(model.features), np.int64)
-        features = crc32("\0".join(model.features).encode())
-        if self._features.own[0] != features:
-            self._unknown.own[:] = 0
-            self._features.own[0] = features
-        self._unknown_before = self._unknown.own[: len(model.features)].copy()
-
-    def flush(self) -> None:
-        self._gauges.own[:] = (
-            *self.count_queue(),
-            self.is_damaged,
-            self.wanted_version,
-            self.load_seconds,
-        )
-        self._switches.own[:] = self.switches
-        self._unknown.own[: self.unknown_ids.size] = self._unknown_before + self.unknown_ids
-        for one in (self.wait_seconds, self.batch_examples, self.batch_ids, self.lookup_seconds):
-            one.flush()
-
-    def gauges(self) -> tuple[dict[str, float], dict[str, float]]:
-        """(sum, maximum) over all workers that are ready, by MODEL_GAUGES."""
-        ready = self._gauges.of_ready()
-        if not len(ready):
-            ready = np.zeros((1, len(MODEL_GAUGES)))
-        sums, most = ready.sum(axis=0).tolist(), ready.max(axis=0).tolist()
-        return dict(zip(MODEL_GAUGES, sums, strict=True)), dict(
-            zip(MODEL_GAUGES, most, strict=True)
-        )
-
-    def most_switches(self) -> float:
-        """Of any worker: all switch together, and one that was replaced has missed some."""
-        return float(self._switches.every.max())
-
-    def total_unknown_ids(self) -> list[float]:
-        """[F] of all workers."""
-        unknown: list[float] = self._unknown.total()[: self.unknown_ids.size].tolist()
-        return unknown
-
-
-def cells_per_worker(features_max: Iterable[int]) -> int:
-    """Cells that the metrics of a server with such models take of a slot."""
-    of_models = sum(map(model_cells, features_max))
-    return PROCESS_CELLS + len(PROTOCOLS) * PROTOCOL_CELLS + of_models
+def cells_per_worker(names: int, columns_max: int) -> int:
+    """Cells that the metrics of a server that begins with so many names take of a slot."""
+    of_names = (names + NAMES_SPARE) * place_cells(columns_max)
+    return PROCESS_CELLS + len(PROTOCOLS) * PROTOCOL_CELLS + of_names
 
 
 class Metrics(Collector):
@@ -214,24 +115,44 @@ class Metrics(Collector):
         models: Iterable[ModelInfo],
         slot: Slot | None = None,
         tables: str = "mapped",
-        features_max: Mapping[str, int] | None = None,
+        names: int = 0,
+        columns_max: int = 0,
     ) -> None:
         """
         Args:
-            features_max: of each model, by its name; what ``slot`` was made for.
+            names, columns_max: what ``slot`` was made for, if that is another than for ``models``.
         """
         models = list(models)
-        if features_max is None:
-            features_max = feature_cells((model.name, len(model.features)) for model in models)
-        slot = slot or lone_slot(cells_per_worker(features_max.values()))
+        names = names or len(models)
+        columns_max = columns_max or columns_most(model.manifest for model in models)
+        slot = slot or lone_slot(cells_per_worker(names, columns_max))
         self._slot = slot
         self._process = ProcessMetrics(slot)
         self.workers = slot.workers
         self.tables = tables
         self.protocols = {name: ProtocolMetrics(slot) for name in PROTOCOLS}
-        self.models = {
-            model.name: ModelMetrics(model, slot, features_max[model.name]) for model in models
-        }
+        self.columns_max = columns_max
+        self._places = Places(slot, names + NAMES_SPARE, columns_max)
+        self._places.clear_others(model.served_as for model in models)
+        self.models: dict[str, ModelMetrics] = {}
+        for model in models:
+            self.add(model)
+
+    def add(self, model: ModelInfo) -> ModelMetrics:
+        """What is counted for the name that ``model`` is served by, which answers from now on.
+
+        Raises:
+            StoreError: there is no room for one more name.
+        """
+        name = model.served_as
+        metrics = ModelMetrics(model, self._places.take(name), self.columns_max)
+        self.models[name] = metrics
+        return metrics
+
+    def remove(self, name: str) -> None:
+        """What was counted for ``name`` is shown no more."""
+        self.models.pop(name).version.leave()
+        self._places.clear(name)
 
     def registry(self) -> CollectorRegistry:
         """A registry of these metrics, and of the interpreter and its garbage collector.
@@ -262,6 +183,7 @@ class Metrics(Collector):
         yield from self._collect_batchers()
         yield self._collect_unknown_ids()
         yield from self._collect_models()
+        yield from collect_shadows([metrics.version for metrics in self.models.values()])
 
     def _collect_workers(self) -> Iterator[Metric]:
         yield GaugeMetricFamily(
@@ -305,18 +227,17 @@ class Metrics(Collector):
         yield response_bytes
 
     def _collect_batchers(self) -> Iterator[Metric]:
-        models = self.models.items()
-        gauges = {name: model.gauges() for name, model in models}
-        yield _gauge(
-            "embedserve_queue_requests",
-            "Requests waiting for a batch.",
-            {name: sums["queued_requests"] for name, (sums, _) in gauges.items()},
-        )
-        yield _gauge(
-            "embedserve_queue_examples",
-            "Examples of the requests waiting for a batch.",
-            {name: sums["queued_examples"] for name, (sums, _) in gauges.items()},
-        )
+        models = list(self.models.values())
+        gauges = [model.gauges() for model in models]
+        for gauge, name, help_text in (
+            ("queued_requests", "queue_requests", "Requests waiting for a batch."),
+            (
+                "queued_examples",
+                "queue_examples",
+                "Examples of the requests waiting for a batch.",
+            ),
+        ):
+            yield self._gauge(name, help_text, [sums[gauge] for sums, _ in gauges])
         for gauge, help_text in (
             (
                 "damaged",
@@ -332,15 +253,14 @@ class Metrics(Collector):
                 "that was there at the start.",
             ),
         ):
-            most_of_all = {name: most[gauge] for name, (_, most) in gauges.items()}
-            yield _gauge(f"embedserve_model_{gauge}", help_text, most_of_all)
+            yield self._gauge(f"model_{gauge}", help_text, [most[gauge] for _, most in gauges])
         switches = CounterMetricFamily(
             "embedserve_model_switches",
             "How often another version of the model took over.",
-            labels=["model"],
+            labels=NAME_LABELS,
         )
-        for name, model in models:
-            switches.add_metric([name], model.most_switches())
+        for model in models:
+            switches.add_metric(name_labels(model.model), model.most_switches())
         yield switches
         for attribute, name, help_text in (
             ("wait_seconds", "embedserve_queue_wait_seconds", "Seconds a request waited."),
@@ -348,48 +268,49 @@ class Metrics(Collector):
             ("batch_ids", "embedserve_batch_ids", "Ids of a batch."),
             ("lookup_seconds", "embedserve_lookup_seconds", "Seconds of a batch's lookup."),
         ):
-            histogram = HistogramMetricFamily(name, help_text, labels=["model"])
-            for model_name, model in models:
-                histogram.add_metric([model_name], *getattr(model, attribute).samples())
+            histogram = HistogramMetricFamily(name, help_text, labels=VERSION_LABELS)
+            for model in models:
+                histogram.add_metric(version_labels(model.model), *model.version.samples(attribute))
             yield histogram
 
     def _collect_unknown_ids(self) -> Metric:
         family = CounterMetricFamily(
             "embedserve_unknown_ids",
             "Ids without a row that were left out or looked up as the default row, by feature.",
-            labels=["model", "feature"],
+            labels=[*VERSION_LABELS, "feature"],
         )
-        for name, metrics in self.models.items():
-            is_counted = ~metrics.model.refuses_unknown
-            counts = zip(metrics.model.features, metrics.total_unknown_ids(), strict=True)
+        for metrics in self.models.values():
+            model = metrics.model
+            is_counted = ~model.refuses_unknown
+            counts = zip(model.features, metrics.version.total_unknown_ids(), strict=True)
             for (feature, count), shown in zip(counts, is_counted, strict=True):
                 if shown:
-                    family.add_metric([name, feature], count)
+                    family.add_metric([*version_labels(model), feature], count)
         return family
 
     def _collect_models(self) -> Iterator[Metric]:
-        infos = {name: metrics.model for name, metrics in self.models.items()}
-        yield _gauge(
-            "embedserve_model_version",
-            "The served version of the model.",
-            {name: info.version for name, info in infos.items()},
+        infos = [metrics.model for metrics in self.models.values()]
+        yield self._gauge(
+            "model_version", "The served version of the model.", [info.version for info in infos]
         )
-        yield _gauge(
-            "embedserve_model_replanned",
+        yield self._gauge(
+            "model_replanned",
             "1 where the stored sharding plan did not fit this host and another was made.",
-            {name: info.replanned for name, info in infos.items()},
+            [info.replanned for info in infos],
         )
         table_bytes = GaugeMetricFamily(
-            "embedserve_table_bytes", "Bytes of table rows on a rank.", labels=["model", "rank"]
+            "embedserve_table_bytes",
+            "Bytes of table rows on a rank.",
+            labels=[*VERSION_LABELS, "rank"],
         )
-        for name, info in infos.items():
+        for info in infos:
             for rank, nbytes in enumerate(info.bytes_per_rank):
-                table_bytes.add_metric([name, str(rank)], nbytes)
+                table_bytes.add_metric([*version_labels(info), str(rank)], nbytes)
         yield table_bytes
 
-
-def _gauge(name: str, help_text: str, values: dict[str, float]) -> Metric:
-    family = GaugeMetricFamily(name, help_text, labels=["model"])
-    for model, value in values.items():
-        family.add_metric([model], value)
-    return family
+    def _gauge(self, name: str, help_text: str, values: Sequence[float]) -> Metric:
+        """Of each model, in their order."""
+        family = GaugeMetricFamily(f"embedserve_{name}", help_text, labels=NAME_LABELS)
+        for metrics, value in zip(self.models.values(), values, strict=True):
+            family.add_metric(name_labels(metrics.model), value)
+        return family

@@ -9,6 +9,7 @@ has one writer.
 from __future__ import annotations
 
 import mmap
+from copy import copy
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,14 +53,21 @@ class SlotCells:
         self.every = every
         self._is_ready = is_ready
 
-    def total(self) -> Cells:
-        """Counts over all workers, those that died among them."""
-        total: Cells = self.every.sum(axis=0)
+    def total(self, of: NDArray[np.bool_] | None = None) -> Cells:
+        """Counts over all workers, those that died among them; or over those ``of`` which it is
+        True."""
+        total: Cells = (self.every if of is None else self.every[of]).sum(axis=0)
         return total
 
-    def of_ready(self) -> Cells:
-        """[ready workers, n], for what a dead worker has no more of."""
-        rows: Cells = self.every[self._is_ready != 0]
+    def leave(self) -> None:
+        """Has this process write elsewhere from now on: others take the cells."""
+        self.own = self.own.copy()
+
+    def of_ready(self, of: NDArray[np.bool_] | None = None) -> Cells:
+        """[ready workers, n], for what a dead worker has no more of; or those ``of`` which it is
+        True."""
+        is_shown = self._is_ready != 0
+        rows: Cells = self.every[is_shown if of is None else is_shown & of]
         return rows
 
 
@@ -101,6 +109,16 @@ class Slot:
             raise ValueError(f"count is {count}: a slot has {every.shape[1]} more cells")
         self.taken += count
         return SlotCells(every[self.worker], every, self._rows[:, READY])
+
+    def again(self, start: int) -> Slot:
+        """The same row, which hands out its cells anew from the one at ``start``."""
+        slot = copy(self)
+        slot.taken = start
+        return slot
+
+    def empty(self, start: int, end: int) -> None:
+        """Has the cells of this worker that were handed out from ``start`` to ``end`` be zero."""
+        self._rows[self.worker, CONTROL_CELLS + start : CONTROL_CELLS + end] = 0.0
 
 
 def lone_slot(cells: int) -> Slot:

@@ -27,8 +27,9 @@ def say_ready_to_serve(
     for model in models:
         shown = ", ".join(f"{table.name} {model.sharding[table.name]}" for table in model.tables)
         ranks = len(model.bytes_per_rank)
+        tag = f" ({model.tag})" if model.tag not in ("", str(model.version)) else ""
         say(
-            f"{model.name} version {model.version}: {len(model.tables)} tables over {ranks} "
+            f"{model.name} version {model.version}{tag}: {len(model.tables)} tables over {ranks} "
             f"{model.device_type} rank{'s' if ranks > 1 else ''} ({shown}), "
             f"lookups {model.lookup_kind}"
         )
@@ -41,7 +42,7 @@ def say_ready_to_serve(
     )
     say("try:")
     model = models[0]
-    print(f"  {curl_line(base, model, versions[model.name])}", flush=True)
+    print(f"  {curl_line(base, model, versions[model.served_as])}", flush=True)
 
 
 def curl_line(base: str, model: ModelInfo, version: ModelVersion) -> str:

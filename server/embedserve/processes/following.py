@@ -10,76 +10,95 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from embedserve.config import ServeSettings
-from embedserve.processes.loading import named_versions, prepared
+from embedserve.processes.loading import prepared
 from embedserve.processes.moves import REFUSED, SWITCHED
 from embedserve.processes.rollout import Rollout
 from embedserve.processes.threads import in_thread
+from embedserve.types import split_name
 from embedserve_store import ModelStore, ModelVersion, StoreError
+from embedserve_store.errors import UnknownAliasError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class StoreWatch:
-    """What a store says of the models that are followed; asked in a thread, for a remote store
-    takes its time."""
+@dataclass(frozen=True)
+class Wanted:
+    """What a store says of a name: the number of the version that is to be served, None where it is
+    no alias any more, and the percents of its alias."""
 
-    def __init__(self, settings: ServeSettings, served: Iterable[str]) -> None:
-        """
-        Args:
-            served: the models that are served.
-        """
-        named = named_versions(settings) or dict.fromkeys(served)
+    number: int | None
+    share: float = 0.0
+    shadow: float = 0.0
+
+
+class StoreWatch:
+    """What a store says of the names that are served; asked in a thread, for a remote store takes
+    its time."""
+
+    def __init__(self, settings: ServeSettings) -> None:
         self._settings = settings
-        self._followed = {
-            model: version
-            for model, version in named.items()
-            if _is_followed(version, settings.follow)
-        }
         self._store: ModelStore | None = None
         self._faults: dict[tuple[str, str], str] = {}
         self._opened: dict[str, ModelVersion] = {}
 
-    def wanted(self) -> dict[str, int]:
-        """The number of the version that is to be served, by model; without models of which the
-        store cannot tell now."""
-        wanted = {}
-        for model, version in self._followed.items():
-            resolve = partial(self._opened_store().resolve, model, version)
-            number = self._said_once("cannot be followed", model, resolve)
-            if number is not None:
-                wanted[model] = number
+    def wanted(self, names: Iterable[str], *, is_all: bool = False) -> dict[str, Wanted]:
+        """Of those of ``names`` that are followed, or of all, what is wanted now; without those of
+        which the store cannot tell."""
+        wanted: dict[str, Wanted] = {}
+        for name in names:
+            if is_all or _is_followed(split_name(name)[1], self._settings.follow):
+                found = partial(self._look_at, name, wanted)
+                self._said_once("cannot be followed", name, found)
         return wanted
 
-    def load(self, model: str, number: int) -> ModelVersion | None:
+    def _look_at(self, name: str, wanted: dict[str, Wanted]) -> None:
+        """Adds to ``wanted`` what is said of ``name``; raises StoreError."""
+        try:
+            wanted[name] = self._wanted(name)
+        except UnknownAliasError:
+            wanted[name] = Wanted(None)  # what answers goes on, without a share
+            raise
+
+    def _wanted(self, name: str) -> Wanted:
+        model, tag = split_name(name)
+        store = self._opened_store()
+        if not tag or tag.isdigit():
+            return Wanted(store.resolve(model, tag or None))
+        alias = store.alias(model, tag)
+        assert alias.version is not None  # it would have been refused
+        return Wanted(alias.version, alias.share, alias.shadow)
+
+    def load(self, name: str, number: int) -> ModelVersion | None:
         """The version, pulled first where the store is remote, and verified or made resident where
         that is asked for; None while it cannot be opened, as where it has not come whole.
 
         Raises:
             StoreError: it is not as it was published, or does not fit into memory.
         """
-        if model in self._opened and self._opened[model].manifest.version == number:
-            return self._opened[model]
-        self.forget(model)
-        load = partial(self._opened_store().load, model, number)
-        version = self._said_once("cannot move", model, load)
+        if name in self._opened and self._opened[name].manifest.version == number:
+            return self._opened[name]
+        self.forget(name)
+        load = partial(self._opened_store().load, split_name(name)[0], number)
+        version = self._said_once("cannot move", name, load)
         if version is None:
             return None
         try:
-            self._opened |= prepared(self._settings, {model: version}, is_shown=False)
+            self._opened |= prepared(self._settings, {name: version}, is_shown=False)
         except (OSError, MemoryError) as error:
             raise StoreError(f"{version.path}: {error}") from error
-        return self._opened[model]
+        return self._opened[name]
 
-    def forget(self, model: str) -> None:
-        """Lets go of what was opened of ``model``."""
-        self._opened.pop(model, None)
+    def forget(self, name: str) -> None:
+        """Lets go of what was opened for ``name``."""
+        self._opened.pop(name, None)
 
     def _opened_store(self) -> ModelStore:
         if self._store is None:
@@ -87,38 +106,45 @@ class StoreWatch:
             self._store = ModelStore(self._settings.store, Path(cache) if cache else None)
         return self._store
 
-    def _said_once(self, what: str, model: str, work: Callable[[], T]) -> T | None:
+    def _said_once(self, what: str, name: str, work: Callable[[], T]) -> T | None:
         """What ``work`` gives; where it fails None, and why is logged when that is new, and when it
         is gone."""
         try:
             given = work()
         except (StoreError, OSError) as error:
-            if self._faults.get((what, model)) != str(error):
-                self._faults[what, model] = str(error)
-                logger.error("%s %s: %s", model, what, error)
+            if self._faults.get((what, name)) != str(error):
+                self._faults[what, name] = str(error)
+                logger.error("%s %s: %s", name, what, error)
             return None
-        if self._faults.pop((what, model), None):
-            logger.info("%s %s: no more", model, what)
+        if self._faults.pop((what, name), None):
+            logger.info("%s %s: no more", name, what)
         return given
 
 
-def _is_followed(version: str | None, follow: str) -> bool:
-    if version is None:
+def _is_followed(tag: str, follow: str) -> bool:
+    if not tag:
         return follow == "latest"
-    return follow != "none" and not version.isdigit()
+    return follow != "none" and not tag.isdigit()
 
 
 class Mover(Protocol):
     """Has a process, or all workers together, answer with another version."""
 
-    def want(self, model: str, number: int) -> None:
+    def want(self, name: str, number: int) -> None:
         """The store says that version ``number`` is to answer."""
 
-    async def move(self, version: ModelVersion) -> None:
+    def share(self, name: str, share: float, shadow: float) -> None:
+        """The store says what ``name`` answers of the requests that name its model alone, and how
+        many of the others' batches it is compared in; both in percent."""
+
+    async def move(self, name: str, version: ModelVersion) -> None:
         """To ``version``, which is opened; asked again, while it has not happened, at each look."""
 
-    def refuse(self, model: str, number: int, reason: str) -> None:
+    def refuse(self, name: str, number: int, reason: str) -> None:
         """Not to version ``number``, which cannot be opened."""
+
+    def retry(self, name: str) -> None:
+        """What was refused may be tried again."""
 
 
 class Alone:
@@ -127,23 +153,29 @@ class Alone:
     def __init__(self, rollout: Rollout) -> None:
         self._rollout = rollout
 
-    def want(self, model: str, number: int) -> None:
-        self._rollout.want(model, number)
+    def want(self, name: str, number: int) -> None:
+        self._rollout.want(name, number)
 
-    async def move(self, version: ModelVersion) -> None:
-        model, number = version.manifest.model, version.manifest.version
-        before = self._rollout.number(model)
+    def share(self, name: str, share: float, shadow: float) -> None:
+        self._rollout.share(name, share, shadow)
+
+    async def move(self, name: str, version: ModelVersion) -> None:
+        number = version.manifest.version
+        before = self._rollout.number(name)
         try:
-            await self._rollout.prepare(version)
+            await self._rollout.prepare(name, version)
         except StoreError as error:
-            self.refuse(model, number, str(error))
+            self.refuse(name, number, str(error))
         else:
-            if self._rollout.switch(model, number):
-                logger.info(SWITCHED, model, number, before)
+            if self._rollout.switch(name, number):
+                logger.info(SWITCHED, name, number, before or "none")
 
-    def refuse(self, model: str, number: int, reason: str) -> None:
-        self._rollout.refuse(model, number, reason)
-        logger.error(REFUSED, model, number, reason)
+    def refuse(self, name: str, number: int, reason: str) -> None:
+        self._rollout.refuse(name, number, reason)
+        logger.error(REFUSED, name, number, reason)
+
+    def retry(self, name: str) -> None:
+        self._rollout.retry(name)
 
 
 class Follower:
@@ -153,51 +185,74 @@ class Follower:
         self._watch = watch
         self._rollout = rollout
         self._mover = mover
+        self._asked = asyncio.Event()
 
-    async def run(self, stop: asyncio.Event, every_s: float) -> None:
+    def look_now(self) -> None:
+        """Has it look at all that is served, whatever is followed; what was refused is tried
+        again."""
+        self._asked.set()
+
+    async def run(self, stop: asyncio.Event, settings: ServeSettings) -> None:
         """Until ``stop`` is set."""
-        while not await _is_set_within(stop, every_s):
+        every_s = None if settings.follow == "none" else settings.follow_s
+        stopping = asyncio.create_task(stop.wait())
+        while not stop.is_set():
+            is_asked = self._asked.is_set()
+            self._asked.clear()
             try:
-                await self.look()
+                if is_asked:
+                    self._forgive()
+                if is_asked or every_s is not None:
+                    await self.look(is_all=is_asked)
             except Exception:
                 logger.exception("following the store failed; it goes on")
+            asked = asyncio.create_task(self._asked.wait())
+            await asyncio.wait(
+                (stopping, asked), timeout=every_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            asked.cancel()
+        stopping.cancel()
 
-    async def look(self) -> None:
-        wanted = await in_thread("follow", self._watch.wanted)
-        for model, number in wanted.items():
-            self._mover.want(model, number)
-            if number in (self._rollout.number(model), self._rollout.refused(model)):
-                self._watch.forget(model)
+    def _forgive(self) -> None:
+        for name in self._rollout.versions:
+            if self._rollout.refused(name) is not None:
+                self._mover.retry(name)
+
+    async def look(self, *, is_all: bool = False) -> None:
+        """At what is followed, or at all that is served."""
+        names = tuple(self._rollout.versions)
+        wanted = await in_thread("follow", partial(self._watch.wanted, names, is_all=is_all))
+        for name, one in wanted.items():
+            self._mover.share(name, one.share, one.shadow)
+            if one.number is None:
+                continue
+            self._mover.want(name, one.number)
+            if one.number in (self._rollout.number(name), self._rollout.refused(name)):
+                self._watch.forget(name)
             else:
-                await self._move(model, number)
+                await self._move(name, one.number)
 
-    async def _move(self, model: str, number: int) -> None:
+    async def _move(self, name: str, number: int) -> None:
         try:
-            version = await in_thread("follow", partial(self._watch.load, model, number))
+            version = await in_thread("follow", partial(self._watch.load, name, number))
         except StoreError as error:
-            self._mover.refuse(model, number, str(error))
+            self._mover.refuse(name, number, str(error))
         except Exception as error:
-            logger.exception("%s version %d cannot be opened", model, number)
-            self._mover.refuse(model, number, f"{type(error).__name__}: {error}")
+            logger.exception("%s version %d cannot be opened", name, number)
+            self._mover.refuse(name, number, f"{type(error).__name__}: {error}")
         else:
             if version is not None:
-                await self._mover.move(version)
+                await self._mover.move(name, version)
 
 
 @contextlib.asynccontextmanager
 async def followed(
-    settings: ServeSettings, rollout: Rollout, mover: Mover, stop: asyncio.Event
-) -> AsyncIterator[None]:
+    settings: ServeSettings, rollout: Rollout, stop: asyncio.Event
+) -> AsyncIterator[Follower]:
     """Within, the store is followed, until ``stop`` is set."""
-    follower = Follower(StoreWatch(settings, rollout.versions), rollout, mover)
-    task = asyncio.create_task(follower.run(stop, settings.follow_s))
+    follower = Follower(StoreWatch(settings), rollout, Alone(rollout))
+    task = asyncio.create_task(follower.run(stop, settings))
     try:
-        yield
+        yield follower
     finally:
         task.cancel()
-
-
-async def _is_set_within(stop: asyncio.Event, seconds: float) -> bool:
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(stop.wait(), seconds)
-    return stop.is_set()

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from embedserve.config import ServeSettings, check_device
 from embedserve.terminal.console import console, say, table_progress
 from embedserve.terminal.sizes import human_bytes
 from embedserve.terminal.stores import opened
+from embedserve.types import split_name
 from embedserve_store import ModelStore, ModelVersion, StoreError, verify
 from embedserve_store.format.tables_file import Progress
 from embedserve_store.memory.available_memory import available_bytes
@@ -29,56 +30,50 @@ logger = logging.getLogger(__name__)
 
 
 def open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
-    """The versions to serve, by model name, pulled first where the store is remote.
+    """The versions to serve, by the name that they are served by, pulled first where the store is
+    remote.
 
     Raises:
         StoreError: there is none, or one cannot be read.
         ValueError: a setting makes no sense.
     """
-    wanted = named_versions(settings)
+    wanted = list(settings.model)
+    check_names(wanted)
     with opened(settings.store, Path(settings.cache) if settings.cache else None) as store:
         # A model of which a version is named is served from the cache even where a remote store
         # cannot be reached, so what the store has is asked for only where it matters.
-        if not wanted or None in wanted.values():
+        if not all(split_name(name)[1] for name in wanted) or not wanted:
             _check_published(store.models(), wanted, settings)
-            wanted = wanted or dict.fromkeys(store.models())
-        if settings.default_model and settings.default_model not in wanted:
+            wanted = wanted or store.models()
+        default = settings.default_model
+        if default and not any(default in (name, split_name(name)[0]) for name in wanted):
             raise ValueError(
-                f"default_model is {settings.default_model!r}, but what is served is "
-                f"{', '.join(wanted)}"
+                f"default_model is {default!r}, but what is served is {', '.join(wanted)}"
             )
-        return {name: store.load(name, version) for name, version in wanted.items()}
+        return {name: load_named(store, name) for name in wanted}
 
 
-def named_versions(settings: ServeSettings) -> dict[str, str | None]:
-    """By model that is named, its version or alias as named; empty where none is: all are meant.
-
-    Raises:
-        ValueError: a name cannot be one, or is there twice.
-    """
-    named = dict(map(_name_and_version, settings.model))
-    if len(named) < len(settings.model):
-        raise ValueError(f"model is {', '.join(settings.model)}: one is named twice")
-    return named
+def load_named(store: ModelStore, name: str) -> ModelVersion:
+    """The version that ``name``, NAME, NAME@VERSION or NAME@ALIAS, means now; raises StoreError."""
+    model, tag = split_name(name)
+    return store.load(model, tag or None)
 
 
-def _name_and_version(text: str) -> tuple[str, str | None]:
-    """Of NAME, NAME@VERSION or NAME@ALIAS."""
-    name, at, version = text.partition("@")
-    if not at:
-        return name, None
-    if not version:
-        raise ValueError(f"model is {text!r}: expected NAME, NAME@VERSION or NAME@ALIAS")
-    return name, version
+def check_names(names: Sequence[str]) -> None:
+    """Raises ValueError where one cannot be NAME, NAME@VERSION or NAME@ALIAS, or is there twice."""
+    for name in names:
+        if name.endswith("@") or name.count("@") > 1:
+            raise ValueError(f"model is {name!r}: expected NAME, NAME@VERSION or NAME@ALIAS")
+    if len(set(names)) < len(names):
+        raise ValueError(f"model is {', '.join(names)}: one is named twice")
 
 
-def _check_published(
-    published: list[str], wanted: dict[str, str | None], settings: ServeSettings
-) -> None:
+def _check_published(published: list[str], wanted: list[str], settings: ServeSettings) -> None:
     for name in wanted:
-        if name not in published:
+        model = split_name(name)[0]
+        if model not in published:
             raise StoreError(
-                f"{settings.store}: no model {name!r}, there are {', '.join(published) or 'none'}"
+                f"{settings.store}: no model {model!r}, there are {', '.join(published) or 'none'}"
             )
     if not published:
         raise StoreError(f"{settings.store}: no model in this store; publish one first")
@@ -190,7 +185,7 @@ def _made_resident(versions: dict[str, ModelVersion], *, is_shown: bool) -> dict
 def restore_all(
     settings: ServeSettings, versions: dict[str, ModelVersion], *, is_shown: bool = True
 ) -> dict[str, Engine]:
-    """The warm engine of each of ``versions``, by model name; ``is_shown`` on the console.
+    """The warm engine of each of ``versions``, by the same names; ``is_shown`` on the console.
 
     Raises:
         StoreError: a version cannot be served on these devices, or answers wrongly.
@@ -204,11 +199,16 @@ def restore_all(
     # Large batches are cut for threads of our own. torch's would spin between their turns, on
     # cores that others need.
     torch.set_num_threads(1)
-    engines = {}
+    engines: dict[str, Engine] = {}
     for name, version in versions.items():
+        before = next((one for one in engines.values() if _is_same_model(one, version)), None)
         with status(f"restoring {name} version {version.manifest.version} …"):
-            engines[name] = restore_one(settings, version)
+            engines[name] = restore_one(settings, version, before)
     return engines
+
+
+def _is_same_model(engine: Engine, version: ModelVersion) -> bool:
+    return engine.manifest.model == version.manifest.model
 
 
 def restore_one(
@@ -216,9 +216,10 @@ def restore_one(
     version: ModelVersion,
     before: Engine | None = None,
     beside: Iterable[Engine] = (),
+    on_warming: Callable[[], None] | None = None,
 ) -> Engine:
     """The warm engine of ``version``, after that of the version ``before`` it, while those
-    ``beside`` it answer.
+    ``beside`` it answer; ``on_warming`` is told when it warms up.
 
     Raises:
         StoreError, ValueError: as restore_all.
@@ -234,4 +235,5 @@ def restore_one(
         is_eager=is_eager,
         before=before,
         may_compile=is_eager or not any(engine.runs_modules for engine in beside),
+        on_warming=on_warming,
     )

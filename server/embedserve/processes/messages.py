@@ -22,6 +22,8 @@ class WorkerMessage(Enum):
     """To one worker, when all are ready for the first time: tell the user."""
     LOOK = b"look"
     """To one worker: look at the store from now on, and say what it wants served (moves.py)."""
+    RELOAD = b"reload"
+    """To that worker: look now, whatever is followed. Worker: an operator asks for that."""
 
 
 FAILED = b"failed "
@@ -43,23 +45,39 @@ class Step(StrEnum):
     """Supervisor: it answers from now on."""
     REFUSED = "refused"
     """Worker: it cannot be served, for a reason. Supervisor: it stays out."""
+    RETRY = "retry"
+    """Worker: what was refused may be tried again. Supervisor, to all: so it may."""
+    SHARE = "share"
+    """Worker: the store says what the name answers of what names its model alone, and what it is
+    compared in. Supervisor, to all: so it is."""
+    LOAD = "load"
+    """Worker: an operator wants it; as FOUND, also for a name that nothing answers for yet."""
+    REMOVE = "remove"
+    """Worker: an operator wants nothing to answer for the name. Supervisor, to all: so it is."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """A message between a worker and the supervisor."""
+    """A message between a worker and the supervisor.
+
+    Attributes:
+        name: that a version is served by: NAME, NAME@VERSION or NAME@ALIAS.
+        attempt: of PREPARE, its number; of what follows from one, the same.
+        share, shadow: in percent.
+    """
 
     step: Step
-    model: str
-    version: int
+    name: str
+    version: int = 0
     path: str = ""
     reason: str = ""
     attempt: int = 0
-    """Of PREPARE, its number; of what follows from one, the same."""
+    share: float = 0.0
+    shadow: float = 0.0
 
     @property
     def key(self) -> tuple[str, int]:
-        return self.model, self.version
+        return self.name, self.version
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -70,6 +88,6 @@ class Move:
         return cls(**fields | {"step": Step(fields["step"])})
 
 
-def refused(model: str, version: int, reason: str, attempt: int = 0) -> Move:
+def refused(name: str, version: int, reason: str, attempt: int = 0) -> Move:
     shown = reason[:REASON_CHARACTERS_MAX]
-    return Move(Step.REFUSED, model, version, reason=shown, attempt=attempt)
+    return Move(Step.REFUSED, name, version, reason=shown, attempt=attempt)

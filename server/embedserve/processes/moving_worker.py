@@ -22,18 +22,26 @@ class _TellingSupervisor:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._wanted: dict[str, int] = {}
+        self._shares: dict[str, tuple[float, float]] = {}
 
-    def want(self, model: str, number: int) -> None:
-        if self._wanted.get(model) != number:
-            self._tell(Move(Step.WANTED, model, number))
-            self._wanted[model] = number
+    def want(self, name: str, number: int) -> None:
+        if self._wanted.get(name) != number:
+            self._tell(Move(Step.WANTED, name, number))
+            self._wanted[name] = number
 
-    async def move(self, version: ModelVersion) -> None:
-        manifest = version.manifest
-        self._tell(Move(Step.FOUND, manifest.model, manifest.version, str(version.path)))
+    def share(self, name: str, share: float, shadow: float) -> None:
+        if self._shares.get(name) != (share, shadow):
+            self._tell(Move(Step.SHARE, name, share=share, shadow=shadow))
+            self._shares[name] = share, shadow
 
-    def refuse(self, model: str, number: int, reason: str) -> None:
-        self._tell(refused(model, number, reason))
+    async def move(self, name: str, version: ModelVersion) -> None:
+        self._tell(Move(Step.FOUND, name, version.manifest.version, str(version.path)))
+
+    def refuse(self, name: str, number: int, reason: str) -> None:
+        self._tell(refused(name, number, reason))
+
+    def retry(self, name: str) -> None:
+        self._tell(Move(Step.RETRY, name))
 
     def _tell(self, move: Move) -> None:
         self._channel.send(move.to_bytes())
@@ -54,14 +62,19 @@ class MovingWorker:
         self._channel = channel
         self._stop = stop
         self._tasks: set[asyncio.Task[None]] = set()
-        self._attempts: dict[str, int] = {}  # the last one, by model
+        self._attempts: dict[str, int] = {}  # the last one, by name
+        self._follower: Follower | None = None
 
     def hear(self, message: bytes) -> None:
-        """Something that is told only where the store is followed."""
+        """Something of versions."""
         if message == WorkerMessage.LOOK.value:
-            watch = StoreWatch(self._settings, self._rollout.versions)
-            follower = Follower(watch, self._rollout, _TellingSupervisor(self._channel))
-            self._do(follower.run(self._stop, self._settings.follow_s))
+            self._follower = Follower(
+                StoreWatch(self._settings), self._rollout, _TellingSupervisor(self._channel)
+            )
+            self._do(self._follower.run(self._stop, self._settings))
+        elif message == WorkerMessage.RELOAD.value:
+            if self._follower is not None:
+                self._follower.look_now()
         else:
             self._hear_of(Move.from_bytes(message))
 
@@ -72,27 +85,34 @@ class MovingWorker:
 
     def _hear_of(self, move: Move) -> None:
         if move.step is Step.WANTED:
-            self._rollout.want(move.model, move.version)
+            self._rollout.want(move.name, move.version)
         elif move.step is Step.SWITCH:
-            self._rollout.switch(move.model, move.version)
+            self._rollout.switch(move.name, move.version)
         elif move.step is Step.REFUSED:
-            self._attempts.pop(move.model, None)
-            self._rollout.refuse(move.model, move.version, move.reason)
+            self._attempts.pop(move.name, None)
+            self._rollout.refuse(move.name, move.version, move.reason)
         elif move.step is Step.PREPARE:
-            self._attempts[move.model] = move.attempt
+            self._attempts[move.name] = move.attempt
             self._do(self._prepare(move))
+        elif move.step is Step.SHARE:
+            self._rollout.share(move.name, move.share, move.shadow)
+        elif move.step is Step.RETRY:
+            self._rollout.retry(move.name)
+        elif move.step is Step.REMOVE:
+            self._attempts.pop(move.name, None)
+            self._rollout.remove(move.name)
 
     async def _prepare(self, move: Move) -> None:
         """Answers unless the supervisor has said something else meanwhile."""
-        answer = Move(Step.PREPARED, move.model, move.version, attempt=move.attempt)
+        answer = Move(Step.PREPARED, move.name, move.version, attempt=move.attempt)
         is_kept = False
         try:
             version = await in_thread("load", lambda: open_folder(move.path))
-            if self._attempts.get(move.model) == move.attempt:
-                is_kept = await self._rollout.prepare(version)
+            if self._attempts.get(move.name) == move.attempt:
+                is_kept = await self._rollout.prepare(move.name, version)
         except Exception as error:  # whatever it is, the supervisor waits for an answer
             reason = str(error) if isinstance(error, StoreError) else repr(error)
-            answer = refused(move.model, move.version, reason, move.attempt)
+            answer = refused(move.name, move.version, reason, move.attempt)
             is_kept = True
-        if is_kept and self._attempts.get(move.model) == move.attempt:
+        if is_kept and self._attempts.get(move.name) == move.attempt:
             self._channel.send(answer.to_bytes())

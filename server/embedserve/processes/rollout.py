@@ -11,22 +11,24 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from threading import Thread
 from time import perf_counter
 
-from embedserve.batching.batcher import Batcher, LookupEngine
+from embedserve.batching.batcher import Batcher
+from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.exchange import Exchange
+from embedserve.metrics.model_metrics import columns_of
 from embedserve.processes.threads import in_thread
-from embedserve.types import ComingVersion, ModelInfo
+from embedserve.types import ComingVersion, ModelInfo, now_iso, split_name
 from embedserve_store import ModelVersion, StoreError
 
 logger = logging.getLogger(__name__)
 
 Restored = tuple[LookupEngine, ModelInfo]
-Restore = Callable[[ModelVersion, LookupEngine], Restored]
-"""Makes the warm engine of a version, given that of the version before; runs in a thread."""
+Restore = Callable[[str, ModelVersion, LookupEngine | None, Callable[[], None]], Restored]
+"""Makes the warm engine of a version for a name, given that of a version before it, and tells when
+it warms up; runs in a thread."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class _Prepared:
 
 
 class Rollout:
-    """The versions that a process answers with, by model.
+    """The versions that a process answers with, by the name that they are served by.
 
     Attributes:
         versions, engines: those that answer; replaced as others take over.
@@ -60,7 +62,7 @@ class Rollout:
         """
         self.versions = versions
         self._models = exchange.models
-        self._metrics = exchange.metrics.models
+        self._metrics = exchange.metrics
         self.engines = dict(engines)
         self._restore = restore
         self._make_batcher = make_batcher
@@ -68,93 +70,153 @@ class Rollout:
         self._found_s: dict[str, float] = {}
         self._one_at_a_time = asyncio.Lock()  # torchrec is built, and traced, by one thread
 
-    def number(self, model: str) -> int:
-        """Of the version that answers."""
-        return self.versions[model].manifest.version
+    def number(self, name: str) -> int | None:
+        """Of the version that answers; None where none does."""
+        version = self.versions.get(name)
+        return None if version is None else version.manifest.version
 
-    def refused(self, model: str) -> int | None:
+    def refused(self, name: str) -> int | None:
         """The version that was to be next, and failed."""
-        coming = self._models.coming.get(model)
+        coming = self._models.coming.get(name)
         return coming.version if coming is not None and coming.state == "failed" else None
 
-    def want(self, model: str, number: int) -> None:
+    def want(self, name: str, number: int) -> None:
         """The store says that version ``number`` is to answer; what failed or was loaded instead is
         forgotten."""
-        self._metrics[model].wanted_version = number
-        coming = self._models.coming.get(model)
+        if name in self._metrics.models:
+            self._metrics.models[name].wanted_version = number
+        coming = self._models.coming.get(name)
         if coming is not None and coming.version != number:
-            self._forget(model)
-        if number != self.number(model):
-            self._found_s.setdefault(model, perf_counter())
+            self._forget(name)
+        if number != self.number(name):
+            self._found_s.setdefault(name, perf_counter())
 
-    async def prepare(self, version: ModelVersion) -> bool:
+    def share(self, name: str, share: float, shadow: float) -> None:
+        """The store says what ``name`` answers of the requests that name its model alone, and how
+        many of the others' batches it is compared in; both in percent."""
+        self._models.share(name, share)
+        self._models.shadow(name, shadow)
+
+    async def prepare(self, name: str, version: ModelVersion) -> bool:
         """Loads ``version`` beside the one that answers; whether it may take over then: False where
         another was wanted meanwhile.
 
         Raises:
             StoreError: it cannot be loaded, or answers wrongly.
         """
-        model, number = version.manifest.model, version.manifest.version
-        found_s = self._found_s.get(model, perf_counter())
-        self._forget(model)
-        self._found_s[model] = found_s
-        coming = self._say_coming(model, number, "loading")
+        number = version.manifest.version
+        found_s = self._found_s.get(name, perf_counter())
+        self._forget(name)
+        self._found_s[name] = found_s
+        coming = self._say_coming(name, number, "loading")
+
+        def say_warming() -> None:  # in a thread
+            coming.state = "warming"
+
         try:
-            self._check_features(version)
+            self._check_columns(version)
             async with self._one_at_a_time:
-                if self._models.coming.get(model) is not coming:
+                if self._models.coming.get(name) is not coming:
                     return False
-                restore = partial(self._restore, version, self.engines[model])
+                restore = partial(
+                    self._restore,
+                    name,
+                    version,
+                    self._engine_before(name),
+                    say_warming,
+                )
                 engine, info = await in_thread("load", restore)
         except (StoreError, OSError, ValueError) as error:
             raise StoreError(str(error)) from None
         except Exception as error:
-            logger.exception("%s version %d cannot be loaded", model, number)
+            logger.exception("%s version %d cannot be loaded", name, number)
             raise StoreError(f"{type(error).__name__}: {error}") from None
-        if self._models.coming.get(model) is not coming:
+        if self._models.coming.get(name) is not coming:
             _let_go([engine, version])
             return False
-        self._prepared[model] = _Prepared(version, engine, info, found_s)
+        self._prepared[name] = _Prepared(version, engine, info, found_s)
         return True
 
-    def _check_features(self, version: ModelVersion) -> None:
-        manifest = version.manifest
-        most = self._metrics[manifest.model].features_max
-        if len(manifest.features) > most:
+    def _engine_before(self, name: str) -> LookupEngine | None:
+        """Of the version that answers for ``name``, or of another of its model."""
+        model = split_name(name)[0]
+        names = (name, *self.engines)
+        return next(
+            (self.engines[one] for one in names if one in self.engines and _is_of(one, model)), None
+        )
+
+    def _check_columns(self, version: ModelVersion) -> None:
+        columns, most = columns_of(version.manifest), self._metrics.columns_max
+        if columns > most:
             raise StoreError(
-                f"{version.path}: has {len(manifest.features)} features, and this server has room "
+                f"{version.path}: has {columns} features or keys, and this server has room "
                 f"to count {most} since its start: restart it"
             )
 
-    def switch(self, model: str, number: int) -> bool:
+    def switch(self, name: str, number: int) -> bool:
         """Has version ``number`` answer from now on; False where it is not prepared."""
-        prepared = self._prepared.get(model)
+        prepared = self._prepared.get(name)
         if prepared is None or prepared.info.version != number:
             return False
-        self._metrics[model].switch(prepared.info, perf_counter() - prepared.found_s)
-        before = self._models.switch(self._make_batcher(prepared.engine, prepared.info))
-        gone = [self.engines[model], self.versions[model]]
-        self.engines[model], self.versions[model] = prepared.engine, prepared.version
-        del self._prepared[model]
-        self._forget(model)
-        before.retire(partial(_let_go, gone))
+        metrics = self._metrics.models.get(name)
+        if metrics is None:
+            self._metrics.add(prepared.info).wanted_version = number
+        else:
+            metrics.switch(prepared.info, perf_counter() - prepared.found_s)
+        gone: list[object] = [self.engines.get(name), self.versions.get(name)]
+        number_before = self.number(name)
+        before = self._models.switch(name, self._make_batcher(prepared.engine, prepared.info))
+        self.engines[name], self.versions[name] = prepared.engine, prepared.version
+        del self._prepared[name]
+        self._forget(name)
+        if before is not None and number_before is not None:
+            self._retire(before, (name, number_before), gone)
         return True
 
-    def refuse(self, model: str, number: int, reason: str) -> None:
+    def remove(self, name: str) -> bool:
+        """Has nothing answer for ``name`` any more; False where nothing did."""
+        self._forget(name)
+        number = self.number(name)
+        if number is None:
+            return False
+        before = self._models.remove(name)
+        self._metrics.remove(name)
+        gone: list[object] = [self.engines.pop(name), self.versions.pop(name)]
+        self._retire(before, (name, number), gone)
+        return True
+
+    def _retire(self, batcher: Batcher, leaving: tuple[str, int], gone: list[object]) -> None:
+        self._models.leaving.append(leaving)
+
+        def end() -> None:
+            self._models.leaving.remove(leaving)
+            _let_go(gone)
+
+        batcher.retire(end)
+
+    def refuse(self, name: str, number: int, reason: str) -> None:
         """Version ``number`` stays out, for ``reason``."""
-        self._forget(model)
-        self._say_coming(model, number, "failed", reason)
+        self._forget(name)
+        self._say_coming(name, number, "failed", reason)
 
-    def _forget(self, model: str) -> None:
-        if model in self._prepared:
-            _let_go([self._prepared.pop(model)])
-        self._found_s.pop(model, None)
-        self._models.coming.pop(model, None)
+    def retry(self, name: str) -> None:
+        """What was refused may be tried again."""
+        if self.refused(name) is not None:
+            self._forget(name)
 
-    def _say_coming(self, model: str, number: int, state: str, reason: str = "") -> ComingVersion:
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        coming = self._models.coming[model] = ComingVersion(number, state, reason, since)
+    def _forget(self, name: str) -> None:
+        if name in self._prepared:
+            _let_go([self._prepared.pop(name)])
+        self._found_s.pop(name, None)
+        self._models.coming.pop(name, None)
+
+    def _say_coming(self, name: str, number: int, state: str, reason: str = "") -> ComingVersion:
+        coming = self._models.coming[name] = ComingVersion(number, state, reason, now_iso())
         return coming
+
+
+def _is_of(name: str, model: str) -> bool:
+    return split_name(name)[0] == model
 
 
 def _let_go(held: list[object]) -> None:

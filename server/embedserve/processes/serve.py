@@ -13,12 +13,13 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from embedserve.config import ServeSettings, check_settings
-from embedserve.metrics.metrics import cells_per_worker, feature_cells
+from embedserve.metrics.metrics import cells_per_worker
+from embedserve.metrics.model_metrics import columns_most
 from embedserve.metrics.slots import Slot, Slots
 from embedserve.processes.announcement import say_ready_to_serve
 from embedserve.processes.loading import (
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
     from embedserve.processes.rollout import Rollout
 
 Versions = dict[str, ModelVersion]
-Run = Callable[["Exchange", Callable[[], None], "Rollout | None"], None]
-"""Serves an exchange until told to stop; calls back to tell the user that the server is ready. With
-a rollout it moves to other versions as the store says."""
+Run = Callable[["Exchange", Callable[[], None], "Rollout"], None]
+"""Serves an exchange until told to stop; calls back to tell the user that the server is ready. The
+rollout moves to other versions as the store says."""
 
 
 def serve(settings: ServeSettings) -> None:
@@ -65,7 +66,7 @@ def _serve_alone(settings: ServeSettings, start_s: float) -> None:
     versions = open_versions(settings)
     ports = claim_ports(settings.host, settings.http_port, settings.grpc_port)
 
-    def run(exchange: Exchange, announce: Callable[[], None], rollout: Rollout | None) -> None:
+    def run(exchange: Exchange, announce: Callable[[], None], rollout: Rollout) -> None:
         import uvloop
 
         from embedserve.processes import threads
@@ -87,18 +88,16 @@ async def _until_signalled(
     settings: ServeSettings,
     ports: Ports,
     announce: Callable[[], None],
-    rollout: Rollout | None,
+    rollout: Rollout,
 ) -> None:
     from embedserve.processes import following, server
 
+    loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, server.stop_or_end, stop, number)
-    if rollout is None:
-        await server.serve_until(stop, exchange, settings, ports, announce)
-        return
-    mover = following.Alone(rollout)
-    async with following.followed(settings, rollout, mover, stop):
+        loop.add_signal_handler(number, server.stop_or_end, stop, number)
+    async with following.followed(settings, rollout, stop) as follower:
+        loop.add_signal_handler(signal.SIGHUP, follower.look_now)
         await server.serve_until(stop, exchange, settings, ports, announce)
 
 
@@ -109,20 +108,19 @@ def _serve_here(
     start_s: float,
     slot: Slot | None,
     run: Run,
-    features_max: Mapping[str, int] | None = None,
+    names: int = 0,
+    columns_max: int = 0,
 ) -> None:
-    """Loads the models into this process and serves them; a worker has a ``slot``, with room for
-    ``features_max`` of each."""
+    """Loads the models into this process and serves them; a worker has a ``slot``, which was made
+    for so many ``names`` of up to ``columns_max`` features or keys."""
     from embedserve.processes import server
 
     engines = restore_all(settings, versions, is_shown=slot is None or slot.worker == 0)
     threads = server.lookup_threads(settings)
     # A small batch runs beside the pieces of a large one.
     with ThreadPoolExecutor(2 * threads, thread_name_prefix="lookup") as executor:
-        exchange = server.build_exchange(engines, settings, executor, slot, features_max)
-        rollout = None
-        if settings.follow != "none":
-            rollout = server.build_rollout(exchange, engines, versions, settings, executor)
+        exchange = server.build_exchange(engines, settings, executor, slot, names, columns_max)
+        rollout = server.build_rollout(exchange, engines, versions, settings, executor)
         del engines  # who answers with them lets go of them
 
         def announce() -> None:
@@ -138,14 +136,15 @@ def _serve_workers(settings: ServeSettings, start_s: float) -> None:
     ports = claim_ports(settings.host, settings.http_port, settings.grpc_port).share()
     try:
         versions = prepared(settings, versions)
-        features_max = feature_cells(
-            (name, len(version.manifest.features)) for name, version in versions.items()
-        )
-        slots = Slots(settings.workers, cells_per_worker(features_max.values()))
+        names = len(versions)
+        columns_max = columns_most(version.manifest for version in versions.values())
+        slots = Slots(settings.workers, cells_per_worker(names, columns_max))
 
         def run_worker(index: int, channel: socket.socket) -> int:
             slot = Slot(slots, index)
-            return _run_worker(settings, versions, ports, slot, channel, start_s, features_max)
+            return _run_worker(
+                settings, versions, ports, slot, channel, start_s, names, columns_max
+            )
 
         def find_damage() -> str:
             try:
@@ -155,13 +154,14 @@ def _serve_workers(settings: ServeSettings, start_s: float) -> None:
                 return str(error)
             return ""
 
-        def adopt(name: str, path: str) -> None:
-            versions[name] = open_folder(path)
+        def adopt(name: str, path: str | None) -> None:
+            if path is None:
+                versions.pop(name, None)
+            else:
+                versions[name] = open_folder(path)
 
-        together = None
-        if settings.follow != "none":
-            numbers = {name: version.manifest.version for name, version in versions.items()}
-            together = Together(numbers, adopt)
+        numbers = {name: version.manifest.version for name, version in versions.items()}
+        together = Together(numbers, adopt)
         hang_s = settings.worker_hang_s
         Supervisor(run_worker, slots, settings.drain_s, hang_s, find_damage, together).run()
     finally:
@@ -175,12 +175,13 @@ def _run_worker(
     slot: Slot,
     channel: socket.socket,
     start_s: float,
-    features_max: Mapping[str, int],
+    names: int,
+    columns_max: int,
 ) -> int:
     """Serves as one worker, in its process; gives the exit code."""
     from embedserve.processes import worker
 
-    def run(exchange: Exchange, announce: Callable[[], None], rollout: Rollout | None) -> None:
+    def run(exchange: Exchange, announce: Callable[[], None], rollout: Rollout) -> None:
         import uvloop
 
         if worker.wait_to_go(channel):
@@ -189,7 +190,7 @@ def _run_worker(
             )
 
     try:
-        _serve_here(settings, versions, ports, start_s, slot, run, features_max)
+        _serve_here(settings, versions, ports, start_s, slot, run, names, columns_max)
     except (StoreError, OSError, ValueError) as error:
         if isinstance(error, ValueError) and type(error) is not ValueError:
             raise

@@ -15,8 +15,9 @@ from signal import Signals
 from typing import TYPE_CHECKING, cast
 
 from embedserve.api.management import management_app
-from embedserve.batching.batcher import Batcher, LookupEngine
-from embedserve.config import ServeSettings
+from embedserve.batching.batcher import Batcher
+from embedserve.batching.lookup_engine import LookupEngine
+from embedserve.config import ServeSettings, why_fixed
 from embedserve.errors import DRAINING
 from embedserve.exchange import Exchange
 from embedserve.metrics.metrics import Metrics
@@ -27,7 +28,7 @@ from embedserve.processes.ports import Ports
 from embedserve.processes.rollout import Restored, Rollout
 from embedserve.types import ModelInfo
 from embedserve.wire.server import WireServer
-from embedserve_store import ModelVersion
+from embedserve_store import ModelVersion, StoreError
 from embedserve_store.memory.available_memory import available_bytes
 from embedserve_store.memory.mapped_tables import touch
 
@@ -42,8 +43,8 @@ GARBAGE_THRESHOLD = 20_000
 """New objects between two collections of the youngest; Python's own 700 cost 5 % of a core."""
 
 
-def model_info(engine: Engine) -> ModelInfo:
-    """What is served of a restored model, and how."""
+def model_info(engine: Engine, name: str) -> ModelInfo:
+    """What is served of a restored model, under ``name``, and how."""
     return ModelInfo(
         manifest=engine.manifest,
         sharding={name: table.sharding_type for name, table in engine.plan.tables.items()},
@@ -52,6 +53,7 @@ def model_info(engine: Engine) -> ModelInfo:
         bytes_per_rank=tuple(engine.plan.bytes_per_rank(engine.manifest.tables)),
         replanned=engine.replanned,
         lookup_kind=engine.lookup_kind,
+        named=name,
     )
 
 
@@ -65,17 +67,19 @@ def build_exchange(
     settings: ServeSettings,
     executor: ThreadPoolExecutor,
     slot: Slot | None = None,
-    features_max: Mapping[str, int] | None = None,
+    names: int = 0,
+    columns_max: int = 0,
 ) -> Exchange:
-    """The exchange over ``engines`` (by model name); a worker counts in its ``slot``, which has
-    room for ``features_max`` of each model."""
-    infos = {name: model_info(engine) for name, engine in engines.items()}
-    metrics = Metrics(infos.values(), slot, settings.tables, features_max)
+    """The exchange over ``engines`` (by the name that they are served by); a worker counts in its
+    ``slot``, which was made for so many ``names`` of up to ``columns_max`` features or keys."""
+    infos = {name: model_info(engine, name) for name, engine in engines.items()}
+    metrics = Metrics(infos.values(), slot, settings.tables, names, columns_max)
     batchers = {
         name: _batcher(engine, infos[name], settings, metrics, executor)
         for name, engine in engines.items()
     }
-    default = settings.default_model or (next(iter(infos)) if len(infos) == 1 else "")
+    models = {info.name for info in infos.values()}
+    default = settings.default_model or (models.pop() if len(models) == 1 else "")
     return Exchange(ServedModels(batchers, default, settings.limits), metrics)
 
 
@@ -87,17 +91,25 @@ def build_rollout(
     executor: ThreadPoolExecutor,
 ) -> Rollout:
     """What has ``exchange`` answer with other versions than ``versions``, of which the ``engines``
-    are (both by model name); these it replaces."""
+    are (both by the name that they are served by); these it replaces."""
 
-    def restored(version: ModelVersion, before: LookupEngine) -> Restored:
+    def restored(
+        name: str,
+        version: ModelVersion,
+        before: LookupEngine | None,
+        say_warming: Callable[[], None],
+    ) -> Restored:
+        for one in rollout.engines.values():
+            if why := why_fixed(settings, cast("Engine", one).device_type):
+                raise StoreError(f"what is served changes at a start only: {why}")
         if version.tables.opened is not None:
             touch(version, available_bytes())
         beside = [cast("Engine", one) for one in rollout.engines.values()]
-        engine = restore_one(settings, version, cast("Engine", before), beside)
-        if not engine.shares_programs(cast("Engine", before)):
+        engine = restore_one(settings, version, cast("Engine | None", before), beside, say_warming)
+        if before is None or not engine.shares_programs(cast("Engine", before)):
             # Errors that torch caught hold the frames that called it, and all that is in these.
             gc.collect()
-        return engine, model_info(engine)
+        return engine, model_info(engine, name)
 
     def make_batcher(engine: LookupEngine, info: ModelInfo) -> Batcher:
         return _batcher(engine, info, settings, exchange.metrics, executor)
@@ -117,7 +129,7 @@ def _batcher(
         engine,
         info,
         settings.limits,
-        metrics.models[info.name],
+        metrics.models[info.served_as],
         executor,
         lookup_threads(settings),
     )

@@ -37,7 +37,7 @@ PREPARING_HANG_S = 60.0
 its event loop waiting."""
 QUICK_END_S = 60.0
 """A worker that ends sooner after it was ready is not restarted at once a second time."""
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 RunWorker = Callable[[int, socket.socket], int]
 """Serves as the worker of that number until told to stop, with its end of the channel; gives
@@ -115,7 +115,7 @@ class Supervisor:
         Raises:
             WorkerFailedError: a worker ended before all were ready for the first time.
         """
-        with _signals_wake(self._selector, self._stop):
+        with _signals_wake(self._selector, self._stop, self._reload):
             try:
                 for worker in self._workers:
                     self._start(worker)
@@ -124,6 +124,10 @@ class Supervisor:
             finally:
                 self._drain()
                 self._selector.close()
+
+    def _reload(self) -> None:
+        if self._together is not None:
+            self._together.reload()
 
     def _stop(self) -> None:
         self._is_hurried = self._is_stopping
@@ -211,8 +215,9 @@ class Supervisor:
         status = 1
         try:
             signal.set_wakeup_fd(-1)
-            # Ctrl-C reaches the workers, too; the supervisor stops them.
+            # Ctrl-C and a terminal that goes reach the workers, too; the supervisor sees to them.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for other in self._workers:
@@ -358,8 +363,11 @@ def _described(exit_code: int) -> str:
 
 
 @contextlib.contextmanager
-def _signals_wake(selector: selectors.BaseSelector, stop: Callable[[], None]) -> Iterator[None]:
-    """Within, ``stop`` is called for SIGTERM and SIGINT, and any of our signals ends a select."""
+def _signals_wake(
+    selector: selectors.BaseSelector, stop: Callable[[], None], reload: Callable[[], None]
+) -> Iterator[None]:
+    """Within, ``stop`` is called for SIGTERM and SIGINT, ``reload`` for SIGHUP, and any of our
+    signals ends a select."""
     ours, wakeup = socket.socketpair()
     ours.setblocking(False)
     wakeup.setblocking(False)
@@ -367,6 +375,7 @@ def _signals_wake(selector: selectors.BaseSelector, stop: Callable[[], None]) ->
     before = {
         signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: stop()),
         signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: stop()),
+        signal.SIGHUP: signal.signal(signal.SIGHUP, lambda *_: reload()),
         signal.SIGCHLD: signal.signal(signal.SIGCHLD, lambda *_: None),
     }
     before_fd = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)

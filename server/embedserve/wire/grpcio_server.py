@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from embedserve.codec import protobuf_codec
 from embedserve.codec.codec import PROTOBUF
 from embedserve.errors import DRAINING, INTERNAL, EmbedServeError, EngineError, NotReadyError
-from embedserve.exchange import Asked, Call, Exchange
+from embedserve.exchange import ROUTING_KEY, Asked, Call, Exchange
 from embedserve.types import Parts
 from embedserve.wire.grpc.embed_stream import REQUESTS_MAX
 from embedserve.wire.grpc.service import SERVICE_NAME, GrpcService
@@ -113,7 +113,9 @@ class GrpcioServer:
         if remaining_s is not None and remaining_s > TIMEOUT_S_MAX:
             remaining_s = None
         metrics = self._exchange.metrics.protocols["grpc"]
-        return AwaitedCall(Asked("", PROTOBUF, PROTOBUF, remaining_s, metrics))
+        routing_key = dict(context.invocation_metadata() or ()).get(ROUTING_KEY.decode(), "")
+        key = routing_key if isinstance(routing_key, bytes) else routing_key.encode()
+        return AwaitedCall(Asked("", PROTOBUF, PROTOBUF, remaining_s, metrics, key))
 
     async def _embed(self, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
         call = self._call(context)

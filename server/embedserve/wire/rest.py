@@ -9,7 +9,7 @@ from __future__ import annotations
 from embedserve.codec.codec import JSON, PROTOBUF, Codec
 from embedserve.codec.json_codec import encode_error
 from embedserve.errors import EmbedServeError, InvalidRequestError
-from embedserve.exchange import Asked
+from embedserve.exchange import ROUTING_KEY, Asked
 from embedserve.metrics.metrics import ProtocolMetrics
 
 Headers = list[tuple[bytes, bytes]]
@@ -61,13 +61,13 @@ def read_headers(model: str, headers: Headers, metrics: ProtocolMetrics) -> Aske
     """What ``headers`` (names in lower case) ask of ``model``.
 
     JSON unless the content type is protobuf; answered in the format of Accept, or else of the
-    request. X-Timeout-Ms is how long the caller waits for the answer.
+    request. X-Timeout-Ms is how long the caller waits for the answer, X-Routing-Key who it is.
 
     Raises:
         InvalidRequestError: X-Timeout-Ms is not a positive number.
         UnsupportedEncodingError: the body is compressed.
     """
-    content_type = accept = b""
+    content_type = accept = routing_key = b""
     wanted_s = None
     for name, value in headers:
         if name == b"content-type":
@@ -76,6 +76,8 @@ def read_headers(model: str, headers: Headers, metrics: ProtocolMetrics) -> Aske
             accept = value.lower()
         elif name == b"x-timeout-ms":
             wanted_s = timeout_s(value)
+        elif name == ROUTING_KEY:
+            routing_key = value
         elif name == b"content-encoding" and value != b"identity":
             raise UnsupportedEncodingError(
                 f"Content-Encoding is {value.decode('latin-1')!r}: send the body as it is",
@@ -85,7 +87,8 @@ def read_headers(model: str, headers: Headers, metrics: ProtocolMetrics) -> Aske
     wants_protobuf = PROTOBUF.content_type in accept or (
         codec is PROTOBUF and JSON.content_type not in accept
     )
-    return Asked(model, codec, PROTOBUF if wants_protobuf else JSON, wanted_s, metrics)
+    answer_codec = PROTOBUF if wants_protobuf else JSON
+    return Asked(model, codec, answer_codec, wanted_s, metrics, routing_key)
 
 
 def timeout_s(value: bytes) -> float:

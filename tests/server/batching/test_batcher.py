@@ -24,7 +24,7 @@ from embedserve.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from embedserve.metrics.metrics import ModelMetrics
+from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve_store.ids.translate import IdTranslator, Translation
 
 INLINE = Limits()
@@ -67,7 +67,7 @@ async def test_a_large_batch_is_cut_for_all_threads(engine: FakeEngine) -> None:
     for bags, result in zip(all_bags, results, strict=True):
         rows = np.concatenate([result.values, *result.more])
         assert np.array_equal(rows, engine.expected(bags))
-    assert metrics.lookup_seconds.samples()[0][-1] == ("+Inf", 1)
+    assert metrics.version.lookup_seconds.samples()[0][-1] == ("+Inf", 1)
 
 
 async def test_a_piece_that_fails_fails_its_batch(engine: FakeEngine) -> None:
@@ -352,10 +352,10 @@ async def test_what_happened_is_counted(
     assert metrics.count_queue() == (4, 8)
     await asyncio.gather(*answers)
     assert metrics.count_queue() == (0, 0)
-    assert metrics.batch_examples.samples()[1] == 8
-    assert metrics.batch_ids.samples()[1] == 12
-    assert metrics.wait_seconds.samples()[0][-1] == ("+Inf", 4)
-    assert metrics.lookup_seconds.samples()[0][-1] == ("+Inf", 1)
+    assert metrics.version.batch_examples.samples()[1] == 8
+    assert metrics.version.batch_ids.samples()[1] == 12
+    assert metrics.version.wait_seconds.samples()[0][-1] == ("+Inf", 4)
+    assert metrics.version.lookup_seconds.samples()[0][-1] == ("+Inf", 1)
 
 
 class NotRounding(FakeEngine):
@@ -412,6 +412,6 @@ async def test_a_failure_while_joining_still_answers_everyone(
         with pytest.raises(EngineError, match="the server's log says why"):
             await asyncio.wait_for(answer, 5)
     assert "no room for the batch" in caplog.text
-    assert metrics.lookup_seconds.samples()[0][-1] == ("+Inf", 0)
+    assert metrics.version.lookup_seconds.samples()[0][-1] == ("+Inf", 0)
     translator.is_failing = False
     assert (await submit(batcher, engine.request(USER))).values.shape[0] == 1

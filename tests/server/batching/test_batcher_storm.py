@@ -17,7 +17,7 @@ from server.fake_engine import FEATURES, Bags, FakeEngine
 from embedserve.batching.batcher import BAG_BYTES, Batcher
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError
-from embedserve.metrics.metrics import ModelMetrics
+from embedserve.metrics.model_metrics import ModelMetrics
 
 CALLERS = 40
 REQUESTS_EACH = 60

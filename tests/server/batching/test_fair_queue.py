@@ -21,7 +21,7 @@ from embedserve.batching.batcher import Batcher
 from embedserve.batching.fair_queue import GONE_MIN, FairQueue
 from embedserve.config import Limits
 from embedserve.errors import OverloadedError
-from embedserve.metrics.metrics import ModelMetrics
+from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.types import LookupRequest, LookupResult
 
 WORK_MAX = 50

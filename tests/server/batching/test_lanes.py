@@ -14,7 +14,7 @@ from server.waiting import until
 
 from embedserve.config import Limits
 from embedserve.errors import OverloadedError
-from embedserve.metrics.metrics import ModelMetrics
+from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.types import LookupRequest
 
 LARGE, SMALL = (1, 100), (1, 1)

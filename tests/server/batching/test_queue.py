@@ -18,7 +18,7 @@ from embedserve.batching.batcher import Batcher
 from embedserve.batching.fair_queue import GONE_MIN
 from embedserve.config import Limits
 from embedserve.errors import EngineError, InvalidRequestError, OverloadedError
-from embedserve.metrics.metrics import ModelMetrics
+from embedserve.metrics.model_metrics import ModelMetrics
 
 ONE: Bags = {"user": [[1]]}
 IN_THREAD = Limits(inline_bytes_max=0)

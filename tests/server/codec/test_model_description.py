@@ -13,9 +13,17 @@ from embedserve.codec.protobuf_codec import model_message
 from embedserve.types import ModelInfo
 from embedserve_proto import embedding_pb2
 
+STATUS = {
+    "alias": "canary",
+    "share": 12.5,
+    "shadow": 5.0,
+    "since": "2026-01-01T00:00:00+00:00",
+    "leaving": [6],
+}
+
 
 def of_rest(model: ModelInfo) -> dict[str, Any]:
-    return Model.model_validate(describe(model)).model_dump(exclude_none=True)
+    return Model.model_validate(describe(model) | STATUS).model_dump(exclude_none=True)
 
 
 def test_a_table_is_what_the_manifest_says_and_how_it_is_split() -> None:
@@ -38,11 +46,11 @@ def test_a_table_is_what_the_manifest_says_and_how_it_is_split() -> None:
 @pytest.mark.parametrize("model", [model_info(), ruled_info(), unpooled_info()])
 def test_rest_and_grpc_agree(model: ModelInfo) -> None:
     said = of_rest(model)
-    for key in ("device", "bytes_per_rank", "replanned", "lookup"):
+    for key in ("device", "bytes_per_rank", "replanned", "lookup", "since", "leaving", "shadow"):
         del said[key]
     for table in said["tables"]:
         table["ids"] = {"id_type": "int64", "unknown": "error"} | table["ids"]
-    assert model_message(model) == embedding_pb2.Model(**said)
+    assert model_message(model, STATUS) == embedding_pb2.Model(**said)
 
 
 def test_what_only_the_manifest_is_for_is_not_shown() -> None:

@@ -291,7 +291,7 @@ def test_a_stream_error_holds_nothing_but_the_error() -> None:
 
 
 def test_a_model_is_described_with_its_tables() -> None:
-    message = model_message(model_info())
+    message = model_message(model_info(), {})
     assert list(message.features) == ["user", "movie", "tag"]
     assert list(message.length_per_key) == [4, 3, 2]
     assert not message.unpooled
@@ -304,7 +304,7 @@ def test_a_model_is_described_with_its_tables() -> None:
 
 
 def test_a_table_is_described_with_its_id_rule() -> None:
-    rules = {table.name: table.ids for table in model_message(RULED).tables}
+    rules = {table.name: table.ids for table in model_message(RULED, {}).tables}
     assert rules == {
         "t_user": pb.IdRule(rule="map", id_type="int64", entries=5, unknown="skip"),
         "t_movie": pb.IdRule(rule="rows", id_type="int64", unknown="row", default_row=3),
@@ -317,7 +317,7 @@ def test_a_table_is_described_with_its_id_rule() -> None:
 
 
 def test_an_unpooled_model_is_described_as_such() -> None:
-    message = model_message(UNPOOLED.model)
+    message = model_message(UNPOOLED.model, {})
     assert message.unpooled
     assert {table.pooling for table in message.tables} == {"none"}
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import repeat
 
 import httpx
@@ -22,9 +23,12 @@ from embedserve.api.management import management_app
 from embedserve.errors import EmbedServeError
 from embedserve.exchange import Exchange
 from embedserve.metrics.histogram import PENDING_MAX, Histogram
-from embedserve.metrics.metrics import FEATURE_CELLS_MIN, OUTCOMES, Metrics, cells_per_worker
+from embedserve.metrics.metrics import OUTCOMES, Metrics, cells_per_worker
+from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
 from embedserve.metrics.slots import Slot, Slots
+from embedserve.types import ModelInfo
 from embedserve.wire.asgi import EmbedEndpoint
+from embedserve_store import StoreError
 
 OURS = "embedserve_"
 
@@ -185,7 +189,7 @@ def samples_of(metrics: Metrics) -> dict[str, Metric]:
 
 def two_workers() -> tuple[Slots, list[Metrics]]:
     model = model_info()
-    slots = Slots(2, cells_per_worker([FEATURE_CELLS_MIN]))
+    slots = Slots(2, cells_per_worker(1, COLUMNS_MIN))
     for worker in (0, 1):
         slots.set_ready(worker, True)
     return slots, [Metrics([model], Slot(slots, worker)) for worker in (0, 1)]
@@ -193,7 +197,7 @@ def two_workers() -> tuple[Slots, list[Metrics]]:
 
 def test_a_slot_has_just_the_cells_that_the_metrics_take() -> None:
     model = model_info()
-    cells = cells_per_worker([FEATURE_CELLS_MIN])
+    cells = cells_per_worker(1, COLUMNS_MIN)
     slot = Slot(Slots(1, cells), 0)
     Metrics([model], slot)
     assert slot.taken == cells
@@ -208,8 +212,8 @@ def test_workers_are_added_up_wherever_they_are_asked() -> None:
             metrics.protocols["rest"].answered(0.02, 100)
         metrics.protocols["grpc"].refused("INTERNAL", "why", 0.5)
         metrics.models["shop"].count_queue = repeat((count, 10 * count)).__next__
-        metrics.models["shop"].unknown_ids += 1
-        metrics.models["shop"].batch_ids.observe_many([5.0] * count)
+        metrics.models["shop"].version.unknown_ids += 1
+        metrics.models["shop"].version.batch_ids.observe_many([5.0] * count)
         metrics.flush()
     one, other = map(samples_of, workers)
     for families in (one, other):
@@ -232,7 +236,7 @@ def test_a_dead_worker_keeps_its_counts_and_has_no_queue() -> None:
     slots, (one, other) = two_workers()
     other.protocols["rest"].answered(0.02, 100)
     other.models["shop"].count_queue = lambda: (7, 7)
-    other.models["shop"].unknown_ids += 2
+    other.models["shop"].version.unknown_ids += 2
     other.flush()
     cpu_s = value(samples_of(one), "process_cpu_seconds_total")
     slots.set_ready(1, False)
@@ -246,18 +250,19 @@ def test_a_dead_worker_keeps_its_counts_and_has_no_queue() -> None:
 def test_the_replacement_counts_on() -> None:
     slots, (one, other) = two_workers()
     other.protocols["rest"].answered(0.02, 100)
-    other.models["shop"].unknown_ids += 2
+    other.models["shop"].version.unknown_ids += 2
     other.flush()
     cpu_s = value(samples_of(one), "process_cpu_seconds_total")
     replacement = Metrics([other.models["shop"].model], Slot(slots, 1))
     replacement.protocols["rest"].answered(0.02, 50)
-    replacement.models["shop"].unknown_ids += 1
+    replacement.models["shop"].version.unknown_ids += 1
     replacement.flush()
     families = samples_of(one)
     assert value(families, "embedserve_requests_total", protocol="rest", outcome="OK") == 2
     assert value(families, "embedserve_request_seconds_count", protocol="rest") == 2
     assert value(families, "embedserve_response_bytes_total", protocol="rest") == 150
-    assert one.models["shop"].total_unknown_ids() == [3] * len(one.models["shop"].model.features)
+    shop = one.models["shop"]
+    assert shop.version.total_unknown_ids() == [3] * len(shop.model.features)
     assert value(families, "process_cpu_seconds_total") >= cpu_s
 
 
@@ -283,21 +288,33 @@ def test_two_servers_share_no_metric() -> None:
     other.registry()
 
 
-def test_the_next_version_counts_on() -> None:
-    _, (one, other) = two_workers()
-    shop = one.models["shop"]
-    before = shop.unknown_ids
-    shop.unknown_ids += 2
-    shop.batch_ids.observe(5.0)
-    shop.switch(model_info(), 1.5)
-    before += 1  # by a batch of the version before, which ends after it was replaced
-    shop.unknown_ids += 1
-    shop.wanted_version = 8
-    for metrics in (one, other):
+def test_the_next_version_counts_from_zero_under_its_own_number() -> None:
+    _, workers = two_workers()
+    later = replace_version(model_info("shop", {"person": (7, 4), "movie": (11, 3)}), 8)
+    for metrics in workers:
+        shop = metrics.models["shop"]
+        before = shop.version
+        before.unknown_ids += 2
+        before.batch_ids.observe(5.0)
         metrics.flush()
-    assert shop.total_unknown_ids() == [4] * 3
-    for families in map(samples_of, (one, other)):
-        assert value(families, "embedserve_batch_ids_sum", model="shop") == 5
+        shop.switch(later, 1.5)
+        # by a batch of the version before, which ends after it was replaced
+        before.unknown_ids += 7
+        before.batch_ids.observe(50.0)
+        before.flush()
+        shop.version.unknown_ids += 1
+        shop.version.batch_ids.observe(3.0)
+        shop.wanted_version = 8
+    for metrics in workers:
+        metrics.flush()
+    assert workers[0].models["shop"].version.total_unknown_ids() == [2, 2]
+    for families in map(samples_of, workers):
+        sums = {
+            sample.labels["version"]: sample.value
+            for sample in families["embedserve_batch_ids"].samples
+            if sample.name == "embedserve_batch_ids_sum"
+        }
+        assert sums == {"8": 6.0}
         assert value(families, "embedserve_model_switches_total", model="shop") == 1
         assert value(families, "embedserve_model_load_seconds", model="shop") == 1.5
         assert value(families, "embedserve_model_wanted_version", model="shop") == 8
@@ -305,29 +322,65 @@ def test_the_next_version_counts_on() -> None:
     assert value(samples_of(fresh), "embedserve_model_switches_total", model="shop") == 0
 
 
-def test_unknown_ids_of_other_features_are_counted_from_zero() -> None:
+def test_a_worker_with_another_version_is_not_added_to_it() -> None:
+    """All change together, but not in the same instant."""
     _, (one, other) = two_workers()
-    renamed = model_info("shop", {"person": (7, 4), "movie": (11, 3)})
     for metrics in (one, other):
-        shop = metrics.models["shop"]
-        before = shop.unknown_ids
-        shop.unknown_ids += 2
+        metrics.models["shop"].version.batch_ids.observe(5.0)
         metrics.flush()
-        shop.switch(renamed, 0.1)
-        before += 7
-        shop.unknown_ids += 1
+    other.models["shop"].switch(replace_version(model_info(), 8), 0.1)
+    other.models["shop"].version.batch_ids.observe(3.0)
+    other.flush()
+    assert value(samples_of(one), "embedserve_batch_ids_sum", model="shop", version="7") == 5
+    assert value(samples_of(other), "embedserve_batch_ids_sum", model="shop", version="8") == 3
+
+
+def replace_version(model: ModelInfo, number: int) -> ModelInfo:
+    return replace(model, manifest=replace(model.manifest, version=number))
+
+
+def test_names_come_and_go_in_the_same_place_for_all_workers() -> None:
+    _, workers = two_workers()
+    canary = replace(model_info(), named="shop@canary")
+    for metrics in workers:
+        metrics.add(canary).version.batch_ids.observe(5.0)
         metrics.flush()
-    assert one.models["shop"].total_unknown_ids() == [2, 2]
+    sums = "embedserve_batch_ids_sum"
+    for families in map(samples_of, workers):
+        assert value(families, sums, model="shop", alias="canary") == 10
+        assert value(families, sums, model="shop", alias="") == 0
+    for metrics in reversed(workers):
+        metrics.remove("shop@canary")
+        assert not [
+            sample
+            for sample in samples_of(metrics)["embedserve_batch_ids"].samples
+            if sample.labels["alias"] == "canary"
+        ]
+    for metrics in workers:  # where one begins anew, in whatever place
+        metrics.add(replace(model_info(), named="shop@other"))
+        metrics.add(canary).version.batch_ids.observe(3.0)
+        metrics.flush()
+    assert value(samples_of(workers[0]), sums, model="shop", alias="canary") == 6
+
+
+def test_there_are_places_for_so_many_names() -> None:
+    metrics = Metrics([model_info()])
+    for i in range(NAMES_SPARE):
+        metrics.add(replace(model_info(), named=f"shop@a{i}"))
+    said = f"shop@b: this server has room to count {NAMES_SPARE + 1} names since its start: restart"
+    with pytest.raises(StoreError, match=said):
+        metrics.add(replace(model_info(), named="shop@b"))
+    metrics.remove("shop@a3")
+    metrics.add(replace(model_info(), named="shop@b"))
 
 
 def test_a_worker_that_starts_with_a_later_version_counts_where_the_others_do() -> None:
     """Its row of cells is that of the one before it, whatever the features of its version."""
-    features_max = {"shop": 2000}
-    slots = Slots(2, cells_per_worker(features_max.values()))
+    slots = Slots(2, cells_per_worker(1, 2000))
     first = model_info("shop", {f"f{i}": (7, 4) for i in range(2000)})
     for worker, model in enumerate((first, model_info("shop", {"user": (7, 4)}))):
         slots.set_ready(worker, True)
-        metrics = Metrics([model], Slot(slots, worker), features_max=features_max)
-        metrics.models["shop"].batch_ids.observe(5.0)
+        metrics = Metrics([model], Slot(slots, worker), names=1, columns_max=2000)
+        metrics.models["shop"].version.batch_ids.observe(5.0)
         metrics.flush()
     assert value(samples_of(metrics), "embedserve_batch_ids_sum", model="shop") == 10

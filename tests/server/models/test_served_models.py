@@ -326,7 +326,8 @@ async def test_the_next_version_answers_what_comes_and_the_one_before_what_waits
     engine.hold()
     before = [submit_to(models, make_request(USER)) for _ in range(2)]
     await until(lambda: engine.lookups)
-    old = models.switch(next_batcher(exchange, after, executor))
+    old = models.switch("shop", next_batcher(exchange, after, executor))
+    assert old is not None
     for named in ("", "shop"):
         result = await submit_to(models, make_request(USER, model=named))
         assert result.model is after.model
@@ -361,7 +362,9 @@ async def test_a_next_version_has_an_empty_queue_and_its_rows_are_as_published(
     rooms: list[bool] = []
     models.call_back(lambda: None, lambda: rooms.append(models.is_full))
     after = FakeEngine(model_info(), seed=9)
-    models.switch(next_batcher(exchange, after, executor)).retire(lambda: None)
+    old = models.switch("shop", next_batcher(exchange, after, executor))
+    assert old is not None
+    old.retire(lambda: None)
     assert rooms == [False]
     models.check_ready()
     await submit_to(models, make_request(USER))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ from server.live import make_exchange
 from server.python import run_python
 from server.waiting import until
 
-from embedserve.batching.batcher import Batcher, LookupEngine
+from embedserve.batching.batcher import Batcher
+from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import ServeSettings
 from embedserve.processes.following import Alone, Follower, StoreWatch, followed
 from embedserve.processes.rollout import Restored, Rollout
@@ -71,36 +74,42 @@ class Serving:
         self,
         store: Path | str,
         executor: ThreadPoolExecutor,
-        model: str = "",
+        model: str = "shop",
         follow: str = "latest",
     ) -> None:
-        names = (model,) if model else ()
-        self.settings = ServeSettings(str(store), model=names, follow=follow, follow_s=0.1)
+        self.name = model
+        self.settings = ServeSettings(str(store), model=(model,), follow=follow, follow_s=0.1)
         first = ModelStore(store).load("shop", model.partition("@")[2] or None)
-        engine, _ = self._restore(first, None)
+        engine, _ = self._restore(model, first, None, lambda: None)
         assert isinstance(engine, FakeEngine)
         self.exchange = make_exchange(engine, executor=executor)
         self.failures: dict[int, Exception] = {}
         self.attempts: list[int] = []
         self._executor = executor
-        versions = {"shop": first}
+        versions = {model: first}
         self.rollout = Rollout(
-            self.exchange, versions, {"shop": engine}, self._restore, self._make_batcher
+            self.exchange, versions, {model: engine}, self._restore, self._make_batcher
         )
         self.alone = Alone(self.rollout)
-        self._follower = Follower(StoreWatch(self.settings, versions), self.rollout, self.alone)
+        self._follower = Follower(StoreWatch(self.settings), self.rollout, self.alone)
 
-    def _restore(self, version: ModelVersion, before: LookupEngine | None) -> Restored:
+    def _restore(
+        self,
+        name: str,
+        version: ModelVersion,
+        before: LookupEngine | None,
+        say_warming: Callable[[], None],
+    ) -> Restored:
         manifest = version.manifest
         if before is not None:
             self.attempts.append(manifest.version)
             if manifest.version in self.failures:
                 raise self.failures[manifest.version]
-        info = served_of(manifest, version.translator)
+        info = replace(served_of(manifest, version.translator), named=name)
         return FakeEngine(info, seed=manifest.version), info
 
     def _make_batcher(self, engine: LookupEngine, info: ModelInfo) -> Batcher:
-        metrics = self.exchange.metrics.models["shop"]
+        metrics = self.exchange.metrics.models[info.served_as]
         return Batcher(engine, info, self.exchange.limits, metrics, self._executor)
 
     async def look(self) -> int:
@@ -167,7 +176,7 @@ async def test_a_version_that_fails_is_tried_once_and_said_once(
         assert await serving.look() == 1
     assert serving.attempts == [2]
     assert caplog.messages == ["shop: version 2 stays out: its goldens are answered otherwise"]
-    assert serving.exchange.models.coming["shop"].state == "failed"
+    assert serving.exchange.models.coming[serving.name].state == "failed"
     appear(later, store, 3)
     assert await serving.look() == 3
     assert serving.exchange.models.coming == {}
@@ -247,7 +256,7 @@ async def test_a_remote_store_is_followed(
     for number in (2, 1):
         set_alias(url, "shop", "stable", number)
         assert await serving.look() == number
-    answering = serving.rollout.versions["shop"].path
+    answering = serving.rollout.versions["shop@stable"].path
     assert answering.is_relative_to(tmp_path / "cache")
 
 
@@ -255,7 +264,7 @@ async def test_the_store_is_looked_at_until_the_stop(
     store: Path, later: Path, executor: ThreadPoolExecutor
 ) -> None:
     serving, stop = Serving(store, executor), asyncio.Event()
-    async with followed(serving.settings, serving.rollout, serving.alone, stop):
+    async with followed(serving.settings, serving.rollout, stop):
         appear(later, store, 2)
         await until(lambda: serving.rollout.number("shop") == 2)
         stop.set()

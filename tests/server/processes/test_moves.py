@@ -27,23 +27,23 @@ class Workers:
         self.ended_by_us: list[int] = []
         self.together.send = self._send
         self.together.end = self.ended_by_us.append
-        self.adopted: list[tuple[str, str]] = []
+        self.adopted: list[tuple[str, str | None]] = []
         self.damage = ""
         self._told: list[tuple[int, object]] = []
         self.attempts: dict[tuple[int, str], int] = {}
 
-    def _adopt(self, model: str, path: str) -> None:
+    def _adopt(self, name: str, path: str | None) -> None:
         if self.damage:
             raise StoreError(self.damage)
-        self.adopted.append((model, path))
+        self.adopted.append((name, path))
 
     def _send(self, worker: int, message: bytes) -> None:
-        if message == WorkerMessage.LOOK.value:
-            self._told.append((worker, "look"))
+        if message in (WorkerMessage.LOOK.value, WorkerMessage.RELOAD.value):
+            self._told.append((worker, message.decode()))
             return
         move = Move.from_bytes(message)
         if move.step is Step.PREPARE:
-            self.attempts[worker, move.model] = move.attempt
+            self.attempts[worker, move.name] = move.attempt
         self._told.append((worker, replace(move, attempt=0)))
 
     def start(self, *workers: int) -> None:
@@ -54,7 +54,7 @@ class Workers:
     def hear(self, *workers: int, say: Move) -> None:
         """What is said of a version that was to be prepared is of the last attempt."""
         for worker in workers:
-            attempt = self.attempts.get((worker, say.model), 0)
+            attempt = self.attempts.get((worker, say.name), 0)
             is_answer = say.step in (Step.PREPARED, Step.REFUSED)
             self.together.hear(worker, replace(say, attempt=attempt) if is_answer else say)
 

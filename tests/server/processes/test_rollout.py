@@ -19,9 +19,11 @@ from server.gate import Gate
 from server.live import make_exchange
 from server.waiting import until
 
-from embedserve.batching.batcher import Batcher, LookupEngine
+from embedserve.batching.batcher import Batcher
+from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import Limits
-from embedserve.metrics.metrics import FEATURE_CELLS_MIN
+from embedserve.errors import UnknownModelError
+from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.processes.rollout import Restored, Rollout
 from embedserve.types import ModelInfo
 from embedserve_store import Manifest, ModelVersion, StoreError
@@ -63,24 +65,32 @@ class Moving:
     def version(self, number: int) -> ModelVersion:
         return version_of(self.engines[number].model.manifest)
 
-    def _restore(self, version: ModelVersion, before: LookupEngine) -> Restored:
+    def _restore(
+        self,
+        name: str,
+        version: ModelVersion,
+        before: LookupEngine | None,
+        say_warming: Callable[[], None],
+    ) -> Restored:
+        assert before is not None
         assert threading.current_thread() is not threading.main_thread()
         self.befores.append(before)
         self.restored(version.manifest.version)
         engine = self.engines[version.manifest.version]
-        return engine, engine.model
+        say_warming()
+        return engine, replace(engine.model, named=name)
 
     def _make_batcher(self, engine: LookupEngine, info: ModelInfo) -> Batcher:
-        metrics = self.exchange.metrics.models["shop"]
+        metrics = self.exchange.metrics.models[info.served_as]
         return Batcher(engine, info, self.exchange.limits, metrics, self._executor)
 
     def coming(self) -> tuple[int, str, str] | None:
         coming = self.exchange.models.coming.get("shop")
         return None if coming is None else (coming.version, coming.state, coming.reason)
 
-    async def check(self, number: int) -> None:
+    async def check(self, number: int, name: str = "shop") -> None:
         """That version ``number`` answers."""
-        result = await submit_to(self.exchange.models, make_request(USER))
+        result = await submit_to(self.exchange.models, make_request(USER, model=name))
         assert result.model.version == number
         assert np.array_equal(result.values, self.engines[number].expected(USER))
 
@@ -95,7 +105,7 @@ async def test_it_moves_once_the_next_version_is_loaded_and_it_is_told_to(
 ) -> None:
     moving.restored = gate.before(nothing)
     moving.rollout.want("shop", 8)
-    preparing = asyncio.create_task(moving.rollout.prepare(moving.version(8)))
+    preparing = asyncio.create_task(moving.rollout.prepare("shop", moving.version(8)))
     await until(lambda: gate.threads)
     assert moving.coming() == (8, "loading", "")
     await moving.check(7)
@@ -117,7 +127,7 @@ async def test_it_moves_once_the_next_version_is_loaded_and_it_is_told_to(
 async def test_what_it_leaves_is_let_go(moving: Moving) -> None:
     engine = weakref.ref(moving.engines[7])
     waiting = submit_to(moving.exchange.models, make_request(USER))
-    await moving.rollout.prepare(moving.version(8))
+    await moving.rollout.prepare("shop", moving.version(8))
     moving.rollout.switch("shop", 8)
     await waiting
     moving.befores.clear()
@@ -142,7 +152,7 @@ async def test_a_version_that_cannot_be_loaded_stays_out(
 
     moving.restored = fail
     with pytest.raises(StoreError, match=f"^{reason}$"):
-        await moving.rollout.prepare(moving.version(8))
+        await moving.rollout.prepare("shop", moving.version(8))
     moving.rollout.refuse("shop", 8, reason)
     assert moving.coming() == (8, "failed", reason)
     assert moving.rollout.refused("shop") == 8
@@ -154,21 +164,21 @@ async def test_a_version_that_cannot_be_loaded_stays_out(
     assert moving.rollout.refused("shop") is None
     moving.restored = nothing
     moving.rollout.want("shop", 8)
-    assert await moving.rollout.prepare(moving.version(8))
+    assert await moving.rollout.prepare("shop", moving.version(8))
     assert moving.rollout.switch("shop", 8)
     await moving.check(8)
 
 
 async def test_what_is_refused_while_it_is_loaded_is_not_kept(moving: Moving, gate: Gate) -> None:
     moving.restored = gate.before(nothing)
-    preparing = asyncio.create_task(moving.rollout.prepare(moving.version(8)))
+    preparing = asyncio.create_task(moving.rollout.prepare("shop", moving.version(8)))
     await until(lambda: gate.threads)
     moving.rollout.refuse("shop", 8, "another worker cannot load it")
     gate.opened.set()
     assert not await preparing
     assert not moving.rollout.switch("shop", 8)
     assert moving.coming() == (8, "failed", "another worker cannot load it")
-    assert await moving.rollout.prepare(moving.version(9))
+    assert await moving.rollout.prepare("shop", moving.version(9))
     assert moving.rollout.switch("shop", 9)
 
 
@@ -177,7 +187,8 @@ async def test_versions_are_loaded_one_at_a_time(moving: Moving, gate: Gate) -> 
     begun: list[int] = []
     moving.restored = gate.before(begun.append)
     first, second = (
-        asyncio.create_task(moving.rollout.prepare(moving.version(number))) for number in (8, 9)
+        asyncio.create_task(moving.rollout.prepare("shop", moving.version(number)))
+        for number in (8, 9)
     )
     await until(lambda: gate.threads)
     await asyncio.sleep(0.05)
@@ -191,9 +202,49 @@ async def test_versions_are_loaded_one_at_a_time(moving: Moving, gate: Gate) -> 
 
 
 async def test_a_version_with_more_features_than_are_counted_is_refused(moving: Moving) -> None:
-    many = model_info("shop", {f"f{i}": (2, 1) for i in range(FEATURE_CELLS_MIN + 1)})
+    many = model_info("shop", {f"f{i}": (2, 1) for i in range(COLUMNS_MIN + 1)})
     version = version_of(replace(many.manifest, version=8))
-    said = "has 1025 features, and this server has room to count 1024"
+    said = "has 1025 features or keys, and this server has room to count 1024"
     with pytest.raises(StoreError, match=said):
-        await moving.rollout.prepare(version)
+        await moving.rollout.prepare("shop", version)
     assert moving.befores == []
+
+
+async def test_a_name_is_added_and_removed(moving: Moving) -> None:
+    rollout = moving.rollout
+    said = r"^version is 'canary': of shop this server has 7$"
+    with pytest.raises(UnknownModelError, match=said):
+        await moving.check(8, "shop@canary")
+    assert rollout.number("shop@canary") is None
+    assert await rollout.prepare("shop@canary", moving.version(8))
+    assert moving.befores == [moving.engines[7]]
+    assert rollout.switch("shop@canary", 8)
+    for name, number in (("shop", 7), ("shop@canary", 8), ("shop@7", 7), ("shop@8", 8)):
+        await moving.check(number, name)
+    said = r"^version is '9': of shop this server has 7, 8 \(canary\)$"
+    with pytest.raises(UnknownModelError, match=said):
+        await moving.check(9, "shop@9")
+    engine = weakref.ref(moving.engines.pop(8))
+    assert rollout.remove("shop@canary")
+    assert not rollout.remove("shop@canary")
+    await until(lambda: engine() is None)
+    assert "shop@canary" not in moving.exchange.metrics.models
+    with pytest.raises(UnknownModelError):
+        await moving.check(8, "shop@canary")
+    await moving.check(7)
+
+
+async def test_a_version_that_leaves_is_told_until_it_has_answered(moving: Moving) -> None:
+    models = moving.exchange.models
+    moving.engines[7].hold()
+    waiting = submit_to(models, make_request(USER))
+    await until(lambda: moving.engines[7].lookups)
+    since = models.status(models.model("shop"))["since"]
+    assert await moving.rollout.prepare("shop", moving.version(8))
+    assert moving.rollout.switch("shop", 8)
+    status = models.status(models.model("shop"))
+    assert status["leaving"] == [7]
+    assert status["since"] >= since
+    moving.engines[7].release()
+    assert (await waiting).model.version == 7
+    await until(lambda: not models.status(models.model("shop"))["leaving"])

@@ -76,8 +76,12 @@ def test_what_cannot_be_is_refused_and_changes_nothing(store: Path) -> None:
         with pytest.raises(StoreError, match=message):
             set_alias(store, model, name, version)
     for option in ("why", "who"):
+        texts = {"why": "", "who": "", option: "x" * 1001}
         with pytest.raises(StoreError, match=f"{option} has 1001 characters, the limit is 1000"):
-            set_alias(store, "m", "stable", 1, **{option: "x" * 1001})
+            set_alias(store, "m", "stable", 1, why=texts["why"], who=texts["who"])
+    for share in (-1.0, 100.5, float("nan")):
+        with pytest.raises(StoreError, match=f"share is {share:g}, expected a percentage from 0"):
+            set_alias(store, "m", "stable", 1, share=share)
     assert everything_under(store) == before
 
 

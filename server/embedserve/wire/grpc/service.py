@@ -10,7 +10,9 @@ from google.protobuf.message import DecodeError
 from embedserve.codec import protobuf_codec
 from embedserve.codec.codec import PROTOBUF
 from embedserve.errors import InvalidRequestError
-from embedserve.exchange import Asked, Exchange
+from embedserve.exchange import ROUTING_KEY, Asked, Exchange
+from embedserve.models.served_models import ServedModels
+from embedserve.types import ModelInfo
 from embedserve.wire.grpc import health, reflection
 from embedserve.wire.grpc.calls import EmbedCall, UnaryCall
 from embedserve.wire.grpc.embed_stream import EmbedStream
@@ -39,7 +41,7 @@ class GrpcService:
         models = exchange.models
         self.health = health.Health((SERVICE_NAME, health.SERVICE_NAME), lambda: models.is_ready)
         self._names = (SERVICE_NAME, health.SERVICE_NAME, *reflection.SERVICE_NAMES)
-        self._methods: dict[bytes, Callable[[bytes, float | None], Open]] = {
+        self._methods: dict[bytes, Callable[[bytes, Asked], Open]] = {
             _path(SERVICE_NAME, "Embed"): self._embed,
             _path(SERVICE_NAME, "EmbedStream"): self._embed_stream,
             _path(SERVICE_NAME, "ListModels"): self._unary(self.list_models),
@@ -52,7 +54,7 @@ class GrpcService:
 
     def open(self, request: Request) -> Open:
         """What opens calls with such a head."""
-        encoding = b"identity"
+        encoding, routing_key = b"identity", b""
         wanted_s = None
         try:
             for name, value in request.headers:
@@ -60,35 +62,34 @@ class GrpcService:
                     encoding = value
                 elif name == b"grpc-timeout":
                     wanted_s = timeout_s(value)
+                elif name == ROUTING_KEY:
+                    routing_key = value
             method = self._methods.get(request.target)
             if method is None:
                 shown = request.target.decode("latin-1")
                 raise WireError("UNIMPLEMENTED", f"there is no method {shown}")
-            return method(encoding, wanted_s)
+            asked = Asked("", PROTOBUF, PROTOBUF, wanted_s, self._metrics, routing_key)
+            return method(encoding, asked)
         except WireError as error:
             return refused(error)
 
-    def _asked(self, wanted_s: float | None) -> Asked:
-        return Asked("", PROTOBUF, PROTOBUF, wanted_s, self._metrics)
+    def _embed(self, encoding: bytes, asked: Asked) -> Open:
+        return partial(EmbedCall, asked, self._exchange, encoding)
 
-    def _embed(self, encoding: bytes, wanted_s: float | None) -> Open:
-        return partial(EmbedCall, self._asked(wanted_s), self._exchange, encoding)
-
-    def _embed_stream(self, encoding: bytes, wanted_s: float | None) -> Open:
-        asked, exchange = self._asked(wanted_s), self._exchange
+    def _embed_stream(self, encoding: bytes, asked: Asked) -> Open:
         check_encoding(encoding)
-        return lambda stream: EmbedStream(asked, exchange, encoding, stream)
+        return lambda stream: EmbedStream(asked, self._exchange, encoding, stream)
 
-    def _unary(self, function: Callable[[bytes], bytes]) -> Callable[[bytes, float | None], Open]:
-        return lambda encoding, wanted_s: (
+    def _unary(self, function: Callable[[bytes], bytes]) -> Callable[[bytes, Asked], Open]:
+        return lambda encoding, asked: (
             lambda stream: UnaryCall(function, encoding, self._bytes_max, stream)
         )
 
-    def _watch(self, encoding: bytes, wanted_s: float | None) -> Open:
+    def _watch(self, encoding: bytes, asked: Asked) -> Open:
         check_encoding(encoding)
         return lambda stream: health.Watch(self.health, encoding, self._bytes_max, stream)
 
-    def _reflection(self, encoding: bytes, wanted_s: float | None) -> Open:
+    def _reflection(self, encoding: bytes, asked: Asked) -> Open:
         check_encoding(encoding)
         return lambda stream: reflection.ServerReflection(
             self._names, encoding, self._bytes_max, stream
@@ -97,7 +98,7 @@ class GrpcService:
     def list_models(self, message: bytes) -> bytes:
         models = self._exchange.models
         return embedding_pb2.ListModelsResponse(
-            models=[protobuf_codec.model_message(model) for model in models.models()],
+            models=[_message(models, model) for model in models.models()],
             default_model=models.default_model,
         ).SerializeToString()
 
@@ -106,7 +107,12 @@ class GrpcService:
             name = embedding_pb2.GetModelRequest.FromString(message).model
         except DecodeError as error:
             raise InvalidRequestError(f"body is not a GetModelRequest: {error}", "body") from error
-        return protobuf_codec.model_message(self._exchange.models.model(name)).SerializeToString()
+        models = self._exchange.models
+        return _message(models, models.model(name)).SerializeToString()
+
+
+def _message(models: ServedModels, model: ModelInfo) -> embedding_pb2.Model:
+    return protobuf_codec.model_message(model, models.status(model))
 
 
 def _path(service: str, method: str) -> bytes:

@@ -1,0 +1,219 @@
+"""Runs some of a version's batches on another version, too, and compares the answers.
+
+Off the answering path: in a thread of the lowest priority, once the callers of a batch have theirs,
+one batch at a time; what comes meanwhile is not compared. Nothing of it reaches a caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Container, Sequence
+from concurrent.futures import Executor
+from random import random
+
+import numpy as np
+
+from embedserve.batching.checks import find_invalid
+from embedserve.batching.join import join, to_model_order
+from embedserve.batching.lookup_engine import LookupEngine
+from embedserve.batching.split import in_request_order
+from embedserve.errors import InvalidRequestError
+from embedserve.metrics.quiet_log import QuietLog
+from embedserve.metrics.shadow_metrics import PER_KEY, Differences, ShadowMetrics
+from embedserve.types import Batch, LookupRequest, ModelInfo
+
+logger = logging.getLogger(__name__)
+
+TINY = 1e-30
+"""A norm below it is none: the cosine of two such vectors is 1, of one with another 0."""
+
+
+class Shadow:
+    """Compares what a version answers with what ``engine``, of another version, would have."""
+
+    def __init__(
+        self,
+        engine: LookupEngine,
+        model: ModelInfo,
+        percent: float,
+        metrics: ShadowMetrics,
+        executor: Executor,
+    ) -> None:
+        """
+        Args:
+            model: of ``engine``.
+            percent: of the batches that are compared.
+            executor: of one thread, which all shadows of a process share.
+        """
+        self._engine = engine
+        self._model = model
+        self._share = percent / 100
+        self._metrics = metrics
+        self._executor = executor
+        self._log = QuietLog(logger)
+        self._is_busy = False
+
+    def offer(
+        self,
+        requests: Sequence[LookupRequest],
+        answer: Sequence[np.ndarray],
+        unknown_counts: np.ndarray | None,
+        served: ModelInfo,
+    ) -> None:
+        """Compares the ``answer`` to ``requests`` of the version ``served``, or does not.
+
+        Args:
+            requests: in the order of the version ``served``.
+            answer: their values in request order, in pieces; nothing writes to them any more.
+            unknown_counts: int64 [requests, F] ids without a row; None where all had one.
+        """
+        if random() >= self._share:
+            return
+        if self._is_busy:
+            self._metrics.count("skipped")
+            return
+        self._is_busy = True
+        self._executor.submit(self._compare, requests, answer, unknown_counts, served)
+
+    def _compare(
+        self,
+        requests: Sequence[LookupRequest],
+        answer: Sequence[np.ndarray],
+        unknown_counts: np.ndarray | None,
+        served: ModelInfo,
+    ) -> None:
+        try:
+            values = answer[0] if len(answer) == 1 else np.concatenate(answer)
+            differences = compare(
+                requests, values, unknown_counts, served, self._engine, self._model
+            )
+            self._metrics.add(differences)
+        except Exception as error:
+            self._metrics.count("failed")
+            kind = f"{self._model.served_as} cannot be compared with version {served.version}"
+            self._log.say(logging.WARNING, kind, f"{type(error).__name__}: {error}")
+        finally:
+            self._is_busy = False
+
+
+def compare(
+    requests: Sequence[LookupRequest],
+    values: np.ndarray,
+    unknown_counts: np.ndarray | None,
+    served: ModelInfo,
+    engine: LookupEngine,
+    model: ModelInfo,
+) -> Differences:
+    """How ``engine`` answers ``requests`` otherwise.
+
+    Args:
+        requests: in the order of ``served``.
+        values: float32, their answers by ``served``, in request order: [B, sum(length_per_key)], of
+            an unpooled model [n, dim].
+        unknown_counts: int64 [requests, F] ids without a row there; None where all had one.
+        model: of ``engine``.
+
+    Raises:
+        ValueError: no key is of both versions, or only one of them pools.
+    """
+    keys = [key for key in model.keys if key in served.keys]
+    if not keys or model.is_pooled != served.is_pooled:
+        raise ValueError("the two have no keys in common, or only one of them pools")
+    batch, asked = _joined(requests, model)
+    sums = np.zeros((PER_KEY, len(keys)))
+    if batch is not None:
+        ours = engine.lookup(batch.ids, batch.lengths, batch.weights)
+        ours = in_request_order(ours, batch, model)
+        theirs = values[_rows(requests, asked, served)] if len(asked) < len(requests) else values
+        their_requests = [requests[i] for i in asked]
+        for i, key in enumerate(keys):
+            sums[:, i] = _sums(
+                _of_key(ours, list(asked.values()), model, key),
+                _of_key(theirs, their_requests, served, key),
+            )
+    return Differences(
+        keys=np.array([model.keys.index(key) for key in keys]),
+        sums=sums,
+        unknown_ids=_total(None if batch is None else batch.unknown_counts, model, model),
+        served_unknown_ids=_total(unknown_counts, served, model),
+        refused=len(requests) - len(asked),
+    )
+
+
+def _joined(
+    requests: Sequence[LookupRequest], model: ModelInfo
+) -> tuple[Batch | None, dict[int, LookupRequest]]:
+    """The batch of those that ``model`` takes, None where there are none; and these, in its order,
+    by their positions."""
+    asked: dict[int, LookupRequest] = {}
+    for i, request in enumerate(requests):
+        with contextlib.suppress(InvalidRequestError):
+            asked[i] = to_model_order(request, model, is_lenient=True)
+    batch = join(list(asked.values()), model) if asked else None
+    if asked and batch is None:
+        wrong = find_invalid(list(asked.values()), model)
+        asked = {i: one for at, (i, one) in enumerate(asked.items()) if at not in wrong}
+        batch = join(list(asked.values()), model) if asked else None
+    return batch, asked
+
+
+def _total(counts: np.ndarray | None, of: ModelInfo, model: ModelInfo) -> np.ndarray:
+    """int64 [F of ``model``], the sums of counts [requests, F of ``of``]."""
+    total = np.zeros(len(model.features), np.int64)
+    if counts is not None:
+        for count, feature in zip(counts.sum(axis=0).tolist(), of.features, strict=True):
+            if feature in model.features:
+                total[model.features.index(feature)] = count
+    return total
+
+
+def _rows(requests: Sequence[LookupRequest], kept: Container[int], model: ModelInfo) -> np.ndarray:
+    """Bool [rows], which of an answer in request order are of the requests at ``kept``."""
+    sizes = [
+        request.batch_size if model.is_pooled else int(_per_key(request, model).sum())
+        for request in requests
+    ]
+    return np.repeat([i in kept for i in range(len(requests))], sizes)
+
+
+def _per_key(request: LookupRequest, model: ModelInfo) -> np.ndarray:
+    """int32 [keys, B], the lengths of a request, which is in the order of ``model``."""
+    per_feature = request.lengths.reshape(len(model.features), -1)
+    lengths: np.ndarray = per_feature[model.feature_per_key]
+    return lengths
+
+
+def _of_key(
+    values: np.ndarray, requests: Sequence[LookupRequest], model: ModelInfo, key: str
+) -> np.ndarray:
+    """float32 [n, dim], the vectors of ``key`` in an answer in request order."""
+    place = model.keys.index(key)
+    if model.is_pooled:
+        start = sum(model.length_per_key[:place])
+        columns: np.ndarray = values[:, start : start + model.length_per_key[place]]
+        return columns
+    counts = np.concatenate([_per_key(request, model).sum(axis=1) for request in requests])
+    is_of_key = np.tile(np.arange(len(model.keys)) == place, len(requests))
+    rows: np.ndarray = values[np.repeat(is_of_key, counts)]
+    return rows
+
+
+def _sums(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float, float]:
+    """(vectors, their distances 1 - cos, squared differences, squares of ``theirs``), summed.
+
+    Raises:
+        ValueError: they are not shaped alike.
+    """
+    if ours.shape != theirs.shape:
+        raise ValueError(f"vectors are {ours.shape}, those of the served version {theirs.shape}")
+    both, squares, our_squares = (
+        np.einsum("ij,ij->i", one, other, dtype=np.float64)
+        for one, other in ((ours, theirs), (theirs, theirs), (ours, ours))
+    )
+    are_empty = (squares < TINY) & (our_squares < TINY)
+    norms = np.maximum(np.sqrt(squares * our_squares), TINY)
+    cosines = np.where(are_empty, 1.0, both / norms)
+    difference = ours - theirs
+    squared = np.einsum("ij,ij->", difference, difference, dtype=np.float64)
+    return len(ours), float((1 - cosines).sum()), float(squared), float(squares.sum())

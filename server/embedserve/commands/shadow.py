@@ -1,0 +1,99 @@
+"""`embedserve shadow`: how versions in the shadow of others would have answered otherwise.
+
+Reads the metrics of a running server; what each counts is said in metrics/shadow_samples.py.
+"""
+
+from __future__ import annotations
+
+import math
+import urllib.error
+import urllib.request
+from collections import defaultdict
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from embedserve.terminal.aligned_columns import grid, plain, show, write
+
+TIMEOUT_S = 10.0
+PREFIX = "embedserve_shadow_"
+Comparison = tuple[str, ...]
+"""(model, alias, version, against)."""
+COMPARISON = ("model", "alias", "version", "against")
+
+
+class Shadows:
+    """What a server's metrics say of each comparison.
+
+    Attributes:
+        counts: by comparison, then by (name of the metric, all other labels' values).
+    """
+
+    def __init__(self, text: str) -> None:
+        """Raises ValueError: ``text`` is not what Prometheus reads."""
+        self.counts: dict[Comparison, dict[tuple[str, ...], float]] = defaultdict(dict)
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                name = sample.name.removeprefix(PREFIX).removesuffix("_total")
+                if not sample.name.startswith(PREFIX) or not sample.name.endswith("_total"):
+                    continue
+                labels = dict(sample.labels)
+                comparison = tuple(labels.pop(label, "") for label in COMPARISON)
+                key = (name, *(labels[label] for label in sorted(labels)))
+                self.counts[comparison][key] = sample.value
+
+
+def show_shadows(url: str) -> None:
+    """Prints how each version in a shadow differs, key by key.
+
+    Raises:
+        ConnectionError: the server cannot be asked.
+        ValueError: ``url`` is none, or what answers is no embedserve.
+    """
+    shadows = Shadows(_metrics(url))
+    if not shadows.counts:
+        write(f"{url}: no version runs in the shadow of another (embedserve alias … --shadow)")
+    for (model, alias, version, against), counts in shadows.counts.items():
+        batches = {
+            outcome: int(counts.get(("batches", outcome), 0))
+            for outcome in ("compared", "skipped", "failed")
+        }
+        refused = int(counts.get(("refused",), 0))
+        name = f"{model}@{alias}" if alias else model
+        title = (
+            f"{name} version {version} against {against}: {batches['compared']} batches compared, "
+            f"{batches['skipped']} skipped, {batches['failed']} failed, {refused} requests refused"
+        )
+        _show(title, counts)
+
+
+def _show(title: str, counts: dict[tuple[str, ...], float]) -> None:
+    numbers = ("vectors", "cosine", "relative L2")
+    table = grid("table", "key", *numbers, "ids without a row", numbers=numbers)
+    for key, table_name in [one[1:] for one in counts if one[0] == "vectors"]:
+        vectors, distance, squared, squares = (
+            counts[name, key, table_name]
+            for name in ("vectors", "cosine_distance", "squared_difference", "squares")
+        )
+        feature = key.partition("@")[0]
+        ours, theirs = (
+            int(counts.get(("unknown_ids", feature, of), 0)) for of in ("shadow", "served")
+        )
+        cosine = f"{1 - distance / vectors:.6f}" if vectors else "-"
+        relative = f"{math.sqrt(squared / squares):.2e}" if squares else "-"
+        unknown = f"{ours}, {theirs} there" if ours or theirs else "none"
+        cells = (table_name, key, str(int(vectors)), cosine, relative, unknown)
+        table.add_row(*map(plain, cells))
+    show(title, table)
+
+
+def _metrics(url: str) -> str:
+    address = url if "://" in url else f"http://{url}"
+    if not address.startswith(("http://", "https://")):
+        raise ValueError(f"url is {url!r}, expected such as http://localhost:8000")
+    try:
+        with urllib.request.urlopen(f"{address.rstrip('/')}/metrics", timeout=TIMEOUT_S) as answer:
+            text: str = answer.read().decode()
+    except (urllib.error.URLError, TimeoutError, UnicodeDecodeError) as error:
+        reason = getattr(error, "reason", error)
+        raise ConnectionError(f"{url}: its metrics cannot be read: {reason}") from error
+    return text

@@ -1,0 +1,160 @@
+"""Several versions of a model at once: asked for by name, shared, and moved while they answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+from e2e.test_following import DIM, FOLLOW, STEP, publish_next, wait_until
+from running_servers import Running, running
+
+from embedserve.commands.shadow import show_shadows
+from embedserve_proto import embedding_pb2 as pb
+from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
+from embedserve_store import set_alias
+
+FEATURES: dict[str, Any] = {"user": [[7]], "item": [[7, 7]]}
+IDS: dict[str, Any] = {"keys": ["user", "item"], "ids": [7, 7, 7], "lengths": [1, 2]}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With three versions; 1 is stable, 2 the canary."""
+    store = tmp_path_factory.mktemp("versions") / "store"
+    for number in (1, 2, 3):
+        publish_next(store, number)
+    set_alias(store, "m", "stable", 1)
+    set_alias(store, "m", "canary", 2)
+    return store
+
+
+@pytest.fixture(scope="module")
+def server(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    names = ("--model", "m@stable", "--model", "m@canary")
+    log = tmp_path_factory.mktemp("log") / "log"
+    with running(store, log, *names, "--follow", "alias", *FOLLOW, "--workers", 2) as server:
+        yield server
+
+
+def ask(server: Running, model: str = "", routing_key: str = "", **body: Any) -> int:
+    """The version that answers over REST, whose rows the answer has."""
+    path = f"/models/{model}/embed" if model else "/embed"
+    headers = {"X-Routing-Key": routing_key} if routing_key else {}
+    answer = httpx.post(server.http + path, json={"features": FEATURES} | body, headers=headers)
+    answer.raise_for_status()
+    said = answer.json()
+    assert said["values"] == [[said["version"] * STEP + 7.0] * (3 * DIM)]
+    return int(said["version"])
+
+
+def call(stub: EmbeddingServiceStub, routing_key: str = "", **fields: Any) -> int:
+    """As ask, over gRPC."""
+    metadata = [("x-routing-key", routing_key)] if routing_key else []
+    answer = stub.Embed(pb.EmbedRequest(**IDS, **fields), metadata=metadata)
+    values = np.frombuffer(answer.values, "<f4")
+    assert np.array_equal(values, np.full(3 * DIM, answer.version * STEP + 7, np.float32))
+    return int(answer.version)
+
+
+@pytest.fixture
+def stub(server: Running) -> Iterator[EmbeddingServiceStub]:
+    with grpc.insecure_channel(server.grpc) as channel:
+        yield EmbeddingServiceStub(channel)
+
+
+def test_a_request_names_its_version(server: Running, stub: EmbeddingServiceStub) -> None:
+    for name, number in (("stable", 1), ("canary", 2), ("1", 1), ("2", 2)):
+        assert ask(server, f"m@{name}") == number
+        assert ask(server, "m", version=name) == number
+        assert ask(server, version=name) == number
+        assert call(stub, model="m", version=name) == number
+        assert call(stub, model=f"m@{name}") == number
+        assert call(stub, version=name) == number
+    assert ask(server, version=2) == 2
+    assert ask(server) == ask(server, "m") == call(stub) == 1
+
+
+def test_a_version_that_is_not_served_is_named(server: Running, stub: EmbeddingServiceStub) -> None:
+    answer = httpx.post(f"{server.http}/embed", json={"features": FEATURES, "version": 3})
+    assert answer.status_code == 404
+    said = "version is '3': of m this server has 1 (stable), 2 (canary)"
+    assert answer.json()["error"] == {"code": "NOT_FOUND", "message": said, "field": "version"}
+    with pytest.raises(grpc.RpcError) as caught:
+        call(stub, model="m", version="3")
+    error: Any = caught.value
+    assert (error.code(), error.details()) == (grpc.StatusCode.NOT_FOUND, said)
+    with pytest.raises(grpc.RpcError, match="the model 'm@1' says which already"):
+        call(stub, model="m@1", version="2")
+
+
+def test_both_are_described(server: Running, stub: EmbeddingServiceStub) -> None:
+    models = httpx.get(f"{server.http}/models").json()["models"]
+    assert [(one["version"], one["alias"]) for one in models] == [(1, "stable"), (2, "canary")]
+    messages = stub.ListModels(pb.ListModelsRequest()).models
+    assert [(one.version, one.alias) for one in messages] == [(1, "stable"), (2, "canary")]
+    assert httpx.get(f"{server.http}/models/m@canary").json()["version"] == 2
+    assert httpx.get(f"{server.http}/models/m").json()["version"] == 1
+
+
+def test_a_canary_has_its_share_and_gives_it_back(
+    server: Running, store: Path, stub: EmbeddingServiceStub
+) -> None:
+    set_alias(store, "m", "canary", 3, share=30)
+    wait_until(lambda: Counter(ask(server) for _ in range(50))[3] > 0)
+    keys = [f"user-{i}" for i in range(60)]
+    first = [ask(server, routing_key=key) for key in keys]
+    assert set(first) == {1, 3}
+    assert [call(stub, routing_key=key) for key in keys] == first
+    counts = Counter(call(stub) for _ in range(400))
+    assert set(counts) == {1, 3}
+    assert 60 < counts[3] < 180
+    metrics = httpx.get(f"{server.http}/metrics").text
+    for alias, version in (("stable", 1), ("canary", 3)):
+        labels = f'alias="{alias}",model="m",version="{version}"'
+        assert f"embedserve_queue_wait_seconds_count{{{labels}}}" in metrics
+    assert 'version="2"' not in metrics
+    set_alias(store, "m", "canary", None)  # what it named answers who asks for it by name
+    wait_until(lambda: {ask(server) for _ in range(50)} == {1})
+    assert ask(server, "m@canary") == 3
+    set_alias(store, "m", "canary", 2)
+    wait_until(lambda: ask(server, "m@canary") == 2)
+
+
+def test_a_version_in_the_shadow_is_compared(
+    server: Running, store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    show_shadows(server.http)
+    assert "no version runs in the shadow of another" in capfd.readouterr().out
+    set_alias(store, "m", "canary", 2, shadow=100)
+
+    def compared() -> str:
+        assert ask(server) == 1
+        show_shadows(server.http)
+        return capfd.readouterr().out
+
+    wait_until(lambda: "canary version 2 against 1: " in compared())
+    wait_until(lambda: " 1 batches compared" not in compared())
+    table = compared().splitlines()[2:4]
+    # 2007 everywhere, where 1007 was answered: the same direction, and as far off as that.
+    assert table[0].split() == ["user", "user", "1.000000", "9.93e-01", "none"]
+    set_alias(store, "m", "canary", 2)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_hangup_has_it_look_at_the_store(tmp_path: Path, workers: int) -> None:
+    store = tmp_path / "store"
+    publish_next(store, 1)
+    with running(store, tmp_path / "log", "--workers", workers) as server:
+        publish_next(store, 2)
+        assert ask(server) == 1
+        os.kill(server.process.pid, signal.SIGHUP)
+        wait_until(lambda: ask(server) == 2)
+        assert "m is answered by version 2 from now on, no more by 1" in server.log.read_text()

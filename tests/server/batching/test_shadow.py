@@ -1,0 +1,219 @@
+"""What is compared of two versions, and that nobody waits for it."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from server.callers import submit_to
+from server.fake_engine import Bags, FakeEngine, make_request, model_info
+from server.fake_models import ruled_info, unpooled_info
+from server.live import make_exchange
+from server.waiting import until
+
+from embedserve.batching.join import join, to_model_order
+from embedserve.batching.shadow import compare
+from embedserve.batching.split import in_request_order
+from embedserve.exchange import Exchange
+from embedserve.metrics.shadow_metrics import Differences
+from embedserve.types import LookupRequest, ModelInfo
+
+BAGS: list[Bags] = [
+    {"user": [[1, 2], []], "movie": [[3], [4, 4]], "tag": [[0], [1]]},
+    {"user": [[5]], "movie": [[0]], "tag": [[]]},
+]
+
+
+def version(model: ModelInfo, number: int, name: str = "") -> ModelInfo:
+    return replace(model, manifest=replace(model.manifest, version=number), named=name)
+
+
+def answered(requests: list[LookupRequest], engine: FakeEngine) -> np.ndarray:
+    batch = join(requests, engine.model)
+    assert batch is not None
+    values = engine.lookup(batch.ids, batch.lengths, batch.weights)
+    return in_request_order(values, batch, engine.model)
+
+
+def differences(served: FakeEngine, ours: FakeEngine, bags: list[Bags]) -> Differences:
+    requests = [to_model_order(make_request(one), served.model) for one in bags]
+    values = answered(requests, served)
+    return compare(requests, values, None, served.model, ours, ours.model)
+
+
+def test_equal_versions_do_not_differ() -> None:
+    found = differences(FakeEngine(seed=3), FakeEngine(seed=3), BAGS)
+    vectors, distances, squared, squares = found.sums
+    assert vectors.tolist() == [3] * 3
+    assert np.allclose(distances, 0, atol=1e-12)
+    assert squared.tolist() == [0] * 3
+    assert (squares > 0).all()
+    assert found.refused == 0
+
+
+def test_others_differ_as_computed_by_hand() -> None:
+    served, ours = FakeEngine(seed=3), FakeEngine(seed=4)
+    found = differences(served, ours, BAGS)
+    requests = [to_model_order(make_request(one), served.model) for one in BAGS]
+    one, other = answered(requests, ours), answered(requests, served)
+    start = 0
+    for i, width in enumerate(served.model.length_per_key):
+        a, b = (values[:, start : start + width].astype(np.float64) for values in (one, other))
+        start += width
+        norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+        both = (a * b).sum(axis=1)
+        distances = [
+            0.0 if not norm and not both_ else 1 - both_ / max(norm, 1e-30)
+            for norm, both_ in zip(norms, both, strict=True)
+        ]
+        expected = [len(a), sum(distances), ((a - b) ** 2).sum(), (b**2).sum()]
+        assert np.allclose(found.sums[:, i], expected)
+    assert found.sums[2].all()
+
+
+def test_features_in_another_order_are_compared_by_their_keys() -> None:
+    served = FakeEngine(model_info("shop", {"user": (7, 4), "movie": (11, 3)}), seed=3)
+    ours = FakeEngine(model_info("shop", {"movie": (11, 3), "user": (7, 4), "new": (2, 2)}), seed=3)
+    bags: list[Bags] = [{"user": [[1, 2]], "movie": [[3]]}, {"user": [[6]]}]
+    found = differences(served, ours, bags)
+    assert found.keys.tolist() == [0, 1]
+    assert found.sums[0].tolist() == [2, 2]
+    assert found.refused == 0
+
+
+def test_what_it_would_have_refused_is_counted_and_the_rest_is_compared() -> None:
+    served = FakeEngine(model_info("shop", {"user": (7, 4)}), seed=3)
+    ours = FakeEngine(model_info("shop", {"user": (5, 4)}), seed=3)
+    found = differences(served, ours, [{"user": [[1], [6]]}, {"user": [[2]]}, {"user": [[5]]}])
+    assert found.refused == 2
+    assert found.sums[0].tolist() == [1]
+    nothing = differences(served, ours, [{"user": [[6]]}])
+    assert (nothing.refused, nothing.sums[0].tolist()) == (1, [0])
+
+
+def test_vectors_of_an_unpooled_model_are_compared_one_by_one() -> None:
+    model = unpooled_info()
+    features = [one for one in model.features if one not in model.string_features]
+    bags: list[Bags] = [
+        {feature: [[1, 2], [0]] for feature in features},
+        {feature: [[], [1]] for feature in features},
+    ]
+    one, other = FakeEngine(model, seed=3), FakeEngine(model, seed=4)
+    same = differences(one, FakeEngine(model, seed=3), bags)
+    expected = [4 * (model.features[i] in features) for i in model.feature_per_key]
+    assert same.sums[0].tolist() == expected
+    assert same.sums[2].tolist() == [0] * len(model.keys)
+    assert (differences(one, other, bags).sums[2] > 0).tolist() == [bool(n) for n in expected]
+
+
+def test_models_that_have_nothing_in_common_are_not_compared() -> None:
+    served = FakeEngine(model_info("shop", {"user": (7, 4)}))
+    for ours in (
+        FakeEngine(model_info("shop", {"person": (7, 4)})),
+        FakeEngine(model_info("shop", {"user": (7, 5)})),
+    ):
+        with pytest.raises(ValueError, match=r"no keys in common|vectors are \(1, 5\)"):
+            differences(served, ours, [{"user": [[1]]}])
+
+
+def test_ids_without_a_row_are_counted_for_both() -> None:
+    model = ruled_info()
+    served, ours = FakeEngine(model), FakeEngine(version(model, 8))
+    requests = [to_model_order(make_request({"day": [[1]]}), model)]
+    counts = np.zeros((1, len(model.features)), np.int64)
+    counts[0, model.features.index("day")] = 3
+    values = answered(requests, served)
+    found = compare(requests, values, counts, served.model, ours, ours.model)
+    assert found.served_unknown_ids.tolist() == counts[0].tolist()
+    assert found.unknown_ids.sum() == 0
+
+
+@pytest.fixture
+def exchange(executor: ThreadPoolExecutor) -> Exchange:
+    """Version 7 answers; 8 is the canary, which answers as 7 would."""
+    model = model_info()
+    engines = (
+        FakeEngine(version(model, 7), seed=7),
+        FakeEngine(version(model, 8, "shop@canary"), seed=7),
+    )
+    return make_exchange(*engines, executor=executor)
+
+
+async def ask(exchange: Exchange) -> None:
+    result = await submit_to(exchange.models, make_request({"user": [[1]]}))
+    assert result.model.version == 7
+
+
+def counted(exchange: Exchange, outcome: str = "compared") -> float:
+    counts = exchange.metrics.models["shop@canary"].version
+    return counts.shadow.batches(counts.of_this_version())[outcome]
+
+
+async def until_counted(exchange: Exchange, count: int, outcome: str = "compared") -> None:
+    await until(lambda: counted(exchange, outcome) == count)
+
+
+async def test_a_share_of_the_batches_is_compared(exchange: Exchange) -> None:
+    await ask(exchange)
+    assert counted(exchange) == 0
+    exchange.models.shadow("shop@canary", 100.0)
+    exchange.models.shadow("shop", 100.0)  # which answers, and is in nobody's shadow
+    for count in range(1, 4):
+        await ask(exchange)
+        await until_counted(exchange, count)
+    assert exchange.models.status(exchange.models.model("shop@canary"))["shadow"] == 100.0
+    version_counts = exchange.metrics.models["shop@canary"].version
+    sums = version_counts.shadow.per_key(version_counts.of_this_version())
+    assert sums[0].tolist() == [3] * 3
+    assert sums[2].tolist() == [0] * 3
+    exchange.models.shadow("shop@canary", 0.0)
+    await ask(exchange)
+    assert counted(exchange) == 3
+
+
+async def test_nobody_waits_for_it_and_what_comes_meanwhile_is_skipped(
+    executor: ThreadPoolExecutor,
+) -> None:
+    model = model_info()
+    slow = FakeEngine(version(model, 8, "shop@canary"), seed=7)
+    exchange = make_exchange(FakeEngine(version(model, 7), seed=7), slow, executor=executor)
+    slow.hold()
+    exchange.models.shadow("shop@canary", 100.0)
+    for _ in range(5):
+        await ask(exchange)
+    assert (counted(exchange), counted(exchange, "skipped")) == (0, 4)
+    slow.release()
+    await until(lambda: counted(exchange) == 1)
+
+
+async def test_one_that_fails_is_counted_and_said_once(
+    executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = version(model_info("shop", {"person": (7, 4)}), 8, "shop@canary")
+    exchange = make_exchange(
+        FakeEngine(version(model_info(), 7)), FakeEngine(other), executor=executor
+    )
+    caplog.set_level(logging.WARNING)
+    exchange.models.shadow("shop@canary", 100.0)
+    for count in (1, 2):
+        await ask(exchange)
+        await until_counted(exchange, count, "failed")
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("shop@canary cannot be compared with version 7")
+
+
+async def test_another_version_is_compared_from_zero(
+    exchange: Exchange, executor: ThreadPoolExecutor
+) -> None:
+    exchange.models.shadow("shop@canary", 100.0)
+    await ask(exchange)
+    await until(lambda: counted(exchange) == 1)
+    shadow = exchange.metrics.models["shop@canary"].version.shadow
+    assert shadow.against == 7
+    shadow.begin(7)
+    assert counted(exchange) == 1
+    shadow.begin(9)
+    assert (shadow.against, counted(exchange)) == (9, 0)
