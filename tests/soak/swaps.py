@@ -1,10 +1,12 @@
 """make swaps: changes the version that answers, again and again, under full load.
 
 Publishes some versions of a model of eight tables, serves them with `--follow alias` on one core,
-and moves the alias. wrk asks as fast as it is answered, from the other core, and compares every
-answer with those that the versions give to its request; beside it some callers of REST and gRPC ask
-requests of their own at a steady pace, compare each answer with the rows of the version that it
-names, and note how long it took. Prints what came of it, and draws waits and memory over time.
+and moves the alias; each tenth time back to where it was. With `--canary` another alias has a share
+and is in the shadow, and moves, too. wrk asks as fast as it is answered, from the other core, and
+compares every answer with those that the versions give to its request; beside it some callers of
+REST and gRPC ask requests of their own at a steady pace, compare each answer with the rows of the
+version that it names, and note how long it took. Prints what came of it, and draws waits and memory
+over time.
 
     make swaps SWAPS="--swaps 100 --workers 2 --output folder"
 """
@@ -40,7 +42,9 @@ from embedserve_proto import embedding_pb2 as pb
 from embedserve_store import ModelStore, set_alias
 
 SERVER_CORE, LOAD_CORE = 0, 1
-MODEL, ALIAS = "swaps", "stable"
+MODEL, ALIAS, CANARY = "swaps", "stable", "canary"
+ROLLBACK_EVERY = CANARY_EVERY = 10
+"""Switches; the canary moves between two rollbacks."""
 TABLES, DIM, BAG_MAX = 8, 64, 8
 FIGURE = 4099
 """Values of a version are below, and added to its number of STEPs: sums of them are exact."""
@@ -56,7 +60,7 @@ SWITCH_S_MAX = 120.0
 AFTER_S = 0.2
 """Past the first answer of the next version, in which a wait counts as one of the switch."""
 HEAD = (
-    b"POST /embed HTTP/1.1\r\nHost: h\r\nContent-Type: application/x-protobuf\r\n"
+    b"POST %b HTTP/1.1\r\nHost: h\r\nContent-Type: application/x-protobuf\r\n"
     b"Accept: application/x-protobuf\r\nContent-Length: %d\r\n\r\n%b"
 )
 WRK = """
@@ -149,7 +153,8 @@ class Seen:
     wrong: list[str] = field(default_factory=list)
     first_s: dict[int, float] = field(default_factory=dict)
 
-    def note(self, asked_s: float, request: Request, body: bytes) -> None:
+    def note(self, asked_s: float, request: Request, body: bytes, name: str) -> None:
+        """Of a request that named the model so."""
         now_s = monotonic()
         version = request.version_of(body)
         if version is None:
@@ -157,7 +162,8 @@ class Seen:
             return
         self.waits.append((asked_s, now_s - asked_s))
         self.answers[version] += 1
-        self.first_s.setdefault(version, now_s)
+        if name:
+            self.first_s.setdefault(version, now_s)
 
 
 @dataclass(frozen=True)
@@ -170,23 +176,29 @@ class Switch:
     memory_mb: float
 
 
-async def ask_rest(port: int, requests: Sequence[Request], seen: Seen, random: Random) -> None:
+async def ask_rest(
+    port: int, requests: Sequence[Request], seen: Seen, random: Random, name: str
+) -> None:
+    path = f"/models/{name}/embed" if name else "/embed"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     while True:
         request = random.choice(requests)
         asked_s = monotonic()
-        writer.write(HEAD % (len(request.message), request.message))
+        writer.write(HEAD % (path.encode(), len(request.message), request.message))
         head = await reader.readuntil(b"\r\n\r\n")
         found = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
         body = await reader.readexactly(int(found[1]) if found else 0)
         if head.startswith(b"HTTP/1.1 200"):
-            seen.note(asked_s, request, body)
+            seen.note(asked_s, request, body, name)
         else:
             seen.wrong.append(f"REST: {head[:40]!r} {body[:200]!r}")
         await asyncio.sleep(random.uniform(0.5, 1.5) / RATE)
 
 
-async def ask_grpc(port: int, requests: Sequence[Request], seen: Seen, random: Random) -> None:
+async def ask_grpc(
+    port: int, requests: Sequence[Request], seen: Seen, random: Random, name: str
+) -> None:
+    model = pb.EmbedRequest(model=name).SerializeToString()
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
         embed = channel.unary_unary("/embedserve.v1.EmbeddingService/Embed")
@@ -194,7 +206,8 @@ async def ask_grpc(port: int, requests: Sequence[Request], seen: Seen, random: R
             request = random.choice(requests)
             asked_s = monotonic()
             try:
-                seen.note(asked_s, request, await embed(request.message))
+                body = await embed(model + request.message)
+                seen.note(asked_s, request, body, name)
             except grpc.aio.AioRpcError as error:
                 seen.wrong.append(f"gRPC: {error.code().name} {error.details()}")
             await asyncio.sleep(random.uniform(0.5, 1.5) / RATE)
@@ -265,10 +278,14 @@ class Swaps:
         http_port, grpc_port = self._ports
         serve = [
             *command("serve", self._store, "--model", f"{MODEL}@{ALIAS}", "--follow", "alias"),
+            *("--default-model", MODEL),
             *("--follow-s", 0.1, "--workers", self._chosen.workers),
             *("--http-port", http_port, "--grpc-port", grpc_port),
         ]
         set_alias(self._store, MODEL, ALIAS, 1)
+        if self._chosen.canary:
+            serve += ["--model", f"{MODEL}@{CANARY}"]
+            self._move_canary(2)
         with (self._folder / "server.log").open("wb") as log:
             server = subprocess.Popen(pinned(SERVER_CORE, serve), stdout=log, stderr=log)
             try:
@@ -291,10 +308,10 @@ class Swaps:
     async def _swap(self, pid: int) -> None:
         asking = [
             asyncio.create_task(
-                ask(port, self._requests, self.seen, Random(f"{ask.__name__} {caller}"))
+                ask(port, self._requests, self.seen, Random(f"{ask.__name__} {caller}"), name)
             )
             for ask, port in zip((ask_rest, ask_grpc), self._ports, strict=True)
-            for caller in range(CALLERS)
+            for caller, name in enumerate((f"{MODEL}@{ALIAS}", "") * (CALLERS // 2))
         ]
         versions = ModelStore(self._store).versions(MODEL)
         for version in (*versions[1:], versions[0]):  # so that every answer is known to wrk
@@ -304,10 +321,16 @@ class Swaps:
         self.seen.waits.clear()
         self.switches.clear()
         self.start_s = monotonic()
-        order = [*versions[1:], versions[0]]
-        for number in range(self._chosen.swaps):
+        now = versions[0]
+        before = versions[-1]
+        for number in range(1, self._chosen.swaps + 1):
             await asyncio.sleep(self._chosen.every_s)
-            await self._move(order[number % len(order)], pid)
+            is_rollback = number % ROLLBACK_EVERY == 0
+            following = versions[(versions.index(now) + 1) % len(versions)]
+            before, now = now, before if is_rollback else following
+            await self._move(now, pid)
+            if self._chosen.canary and number % CANARY_EVERY == CANARY_EVERY // 2:
+                self._move_canary(versions[number % len(versions)])
             for task in asking:
                 if task.done():
                     task.result()
@@ -335,6 +358,10 @@ class Swaps:
         if len(self.switches) % MEMORY_EVERY == MEMORY_EVERY - 1:  # the kernel takes its time
             memory = await asyncio.to_thread(memory_mb, pid)
         self.switches.append(Switch(version, at_s, seen_s, memory))
+
+    def _move_canary(self, version: int) -> None:
+        percents = {"share": self._chosen.canary, "shadow": self._chosen.shadow}
+        set_alias(self._store, MODEL, CANARY, version, **percents)
 
     async def _start_wrk(self) -> asyncio.subprocess.Process:
         def quoted(data: bytes) -> str:
@@ -421,6 +448,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--versions", type=int, default=3, help="that take turns")
     parser.add_argument("--rows", type=int, default=100_000, help="of each of the eight tables")
+    parser.add_argument("--canary", type=float, default=0.0, help="its share, in percent")
+    parser.add_argument("--shadow", type=float, default=0.0, help="of the canary, in percent")
     parser.add_argument("--cold", action="store_true", help="the next version is on the disk alone")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--output", type=Path, help="folder for the log and the picture")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from embedserve.config import ServeSettings
-from embedserve.processes.loading import prepared
-from embedserve.processes.moves import REFUSED, SWITCHED
+from embedserve.processes.loading import load_named, prepared
+from embedserve.processes.moves import REFUSED, REMOVED, SWITCHED
 from embedserve.processes.rollout import Rollout
 from embedserve.processes.threads import in_thread
 from embedserve.types import split_name
@@ -75,6 +75,18 @@ class StoreWatch:
         alias = store.alias(model, tag)
         assert alias.version is not None  # it would have been refused
         return Wanted(alias.version, alias.share, alias.shadow)
+
+    def open(self, name: str) -> ModelVersion:
+        """The version that ``name`` means now, as ``load``.
+
+        Raises:
+            StoreError: there is none, it is not as it was published, or does not fit.
+        """
+        try:
+            version = load_named(self._opened_store(), name)
+            return prepared(self._settings, {name: version}, is_shown=False)[name]
+        except (OSError, MemoryError) as error:
+            raise StoreError(f"{name}: {error}") from error
 
     def load(self, name: str, number: int) -> ModelVersion | None:
         """The version, pulled first where the store is remote, and verified or made resident where
@@ -146,12 +158,24 @@ class Mover(Protocol):
     def retry(self, name: str) -> None:
         """What was refused may be tried again."""
 
+    def add(self, name: str, version: ModelVersion) -> None:
+        """To ``version``, also where nothing answers for ``name`` yet. Nothing comes of it while
+        the move to another is under way."""
+
+    def remove(self, name: str) -> None:
+        """Has nothing answer for ``name`` any more; unless that is all that is served."""
+
+    def reload(self) -> None:
+        """Has the store looked at now, whatever is followed."""
+
 
 class Alone:
     """Moves a process that has no others beside it."""
 
     def __init__(self, rollout: Rollout) -> None:
         self._rollout = rollout
+        self._adding: set[asyncio.Task[None]] = set()
+        self.reload: Callable[[], None] = _do_nothing
 
     def want(self, name: str, number: int) -> None:
         self._rollout.want(name, number)
@@ -176,6 +200,21 @@ class Alone:
 
     def retry(self, name: str) -> None:
         self._rollout.retry(name)
+
+    def add(self, name: str, version: ModelVersion) -> None:
+        coming = self._rollout.coming(name)
+        if coming is None or coming.state == "failed":
+            task = asyncio.create_task(self.move(name, version))
+            self._adding.add(task)
+            task.add_done_callback(self._adding.discard)
+
+    def remove(self, name: str) -> None:
+        if self._rollout.remove(name):
+            logger.info(REMOVED, name)
+
+
+def _do_nothing() -> None:
+    return None
 
 
 class Follower:
@@ -250,7 +289,9 @@ async def followed(
     settings: ServeSettings, rollout: Rollout, stop: asyncio.Event
 ) -> AsyncIterator[Follower]:
     """Within, the store is followed, until ``stop`` is set."""
-    follower = Follower(StoreWatch(settings), rollout, Alone(rollout))
+    alone = Alone(rollout)
+    follower = Follower(StoreWatch(settings), rollout, alone)
+    alone.reload = follower.look_now
     task = asyncio.create_task(follower.run(stop, settings))
     try:
         yield follower

@@ -16,7 +16,7 @@ from embedserve.processes.threads import in_thread
 from embedserve_store import ModelVersion, StoreError
 
 
-class _TellingSupervisor:
+class TellingSupervisor:
     """A follower's mover where the supervisor has all workers move together."""
 
     def __init__(self, channel: socket.socket) -> None:
@@ -42,6 +42,15 @@ class _TellingSupervisor:
 
     def retry(self, name: str) -> None:
         self._tell(Move(Step.RETRY, name))
+
+    def add(self, name: str, version: ModelVersion) -> None:
+        self._tell(Move(Step.LOAD, name, version.manifest.version, str(version.path)))
+
+    def remove(self, name: str) -> None:
+        self._tell(Move(Step.REMOVE, name))
+
+    def reload(self) -> None:
+        self._channel.send(WorkerMessage.RELOAD.value)
 
     def _tell(self, move: Move) -> None:
         self._channel.send(move.to_bytes())
@@ -69,7 +78,7 @@ class MovingWorker:
         """Something of versions."""
         if message == WorkerMessage.LOOK.value:
             self._follower = Follower(
-                StoreWatch(self._settings), self._rollout, _TellingSupervisor(self._channel)
+                StoreWatch(self._settings), self._rollout, TellingSupervisor(self._channel)
             )
             self._do(self._follower.run(self._stop, self._settings))
         elif message == WorkerMessage.RELOAD.value:

@@ -75,9 +75,13 @@ class Rollout:
         version = self.versions.get(name)
         return None if version is None else version.manifest.version
 
+    def coming(self, name: str) -> ComingVersion | None:
+        """The version that is to be next, or failed."""
+        return self._models.coming.get(name)
+
     def refused(self, name: str) -> int | None:
         """The version that was to be next, and failed."""
-        coming = self._models.coming.get(name)
+        coming = self.coming(name)
         return coming.version if coming is not None and coming.state == "failed" else None
 
     def want(self, name: str, number: int) -> None:
@@ -174,11 +178,12 @@ class Rollout:
         return True
 
     def remove(self, name: str) -> bool:
-        """Has nothing answer for ``name`` any more; False where nothing did."""
-        self._forget(name)
+        """Has nothing answer for ``name`` any more; False where nothing did, or nothing else is
+        served."""
         number = self.number(name)
-        if number is None:
+        if number is None or len(self.versions) == 1:
             return False
+        self._forget(name)
         before = self._models.remove(name)
         self._metrics.remove(name)
         gone: list[object] = [self.engines.pop(name), self.versions.pop(name)]

@@ -256,6 +256,8 @@ class Supervisor:
                 logger.info("worker %d is ready again", worker.index)
             if self._together is not None:
                 self._together.ready(worker.index)
+        elif message == WorkerMessage.RELOAD.value:
+            self._reload()
         elif self._together is not None and not self._is_stopping:
             self._together.hear(worker.index, Move.from_bytes(message))
 

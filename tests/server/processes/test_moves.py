@@ -276,3 +276,82 @@ def test_a_move_that_takes_for_ever_is_given_up(
     assert told == (0, refused("shop", 8, "workers 1 have not loaded it in -1 s"))
     assert other[0] == 1
     assert not workers.together.is_preparing(1)
+
+
+def test_a_name_is_loaded_and_removed_by_all(workers: Workers) -> None:
+    load = Move(Step.LOAD, "shop@canary", 9, "/store/shop/9")
+    prepare, switch = (replace(load, step=step) for step in (Step.PREPARE, Step.SWITCH))
+    workers.hear(0, say=replace(load, step=Step.FOUND))  # of a name that was removed meanwhile
+    workers.hear(0, say=Move(Step.WANTED, "shop@canary", 9))
+    assert workers.told() == []
+    workers.hear(1, say=load)
+    assert workers.told() == [(0, prepare), (1, prepare)]
+    workers.hear(0, 1, say=Move(Step.PREPARED, "shop@canary", 9))
+    assert workers.told() == [(0, replace(switch, path="")), (1, replace(switch, path=""))]
+    assert workers.adopted == [("shop@canary", "/store/shop/9")]
+    workers.hear(1, say=load)
+    assert workers.told() == []
+    remove = Move(Step.REMOVE, "shop@canary")
+    workers.hear(0, say=remove)
+    assert workers.told() == [(0, remove), (1, remove)]
+    assert workers.adopted[1:] == [("shop@canary", None)]
+    workers.hear(0, say=remove)
+    assert workers.told() == []
+
+
+def test_a_worker_that_starts_meanwhile_has_what_the_others_have(workers: Workers) -> None:
+    load = Move(Step.LOAD, "shop@canary", 9, "/store/shop/9")
+    workers.together.start(2)
+    workers.hear(0, say=load)
+    workers.hear(0, 1, say=Move(Step.PREPARED, "shop@canary", 9))
+    workers.together.start(3)
+    workers.hear(0, say=Move(Step.REMOVE, "films"))
+    workers.told()
+    workers.together.ready(2)
+    workers.together.ready(3)
+    remove = Move(Step.REMOVE, "films")
+    prepare = replace(load, step=Step.PREPARE)
+    assert workers.told() == [(2, remove), (2, prepare), (3, remove)]
+
+
+def test_the_last_name_is_not_removed(workers: Workers) -> None:
+    for name in ("films", "shop"):
+        workers.hear(0, say=Move(Step.REMOVE, name))
+    assert [move for _, move in workers.told()] == [Move(Step.REMOVE, "films")] * 2
+
+
+def test_what_is_removed_while_it_is_loaded_does_not_come_back(workers: Workers) -> None:
+    workers.hear(0, say=FOUND)
+    workers.hear(0, say=PREPARED)
+    workers.hear(0, say=Move(Step.REMOVE, "shop"))
+    workers.told()
+    workers.hear(1, say=PREPARED)
+    assert workers.told() == []
+    assert workers.adopted == [("shop", None)]
+
+
+def test_shares_are_told_to_all_and_to_those_that_come(workers: Workers) -> None:
+    share = Move(Step.SHARE, "shop@canary", share=10.0, shadow=5.0)
+    workers.hear(0, say=share)
+    assert workers.told() == [(0, share), (1, share)]
+    workers.start(2)
+    assert workers.told() == [(2, share)]
+
+
+def test_what_was_refused_is_tried_again_where_that_is_asked(workers: Workers) -> None:
+    workers.hear(0, say=FOUND)
+    workers.hear(0, say=REFUSED)
+    workers.told()
+    retry = Move(Step.RETRY, "shop")
+    workers.hear(0, say=retry)
+    assert workers.told() == [(0, retry), (1, retry)]
+    workers.hear(0, say=FOUND)
+    assert workers.told() == [(0, PREPARE), (1, PREPARE)]
+
+
+def test_the_one_that_looks_is_told_to_look_now(workers: Workers) -> None:
+    workers.together.reload()
+    assert workers.told() == [(0, "reload")]
+    nobody = Workers()
+    nobody.together.reload()
+    assert nobody.told() == []
