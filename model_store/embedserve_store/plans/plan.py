@@ -63,6 +63,17 @@ class Plan:
                 result[shard.rank] += shard_bytes(shard, table, device_type)
         return result
 
+    def served_bytes_per_rank(self, tables: Sequence[TableSpec]) -> list[int]:
+        """As bytes_per_rank, of a server: batches enter on rank 0, which alone is asked of a
+        data_parallel table, so that no other rank has its rows."""
+        result = [0] * self.world_size
+        for table in tables:
+            plan = self.tables[table.name]
+            for shard in plan.shards:
+                if plan.sharding_type != "data_parallel" or not shard.rank:
+                    result[shard.rank] += shard_bytes(shard, table, "cpu")
+        return result
+
     def column_shard_bytes(self, tables: Sequence[TableSpec]) -> int:
         """Stored bytes of shards that have some of their table's columns: no range of the file,
         so copied also where all other shards are mapped."""

@@ -252,6 +252,16 @@ class Metrics(Collector):
                 "Seconds from when the served version was found until it answered; 0 for the one "
                 "that was there at the start.",
             ),
+            (
+                "behind_seconds",
+                "Seconds since another version was found that is to answer, and does not yet; 0 "
+                "where it does.",
+            ),
+            (
+                "refused",
+                "1 where the version that is to answer cannot be served, and the one before goes "
+                "on: the log and /models say why.",
+            ),
         ):
             yield self._gauge(f"model_{gauge}", help_text, [most[gauge] for _, most in gauges])
         switches = CounterMetricFamily(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from time import perf_counter
 from zlib import crc32
 
 import numpy as np
@@ -29,7 +30,15 @@ VERSION_LABELS = (*NAME_LABELS, "version")
 COLUMNS_MIN = 1024
 """Features, or keys, that a later version of a model may have; memory that is not written costs
 nothing."""
-MODEL_GAUGES = ("queued_requests", "queued_examples", "damaged", "wanted_version", "load_seconds")
+MODEL_GAUGES = (
+    "queued_requests",
+    "queued_examples",
+    "damaged",
+    "wanted_version",
+    "load_seconds",
+    "behind_seconds",
+    "refused",
+)
 VERSION_BUCKETS = {
     "wait_seconds": SECONDS_BUCKETS,
     "batch_examples": COUNT_BUCKETS,
@@ -193,6 +202,8 @@ class ModelMetrics:
         wanted_version: what the store says is to be served; 0 where this process does not ask it.
         load_seconds: what it took to load the version that answers, from when it was found; 0 for
             the one that was there at the start.
+        found_s: perf_counter when another version was found that is to answer; None for none.
+        is_refused: that version cannot be served.
         switches: how often another version took over.
         columns_max: how many features, or keys, a later version may have.
     """
@@ -208,6 +219,8 @@ class ModelMetrics:
         self.is_damaged = False
         self.wanted_version = 0
         self.load_seconds = 0.0
+        self.found_s: float | None = None
+        self.is_refused = False
         self._gauges = slot.take(len(MODEL_GAUGES))
         self._switches = slot.take(1)
         self.switches = int(self._switches.own[0])
@@ -234,6 +247,8 @@ class ModelMetrics:
             self.is_damaged,
             self.wanted_version,
             self.load_seconds,
+            0.0 if self.found_s is None else perf_counter() - self.found_s,
+            self.is_refused,
         )
         self._switches.own[:] = self.switches
         self.version.flush()

@@ -67,7 +67,6 @@ class Rollout:
         self._restore = restore
         self._make_batcher = make_batcher
         self._prepared: dict[str, _Prepared] = {}
-        self._found_s: dict[str, float] = {}
         self._one_at_a_time = asyncio.Lock()  # torchrec is built, and traced, by one thread
 
     def number(self, name: str) -> int | None:
@@ -87,13 +86,15 @@ class Rollout:
     def want(self, name: str, number: int) -> None:
         """The store says that version ``number`` is to answer; what failed or was loaded instead is
         forgotten."""
-        if name in self._metrics.models:
-            self._metrics.models[name].wanted_version = number
+        metrics = self._metrics.models.get(name)
+        if metrics is None:
+            return
+        metrics.wanted_version = number
         coming = self._models.coming.get(name)
         if coming is not None and coming.version != number:
             self._forget(name)
-        if number != self.number(name):
-            self._found_s.setdefault(name, perf_counter())
+        if number != self.number(name) and metrics.found_s is None:
+            metrics.found_s = perf_counter()
 
     def share(self, name: str, share: float, shadow: float) -> None:
         """The store says what ``name`` answers of the requests that name its model alone, and how
@@ -109,9 +110,12 @@ class Rollout:
             StoreError: it cannot be loaded, or answers wrongly.
         """
         number = version.manifest.version
-        found_s = self._found_s.get(name, perf_counter())
+        metrics = self._metrics.models.get(name)
+        found_s = None if metrics is None else metrics.found_s
         self._forget(name)
-        self._found_s[name] = found_s
+        found_s = found_s or perf_counter()
+        if metrics is not None:
+            metrics.found_s = found_s
         coming = self._say_coming(name, number, "loading")
 
         def say_warming() -> None:  # in a thread
@@ -201,7 +205,11 @@ class Rollout:
 
     def refuse(self, name: str, number: int, reason: str) -> None:
         """Version ``number`` stays out, for ``reason``."""
+        metrics = self._metrics.models.get(name)
+        found_s = None if metrics is None else metrics.found_s
         self._forget(name)
+        if metrics is not None:
+            metrics.found_s, metrics.is_refused = found_s, True
         self._say_coming(name, number, "failed", reason)
 
     def retry(self, name: str) -> None:
@@ -212,7 +220,9 @@ class Rollout:
     def _forget(self, name: str) -> None:
         if name in self._prepared:
             _let_go([self._prepared.pop(name)])
-        self._found_s.pop(name, None)
+        metrics = self._metrics.models.get(name)
+        if metrics is not None:
+            metrics.found_s, metrics.is_refused = None, False
         self._models.coming.pop(name, None)
 
     def _say_coming(self, name: str, number: int, state: str, reason: str = "") -> ComingVersion:

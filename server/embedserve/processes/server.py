@@ -50,7 +50,7 @@ def model_info(engine: Engine, name: str) -> ModelInfo:
         sharding={name: table.sharding_type for name, table in engine.plan.tables.items()},
         translator=engine.translator,
         device_type=engine.device_type,
-        bytes_per_rank=tuple(engine.plan.bytes_per_rank(engine.manifest.tables)),
+        bytes_per_rank=tuple(engine.plan.served_bytes_per_rank(engine.manifest.tables)),
         replanned=engine.replanned,
         lookup_kind=engine.lookup_kind,
         named=name,

@@ -88,6 +88,11 @@ class Moving:
         coming = self.exchange.models.coming.get("shop")
         return None if coming is None else (coming.version, coming.state, coming.reason)
 
+    def behind(self) -> tuple[bool, bool]:
+        """Whether another version is to answer, and whether it was refused."""
+        metrics = self.exchange.metrics.models["shop"]
+        return metrics.found_s is not None, metrics.is_refused
+
     async def check(self, number: int, name: str = "shop") -> None:
         """That version ``number`` answers."""
         result = await submit_to(self.exchange.models, make_request(USER, model=name))
@@ -105,9 +110,14 @@ async def test_it_moves_once_the_next_version_is_loaded_and_it_is_told_to(
 ) -> None:
     moving.restored = gate.before(nothing)
     moving.rollout.want("shop", 8)
+    metrics = moving.exchange.metrics.models["shop"]
+    found_s = metrics.found_s
+    assert moving.behind() == (True, False)
     preparing = asyncio.create_task(moving.rollout.prepare("shop", moving.version(8)))
     await until(lambda: gate.threads)
     assert moving.coming() == (8, "loading", "")
+    moving.rollout.want("shop", 8)  # at the next look
+    assert metrics.found_s == found_s
     await moving.check(7)
     assert not moving.rollout.switch("shop", 8)
     gate.opened.set()
@@ -118,8 +128,8 @@ async def test_it_moves_once_the_next_version_is_loaded_and_it_is_told_to(
     await moving.check(8)
     assert moving.rollout.number("shop") == 8
     assert moving.coming() is None
-    metrics = moving.exchange.metrics.models["shop"]
     assert (metrics.wanted_version, metrics.switches, metrics.model.version) == (8, 1, 8)
+    assert moving.behind() == (False, False)
     assert metrics.load_seconds > 0
     assert moving.befores == [moving.engines[7]]
 
@@ -155,6 +165,7 @@ async def test_a_version_that_cannot_be_loaded_stays_out(
         await moving.rollout.prepare("shop", moving.version(8))
     moving.rollout.refuse("shop", 8, reason)
     assert moving.coming() == (8, "failed", reason)
+    assert moving.behind()[1]
     assert moving.rollout.refused("shop") == 8
     assert not moving.rollout.switch("shop", 8)
     await moving.check(7)
@@ -162,6 +173,7 @@ async def test_a_version_that_cannot_be_loaded_stays_out(
     assert moving.rollout.refused("shop") == 8
     moving.rollout.want("shop", 7)  # another is wanted: 8 may be tried again afterwards
     assert moving.rollout.refused("shop") is None
+    assert moving.behind() == (False, False)
     moving.restored = nothing
     moving.rollout.want("shop", 8)
     assert await moving.rollout.prepare("shop", moving.version(8))

@@ -163,6 +163,13 @@ def test_bytes_of_a_rank_count_copies_and_every_shards_scale_and_bias() -> None:
     assert PLAN.bytes_per_rank(TABLES) == [of_rank_0, of_rank_1]
 
 
+def test_a_server_has_the_rows_of_copies_on_rank_0_alone() -> None:
+    held, served = PLAN.bytes_per_rank(TABLES), PLAN.served_bytes_per_rank(TABLES)
+    copied = [t for t in TABLES if PLAN.tables[t.name].sharding_type == "data_parallel"]
+    assert copied
+    assert served == [held[0], held[1] - sum(table.nbytes for table in copied)]
+
+
 def test_column_shards_are_counted_by_themselves() -> None:
     assert PLAN.column_shard_bytes(TABLES) == 5 * (8 + 16 + 12)
 
