@@ -204,7 +204,7 @@ def test_rows_that_come_in_the_order_of_the_keys_are_not_copied(
     version = write(**options)
     manifest = version.manifest
     sharded = shard_unpooled(version, version.plan, "cpu").module
-    rows = RowLookup(sharded, manifest.features, manifest.keys, torch.device("cpu"))
+    rows = RowLookup(sharded, manifest.features, manifest.keys, DIM, torch.device("cpu"))
     assert rows.is_whole == is_whole
     bags = jagged(version)
     with torch.inference_mode():
@@ -212,7 +212,8 @@ def test_rows_that_come_in_the_order_of_the_keys_are_not_copied(
         values = rows(ids, lengths, None).numpy()
     expected = rows_of(stored_rows(version), manifest, bags)
     np.testing.assert_allclose(values, expected, rtol=0, atol=1e-7)
-    assert not RowLookup(sharded, manifest.features, manifest.keys[::-1], ids.device).is_whole
+    backwards = RowLookup(sharded, manifest.features, manifest.keys[::-1], DIM, ids.device)
+    assert not backwards.is_whole
 
 
 def test_tables_are_mapped_not_copied(write: Write) -> None:

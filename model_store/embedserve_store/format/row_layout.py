@@ -1,9 +1,11 @@
-"""Rows of a table as bytes: FBGEMM's inference layout, unpadded.
+"""Rows of a table as bytes: FBGEMM's inference layout.
 
 float32 and float16 rows are plain little-endian numbers. An int8 or int4 row is its scale and
 its bias (float16 each), then the codes: value = code * scale + bias. An int4 byte holds two
 codes, the first in its low half. FBGEMM's quantize op puts scale and bias behind the codes, its
-inference kernels (TBE) read them in front: they are moved here. Nothing else knows the layout.
+inference kernels (TBE) read them in front: they are moved here. A row has
+a multiple of 4 columns: others are filled up, and no answer has what fills them. Nothing else knows
+the layout.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_store.format.table_spec import SCALE_BIAS_BYTES
+from embedserve_store.format.table_spec import SCALE_BIAS_BYTES, stored_columns
 
 if TYPE_CHECKING:
     import torch
@@ -25,11 +27,24 @@ def encode_rows(block: torch.Tensor, dtype: str) -> NDArray[np.uint8]:
     """Rows [n, dim] (float32 or float16, on the CPU) as stored bytes [n, row_bytes]."""
     import torch
 
+    block = _filled_up(block, dtype)
     if dtype in _BITS:
         return _quantize(block, _BITS[dtype])
     # Values beyond float16's range become infinite; unstorable_rows finds them.
     target = torch.float32 if dtype == "float32" else torch.float16
     return block.to(target).contiguous().numpy().view(np.uint8)
+
+
+def _filled_up(block: torch.Tensor, dtype: str) -> torch.Tensor:
+    """``block`` with as many columns as are stored: with zeros, or where a row's scale depends on
+    its values with one of these."""
+    missing = stored_columns(block.shape[1]) - block.shape[1]
+    if not missing:
+        return block
+    import torch
+
+    last = block[:, -1:] if dtype in _BITS else torch.zeros_like(block[:, -1:])
+    return torch.cat((block, last.expand(-1, missing)), dim=1)
 
 
 def _quantize(block: torch.Tensor, bits: int) -> NDArray[np.uint8]:
@@ -52,10 +67,10 @@ def dequantize_rows(rows: NDArray[np.uint8], dtype: str, dim: int) -> NDArray[np
     """Stored bytes [n, row_bytes] as the values [n, dim] that a lookup adds up."""
     rows = np.ascontiguousarray(rows)
     if dtype in ("float32", "float16"):
-        return rows.view("<f4" if dtype == "float32" else "<f2").astype(np.float32)
+        return rows.view("<f4" if dtype == "float32" else "<f2")[:, :dim].astype(np.float32)
     scale_bias = np.ascontiguousarray(rows[:, :SCALE_BIAS_BYTES]).view("<f2").astype(np.float32)
     codes = rows[:, SCALE_BIAS_BYTES:]
     if dtype == "int4":
         halves = np.stack((codes & 0x0F, codes >> 4), axis=2)
-        codes = halves.reshape(len(rows), 2 * codes.shape[1])[:, :dim]
-    return codes.astype(np.float32) * scale_bias[:, :1] + scale_bias[:, 1:]
+        codes = halves.reshape(len(rows), 2 * codes.shape[1])
+    return codes[:, :dim].astype(np.float32) * scale_bias[:, :1] + scale_bias[:, 1:]

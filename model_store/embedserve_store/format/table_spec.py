@@ -21,6 +21,9 @@ POOLINGS = ("sum", "mean", "none")
 """none: an EmbeddingCollection's, one row for each id; all tables of a model or none have it."""
 SCALE_BIAS_BYTES = 4
 """int8 and int4 rows begin with FBGEMM's scale and bias, float16 each."""
+COLUMN_MULTIPLE = 4
+"""Stored rows, and so column shards, have multiples of 4 columns: all of FBGEMM's quantizers and
+kernels, on CPU and CUDA, take these (its CPU kernels any, others multiples of 1, 2 or 4)."""
 BYTES_MAX = 2**63 - 1
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
@@ -44,9 +47,14 @@ class TableSpec:
     """How callers' ids become row numbers."""
 
     @property
+    def stored_dim(self) -> int:
+        """Columns of a row in tables.safetensors; those from embedding_dim on mean nothing."""
+        return stored_columns(self.embedding_dim)
+
+    @property
     def row_bytes(self) -> int:
-        """Bytes of one row in tables.safetensors: FBGEMM's inference layout, unpadded."""
-        return row_bytes(self.dtype, self.embedding_dim)
+        """Bytes of one row in tables.safetensors: FBGEMM's inference layout of stored_dim."""
+        return row_bytes(self.dtype, self.stored_dim)
 
     @property
     def nbytes(self) -> int:
@@ -98,20 +106,29 @@ def table_of(data: dict[str, Any], ids: IdRule, where: str, sha256: str = "") ->
     return table
 
 
-def row_bytes(dtype: str, embedding_dim: int) -> int:
-    """Bytes of one stored row: fbgemm_gpu's unpadded_row_size_in_bytes.
+def stored_columns(columns: int) -> int:
+    """``columns`` of a row as FBGEMM's kernels take them: filled up to a multiple of 4.
+
+    >>> stored_columns(10), stored_columns(64)
+    (12, 64)
+    """
+    return -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+
+
+def row_bytes(dtype: str, columns: int) -> int:
+    """Bytes of a row of as many stored columns: fbgemm_gpu's unpadded_row_size_in_bytes.
 
     >>> row_bytes("float32", 64), row_bytes("int8", 64), row_bytes("int4", 64)
     (256, 68, 36)
     """
     if dtype == "float32":
-        return 4 * embedding_dim
+        return 4 * columns
     if dtype == "float16":
-        return 2 * embedding_dim
+        return 2 * columns
     if dtype == "int8":
-        return embedding_dim + SCALE_BIAS_BYTES
+        return columns + SCALE_BIAS_BYTES
     if dtype == "int4":
-        return (embedding_dim + 1) // 2 + SCALE_BIAS_BYTES
+        return (columns + 1) // 2 + SCALE_BIAS_BYTES
     raise ValueError(f"unknown dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
 
 
@@ -139,14 +156,10 @@ def check_table(table: TableSpec, where: str) -> None:
         raise StoreError(f"{where}: num_embeddings is {table.num_embeddings}, expected 1 or more")
     if table.embedding_dim < 1:
         raise StoreError(f"{where}: embedding_dim is {table.embedding_dim}, expected 1 or more")
-    if table.num_embeddings * table.embedding_dim * 4 > BYTES_MAX:
+    if table.num_embeddings * table.stored_dim * 4 > BYTES_MAX:
         raise StoreError(
             f"{where}: num_embeddings is {table.num_embeddings}: its float32 rows would have more "
             f"than {BYTES_MAX} bytes"
-        )
-    if table.embedding_dim % 4:
-        raise StoreError(
-            f"{where}: embedding_dim is {table.embedding_dim}: FBGEMM's kernels take multiples of 4"
         )
     if table.dtype not in DTYPES:
         raise StoreError(f"{where}: dtype is {table.dtype!r}, expected one of {', '.join(DTYPES)}")

@@ -46,7 +46,7 @@ def _entries(tables: tuple[TableSpec, ...]) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     offset = 0
     for table in file_order(tables):
-        columns = table.embedding_dim if table.dtype.startswith("float") else table.row_bytes
+        columns = table.stored_dim if table.dtype.startswith("float") else table.row_bytes
         entries[table.name] = {
             "dtype": _TENSOR_DTYPES[table.dtype],
             "shape": [table.num_embeddings, columns],

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embedserve_store.errors import StoreError
-from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.format.table_spec import COLUMN_MULTIPLE, TableSpec
 from embedserve_store.handwritten import read_handwritten
-from embedserve_store.plans.sharding_types import COLUMN_MULTIPLE, SHARDING_TYPES, why_not
+from embedserve_store.plans.sharding_types import SHARDING_TYPES, why_not
 
 if TYPE_CHECKING:
     from torchrec.distributed.planner import ParameterConstraints

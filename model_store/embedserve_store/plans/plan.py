@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from embedserve_store.errors import InvalidModelError, StoreError
-from embedserve_store.format.table_spec import TableSpec, row_bytes
+from embedserve_store.format.table_spec import COLUMN_MULTIPLE, TableSpec, row_bytes, stored_columns
 from embedserve_store.plans.constraints import TableConstraints
-from embedserve_store.plans.sharding_types import COLUMN_MULTIPLE, why_not
+from embedserve_store.plans.sharding_types import why_not
 
 FORMAT_VERSION = 1
 PLAN_BYTES_MAX = 64 << 20
@@ -32,6 +32,12 @@ class Shard:
     row_count: int
     col_offset: int
     col_count: int
+    """Of the model's columns: with the last of them go those that fill a stored row up."""
+
+    @property
+    def stored_col_count(self) -> int:
+        """Columns that it has of the stored rows."""
+        return stored_columns(self.col_count)
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,7 @@ class Plan:
 def shard_bytes(shard: Shard, table: TableSpec, device_type: str = "cpu") -> int:
     """Bytes that ``shard`` of ``table`` takes on a device: stored ones on cpu."""
     alignment = ROW_ALIGNMENT_BYTES[device_type]
-    one_row = row_bytes(table.dtype, shard.col_count)
+    one_row = row_bytes(table.dtype, shard.stored_col_count)
     return shard.row_count * -(-one_row // alignment) * alignment
 
 
@@ -249,12 +255,12 @@ def _check_column_cover(shards: Sequence[Shard], table: TableSpec, where: str) -
         rows = (shard.row_offset, shard.row_count)
         if shard.col_offset != column or shard.col_count < 1 or rows != (0, table.num_embeddings):
             raise StoreError(f"{where}: {_described(shard)} does not follow the shards before it")
-        if shard.col_count % COLUMN_MULTIPLE:
+        column += shard.col_count
+        if shard.col_count % COLUMN_MULTIPLE and column != table.embedding_dim:
             raise StoreError(
                 f"{where}: {_described(shard)} is not of a multiple of {COLUMN_MULTIPLE} columns, "
                 "as FBGEMM's kernels take"
             )
-        column += shard.col_count
     if column != table.embedding_dim:
         raise StoreError(f"{where}: shards cover {column} of {table.embedding_dim} columns")
 

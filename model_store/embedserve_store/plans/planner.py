@@ -186,7 +186,7 @@ def _search(
     divided = [table for table in tables if table.name not in copied]
     if divided:
         found = _divided(divided, asked, world_size, device_type, device_memory_bytes - taken)
-        shards |= {table.name: _table_plan(found[table.name]) for table in divided}
+        shards |= {table.name: _table_plan(found[table.name], table) for table in divided}
     return replace(plan, tables={table.name: shards[table.name] for table in tables})
 
 
@@ -220,17 +220,14 @@ def _divided(
     raise InvalidModelError(f"no sharding plan, world_size is {world_size}: {reason}") from failure
 
 
-def _table_plan(sharding: Any) -> TablePlan:
-    shards = [
-        Shard(
-            rank=shard.placement.rank(),
-            row_offset=shard.shard_offsets[0],
-            row_count=shard.shard_sizes[0],
-            col_offset=shard.shard_offsets[1],
-            col_count=shard.shard_sizes[1],
-        )
-        for shard in sharding.sharding_spec.shards
-    ]
+def _table_plan(sharding: Any, table: TableSpec) -> TablePlan:
+    """``sharding`` of the stored rows of ``table``, or of its own."""
+
+    shards = []
+    for shard in sharding.sharding_spec.shards:
+        (row, column), (rows, stored) = shard.shard_offsets, shard.shard_sizes
+        columns = min(stored, table.embedding_dim - column)
+        shards.append(Shard(shard.placement.rank(), row, rows, column, columns))
     return TablePlan(sharding.sharding_type, tuple(shards))
 
 
@@ -252,8 +249,9 @@ def from_torchrec(
                 f"table {table.name!r}: {reason}: say what it is served by with sharding"
             )
         is_copied = kind == "data_parallel"  # torchrec's plans of it have no shards
+        own = sharding[table.name]
         shards[table.name] = (
-            _one_copy_each(table, world_size) if is_copied else _table_plan(sharding[table.name])
+            _one_copy_each(table, world_size) if is_copied else _table_plan(own, table)
         )
     types = {name: TableConstraints(sharding_types=(kind,)) for name, kind in kinds.items()}
     return _checked(Plan(world_size, shards, types), tables, None, None)
@@ -277,7 +275,7 @@ def to_torchrec(plan: Plan, device_type: str) -> EmbeddingModuleShardingPlan:
                 [
                     ShardMetadata(
                         shard_offsets=[shard.row_offset, shard.col_offset],
-                        shard_sizes=[shard.row_count, shard.col_count],
+                        shard_sizes=[shard.row_count, shard.stored_col_count],
                         placement=f"rank:{shard.rank}/{_device(device_type, shard.rank)}",
                     )
                     for shard in table.shards

@@ -12,9 +12,9 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.constants import MIN_CW_DIM
 
 from embedserve_store.errors import InvalidModelError, StoreError
-from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.format.table_spec import COLUMN_MULTIPLE, TableSpec
 from embedserve_store.plans.constraints import TableConstraints, from_torchrec
-from embedserve_store.plans.sharding_types import AUTO, COLUMN_MULTIPLE, auto_types, why_not
+from embedserve_store.plans.sharding_types import AUTO, auto_types, why_not
 
 Constraints = Mapping[str, TableConstraints | ParameterConstraints | Mapping[str, Any]]
 """By table: ours, torchrec's, or its fields by name."""
@@ -103,12 +103,12 @@ def to_torchrec_constraints(
         types = ("table_wise",)  # every other is the same, with more work
     if len(types) > 1:
         types = tuple(kind for kind in types if kind != "data_parallel")
-    if len(types) > 1 and table.embedding_dim < 2 * (own.min_partition or MIN_CW_DIM):
+    if len(types) > 1 and table.stored_dim < 2 * (own.min_partition or MIN_CW_DIM):
         types = tuple(kind for kind in types if kind != "column_wise")  # would be one shard
     features = len(table.feature_names)
     narrowest = own.min_partition
     if narrowest is None and types == ("column_wise",):
-        narrowest = _narrowest(table.embedding_dim, world_size)
+        narrowest = _narrowest(table.stored_dim, world_size)
     return ParameterConstraints(
         sharding_types=list(types),
         min_partition=narrowest,
@@ -119,7 +119,7 @@ def to_torchrec_constraints(
     )
 
 
-def _narrowest(embedding_dim: int, world_size: int) -> int:
-    """Columns of a shard so that every rank gets one where the dim allows it: who asks for
+def _narrowest(columns: int, world_size: int) -> int:
+    """Columns of a shard so that every rank gets one where there are enough: who asks for
     column_wise alone wants the table divided, which torchrec does from 256 columns up only."""
-    return max(COLUMN_MULTIPLE, -(-embedding_dim // world_size))
+    return max(COLUMN_MULTIPLE, -(-columns // world_size))

@@ -137,7 +137,7 @@ def search(
 
 
 def _float_collection(tables: Sequence[TableSpec]) -> EmbeddingBagCollection:
-    """The tables as torchrec's float EmbeddingBagCollection, on the meta device.
+    """The tables as torchrec's float EmbeddingBagCollection, on the meta device, as wide as stored.
 
     An EmbeddingCollection's tables stand in it too: they are divided in the same ways.
     """
@@ -147,7 +147,7 @@ def _float_collection(tables: Sequence[TableSpec]) -> EmbeddingBagCollection:
             EmbeddingBagConfig(
                 name=table.name,
                 num_embeddings=table.num_embeddings,
-                embedding_dim=table.embedding_dim,
+                embedding_dim=table.stored_dim,
                 feature_names=list(table.feature_names),
                 pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM,
             )

@@ -15,8 +15,6 @@ columns, each on any rank. data_parallel: whole, on every rank."""
 UNPOOLED_SHARDING_TYPES = ("table_wise", "row_wise", "data_parallel")
 """What an EmbeddingCollection's tables can have."""
 SEVERAL_HOSTS_TYPES = ("table_row_wise", "table_column_wise", "grid_shard")
-COLUMN_MULTIPLE = 4
-"""FBGEMM's kernels take rows, and so column shards, of multiples of 4 columns."""
 
 
 def served_types(table: TableSpec) -> tuple[str, ...]:

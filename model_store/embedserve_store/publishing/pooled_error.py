@@ -50,7 +50,7 @@ def pooled_error(table: TableSpec, source: TableRows, tables: TablesFile) -> Poo
     numbers = random.integers(0, table.num_embeddings, int(lengths.sum()))
     trained = source.gather(numbers).float().numpy()
     stored = stored_rows(tables, table, numbers)
-    saved = table.num_embeddings * row_bytes("float32", table.embedding_dim) - table.nbytes
+    saved = table.num_embeddings * row_bytes("float32", table.stored_dim) - table.nbytes
     return _compared(
         pool_rows(trained, lengths, table.pooling), pool_rows(stored, lengths, table.pooling), saved
     )

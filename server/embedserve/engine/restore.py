@@ -138,15 +138,16 @@ def _lookups(
     """The plain lookup, and of a pooled model the one with weights; over the module that
     DistributedModelParallel wraps, from which they are compiled, or over the whole of it."""
     features, keys = version.manifest.features, version.manifest.keys
+    dims = version.manifest.length_per_key
     device = main_device(device_type)
     if not version.manifest.is_pooled:
         unpooled = shard_unpooled(version, plan, device_type)
         sharded = unpooled if is_eager else unpooled.module
-        return [RowLookup(sharded, features, keys, device)]
+        return [RowLookup(sharded, features, keys, dims[0], device)]
     plain = shard(version, plan, device_type, is_weighted=False)
     weighted = shard(version, plan, device_type, is_weighted=True, rows_of=plain)
     models = (plain, weighted) if is_eager else (plain.module, weighted.module)
-    return [TensorLookup(one, features, keys, device) for one in models]
+    return [TensorLookup(one, features, keys, dims, device) for one in models]
 
 
 def resolve_devices(devices: str, stored_world_size: int) -> tuple[str, int]:

@@ -8,15 +8,16 @@ the eager module: slower, same answers.
 # No "from __future__ import annotations": TorchScript reads the annotations below.
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
 from torch import nn
 from torchrec.fx import Tracer
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embedserve.engine.kernel_rows import Rows, kernels_of, stood_in_for, take_rows
 from embedserve.engine.trace import trace, with_inputs
@@ -49,7 +50,10 @@ KINDS = (TRACED, SCRIPTED, EAGER)
 class TensorLookup(nn.Module):
     """A sharded collection from tensors to a tensor whose columns follow ``keys``.
 
-    The order of torchrec's answer depends on the plan; here the blocks are put back.
+    The order of torchrec's answer depends on the plan, and rows may be stored wider than they are;
+    here the blocks are put back, as wide as ``dims`` (of each key) says: piece by piece, or where
+    there are gaps between pieces column by column, which takes 3 us for 8 of 10 columns each and
+    one example, where these pieces take 28.
     """
 
     def __init__(
@@ -57,31 +61,50 @@ class TensorLookup(nn.Module):
         sharded: nn.Module,
         features: Sequence[str],
         keys: Sequence[str],
+        dims: Sequence[int],
         device: torch.device,
     ) -> None:
         super().__init__()
         self.sharded = sharded
         self.features = list(features)
-        answer = self._answer_to_nothing(device)
-        self.answer_lengths: list[int] = answer.length_per_key()
-        self.order: list[int] = [answer.keys().index(key) for key in keys]
+        starts, self.width = self._answer_to_nothing(device)
+        pieces = [(starts[key], dim) for key, dim in zip(keys, dims, strict=True)]
+        self.pieces = _joined(pieces)
+        self.has_gaps = sum(dims) < self.width
+        columns = [column for start, dim in pieces for column in range(start, start + dim)]
+        self.columns: torch.Tensor
+        self.register_buffer("columns", torch.tensor(columns, device=device))
 
-    def _answer_to_nothing(self, device: torch.device) -> KeyedTensor:
-        """torchrec creates its input and output modules at the first call, on its device."""
+    def _answer_to_nothing(self, device: torch.device) -> tuple[dict[str, int], int]:
+        """Where the columns of each key begin in torchrec's answer, and how many it has. torchrec
+        creates its input and output modules at the first call, on its device."""
         ids = torch.zeros(0, dtype=torch.int64, device=device)
         lengths = torch.zeros(len(self.features), dtype=torch.int32, device=device)
         weights = torch.zeros(0, device=device)
         with torch.inference_mode():
-            return self.sharded(_to_kjt(self.features, ids, lengths, weights))
+            answer = self.sharded(_to_kjt(self.features, ids, lengths, weights))
+        ends = list(accumulate(answer.length_per_key()))
+        return dict(zip(answer.keys(), [0, *ends], strict=False)), ends[-1]
 
     def forward(
         self, ids: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
         values: torch.Tensor = self.sharded(_to_kjt(self.features, ids, lengths, weights)).values()
-        if self.order == sorted(self.order):
+        if self.pieces == [(0, self.width)]:
             return values
-        blocks = torch.split(values, self.answer_lengths, dim=1)
-        return torch.cat([blocks[i] for i in self.order], dim=1)
+        if self.has_gaps:
+            return values.index_select(1, self.columns)
+        return torch.cat([values.narrow(1, start, count) for start, count in self.pieces], dim=1)
+
+
+def _joined(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(start, count) of columns one after the other, in as few pieces as there can be."""
+    joined: list[tuple[int, int]] = []
+    for start, count in pieces:
+        if joined and sum(joined[-1]) == start:
+            start, count = joined[-1][0], joined.pop()[1] + count
+        joined.append((start, count))
+    return joined
 
 
 @torch.fx.wrap
@@ -96,7 +119,8 @@ class RowLookup(nn.Module):
     """A sharded EmbeddingCollection from tensors to its rows, key after key. Without weights.
 
     torchrec answers with slices of what its kernels or its un-permuting wrote. Where those
-    already follow one another in the order of ``keys``, the whole is answered without copying.
+    already follow one another in the order of ``keys``, the whole is answered without copying,
+    unless rows are stored wider than ``dim``.
     """
 
     def __init__(
@@ -104,17 +128,21 @@ class RowLookup(nn.Module):
         sharded: nn.Module,
         features: Sequence[str],
         keys: Sequence[str],
+        dim: int,
         device: torch.device,
     ) -> None:
         super().__init__()
         self.sharded = sharded
         self.features = list(features)
         self.keys = list(keys)
+        self.dim = dim
         # One id for each feature also makes torchrec create its input and output modules.
         ids = torch.zeros(len(features), dtype=torch.int64, device=device)
         lengths = torch.ones(len(features), dtype=torch.int32, device=device)
         with torch.inference_mode():
-            self.is_whole = _follow_one_another(self._slices(ids, lengths))
+            slices = self._slices(ids, lengths)
+        self.is_whole = _follow_one_another(slices)
+        self.is_wide = slices[0].size(1) > dim
 
     def _slices(self, ids: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
         answer = self.sharded(_to_kjt(self.features, ids, lengths, None))
@@ -124,7 +152,8 @@ class RowLookup(nn.Module):
         self, ids: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
         slices = self._slices(ids, lengths)
-        return _whole(slices) if self.is_whole else torch.cat(slices)
+        rows = _whole(slices) if self.is_whole else torch.cat(slices)
+        return rows.narrow(1, 0, self.dim).contiguous() if self.is_wide else rows
 
 
 def _follow_one_another(slices: list[torch.Tensor]) -> bool:

@@ -138,7 +138,7 @@ def _meta_collection(manifest: Manifest, is_weighted: bool) -> QuantEmbeddingBag
             EmbeddingBagConfig(
                 name=table.name,
                 num_embeddings=table.num_embeddings,
-                embedding_dim=table.embedding_dim,
+                embedding_dim=table.stored_dim,
                 feature_names=list(table.feature_names),
                 pooling=PoolingType.SUM,
                 data_type=DATA_TYPES[table.dtype],

@@ -94,7 +94,7 @@ def _meta_collection(manifest: Manifest) -> QuantEmbeddingCollection:
             EmbeddingConfig(
                 name=table.name,
                 num_embeddings=table.num_embeddings,
-                embedding_dim=table.embedding_dim,
+                embedding_dim=table.stored_dim,
                 feature_names=list(table.feature_names),
                 data_type=DATA_TYPES[table.dtype],
             )

@@ -11,6 +11,7 @@ from embedserve_store.comparison import row_diff
 from embedserve_store.comparison.row_diff import RowDiff
 from embedserve_store.comparison.version_diff import compare
 from embedserve_store.format.id_rule import IdRule
+from embedserve_store.format.table_spec import DTYPES
 
 
 def test_the_same_model_again_differs_in_nothing(published: Publish) -> None:
@@ -54,6 +55,16 @@ def test_of_a_grown_table_the_common_rows_are_compared(published: Publish) -> No
     for found, change in ((compare(a, b), "rows 40 to 45"), (compare(b, a), "rows 45 to 40")):
         assert only(found).changes == (change,)
         assert (rows_of(found).rows, rows_of(found).rows_changed) == (40, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_fills_rows_up_is_no_part_of_them(published: Publish, dtype: str) -> None:
+    before, after = BASE[:, :7], with_rows({3: 1.0})[:, :7]
+    found = compare(published({"t": before}, dtype=dtype), published({"t": after}, dtype=dtype))
+    assert only(found).changes == ()
+    assert (rows_of(found).rows_changed, rows_of(found).row_max) == (1, 3)
+    floats, half = published({"t": before.half().float()}), {"dtype": "float16"}
+    assert rows_of(compare(floats, published({"t": before}, **half))) == RowDiff(rows=40)
 
 
 def test_tables_of_other_dims_have_no_rows_in_common(published: Publish) -> None:

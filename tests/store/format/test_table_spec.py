@@ -32,7 +32,6 @@ def test_row_bytes_are_fbgemms(dim: int, dtype: str, sparse: str) -> None:
         ({"name": "__metadata__"}, "has a meaning in safetensors files"),
         ({"num_embeddings": 0}, "num_embeddings is 0"),
         ({"embedding_dim": 0}, "embedding_dim is 0"),
-        ({"embedding_dim": 10}, "embedding_dim is 10: FBGEMM"),
         ({"dtype": "bf16"}, "dtype is 'bf16'"),
         ({"pooling": "max"}, "pooling is 'max'"),
         ({"feature_names": ("x", "")}, "name a feature"),

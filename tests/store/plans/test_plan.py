@@ -174,6 +174,21 @@ def test_column_shards_are_counted_by_themselves() -> None:
     assert PLAN.column_shard_bytes(TABLES) == 5 * (8 + 16 + 12)
 
 
+def test_what_fills_rows_up_goes_with_their_last_columns() -> None:
+    tables = (TableSpec("t", 5, 10, ("f",), "sum", "int8"),)
+    halves = TablePlan("column_wise", (Shard(0, 0, 5, 0, 4), Shard(1, 0, 5, 4, 6)))
+    plan = Plan(2, {"t": halves}, {})
+    plan.check(tables, "here")
+    assert plan.bytes_per_rank(tables) == [5 * (4 + 4), 5 * (8 + 4)]
+    whole = Plan(1, {"t": TablePlan("table_wise", (Shard(0, 0, 5, 0, 10),))}, {})
+    whole.check(tables, "here")
+    assert whole.bytes_per_rank(tables) == [tables[0].nbytes] == [5 * (12 + 4)]
+    assert whole.column_shard_bytes(tables) == 0
+    stored = TablePlan("table_wise", (Shard(0, 0, 5, 0, 12),))
+    with pytest.raises(StoreError, match="does not follow the shards before it"):
+        Plan(1, {"t": stored}, {}).check(tables, "here")
+
+
 def test_on_cuda_rows_take_multiples_of_16_bytes() -> None:
     of_rank_0 = 6 * 32 + 2 * 16 + 5 * 16 + 2 * 16
     of_rank_1 = 4 * 32 + 1 * 16 + 10 * 32 + 5 * 16 + 5 * 16 + 2 * 16

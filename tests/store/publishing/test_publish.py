@@ -6,6 +6,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,15 +17,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from store.listing import everything_under
-from torchrec import EmbeddingBagCollection
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.id_rule import IdRule
+from embedserve_store.format.row_layout import dequantize_rows
 from embedserve_store.format.table_spec import DTYPES, TableSpec
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.publishing.pooled_error import PooledError
 from embedserve_store.publishing.publish import check_options, publish
+from embedserve_store.publishing.write_expected import write_expected
 from embedserve_store.sources import live
 from embedserve_store.sources.description import read_description
 from embedserve_store.verification import verify
@@ -66,6 +69,39 @@ def test_every_dtype_is_published_and_loads(
             assert (
                 error.bytes_saved == 4 * table.num_embeddings * table.embedding_dim - table.nbytes
             )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tables_of_any_width_are_published(tmp_path: Path, dtype: str) -> None:
+    torch.manual_seed(9)
+    tables = [
+        EmbeddingBagConfig(name=f"t{dim}", num_embeddings=20, embedding_dim=dim, feature_names=[f])
+        for dim, f in ((10, "a"), (3, "b"), (8, "c"))
+    ]
+    source = EmbeddingBagCollection(tables=tables)
+    write_expected(source, tmp_path / "expected.safetensors")
+    path = tmp_path / "a.pt"
+    torch.save(source.state_dict(), path)
+    described = [replace(table, dtype=dtype) for table in live.describe(source)]
+    published = publish(
+        path,
+        tmp_path / "store",
+        tables=described,
+        model="m",
+        expected=tmp_path / "expected.safetensors",
+    )
+    version = LocalStore(tmp_path / "store").load("m")
+    verify(version)
+    assert version.manifest.length_per_key == (10, 3, 8)
+    assert [table.stored_dim for table in version.manifest.tables] == [12, 4, 8]
+    stored = {table["name"]: table for table in version.manifest.to_json()["tables"]}
+    assert (stored["t10"]["embedding_dim"], stored["t3"]["embedding_dim"]) == (10, 3)
+    for table in version.manifest.tables:
+        rows = dequantize_rows(version.tables.rows(table.name), dtype, table.embedding_dim)
+        trained = source.embedding_bags[table.name].weight.detach().numpy()
+        assert rows.shape == trained.shape
+        assert np.abs(rows - trained).max() <= {"float32": 0}.get(dtype, 0.1) * np.ptp(trained)
+        assert published.errors[table.name].relative_l2 <= RELATIVE_ERROR_MAX.get(dtype, 0)
 
 
 def test_a_url_that_lost_a_slash_is_no_folder(

@@ -59,7 +59,7 @@ def test_yaml_and_json_describe_tables(tmp_path: Path) -> None:
         ({"num_embeddings": "10"}, r"tables\[0\]: num_embeddings is '10', expected int"),
         ({"num_embeddings": True}, r"tables\[0\]: num_embeddings is True, expected int"),
         ({"num_embeddings": 0}, r"num_embeddings is 0, expected 1 or more"),
-        ({"embedding_dim": 6}, r"embedding_dim is 6: FBGEMM's kernels take multiples of 4"),
+        ({"embedding_dim": 0}, r"embedding_dim is 0, expected 1 or more"),
         ({"feature_names": "user"}, r"feature_names is 'user', expected list"),
         ({"feature_names": [1]}, r"feature_names is \[1\], expected a list of names"),
         ({"feature_names": []}, r"feature_names is \[\]: name a feature"),

@@ -92,7 +92,7 @@ def test_keys_cannot_add_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("odd", torch.ones(5, 6), "table 'odd': embedding_dim is 6: FBGEMM's"),
+        ("narrow", torch.ones(5, 0), "table 'narrow': embedding_dim is 0, expected 1 or more"),
         ("deep", torch.ones(5, 8).double(), "table 'deep': its weight is float64, expected"),
         ("a b", torch.ones(5, 8), "table name 'a b': use letters"),
         ("flat", torch.ones(5), "'flat': m.ebc.embedding_bags.flat.weight is not a plain"),

@@ -30,6 +30,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.manifest import FROM_TRAINING, Manifest
+from embedserve_store.format.row_layout import dequantize_rows
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.expected import Expected, read_expected
 from embedserve_store.goldens.hand_pooling import pool
@@ -40,6 +41,7 @@ from embedserve_store.publishing.publish_sharded import publish_sharded
 from embedserve_store.publishing.write_expected import write_expected
 from embedserve_store.sources.checkpoint import find_tables, from_state_dict, open_checkpoint
 from embedserve_store.sources.live_dmp import describe_sharded, plan_of, save_tables
+from embedserve_store.verification import verify
 
 USER = TableSpec("user", 30, 8, ("user", "friend"), "sum", "float32")
 ITEM = TableSpec("item", 20, 4, ("item",), "mean", "float32")
@@ -192,6 +194,24 @@ def check_expected(folder: Path, tables: list[TableSpec]) -> None:
     mean = [replace(table, pooling="mean") if table.name == "tag" else table for table in tables]
     with pytest.raises(InvalidModelError, match=r"key 'tag' .* those of table 'tag', pooling sum"):
         publish(state, folder / "store", tables=mean, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+def test_a_width_that_only_torchs_own_kernel_trains_is_published(
+    tmp_path: Path, dtype: str
+) -> None:
+    config = EmbeddingBagConfig(
+        name="t", num_embeddings=30, embedding_dim=10, feature_names=["f"], pooling=PoolingType.SUM
+    )
+    dmp = sharded(nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[config])}))
+    publish_sharded(dmp, tmp_path, model="m", dtype=dtype)
+    version = LocalStore(tmp_path).load("m")
+    verify(version)
+    assert version.manifest.length_per_key == (10,)
+    assert version.plan.tables["t"].shards == (Shard(0, 0, 30, 0, 10),)
+    rows = dequantize_rows(version.tables.rows("t"), dtype, 10)
+    trained = dmp.state_dict()["ebc.embedding_bags.t.weight"].detach().numpy()
+    assert np.abs(rows - trained).max() <= {"float32": 0}.get(dtype, 0.05) * np.ptp(trained)
 
 
 def test_a_url_is_refused_before_anything_is_saved() -> None:

@@ -1,0 +1,175 @@
+"""Tables of any width answer with that width, however wide their stored rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pooled import collection
+from reference import (
+    assert_same,
+    dequantized_int8,
+    expected,
+    sample,
+    stored_rows,
+    to_kjt,
+)
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    PoolingType,
+)
+from unpooled import rows_of
+
+from embedserve.engine.restore import restore
+from embedserve.engine.script import SCRIPTED, TRACED
+from embedserve_store import ModelStore, ModelVersion, publish
+
+BY_HAND: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "float32": lambda rows: rows,
+    "float16": lambda rows: rows.astype(np.float16).astype(np.float32),
+    "int8": dequantized_int8,
+}
+"""What a dtype makes of rows."""
+PLANS: list[tuple[str, int]] = [
+    ("table_wise", 1),
+    ("table_wise", 2),
+    ("row_wise", 2),
+    ("column_wise", 1),
+    ("column_wise", 2),
+    ("column_wise", 3),
+    ("data_parallel", 2),
+]
+FEW_PLANS = [("table_wise", 1), ("row_wise", 2), ("column_wise", 3)]
+
+
+@pytest.fixture(scope="module")
+def ebc() -> EmbeddingBagCollection:
+    """Widths of each remainder by 4, among them one that is stored as wide as it is."""
+    torch.manual_seed(11)
+    return collection(
+        [
+            ("ten", 101, 10, ["a", "b"], PoolingType.MEAN),
+            ("seven", 30, 7, ["c"], PoolingType.SUM),
+            ("eight", 20, 8, ["d"], PoolingType.SUM),
+            ("one", 9, 1, ["e"], PoolingType.SUM),
+        ]
+    )
+
+
+def published(source: Any, store: Path, **options: Any) -> ModelVersion:
+    return ModelStore(store).load("m", publish(source, store, model="m", **options).version)
+
+
+def source_rows(source: EmbeddingBagCollection) -> dict[str, np.ndarray]:
+    return {name: bag.weight.detach().numpy() for name, bag in source.embedding_bags.items()}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sharding", "world_size"),
+    [
+        *(("float32", *plan) for plan in PLANS),
+        *((dtype, *plan) for dtype in ("float16", "int8", "int4") for plan in FEW_PLANS),
+    ],
+)
+def test_answers_are_as_wide_as_the_model(
+    ebc: EmbeddingBagCollection, tmp_path: Path, dtype: str, sharding: str, world_size: int
+) -> None:
+    version = published(ebc, tmp_path, dtype=dtype, sharding=sharding, world_size=world_size)
+    manifest = version.manifest
+    assert manifest.length_per_key == (10, 10, 7, 8, 1)
+    engine = restore(version)
+    assert engine.lookup_kind == (TRACED if world_size == 1 else SCRIPTED)
+    bags = sample(version)
+    ids, lengths = to_kjt(bags, manifest.features)
+    answer = engine.lookup(ids, lengths)
+    assert answer.shape == (7, 36)
+    assert answer.flags.c_contiguous
+    assert_same(answer, expected(stored_rows(version), manifest, bags))
+    if dtype in BY_HAND:
+        tables = {name: BY_HAND[dtype](rows) for name, rows in source_rows(ebc).items()}
+        assert_same(answer, expected(tables, manifest, bags))
+    weights = {f: [[0.5] * len(bag) for bag in bags[f]] for f in bags}
+    halves = np.full(len(ids), 0.5, np.float32)
+    weighted = engine.lookup(ids, lengths, halves)
+    assert_same(weighted, expected(stored_rows(version), manifest, bags, weights))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_what_fills_a_row_up_leaves_its_scale(tmp_path: Path, dtype: str) -> None:
+    """A zero beside values around 100 would make each of its steps many times as large."""
+    source = collection([("t", 50, 6, ["f"], PoolingType.SUM)])
+    with torch.no_grad():
+        source.embedding_bags["t"].weight.uniform_(100, 101)
+    rows = source_rows(source)["t"]
+    version = published(source, tmp_path, dtype=dtype)
+    steps = {"int8": 255, "int4": 15}[dtype]
+    assert np.abs(stored_rows(version)["t"] - rows).max() < 0.5 / steps + 0.1  # float16 of 100
+    ids = np.arange(50)
+    answer = restore(version).lookup(ids, np.ones(50, np.int32))
+    assert_same(answer, stored_rows(version)["t"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sharding", "world_size"),
+    [
+        ("float32", "table_wise", 1),
+        ("float16", "table_wise", 2),
+        ("int8", "row_wise", 2),
+        ("int4", "data_parallel", 2),
+    ],
+)
+def test_rows_that_are_not_pooled_too(
+    tmp_path: Path, dtype: str, sharding: str, world_size: int
+) -> None:
+    torch.manual_seed(12)
+    source = EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(
+                name=name, num_embeddings=rows, embedding_dim=10, feature_names=features
+            )
+            for name, rows, features in [("t", 101, ["a", "b"]), ("u", 9, ["c", "a"])]
+        ]
+    )
+    version = published(source, tmp_path, dtype=dtype, sharding=sharding, world_size=world_size)
+    bags = sample(version)
+    answer = restore(version).lookup(*to_kjt(bags, version.manifest.features))
+    assert answer.shape[1] == 10
+    assert answer.flags.c_contiguous
+    assert_same(answer, rows_of(stored_rows(version), version.manifest, bags))
+
+
+@pytest.mark.parametrize("devices", ["cpu:1", "cpu:3"])
+def test_another_number_of_ranks_is_planned_anew(
+    ebc: EmbeddingBagCollection, tmp_path: Path, devices: str
+) -> None:
+    version = published(ebc, tmp_path, sharding="column_wise", world_size=2)
+    bags = sample(version)
+    ids, lengths = to_kjt(bags, version.manifest.features)
+    answer = restore(version, devices).lookup(ids, lengths)
+    assert_same(answer, expected(source_rows(ebc), version.manifest, bags))
+
+
+def test_the_next_version_needs_nothing_compiled(
+    ebc: EmbeddingBagCollection, tmp_path: Path
+) -> None:
+    before = restore(published(ebc, tmp_path))
+    version = published(ebc, tmp_path)
+    engine = restore(version, before=before)
+    assert engine.shares_programs(before)
+    bags = sample(version)
+    answer = engine.lookup(*to_kjt(bags, version.manifest.features))
+    assert_same(answer, expected(source_rows(ebc), version.manifest, bags))
+
+
+def test_eager_lookups_too(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
+    version = published(ebc, tmp_path, sharding="row_wise", world_size=2)
+    bags = sample(version)
+    ids, lengths = to_kjt(bags, version.manifest.features)
+    answer = restore(version, is_eager=True).lookup(ids, lengths)
+    assert_same(answer, expected(source_rows(ebc), version.manifest, bags))
