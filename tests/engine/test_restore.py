@@ -23,6 +23,7 @@ from reference import (
 )
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import ParameterConstraints
 from writable import writable
 
 from embedserve.engine.engine import Engine
@@ -362,8 +363,30 @@ def test_auto_takes_the_stored_ranks_without_a_gpu(monkeypatch: pytest.MonkeyPat
 
 
 def test_tables_past_int32_are_refused_on_cuda(published: Publish) -> None:
-    manifest = published().manifest
+    version = published()
+    manifest, plan = version.manifest, version.plan
     huge = TableSpec("huge", 2**31, 64, ("f",), "sum", "int8")
     with pytest.raises(StoreError, match="'huge' has 2147483648 rows: on CUDA"):
-        check_fits_cuda(dataclasses.replace(manifest, tables=(huge,)))
-    check_fits_cuda(manifest)
+        check_fits_cuda(dataclasses.replace(manifest, tables=(huge,)), plan)
+    check_fits_cuda(manifest, plan)
+
+
+def test_kernels_of_inference_are_kept_and_served_on_the_cpu(
+    ebc: EmbeddingBagCollection, published: Publish
+) -> None:
+    kernels = {
+        "movie": ParameterConstraints(compute_kernels=["quant_uvm"]),
+        "user": {"compute_kernels": ["quant_uvm_caching", "quant"]},
+    }
+    version = published(sharding="row_wise", world_size=2, constraints=kernels)
+    kept = {name: one.compute_kernels for name, one in version.plan.constraints.items()}
+    assert kept["movie"] == ("quant_uvm",)
+    assert kept["user"] == ("quant_uvm_caching", "quant")
+    bags = sample(version)
+    ids, lengths = to_kjt(bags, version.manifest.features)
+    for devices in ("auto", "cpu:3"):
+        engine = restore(version, devices)
+        assert engine.plan.constraints == version.plan.constraints
+        assert_same(engine.lookup(ids, lengths), expected(source_rows(ebc), version.manifest, bags))
+    with pytest.raises(StoreError, match="'movie': compute_kernels is quant_uvm, but on CUDA"):
+        check_fits_cuda(version.manifest, version.plan)

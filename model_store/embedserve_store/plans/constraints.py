@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torchrec.distributed.planner import ParameterConstraints
 
 NOT_HONOURED = {
-    "compute_kernels": "every table is served by the quant kernel",
     "cache_params": "tables are not cached, they are in memory",
     "enforce_hbm": "tables are not cached, they are in memory",
     "stochastic_rounding": "it is of the optimizer",
@@ -32,6 +31,10 @@ NOT_HONOURED = {
     "use_virtual_table": "tables are not kept on SSD",
 }
 """Fields of ParameterConstraints that are refused when set, and why."""
+QUANT = "quant"
+COMPUTE_KERNELS = (QUANT, "quant_uvm", "quant_uvm_caching")
+"""torchrec's kernels for inference: rows in the memory of their rank's device, in the host's, or
+there with a cache on the device. On CPU ranks all of this is one memory."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class TableConstraints:
     batch_sizes: tuple[int, ...] | None = None
     """For each feature, examples a batch; None for torchrec's 512."""
     is_weighted: bool = False
+    compute_kernels: tuple[str, ...] | None = None
+    """Of COMPUTE_KERNELS; None for all."""
 
     def to_json(self) -> dict[str, Any]:
         """Only what is set."""
@@ -88,6 +93,14 @@ class TableConstraints:
                     f"{where}: {name} has {len(values)} values, the table {features} features"
                 )
 
+    def check_on_gpu(self, where: str) -> None:
+        """Raises StoreError, led by ``where``, where the rows would have to stay off the GPU."""
+        if self.compute_kernels and QUANT not in self.compute_kernels:
+            raise StoreError(
+                f"{where}: compute_kernels is {', '.join(self.compute_kernels)}, but on CUDA "
+                f"tables lie in the memory of the GPU ({QUANT}); serve it on the CPU"
+            )
+
 
 def _is_list_of(*kinds: type) -> Callable[[Any], bool]:
     """Whether a value is a list of at least one of ``kinds``, its numbers above 0."""
@@ -105,6 +118,10 @@ def _is_partition(value: Any) -> bool:
     return type(value) is int and value > 0 and value % COLUMN_MULTIPLE == 0
 
 
+def _are_kernels(value: Any) -> bool:
+    return _is_list_of(str)(value) and all(one in COMPUTE_KERNELS for one in value)
+
+
 _PER_FEATURE = "above 0, one for each feature"
 _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "sharding_types": (_is_list_of(str), f"a list of {', '.join(SHARDING_TYPES)}"),
@@ -113,6 +130,10 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "num_poolings": (_is_list_of(int, float), f"a list of numbers {_PER_FEATURE}"),
     "batch_sizes": (_is_list_of(int), f"a list of integers {_PER_FEATURE}"),
     "is_weighted": (lambda value: value is True, "true or false"),
+    "compute_kernels": (
+        _are_kernels,
+        f"a list of {', '.join(COMPUTE_KERNELS)}, as others are for training",
+    ),
 }
 
 

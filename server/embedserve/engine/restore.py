@@ -65,7 +65,7 @@ def restore(
     """
     device_type, world_size = resolve_devices(devices, version.plan.world_size)
     if device_type == "cuda":
-        check_fits_cuda(version.manifest)
+        check_fits_cuda(version.manifest, version.plan)
     plan = _plan_for(version, device_type, world_size, strict_plan)
     if device_type == "cuda":
         check_gpu_memory(plan, version.manifest.tables)
@@ -166,8 +166,11 @@ def resolve_devices(devices: str, stored_world_size: int) -> tuple[str, int]:
     return ("cuda", gpus) if gpus else ("cpu", stored_world_size)
 
 
-def check_fits_cuda(manifest: Manifest) -> None:
-    """Raises StoreError for tables whose ids CUDA would truncate: torchrec casts them to int32."""
+def check_fits_cuda(manifest: Manifest, plan: Plan) -> None:
+    """Raises StoreError for tables whose ids CUDA would truncate, as torchrec casts them to int32,
+    and for those that ``plan`` keeps out of a GPU's memory."""
+    for name, constraints in plan.constraints.items():
+        constraints.check_on_gpu(f"table {name!r}")
     for table in manifest.tables:
         if table.num_embeddings > CUDA_ROWS_MAX:
             raise StoreError(

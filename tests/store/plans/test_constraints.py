@@ -22,7 +22,9 @@ from embedserve_store.plans.constraints import (
 )
 
 TABLE = TableSpec("t", 10, 8, ("x", "y"), "sum", "float32")
-ALL = TableConstraints(("row_wise",), 8, (1.0, 2.5), (1.0, 1.0), (64, 128), True)
+ALL = TableConstraints(
+    ("row_wise",), 8, (1.0, 2.5), (1.0, 1.0), (64, 128), True, ("quant", "quant_uvm")
+)
 
 
 def test_every_field_of_torchrecs_constraints_is_known() -> None:
@@ -78,7 +80,9 @@ def test_what_serving_cannot_honour_is_refused_by_name(
         ({"num_poolings": [True]}, "num_poolings is"),
         ({"batch_sizes": [1.5]}, "batch_sizes is .*integers above 0"),
         ({"is_weighted": "yes"}, "is_weighted is 'yes', expected true or false"),
-        ({"compute_kernels": ["dense"]}, "compute_kernels cannot be honoured when serving: every"),
+        ({"compute_kernels": ["quant", "dense"]}, r"compute_kernels is \['quant', 'dense'\], exp"),
+        ({"compute_kernels": "quant"}, "compute_kernels is 'quant', expected a list of quant, qu"),
+        ({"compute_kernels": []}, r"compute_kernels is \[\], expected a list of quant, quant_uvm"),
     ],
 )
 def test_a_wrong_value_is_named(data: Any, message: str) -> None:
@@ -94,7 +98,8 @@ def test_a_file_of_constraints(tmp_path: Path, suffix: str) -> None:
         json.dumps(data)
         if suffix == ".json"
         else "t: {sharding_types: [row_wise], min_partition: 8, pooling_factors: [1.0, 2.5],\n"
-        "  num_poolings: [1.0, 1.0], batch_sizes: [64, 128], is_weighted: true}\n"
+        "  num_poolings: [1.0, 1.0], batch_sizes: [64, 128], is_weighted: true,\n"
+        "  compute_kernels: [quant, quant_uvm]}\n"
         "u:\n  min_partition: 32\n"
     )
     assert read_constraints(path) == {"t": ALL, "u": TableConstraints(min_partition=32)}

@@ -60,7 +60,7 @@ def test_constraints_of_torchrec_by_name_and_our_own_mean_the_same() -> None:
         ({"u": TableConstraints()}, r"constraints of table 'u': the model has \['t'\]"),
         (
             {"t": ParameterConstraints(compute_kernels=["fused_uvm_caching"])},
-            "table 't': compute_kernels cannot be honoured when serving",
+            r"table 't': compute_kernels is \['fused_uvm_caching'\], expected a list of quant, ",
         ),
         ({"t": {"enforce_hbm": True}}, "table 't': enforce_hbm cannot be honoured"),
         (
