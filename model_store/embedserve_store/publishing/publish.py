@@ -95,15 +95,16 @@ def publish(
     Into a remote store it is published in a temporary folder first, then uploaded.
 
     Args:
-        source: an unsharded EmbeddingBagCollection or EmbeddingCollection, the state dict of a
-            model that holds one, or the path of a checkpoint: a folder of
+        source: an unsharded EmbeddingBagCollection or EmbeddingCollection, a model that holds one,
+            the state dict of such a model, or the path of a checkpoint: a folder of
             torch.distributed.checkpoint, a file of torch.save, or safetensors. Weights are
             float32, float16 or bfloat16, on any device. For a sharded module: publish_sharded.
         store: a folder, made if missing, or a URL such as s3://bucket/folder.
         tables: what a state dict or checkpoint does not hold (features, pooling); required for
             them, left out for a module. A state dict's keys end in
             ``embedding_bags.<table>.weight`` or ``embeddings.<table>.weight``.
-        prefix: of those keys, where several collections have a table of one name.
+        prefix: where there are several collections, the dotted path of one from the beginning of
+            the keys (of a module: of its state dict's), of what holds it alone, or "." for the top.
         is_weighted: whether callers pass weights; None as the module or description says.
         dtype: what rows are stored as: float32, float16, int8 or int4, for all tables or by
             table; None as the tables say, which is float32 unless they say otherwise.

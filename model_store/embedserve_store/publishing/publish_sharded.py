@@ -41,7 +41,7 @@ def publish_sharded(
     Args:
         module: a DistributedModelParallel, or any module with a sharded EmbeddingBagCollection or
             EmbeddingCollection inside.
-        prefix: the path of the collection in ``module``, where there are several.
+        prefix: as ``publish``.
         options: as ``publish``, except tables, which ``module`` describes itself. Without sharding,
             tables are sharded as in training; over other ranks if world_size says so.
 

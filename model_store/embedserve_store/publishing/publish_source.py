@@ -9,20 +9,24 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.publishing.version_writer import Source
 from embedserve_store.sources import live
 from embedserve_store.sources.checkpoint import find_tables, from_state_dict, open_checkpoint
+
+if TYPE_CHECKING:
+    from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from embedserve_store.sources.description import Description
 
 Choice = str | Mapping[str, str]
 """One name for all tables, or a mapping from table to name that names every table."""
 
 ModelSource = Any
-"""An EmbeddingBagCollection or EmbeddingCollection, a state dict, or a path."""
+"""A module that is or holds an EmbeddingBagCollection or EmbeddingCollection, a state dict, or a
+path."""
 
 
 def make_source(
@@ -34,14 +38,16 @@ def make_source(
     """Raises InvalidModelError or StoreError as ``publish`` does."""
     if isinstance(source, (str, os.PathLike, Mapping)):
         return _from_checkpoint(source, tables, prefix, dtype)
-    if tables is not None or prefix:
+    if tables is not None:
         raise InvalidModelError(
-            "tables and prefix describe a state dict or a checkpoint; a module describes itself"
+            "tables describe a state dict or a checkpoint; a module describes itself"
         )
-    return _from_module(source, dtype)
+    return _from_module(live.collection_in(source, prefix), dtype)
 
 
-def _from_module(module: Any, dtype: Choice | None) -> Source:
+def _from_module(
+    module: EmbeddingBagCollection | EmbeddingCollection, dtype: Choice | None
+) -> Source:
     described = live.describe(module)
     is_pooled = live.is_pooled(module)
     return Source(

@@ -25,10 +25,10 @@ def write_expected(
     ``publish(…, expected=path)`` of its checkpoint. The module is as it was afterwards.
 
     Args:
-        module: an EmbeddingBagCollection or EmbeddingCollection, or a sharded model that has one,
-            such as a DistributedModelParallel: then all ranks of its process group call this, and
-            rank 0 writes.
-        prefix: the path of the collection in a sharded ``module``, where there are several.
+        module: an EmbeddingBagCollection or EmbeddingCollection, or a model that has one; sharded,
+            such as a DistributedModelParallel, all ranks of its process group call this, and rank 0
+            writes.
+        prefix: as ``publish``.
 
     Raises:
         InvalidModelError: there is no such collection, or torch cannot answer for it.
@@ -41,9 +41,10 @@ def write_expected(
 
 def expected_of(module: Any, prefix: str = "") -> Expected:
     """As ``write_expected``; on every rank."""
-    if live.is_collection(module):
-        live.check_can_answer(module)
-        return _asked(module, live.describe(module), live.is_weighted(module))
+    if not live_dmp.is_sharded(module):
+        collection = live.collection_in(module, prefix)
+        live.check_can_answer(collection)
+        return _asked(collection, live.describe(collection), live.is_weighted(collection))
     tables, is_weighted, path = live_dmp.describe_sharded(module, prefix)
     with live_dmp.asked_apart(module, path) as collection:
         return _asked(collection, tables, is_weighted)

@@ -13,6 +13,7 @@ from typing import Any
 
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.sources.prefix import at_prefix, shown
 from embedserve_store.sources.rows import SOURCE_DTYPES, TableRows, TensorRows
 
 COLLECTIONS = {"embedding_bags": True, "embeddings": False}
@@ -97,16 +98,11 @@ def table_keys(keys: Iterable[str], prefix: str = "") -> tuple[TableKey, ...]:
     ``embeddings.<table>.weight``.
 
     Args:
-        prefix: only collections at this dotted path count, or under it where there is none;
-            "." is the top level, "" everything.
+        prefix: only those of the collections that it means (prefix.py) count.
     """
     found = [one for key in keys if (one := _table_key(key))]
-    if not prefix:
-        return tuple(found)
-    path = prefix.strip(".")
-    there = [one for one in found if one.prefix == path]
-    under = [one for one in found if path and one.prefix.startswith(f"{path}.")]
-    return tuple(there or under)
+    paths = at_prefix((one.prefix for one in found), prefix)
+    return tuple(one for one in found if one.prefix in paths)
 
 
 def _table_key(key: str) -> TableKey | None:
@@ -156,7 +152,7 @@ def _key_of(table: TableSpec, found: Sequence[TableKey], prefix: str) -> str:
 
 def shown_prefixes(found: Sequence[TableKey]) -> str:
     """Where the collections lie, as ``prefix`` takes it."""
-    prefixes = list(dict.fromkeys(one.prefix or "." for one in found))
+    prefixes = shown(one.prefix for one in found)
     more = len(prefixes) - _PREFIXES_SHOWN
     return ", ".join(prefixes[:_PREFIXES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 

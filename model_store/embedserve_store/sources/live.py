@@ -1,7 +1,7 @@
 """A live, unsharded collection as a source: its tables, its rows, its own answers.
 
-Refuses what is not a plain, whole EmbeddingBagCollection or EmbeddingCollection. Changes nothing
-in the module.
+Finds it in the module that holds it, and refuses what is not a plain, whole EmbeddingBagCollection
+or EmbeddingCollection. Changes nothing in the module.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.goldens_file import Bags
+from embedserve_store.sources.prefix import at_prefix, shown
 from embedserve_store.sources.rows import TableRows, TensorRows
 
 if TYPE_CHECKING:
@@ -25,14 +26,44 @@ _UNSUPPORTED = ("num_embeddings_post_pruning", "need_pos", "total_num_buckets", 
 """Settings of a config under which an id is not simply a row number."""
 
 
-def describe(collection: Any) -> tuple[TableSpec, ...]:
+_CHANGES_IDS = ("ManagedCollision", "FeatureProcessed", "ITEP")
+"""In the names of modules that change ids or weights before the collection looks them up."""
+
+
+def collection_in(module: Any, prefix: str = "") -> Any:
+    """The unsharded EmbeddingBagCollection or EmbeddingCollection that ``module`` holds, or is.
+
+    Args:
+        prefix: only those of several that it means (prefix.py) count.
+
+    Raises:
+        InvalidModelError: there is none, or several, or one whose ids another module changes first.
+    """
+    modules = module.named_modules() if hasattr(module, "named_modules") else ()
+    everywhere = {path: inner for path, inner in modules if is_collection(inner)}
+    found = at_prefix(everywhere, prefix)
+    if len(found) == 1:
+        check_ids_unchanged(module, found[0])
+        return everywhere[found[0]]
+    name = type(module).__name__
+    under = f" under {prefix!r}" if prefix else ""
+    hint = ""
+    if everywhere:
+        hint = f"; it has one at {', '.join(shown(everywhere))}: choose one with prefix"
+    elif name == "DistributedModelParallel" or name.startswith("Sharded"):
+        hint = "; it is sharded: publish_sharded takes it, on all its ranks"
+    raise InvalidModelError(
+        f"expected one torchrec EmbeddingBagCollection or EmbeddingCollection{under}, found {name}"
+        f"{hint}"
+    )
+
+
+def describe(collection: EmbeddingBagCollection | EmbeddingCollection) -> tuple[TableSpec, ...]:
     """The tables of ``collection`` in its order, as float32.
 
     Raises:
-        InvalidModelError: not an unsharded EmbeddingBagCollection or EmbeddingCollection, or a
-            table has a setting that the store does not keep.
+        InvalidModelError: a table has a setting that the store does not keep.
     """
-    _check_collection(collection)
     if is_pooled(collection):
         return tuple(map(table_of, collection.embedding_bag_configs()))
     return tuple(map(table_of, collection.embedding_configs()))
@@ -53,19 +84,17 @@ def is_collection(module: Any) -> bool:
     return isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
 
 
-def _check_collection(module: Any) -> None:
-    if is_collection(module):
-        return
-    name = type(module).__name__
-    hint = ""
-    if name == "DistributedModelParallel" or name.startswith("Sharded"):
-        hint = "; it is sharded: publish_sharded takes it, on all its ranks"
-    elif hasattr(module, "named_modules"):
-        paths = [path for path, inner in module.named_modules() if is_collection(inner)]
-        hint = f"; it has one at {', '.join(paths)}" if paths else ""
-    raise InvalidModelError(
-        f"expected a torchrec EmbeddingBagCollection or EmbeddingCollection, found {name}{hint}"
-    )
+def check_ids_unchanged(root: torch.nn.Module, path: str) -> None:
+    """Raises InvalidModelError where the collection at ``path`` of ``root`` is asked by a module
+    that changes its ids or weights."""
+    parts = path.split(".") if path else []
+    for i in range(len(parts)):
+        around = type(root.get_submodule(".".join(parts[:i]))).__name__
+        if any(word in around for word in _CHANGES_IDS):
+            raise InvalidModelError(
+                f"the collection at {path} is inside a {around}, which changes ids or weights "
+                "before they are looked up: only its rows could be served"
+            )
 
 
 def table_of(config: Any) -> TableSpec:

@@ -16,14 +16,11 @@ from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan
 from embedserve_store.sources.checkpoint import table_keys
-from embedserve_store.sources.live import table_of
+from embedserve_store.sources.live import check_ids_unchanged, table_of
+from embedserve_store.sources.prefix import at_prefix, shown
 
 if TYPE_CHECKING:
     import torch
-
-_CHANGES_IDS = ("ManagedCollision", "FeatureProcessed", "ITEP")
-"""In the names of modules that change ids or weights before the collection looks them up."""
-
 
 _COUNTS = ("iter", "iter_cpu", "step")
 """Of FBGEMM's kernels, which count each call as a step of training."""
@@ -37,8 +34,7 @@ def describe_sharded(
     Args:
         module: a DistributedModelParallel, or any module that holds a sharded
             EmbeddingBagCollection or EmbeddingCollection, or is one.
-        prefix: a dotted path in the state dict: only the collection there counts, or those under
-            it where there is none.
+        prefix: only those of the collections that it means (prefix.py) count.
 
     Returns:
         The tables, whether callers pass weights, and the path of the collection in the state
@@ -49,7 +45,7 @@ def describe_sharded(
             module changes first, or a table has a setting that the store does not keep.
     """
     path, collection = _chosen(module, prefix)
-    _check_ids_unchanged(_unwrapped(module), path)
+    check_ids_unchanged(_unwrapped(module), path)
     is_pooled = hasattr(collection, "_embedding_bag_configs")
     configs: Any = collection._embedding_bag_configs if is_pooled else collection._embedding_configs
     return tuple(map(table_of, configs)), is_pooled and bool(collection._is_weighted), path
@@ -96,6 +92,11 @@ def collection_of(module: torch.nn.Module, prefix: str = "") -> Any:
     return _chosen(module, prefix)[1]
 
 
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Whether a sharded collection is in ``module``."""
+    return any(True for _ in _collections(module))
+
+
 def rank() -> int:
     """Of this process; 0 where it is alone."""
     from torch import distributed
@@ -138,17 +139,15 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 def _chosen(module: torch.nn.Module, prefix: str) -> tuple[str, Any]:
     everywhere = dict(_collections(module))
-    path = prefix.strip(".")
-    under = {p: c for p, c in everywhere.items() if not path or p.startswith(f"{path}.")}
-    found = {path: everywhere[path]} if prefix and path in everywhere else under
+    found = at_prefix(everywhere, prefix)
     if len(found) != 1:
         where = f" under {prefix!r}" if prefix else ""
-        paths = ", ".join(path or "." for path in found)
+        paths = ", ".join(shown(found))
         raise InvalidModelError(
             f"{type(module).__name__} has {len(found) or 'no'} sharded EmbeddingBagCollections or "
             f"EmbeddingCollections{where}" + (f", at {paths}: choose one with prefix" * bool(found))
         )
-    return next(iter(found.items()))
+    return found[0], everywhere[found[0]]
 
 
 def _collections(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -158,14 +157,3 @@ def _collections(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for path, inner in _unwrapped(module).named_modules():
         if isinstance(inner, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
             yield path, inner
-
-
-def _check_ids_unchanged(root: torch.nn.Module, path: str) -> None:
-    parts = path.split(".")
-    for i in range(len(parts)):
-        around = type(root.get_submodule(".".join(parts[:i]))).__name__
-        if any(word in around for word in _CHANGES_IDS):
-            raise InvalidModelError(
-                f"the collection at {path} is inside a {around}, which changes ids or weights "
-                "before they are looked up: only its rows could be served"
-            )

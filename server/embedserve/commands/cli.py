@@ -106,7 +106,11 @@ def publish(
     store: Annotated[str, typer.Argument(help="The model store; made if missing.")],
     model: Annotated[str, typer.Option(help="Name of the model.")],
     prefix: Annotated[
-        str, typer.Option(help="Of the tables' keys, where several collections have such tables.")
+        str,
+        typer.Option(
+            help="Where there are several collections, the dotted path of one in the keys, such as "
+            "model.sparse.ebc."
+        ),
     ] = "",
     dtype: Annotated[
         str | None,
@@ -195,7 +199,11 @@ def describe(
         ),
     ],
     prefix: Annotated[
-        str, typer.Option(help="Of the tables' keys, where several collections have tables.")
+        str,
+        typer.Option(
+            help="Where there are several collections, the dotted path of one in the keys, such as "
+            "model.sparse.ebc."
+        ),
     ] = "",
     output: Annotated[
         Path | None, typer.Option(help="A new file for the draft. Default: print it.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from torchrec import (
     EmbeddingConfig,
     PoolingType,
 )
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.manifest import Manifest
@@ -101,15 +104,28 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 )
 def test_other_things_are_refused(thing: Any, message: str) -> None:
     with pytest.raises(InvalidModelError, match=message):
-        live.describe(thing)
+        live.collection_in(thing)
 
 
-def test_a_model_around_a_collection_is_refused_with_the_way_to_it(
+def test_of_a_model_around_several_collections_they_are_named(
     ebc: EmbeddingBagCollection,
 ) -> None:
-    model = torch.nn.ModuleDict({"sparse": torch.nn.Sequential(ebc)})
-    with pytest.raises(InvalidModelError, match=r"found ModuleDict; it has one at sparse\.0$"):
-        live.describe(model)
+    assert live.collection_in(torch.nn.ModuleDict({"sparse": torch.nn.Sequential(ebc)})) is ebc
+    model = torch.nn.ModuleDict({"sparse": torch.nn.Sequential(ebc), "more": copy.copy(ebc)})
+    with pytest.raises(
+        InvalidModelError, match=r"found ModuleDict; it has one at sparse\.0, more:"
+    ):
+        live.collection_in(model)
+    assert live.collection_in(model, "sparse") is ebc
+
+
+def test_a_collection_whose_weights_another_module_makes_is_refused() -> None:
+    config = EmbeddingBagConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["t"])
+    inner = EmbeddingBagCollection(tables=[config], is_weighted=True)
+    processor = PositionWeightedModuleCollection({"t": 5})
+    model = FeatureProcessedEmbeddingBagCollection(inner, processor)
+    with pytest.raises(InvalidModelError, match=r"inside a FeatureProcessed.*changes ids"):
+        live.collection_in(model)
 
 
 @pytest.mark.parametrize(
