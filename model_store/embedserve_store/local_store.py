@@ -24,6 +24,7 @@ from embedserve_store.format.version_folder import version_numbers
 from embedserve_store.ids.id_map import IdMap, IdMaps
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
+from embedserve_store.writing.hold import hold
 
 SMALL_FILE_BYTES_MAX = 256 << 20
 """Manifest, plan and goldens are read whole; a larger one was not published by this code."""
@@ -58,7 +59,8 @@ class LocalStore:
         return [number for number in version_numbers(folder) if (folder / str(number)).is_dir()]
 
     def load(self, model: str, version: int | None = None) -> ModelVersion:
-        """One version of ``model``, the highest unless ``version`` says which.
+        """One version of ``model``, the highest unless ``version`` says which; held (hold.py) until
+        nothing refers to it.
 
         Raises:
             StoreError: it does not exist, or one of its files is missing, damaged, of another
@@ -108,13 +110,14 @@ def _listed(folder: Path, what: str) -> list[str]:
 
 
 def _load(path: Path, model: str, version: int) -> ModelVersion:
+    held = hold(path)
     manifest = _read_manifest(path / "manifest.json", model, version)
     _check_files(path, manifest)
     plan_path = path / "plan.json"
     plan = Plan.from_json(parse_json(_read(plan_path), str(plan_path)), str(plan_path))
     plan.check(manifest.tables, str(plan_path))
     tables = TablesFile.open(path / "tables.safetensors", manifest.tables)
-    loaded = ModelVersion(path, manifest, plan, tables, _open_id_maps(path, manifest))
+    loaded = ModelVersion(path, manifest, plan, tables, _open_id_maps(path, manifest), held)
     loaded.goldens()
     return loaded
 

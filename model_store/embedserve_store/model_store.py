@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.remote.remote_files import TransferProgress
 from embedserve_store.remote.remote_store import RemoteStore, default_cache, is_url
+
+logger = logging.getLogger(__name__)
 
 
 class ModelStore:
@@ -90,14 +93,32 @@ class ModelStore:
         return alias
 
     def load(self, model: str, version: int | str | None = None) -> ModelVersion:
-        """One version of ``model``, by its number or an alias, the highest unless told.
+        """One version of ``model``, by its number or an alias, the highest unless told; held, so
+        that it is not removed, until nothing refers to it.
 
         Raises:
             StoreError: it does not exist, or one of its files is missing, damaged, of another
                 format version, or contradicts another. Rows are not read: see verification.py.
             OSError: the cache cannot be written.
         """
-        return self._store.load(model, self._number(model, version))
+        loaded = self._store.load(model, self._number(model, version))
+        if isinstance(self._store, RemoteStore):
+            self._tidy(self._store, model)
+        return loaded
+
+    def _tidy(self, store: RemoteStore, model: str) -> None:
+        """Drops from the cache what is neither among the newest nor open nor named by an alias."""
+        old = store.old(model)
+        if not old:
+            return
+        try:
+            named = {one.version for one in self.aliases(model).values()}
+        except StoreError as error:
+            logger.warning("%s; nothing is dropped from the cache", error)
+            return
+        for number in old:
+            if number not in named:
+                store.drop(model, number)
 
     def resolve(self, model: str, version: int | str | None = None) -> int:
         """The number of the version that is meant: the highest, or an alias's; not opened."""

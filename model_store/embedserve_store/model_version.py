@@ -6,7 +6,7 @@ local_store.py opens it, which checks it. Never imports torch, never writes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from embedserve_store.goldens.goldens_file import Goldens, load_goldens
 from embedserve_store.ids.id_map import IdMap
 from embedserve_store.ids.translate import IdTranslator
 from embedserve_store.plans.plan import Plan
+from embedserve_store.writing.hold import Hold
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class ModelVersion:
     tables: TablesFile
     id_maps: Mapping[str, IdMap]
     """Of the tables whose id rule is map, mapped too."""
+    hold: Hold | None = field(default=None, compare=False, repr=False)
+    """What keeps it from being removed."""
 
     @cached_property
     def translator(self) -> IdTranslator:

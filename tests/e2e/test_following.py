@@ -19,7 +19,7 @@ from running_servers import Running, running
 from store.remote.s3_server import environment, serve_s3
 
 from embedserve_client import EmbedClient, EmbedResult, GrpcEmbedClient
-from embedserve_store import TableSpec, publish, set_alias
+from embedserve_store import StoreError, TableSpec, prune, publish, remove_version, set_alias
 
 ROWS, DIM, STEP = 100, 8, 1000
 WAIT_S_MAX = 120
@@ -126,6 +126,21 @@ def test_versions_take_over_under_load(tmp_path: Path, workers: int) -> None:
         assert log.count("from now on, no more by") == 3
         assert "Traceback" not in log
         wait_until(lambda: not mapped_versions(server, store, workers) - {4})
+        assert prune(store, "m", 1) == [1, 2, 3]  # which nobody holds any more
+
+
+def test_what_is_served_is_not_removed(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    publish_next(store, 1)
+    with running(store, tmp_path / "log", "--model", "m@1", "--workers", 2) as server:
+        for number in (2, 3):
+            publish_next(store, number)
+        with pytest.raises(StoreError, match="m/1: is in use"):
+            remove_version(store, "m", 1)
+        assert prune(store, "m", 1) == [2]
+        with EmbedClient(server.http) as client:
+            assert client.embed({"user": [[7]], "item": [[7, 7]]}).version == 1
+    assert prune(store, "m", 1) == [1]
 
 
 def test_a_version_that_answers_wrongly_stays_out_of_all_workers(tmp_path: Path) -> None:

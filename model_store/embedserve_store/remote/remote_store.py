@@ -16,15 +16,21 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format import alias
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import NAME_PATTERN
-from embedserve_store.format.version_folder import VERSION_PATTERN
+from embedserve_store.format.version_folder import VERSION_PATTERN, version_numbers
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.remote.pull import MANIFEST, RemoteVersion, pull, read_manifest
 from embedserve_store.remote.remote_files import RemoteFolder, TransferProgress, UnreachableError
+from embedserve_store.writing.hold import HeldError, remove_unheld
 
 logger = logging.getLogger(__name__)
 
 READABLE_NAME_MAX = 80
+CACHED_VERSIONS = 2
+"""The newest of a model that stay in the cache, whether anybody needs them or not: the one that is
+served, and one to go back to."""
+PULL_ATTEMPTS = 10
+"""Another process may drop a version between our pull and our look."""
 
 
 def is_url(store: str) -> bool:
@@ -42,7 +48,8 @@ class RemoteStore:
     """URL/MODEL/VERSION/ with a LocalStore's methods; loading pulls what the cache has not.
 
     Processes may share a cache: each version is pulled by one of them, and appears whole, after
-    every byte has been checked. Each URL has a folder of its own in the cache.
+    every byte has been checked. Each URL has a folder of its own in the cache. What model_store.py
+    finds that nobody needs any more is dropped from there.
     """
 
     def __init__(self, url: str, cache: Path, progress: TransferProgress | None = None) -> None:
@@ -92,15 +99,46 @@ class RemoteStore:
             logger.warning("%s; loading version %d of %r from the cache", error, version, model)
             return self._local.load(model, version)
         folder = self._cached(model, wanted.number)
-        if not folder.is_dir():
-            pull(self._remote, wanted, folder, self._progress)
-        loaded = self._local.load(model, wanted.number)
+        loaded = self._pulled(wanted, folder)
         if (folder / MANIFEST).read_bytes() != wanted.manifest_json:
             raise StoreError(
                 f"{self._remote.url}/{wanted.path}: is not the version that was pulled to "
                 f"{folder}: versions never change; remove that folder to pull this one"
             )
         return loaded
+
+    def _pulled(self, wanted: RemoteVersion, folder: Path) -> ModelVersion:
+        """Pulled if need be, and opened; anew where another process removed it in between."""
+        for _ in range(PULL_ATTEMPTS):
+            if not folder.is_dir():
+                pull(self._remote, wanted, folder, self._progress)
+            try:
+                return self._local.load(wanted.model, wanted.number)
+            except StoreError:
+                if folder.is_dir():
+                    raise
+        raise StoreError(f"{folder}: others removed it {PULL_ATTEMPTS} times as it was opened")
+
+    def old(self, model: str) -> list[int]:
+        """Versions in the cache but for the newest, ascending, which may be dropped if nobody needs
+        them."""
+        folder = self._local.path / model
+        return version_numbers(folder)[:-CACHED_VERSIONS] if folder.is_dir() else []
+
+    def drop(self, model: str, number: int) -> None:
+        """Removes a version from the cache, unless somebody has it open; what cannot be removed is
+        logged, and stays."""
+        folder = self._cached(model, number)
+        try:
+            remove_unheld(folder)
+        except HeldError:
+            logger.debug("%s: stays, it is in use", folder)
+        except FileNotFoundError:
+            logger.debug("%s: another process removed it", folder)
+        except (OSError, StoreError) as error:
+            logger.warning("%s: stays in the cache: %s", folder, error)
+        else:
+            logger.info("%s: removed from the cache: newer versions were pulled", folder)
 
     def manifest(self, model: str, version: int | None = None) -> Manifest:
         """As LocalStore's; pulls nothing."""

@@ -373,7 +373,7 @@ def prune(
         bool, typer.Option("--dry-run", help="Only say what would be removed.")
     ] = False,
 ) -> None:
-    """Remove old versions of a model, but those that an alias names."""
+    """Remove old versions of a model, but those that an alias names or a server has open."""
     with one_line_errors():
         from embedserve.commands.prune import prune as run
 

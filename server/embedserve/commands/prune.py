@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from embedserve.terminal.console import say
 from embedserve_store import prune as prune_versions
 
 
 def prune(store: str, model: str, keep: int, is_trial: bool) -> None:
     """Raises StoreError as the store's prune does."""
-    removed = prune_versions(store, model, keep, is_trial=is_trial)
-    numbers = ", ".join(map(str, removed)) or "none"
-    say(f"{model}: {'would remove' if is_trial else 'removed'} versions: {numbers}")
+    held: list[int] = []
+    removed = prune_versions(store, model, keep, is_trial=is_trial, on_held=held.append)
+    say(f"{model}: {'would remove' if is_trial else 'removed'} versions: {_listed(removed)}")
+    if held:
+        say(f"{model}: in use, and kept: {_listed(held)}")
+
+
+def _listed(versions: Sequence[int]) -> str:
+    return ", ".join(map(str, versions)) or "none"

@@ -76,14 +76,31 @@ def test_what_is_needed_is_not_removed(store: str) -> None:
     assert left(store) == [1, 2, 3, 4, 5]
 
 
-def test_who_has_it_open_reads_on(tmp_path: Path) -> None:
-    for number in (1, 2):
+def test_what_somebody_has_open_stays(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
         publish_one(tmp_path, number)
     opened = ModelStore(tmp_path).load("m", 1)
-    remove_version(tmp_path, "m", 1)
-    assert left(str(tmp_path)) == [2]
+    before = everything_under(tmp_path)
+    with pytest.raises(StoreError, match="m/1: is in use: a server or another process"):
+        remove_version(tmp_path, "m", 1)
+    assert everything_under(tmp_path) == before
+    held: list[int] = []
+    assert prune(tmp_path, "m", 1, is_trial=True, on_held=held.append) == [2]
+    assert prune(tmp_path, "m", 1, on_held=held.append) == [2]
+    assert held == [1, 1]
+    assert left(str(tmp_path)) == [1, 3]
     assert np.array_equal(opened.tables.rows("t").view("<f4"), np.ones((10, 4), np.float32))
     opened.tables.check_unchanged()
+    del opened
+    assert prune(tmp_path, "m", 1) == [1]
+
+
+def test_one_without_its_manifest_is_removed(tmp_path: Path) -> None:
+    for number in (1, 2):
+        publish_one(tmp_path, number)
+    (tmp_path / "m" / "1" / "manifest.json").unlink()
+    remove_version(tmp_path, "m", 1)
+    assert left(str(tmp_path)) == [2]
 
 
 def test_one_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

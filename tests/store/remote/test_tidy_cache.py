@@ -1,0 +1,136 @@
+"""What nobody needs any more leaves the cache when a newer version comes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import embedserve_store
+from embedserve_store.local_store import LocalStore
+from embedserve_store.model_store import ModelStore
+from embedserve_store.model_version import ModelVersion
+from embedserve_store.publishing.remove_versions import remove_version
+from embedserve_store.publishing.set_alias import set_alias
+from embedserve_store.remote.remote_files import RemoteFolder
+from embedserve_store.remote.upload import upload_version
+
+Publish = Callable[..., Path]
+
+KILLED_AS_IT_REMOVES = """
+import os, shutil, sys
+from pathlib import Path
+from embedserve_store.model_store import ModelStore
+
+def die(path, **_):
+    first = next(path.rglob("tables.safetensors"))
+    first.unlink()
+    os.kill(os.getpid(), 9)
+
+shutil.rmtree = die
+store = ModelStore(sys.argv[1], Path(sys.argv[2]))
+store._store.drop("m", 1)
+"""
+
+
+@pytest.fixture
+def five(new_version: Publish, url: str) -> str:
+    """A bucket with versions 1 to 5 of "m"."""
+    for number in range(1, 6):
+        upload_version(new_version(float(number), 20), url)
+    return url
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def cached(version: ModelVersion) -> list[int]:
+    """The versions of its model that lie beside it."""
+    return LocalStore(version.path.parent.parent).versions("m")
+
+
+def test_a_server_that_follows_keeps_two(five: str, cache: Path) -> None:
+    store = ModelStore(five, cache)
+    served = store.load("m", 1)
+    for number, expected in ((2, [1, 2]), (3, [2, 3]), (4, [3, 4]), (5, [4, 5])):
+        served = store.load("m", number)
+        assert cached(served) == expected
+    assert store.load("m", 5).manifest.version == 5
+    assert [path.name for path in served.path.parent.iterdir() if path.name[0] == "."] == []
+
+
+def test_what_is_open_or_has_a_name_stays(five: str, cache: Path) -> None:
+    set_alias(five, "m", "stable", 2)
+    store, neighbour = ModelStore(five, cache), ModelStore(five, cache)
+    theirs = neighbour.load("m", 1)
+    for number in (2, 3, 4, 5):
+        served = store.load("m", number)
+    assert cached(served) == [1, 2, 4, 5]
+    del theirs
+    store.load("m", 5)
+    assert cached(served) == [2, 4, 5]
+    set_alias(five, "m", "stable", 5)
+    store.load("m", 5)
+    assert cached(served) == [4, 5]
+
+
+def test_an_old_version_is_pulled_again_when_it_is_asked_for(five: str, cache: Path) -> None:
+    store = ModelStore(five, cache)
+    for number in (1, 4, 5):
+        served = store.load("m", number)
+    assert cached(served) == [4, 5]
+    again = store.load("m", 1)
+    assert cached(served) == [1, 4, 5]
+    assert again.manifest.version == 1
+
+
+def test_while_names_are_not_known_nothing_goes(
+    five: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    set_alias(five, "m", "stable", 1)
+    store = ModelStore(five, cache)
+    for number in (1, 2, 3, 4):
+        store.load("m", number)
+    RemoteFolder(five).remove("m/aliases/stable/1.json")
+    RemoteFolder(five).write("m/aliases/stable/1.json", b"{}")
+    with caplog.at_level(logging.WARNING):
+        served = store.load("m", 5)
+    assert cached(served) == [1, 3, 4, 5]
+    assert "nothing is dropped from the cache" in caplog.text
+
+
+def test_who_is_killed_as_it_removes_leaves_nothing_to_be_read(five: str, cache: Path) -> None:
+    store = ModelStore(five, cache)
+    path = store.load("m", 1).path
+    store.load("m", 5)
+    root = str(Path(embedserve_store.__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_AS_IT_REMOVES, five, str(cache)],
+        env=os.environ | {"PYTHONPATH": root},
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert LocalStore(path.parent.parent).versions("m") == [5]
+    assert [one.name for one in path.parent.iterdir() if one.name.startswith(".staging-")] != []
+    served = store.load("m", 4)
+    assert [one.name for one in path.parent.iterdir() if one.name.startswith(".staging-")] == []
+    assert cached(served) == [4, 5]
+    assert store.load("m", 1).manifest.version == 1
+
+
+def test_what_the_store_has_no_more_goes_too(five: str, cache: Path) -> None:
+    store = ModelStore(five, cache)
+    store.load("m", 1)
+    remove_version(five, "m", 1)
+    for number in (4, 5):
+        served = store.load("m", number)
+    assert cached(served) == [4, 5]
