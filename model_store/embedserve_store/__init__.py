@@ -17,6 +17,7 @@ from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.alias import Alias
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.note import Note
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.format.tables_file import Progress, TablesFile
 from embedserve_store.goldens.goldens_file import Bags, Goldens
@@ -24,6 +25,7 @@ from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
 from embedserve_store.plans.plan import Plan, Shard, TablePlan, read_plan
+from embedserve_store.publishing.add_note import add_note
 from embedserve_store.publishing.pooled_error import PooledError
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.publish_sharded import publish_sharded
@@ -44,6 +46,7 @@ __all__ = [
     "Manifest",
     "ModelStore",
     "ModelVersion",
+    "Note",
     "Plan",
     "PooledError",
     "Progress",
@@ -54,6 +57,7 @@ __all__ = [
     "TablePlan",
     "TableSpec",
     "TablesFile",
+    "add_note",
     "prune",
     "publish",
     "publish_sharded",

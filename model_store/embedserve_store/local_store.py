@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from embedserve_store.errors import StoreError
-from embedserve_store.format import alias
 from embedserve_store.format.json_fields import parse_json
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest
 from embedserve_store.format.manifest_file import parse_manifest
@@ -74,22 +73,23 @@ class LocalStore:
         chosen = self._find(model, version)
         return _read_manifest(self.path / model / str(chosen) / "manifest.json", model, chosen)
 
-    def alias_files(self, model: str) -> list[str]:
-        """Paths below the folder of the aliases of ``model``; raises StoreError."""
-        folder = self.path / model / alias.FOLDER
+    def files_beside(self, model: str, what: str) -> list[str]:
+        """Paths NAME/FILE below the folder ``what`` beside the versions of ``model``, such as that
+        of its aliases; raises StoreError."""
+        folder = self.path / model / what
         if not folder.is_dir():
             self.versions(model)  # says what there is not
             return []
         return [
             f"{name}/{file}"
-            for name in _listed(folder, "aliases")
+            for name in _listed(folder, what)
             if (folder / name).is_dir()
-            for file in _listed(folder / name, "alias")
+            for file in _listed(folder / name, what)
         ]
 
-    def read_alias(self, model: str, path: str) -> bytes:
-        """Of a path that alias_files gave."""
-        return _read(self.path / model / alias.FOLDER / path)
+    def read_beside(self, model: str, what: str, path: str) -> bytes:
+        """Of a path that files_beside gave."""
+        return _read(self.path / model / what / path)
 
     def _find(self, model: str, version: int | None) -> int:
         versions = self.versions(model)

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 from embedserve_store.errors import StoreError, UnknownAliasError
-from embedserve_store.format.alias import Alias, file_name, parse_alias, parse_file_name
+from embedserve_store.format import note
+from embedserve_store.format.alias import FOLDER, Alias, file_name, parse_alias, parse_file_name
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.version_folder import VERSION_PATTERN
 from embedserve_store.local_store import LocalStore
@@ -92,6 +93,20 @@ class ModelStore:
             )
         return alias
 
+    def note_numbers(self, model: str, version: int) -> list[int]:
+        """Of the notes of a version, ascending; none is read."""
+        found = map(note.parse_file_name, self._store.files_beside(model, note.FOLDER))
+        return sorted(one[1] for one in found if one is not None and one[0] == version)
+
+    def notes(self, model: str, version: int) -> list[note.Note]:
+        """What was noted of a version, the first note first."""
+        return [self._note(model, version, one) for one in self.note_numbers(model, version)]
+
+    def _note(self, model: str, version: int, number: int) -> note.Note:
+        where = f"{self.where}/{model}/{note.file_name(version, number)}"
+        text = self._store.read_beside(model, note.FOLDER, f"{version}/{number}.json")
+        return note.parse_note(text, model, version, number, where)
+
     def load(self, model: str, version: int | str | None = None) -> ModelVersion:
         """One version of ``model``, by its number or an alias, the highest unless told; held, so
         that it is not removed, until nothing refers to it.
@@ -141,12 +156,12 @@ class ModelStore:
     def alias_changes(self, model: str) -> dict[str, list[int]]:
         """The numbers of all changes, by the name of their alias; no file is read."""
         changes: dict[str, list[int]] = {}
-        for found in map(parse_file_name, self._store.alias_files(model)):
+        for found in map(parse_file_name, self._store.files_beside(model, FOLDER)):
             if found is not None:
                 changes.setdefault(found[0], []).append(found[1])
         return changes
 
     def _alias(self, model: str, name: str, number: int) -> Alias:
         where = f"{self.where}/{model}/{file_name(name, number)}"
-        text = self._store.read_alias(model, f"{name}/{number}.json")
+        text = self._store.read_beside(model, FOLDER, f"{name}/{number}.json")
         return parse_alias(text, model, name, number, where)

@@ -22,7 +22,6 @@ FOLDER = "aliases"
 NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 RESERVED = ("latest", "none")
 """Names that mean something by themselves."""
-TEXT_MAX = 1000
 _FILE_PATTERN = re.compile(rf"({VERSION_PATTERN.pattern})\.json")
 
 

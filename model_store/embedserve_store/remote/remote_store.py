@@ -13,7 +13,6 @@ import re
 from pathlib import Path
 
 from embedserve_store.errors import StoreError
-from embedserve_store.format import alias
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import NAME_PATTERN
 from embedserve_store.format.version_folder import VERSION_PATTERN, version_numbers
@@ -144,14 +143,14 @@ class RemoteStore:
         """As LocalStore's; pulls nothing."""
         return self._find(model, version).manifest
 
-    def alias_files(self, model: str) -> list[str]:
+    def files_beside(self, model: str, what: str) -> list[str]:
         """As LocalStore's."""
         _check_model(model, self._remote.url)
-        return list(self._remote.sizes(f"{model}/{alias.FOLDER}"))
+        return list(self._remote.sizes(f"{model}/{what}"))
 
-    def read_alias(self, model: str, path: str) -> bytes:
+    def read_beside(self, model: str, what: str, path: str) -> bytes:
         """As LocalStore's."""
-        return self._remote.read(f"{model}/{alias.FOLDER}/{path}")
+        return self._remote.read(f"{model}/{what}/{path}")
 
     def _cached(self, model: str, number: int) -> Path:
         return self._local.path / model / str(number)

@@ -1,4 +1,5 @@
-"""The command line: describe, plan, publish, alias, prune, verify, diff, inspect, serve and demo.
+"""The command line: describe, plan, publish, alias, note, prune, verify, diff, inspect, serve and
+demo.
 
 Imports nothing heavy at the top, so that --help answers at once; torch comes with the command
 that needs it. What a person did wrong is one line on stderr and exit status 1, no traceback.
@@ -362,6 +363,20 @@ def shadow(
         from embedserve.commands.shadow import show_shadows
 
         show_shadows(url)
+
+
+@app.command()
+def note(
+    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
+    model: Annotated[str, typer.Argument(help="Name of the model.")],
+    version: Annotated[str, typer.Argument(help="A number, or an alias for what it means now.")],
+    text: Annotated[str, typer.Argument(help="What inspect is to show of this version.")],
+) -> None:
+    """Keep a note beside a version, which itself never changes."""
+    with one_line_errors():
+        from embedserve.commands.note import note as run
+
+        run(store, model, version, text)
 
 
 @app.command()

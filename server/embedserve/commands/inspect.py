@@ -15,6 +15,7 @@ from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.manifest import GOLDENS, Manifest
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
+from embedserve_store.remote.remote_files import UnreachableError
 
 TOTALS = ("tables", "rows", "bytes")
 
@@ -34,6 +35,7 @@ def inspect(store: str, model: str, version: str, cache: Path | None) -> None:
             _show_versions(models, model)
         else:
             _show_version(models.load(model, version))
+            _show_notes(models, model, version)
 
 
 def _show_models(store: ModelStore, path: str) -> None:
@@ -93,6 +95,18 @@ def _show_version(version: ModelVersion) -> None:
     _show_source(manifest.source)
     out.print()
     show_plan(out, manifest.tables, version.plan)
+
+
+def _show_notes(store: ModelStore, model: str, version: str) -> None:
+    try:
+        notes = store.notes(model, store.resolve(model, version))
+    except UnreachableError as error:  # what is in the cache is shown without
+        write(f"notes are not known: {error}")
+        return
+    if notes:
+        out.print()
+    for note in notes:
+        write(f"note {note.when} {printable(note.who)}: {printable(note.text)}")
 
 
 def _show_source(source: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from writable import writable
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
+from embedserve_store.publishing.add_note import add_note
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.set_alias import set_alias
 from embedserve_store.remote.remote_files import RemoteFolder
@@ -209,6 +210,19 @@ def test_an_alias_behind_a_url_is_moved_and_followed(scheme: str, url: str, tmp_
     assert (store.models(), store.versions("m")) == (["m"], [1, 2])
     with pytest.raises(StoreError, match="'stable' is no version and no alias"):
         store.load("m", "stable")
+
+
+def test_notes_behind_a_url(url: str, tmp_path: Path) -> None:
+    for _ in range(2):
+        publish(STATE, url, model="m", tables=TABLES)
+    store = ModelStore(url, tmp_path / "cache")
+    assert store.notes("m", 1) == []
+    notes = [add_note(url, "m", 1, text) for text in ("recall is up", "and down")]
+    assert store.notes("m", 1) == notes
+    assert [one.number for one in notes] == [1, 2]
+    assert store.notes("m", 2) == []
+    assert (store.models(), store.versions("m")) == (["m"], [1, 2])
+    assert store.load("m", 1).manifest.version == 1
 
 
 def test_the_second_of_two_writers_has_its_turn(

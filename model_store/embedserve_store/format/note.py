@@ -1,0 +1,89 @@
+"""A note of a version: what became known of it after it was published, which itself never changes.
+
+STORE/MODEL/notes/VERSION/NUMBER.json, one small sealed file for each note, beside the versions.
+Files are added and never changed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from embedserve_store.errors import StoreError
+from embedserve_store.format.json_fields import parse_json, typed
+from embedserve_store.format.seal import check_seal, sealed_json
+from embedserve_store.format.version_folder import VERSION_PATTERN
+
+FORMAT_VERSION = 2
+"""As an alias's."""
+FOLDER = "notes"
+_PATH_PATTERN = re.compile(rf"({VERSION_PATTERN.pattern})/({VERSION_PATTERN.pattern})\.json")
+
+
+@dataclass(frozen=True)
+class Note:
+    model: str
+    version: int
+    number: int
+    """1 for the version's first."""
+    who: str
+    when: str
+    """ISO 8601, UTC."""
+    text: str
+
+    def to_bytes(self) -> bytes:
+        return sealed_json(
+            {
+                "format_version": FORMAT_VERSION,
+                "model": self.model,
+                "version": self.version,
+                "number": self.number,
+                "who": self.who,
+                "when": self.when,
+                "text": self.text,
+            }
+        )
+
+
+def file_name(version: int, number: int) -> str:
+    """In the folder of the model."""
+    return f"{FOLDER}/{version}/{number}.json"
+
+
+def parse_file_name(path: str) -> tuple[int, int] | None:
+    """(version, number) of a path below FOLDER; None for whatever else lies there.
+
+    >>> parse_file_name("7/2.json"), parse_file_name("7/.new-3")
+    ((7, 2), None)
+    """
+    match = _PATH_PATTERN.fullmatch(path)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def parse_note(text: bytes, model: str, version: int, number: int, where: str) -> Note:
+    """The note ``number`` of a version. ``where`` names the file in errors.
+
+    Raises:
+        StoreError: it is damaged, or another's.
+    """
+    data = parse_json(text, where)
+    found = data.get("format_version") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or found != FORMAT_VERSION:
+        raise StoreError(
+            f"{where}: format_version is {found!r}, this embedserve reads {FORMAT_VERSION}"
+        )
+    check_seal(text, where)
+    note = Note(
+        model=typed(data, "model", str, where),
+        version=typed(data, "version", int, where),
+        number=typed(data, "number", int, where),
+        who=typed(data, "who", str, where),
+        when=typed(data, "when", str, where),
+        text=typed(data, "text", str, where),
+    )
+    if (note.model, note.version, note.number) != (model, version, number):
+        raise StoreError(
+            f"{where}: is note {note.number} of model {note.model!r} version {note.version}, "
+            f"but lies where note {number} of {model!r} version {version} does"
+        )
+    return note

@@ -1,0 +1,46 @@
+"""Adds a note to a version, which itself never changes. Never imports torch."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+
+from embedserve_store.errors import StoreError
+from embedserve_store.format.note import Note, file_name
+from embedserve_store.model_store import ModelStore
+from embedserve_store.publishing.added_file import ATTEMPTS, check_texts, user, writer
+
+
+def add_note(
+    store: str | os.PathLike[str],
+    model: str,
+    version: int | str,
+    text: str,
+    *,
+    who: str | None = None,
+) -> Note:
+    """Keeps ``text`` beside a version; returns the note.
+
+    Args:
+        store: a folder or a URL.
+        version: a number, or an alias for what it means now.
+        who: kept with it: USER@HOST unless told.
+
+    Raises:
+        StoreError: there is no such version, the text is empty or too long, or the store cannot be
+            read or written.
+    """
+    who = user() if who is None else who
+    check_texts(text=text, who=who)
+    if not text.strip():
+        raise StoreError("text is empty: a note says something")
+    models = ModelStore(store)
+    number = models.manifest(model, version).version
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    write = writer(models.where)
+    for _ in range(ATTEMPTS):
+        last = max(models.note_numbers(model, number), default=0)
+        note = Note(model, number, last + 1, who, when, text)
+        if write(f"{model}/{file_name(number, note.number)}", note.to_bytes()):
+            return note
+    raise StoreError(f"{models.where}/{model}: others wrote {ATTEMPTS} notes of version {number}")

@@ -1,0 +1,12 @@
+"""`embedserve note`: keeps a text beside a version, which inspect shows."""
+
+from __future__ import annotations
+
+from embedserve.terminal.console import say
+from embedserve_store import add_note
+
+
+def note(store: str, model: str, version: str, text: str) -> None:
+    """Raises StoreError as add_note does."""
+    added = add_note(store, model, version, text)
+    say(f"{model}: note {added.number} of version {added.version}")
