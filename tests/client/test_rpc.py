@@ -17,7 +17,7 @@ def test_answers_over_grpcs_own_limit_are_taken(grpc_target: str) -> None:
     ids = np.zeros(LARGE_BATCH, dtype=np.int64)
     ids[-1] = 9
     with GrpcEmbedClient(grpc_target) as client:
-        result = client.embed({"user": ids})
+        result = client.embed({"user": ids}, timeout_s=60)
 
     assert result.batch_size == LARGE_BATCH
     np.testing.assert_array_equal(result["user"][-1:], pooled("user", [[9]]))

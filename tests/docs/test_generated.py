@@ -35,8 +35,10 @@ def test_what_is_committed_is_current(name: str) -> None:
 
 
 def families_with_samples() -> list[Metric]:
-    """Of a server that answered and refused requests to a model of every id rule."""
+    """Of a server that answered and refused requests to a model of every id rule, in the shadow of
+    another version."""
     metrics = Metrics([ruled_info()])
+    metrics.models["ruled"].version.shadow.begin(1)
     metrics.protocols["rest"].answered(0.001, 100)
     metrics.protocols["grpc"].refused("INTERNAL", "why", 0.001)
     return list(metrics.registry().collect())
