@@ -1,7 +1,8 @@
 """A well-behaved client beside the hostile ones, and what the server's process holds meanwhile.
 
 A process of its own, which no attacker takes the interpreter from, asks for health over HTTP/1.1,
-then embeds over gRPC, over and over, each on a connection that stays open.
+then embeds over gRPC, over and over, each on a connection that stays open; seldom while no test
+runs, so that other tests have the cores.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from hostile.peer import Peer
 from embedserve_proto import embedding_pb2 as pb
 
 PAUSE_S = 0.005
+REST_S = 0.2
 ROUND_S_MAX = 30.0
 REFRESH_STREAMS = 1000
 BEGIN, SEEN = "begin", "seen"
@@ -109,7 +111,7 @@ def _run(
     http_port: int, grpc_port: int, pid: int, rows: np.ndarray, channel: Connection[Seen, str]
 ) -> None:
     """Until the channel ends. What is asked is answered after a round that began later."""
-    seen, asked = Seen(), ""
+    seen, asked, pause_s = Seen(), "", REST_S
     for health_s, embed_s, failure in _rounds(http_port, grpc_port, rows):
         seen.rounds += 1
         seen.health_s_max = max(seen.health_s_max, health_s)
@@ -119,9 +121,10 @@ def _run(
             seen.failures.append(f"{monotonic():.3f}: {failure}")
         if asked:
             channel.send(seen)
+            pause_s = PAUSE_S if asked == BEGIN else REST_S
             asked = ""
         try:
-            if channel.poll(PAUSE_S):
+            if channel.poll(pause_s):
                 asked = channel.recv()
         except EOFError:
             return
