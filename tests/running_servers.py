@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -15,10 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from warm_python import PYTHON, WarmPopen, run_warm
+
 READY_S_MAX = 300
 STOPPED_S_MAX = 60
 COMMAND_S_MAX = 300
 COMMANDS_AT_ONCE = 4
+WIDE = {"COLUMNS": "200"}
+"""No line is wrapped."""
 
 
 @dataclass
@@ -39,21 +42,28 @@ def free_port() -> int:
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-W", "ignore", "-m", "embedserve", *map(str, arguments)]
+    return [*PYTHON, "-m", "embedserve", *map(str, arguments)]
 
 
 @contextmanager
 def running(
-    store: Path | str, log: Path, *arguments: object, ports_used: tuple[int, int] | None = None
+    store: Path | str,
+    log: Path,
+    *arguments: object,
+    ports_used: tuple[int, int] | None = None,
+    is_warm: bool = True,
 ) -> Iterator[Running]:
     """`embedserve serve STORE …`, ready; stopped with SIGTERM at the end.
 
-    Its (HTTP, gRPC) ports are free ones, or ``ports_used`` by a server before it.
+    Its (HTTP, gRPC) ports are free ones, or ``ports_used`` by a server before it. Of several
+    workers each imports torch for itself; a server that is its own worker has it imported
+    already (warm_python), unless it is not ``is_warm``.
     """
     http_port, grpc_port = ports_used or (free_port(), free_port())
     ports = ("--http-port", http_port, "--grpc-port", grpc_port)
     with log.open("wb") as output:
-        process = subprocess.Popen(
+        popen = WarmPopen if is_warm and "--workers" not in arguments else subprocess.Popen
+        process: subprocess.Popen[bytes] = popen(
             command("serve", store, *ports, *arguments), stdout=output, stderr=subprocess.STDOUT
         )
     server = Running(process, f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", log)
@@ -81,19 +91,24 @@ def _wait_until_ready(server: Running) -> None:
 def run_commands(
     *commands: Sequence[object],
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Embedserve commands to their ends, a few of them at a time."""
+    """Embedserve commands to their ends, warm, a few of them at a time."""
     with ThreadPoolExecutor(COMMANDS_AT_ONCE) as pool:
-        return list(pool.map(lambda arguments: run_command(*arguments), commands))
+        return list(pool.map(lambda arguments: run_warm_command(*arguments), commands))
 
 
 def run_command(
     *arguments: object, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """An embedserve command to its end."""
+    """An embedserve command to its end, as it is run from a shell."""
     return subprocess.run(
         command(*arguments),
         capture_output=True,
         text=True,
         timeout=COMMAND_S_MAX,
-        env={**os.environ, "COLUMNS": "200", **(environment or {})},
+        env=os.environ | WIDE | (environment or {}),
     )
+
+
+def run_warm_command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The same of one that imports torch, where another test runs it as from a shell."""
+    return run_warm(command(*arguments), timeout=COMMAND_S_MAX, env=os.environ | WIDE)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import yaml
+from warm_python import PYTHON, run_warm
 
 TIMEOUT_S = 180
 
@@ -36,8 +35,7 @@ class Trained:
 def train(folder: Path, world_size: int, dtype: str = "float32") -> None:
     """Trains a few steps over ``world_size`` gloo processes; takes ten seconds or so."""
     script = Path(__file__).with_name("trainer.py")
-    command = [sys.executable, str(script), str(world_size), str(folder), dtype]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    done = run_warm([*PYTHON, script, str(world_size), folder, dtype], timeout=TIMEOUT_S)
     if done.returncode:
         raise RuntimeError(f"trainer.py failed:\n{done.stderr[-4000:]}")
 

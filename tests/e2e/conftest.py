@@ -16,5 +16,6 @@ def demo(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Demo]:
     folder = made_once("demo", make_demo)
-    with running(folder / "store", tmp_path_factory.mktemp("demo-server") / "log") as server:
+    log = tmp_path_factory.mktemp("demo-server") / "log"
+    with running(folder / "store", log, is_warm=False) as server:
         yield Demo(folder, server)

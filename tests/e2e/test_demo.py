@@ -20,7 +20,7 @@ import torch
 from documents import ROOT, Block, blocks
 from e2e.demo_server import Demo
 from reference import assert_same, pooled
-from running_servers import Running, run_command
+from running_servers import Running, run_command, run_warm_command
 
 from embedserve_client import EmbedClient, GrpcEmbedClient
 from embedserve_store import ModelStore
@@ -113,7 +113,7 @@ def test_demo_if_missing_does_not_train_again(folder: Path) -> None:
 
 def test_the_checkpoint_publishes_as_the_demo_does(folder: Path, tmp_path: Path) -> None:
     files = (folder / "demo.pt", folder / "demo.yaml", tmp_path / "again")
-    done = run_command("publish", *files, "--model", "movies", "--dtype", "user=int8")
+    done = run_warm_command("publish", *files, "--model", "movies", "--dtype", "user=int8")
     assert done.returncode == 0, done.stderr
     assert "user: 3,060 rows of 64 int8, ids by map, 203.2 KiB (561.8 KiB saved)" in done.stderr
     stores = (folder / "store", tmp_path / "again")

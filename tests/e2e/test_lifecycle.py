@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from running_servers import Running, free_port, run_command, run_commands, running
+from running_servers import Running, free_port, run_command, run_commands, run_warm_command, running
 from writable import writable
 
 from embedserve_client import EmbedClient, EmbedServeClientError, GrpcEmbedClient, Unavailable
@@ -137,7 +137,7 @@ def test_a_bad_publish_leaves_nothing(tmp_path: Path, weight: torch.Tensor) -> N
     checkpoint, description = tmp_path / "model.pt", tmp_path / "tables.yaml"
     description.write_text(DESCRIPTION)
     torch.save({"embedding_bags.user.weight": weight[:, :4]}, checkpoint)
-    done = run_command("publish", checkpoint, description, tmp_path / "store", "--model", "m")
+    done = run_warm_command("publish", checkpoint, description, tmp_path / "store", "--model", "m")
     assert done.returncode == 1
     assert "shape [500, 4], described is [500, 8]" in done.stderr
     assert "Traceback" not in done.stderr
@@ -210,8 +210,8 @@ def test_names_that_are_not_there_are_told_with_those_that_are(
     checkpoint, description = tmp_path / "other.pt", tmp_path / "tables.yaml"
     description.write_text(DESCRIPTION)
     torch.save({"ebc.embedding_bags.users.weight": weight}, checkpoint)
-    done = run_command("publish", checkpoint, description, store, "--model", "m")
+    done = run_warm_command("publish", checkpoint, description, store, "--model", "m")
     assert "the tables there are users" in done.stderr
-    done = run_command("demo", store, "--if-missing", "--checkpoint", tmp_path / "demo.pt")
+    done = run_warm_command("demo", store, "--if-missing", "--checkpoint", tmp_path / "demo.pt")
     assert done.returncode == 1
     assert "give it without --checkpoint" in done.stderr

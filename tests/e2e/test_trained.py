@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from reference import assert_same
-from running_servers import Running, run_command, running
+from running_servers import Running, run_warm_command, running
 from trained import Trained
 
 from embedserve_client import EmbedClient, GrpcEmbedClient
@@ -44,7 +44,7 @@ def served(
     trained = trained_by(request.param)
     store = folder / "store"
     options = ("--model", "mixed-two", "--sharding", AS_TRAINED, "--world-size", 2)
-    done = run_command("publish", trained.checkpoint, trained.description, store, *options)
+    done = run_warm_command("publish", trained.checkpoint, trained.description, store, *options)
     assert done.returncode == 0, done.stderr
     assert re.search(r"skipped, as not described: .* more of \d+ entries", done.stderr)
     description = read_description(trained.description)

@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 from fuzz.mutate import mutated
-from running_servers import run_command
+from running_servers import run_warm_command
 from safetensors.numpy import save_file
 from writable import writable
 
@@ -28,7 +28,7 @@ def publish(folder: Path) -> ModelStore:
     save_file({"embedding_bags.t.weight": rows}, folder / "model.safetensors")
     (folder / "tables.yaml").write_text(TABLE)
     names = (folder / "model.safetensors", folder / "tables.yaml", folder / "store")
-    done = run_command("publish", *names, "--model", MODEL)
+    done = run_warm_command("publish", *names, "--model", MODEL)
     assert done.returncode == 0, done.stderr
     return ModelStore(writable(folder / "store"))
 

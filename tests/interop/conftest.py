@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from interop.lookups import DIMS, MODEL, ROWS, TABLES
-from running_servers import Running, run_command, running
+from running_servers import Running, run_warm_command, running
 from safetensors.numpy import save_file
 
 TABLE = (
@@ -24,7 +24,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tables = [TABLE.format(name=name, rows=rows, dim=DIMS[name]) for name, rows in ROWS.items()]
     (folder / "tables.yaml").write_text("tables:\n" + "".join(tables))
     names = (folder / "model.safetensors", folder / "tables.yaml", folder / "store")
-    done = run_command("publish", *names, "--model", MODEL)
+    done = run_warm_command("publish", *names, "--model", MODEL)
     assert done.returncode == 0, done.stderr
     return folder / "store"
 

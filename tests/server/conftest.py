@@ -11,7 +11,7 @@ import pytest
 from server.fake_engine import FakeEngine, model_info
 from server.gate import Gate
 from server.live import Live, live_server, make_exchange
-from server.python import run_python
+from server.python import run_warm_python
 from server.waiting import given_up_after
 
 from embedserve.api.management import management_app
@@ -115,6 +115,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with one small model, published in another process: torch stays out of this one."""
     folder = tmp_path_factory.mktemp("store")
     (folder / "tables.yaml").write_text(TABLES)
-    done = run_python("-c", PUBLISH, folder / "model.pt", folder / "tables.yaml", folder / "store")
+    done = run_warm_python(
+        "-c", PUBLISH, folder / "model.pt", folder / "tables.yaml", folder / "store"
+    )
     assert done.returncode == 0, done.stderr
     return folder / "store"

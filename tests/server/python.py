@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from warm_python import PYTHON, run_warm
+
 RUN_S_MAX = 120
 
 
@@ -26,3 +28,10 @@ def run_python(
         timeout=timeout_s,
         check=False,
     )
+
+
+def run_warm_python(
+    *arguments: str | Path, timeout_s: float = RUN_S_MAX
+) -> subprocess.CompletedProcess[str]:
+    """The same of what needs torch, which is imported already."""
+    return run_warm([*PYTHON, *arguments], env=environment(), timeout=timeout_s)

@@ -15,7 +15,7 @@ from server.callers import submit_to
 from server.fake_engine import FakeEngine, make_request
 from server.fake_models import served_of
 from server.live import make_exchange
-from server.python import run_python
+from server.python import run_warm_python
 from server.waiting import until
 
 from embedserve.batching.batcher import Batcher
@@ -40,7 +40,7 @@ for value in (1, 2, 3):
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with versions 1, 2 and 3 of "shop"."""
     store = tmp_path_factory.mktemp("versions") / "store"
-    done = run_python("-c", PUBLISH, store)
+    done = run_warm_python("-c", PUBLISH, store)
     assert done.returncode == 0, done.stderr
     return store
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from server.python import run_python
+from server.python import run_warm_python
 
 from embedserve.terminal.sigterm import sigterm_interrupts
 
@@ -54,7 +54,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     def run(arguments: str) -> Ended:
         folder = tmp_path_factory.mktemp("killed")
         (folder / "tables.yaml").write_text(TABLES)
-        return folder, run_python("-c", KILLED_AT_FIRST_PROGRESS, folder, *arguments.split())
+        return folder, run_warm_python("-c", KILLED_AT_FIRST_PROGRESS, folder, *arguments.split())
 
     commands = (PUBLISH, DEMO)
     with ThreadPoolExecutor() as pool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from warm_python import PYTHON, run_warm
 
 import embedserve_store
 
@@ -21,13 +21,14 @@ from embedserve_store import TableSpec, publish
 def described(rows, dtype):
     return [TableSpec("t", rows, 128, ("t",), "sum", dtype)]
 
+store = Path(sys.argv[1]) / "store"
 small, large = Path(sys.argv[1]) / "small.safetensors", Path(sys.argv[1]) / "large.safetensors"
-publish(small, "store", model="small", tables=described(8, "int4"))  # imports, starts threads
+publish(small, store, model="small", tables=described(8, "int4"))  # imports, starts threads
 lines = Path("/proc/self/status").read_text().splitlines()
 data = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
 resource.setrlimit(resource.RLIMIT_DATA, (data + (200 << 20), resource.RLIM_INFINITY))
 for dtype in ("float16", "int4"):
-    publish(large, "store", model=dtype, tables=described(int(sys.argv[2]), dtype))
+    publish(large, store, model=dtype, tables=described(int(sys.argv[2]), dtype))
 """
 
 
@@ -45,14 +46,10 @@ def test_a_table_of_700_mb_is_published_in_200(tmp_path: Path) -> None:
     write_zeros(tmp_path / "small.safetensors", 8)
     write_zeros(tmp_path / "large.safetensors", ROWS)
     root = str(Path(embedserve_store.__file__).parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PUBLISH, str(tmp_path), str(ROWS)],
+    done = run_warm(
+        [*PYTHON, "-c", PUBLISH, tmp_path, str(ROWS)],
         env=os.environ | {"PYTHONPATH": root},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     for dtype in ("float16", "int4"):

@@ -8,13 +8,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from store.listing import everything_under
 from torchrec import EmbeddingBagCollection
+from warm_python import PYTHON, WarmPopen
 
 import embedserve_store
 from embedserve_store.errors import StoreError
@@ -124,8 +124,7 @@ def test_who_publishes_meanwhile_comes_first(ebc: EmbeddingBagCollection, tmp_pa
 
 
 KILLED = """
-import sys, time, warnings
-warnings.simplefilter("ignore")
+import sys, time
 import torch
 from embedserve_store import TableSpec, publish
 
@@ -142,8 +141,8 @@ publish(state_dict, sys.argv[1], tables=tables, model="m", progress=progress)
 
 def test_a_killed_publisher_is_never_seen(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
     root = str(Path(embedserve_store.__file__).parent.parent)
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)],
+    process = WarmPopen(
+        [*PYTHON, "-c", KILLED, tmp_path],
         env=os.environ | {"PYTHONPATH": root},
         stdout=subprocess.PIPE,
         text=True,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from server.python import run_python
+from server.python import run_warm_python
 from store.listing import everything_under
 
 from embedserve_store.errors import StoreError
@@ -168,7 +168,7 @@ def test_killed_at_any_step_a_publish_and_an_alias_leave_what_a_reader_reads_rig
     tmp_path: Path,
 ) -> None:
     script = Path(__file__).with_name("killed_at_each_step.py")
-    done = run_python("-W", "ignore", script, tmp_path, timeout_s=KILLED_TIMEOUT_S)
+    done = run_warm_python(script, tmp_path, timeout_s=KILLED_TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-4000:]
     steps = dict(line.split() for line in done.stdout.splitlines())
     assert int(steps["publish"]) > 20

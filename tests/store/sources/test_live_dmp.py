@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import trainer
-from server.python import run_python
+from server.python import run_warm_python
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec import (
@@ -148,7 +148,7 @@ def test_a_state_dict_of_one_ranks_shards_is_refused_with_the_way_out(tmp_path: 
 
 def test_ranks_save_and_publish_their_shards_together(tmp_path: Path) -> None:
     script = Path(__file__).with_name("sharded_saver.py")
-    done = run_python(script, tmp_path, timeout_s=TIMEOUT_S)
+    done = run_warm_python(script, tmp_path, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-4000:]
     gathered = torch.load(tmp_path / "gathered.pt", weights_only=True)
     tables = torch.load(tmp_path / "described.pt", weights_only=True)
