@@ -51,10 +51,11 @@ contracts: install
 	PYTHONPATH=server:model_store:clients:proto $(BIN)/lint-imports
 
 # Tests and the servers that they start share the cores: threads of each that wait for each other
-# at a barrier would take them.
+# at a barrier would take them. What is compiled is kept, also where Python is told otherwise: the
+# tests start it some hundreds of times.
 pytest: install
 	deploy/install-debian-packages.sh
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not soak" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not soak" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-gpu: install
 	$(BIN)/python -m pytest -q -m gpu tests/engine

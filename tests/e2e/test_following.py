@@ -23,6 +23,7 @@ from embedserve_store import StoreError, TableSpec, prune, publish, remove_versi
 
 ROWS, DIM, STEP = 100, 8, 1000
 WAIT_S_MAX = 120
+PAUSE_S = 0.005
 FOLLOW = ("--follow-s", 0.1)
 
 
@@ -43,7 +44,8 @@ def publish_next(store: Path | str, number: int) -> None:
 
 class Load:
     """Clients of both protocols that ask one request after the other; each answer is compared
-    with the rows of the version that it names."""
+    with the rows of the version that it names. They pause between two, so that a version that loads
+    has the cores."""
 
     def __init__(self, server: Running) -> None:
         self.answers: Counter[int] = Counter()
@@ -69,6 +71,7 @@ class Load:
     def _requests(self) -> Iterator[dict[str, list[list[int]]]]:
         while not self._stop.is_set():
             yield {"user": [[7]], "item": [[7, 7]]}
+            self._stop.wait(PAUSE_S)
 
     def _ask(self, embed: Callable[..., EmbedResult]) -> None:
         while not self._stop.is_set():
@@ -76,6 +79,7 @@ class Load:
                 self._note(embed({"user": [[7]], "item": [[7, 7]]}))
             except Exception as error:
                 self.wrong.append(repr(error))
+            self._stop.wait(PAUSE_S)
 
     def _note(self, result: EmbedResult) -> None:
         expected = np.full((1, 3 * DIM), result.version * STEP + 7, np.float32)

@@ -27,6 +27,7 @@ PRIVATE_BYTES_MAX = 450 << 20
 """Of a worker: what Python, torch and the model cost it."""
 RESTART_S_MAX = 300
 CLIENTS = 8
+PAUSE_S, SCRAPE_S = 0.01, 0.05
 BODY = b'{"features": {"user": [[1, 2], [499]]}}'
 
 
@@ -65,7 +66,8 @@ def _cause(error: BaseException) -> BaseException:
 
 class Load:
     """Clients that ask one request after the other, each over its own connection, and never
-    repeat one, as long as the server runs; counts how they ended."""
+    repeat one, as long as the server runs; counts how they ended. They pause between two, so that
+    a worker that starts has the cores."""
 
     def __init__(self, server: Running) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -86,7 +88,7 @@ class Load:
                 except httpx.TransportError:
                     outcome = "lost"
                 self.outcomes[outcome] += 1
-                if outcome == "refused":
+                if outcome == "refused" or self._stop.wait(PAUSE_S):
                     return
 
     def until(self, answered: int) -> None:
@@ -117,6 +119,7 @@ def scrapes(server: Running) -> Iterator[str]:
             yield httpx.get(f"{server.http}/metrics", verify=False).text
         except httpx.TransportError:  # of the worker that was just killed
             continue
+        time.sleep(SCRAPE_S)
     raise AssertionError(f"the worker did not come back: {server.log.read_text()}")
 
 
