@@ -90,6 +90,17 @@ class ServeSettings:
         "native: by this server itself, on both ports; grpcio: by grpcio's own server on the gRPC "
         "port, slower, to compare with.",
     )
+    tls_cert: str = setting(
+        "",
+        "PEM file of this server's certificate and those that lead to its root; both ports then "
+        "take TLS only. It and the two below are read again when they change.",
+    )
+    tls_key: str = setting("", "PEM file of the certificate's key, not locked by a password.")
+    tls_client_ca: str = setting(
+        "",
+        "PEM file of those whose certificates clients must show, and of their revocation lists, if "
+        "any. Default: clients need none.",
+    )
     model: tuple[str, ...] = setting(
         (),
         "A model to serve, NAME, NAME@VERSION or NAME@ALIAS; may be repeated, also for several "
@@ -170,6 +181,7 @@ def check_settings(settings: ServeSettings) -> None:
             f"worker_hang_s is {settings.worker_hang_s:g}, which a busy host's workers would pass: "
             f"use {HANG_S_MIN:g} or more, or 0 for never"
         )
+    _check_security(settings)
     check_device(settings, settings.devices)
 
 
@@ -186,6 +198,23 @@ def why_fixed(settings: ServeSettings, device_type: str) -> str:
             "use --tables mapped, or --workers 1"
         )
     return ""
+
+
+def _check_security(settings: ServeSettings) -> None:
+    if bool(settings.tls_cert) != bool(settings.tls_key):
+        raise ValueError(
+            f"tls_cert is {settings.tls_cert!r} and tls_key is {settings.tls_key!r}: a certificate "
+            "and its key come together"
+        )
+    if settings.tls_client_ca and not settings.tls_cert:
+        raise ValueError(
+            f"tls_client_ca is {settings.tls_client_ca!r}, but clients show certificates over TLS "
+            "only: give tls_cert and tls_key, too"
+        )
+    if settings.tls_cert and settings.grpc_server == "grpcio":
+        raise ValueError(
+            "grpc_server is 'grpcio', which is there to compare with and has no TLS: use native"
+        )
 
 
 def check_device(settings: ServeSettings, device_type: str) -> None:

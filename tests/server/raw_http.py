@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -21,6 +22,7 @@ from embedserve.wire.asgi import EmbedEndpoint
 from embedserve.wire.connections import Connection
 from embedserve.wire.http1 import Http1Connection
 from embedserve.wire.server import WireServer
+from embedserve.wire.tls.certificates import Certificates
 
 BUFFER_BYTES = 4096
 """Of each socket, so that a reader is slow soon."""
@@ -35,8 +37,8 @@ class RecordingServer(WireServer):
         connections: that are open.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
-        super().__init__(exchange, management_app(exchange))
+    def __init__(self, exchange: Exchange, certificates: Certificates | None = None) -> None:
+        super().__init__(exchange, management_app(exchange), certificates)
         self.connections: set[Connection] = set()
 
     def add(self, connection: Connection) -> None:
@@ -73,14 +75,21 @@ class RawServer:
     def outcomes(self) -> dict[str, int]:
         return dict(self.exchange.metrics.protocols["rest"].outcomes)
 
-    async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection that holds few bytes which nobody reads."""
+    async def open(
+        self, context: ssl.SSLContext | None = None
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection that holds few bytes which nobody reads; over TLS with a ``context``."""
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.port))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        reader, writer = await asyncio.open_connection(sock=sock, limit=BUFFER_BYTES)
+        reader, writer = await asyncio.open_connection(
+            sock=sock,
+            limit=BUFFER_BYTES,
+            ssl=context,
+            server_hostname=None if context is None else "localhost",
+        )
         self._writers.append(writer)
         # uvloop does not pass on what the alarm of the tests' time limit raises.
         late = TimeoutError(f"still reading after {READ_S_MAX:g} s")
@@ -101,9 +110,9 @@ class RawServer:
 class OurServer(RawServer):
     """Connections as they are served."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, certificates: Certificates | None = None) -> None:
         super().__init__(exchange)
-        self.wire = RecordingServer(exchange)
+        self.wire = RecordingServer(exchange, certificates)
 
     async def start(self) -> None:
         await self.wire.listen([self._bind()])
@@ -173,9 +182,11 @@ class PlainServer(RawServer):
 
 
 @asynccontextmanager
-async def our_server(exchange: Exchange) -> AsyncIterator[OurServer]:
+async def our_server(
+    exchange: Exchange, certificates: Certificates | None = None
+) -> AsyncIterator[OurServer]:
     """Until the block ends; its connections are cut then."""
-    server = OurServer(exchange)
+    server = OurServer(exchange, certificates)
     await server.start()
     try:
         yield server

@@ -7,6 +7,7 @@ import shlex
 
 import numpy as np
 
+from embedserve.config import ServeSettings
 from embedserve.processes.ports import Ports, SharedPorts, bracketed
 from embedserve.terminal.console import say
 from embedserve.types import ModelInfo
@@ -21,7 +22,7 @@ def say_ready_to_serve(
     versions: dict[str, ModelVersion],
     ports: Ports | SharedPorts,
     seconds: float,
-    workers: int,
+    settings: ServeSettings,
 ) -> None:
     """Tells what is served, where, and how to ask it."""
     for model in models:
@@ -34,18 +35,29 @@ def say_ready_to_serve(
             f"lookups {model.lookup_kind}"
         )
     host = "localhost" if ports.host in ("0.0.0.0", "::") else bracketed(ports.host)
-    base = f"http://{host}:{ports.http}"
-    count = f"{workers} workers, " if workers > 1 else ""
+    base = f"{'https' if settings.tls_cert else 'http'}://{host}:{ports.http}"
+    count = f"{settings.workers} workers, " if settings.workers > 1 else ""
     say(
         f"ready after {seconds:.1f} s: {count}REST {base} (docs at {base}/docs), "
         f"gRPC {host}:{ports.grpc}"
     )
     say("try:")
     model = models[0]
-    print(f"  {curl_line(base, model, versions[model.served_as])}", flush=True)
+    line = curl_line(base, model, versions[model.served_as], curl_options(settings))
+    print(f"  {line}", flush=True)
 
 
-def curl_line(base: str, model: ModelInfo, version: ModelVersion) -> str:
+def curl_options(settings: ServeSettings) -> str:
+    """What curl needs to be told; the client's own certificate stands for itself."""
+    options = "-s"
+    if settings.tls_cert:
+        options += f" --cacert {shlex.quote(settings.tls_cert)}"
+    if settings.tls_client_ca:
+        options += " --cert CLIENT.pem"
+    return options
+
+
+def curl_line(base: str, model: ModelInfo, version: ModelVersion, options: str) -> str:
     """A command that works as pasted: two of the model's golden examples, shortened."""
     bags = version.goldens().bags
     fullest = sorted(
@@ -59,7 +71,7 @@ def curl_line(base: str, model: ModelInfo, version: ModelVersion) -> str:
         )
     }
     body = json.dumps({"features": features}, separators=(",", ":"))
-    return f"curl -s {base}/models/{model.name}/embed -d {shlex.quote(body)}"
+    return f"curl {options} {base}/models/{model.name}/embed -d {shlex.quote(body)}"
 
 
 def _sample(

@@ -56,10 +56,19 @@ def serve(settings: ServeSettings) -> None:
     start_s = time.perf_counter()
     check_settings(settings)
     set_up_logging(settings.log_level)
+    _check_files(settings)
     if settings.workers > 1:
         _serve_workers(settings, start_s)
     else:
         _serve_alone(settings, start_s)
+
+
+def _check_files(settings: ServeSettings) -> None:
+    """Raises OSError and ValueError for what would end the server once its models are loaded."""
+    from embedserve.wire.tls.certificates import read_context, tls_files
+
+    if (files := tls_files(settings)) is not None:
+        read_context(files)
 
 
 def _serve_alone(settings: ServeSettings, start_s: float) -> None:
@@ -126,7 +135,7 @@ def _serve_here(
         def announce() -> None:
             seconds = time.perf_counter() - start_s
             models = exchange.models.models()
-            say_ready_to_serve(models, versions, ports, seconds, settings.workers)
+            say_ready_to_serve(models, versions, ports, seconds, settings)
 
         run(exchange, announce, rollout)
 

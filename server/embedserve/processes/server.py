@@ -20,6 +20,7 @@ from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import ServeSettings, why_fixed
 from embedserve.errors import DRAINING
 from embedserve.exchange import Exchange
+from embedserve.followed import follow_all
 from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.slots import Slot
 from embedserve.models.served_models import ServedModels
@@ -28,6 +29,7 @@ from embedserve.processes.ports import Ports
 from embedserve.processes.rollout import Restored, Rollout
 from embedserve.types import ModelInfo
 from embedserve.wire.server import WireServer
+from embedserve.wire.tls.certificates import Certificates, tls_files
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.memory.available_memory import available_bytes
 from embedserve_store.memory.mapped_tables import touch
@@ -147,9 +149,13 @@ async def serve_until(
     ``say_ready`` is called once, when both ports take requests.
 
     Raises:
-        OSError: a port was taken from us.
+        OSError: a port was taken from us, or a certificate or its key is gone.
+        ValueError: a certificate or its key was damaged since the start.
     """
-    wire = WireServer(exchange, management_app(exchange))
+    files = tls_files(settings)
+    certificates = None if files is None else Certificates(files)
+    followed = [] if certificates is None else [certificates.followed]
+    wire = WireServer(exchange, management_app(exchange), certificates)
     grpcio_server = None
     if settings.grpc_server == "grpcio":
         from embedserve.wire.grpcio_server import GrpcioServer
@@ -161,9 +167,13 @@ async def serve_until(
         await wire.listen([ports.http_socket, ports.grpc_socket])
     _freeze_garbage()
     say_ready()
-    looking = asyncio.create_task(_look_for_damage(exchange.models))
+    looking = [
+        asyncio.create_task(_look_for_damage(exchange.models)),
+        asyncio.create_task(follow_all(followed)),
+    ]
     await stop.wait()
-    looking.cancel()
+    for task in looking:
+        task.cancel()
     logger.info("draining: answering what was accepted, for at most %g s", settings.drain_s)
     exchange.models.not_ready = DRAINING
     drains = [wire.drain(settings.drain_s)]

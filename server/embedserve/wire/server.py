@@ -24,6 +24,8 @@ from embedserve.wire.heads import HeadForms
 from embedserve.wire.http1 import Http1Connection
 from embedserve.wire.http2.uploads import Uploads
 from embedserve.wire.router import Router
+from embedserve.wire.tls.certificates import Certificates
+from embedserve.wire.tls.handshake import Handshake, Handshakes
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +41,17 @@ UPLOAD_BYTES = 256 << 20
 class WireServer:
     """The connections of a process, of all protocols, over one exchange."""
 
-    def __init__(self, exchange: Exchange, management: ASGIApp) -> None:
-        """``management`` is the ASGI application that answers all but embed requests."""
+    def __init__(
+        self, exchange: Exchange, management: ASGIApp, certificates: Certificates | None = None
+    ) -> None:
+        """
+        Args:
+            management: the ASGI application that answers all but embed requests.
+            certificates: of connections over TLS; None: they are plain.
+        """
         self._exchange = exchange
+        self._certificates = certificates
+        self._handshakes = Handshakes(logger)
         self._router = Router(exchange, management)
         self._forms = HeadForms(exchange.metrics.protocols["rest"], exchange.limits)
         upload_bytes = max(UPLOAD_BYTES, exchange.limits.body_bytes_max)
@@ -74,9 +84,7 @@ class WireServer:
         """Takes connections of all ``sockets``, which are bound; each of any protocol."""
         loop = asyncio.get_running_loop()
         for sock in sockets:
-            server = await loop.create_server(
-                lambda: NewConnection(self), sock=sock, backlog=BACKLOG
-            )
+            server = await loop.create_server(self._new_connection, sock=sock, backlog=BACKLOG)
             self._listening.append((server, sock))
         self._check()
 
@@ -117,7 +125,13 @@ class WireServer:
                 logger.warning("connections that wait are refused: %s", error)
                 return
             loop = asyncio.get_running_loop()
-            await loop.connect_accepted_socket(lambda: NewConnection(self), sock)
+            await loop.connect_accepted_socket(self._new_connection, sock)
+
+    def _new_connection(self) -> asyncio.Protocol:
+        if self._certificates is None:
+            return NewConnection(self)
+        context = self._certificates.context
+        return Handshake(self, self._handshakes, context, lambda: NewConnection(self))
 
     def http1(self) -> Http1Connection:
         return Http1Connection(

@@ -1,0 +1,1 @@
+"""TLS: certificates, handshakes, and connections as transports over other transports."""

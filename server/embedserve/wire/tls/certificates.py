@@ -1,0 +1,137 @@
+"""The server's certificate and key, and whose certificates its clients must show.
+
+A pair is tried before it is used: a handshake in memory fails where the key is another's, the
+certificate is past its time, or a file is half written.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from embedserve.config import ServeSettings
+from embedserve.followed import Followed
+
+ALPN = ["h2", "http/1.1"]
+CIPHERS_OF_TLS_1_2 = "ECDHE+AESGCM:ECDHE+CHACHA20"
+"""Those that HTTP/2 allows (RFC 9113, appendix A); TLS 1.3 has no others."""
+CRL_BEGINNING = b"-----BEGIN X509 CRL-----"
+TRIAL_STEPS_MAX = 8
+"""A handshake takes three."""
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """Where they are, in PEM.
+
+    Attributes:
+        client_ca: of those who sign clients' certificates, with their revocation lists if they
+            have any; "": clients need none.
+    """
+
+    certificate: str
+    key: str
+    client_ca: str = ""
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for path in (self.certificate, self.key, self.client_ca) if path]
+
+
+class Certificates:
+    """What handshakes use.
+
+    Attributes:
+        context: of those that begin now.
+        followed: has it read again when the files change.
+    """
+
+    context: ssl.SSLContext
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Raises OSError and ValueError, as read_context."""
+        self.followed = Followed(
+            f"TLS ({files.certificate})", files.paths, lambda: read_context(files), self._adopt
+        )
+
+    def _adopt(self, context: ssl.SSLContext) -> None:
+        self.context = context
+
+
+def tls_files(settings: ServeSettings) -> TlsFiles | None:
+    """None: without TLS."""
+    if not settings.tls_cert:
+        return None
+    return TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+
+
+def read_context(files: TlsFiles) -> ssl.SSLContext:
+    """What handshakes use, of these files.
+
+    Raises:
+        OSError: a file cannot be read; names it.
+        ValueError: they do not make a pair that clients may take; says why, and nothing of the key.
+    """
+    for path in files.paths:
+        with open(path, "rb"):  # whose errors name the path
+            pass
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
+    context.set_ciphers(CIPHERS_OF_TLS_1_2)
+    context.set_alpn_protocols(ALPN)
+    try:
+        # Where a key is locked OpenSSL would ask the terminal.
+        context.load_cert_chain(files.certificate, files.key, password=lambda: "")
+    except ssl.SSLError as error:
+        raise ValueError(
+            f"tls_cert {files.certificate} and tls_key {files.key} are no pair: {_reason(error)}"
+        ) from error
+    if files.client_ca:
+        _verify_clients(context, files.client_ca)
+    _try(context, files.certificate)
+    return context
+
+
+def _verify_clients(context: ssl.SSLContext, path: str) -> None:
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_verify_locations(path)
+    except ssl.SSLError as error:
+        raise ValueError(f"tls_client_ca {path} holds no certificates: {_reason(error)}") from error
+    if CRL_BEGINNING in Path(path).read_bytes():
+        context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
+
+
+def _try(context: ssl.SSLContext, certificate: str) -> None:
+    """Raises ValueError where no client could take the certificate, whatever it trusts."""
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname = False
+    trusting.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    try:
+        trusting.load_verify_locations(certificate)
+        client = trusting.wrap_bio(to_client, to_server)
+        server = context.wrap_bio(to_server, to_client, server_side=True)
+        for _ in range(TRIAL_STEPS_MAX):
+            if _has_shaken(client):
+                return
+            _has_shaken(server)
+    except ssl.SSLCertVerificationError as error:
+        raise ValueError(f"tls_cert {certificate}: {error.verify_message}") from error
+    except ssl.SSLError as error:
+        raise ValueError(f"tls_cert {certificate}: {_reason(error)}") from error
+    raise ValueError(f"tls_cert {certificate}: no handshake succeeds with it")
+
+
+def _has_shaken(one: ssl.SSLObject) -> bool:
+    try:
+        one.do_handshake()
+    except ssl.SSLWantReadError:
+        return False
+    return True
+
+
+def _reason(error: ssl.SSLError) -> str:
+    return (error.reason or str(error)).lower().replace("_", " ")

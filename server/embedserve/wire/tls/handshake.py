@@ -1,0 +1,185 @@
+"""A connection whose TLS handshake is under way: counted and timed as any other connection.
+
+The work of a handshake, a signature of up to a millisecond, is done in a thread, one at a time, so
+that however many begin at once, those who are connected are answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+from typing import cast
+
+from embedserve.codec.json_codec import encode_error
+from embedserve.errors import InvalidRequestError
+from embedserve.metrics.quiet_log import QuietLog
+from embedserve.wire.connections import DRAIN_IDLE_S, Lingering, Registry
+from embedserve.wire.tls.transport import TlsTransport
+
+HANDSHAKE_S_MAX = 10.0
+HANDSHAKE_BYTES_MAX = 128 << 10
+"""Of what a client sends until it is done: its certificates make most of them."""
+HANDSHAKE_BYTES = 48 << 10
+"""What one under way takes of memory, about, beside what has come."""
+HANDSHAKE_RECORD = 0x16
+PLAIN_HTTP = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+
+MakeProtocol = Callable[[], asyncio.Protocol]
+
+
+class Handshakes:
+    """Those of a server: their thread, and what the log says of those that fail."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="tls")
+        self.log = QuietLog(logger)
+
+
+class Handshake(asyncio.Protocol):
+    """One of them, with the raw transport; its end is a TlsTransport with a protocol of
+    ``make_protocol``'s."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        handshakes: Handshakes,
+        context: ssl.SSLContext,
+        make_protocol: MakeProtocol,
+    ) -> None:
+        self._registry = registry
+        self._handshakes = handshakes
+        self._context = context
+        self._make_protocol = make_protocol
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._object: ssl.SSLObject | None = None
+        self._pending = b""  # that came while the thread was at work
+        self._came_bytes = 0
+        self._is_at_work = self._is_over = False
+        self._start_s = perf_counter()
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of that class
+        if not self._registry.has_room():
+            self._is_over = True
+            self._transport.abort()
+            return
+        self._registry.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._object is None:
+            if data[0] != HANDSHAKE_RECORD:
+                self._refuse_plain(data)
+                return
+            self._object = self._context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._came_bytes += len(data)
+        if self._came_bytes > HANDSHAKE_BYTES_MAX:
+            self._fail(f"over {HANDSHAKE_BYTES_MAX} bytes have come of it")
+            self._transport.abort()
+            return
+        self._pending += data
+        if not self._is_at_work:
+            self._step()
+
+    def _step(self) -> None:
+        """Has the thread go on with what has come; nobody else touches the BIOs meanwhile."""
+        assert self._object is not None
+        self._incoming.write(self._pending)
+        self._pending = b""
+        self._is_at_work = True
+        self._transport.pause_reading()
+        loop = asyncio.get_running_loop()
+        stepped = loop.run_in_executor(self._handshakes.thread, self._shake, self._object)
+        stepped.add_done_callback(self._stepped)
+
+    def _shake(self, one: ssl.SSLObject) -> bool:
+        """Whether it is done. In the thread."""
+        if self._is_over:
+            return False
+        try:
+            one.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
+        return True
+
+    def _stepped(self, stepped: asyncio.Future[bool]) -> None:
+        self._is_at_work = False
+        error = stepped.exception()
+        if self._is_over or self._transport.is_closing():
+            return
+        if out := self._outgoing.read():
+            self._transport.write(out)  # of a handshake that fails, too: it says why
+        if error is not None:
+            self._fail(_reason(error))
+            Lingering(self._transport, self, self._registry)
+        elif stepped.result():
+            self._finish()
+        elif self._pending:
+            self._step()
+        else:
+            self._transport.resume_reading()
+
+    def _finish(self) -> None:
+        assert self._object is not None
+        self._is_over = True
+        inner = self._make_protocol()
+        transport = TlsTransport(
+            self._transport, self._object, self._incoming, self._outgoing, inner
+        )
+        self._transport.set_protocol(transport)
+        self._registry.discard(self)
+        inner.connection_made(transport)
+        if not self._transport.is_closing():
+            transport.begin(self._pending)
+
+    def _refuse_plain(self, data: bytes) -> None:
+        """Tells a client of HTTP/1 without TLS what it does wrong; any other is just closed."""
+        self._fail("what came is no TLS")
+        if b" HTTP/1." in data.partition(b"\r\n")[0]:
+            said = "this port takes TLS only: use https://"
+            body = encode_error(InvalidRequestError(said))
+            self._transport.write(PLAIN_HTTP + b"content-length: %d\r\n\r\n" % len(body) + body)
+        Lingering(self._transport, self, self._registry)
+
+    def _fail(self, why: str) -> None:
+        self._is_over = True
+        self._handshakes.log.say(logging.INFO, "a TLS handshake failed", why)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_over = True
+        self._registry.discard(self)
+
+    @property
+    def held_bytes(self) -> int:
+        return HANDSHAKE_BYTES + self._came_bytes + len(self._pending)
+
+    def unread(self) -> dict[int, int]:
+        return {}
+
+    def check_time(self, now_s: float) -> None:
+        if now_s - self._start_s > HANDSHAKE_S_MAX:
+            self._fail(f"it took over {HANDSHAKE_S_MAX:g} s")
+            self._transport.abort()
+
+    def drain(self) -> None:
+        asyncio.get_running_loop().call_later(DRAIN_IDLE_S, self._close_if_new)
+
+    def _close_if_new(self) -> None:
+        if not self._is_over:
+            self.abort()
+
+    def abort(self) -> None:
+        self._is_over = True
+        self._transport.abort()
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the client's certificate: {error.verify_message}"
+    if isinstance(error, ssl.SSLError) and error.reason:
+        return error.reason.lower().replace("_", " ")
+    return str(error)

@@ -1,0 +1,41 @@
+"""An authority, a server with a certificate of it, and clients that trust it."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from certificates import Authority, client_context
+from server.raw_http import OurServer, our_server
+
+from embedserve.exchange import Exchange
+from embedserve.wire.tls.certificates import Certificates, TlsFiles
+
+
+@pytest.fixture(scope="session")
+def authority() -> Authority:
+    return Authority()
+
+
+@pytest.fixture
+def files(authority: Authority, tmp_path: Path) -> TlsFiles:
+    certificate, key = authority.sign("server").write(tmp_path, "server")
+    return TlsFiles(str(certificate), str(key))
+
+
+@pytest.fixture
+def certificates(files: TlsFiles) -> Certificates:
+    return Certificates(files)
+
+
+@pytest.fixture
+async def server(exchange: Exchange, certificates: Certificates) -> AsyncIterator[OurServer]:
+    async with our_server(exchange, certificates) as server:
+        yield server
+
+
+@pytest.fixture
+def client(authority: Authority) -> ssl.SSLContext:
+    return client_context(authority.root)

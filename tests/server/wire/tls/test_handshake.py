@@ -1,0 +1,132 @@
+"""Handshakes are counted and timed as connections are, and fail quickly."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+
+import pytest
+from server.fake_engine import FakeEngine
+from server.live import make_exchange
+from server.raw_http import OurServer, get, our_server, read_answer
+from server.waiting import until
+
+from embedserve.config import Limits
+from embedserve.wire.http2.frames import PREFACE
+from embedserve.wire.tls.certificates import Certificates
+from embedserve.wire.tls.handshake import HANDSHAKE_BYTES_MAX, HANDSHAKE_S_MAX, Handshake
+
+CONNECTIONS_MAX = 4
+LIVE = get("/health/live")
+
+
+@pytest.fixture
+async def server(
+    engine: FakeEngine, executor: ThreadPoolExecutor, certificates: Certificates
+) -> AsyncIterator[OurServer]:
+    limits = Limits(connections_max=CONNECTIONS_MAX)
+    exchange = make_exchange(engine, executor=executor, limits=limits)
+    async with our_server(exchange, certificates) as server:
+        yield server
+
+
+async def rest_of(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the connection ends."""
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
+
+
+async def is_served(server: OurServer, client: ssl.SSLContext) -> bool:
+    reader, writer = await server.open(client)
+    writer.write(LIVE)
+    status, _, _ = await read_answer(reader)
+    writer.close()
+    return status == 200
+
+
+async def test_those_that_send_nothing_are_counted_and_ended(
+    server: OurServer, client: ssl.SSLContext
+) -> None:
+    silent = [await server.open() for _ in range(CONNECTIONS_MAX)]
+    await until(lambda: len(server.wire.connections) == CONNECTIONS_MAX)
+    with pytest.raises((ConnectionError, ssl.SSLError)):
+        await server.open(client)
+    for one in list(server.wire.connections):
+        assert isinstance(one, Handshake)
+        one.check_time(perf_counter() + HANDSHAKE_S_MAX + 1)
+    for reader, _ in silent:
+        assert await rest_of(reader) == b""
+    await until(lambda: not server.wire.connections)
+    assert await is_served(server, client)
+
+
+async def test_plain_http_is_told_that_the_port_takes_tls(server: OurServer) -> None:
+    answer = await server.talk(LIVE)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"this port takes TLS only" in answer
+
+
+HELLO_OF_MEGABYTES = b"\x16\x03\x01\x40\x00\x01\xff\xff\xff" + bytes(0x4000 - 4)
+FLOOD = b"\x16\x03\x01\x40\x00\x01\x00\x3f\xfb" + bytes(0x4000 - 4)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        PREFACE,
+        b"\0" * 100,
+        b"SSH-2.0-OpenSSH_9\r\n",
+        b"\x16\x03\x01\xff\xff" + bytes(70_000),
+        HELLO_OF_MEGABYTES,
+        FLOOD * (HANDSHAKE_BYTES_MAX // len(FLOOD) + 2),
+        b"\x16\x03\x01\x00\x02\x01\x00",
+    ],
+    ids=["HTTP/2", "zeros", "ssh", "a long record", "a long hello", "a flood", "a short hello"],
+)
+async def test_what_is_no_handshake_ends_the_connection(
+    server: OurServer, client: ssl.SSLContext, sent: bytes
+) -> None:
+    reader, writer = await server.open()
+    writer.write(sent)
+    if len(sent) < 10:
+        writer.write_eof()
+    await rest_of(reader)
+    writer.close()
+    await until(lambda: not server.wire.connections)
+    assert await is_served(server, client)
+
+
+async def test_old_versions_are_refused(server: OurServer, client: ssl.SSLContext) -> None:
+    client.set_ciphers("ALL:@SECLEVEL=0")
+    with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+        client.minimum_version = client.maximum_version = ssl.TLSVersion.TLSv1_1
+    with pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"):
+        await server.open(client)
+
+
+async def test_a_client_that_goes_within_is_forgotten(
+    server: OurServer, client: ssl.SSLContext
+) -> None:
+    outgoing = ssl.MemoryBIO()
+    hello = client.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost")
+    with pytest.raises(ssl.SSLWantReadError):
+        hello.do_handshake()
+    for _ in range(20):
+        reader, writer = await server.open()
+        writer.write(outgoing.read() or b"\x16\x03\x01")
+        writer.transport.abort()
+        del reader
+    await until(lambda: not server.wire.connections)
+    assert await is_served(server, client)
+
+
+async def test_drain_waits_for_no_handshake(server: OurServer) -> None:
+    reader, _ = await server.open()
+    await until(lambda: server.wire.connections)
+    await asyncio.wait_for(server.wire.drain(20), 10)
+    assert await rest_of(reader) == b""

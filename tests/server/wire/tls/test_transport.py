@@ -1,0 +1,210 @@
+"""What travels over TLS is what travels without, however it is cut, held and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+import grpc
+import httpx
+import pytest
+from certificates import Authority
+from server.fake_engine import FakeEngine
+from server.http2_client import Http2Client
+from server.live import make_exchange
+from server.raw_http import OurServer, get, our_server, post, read_answer
+from server.waiting import until
+
+from embedserve.config import Limits
+from embedserve.wire.tls.certificates import Certificates
+from embedserve.wire.tls.transport import TlsTransport
+from embedserve_proto import embedding_pb2 as pb
+from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
+
+BYTES_MAX = 1 << 20
+EXAMPLES = 16_000
+BODY = json.dumps({"features": {"user": [[1]]}}).encode()
+LARGE = json.dumps({"features": {"user": [[1]] * EXAMPLES}}).encode()
+LARGE_ANSWER = "Accept: application/x-protobuf"
+
+
+def reading(writer: asyncio.StreamWriter) -> asyncio.Transport:
+    return cast(asyncio.Transport, writer.transport)
+
+
+@pytest.fixture
+async def server(
+    engine: FakeEngine, executor: ThreadPoolExecutor, certificates: Certificates
+) -> AsyncIterator[OurServer]:
+    limits = Limits(connection_bytes_max=BYTES_MAX)
+    exchange = make_exchange(engine, executor=executor, limits=limits)
+    async with our_server(exchange, certificates) as server:
+        yield server
+
+
+async def test_http1_and_grpc_on_one_port(
+    server: OurServer, client: ssl.SSLContext, authority: Authority
+) -> None:
+    url = f"https://localhost:{server.port}"
+    async with httpx.AsyncClient(verify=client, base_url=url) as http:
+        answers = [(await http.post("/embed", content=BODY)).json() for _ in range(3)]
+        assert answers[0]["values"]
+        assert answers == [answers[0]] * 3
+        assert (await http.get("/models")).status_code == 200
+    credentials = grpc.ssl_channel_credentials(authority.root)
+    async with grpc.aio.secure_channel(f"localhost:{server.port}", credentials) as channel:
+        stub = EmbeddingServiceStub(channel)
+        request = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1])
+        answer = await stub.Embed(request, timeout=10)
+        assert answer.keys
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_requests_in_pieces_and_answers_of_megabytes(
+    server: OurServer, client: ssl.SSLContext, version: ssl.TLSVersion
+) -> None:
+    client.minimum_version = client.maximum_version = version
+    request = post(LARGE, LARGE_ANSWER)
+    reader, writer = await server.open(client)
+    for start in range(0, len(request), 10_007):
+        writer.write(request[start : start + 10_007])
+        await writer.drain()
+    status, _, whole = await read_answer(reader)
+    assert status == 200
+    assert len(whole) > EXAMPLES * 32
+    writer.write(request)
+    assert (await read_answer(reader))[2] == whole
+
+
+async def test_an_answer_that_is_not_read_waits_unencrypted_and_is_counted(
+    server: OurServer, client: ssl.SSLContext
+) -> None:
+    reader, writer = await server.open(client)
+    reading(writer).pause_reading()
+    writer.write(post(LARGE, LARGE_ANSWER))
+    await until(lambda: server.http1() and server.connection.unread_bytes)
+    connection = server.connection
+    transport = connection.transport
+    assert isinstance(transport, TlsTransport)
+    await until(lambda: connection.flow.write_paused)
+    raw_bytes = transport._raw.get_write_buffer_size()
+    assert raw_bytes < 350_000
+    assert transport.get_write_buffer_size() > raw_bytes + 100_000
+    assert connection.held_bytes + sum(connection.unread().values()) > EXAMPLES * 32
+    reading(writer).resume_reading()
+    assert len((await read_answer(reader))[2]) > EXAMPLES * 32
+    await until(lambda: not connection.unread_bytes and not connection.unread())
+    assert not connection.flow.write_paused
+
+
+async def test_connections_that_hold_too_much_are_cut(
+    server: OurServer, client: ssl.SSLContext
+) -> None:
+    connections = []
+    for _ in range(12):
+        reader, writer = await server.open(client)
+        reading(writer).pause_reading()
+        writer.write(post(LARGE, LARGE_ANSWER))
+        connections.append((reader, writer))
+    await until(lambda: sum(server.outcomes().values()) == 12)
+    server.wire._cut_largest()
+    held = sum(one.held_bytes + sum(one.unread().values()) for one in server.http1())
+    assert held <= BYTES_MAX
+    ends = [await _end_of(*connection) for connection in connections]
+    assert "cut" in ends
+
+
+async def _end_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+    reading(writer).resume_reading()
+    try:
+        await read_answer(reader)
+    except (OSError, EOFError):
+        return "cut"
+    return "whole"
+
+
+async def test_http2_large_and_small_at_once(server: OurServer, client: ssl.SSLContext) -> None:
+    client.set_alpn_protocols(["h2", "http/1.1"])
+    reader, writer = await server.open(client)
+    assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "h2"
+    http2 = Http2Client(reader, writer)
+    headers = {"accept": "application/x-protobuf"}
+    large = await http2.request("POST", "/embed", LARGE, headers)
+    assert large.status == 200
+    assert len(large.body) > EXAMPLES * 32
+    small = await http2.request("POST", "/embed", BODY)
+    assert json.loads(small.body)["values"]
+
+
+async def test_the_last_answer_is_read_whole_and_the_end_is_said(
+    server: OurServer, client: ssl.SSLContext
+) -> None:
+    reader, writer = await server.open(client)
+    writer.write(get("/health/live", "Connection: close"))
+    answer = await reader.read()  # raises where the end is not said
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    reader, writer = await server.open(client)
+    writer.write(b"GET / HTTP/1.1\r\nno header\r\n\r\n" + bytes(300_000))
+    answer = await reader.readuntil(b"}")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+async def test_a_pipeline_is_answered_in_order(server: OurServer, client: ssl.SSLContext) -> None:
+    reader, writer = await server.open(client)
+    bodies = [json.dumps({"features": {"user": [[one]]}}).encode() for one in range(7)]
+    writer.write(b"".join(post(body) for body in bodies))
+    together = [(await read_answer(reader))[2] for _ in bodies]
+    alone = []
+    for body in bodies:
+        writer.write(post(body))
+        alone.append((await read_answer(reader))[2])
+    assert together == alone
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "plain"])
+async def test_a_damaged_record_ends_its_connection_alone(
+    server: OurServer, client: ssl.SSLContext, damage: str
+) -> None:
+    neighbour = await server.open(client)
+    raw_reader, raw_writer = await server.open()
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = client.wrap_bio(incoming, outgoing, server_hostname="localhost")
+    while True:
+        try:
+            tls.do_handshake()
+            break
+        except ssl.SSLWantReadError:
+            raw_writer.write(outgoing.read())
+            incoming.write(await raw_reader.read(65536))
+    tls.write(post(BODY))
+    record = outgoing.read()
+    raw_writer.write(
+        {
+            "flipped": record[:-1] + bytes([record[-1] ^ 1]),
+            "cut": record[:-10],
+            "plain": record[:0] + post(BODY),
+        }[damage]
+    )
+    if damage == "cut":
+        raw_writer.write_eof()
+    while await raw_reader.read(65536):
+        pass
+    neighbour[1].write(post(BODY))
+    assert (await read_answer(neighbour[0]))[0] == 200
+    await until(lambda: len(server.wire.connections) == 1)
+    assert server.outcomes().get("OK") == 1
+
+
+async def test_a_client_that_ends_its_side_ends_the_connection(
+    server: OurServer, client: ssl.SSLContext
+) -> None:
+    _, writer = await server.open(client)
+    writer.write(post(BODY)[:-1])
+    await until(lambda: server.http1())
+    writer.close()
+    await asyncio.wait_for(writer.wait_closed(), 10)
+    await until(lambda: not server.wire.connections)
