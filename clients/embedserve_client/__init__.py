@@ -25,7 +25,8 @@ Ids are integers, or strings where the model's are. `embed_in_batches` asks for 
 AsyncEmbedClient and AsyncGrpcEmbedClient are the same with await. Every failure is an
 EmbedServeClientError; see `errors`. Overloaded and Unavailable are worth another try, which
 `retries=2` makes, as long as the call's time lasts. Addresses are written alike for all clients:
-"HOST:PORT", "http://HOST:PORT" or "https://HOST".
+"HOST:PORT", "http://HOST:PORT" or "https://HOST". `token`, `ca` and `certificate` say who asks and
+whom to trust.
 """
 
 from embedserve_client.batch import Features, Weights
@@ -34,8 +35,10 @@ from embedserve_client.errors import (
     EmbedServeClientError,
     InvalidRequest,
     Overloaded,
+    PermissionDenied,
     ServerError,
     TooLarge,
+    Unauthenticated,
     Unavailable,
     UnknownModel,
 )
@@ -62,12 +65,14 @@ __all__ = [
     "ModelList",
     "OutputDType",
     "Overloaded",
+    "PermissionDenied",
     "ServerError",
     "StreamAnswer",
     "StreamItem",
     "StreamRequest",
     "TableInfo",
     "TooLarge",
+    "Unauthenticated",
     "Unavailable",
     "UnknownModel",
     "Weights",

@@ -33,6 +33,14 @@ class InvalidRequest(EmbedServeClientError, ValueError):
     """The request is wrong: found here before anything was sent, or refused by the server."""
 
 
+class Unauthenticated(EmbedServeClientError):
+    """The server does not know who asks: no token, or one that is wrong, expired or revoked."""
+
+
+class PermissionDenied(EmbedServeClientError):
+    """The server knows who asks, and they may not."""
+
+
 class UnknownModel(EmbedServeClientError):
     """The server serves no model of that name."""
 
@@ -42,7 +50,8 @@ class TooLarge(InvalidRequest):
 
 
 class Overloaded(EmbedServeClientError):
-    """The server's queue is full: the same call may be answered later."""
+    """The server's queue is full, or the caller over its limits: the same call may be answered
+    later."""
 
 
 class DeadlineExceeded(EmbedServeClientError):
@@ -60,6 +69,8 @@ class ServerError(EmbedServeClientError):
 _ERROR_OF_CODE: dict[str, type[EmbedServeClientError]] = {
     "INVALID_ARGUMENT": InvalidRequest,
     "NOT_FOUND": UnknownModel,
+    "UNAUTHENTICATED": Unauthenticated,
+    "PERMISSION_DENIED": PermissionDenied,
     "RESOURCE_EXHAUSTED": Overloaded,
     "DEADLINE_EXCEEDED": DeadlineExceeded,
     "UNAVAILABLE": Unavailable,

@@ -18,6 +18,7 @@ from embedserve_client.models import ModelInfo, ModelList
 from embedserve_client.rest_calls import Call, RestCalls, httpx_errors
 from embedserve_client.result import EmbedResult, OutputDType
 from embedserve_client.retries import Tries, check_retries
+from embedserve_client.security import Files, headers_of, tls_context
 
 T = TypeVar("T")
 
@@ -34,7 +35,10 @@ class EmbedClient:
     retries: how often a call that found the server overloaded or unavailable is made again, after
         what the server asks to wait and a random pause, within its timeout.
     connections_max: open at the same time; further calls wait for one within their timeout.
-    transport: an httpx transport of your own, for TLS settings or tests.
+    transport: an httpx transport of your own, which then sees to TLS itself.
+    token: says who asks, where the server wants to know.
+    ca: a PEM file of whom to trust with https://, in place of the system's authorities.
+    certificate: PEM files of the client's own and its key, where the server wants one.
     """
 
     def __init__(
@@ -45,11 +49,18 @@ class EmbedClient:
         retries: int = 0,
         connections_max: int = DEFAULT_CONNECTIONS_MAX,
         transport: httpx.BaseTransport | None = None,
+        token: str | None = None,
+        ca: str | None = None,
+        certificate: Files | None = None,
     ) -> None:
         self._calls = RestCalls(timeout_s)
         self._retries = check_retries(retries)
         self._http = httpx.Client(
-            base_url=base_url_of(base_url), limits=_limits(connections_max), transport=transport
+            base_url=base_url_of(base_url),
+            limits=_limits(connections_max),
+            transport=transport,
+            headers=headers_of(token),
+            verify=tls_context(ca, certificate),
         )
 
     def embed(
@@ -117,11 +128,18 @@ class AsyncEmbedClient:
         retries: int = 0,
         connections_max: int = DEFAULT_CONNECTIONS_MAX,
         transport: httpx.AsyncBaseTransport | None = None,
+        token: str | None = None,
+        ca: str | None = None,
+        certificate: Files | None = None,
     ) -> None:
         self._calls = RestCalls(timeout_s)
         self._retries = check_retries(retries)
         self._http = httpx.AsyncClient(
-            base_url=base_url_of(base_url), limits=_limits(connections_max), transport=transport
+            base_url=base_url_of(base_url),
+            limits=_limits(connections_max),
+            transport=transport,
+            headers=headers_of(token),
+            verify=tls_context(ca, certificate),
         )
 
     async def embed(

@@ -21,6 +21,7 @@ from embedserve_client.models import ModelInfo, ModelList, model_info_of, model_
 from embedserve_client.result import EmbedResult, OutputDType
 from embedserve_client.retries import Tries, check_retries
 from embedserve_client.rpc_calls import channel_options, grpc_errors
+from embedserve_client.security import Files, channel_credentials, headers_of
 from embedserve_client.stream import StreamAnswer, StreamItem, stream_answers, stream_answers_async
 from embedserve_client.wire import AnswerReader, request_of
 from embedserve_proto import embedding_pb2 as pb
@@ -39,7 +40,10 @@ class GrpcEmbedClient:
     retries: how often a call (not a stream) that found the server overloaded or unavailable is made
         again, after what the server asks to wait and a random pause, within its timeout.
     receive_bytes_max: the largest answer taken.
-    credentials: of a TLS channel; None is plain text.
+    credentials: of a TLS channel, in place of ``ca`` and ``certificate``.
+    token: says who asks, where the server wants to know.
+    ca: a PEM file of whom to trust with https://, in place of the system's authorities.
+    certificate: PEM files of the client's own and its key, where the server wants one.
     """
 
     def __init__(
@@ -50,10 +54,16 @@ class GrpcEmbedClient:
         retries: int = 0,
         receive_bytes_max: int = DEFAULT_RECEIVE_BYTES_MAX,
         credentials: Any = None,
+        token: str | None = None,
+        ca: str | None = None,
+        certificate: Files | None = None,
     ) -> None:
         self._timeout_s = check_timeout(timeout_s)
         self._retries = check_retries(retries)
         self._answers = AnswerReader()
+        self._metadata = tuple(headers_of(token).items())
+        if credentials is None and (ca is not None or certificate is not None):
+            credentials = channel_credentials(ca, certificate)
         self._channel = _open_channel(grpc, target, receive_bytes_max, credentials)
         self._stub = _stub_of(self._channel)
 
@@ -87,7 +97,9 @@ class GrpcEmbedClient:
         requests. timeout_s limits the whole stream; None is no limit. The iterator raises only
         what ends the stream, and what items itself raises; closing it cancels the rest.
         """
-        open_call = partial(self._stub.EmbedStream, timeout=check_timeout(timeout_s))
+        open_call = partial(
+            self._stub.EmbedStream, timeout=check_timeout(timeout_s), metadata=self._metadata
+        )
         return stream_answers(open_call, items, self._answers)
 
     def models(self) -> ModelList:
@@ -105,7 +117,7 @@ class GrpcEmbedClient:
         while True:
             try:
                 with grpc_errors():
-                    return method(request, timeout=tries.left_s())
+                    return method(request, timeout=tries.left_s(), metadata=self._metadata)
             except EmbedServeClientError as error:
                 pause_s = tries.pause_s(error)
                 if pause_s is None:
@@ -139,10 +151,16 @@ class AsyncGrpcEmbedClient:
         retries: int = 0,
         receive_bytes_max: int = DEFAULT_RECEIVE_BYTES_MAX,
         credentials: Any = None,
+        token: str | None = None,
+        ca: str | None = None,
+        certificate: Files | None = None,
     ) -> None:
         self._timeout_s = check_timeout(timeout_s)
         self._retries = check_retries(retries)
         self._answers = AnswerReader()
+        self._metadata = tuple(headers_of(token).items())
+        if credentials is None and (ca is not None or certificate is not None):
+            credentials = channel_credentials(ca, certificate)
         self._channel = _open_channel(grpc.aio, target, receive_bytes_max, credentials)
         self._stub = _stub_of(self._channel)
 
@@ -173,7 +191,9 @@ class AsyncGrpcEmbedClient:
         timeout_s: float | None = None,
     ) -> AsyncGenerator[StreamAnswer, None]:
         """As `GrpcEmbedClient.embed_stream`; items may be async and is read in the event loop."""
-        open_call = partial(self._stub.EmbedStream, timeout=check_timeout(timeout_s))
+        open_call = partial(
+            self._stub.EmbedStream, timeout=check_timeout(timeout_s), metadata=self._metadata
+        )
         return stream_answers_async(open_call, items, self._answers)
 
     async def models(self) -> ModelList:
@@ -191,7 +211,7 @@ class AsyncGrpcEmbedClient:
         while True:
             try:
                 with grpc_errors():
-                    return await method(request, timeout=tries.left_s())
+                    return await method(request, timeout=tries.left_s(), metadata=self._metadata)
             except EmbedServeClientError as error:
                 pause_s = tries.pause_s(error)
                 if pause_s is None:

@@ -101,6 +101,11 @@ class ServeSettings:
         "PEM file of those whose certificates clients must show, and of their revocation lists, if "
         "any. Default: clients need none.",
     )
+    tokens: str = setting(
+        "",
+        "File of those who may ask, a line for each, as `embedserve token` makes them; read again "
+        "when it changes. Default: everybody may.",
+    )
     model: tuple[str, ...] = setting(
         (),
         "A model to serve, NAME, NAME@VERSION or NAME@ALIAS; may be repeated, also for several "
@@ -211,9 +216,10 @@ def _check_security(settings: ServeSettings) -> None:
             f"tls_client_ca is {settings.tls_client_ca!r}, but clients show certificates over TLS "
             "only: give tls_cert and tls_key, too"
         )
-    if settings.tls_cert and settings.grpc_server == "grpcio":
+    if settings.grpc_server == "grpcio" and (settings.tls_cert or settings.tokens):
         raise ValueError(
-            "grpc_server is 'grpcio', which is there to compare with and has no TLS: use native"
+            "grpc_server is 'grpcio', which is there to compare with and has neither TLS nor "
+            "tokens: use native"
         )
 
 

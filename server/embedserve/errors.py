@@ -60,6 +60,31 @@ class OverloadedError(EmbedServeError):
     retry_after_s = 1
 
 
+class UnauthenticatedError(EmbedServeError):
+    """Nobody knows who asks, or their token has ended."""
+
+    code = "UNAUTHENTICATED"
+    http_status = 401
+
+
+class PermissionDeniedError(EmbedServeError):
+    """Who asks may not ask that."""
+
+    code = "PERMISSION_DENIED"
+    http_status = 403
+
+
+class RateLimitedError(EmbedServeError):
+    """Who asks asks too much; others are answered."""
+
+    code = "RESOURCE_EXHAUSTED"
+    http_status = 429
+
+    def __init__(self, message: str, field: str = "", retry_after_s: int = 1) -> None:
+        super().__init__(message, field)
+        self.retry_after_s = retry_after_s
+
+
 class DeadlineExceededError(EmbedServeError):
     code = "DEADLINE_EXCEEDED"
     http_status = 504

@@ -18,6 +18,7 @@ from functools import partial
 from time import perf_counter
 from typing import Protocol, TypeVar
 
+from embedserve.access.access import Access, Certificate, Client
 from embedserve.batching.caller import Caller
 from embedserve.batching.split import own
 from embedserve.codec.codec import Codec
@@ -81,18 +82,36 @@ class Call(Caller):
         asked: what its head says.
         start_s: perf_counter when its first byte came.
         exchange: that it was asked of.
+        client: who asks, from when it is admitted until it ends; None where nobody needs to say.
     """
 
-    __slots__ = ("asked", "exchange", "start_s")
+    __slots__ = ("asked", "client", "exchange", "start_s")
     exchange: Exchange
+    client: Client | None
 
     def __init__(self, asked: Asked, start_s: float) -> None:
         self.asked = asked
         self.start_s = start_s
+        self.client = None
         self.is_waiting = True
         self.queue = None
         timeout_s = asked.timeout_s
         self.deadline_s = _NEVER if timeout_s is None else start_s + timeout_s
+
+    @property
+    def source(self) -> object:
+        return self.client or self.origin
+
+    @property
+    def origin(self) -> object:
+        """Where it comes from, such as its connection, which tells callers apart that have no
+        names."""
+        return self
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """That the client has shown."""
+        return None
 
     @abstractmethod
     def write_answer(self, parts: Parts, nbytes: int) -> None:
@@ -130,6 +149,8 @@ class Call(Caller):
     def write(self, parts: Parts, nbytes: int) -> None:
         """Writes the encoded answer, and counts it."""
         self.is_waiting = False
+        if self.client is not None:
+            self.leave()
         self.write_answer(parts, nbytes)
         if nbytes > LARGE_ANSWER_BYTES:
             self.exchange.on_large_answer(nbytes)
@@ -137,6 +158,8 @@ class Call(Caller):
 
     def refuse(self, error: EmbedServeError) -> None:
         self.is_waiting = False
+        if self.client is not None:
+            self.leave()
         self.asked.metrics.refused(error.code, error.message, perf_counter() - self.start_s)
         self.write_error(error)
 
@@ -149,7 +172,15 @@ class Call(Caller):
         """The client went away: its request leaves the queue, and nothing is written."""
         if self.is_waiting:
             self.go_away()
+            if self.client is not None:
+                self.leave()
             self.asked.metrics.cancelled(perf_counter() - self.start_s)
+
+    def leave(self) -> None:
+        """Is no more among those of its client that are under way."""
+        if self.client is not None:
+            self.client.leave()
+            self.client = None
 
 
 def _do_nothing(nbytes: int) -> None:
@@ -168,11 +199,15 @@ class Exchange:
     Attributes:
         models: what is served.
         metrics: of the process; by protocol in ``metrics.protocols``.
+        access: who may ask; None: everybody.
         on_large_answer: told the bytes of each large answer that was written.
     """
 
-    def __init__(self, models: ServedModels, metrics: Metrics) -> None:
+    def __init__(
+        self, models: ServedModels, metrics: Metrics, access: Access | None = None
+    ) -> None:
         self.models = models
+        self.access = access
         self.metrics = metrics
         self.on_large_answer: Callable[[int], None] = _do_nothing
         self.limits = models.limits
@@ -182,6 +217,20 @@ class Exchange:
         self._unflushed: list[Writer] = []
         self._on_room: list[Callable[[], None]] = []
         models.call_back(self.flush, self._has_room)
+
+    def admit(self, call: Call) -> bool:
+        """Whether ``call`` may be asked, which is to be known once its head has come: of each one,
+        where there is ``access``. One that may not is refused."""
+        assert self.access is not None
+        try:
+            self.access.admit(call)
+        except EmbedServeError as error:
+            call.refuse(error)
+        except Exception:
+            call.fail()
+        else:
+            return True
+        return False
 
     def ask(self, call: Call, body: bytes) -> None:
         """Has ``call`` answered, refused or failed; now or when its batch ends. Never raises."""
@@ -196,6 +245,8 @@ class Exchange:
             if request is None:
                 self._decode_later(call, body)
             else:
+                if call.client is not None:
+                    call.client.check_model(request.model, self.models.default_model)
                 self.models.enqueue(request, call)
         except EmbedServeError as error:
             call.refuse(error)
@@ -211,6 +262,8 @@ class Exchange:
             return asked.codec.decode(body, asked.model, self.limits)
 
         def enqueue(request: LookupRequest) -> None:
+            if call.client is not None:
+                call.client.check_model(request.model, self.models.default_model)
             self.models.enqueue(request, call)
             call.was_queued()
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def _signature(path: str) -> tuple[int, int, int] | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-async def follow_all(followed: Sequence[Followed[T]]) -> None:
+async def follow_all(followed: Sequence[Followed[Any]]) -> None:
     """Looks at them now and then, for ever."""
     while True:
         await asyncio.sleep(LOOK_S)

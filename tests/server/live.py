@@ -14,6 +14,7 @@ import httpx
 from server.channels import OWN_CONNECTION
 from server.fake_engine import FakeEngine
 
+from embedserve.access.access import Access
 from embedserve.batching.batcher import Batcher
 from embedserve.config import Limits, ServeSettings
 from embedserve.exchange import Exchange
@@ -37,6 +38,7 @@ def make_exchange(
     limits: Limits | None = None,
     default_model: str | None = None,
     slot: Slot | None = None,
+    access: Access | None = None,
 ) -> Exchange:
     """What server.build_exchange makes of restored engines; the first is the default."""
     limits = limits or Limits()
@@ -48,7 +50,7 @@ def make_exchange(
         for engine in engines
     }
     default = engines[0].model.name if default_model is None else default_model
-    return Exchange(ServedModels(batchers, default, limits), metrics)
+    return Exchange(ServedModels(batchers, default, limits), metrics, access)
 
 
 @dataclass

@@ -15,8 +15,8 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from embedserve import __version__
+from embedserve.api.guard import Guard, error_response
 from embedserve.api.openapi import EMBED_PATHS, EMBED_SCHEMAS, ERROR_RESPONSE
-from embedserve.codec.json_codec import encode_error
 from embedserve.codec.model_description import describe
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, InvalidRequestError
 from embedserve.exchange import Exchange
@@ -111,7 +111,8 @@ class Info(BaseModel):
 def management_app(exchange: Exchange) -> FastAPI:
     """The FastAPI application of everything but the embed routes.
 
-    Its pages load nothing from elsewhere: clusters often reach no CDN.
+    Its pages load nothing from elsewhere: clusters often reach no CDN. Where not everybody may
+    ask, those who do are asked who they are.
     """
     app = FastAPIOffline(
         title="embedserve",
@@ -160,6 +161,8 @@ def management_app(exchange: Exchange) -> FastAPI:
         """One served model, NAME, or one of its versions, NAME@VERSION or NAME@ALIAS."""
         return model_of(served.model(model))
 
+    if exchange.access is not None:
+        app.add_middleware(Guard, access=exchange.access)
     _add_error_shape(app)
     _add_embed_routes_to_openapi(app)
     return app
@@ -168,26 +171,22 @@ def management_app(exchange: Exchange) -> FastAPI:
 def _add_error_shape(app: FastAPI) -> None:
     """Every error of every route has the JSON shape of the embed routes."""
 
-    def answer(error: EmbedServeError, status: int) -> Response:
-        headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s else None
-        return Response(encode_error(error), status, headers, media_type="application/json")
-
     async def of_ours(request: Request, error: Exception) -> Response:
         assert isinstance(error, EmbedServeError)
-        return answer(error, error.http_status)
+        return error_response(error, error.http_status)
 
     async def of_routing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         shaped = InvalidRequestError(f"{request.method} {request.url.path}: {error.detail}")
         if error.status_code == 404:
             shaped.code = "NOT_FOUND"
-        response = answer(shaped, error.status_code)
+        response = error_response(shaped, error.status_code)
         response.headers.update(error.headers or {})
         return response
 
     async def unforeseen(request: Request, error: Exception) -> Response:
         """Starlette raises ``error`` again after the answer, and uvicorn logs it."""
-        return answer(EngineError(INTERNAL), EngineError.http_status)
+        return error_response(EngineError(INTERNAL), EngineError.http_status)
 
     app.add_exception_handler(EmbedServeError, of_ours)
     app.add_exception_handler(HTTPException, of_routing)

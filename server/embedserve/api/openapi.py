@@ -129,10 +129,12 @@ ERROR_RESPONSE = {
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _ERRORS = {
     "400": "The request can never be answered: field and value are named.",
+    "401": "The server does not know who asks: no token, or a wrong one.",
+    "403": "Who asks may not ask that model.",
     "404": "No model of that name.",
     "413": "Over a limit on one request.",
     "415": "The body is compressed: send it as it is.",
-    "429": "The queue is full; try again.",
+    "429": "The queue is full, or the caller over its limits; try again.",
     "431": "The headers are over a limit.",
     "500": "The lookup failed.",
     "504": "X-Timeout-Ms passed.",

@@ -1,5 +1,4 @@
-"""The command line: describe, plan, publish, alias, note, prune, verify, diff, inspect, serve and
-demo.
+"""The command line: what there is to do with stores and servers, as commands.
 
 Imports nothing heavy at the top, so that --help answers at once; torch comes with the command
 that needs it. What a person did wrong is one line on stderr and exit status 1, no traceback.
@@ -393,6 +392,32 @@ def prune(
         from embedserve.commands.prune import prune as run
 
         run(store, model, keep, dry_run)
+
+
+@app.command()
+def token(
+    name: Annotated[str, typer.Argument(help="Who will have it.")],
+    models: Annotated[str, typer.Option(help="Models that it may ask: a,b. Default: all.")] = "",
+    roles: Annotated[str, typer.Option(help="embed, admin, or both.")] = "embed",
+    expires: Annotated[
+        str,
+        typer.Option(help="2027-01-31, or 90d: so many days from now. Default: never."),
+    ] = "",
+    requests_per_second: Annotated[
+        float | None, typer.Option(help="Of each process. Default: no limit.")
+    ] = None,
+    concurrent: Annotated[
+        int | None, typer.Option(help="Requests under way, of each process. Default: no limit.")
+    ] = None,
+) -> None:
+    """Make a token: its line for the file of serve --tokens goes to stdout, the token to stderr.
+
+    Nothing keeps the token itself: give it to who asks now.
+    """
+    with one_line_errors():
+        from embedserve.commands.token import make_token
+
+        make_token(name, models, roles, expires, requests_per_second, concurrent)
 
 
 @contextlib.contextmanager

@@ -54,6 +54,8 @@ def curl_options(settings: ServeSettings) -> str:
         options += f" --cacert {shlex.quote(settings.tls_cert)}"
     if settings.tls_client_ca:
         options += " --cert CLIENT.pem"
+    if settings.tokens:
+        options += ' -H "Authorization: Bearer $TOKEN"'
     return options
 
 

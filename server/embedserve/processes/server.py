@@ -12,15 +12,16 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from signal import Signals
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from embedserve.access.access import Access
 from embedserve.api.management import management_app
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import ServeSettings, why_fixed
 from embedserve.errors import DRAINING
 from embedserve.exchange import Exchange
-from embedserve.followed import follow_all
+from embedserve.followed import Followed, follow_all
 from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.slots import Slot
 from embedserve.models.served_models import ServedModels
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 10.0
 """Between two looks at whether the models still are what they were at the start."""
+LOOK_AT_TIME_S = 1.0
+"""Between two looks at what has expired."""
 GARBAGE_THRESHOLD = 20_000
 """New objects between two collections of the youngest; Python's own 700 cost 5 % of a core."""
 
@@ -82,7 +85,8 @@ def build_exchange(
     }
     models = {info.name for info in infos.values()}
     default = settings.default_model or (models.pop() if len(models) == 1 else "")
-    return Exchange(ServedModels(batchers, default, settings.limits), metrics)
+    access = Access(settings.tokens) if settings.tokens else None
+    return Exchange(ServedModels(batchers, default, settings.limits), metrics, access)
 
 
 def build_rollout(
@@ -154,7 +158,10 @@ async def serve_until(
     """
     files = tls_files(settings)
     certificates = None if files is None else Certificates(files)
-    followed = [] if certificates is None else [certificates.followed]
+    access = exchange.access
+    followed: list[Followed[Any]] = []
+    followed += [] if certificates is None else [certificates.followed]
+    followed += [] if access is None else [access.followed]
     wire = WireServer(exchange, management_app(exchange), certificates)
     grpcio_server = None
     if settings.grpc_server == "grpcio":
@@ -171,6 +178,8 @@ async def serve_until(
         asyncio.create_task(_look_for_damage(exchange.models)),
         asyncio.create_task(follow_all(followed)),
     ]
+    if access is not None:
+        looking.append(asyncio.create_task(_look_at_time(access)))
     await stop.wait()
     for task in looking:
         task.cancel()
@@ -187,6 +196,12 @@ async def _look_for_damage(models: ServedModels) -> None:
     while True:
         await asyncio.sleep(LOOK_S)
         await models.look_for_damage()
+
+
+async def _look_at_time(access: Access) -> None:
+    while True:
+        await asyncio.sleep(LOOK_AT_TIME_S)
+        access.look_at_time()
 
 
 def stop_or_end(stop: asyncio.Event, number: int) -> None:

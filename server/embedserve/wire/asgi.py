@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import unquote
 
+from embedserve.access.access import CERTIFICATE, Certificate, one_header
 from embedserve.codec.codec import Codec
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, RequestTooLargeError
 from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, late_request
@@ -52,12 +53,21 @@ class ClientGoneError(Exception):
 class AsgiCall(Call):
     """An embed request that came through ASGI; its answer is awaited."""
 
-    __slots__ = ("answered",)
+    __slots__ = ("_scope", "answered")
 
-    def __init__(self, asked: Asked, start_s: float) -> None:
+    def __init__(self, asked: Asked, start_s: float, scope: Scope) -> None:
         super().__init__(asked, start_s)
+        self._scope = scope
         loop = asyncio.get_running_loop()
         self.answered: asyncio.Future[tuple[int, Headers, Parts, int]] = loop.create_future()
+
+    def header(self, name: bytes) -> bytes | None:
+        return one_header(self._scope["headers"], name)
+
+    @property
+    def certificate(self) -> Certificate | None:
+        found: Certificate | None = self._scope.get(CERTIFICATE)
+        return found
 
     def write_answer(self, parts: Parts, nbytes: int) -> None:
         headers = [(b"content-type", self.asked.answer_codec.content_type)]
@@ -91,16 +101,25 @@ class EmbedEndpoint:
         try:
             check_method(scope["method"])
             asked = read_headers(model, scope["headers"], self._metrics)
-            body = await self._read_body(asked.codec, receive)
         except EmbedServeError as error:
             self._metrics.refused(error.code, error.message, perf_counter() - start_s)
             await _send(send, error.http_status, *error_answer(error))
             return
+        call = AsgiCall(asked, start_s, scope)
+        try:
+            if self._exchange.access is None or self._exchange.admit(call):
+                self._exchange.ask(call, await self._read_body(asked.codec, receive))
+            await self._answer(call, receive, send)
+        except EmbedServeError as error:
+            call.refuse(error)
+            await _send(send, error.http_status, *error_answer(error))
         except ClientGoneError:
-            self._metrics.cancelled(perf_counter() - start_s)
-            return
-        call = AsgiCall(asked, start_s)
-        self._exchange.ask(call, body)
+            pass
+        finally:
+            call.cancel()
+
+    async def _answer(self, call: AsgiCall, receive: Receive, send: Send) -> None:
+        """Sends what ``call`` is told, unless its client goes away before."""
         gone = asyncio.ensure_future(receive())
         try:
             await asyncio.wait((call.answered, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -109,7 +128,6 @@ class EmbedEndpoint:
                 await _send(send, status, headers, await _joined(parts, nbytes))
         finally:
             gone.cancel()
-            call.cancel()
 
     async def _read_body(self, codec: Codec, receive: Receive) -> bytes:
         chunks: list[bytes] = []
@@ -178,6 +196,7 @@ class AsgiStream:
 
     async def _run(self) -> None:
         scope = _scope(self._request)
+        scope[CERTIFICATE] = self._stream.connection.certificate
         try:
             await self._app(scope, self._receive, self._send)
         except ClientGoneError:

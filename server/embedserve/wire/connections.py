@@ -10,6 +10,7 @@ import asyncio
 from time import perf_counter
 from typing import Protocol, cast
 
+from embedserve.access.access import CERTIFICATE
 from embedserve.exchange import Exchange
 from embedserve.wire.http2.connection import UNREAD_S_MAX, Http2Connection
 from embedserve.wire.http2.frames import PREFACE, ErrorCode
@@ -239,6 +240,7 @@ class Http2Transport(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of that class
         self._connection.sender.write = self._transport.write
+        self._connection.certificate = self._transport.get_extra_info(CERTIFICATE)
         self._registry.add(self)
 
     def data_received(self, data: bytes) -> None:

@@ -56,6 +56,7 @@ class HeadForm:
     """
 
     __slots__ = (
+        "_gap_of",
         "_last",
         "_last_length",
         "_length_gap",
@@ -85,11 +86,9 @@ class HeadForm:
         self._parts = tuple(parts)
         self._printing_bytes = len(head.translate(None, CONTROLS))
         self._last, self._last_length = b"\0", -1  # the head that matched last, and its length
-        self._length_gap = self._gap(b"content-length")
-        self._timeout_gap = self._gap(b"x-timeout-ms")
-
-    def _gap(self, name: bytes) -> tuple[int, int] | None:
-        return next(((start, end) for one, start, end in self.gaps if one == name), None)
+        self._gap_of = {name: (start, end) for name, start, end in self.gaps}
+        self._length_gap = self._gap_of.get(b"content-length")
+        self._timeout_gap = self._gap_of.get(b"x-timeout-ms")
 
     def content_length(self, data: bytes, end: int) -> int:
         """Of the body that follows the head data[:end]; -1 if that is another head.
@@ -114,7 +113,7 @@ class HeadForm:
 
     def header(self, head: bytes, name: bytes) -> bytes | None:
         """The value that stands in the gap of ``name`` in ``head``, if the form has one."""
-        gap = self._gap(name)
+        gap = self._gap_of.get(name)
         return None if gap is None else head[gap[0] : gap[1]]
 
     def asked_by(self, data: bytes) -> Asked:
@@ -183,7 +182,7 @@ def parse_head(head: bytes, metrics: ProtocolMetrics, limits: Limits) -> HeadFor
         return None
     if names.count(b"content-length") != 1 or names.count(b"x-timeout-ms") > 1:
         return None
-    if names.count(b"host") != 1:
+    if names.count(b"host") != 1 or names.count(b"authorization") > 1:
         return None
     url = reader.url.decode("latin-1")
     model = embed_route(url)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
+from embedserve.access.access import Certificate
 from embedserve.errors import EmbedServeError
 from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, late_request
 from embedserve.types import Parts
@@ -38,8 +39,12 @@ class Http1Call(Call):
         self._head = head
 
     @property
-    def source(self) -> object:
+    def origin(self) -> object:
         return self._connection
+
+    @property
+    def certificate(self) -> Certificate | None:
+        return self._connection.certificate
 
     def header(self, name: bytes) -> bytes | None:
         return self._form.header(self._head, name)
@@ -97,6 +102,10 @@ class Http1Connection(UvicornConnection):
             return
         call = self._call = Http1Call(asked, start_s, self, form, data[:body_start])
         missing = length - (len(data) - body_start)
+        if missing < 0:
+            self.hold(data[missing:])
+        if self._exchange.access is not None and not self._is_admitted(call, missing > 0):
+            return
         if missing == 0:
             self._exchange.ask(call, data[body_start:])
         elif missing > 0:
@@ -104,8 +113,15 @@ class Http1Connection(UvicornConnection):
             self._body.append(data[body_start:])
             self._registry.has_grown(len(data))
         else:
-            self.hold(data[missing:])
             self._exchange.ask(call, data[body_start:missing])
+
+    def _is_admitted(self, call: Http1Call, has_more: bool) -> bool:
+        """A body that has not come, of a request that is refused, is not waited for."""
+        is_last, self._is_last = self._is_last, self._is_last or has_more
+        if not self._exchange.admit(call):
+            return False
+        self._is_last = is_last
+        return True
 
     def _read_more(self, data: bytes) -> None:
         if len(data) > self._missing_bytes:

@@ -117,6 +117,8 @@ def headers_too_large(count: int, of: str, limit: int) -> HeadersTooLargeError:
 def error_answer(error: EmbedServeError) -> tuple[Headers, bytes]:
     """(headers but for the length, body) of ``error``, in the JSON shape of every REST error."""
     headers = [(b"content-type", JSON.content_type)]
+    if error.http_status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     if error.http_status == 405:
         headers.append((b"allow", b"POST"))
     if error.retry_after_s:

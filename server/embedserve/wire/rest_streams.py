@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter
 
 from embedserve.errors import EmbedServeError, RequestTooLargeError
 from embedserve.exchange import Asked, Exchange
 from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.types import Parts
-from embedserve.wire.http2.header_blocks import encode
+from embedserve.wire.http2.header_blocks import Headers, encode
 from embedserve.wire.http2.requests import Request
 from embedserve.wire.http2.stream import ENDED, Handler, Stream
 from embedserve.wire.pieces import Pieces
@@ -26,10 +25,8 @@ class RestCall(StreamCall):
 
     __slots__ = ("_body",)
 
-    def __init__(self, asked: Asked, exchange: Exchange, stream: Stream) -> None:
-        super().__init__(asked, perf_counter())
-        self._exchange = exchange
-        self._stream = stream
+    def __init__(self, asked: Asked, exchange: Exchange, headers: Headers, stream: Stream) -> None:
+        super().__init__(asked, exchange, headers, stream)
         self._body = Pieces()
 
     def receive(self, data: bytes, is_end: bool) -> None:
@@ -96,7 +93,9 @@ def open_embed(
         return refused(error, request, metrics)
 
     def open_call(stream: Stream) -> Handler:
-        call = RestCall(asked, exchange, stream)
+        call = RestCall(asked, exchange, request.headers, stream)
+        if exchange.access is not None and not exchange.admit(call):
+            return call
         size = stream.missing_bytes
         if (size is None or call.has_size(size, is_whole=True)) and exchange.models.is_closed:
             exchange.refuse_early(call)

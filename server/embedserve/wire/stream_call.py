@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from time import perf_counter
 
+from embedserve.access.access import Certificate, one_header
 from embedserve.errors import EmbedServeError, OverloadedError
-from embedserve.exchange import REQUEST_S_MAX, Call, Exchange, late_request
+from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, late_request
+from embedserve.wire.http2.header_blocks import Headers
 from embedserve.wire.http2.stream import Stream
 
 
 class StreamCall(Call):
     """The handler of its stream; subclasses read the request and write its answer."""
 
-    __slots__ = ("_exchange", "_stream")
-    _exchange: Exchange
-    _stream: Stream
+    __slots__ = ("_exchange", "_headers", "_stream")
+
+    def __init__(self, asked: Asked, exchange: Exchange, headers: Headers, stream: Stream) -> None:
+        super().__init__(asked, perf_counter())
+        self._exchange = exchange
+        self._headers = headers
+        self._stream = stream
 
     @property
-    def source(self) -> object:
+    def origin(self) -> object:
         return self._stream.connection
+
+    @property
+    def certificate(self) -> Certificate | None:
+        return self._stream.connection.certificate
+
+    def header(self, name: bytes) -> bytes | None:
+        return one_header(self._headers, name)
 
     @abstractmethod
     def end(self, error: EmbedServeError) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import deque
 from http import HTTPStatus
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from embedserve.access.access import CERTIFICATE, Certificate
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.exchange import REQUEST_S_MAX, late_request
@@ -56,6 +57,7 @@ class UvicornConnection(HttpToolsProtocol):
     """uvicorn's protocol, which parses requests and runs the ASGI application for each."""
 
     flow: Flow
+    certificate: Certificate | None
 
     def __init__(
         self,
@@ -82,6 +84,7 @@ class UvicornConnection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.flow = Flow(transport)
+        self.certificate = transport.get_extra_info(CERTIFICATE)
         self._registry.add(self)
         self._idle_since_s = perf_counter()
 
@@ -168,6 +171,7 @@ class UvicornConnection(HttpToolsProtocol):
         self._is_in_head = True
         self._head_bytes = self._body_bytes = 0
         super().on_message_begin()
+        cast(dict[str, Any], self.scope)[CERTIFICATE] = self.certificate
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():

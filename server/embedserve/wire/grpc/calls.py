@@ -79,12 +79,14 @@ class EmbedCall(StreamCall):
 
     __slots__ = ("_encoding", "_message")
 
-    def __init__(self, asked: Asked, exchange: Exchange, encoding: bytes, stream: Stream) -> None:
-        super().__init__(asked, perf_counter())
-        self._exchange = exchange
-        self._stream = stream
+    def __init__(
+        self, asked: Asked, exchange: Exchange, encoding: bytes, headers: Headers, stream: Stream
+    ) -> None:
+        super().__init__(asked, exchange, headers, stream)
         self._encoding = encoding
         self._message: OneMessage | None = None
+        if exchange.access is not None and not exchange.admit(self):
+            return
         if exchange.models.is_closed:
             exchange.refuse_early(self)
 
@@ -107,6 +109,7 @@ class EmbedCall(StreamCall):
 
     def _fail_framing(self, error: WireError) -> None:
         self.is_waiting = False
+        self.leave()
         self.asked.metrics.refused(error.outcome, error.message, perf_counter() - self.start_s)
         self._stream.send_head(only_trailers(wire_error_trailers(error)), is_end=True)
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import deque
 from time import perf_counter
 
+from embedserve.access.access import Certificate, one_header
 from embedserve.codec import protobuf_codec
 from embedserve.errors import EmbedServeError
 from embedserve.exchange import Asked, Call, Exchange
 from embedserve.types import Parts
 from embedserve.wire.grpc.calls import ANSWER_BYTES_MAX, MessageStream
-from embedserve.wire.http2.stream import Stream
+from embedserve.wire.http2.header_blocks import Headers
+from embedserve.wire.http2.stream import Owner, Stream
 
 REQUESTS_MAX = 256
 """Requests of one stream that wait for their answers or to be sent; more are left unread."""
@@ -41,8 +43,15 @@ class StreamedRequest(Call):
         self.reserved_bytes = 0
 
     @property
-    def source(self) -> object:
-        return self._stream.source
+    def origin(self) -> object:
+        return self._stream.connection
+
+    @property
+    def certificate(self) -> Certificate | None:
+        return self._stream.connection.certificate
+
+    def header(self, name: bytes) -> bytes | None:
+        return one_header(self._stream.headers, name)
 
     def was_queued(self) -> None:
         assert self.queue is not None
@@ -72,11 +81,13 @@ class EmbedStream(MessageStream):
         asked: Asked,
         exchange: Exchange,
         encoding: bytes,
+        headers: Headers,
         stream: Stream,
         answer_bytes_max: int = ANSWER_BYTES_MAX,
     ) -> None:
         super().__init__(encoding, exchange.limits.body_bytes_max, stream)
         self._asked = asked
+        self.headers = headers
         self._exchange = exchange
         self._requests: deque[StreamedRequest] = deque()
         self._answer_bytes = 0
@@ -94,13 +105,14 @@ class EmbedStream(MessageStream):
         return not self._requests
 
     @property
-    def source(self) -> object:
+    def connection(self) -> Owner:
         return self._stream.connection
 
     def take(self, message: bytes) -> None:
         request = StreamedRequest(self._asked, self)
         self._requests.append(request)
-        self._exchange.ask(request, message)
+        if self._exchange.access is None or self._exchange.admit(request):
+            self._exchange.ask(request, message)
         if request.queue is not None:
             self.reserve(request, request.queue.model.answer_bytes(request.request))
         elif not request.is_done:  # it is being decoded: what it needs is not known

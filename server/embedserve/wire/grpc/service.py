@@ -7,9 +7,10 @@ from functools import partial
 
 from google.protobuf.message import DecodeError
 
+from embedserve.access.access import one_header
 from embedserve.codec import protobuf_codec
 from embedserve.codec.codec import PROTOBUF
-from embedserve.errors import InvalidRequestError
+from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.exchange import ROUTING_KEY, Asked, Exchange
 from embedserve.models.served_models import ServedModels
 from embedserve.types import ModelInfo
@@ -17,7 +18,8 @@ from embedserve.wire.grpc import health, reflection
 from embedserve.wire.grpc.calls import EmbedCall, UnaryCall
 from embedserve.wire.grpc.embed_stream import EmbedStream
 from embedserve.wire.grpc.messages import Deframer, WireError, timeout_s
-from embedserve.wire.grpc.statuses import only_trailers, wire_error_trailers
+from embedserve.wire.grpc.statuses import error_block, only_trailers, wire_error_trailers
+from embedserve.wire.http2.header_blocks import Headers
 from embedserve.wire.http2.requests import Request
 from embedserve.wire.http2.stream import ENDED, Handler, Stream
 from embedserve_proto import embedding_pb2
@@ -25,6 +27,10 @@ from embedserve_proto import embedding_pb2
 SERVICE_NAME = embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"].full_name
 
 Open = Callable[[Stream], Handler]
+Method = Callable[[bytes, Asked, Headers], Open]
+"""What opens calls with such an encoding, asking so, with these headers."""
+EMBEDDERS = frozenset({"embed"})
+CALLERS = frozenset({"embed", "admin"})
 
 
 class GrpcService:
@@ -41,16 +47,16 @@ class GrpcService:
         models = exchange.models
         self.health = health.Health((SERVICE_NAME, health.SERVICE_NAME), lambda: models.is_ready)
         self._names = (SERVICE_NAME, health.SERVICE_NAME, *reflection.SERVICE_NAMES)
-        self._methods: dict[bytes, Callable[[bytes, Asked], Open]] = {
+        self._methods: dict[bytes, Method] = {
             _path(SERVICE_NAME, "Embed"): self._embed,
-            _path(SERVICE_NAME, "EmbedStream"): self._embed_stream,
-            _path(SERVICE_NAME, "ListModels"): self._unary(self.list_models),
-            _path(SERVICE_NAME, "GetModel"): self._unary(self.get_model),
+            _path(SERVICE_NAME, "EmbedStream"): self._guarded(self._embed_stream, EMBEDDERS),
+            _path(SERVICE_NAME, "ListModels"): self._guarded(self._unary(self.list_models)),
+            _path(SERVICE_NAME, "GetModel"): self._guarded(self._unary(self.get_model)),
             _path(health.SERVICE_NAME, "Check"): self._unary(self.health.check),
             _path(health.SERVICE_NAME, "Watch"): self._watch,
         }
         for name in reflection.SERVICE_NAMES:
-            self._methods[_path(name, "ServerReflectionInfo")] = self._reflection
+            self._methods[_path(name, "ServerReflectionInfo")] = self._guarded(self._reflection)
 
     def open(self, request: Request) -> Open:
         """What opens calls with such a head."""
@@ -69,31 +75,54 @@ class GrpcService:
                 shown = request.target.decode("latin-1")
                 raise WireError("UNIMPLEMENTED", f"there is no method {shown}")
             asked = Asked("", PROTOBUF, PROTOBUF, wanted_s, self._metrics, routing_key)
-            return method(encoding, asked)
+            return method(encoding, asked, request.headers)
         except WireError as error:
             return refused(error)
 
-    def _embed(self, encoding: bytes, asked: Asked) -> Open:
-        return partial(EmbedCall, asked, self._exchange, encoding)
+    def _embed(self, encoding: bytes, asked: Asked, headers: Headers) -> Open:
+        return partial(EmbedCall, asked, self._exchange, encoding, headers)
 
-    def _embed_stream(self, encoding: bytes, asked: Asked) -> Open:
+    def _embed_stream(self, encoding: bytes, asked: Asked, headers: Headers) -> Open:
         check_encoding(encoding)
-        return lambda stream: EmbedStream(asked, self._exchange, encoding, stream)
+        return lambda stream: EmbedStream(asked, self._exchange, encoding, headers, stream)
 
-    def _unary(self, function: Callable[[bytes], bytes]) -> Callable[[bytes, Asked], Open]:
-        return lambda encoding, asked: (
+    def _unary(self, function: Callable[[bytes], bytes]) -> Method:
+        return lambda encoding, asked, headers: (
             lambda stream: UnaryCall(function, encoding, self._bytes_max, stream)
         )
 
-    def _watch(self, encoding: bytes, asked: Asked) -> Open:
+    def _watch(self, encoding: bytes, asked: Asked, headers: Headers) -> Open:
         check_encoding(encoding)
         return lambda stream: health.Watch(self.health, encoding, self._bytes_max, stream)
 
-    def _reflection(self, encoding: bytes, asked: Asked) -> Open:
+    def _reflection(self, encoding: bytes, asked: Asked, headers: Headers) -> Open:
         check_encoding(encoding)
         return lambda stream: reflection.ServerReflection(
             self._names, encoding, self._bytes_max, stream
         )
+
+    def _guarded(self, method: Method, roles: frozenset[str] = CALLERS) -> Method:
+        """``method`` for those of ``roles`` alone, where not everybody may ask. An Embed call sees
+        to that by itself, and health is everybody's."""
+        access = self._exchange.access
+        if access is None:
+            return method
+
+        def open_call(encoding: bytes, asked: Asked, headers: Headers) -> Open:
+            opened = method(encoding, asked, headers)
+
+            def open_if_right(stream: Stream) -> Handler:
+                authorization = one_header(headers, b"authorization")
+                try:
+                    access.check(authorization, stream.connection.certificate, roles)
+                except EmbedServeError as error:
+                    stream.send_head(error_block(error), is_end=True)
+                    return ENDED
+                return opened(stream)
+
+            return open_if_right
+
+        return open_call
 
     def list_models(self, message: bytes) -> bytes:
         models = self._exchange.models

@@ -14,10 +14,12 @@ CODES = {
     "INVALID_ARGUMENT": 3,
     "DEADLINE_EXCEEDED": 4,
     "NOT_FOUND": 5,
+    "PERMISSION_DENIED": 7,
     "RESOURCE_EXHAUSTED": 8,
     "UNIMPLEMENTED": 12,
     "INTERNAL": 13,
     "UNAVAILABLE": 14,
+    "UNAUTHENTICATED": 16,
 }
 """The codes that are used here, by name (github.com/grpc/grpc, doc/statuscodes.md)."""
 MESSAGE_BYTES_MAX = 2000

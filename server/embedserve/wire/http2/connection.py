@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from embedserve.access.access import Certificate
 from embedserve.wire.http2 import frames
 from embedserve.wire.http2.allowance import Allowance
 from embedserve.wire.http2.control import DRAIN_PING, ControlFrames
@@ -68,6 +69,7 @@ class Http2Connection:
         sender, receiver: its halves.
         idle_work: what the client may send that asks nothing.
         streams: that are open, by their number.
+        certificate: that the client has shown.
         is_begun: the preface and the client's settings have come.
         is_over: nothing is to be read any more; what is in ``sender.out`` is the last.
         has_more: bytes are left that are to be read after other connections had their turn.
@@ -87,6 +89,7 @@ class Http2Connection:
         "_resets",
         "_streams_max",
         "_turn_left",
+        "certificate",
         "has_more",
         "idle_work",
         "is_begun",
@@ -108,6 +111,7 @@ class Http2Connection:
         self.sender = Sender()
         self.receiver = Receiver(self.sender.out, uploads, on_output)
         self.streams: dict[int, Stream] = {}
+        self.certificate: Certificate | None = None
         self.is_begun = False
         self.is_over = False
         self.has_more = False

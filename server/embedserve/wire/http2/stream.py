@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence, Sized
 from typing import Protocol
 
+from embedserve.access.access import Certificate
 from embedserve.wire.http2.frames import ErrorCode
 
 
@@ -65,6 +66,9 @@ class Owner(Protocol):
 
     @property
     def receiver(self) -> ReceivingHalf: ...
+
+    @property
+    def certificate(self) -> Certificate | None: ...
 
     @property
     def is_over(self) -> bool: ...

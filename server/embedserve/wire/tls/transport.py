@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from embedserve.access.access import CERTIFICATE, Certificate, certificate_of
+
 PIECE_BYTES = 16 << 10
 """Decrypted at once: a client may send many records in it that hold nothing."""
 RECORD_BYTES = 16 << 10
@@ -328,6 +330,14 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             return self._tls
         if name == "sslcontext":
             return self._tls.context
-        if name == "peercert":
-            return self._tls.getpeercert()
+        if name == CERTIFICATE:
+            return _certificate_of(self._tls)
         return self._raw.get_extra_info(name, default)
+
+
+def _certificate_of(tls: ssl.SSLObject) -> Certificate | None:
+    """That the client has shown, and TLS has found right."""
+    found = tls.getpeercert()
+    if not found:
+        return None
+    return certificate_of(found, ssl.cert_time_to_seconds(str(found["notAfter"])))

@@ -1,0 +1,41 @@
+"""How a client shows who it is, and whom it trusts: tokens, authorities, certificates.
+
+The same for REST and gRPC; hands on what httpx and grpc take. Reads PEM files, and nothing else.
+"""
+
+import ssl
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+AUTHORIZATION = "authorization"
+Files = tuple[str, str]
+"""Of a certificate and its key, in PEM."""
+
+
+def headers_of(token: str | None) -> dict[str, str]:
+    """What says who asks. ValueError for what is no token."""
+    if token is None:
+        return {}
+    if not token or not token.isascii() or any(one <= " " for one in token):
+        raise ValueError("token: not one word of ASCII")
+    return {AUTHORIZATION: f"Bearer {token}"}
+
+
+def tls_context(ca: str | None, certificate: Files | None) -> ssl.SSLContext:
+    """For httpx: trusts ``ca`` alone, or the system's authorities where it is None."""
+    context = ssl.create_default_context(cafile=ca)
+    if certificate is not None:
+        context.load_cert_chain(*certificate)
+    return context
+
+
+def channel_credentials(ca: str | None, certificate: Files | None) -> Any:
+    """For grpc; as tls_context."""
+    chain, key = (None, None) if certificate is None else map(_read, certificate)
+    return grpc.ssl_channel_credentials(None if ca is None else _read(ca), key, chain)
+
+
+def _read(path: str) -> bytes:
+    return Path(path).read_bytes()

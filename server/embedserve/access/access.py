@@ -1,0 +1,279 @@
+"""Who may ask: finds a request's client by its token or certificate, and keeps it to its limits.
+
+One of a process. Once a token was seen, its request costs one look into a dict by the bytes of its
+Authorization header. What is wrong with a token is found by its hash alone: how long that takes
+tells nothing of tokens that are right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from time import perf_counter
+from typing import Any, Protocol
+
+from embedserve.access.clock import SteadyClock
+from embedserve.access.grants import PREFIX, Grant, hash_of, read_grants
+from embedserve.errors import (
+    EmbedServeError,
+    PermissionDeniedError,
+    RateLimitedError,
+    UnauthenticatedError,
+)
+from embedserve.followed import Followed
+
+KNOWN_MAX = 1024
+"""Authorization headers and certificates whose clients are remembered."""
+BURST_S = 1.0
+"""A client that was quiet may ask at once for what its rate gives it in that time."""
+BEARER = b"bearer "
+RETRY_S_MAX = 60
+CERTIFICATE = "embedserve.certificate"
+"""The name by which transports tell their client's, and scopes of ASGI."""
+
+
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """A client's, which TLS has found right.
+
+    Attributes:
+        names: its common name, then its DNS names and URIs.
+        expires_s: Unix time.
+    """
+
+    names: tuple[str, ...]
+    expires_s: float
+
+
+class Asking(Protocol):
+    """What access asks of a request."""
+
+    client: Client | None
+
+    def header(self, name: bytes) -> bytes | None: ...
+
+    @property
+    def certificate(self) -> Certificate | None: ...
+
+
+class Client:
+    """Who asks, by name; goes on while the file is read again.
+
+    Attributes:
+        models: that it may ask; None: all.
+        active: requests under way.
+    """
+
+    __slots__ = (
+        "_burst_s",
+        "_concurrent_max",
+        "_free_s",
+        "_interval_s",
+        "_refusal",
+        "active",
+        "grant",
+        "models",
+    )
+
+    def __init__(self, grant: Grant) -> None:
+        self.active = 0
+        self._free_s = 0.0  # when all that it asked so far is paid at its rate
+        self._refusal: Callable[[], EmbedServeError] | None = None
+        self.take(grant)
+
+    def take(self, grant: Grant) -> None:
+        """What it may from now on."""
+        self.grant = grant
+        self.models = grant.models
+        self._concurrent_max = grant.concurrent
+        self._interval_s = 1 / grant.requests_per_second
+        self._burst_s = max(0.0, BURST_S - self._interval_s)
+
+    def look_at_time(self, now_s: float) -> None:
+        grant, name = self.grant, self.grant.name
+        if grant.revoked:
+            self._refusal = lambda: UnauthenticatedError(f"the token of {name!r} was revoked")
+        elif grant.expires_s <= now_s:
+            when = datetime.fromtimestamp(grant.expires_s, UTC).isoformat()
+            self._refusal = lambda: UnauthenticatedError(f"the token of {name!r} expired at {when}")
+        else:
+            self._refusal = None
+
+    def enter(self) -> None:
+        """Begins an embed request, which leave ends.
+
+        Raises:
+            UnauthenticatedError: expired or revoked.
+            PermissionDeniedError: its role is another.
+            RateLimitedError: over its rate, or too many are under way.
+        """
+        if self._refusal is not None:
+            raise self._refusal()
+        if "embed" not in self.grant.roles:
+            raise PermissionDeniedError(f"{self.grant.name!r} may not embed")
+        if self.active >= self._concurrent_max:
+            raise RateLimitedError(
+                f"{self.grant.name!r} has {self.active} requests under way, which is its limit"
+            )
+        self._pay()
+        self.active += 1
+
+    def leave(self) -> None:
+        self.active -= 1
+
+    def check_role(self, roles: frozenset[str]) -> None:
+        """Pays for a request that is no embed request. Raises as enter, where it has none of
+        ``roles``."""
+        if self._refusal is not None:
+            raise self._refusal()
+        if not roles & self.grant.roles:
+            wanted = " or ".join(sorted(roles))
+            raise PermissionDeniedError(f"{self.grant.name!r} is no {wanted}")
+        self._pay()
+
+    def check_model(self, asked: str, default: str) -> None:
+        """Raises PermissionDeniedError for a model that it may not ask, be there one or not.
+
+        Args:
+            asked: the model's name, with a version or without; both may be left out.
+            default: what answers where it has none.
+        """
+        if self.models is None:
+            return
+        name = asked.partition("@")[0] or default.partition("@")[0]
+        if name and name not in self.models:
+            raise PermissionDeniedError(f"{self.grant.name!r} may not ask model {name!r}", "model")
+
+    def _pay(self) -> None:
+        now_s = perf_counter()
+        free_s = self._free_s
+        if free_s <= now_s:
+            self._free_s = now_s + self._interval_s
+            return
+        wait_s = free_s - now_s - self._burst_s
+        if wait_s > 0:
+            raise RateLimitedError(
+                f"{self.grant.name!r} is over its {self.grant.requests_per_second:g} requests a "
+                "second",
+                retry_after_s=min(RETRY_S_MAX, math.ceil(wait_s)),
+            )
+        self._free_s = free_s + self._interval_s
+
+
+class Access:
+    """The clients of a server.
+
+    Attributes:
+        followed: has the file read again when it changes.
+    """
+
+    def __init__(self, path: str, clock: SteadyClock | None = None) -> None:
+        """Raises OSError and ValueError, as read_grants."""
+        self._clock = clock or SteadyClock()
+        self._clients: dict[str, Client] = {}
+        self._by_hash: dict[str, Client] = {}
+        self._by_certificate: dict[str, Client] = {}
+        self._known: dict[bytes | Certificate | None, Client] = {}
+        self.followed = Followed(f"tokens ({path})", [path], lambda: read_grants(path), self._adopt)
+
+    def _adopt(self, grants: list[Grant]) -> None:
+        before, self._clients = self._clients, {}
+        self._by_hash, self._by_certificate, self._known = {}, {}, {}
+        for grant in grants:
+            client = before.get(grant.name) or Client(grant)
+            client.take(grant)
+            self._clients[grant.name] = client
+            if grant.sha256:
+                self._by_hash[grant.sha256] = client
+            if grant.certificate:
+                self._by_certificate[grant.certificate] = client
+        self.look_at_time()
+
+    def look_at_time(self) -> None:
+        """Sees what has expired; called about every second."""
+        self._clock.look()
+        now_s = self._clock.now_s()
+        for client in self._clients.values():
+            client.look_at_time(now_s)
+        for key in [one for one in self._known if isinstance(one, Certificate)]:
+            if key.expires_s <= now_s:
+                del self._known[key]
+
+    def admit(self, call: Asking) -> None:
+        """Begins a request of ``call``, whose client it then has.
+
+        Raises:
+            UnauthenticatedError: nobody knows who asks.
+            PermissionDeniedError, RateLimitedError: as Client.enter.
+        """
+        authorization = call.header(b"authorization")
+        key = call.certificate if authorization is None else authorization
+        client = self._known.get(key) or self._find(authorization, call.certificate)
+        client.enter()
+        call.client = client
+
+    def check(
+        self,
+        authorization: bytes | None,
+        certificate: Certificate | None,
+        roles: frozenset[str],
+    ) -> None:
+        """Raises as admit, where who asks has none of ``roles``."""
+        self._find(authorization, certificate).check_role(roles)
+
+    def _find(self, authorization: bytes | None, certificate: Certificate | None) -> Client:
+        key: bytes | Certificate | None
+        if authorization is not None:
+            key, client = authorization, self._of_token(authorization)
+        elif certificate is not None:
+            key, client = certificate, self._of_certificate(certificate)
+        else:
+            raise UnauthenticatedError(
+                "nothing says who asks: send Authorization: Bearer and a token"
+            )
+        if len(self._known) >= KNOWN_MAX:
+            self._known.clear()
+        self._known[key] = client
+        return client
+
+    def _of_token(self, authorization: bytes) -> Client:
+        if authorization[: len(BEARER)].lower() != BEARER:
+            raise UnauthenticatedError("Authorization is not Bearer and one token")
+        token = authorization[len(BEARER) :].strip()
+        client = self._by_hash.get(hash_of(token))
+        if client is not None:
+            return client
+        if not token.startswith(PREFIX.encode()):
+            raise UnauthenticatedError("the token is wrong: it is none of embedserve's")
+        raise UnauthenticatedError("the token is unknown: wrong, withdrawn or another server's")
+
+    def _of_certificate(self, certificate: Certificate) -> Client:
+        if certificate.expires_s <= self._clock.now_s():
+            raise UnauthenticatedError("the client's certificate has expired")
+        for name in certificate.names:
+            client = self._by_certificate.get(name)
+            if client is not None:
+                return client
+        raise UnauthenticatedError(
+            "there is no token, and the client's certificate is nobody's here"
+        )
+
+
+def one_header(headers: list[tuple[bytes, bytes]], name: bytes) -> bytes | None:
+    """The value of a header; b"" where there are several, of which each end could read another."""
+    found = None
+    for one, value in headers:
+        if one == name:
+            found = value if found is None else b""
+    return found
+
+
+def certificate_of(peercert: dict[str, Any] | None, expires_s: float) -> Certificate | None:
+    """Of what ssl tells of a client's certificate; None: it showed none."""
+    if not peercert:
+        return None
+    common = [value for part in peercert["subject"] for key, value in part if key == "commonName"]
+    others = [value for kind, value in peercert.get("subjectAltName", ()) if kind in ("DNS", "URI")]
+    return Certificate((*common, *others), expires_s)

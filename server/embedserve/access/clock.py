@@ -1,0 +1,54 @@
+"""What time it is, for what expires: the host's clock, but a jump of it only once it has lasted."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+JUMP_S = 5.0
+"""Between two looks, a second apart: what a clock is set right by is slower, or is a jump."""
+LASTS_S = 300.0
+
+
+class SteadyClock:
+    """Unix time by a clock that only goes forward, and that the host's clock corrects."""
+
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wall = wall
+        self._steady = steady
+        self._offset_s = wall() - steady()
+        self._jump_s = 0.0
+        """Of the host's clock against ours; 0: they agree."""
+        self._jumped_s = 0.0
+
+    def now_s(self) -> float:
+        return self._steady() + self._offset_s
+
+    def look(self) -> None:
+        """Follows the host's clock; called about every second."""
+        steady_s = self._steady()
+        difference_s = self._wall() - steady_s - self._offset_s
+        if abs(difference_s) <= JUMP_S:
+            self._offset_s += difference_s
+            if self._jump_s:
+                logger.warning("the host's clock is back where it was")
+            self._jump_s = 0.0
+        elif abs(difference_s - self._jump_s) > JUMP_S:
+            self._jump_s, self._jumped_s = difference_s, steady_s
+            logger.warning(
+                "the host's clock has jumped by %.0f s: what expires goes by the time before for "
+                "%.0f s, and then by the new one",
+                difference_s,
+                LASTS_S,
+            )
+        elif steady_s - self._jumped_s >= LASTS_S:
+            self._offset_s += difference_s
+            self._jump_s = 0.0
+            logger.warning("the host's clock stays where it jumped: what expires goes by it")

@@ -1,0 +1,175 @@
+"""The file of tokens: a line of JSON for each, with the token's hash and never the token itself.
+
+Errors name the line and the key, and no value: who edits the file may have put a token where its
+hash belongs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+PREFIX = "es_"
+TOKEN_BYTES = 32
+"""Of randomness: nobody guesses it, so its hash needs no salt and no slow function."""
+GRANTS_MAX = 10_000
+ROLES = ("embed", "admin")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/:-]{0,127}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+NEVER = float("inf")
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What a name may do.
+
+    Attributes:
+        sha256: of its token, in hex; "" where its certificate alone is its name.
+        certificate: a common name, DNS name or URI of a client's certificate that stands for it.
+        models: that it may ask; None: all.
+        roles: embed: to look up vectors, and to see which models there are. admin: metrics, the
+            pages, how the server runs.
+        expires_s: Unix time; infinite: never.
+        requests_per_second: of each process, in the long run; infinite: no limit.
+        concurrent: requests under way, of each process.
+        revoked: it is refused, and told so.
+    """
+
+    name: str
+    sha256: str = ""
+    certificate: str = ""
+    models: frozenset[str] | None = None
+    roles: frozenset[str] = frozenset({"embed"})
+    expires_s: float = NEVER
+    requests_per_second: float = NEVER
+    concurrent: float = NEVER
+    revoked: bool = False
+
+
+def new_token() -> tuple[str, str]:
+    """(a token, its hash)"""
+    token = PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
+    return token, hash_of(token.encode())
+
+
+def hash_of(token: bytes) -> str:
+    return hashlib.sha256(token).hexdigest()
+
+
+def read_grants(path: str) -> list[Grant]:
+    """The grants of a file; empty lines and those that begin with # are passed over.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: a line is wrong; names it.
+    """
+    grants: list[Grant] = []
+    try:
+        text = Path(path).read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"tokens {path} is no text: {error.reason}") from error
+    taken: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            grant = grant_of(line)
+            for one in (f"name {grant.name}", grant.sha256, f"certificate {grant.certificate}"):
+                if one and not one.endswith(" ") and (before := taken.setdefault(one, number)):
+                    _check(before == number, f"the same name or token as line {before}")
+        except ValueError as error:
+            raise ValueError(f"tokens {path}, line {number}: {error}") from None
+        grants.append(grant)
+        if len(grants) > GRANTS_MAX:
+            raise ValueError(f"tokens {path} has over {GRANTS_MAX} lines")
+    return grants
+
+
+def grant_of(line: str) -> Grant:
+    """Of one line. Raises ValueError: it is wrong."""
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON at column {error.colno}: {error.msg}") from None
+    _check(isinstance(found, dict), "no JSON object")
+    unknown = set(found) - KEYS.keys()
+    _check(not unknown, f"a key is none of {', '.join(KEYS)}")
+    _check("name" in found, "name is missing")
+    grant = Grant(**dict(KEYS[key](key, value) for key, value in found.items()))
+    _check(bool(grant.sha256 or grant.certificate), "neither sha256 nor certificate is given")
+    return grant
+
+
+def _check(is_right: bool, message: str) -> None:
+    if not is_right:
+        raise ValueError(message)
+
+
+def _name(key: str, value: Any) -> tuple[str, Any]:
+    is_name = isinstance(value, str) and _NAME.fullmatch(value)
+    _check(bool(is_name), f"{key} is not up to 128 letters, digits and ._@/:-")
+    return key, value
+
+
+def _sha256(key: str, value: Any) -> tuple[str, Any]:
+    is_hash = isinstance(value, str) and _SHA256.fullmatch(value)
+    _check(bool(is_hash), f"{key} is not 64 hexadecimal digits in lower case")
+    return key, value
+
+
+def _models(key: str, value: Any) -> tuple[str, Any]:
+    is_list = isinstance(value, list) and value and all(isinstance(one, str) for one in value)
+    _check(bool(is_list), f"{key} is not a list of names; left out, it is all models")
+    return key, frozenset(value)
+
+
+def _roles(key: str, value: Any) -> tuple[str, Any]:
+    is_right = isinstance(value, list) and value and all(one in ROLES for one in value)
+    _check(bool(is_right), f"{key} is not a list of {' and '.join(ROLES)}")
+    return key, frozenset(value)
+
+
+def _expires(key: str, value: Any) -> tuple[str, Any]:
+    try:
+        when = datetime.fromisoformat(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{key} is not a time like 2027-01-31 or 2027-01-31T12:00:00Z") from None
+    if when.tzinfo is None:
+        when = when.replace(tzinfo=UTC)
+    return "expires_s", when.timestamp()
+
+
+def _rate(key: str, value: Any) -> tuple[str, Any]:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    _check(is_number and 0 < value <= 1e9, f"{key} is not a number above 0")
+    return key, float(value)
+
+
+def _count(key: str, value: Any) -> tuple[str, Any]:
+    is_count = isinstance(value, int) and not isinstance(value, bool)
+    _check(is_count and 0 < value <= 1e9, f"{key} is not a whole number above 0")
+    return key, value
+
+
+def _flag(key: str, value: Any) -> tuple[str, Any]:
+    _check(isinstance(value, bool), f"{key} is neither true nor false")
+    return key, value
+
+
+KEYS = {
+    "name": _name,
+    "sha256": _sha256,
+    "certificate": _name,
+    "models": _models,
+    "roles": _roles,
+    "expires": _expires,
+    "requests_per_second": _rate,
+    "concurrent": _count,
+    "revoked": _flag,
+}

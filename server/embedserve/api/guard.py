@@ -1,0 +1,53 @@
+"""Asks who asks before a management route answers; which roles each route is for."""
+
+from __future__ import annotations
+
+from fastapi import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from embedserve.access.access import CERTIFICATE, Access, one_header
+from embedserve.codec.json_codec import encode_error
+from embedserve.errors import EmbedServeError
+
+ANYBODY: frozenset[str] = frozenset()
+CALLERS = frozenset({"embed", "admin"})
+ADMINS = frozenset({"admin"})
+
+
+def roles_of(path: str) -> frozenset[str]:
+    """The roles that may ask for ``path``, one of which is enough; none: anybody may. Probes have
+    no tokens; what is not known here is the admins'."""
+    if path in ("/health/live", "/health/ready"):
+        return ANYBODY
+    if path == "/models" or path.startswith("/models/"):
+        return CALLERS
+    return ADMINS
+
+
+class Guard:
+    """The ASGI application, for those who may ask."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        roles = roles_of(scope["path"]) if scope["type"] == "http" else ANYBODY
+        app = self._app
+        if roles:
+            authorization = one_header(scope["headers"], b"authorization")
+            try:
+                self._access.check(authorization, scope.get(CERTIFICATE), roles)
+            except EmbedServeError as error:
+                app = error_response(error, error.http_status)
+        await app(scope, receive, send)
+
+
+def error_response(error: EmbedServeError, status: int) -> Response:
+    """``error`` in the JSON shape of every error."""
+    headers = {}
+    if error.retry_after_s:
+        headers["Retry-After"] = str(error.retry_after_s)
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(encode_error(error), status, headers, media_type="application/json")

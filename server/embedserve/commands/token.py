@@ -1,0 +1,50 @@
+"""`embedserve token`: makes a token, and the line that has a server take it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from datetime import UTC, datetime, timedelta
+
+from embedserve.access.grants import grant_of, new_token
+
+
+def make_token(
+    name: str,
+    models: str,
+    roles: str,
+    expires: str,
+    requests_per_second: float | None,
+    concurrent: int | None,
+) -> None:
+    """Prints the line to stdout and the token to stderr, so that `>> FILE` keeps the line alone.
+
+    Raises:
+        ValueError: an option makes no sense.
+    """
+    token, sha256 = new_token()
+    found = {
+        "name": name,
+        "sha256": sha256,
+        "models": _listed(models),
+        "roles": _listed(roles),
+        "expires": _time(expires),
+        "requests_per_second": requests_per_second,
+        "concurrent": concurrent,
+    }
+    line = json.dumps({key: value for key, value in found.items() if value not in (None, [], "")})
+    grant_of(line)
+    print(line)
+    print(token, file=sys.stderr)
+
+
+def _listed(names: str) -> list[str]:
+    return [one.strip() for one in names.split(",") if one.strip()]
+
+
+def _time(expires: str) -> str:
+    days = re.fullmatch(r"(\d{1,6})d", expires)
+    if days is None:
+        return expires
+    return (datetime.now(UTC) + timedelta(days=int(days[1]))).isoformat(timespec="seconds")

@@ -1,0 +1,18 @@
+"""Clocks that tests set."""
+
+from __future__ import annotations
+
+from embedserve.access.clock import SteadyClock
+
+
+class Clocks:
+    """A host's two clocks."""
+
+    def __init__(self, wall_s: float = 1_800_000_000.0) -> None:
+        self.wall_s = wall_s
+        self.steady_s = 100.0
+        self.clock = SteadyClock(lambda: self.wall_s, lambda: self.steady_s)
+
+    def pass_s(self, seconds: float) -> None:
+        self.wall_s += seconds
+        self.steady_s += seconds

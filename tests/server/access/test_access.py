@@ -1,0 +1,211 @@
+"""Who asks, what they may, and what each is told who may not."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server.access.clocks import Clocks
+
+from embedserve.access.access import KNOWN_MAX, Access, Certificate, Client, certificate_of
+from embedserve.access.grants import new_token
+from embedserve.errors import (
+    EmbedServeError,
+    PermissionDeniedError,
+    RateLimitedError,
+    UnauthenticatedError,
+)
+
+NOW_S = 1_800_000_000.0
+
+
+class Asking:
+    """A request that says who asks."""
+
+    def __init__(
+        self, authorization: str | None = None, certificate: Certificate | None = None
+    ) -> None:
+        self.authorization = None if authorization is None else authorization.encode()
+        self.certificate = certificate
+        self.client: Client | None = None
+
+    def header(self, name: bytes) -> bytes | None:
+        assert name == b"authorization"
+        return self.authorization
+
+
+class Tokens:
+    """A file of tokens, and the access by it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "tokens"
+        self.path.write_text("")
+        self.clocks = Clocks(NOW_S)
+        self.access = Access(str(self.path), self.clocks.clock)
+
+    async def add(self, name: str, **keys: Any) -> str:
+        token, sha256 = new_token()
+        line = json.dumps({"name": name, "sha256": sha256, **keys})
+        await self.write(self.path.read_text() + line + "\n")
+        return token
+
+    async def write(self, text: str) -> None:
+        self.path.write_text(text)
+        await self.access.followed.look()
+
+    def admit(self, token: str) -> Asking:
+        asking = Asking(f"Bearer {token}")
+        self.access.admit(asking)
+        return asking
+
+    def refusal(self, authorization: str | None, certificate: Certificate | None = None) -> str:
+        with pytest.raises(EmbedServeError) as raised:
+            self.access.admit(Asking(authorization, certificate))
+        return f"{raised.value.http_status} {raised.value.message}"
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Tokens:
+    return Tokens(tmp_path)
+
+
+async def test_each_wrong_token_has_its_answer(tokens: Tokens) -> None:
+    right = await tokens.add("right")
+    expired = await tokens.add("late", expires="2020-01-01")
+    revoked = await tokens.add("lost", revoked=True)
+    admin = await tokens.add("boss", roles=["admin"])
+    foreign, _ = new_token()
+    assert tokens.admit(right).client is not None
+    tokens.access.admit(Asking(f"bearer   {right}"))
+    assert tokens.refusal(None).startswith("401 nothing says who asks")
+    assert tokens.refusal("") == "401 Authorization is not Bearer and one token"
+    assert tokens.refusal(f"Basic {right}") == "401 Authorization is not Bearer and one token"
+    assert tokens.refusal("Bearer hunter2") == "401 the token is wrong: it is none of embedserve's"
+    assert tokens.refusal(f"Bearer {foreign}").startswith("401 the token is unknown")
+    assert tokens.refusal(f"Bearer {right[:-1]}").startswith("401 the token is unknown")
+    assert tokens.refusal(f"Bearer {expired}") == (
+        "401 the token of 'late' expired at 2020-01-01T00:00:00+00:00"
+    )
+    assert tokens.refusal(f"Bearer {revoked}") == "401 the token of 'lost' was revoked"
+    assert tokens.refusal(f"Bearer {admin}") == "403 'boss' may not embed"
+
+
+async def test_what_expires_ends_within_a_look_and_a_jump_of_the_clock_ends_nothing(
+    tokens: Tokens,
+) -> None:
+    token = await tokens.add("x", expires="2027-01-15T08:01:40Z")  # 100 s after the start
+    tokens.clocks.wall_s += 86400
+    for _ in range(99):
+        tokens.access.look_at_time()
+        tokens.admit(token)
+        tokens.clocks.pass_s(1)
+    tokens.clocks.pass_s(1)
+    tokens.access.look_at_time()
+    assert "expired" in tokens.refusal(f"Bearer {token}")
+
+
+async def test_a_line_that_goes_is_refused_at_once_and_others_go_on(tokens: Tokens) -> None:
+    first, second = await tokens.add("first"), await tokens.add("second")
+    for one in (first, second):
+        tokens.admit(one)
+    lines = tokens.path.read_text().splitlines()
+    await tokens.write(lines[1])
+    assert "unknown" in tokens.refusal(f"Bearer {first}")
+    tokens.admit(second)
+
+
+async def test_a_bad_line_leaves_what_was_before_and_is_named_once(
+    tokens: Tokens, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    token = await tokens.add("first")
+    caplog.clear()
+    good = tokens.path.read_text()
+    for _ in range(3):
+        await tokens.write(good + '{"name": "half')
+    tokens.admit(token)
+    (record,) = caplog.records
+    assert "line 2: no JSON" in record.getMessage()
+    tokens.path.unlink()
+    await tokens.access.followed.look()
+    tokens.admit(token)
+    await tokens.write(good)
+    assert "and right" in caplog.records[-1].getMessage()
+
+
+async def test_requests_under_way_are_limited_through_a_reload(tokens: Tokens) -> None:
+    token = await tokens.add("x", concurrent=2)
+    first, _ = tokens.admit(token), tokens.admit(token)
+    await tokens.add("y")
+    assert tokens.refusal(f"Bearer {token}") == (
+        "429 'x' has 2 requests under way, which is its limit"
+    )
+    assert first.client is not None
+    first.client.leave()
+    tokens.admit(token)
+
+
+async def test_a_rate_gives_a_second_at_once_and_then_what_it_says(
+    tokens: Tokens,
+) -> None:
+    slow = await tokens.add("slow", requests_per_second=0.01)
+    tokens.admit(slow)
+    with pytest.raises(RateLimitedError, match=r"'slow' is over its 0\.01 requests") as raised:
+        tokens.admit(slow)
+    assert raised.value.retry_after_s == 60
+    some = await tokens.add("some", requests_per_second=5)
+    for _ in range(5):
+        tokens.admit(some)
+    with pytest.raises(RateLimitedError) as raised:
+        tokens.admit(some)
+    assert raised.value.retry_after_s == 1
+
+
+async def test_models(tokens: Tokens) -> None:
+    client = tokens.admit(await tokens.add("x", models=["shop"])).client
+    assert client is not None
+    for asked, default in (("shop", "films"), ("shop@3", ""), ("", "shop"), ("@old", "shop@3")):
+        client.check_model(asked, default)
+    for asked, default in (("films", "shop"), ("none@3", "shop"), ("", "films"), ("@3", "films")):
+        with pytest.raises(PermissionDeniedError, match="'x' may not ask model '(films|none)'"):
+            client.check_model(asked, default)
+
+
+async def test_certificates_are_names(tokens: Tokens) -> None:
+    await tokens.write('{"name": "ranker", "certificate": "spiffe://cluster/ranker"}\n')
+    right = Certificate(("any", "spiffe://cluster/ranker"), NOW_S + 10)
+    asking = Asking(None, right)
+    tokens.access.admit(asking)
+    assert asking.client is not None
+    assert asking.client.grant.name == "ranker"
+    stranger = Certificate(("stranger",), NOW_S + 10)
+    assert "nobody's here" in tokens.refusal(None, stranger)
+    assert "Bearer" in tokens.refusal("x", right)
+    tokens.clocks.pass_s(11)
+    tokens.access.look_at_time()
+    assert tokens.refusal(None, right) == "401 the client's certificate has expired"
+
+
+def test_the_names_of_a_certificate() -> None:
+    found = {
+        "subject": ((("organizationName", "x"),), (("commonName", "ranker"),)),
+        "subjectAltName": (("DNS", "a.b"), ("IP Address", "1.2.3.4"), ("URI", "spiffe://x")),
+    }
+    certificate = certificate_of(found, 5.0)
+    assert certificate is not None
+    assert certificate.names == ("ranker", "a.b", "spiffe://x")
+    assert certificate_of(None, 5.0) is None
+
+
+async def test_what_is_remembered_is_bounded(tokens: Tokens) -> None:
+    token = await tokens.add("x")
+    for spaces in range(2 * KNOWN_MAX):
+        tokens.access.admit(Asking("Bearer " + " " * spaces + token))
+    assert len(tokens.access._known) <= KNOWN_MAX
+    for _ in range(100):
+        with pytest.raises(UnauthenticatedError):
+            tokens.access.admit(Asking(f"Bearer {new_token()[0]}"))
+    assert len(tokens.access._known) <= KNOWN_MAX

@@ -1,0 +1,48 @@
+"""A clock that jumps is named, and believed once it has lasted."""
+
+from __future__ import annotations
+
+import pytest
+from server.access.clocks import Clocks
+
+from embedserve.access.clock import LASTS_S
+
+START_S = 1_800_000_000.0
+
+
+def test_it_follows_a_clock_that_drifts() -> None:
+    clocks = Clocks()
+    for _ in range(100):
+        clocks.pass_s(1)
+        clocks.wall_s += 0.5
+        clocks.clock.look()
+    assert clocks.clock.now_s() == pytest.approx(START_S + 150)
+
+
+@pytest.mark.parametrize("jump_s", [-86400.0, 86400.0, 30.0])
+def test_a_jump_is_named_and_believed_when_it_has_lasted(
+    jump_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    clocks = Clocks()
+    clocks.wall_s += jump_s
+    for second in range(int(LASTS_S)):
+        clocks.clock.look()
+        assert clocks.clock.now_s() == pytest.approx(START_S + second)
+        clocks.pass_s(1)
+    assert [one.getMessage().split(":")[0] for one in caplog.records] == [
+        f"the host's clock has jumped by {jump_s:.0f} s"
+    ]
+    clocks.clock.look()
+    assert clocks.clock.now_s() == pytest.approx(START_S + LASTS_S + jump_s)
+    assert "goes by it" in caplog.records[-1].getMessage()
+
+
+def test_a_jump_there_and_back_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    clocks = Clocks()
+    for jump_s in (3600, -3600):
+        clocks.wall_s += jump_s
+        for _ in range(100):
+            clocks.pass_s(1)
+            clocks.clock.look()
+    assert clocks.clock.now_s() == pytest.approx(START_S + 200)
+    assert "back where it was" in caplog.records[-1].getMessage()

@@ -1,0 +1,104 @@
+"""The file of tokens: every key, and what is wrong with a line, said without its values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embedserve.access.grants import GRANTS_MAX, Grant, hash_of, new_token, read_grants
+
+SHA = "0" * 64
+
+
+def grants(folder: Path, *lines: dict[str, Any] | str) -> list[Grant]:
+    path = folder / "tokens"
+    path.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in lines))
+    return read_grants(str(path))
+
+
+def test_every_key(tmp_path: Path) -> None:
+    full = {
+        "name": "ranker",
+        "sha256": SHA,
+        "certificate": "spiffe://cluster/ranker",
+        "models": ["movies"],
+        "roles": ["embed", "admin"],
+        "expires": "2027-01-31T12:00:00Z",
+        "requests_per_second": 2.5,
+        "concurrent": 8,
+        "revoked": True,
+    }
+    plain = {"name": "batch", "sha256": "1" * 64, "expires": "2027-01-31"}
+    assert grants(tmp_path, "# who asks", full, "", plain) == [
+        Grant(
+            "ranker",
+            SHA,
+            "spiffe://cluster/ranker",
+            frozenset({"movies"}),
+            frozenset({"embed", "admin"}),
+            1801396800.0,
+            2.5,
+            8,
+            True,
+        ),
+        Grant("batch", "1" * 64, expires_s=1801353600.0),
+    ]
+
+
+SECRET = "es_what-nobody-may-see"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("no json", "no JSON at column 1"),
+        ('{"name": "x", "sha', "no JSON at column"),
+        ("[]", "no JSON object"),
+        ({"sha256": SHA}, "name is missing"),
+        ({"name": "x"}, "neither sha256 nor certificate"),
+        ({"name": "x", "token": SECRET}, "a key is none of name, sha256"),
+        ({"name": "x", "sha256": SECRET}, "sha256 is not 64 hexadecimal digits"),
+        ({"name": "x", "sha256": SHA.upper() + "A"}, "sha256 is not 64 hexadecimal digits"),
+        ({"name": "two words", "sha256": SHA}, "name is not up to 128"),
+        ({"name": 7, "sha256": SHA}, "name is not up to 128"),
+        ({"name": "x", "sha256": SHA, "models": "movies"}, "models is not a list"),
+        ({"name": "x", "sha256": SHA, "models": []}, "models is not a list"),
+        ({"name": "x", "sha256": SHA, "roles": ["root"]}, "roles is not a list of embed and admin"),
+        ({"name": "x", "sha256": SHA, "roles": [["embed"]]}, "roles is not a list"),
+        ({"name": "x", "sha256": SHA, "expires": "soon"}, "expires is not a time"),
+        ({"name": "x", "sha256": SHA, "expires": 5}, "expires is not a time"),
+        ({"name": "x", "sha256": SHA, "requests_per_second": 0}, "not a number above 0"),
+        ({"name": "x", "sha256": SHA, "requests_per_second": True}, "not a number above 0"),
+        ({"name": "x", "sha256": SHA, "concurrent": 1.5}, "not a whole number above 0"),
+        ({"name": "x", "sha256": SHA, "revoked": "no"}, "neither true nor false"),
+        ({"name": "first", "sha256": SHA}, "the same name or token as line 1"),
+        ({"name": "second", "sha256": "f" * 64}, "the same name or token as line 1"),
+    ],
+)
+def test_a_wrong_line_is_named_and_not_quoted(tmp_path: Path, line: Any, said: str) -> None:
+    first = {"name": "first", "sha256": "f" * 64}
+    with pytest.raises(ValueError, match=r"tokens .*tokens, line 2: ") as raised:
+        grants(tmp_path, first, line)
+    assert said in str(raised.value)
+    assert "nobody-may-see" not in str(raised.value)
+
+
+def test_a_file_of_bytes_or_of_too_many(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="is no text"):
+        read_grants(str(path))
+    many = [{"name": f"n{i}", "sha256": f"{i:064x}"} for i in range(GRANTS_MAX + 1)]
+    with pytest.raises(ValueError, match=f"over {GRANTS_MAX} lines"):
+        grants(tmp_path, *many)
+
+
+def test_tokens_are_long_and_never_the_same() -> None:
+    tokens = {new_token()[0] for _ in range(1000)}
+    assert len(tokens) == 1000
+    assert all(len(one) == 46 and one.startswith("es_") for one in tokens)
+    token, sha256 = new_token()
+    assert hash_of(token.encode()) == sha256

@@ -1,0 +1,285 @@
+"""Tokens and certificates over every protocol: each way in asks who asks, once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from certificates import Authority, client_context
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from server.fake_engine import FakeEngine, model_info
+from server.http2_client import Http2Client
+from server.live import Live, make_exchange, serving
+from server.raw_http import OurServer, chunked, our_server, post, read_answer
+from server.waiting import until
+
+from embedserve.access.access import Access
+from embedserve.access.grants import hash_of
+from embedserve.config import Limits
+from embedserve.exchange import Exchange
+from embedserve.wire.tls.certificates import Certificates, TlsFiles
+from embedserve_client import EmbedClient, Overloaded, PermissionDenied, Unauthenticated
+from embedserve_client.rest import AsyncEmbedClient
+from embedserve_client.rpc import AsyncGrpcEmbedClient
+from embedserve_proto import embedding_pb2 as pb
+
+BODY = b'{"features": {"user": [[1]]}}'
+MAKES = (post, chunked)
+REQUEST = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1])
+TOKENS: dict[str, dict[str, Any]] = {
+    "es_right": {},
+    "es_shop": {"models": ["shop"]},
+    "es_late": {"expires": "2020-01-01"},
+    "es_lost": {"revoked": True},
+    "es_boss": {"roles": ["admin"]},
+    "es_slow": {"requests_per_second": 0.01},
+    "es_one": {"concurrent": 1},
+}
+OF_EMBED = {
+    None: 401,
+    "es_right": 200,
+    "es_shop": 200,
+    "es_unknown": 401,
+    "hunter2": 401,
+    "es_late": 401,
+    "es_lost": 401,
+    "es_boss": 403,
+}
+CODES = {200: "OK", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 429: "RESOURCE_EXHAUSTED"}
+
+
+@pytest.fixture
+def exchange(engine: FakeEngine, executor: ThreadPoolExecutor, tmp_path: Path) -> Exchange:
+    path = tmp_path / "tokens"
+    lines = [
+        json.dumps({"name": token[3:], "sha256": hash_of(token.encode()), **keys})
+        for token, keys in TOKENS.items()
+    ]
+    lines.append(json.dumps({"name": "by-certificate", "certificate": "ranker"}))
+    path.write_text("\n".join(lines))
+    films = FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
+    limits = Limits(inline_bytes_max=0)
+    access = Access(str(path))
+    return make_exchange(engine, films, executor=executor, limits=limits, access=access)
+
+
+@pytest.fixture
+async def server(exchange: Exchange) -> AsyncIterator[OurServer]:
+    async with our_server(exchange) as server:
+        yield server
+
+
+@pytest.fixture
+async def live(exchange: Exchange) -> AsyncIterator[Live]:
+    async with serving(exchange) as live:
+        yield live
+
+
+def line_of(token: str | None) -> list[str]:
+    return [] if token is None else [f"Authorization: Bearer {token}"]
+
+
+@pytest.mark.parametrize("make", MAKES, ids=["a known head", "uvicorn's"])
+async def test_http1(server: OurServer, make: Any) -> None:
+    reader, writer = await server.open()
+    for token, wanted in [*OF_EMBED.items(), *OF_EMBED.items()]:
+        writer.write(make(BODY, *line_of(token)))
+        status, headers, body = await read_answer(reader)
+        assert (token, status) == (token, wanted)
+        if status != 200:
+            assert json.loads(body)["error"]["code"] == CODES[status]
+        assert (b"www-authenticate" in headers) == (status == 401)
+
+
+async def test_http2(server: OurServer) -> None:
+    client = Http2Client(*await server.open())
+    for token, wanted in [*OF_EMBED.items(), *OF_EMBED.items()]:
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        answer = await client.request("POST", "/embed", BODY, headers)
+        assert (token, answer.status) == (token, wanted)
+
+
+async def test_a_token_given_twice_is_none(server: OurServer) -> None:
+    for make in MAKES:
+        answer = await server.talk(
+            make(BODY, *line_of("es_right"), *line_of("es_shop"), "Connection: close")
+        )
+        assert answer.startswith(b"HTTP/1.1 401 ")
+
+
+def metadata_of(token: str | None) -> tuple[tuple[str, str], ...]:
+    return () if token is None else (("authorization", f"Bearer {token}"),)
+
+
+async def code_of(call: Any) -> str:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return str(error.code().name)
+    return "OK"
+
+
+async def test_grpc(live: Live) -> None:
+    for token, wanted in [*OF_EMBED.items(), *OF_EMBED.items()]:
+        metadata = metadata_of(token)
+        assert await code_of(live.stub.Embed(REQUEST, metadata=metadata)) == CODES[wanted]
+        of_models = {200: "OK", 403: "OK", 401: "UNAUTHENTICATED"}[wanted]
+        models = live.stub.ListModels(pb.ListModelsRequest(), metadata=metadata)
+        assert await code_of(models) == of_models
+
+
+async def test_grpc_streams(live: Live) -> None:
+    for token, wanted in OF_EMBED.items():
+        async with AsyncGrpcEmbedClient(live.grpc_target, token=token) as client:
+            answers = client.embed_stream([{"user": [[1]]}] * 3)
+            if wanted == 200:
+                assert all([answer.result() async for answer in answers])
+            else:
+                with pytest.raises({401: Unauthenticated, 403: PermissionDenied}[wanted]):
+                    await anext(answers)
+    async with AsyncGrpcEmbedClient(live.grpc_target, token="es_slow") as client:
+        answers = client.embed_stream([{"user": [[1]]}] * 3)
+        kinds = [type(answer) async for answer in answers]  # opening it was paid for
+    assert kinds == [Overloaded] * 3
+
+
+async def test_a_model_that_is_not_its_own_is_refused_be_there_one_or_not(live: Live) -> None:
+    headers = {"authorization": "Bearer es_shop"}
+    for name, wanted in {"shop": 200, "films": 403, "none": 403}.items():
+        answer = await live.http.post(f"/models/{name}/embed", content=BODY, headers=headers)
+        assert (name, answer.status_code) == (name, wanted)
+        request = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1], model=name)
+        code = await code_of(live.stub.Embed(request, metadata=metadata_of("es_shop")))
+        assert code == CODES[wanted]
+
+
+async def test_over_its_rate_or_its_concurrency(live: Live, engine: FakeEngine) -> None:
+    slow = {"authorization": "Bearer es_slow"}
+    assert (await live.http.post("/embed", content=BODY, headers=slow)).status_code == 200
+    answer = await live.http.post("/embed", content=BODY, headers=slow)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "60")
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await live.stub.Embed(REQUEST, metadata=metadata_of("es_slow"))
+    assert dict(raised.value.trailing_metadata() or ())["retry-after"] == "60"
+    access = live.exchange.access
+    assert access is not None
+    clients = access._clients
+    engine.hold()
+    one = {"authorization": "Bearer es_one"}
+    first = asyncio.create_task(live.http.post("/embed", content=BODY, headers=one))
+    await until(lambda: clients["one"].active)
+    answer = await live.http.post("/embed", content=BODY, headers=one)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    gone = asyncio.create_task(
+        live.http.post("/embed", content=BODY, headers={"authorization": "Bearer es_right"})
+    )
+    await until(lambda: clients["right"].active)
+    gone.cancel()
+    engine.release()
+    assert (await first).status_code == 200
+    assert (await live.http.post("/embed", content=BODY, headers=one)).status_code == 200
+    await until(lambda: not any(client.active for client in clients.values()))
+
+
+async def test_management(live: Live) -> None:
+    wanted = {
+        "/health/live": (200, 200, 200),
+        "/health/ready": (200, 200, 200),
+        "/models": (401, 200, 200),
+        "/models/shop": (401, 200, 200),
+        "/metrics": (401, 403, 200),
+        "/info": (401, 403, 200),
+        "/docs": (401, 403, 200),
+        "/openapi.json": (401, 403, 200),
+        "/none": (401, 403, 404),
+    }
+    for path, statuses in wanted.items():
+        for token, status in zip((None, "es_right", "es_boss"), statuses, strict=True):
+            headers = {} if token is None else {"authorization": f"Bearer {token}"}
+            answer = await live.http.get(path, headers=headers)
+            assert (path, token, answer.status_code) == (path, token, status)
+    check = health_pb2_grpc.HealthStub(live.channel).Check(health_pb2.HealthCheckRequest())
+    assert await code_of(check) == "OK"
+
+
+@pytest.mark.parametrize("make", MAKES, ids=["a known head", "uvicorn's"])
+async def test_a_stranger_is_refused_before_the_body_comes(server: OurServer, make: Any) -> None:
+    reader, writer = await server.open()
+    writer.write(make(bytes(100_000))[:1000])
+    status, _, _ = await read_answer(reader)
+    assert status == 401
+    writer.close()
+
+
+async def test_pipelined_requests_of_strangers_and_friends(server: OurServer) -> None:
+    reader, writer = await server.open()
+    tokens = ["es_right", None, "es_right", "es_unknown", "es_shop"]
+    writer.write(b"".join(post(BODY, *line_of(token)) for token in tokens))
+    statuses = [(await read_answer(reader))[0] for _ in tokens]
+    assert statuses == [200, 401, 200, 401, 200]
+
+
+async def test_our_clients(live: Live) -> None:
+    rest, target = f"127.0.0.1:{live.http_port}", live.grpc_target
+    for make, address in ((AsyncEmbedClient, rest), (AsyncGrpcEmbedClient, target)):
+        async with make(address, token="es_right") as client:
+            assert (await client.embed({"user": [[1]]})).values.size
+            assert (await client.models()).models
+        for token, error in {
+            None: Unauthenticated,
+            "es_late": Unauthenticated,
+            "es_boss": PermissionDenied,
+        }.items():
+            async with make(address, token=token) as client:
+                with pytest.raises(error):
+                    await client.embed({"user": [[1]]})
+    async with AsyncEmbedClient(rest, token="es_slow") as client:
+        await client.embed({"user": [[1]]})
+        with pytest.raises(Overloaded) as raised:
+            await client.embed({"user": [[1]]})
+        assert raised.value.retry_after_s == 60
+    with pytest.raises(ValueError, match="token: not one word"):
+        EmbedClient(rest, token="two words")
+
+
+async def test_nothing_that_is_said_has_a_token(
+    server: OurServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    tokens = ("es_right", "es_unknown-secret", "es_late", "hunter2-secret")
+    requests = [make(b"{", *line_of(one), "Connection: close") for one in tokens for make in MAKES]
+    said = [await server.talk(one) for one in requests]
+    shown = b"".join(said).decode() + caplog.text
+    for secret in ("es_right", "secret", "es_late", "Bearer es"):
+        assert secret not in shown
+
+
+async def test_the_names_of_certificates(
+    exchange: Exchange, executor: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    authority = Authority()
+    paths = authority.sign("server").write(tmp_path, "server")
+    (tmp_path / "ca.pem").write_bytes(authority.root)
+    files = TlsFiles(str(paths[0]), str(paths[1]), str(tmp_path / "ca.pem"))
+    contexts: dict[str, ssl.SSLContext] = {
+        name: client_context(authority.root, authority.sign(name).write(tmp_path, name))
+        for name in ("ranker", "stranger")
+    }
+    async with our_server(exchange, Certificates(files)) as server:
+        for name, wanted in {"ranker": 200, "stranger": 401}.items():
+            for make in MAKES:
+                reader, writer = await server.open(contexts[name])
+                writer.write(make(BODY))
+                assert (await read_answer(reader))[0] == wanted
+                writer.write(make(BODY, *line_of("es_right")))  # a token says more
+                assert (await read_answer(reader))[0] == 200
+            client = Http2Client(*await server.open(contexts[name]))
+            assert (await client.request("POST", "/embed", BODY)).status == wanted
+            assert (await client.request("GET", "/models")).status == wanted
