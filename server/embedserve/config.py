@@ -6,6 +6,7 @@ which makes a flag, an EMBEDSERVE_* variable and a TOML key of it (cli.py).
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +86,18 @@ class ServeSettings:
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
     http_port: int = setting(8000, "REST, health and metrics; 0: any.", min=0, max=65535)
     grpc_port: int = setting(8001, "gRPC; 0: any.", min=0, max=65535)
+    management_port: int = setting(
+        -1,
+        "Takes metrics, the pages and which models there are off the two ports, where health alone "
+        "stays; 0: any; -1: they stay there.",
+        min=-1,
+        max=65535,
+    )
+    management_host: str = setting(
+        "127.0.0.1",
+        "Address of the management port. On a loopback address it asks for no token and takes no "
+        "TLS; any other needs --tokens.",
+    )
     grpc_server: str = setting(
         "native",
         "native: by this server itself, on both ports; grpcio: by grpcio's own server on the gRPC "
@@ -205,6 +218,14 @@ def why_fixed(settings: ServeSettings, device_type: str) -> str:
     return ""
 
 
+def is_loopback(settings: ServeSettings) -> bool:
+    """Whether the management port is reached from this host alone."""
+    try:
+        return ipaddress.ip_address(settings.management_host).is_loopback
+    except ValueError:
+        return settings.management_host == "localhost"
+
+
 def _check_security(settings: ServeSettings) -> None:
     if bool(settings.tls_cert) != bool(settings.tls_key):
         raise ValueError(
@@ -216,10 +237,16 @@ def _check_security(settings: ServeSettings) -> None:
             f"tls_client_ca is {settings.tls_client_ca!r}, but clients show certificates over TLS "
             "only: give tls_cert and tls_key, too"
         )
-    if settings.grpc_server == "grpcio" and (settings.tls_cert or settings.tokens):
+    has_more = settings.tls_cert or settings.tokens or settings.management_port >= 0
+    if settings.grpc_server == "grpcio" and has_more:
         raise ValueError(
             "grpc_server is 'grpcio', which is there to compare with and has neither TLS nor "
-            "tokens: use native"
+            "tokens, and no management port: use native"
+        )
+    if settings.management_port >= 0 and not settings.tokens and not is_loopback(settings):
+        raise ValueError(
+            f"management_host is {settings.management_host!r}, which others than this host reach: "
+            "give tokens, too, or use 127.0.0.1"
         )
 
 

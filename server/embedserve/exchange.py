@@ -153,7 +153,7 @@ class Call(Caller):
             self.leave()
         self.write_answer(parts, nbytes)
         if nbytes > LARGE_ANSWER_BYTES:
-            self.exchange.on_large_answer(nbytes)
+            self.exchange.wrote_large_answer(nbytes)
         self.asked.metrics.answered(perf_counter() - self.start_s, nbytes)
 
     def refuse(self, error: EmbedServeError) -> None:
@@ -183,10 +183,6 @@ class Call(Caller):
             self.client = None
 
 
-def _do_nothing(nbytes: int) -> None:
-    return None
-
-
 class Writer(Protocol):
     """What collects answers, to write them out together."""
 
@@ -200,7 +196,6 @@ class Exchange:
         models: what is served.
         metrics: of the process; by protocol in ``metrics.protocols``.
         access: who may ask; None: everybody.
-        on_large_answer: told the bytes of each large answer that was written.
     """
 
     def __init__(
@@ -209,7 +204,7 @@ class Exchange:
         self.models = models
         self.access = access
         self.metrics = metrics
-        self.on_large_answer: Callable[[int], None] = _do_nothing
+        self._on_large_answer: list[Callable[[int], None]] = []
         self.limits = models.limits
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="codec")
         self._aside_bytes = 0
@@ -343,6 +338,14 @@ class Exchange:
     def when_room(self, callback: Callable[[], None]) -> None:
         """Has ``callback`` called whenever a queue that was full takes requests again."""
         self._on_room.append(callback)
+
+    def when_large_answer(self, callback: Callable[[int], None]) -> None:
+        """Has ``callback`` told the bytes of each large answer that was written."""
+        self._on_large_answer.append(callback)
+
+    def wrote_large_answer(self, nbytes: int) -> None:
+        for callback in self._on_large_answer:
+            callback(nbytes)
 
     def _has_room(self) -> None:
         for callback in self._on_room:

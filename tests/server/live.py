@@ -7,7 +7,7 @@ import socket
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 import httpx
@@ -65,6 +65,7 @@ class Live:
     stub: EmbeddingServiceStub
     running: asyncio.Task[None]
     stop: asyncio.Event
+    management_port: int
 
     def queued(self) -> int:
         """Requests that wait for a batch of the default model."""
@@ -94,11 +95,18 @@ async def live_server(
 
 @asynccontextmanager
 async def serving(
-    exchange: Exchange, drain_s: float = 5.0, grpc_server: str = "native"
+    exchange: Exchange,
+    drain_s: float = 5.0,
+    grpc_server: str = "native",
+    management_host: str = "",
 ) -> AsyncIterator[Live]:
     """Serves what ``exchange`` answers until the block ends, then drains."""
     settings = ServeSettings(store="", drain_s=drain_s, grpc_server=grpc_server)
-    ports = claim_ports("127.0.0.1", 0, 0)
+    management = None
+    if management_host:
+        management = ("127.0.0.1", 0)
+        settings = replace(settings, management_port=0, management_host=management_host)
+    ports = claim_ports("127.0.0.1", 0, 0, management)
     ready, stop = asyncio.Event(), asyncio.Event()
     running = asyncio.create_task(serve_until(stop, exchange, settings, ports, ready.set))
     await asyncio.wait_for(ready.wait(), 10)
@@ -107,7 +115,9 @@ async def serving(
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports.http}") as http:
             stub = EmbeddingServiceStub(channel)
-            yield Live(exchange, ports.http, target, http, channel, stub, running, stop)
+            yield Live(
+                exchange, ports.http, target, http, channel, stub, running, stop, ports.management
+            )
     finally:
         await channel.close()
         stop.set()

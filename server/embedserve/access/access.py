@@ -123,15 +123,15 @@ class Client:
     def leave(self) -> None:
         self.active -= 1
 
-    def check_role(self, roles: frozenset[str]) -> None:
-        """Pays for a request that is no embed request. Raises as enter, where it has none of
-        ``roles``."""
+    def check_role(self, roles: frozenset[str], pays: bool) -> None:
+        """Raises as enter, where it has none of ``roles``; else ``pays`` for a request."""
         if self._refusal is not None:
             raise self._refusal()
         if not roles & self.grant.roles:
             wanted = " or ".join(sorted(roles))
             raise PermissionDeniedError(f"{self.grant.name!r} is no {wanted}")
-        self._pay()
+        if pays:
+            self._pay()
 
     def check_model(self, asked: str, default: str) -> None:
         """Raises PermissionDeniedError for a model that it may not ask, be there one or not.
@@ -219,9 +219,12 @@ class Access:
         authorization: bytes | None,
         certificate: Certificate | None,
         roles: frozenset[str],
+        *,
+        pays: bool = True,
     ) -> None:
-        """Raises as admit, where who asks has none of ``roles``."""
-        self._find(authorization, certificate).check_role(roles)
+        """Raises as admit, where who asks has none of ``roles``; else it ``pays`` for a request by
+        its rate."""
+        self._find(authorization, certificate).check_role(roles, pays)
 
     def _find(self, authorization: bytes | None, certificate: Certificate | None) -> Client:
         key: bytes | Certificate | None

@@ -20,6 +20,7 @@ from embedserve.api.openapi import EMBED_PATHS, EMBED_SCHEMAS, ERROR_RESPONSE
 from embedserve.codec.model_description import describe
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, InvalidRequestError
 from embedserve.exchange import Exchange
+from embedserve.models.served_models import ServedModels
 from embedserve.types import ModelInfo
 
 
@@ -108,11 +109,19 @@ class Info(BaseModel):
     tables: str = Field(description="mapped from the store's files, or resident in memory.")
 
 
-def management_app(exchange: Exchange) -> FastAPI:
+def health_app(exchange: Exchange) -> FastAPI:
+    """The FastAPI application of ports whose management is at another one."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    _add_health(app, exchange.models)
+    _add_error_shape(app)
+    return app
+
+
+def management_app(exchange: Exchange, *, asks: bool = True) -> FastAPI:
     """The FastAPI application of everything but the embed routes.
 
     Its pages load nothing from elsewhere: clusters often reach no CDN. Where not everybody may
-    ask, those who do are asked who they are.
+    ask, those who do are asked who they are, unless it is said that it ``asks`` not.
     """
     app = FastAPIOffline(
         title="embedserve",
@@ -122,17 +131,7 @@ def management_app(exchange: Exchange) -> FastAPI:
     served, metrics_of_all = exchange.models, exchange.metrics
     registry = metrics_of_all.registry()
 
-    @app.get("/health/live", tags=["health"])
-    async def live() -> Health:
-        """The process runs."""
-        return Health(status="live")
-
-    @app.get("/health/ready", tags=["health"])
-    async def ready() -> Health:
-        """All models are loaded, checked and warm; 503 while draining before the stop, and where
-        a model's files were changed under the server."""
-        served.check_ready()
-        return Health(status="ready")
+    _add_health(app, served)
 
     @app.get("/metrics", tags=["metrics"], response_class=Response)
     async def metrics() -> Response:
@@ -161,11 +160,25 @@ def management_app(exchange: Exchange) -> FastAPI:
         """One served model, NAME, or one of its versions, NAME@VERSION or NAME@ALIAS."""
         return model_of(served.model(model))
 
-    if exchange.access is not None:
+    if asks and exchange.access is not None:
         app.add_middleware(Guard, access=exchange.access)
     _add_error_shape(app)
     _add_embed_routes_to_openapi(app)
     return app
+
+
+def _add_health(app: FastAPI, served: ServedModels) -> None:
+    @app.get("/health/live", tags=["health"])
+    async def live() -> Health:
+        """The process runs."""
+        return Health(status="live")
+
+    @app.get("/health/ready", tags=["health"])
+    async def ready() -> Health:
+        """All models are loaded, checked and warm; 503 while draining before the stop, and where
+        a model's files were changed under the server."""
+        served.check_ready()
+        return Health(status="ready")
 
 
 def _add_error_shape(app: FastAPI) -> None:

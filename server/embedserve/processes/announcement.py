@@ -7,7 +7,7 @@ import shlex
 
 import numpy as np
 
-from embedserve.config import ServeSettings
+from embedserve.config import ServeSettings, is_loopback
 from embedserve.processes.ports import Ports, SharedPorts, bracketed
 from embedserve.terminal.console import say
 from embedserve.types import ModelInfo
@@ -37,8 +37,12 @@ def say_ready_to_serve(
     host = "localhost" if ports.host in ("0.0.0.0", "::") else bracketed(ports.host)
     base = f"{'https' if settings.tls_cert else 'http'}://{host}:{ports.http}"
     count = f"{settings.workers} workers, " if settings.workers > 1 else ""
+    pages = base
+    if ports.management >= 0:
+        scheme = "https" if settings.tls_cert and not is_loopback(settings) else "http"
+        pages = f"{scheme}://{bracketed(settings.management_host)}:{ports.management}"
     say(
-        f"ready after {seconds:.1f} s: {count}REST {base} (docs at {base}/docs), "
+        f"ready after {seconds:.1f} s: {count}REST {base} (docs at {pages}/docs), "
         f"gRPC {host}:{ports.grpc}"
     )
     say("try:")

@@ -1,4 +1,4 @@
-"""Claims the two ports before anything is loaded, so that one in use is said at once.
+"""Claims the ports before anything is loaded, so that one in use is said at once.
 
 A claimed port listens: of two servers that start together the second is refused. Connections
 that come while the models load wait until they are served. Ports that workers share are claimed
@@ -8,7 +8,7 @@ as well, then held without listening: each worker listens for itself once it is 
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BACKLOG = 4096
 
@@ -22,8 +22,16 @@ class Ports:
     grpc: int
     http_socket: socket.socket
     grpc_socket: socket.socket
+    management: int = -1
+    """-1: there is none."""
+    management_socket: socket.socket | None = None
     are_shared: bool = False
     """Whether other processes of this server listen on them, too."""
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        found = [self.http_socket, self.grpc_socket, self.management_socket]
+        return [one for one in found if one is not None]
 
     def release_grpc(self) -> str:
         """The address (HOST:PORT) for grpcio, which binds by itself and does so at once."""
@@ -31,15 +39,15 @@ class Ports:
         return f"{bracketed(self.host)}:{self.grpc}"
 
     def close(self) -> None:
-        self.http_socket.close()
-        self.grpc_socket.close()
+        for sock in self.sockets:
+            sock.close()
 
     def share(self) -> SharedPorts:
         """The same ports, held for workers; connections are refused from now on until one of
         them listens."""
-        held = tuple(map(_hold, (self.http_socket, self.grpc_socket)))
+        held = tuple(map(_hold, self.sockets))
         self.close()
-        return SharedPorts(self.host, self.http, self.grpc, held)
+        return SharedPorts(self.host, self.http, self.grpc, self.management, held)
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,7 @@ class SharedPorts:
     host: str
     http: int
     grpc: int
+    management: int
     held: tuple[socket.socket, ...]
 
     def bind(self) -> Ports:
@@ -61,28 +70,41 @@ class SharedPorts:
         Raises:
             OSError: a port was taken from us.
         """
-        http_socket, grpc_socket = map(_bind_shared, self.held)
-        return Ports(self.host, self.http, self.grpc, http_socket, grpc_socket, are_shared=True)
+        http, grpc, *more = map(_bind_shared, self.held)
+        management = more[0] if more else None
+        return Ports(self.host, self.http, self.grpc, http, grpc, self.management, management, True)
 
     def close(self) -> None:
         for sock in self.held:
             sock.close()
 
 
-def claim_ports(host: str, http_port: int, grpc_port: int) -> Ports:
-    """Listens on both ports.
+def claim_ports(
+    host: str, http_port: int, grpc_port: int, management: tuple[str, int] | None = None
+) -> Ports:
+    """Listens on both ports, and on that of ``management``, a host and a port.
 
     Raises:
         OSError: one of them is in use, or the address is not this host's; names it.
     """
-    http_socket = _listen(host, http_port, "HTTP")
+    wanted = [(host, http_port, "HTTP"), (host, grpc_port, "gRPC")]
+    wanted += [] if management is None else [(*management, "management")]
+    sockets: list[socket.socket] = []
     try:
-        grpc_socket = _listen(host, grpc_port, "gRPC")
+        for one in wanted:
+            sockets.append(_listen(*one))  # noqa: PERF401  those before are closed
     except OSError:
-        http_socket.close()
+        for sock in sockets:
+            sock.close()
         raise
-    http, grpc = (sock.getsockname()[1] for sock in (http_socket, grpc_socket))
-    return Ports(host, http, grpc, http_socket, grpc_socket)
+    http, grpc, *more = sockets
+    ports = Ports(host, _port(http), _port(grpc), http, grpc)
+    return replace(ports, management=_port(*more), management_socket=more[0]) if more else ports
+
+
+def _port(sock: socket.socket) -> int:
+    number: int = sock.getsockname()[1]
+    return number
 
 
 def _listen(host: str, port: int, protocol: str) -> socket.socket:

@@ -74,9 +74,15 @@ def _check_files(settings: ServeSettings) -> None:
         read_grants(settings.tokens)
 
 
+def _claimed(settings: ServeSettings) -> Ports:
+    management = (settings.management_host, settings.management_port)
+    asked = management if settings.management_port >= 0 else None
+    return claim_ports(settings.host, settings.http_port, settings.grpc_port, asked)
+
+
 def _serve_alone(settings: ServeSettings, start_s: float) -> None:
     versions = open_versions(settings)
-    ports = claim_ports(settings.host, settings.http_port, settings.grpc_port)
+    ports = _claimed(settings)
 
     def run(exchange: Exchange, announce: Callable[[], None], rollout: Rollout) -> None:
         import uvloop
@@ -145,7 +151,7 @@ def _serve_here(
 
 def _serve_workers(settings: ServeSettings, start_s: float) -> None:
     versions = open_versions_to_fork(settings)
-    ports = claim_ports(settings.host, settings.http_port, settings.grpc_port).share()
+    ports = _claimed(settings).share()
     try:
         versions = prepared(settings, versions)
         names = len(versions)

@@ -15,10 +15,10 @@ from signal import Signals
 from typing import TYPE_CHECKING, Any, cast
 
 from embedserve.access.access import Access
-from embedserve.api.management import management_app
+from embedserve.api.management import health_app, management_app
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.lookup_engine import LookupEngine
-from embedserve.config import ServeSettings, why_fixed
+from embedserve.config import Limits, ServeSettings, is_loopback, why_fixed
 from embedserve.errors import DRAINING
 from embedserve.exchange import Exchange
 from embedserve.followed import Followed, follow_all
@@ -29,6 +29,7 @@ from embedserve.processes.loading import restore_one
 from embedserve.processes.ports import Ports
 from embedserve.processes.rollout import Restored, Rollout
 from embedserve.types import ModelInfo
+from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.server import WireServer
 from embedserve.wire.tls.certificates import Certificates, tls_files
 from embedserve_store import ModelVersion, StoreError
@@ -44,6 +45,8 @@ LOOK_S = 10.0
 """Between two looks at whether the models still are what they were at the start."""
 LOOK_AT_TIME_S = 1.0
 """Between two looks at what has expired."""
+MANAGEMENT_LIMITS = Limits(connections_max=256, connection_bytes_max=64 << 20)
+"""Of the management port's connections; what they ask is counted with all others."""
 GARBAGE_THRESHOLD = 20_000
 """New objects between two collections of the youngest; Python's own 700 cost 5 % of a core."""
 
@@ -162,16 +165,18 @@ async def serve_until(
     followed: list[Followed[Any]] = []
     followed += [] if certificates is None else [certificates.followed]
     followed += [] if access is None else [access.followed]
-    wire = WireServer(exchange, management_app(exchange), certificates)
+    wires = _wires(exchange, settings, certificates)
     grpcio_server = None
     if settings.grpc_server == "grpcio":
         from embedserve.wire.grpcio_server import GrpcioServer
 
         grpcio_server = GrpcioServer(exchange, ports.release_grpc(), shares_port=ports.are_shared)
         await grpcio_server.start()
-        await wire.listen([ports.http_socket])
+        await wires[0].listen([ports.http_socket])
     else:
-        await wire.listen([ports.http_socket, ports.grpc_socket])
+        await wires[0].listen([ports.http_socket, ports.grpc_socket])
+    if ports.management_socket is not None:
+        await wires[1].listen([ports.management_socket])
     _freeze_garbage()
     say_ready()
     looking = [
@@ -185,11 +190,30 @@ async def serve_until(
         task.cancel()
     logger.info("draining: answering what was accepted, for at most %g s", settings.drain_s)
     exchange.models.not_ready = DRAINING
-    drains = [wire.drain(settings.drain_s)]
+    drains = [wire.drain(settings.drain_s) for wire in wires]
     if grpcio_server is not None:
         drains.append(grpcio_server.drain(settings.drain_s))
     await asyncio.gather(*drains)
     logger.info("stopped")
+
+
+def _wires(
+    exchange: Exchange, settings: ServeSettings, certificates: Certificates | None
+) -> list[WireServer]:
+    """Of the two ports, and of the management port where there is one."""
+    if settings.management_port < 0:
+        return [WireServer(exchange, management_app(exchange), certificates)]
+    service = GrpcService(exchange, has_management=False)
+    wire = WireServer(exchange, health_app(exchange), certificates, service)
+    asks = not is_loopback(settings)
+    management = WireServer(
+        exchange,
+        management_app(exchange, asks=asks),
+        certificates if asks else None,
+        GrpcService(exchange, asks_admins=asks),
+        MANAGEMENT_LIMITS,
+    )
+    return [wire, management]
 
 
 async def _look_for_damage(models: ServedModels) -> None:

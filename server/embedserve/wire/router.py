@@ -22,11 +22,11 @@ CONTINUE = encode([(b":status", b"100")])
 class Router:
     """Finds what handles a request by its head; what it finds serves all with the same head."""
 
-    def __init__(self, exchange: Exchange, management: ASGIApp) -> None:
+    def __init__(self, exchange: Exchange, management: ASGIApp, service: GrpcService) -> None:
         self._exchange = exchange
         self._management = management
         self._metrics = exchange.metrics.protocols["rest"]
-        self._grpc = GrpcService(exchange)
+        self._grpc = service
 
     def open_request(self, headers: Headers) -> Opened | str:
         """What opens a request with ``headers``, or what is malformed about them."""

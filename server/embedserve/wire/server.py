@@ -16,10 +16,12 @@ from typing import Any, cast
 import uvicorn
 from uvicorn.server import ServerState
 
+from embedserve.config import Limits
 from embedserve.exchange import Exchange
 from embedserve.metrics.quiet_log import QuietLog
 from embedserve.wire.asgi import ASGIApp, EmbedEndpoint
 from embedserve.wire.connections import Connection, Http2Transport, NewConnection
+from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.heads import HeadForms
 from embedserve.wire.http1 import Http1Connection
 from embedserve.wire.http2.uploads import Uploads
@@ -42,22 +44,30 @@ class WireServer:
     """The connections of a process, of all protocols, over one exchange."""
 
     def __init__(
-        self, exchange: Exchange, management: ASGIApp, certificates: Certificates | None = None
+        self,
+        exchange: Exchange,
+        management: ASGIApp,
+        certificates: Certificates | None = None,
+        service: GrpcService | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """
         Args:
             management: the ASGI application that answers all but embed requests.
             certificates: of connections over TLS; None: they are plain.
+            service: what of gRPC is answered; None: all.
+            limits: on connections; None: those of requests have them.
         """
         self._exchange = exchange
+        self._limits = limits or exchange.limits
         self._certificates = certificates
         self._handshakes = Handshakes(logger)
-        self._router = Router(exchange, management)
+        self._router = Router(exchange, management, service or GrpcService(exchange))
         self._forms = HeadForms(exchange.metrics.protocols["rest"], exchange.limits)
         upload_bytes = max(UPLOAD_BYTES, exchange.limits.body_bytes_max)
         self._uploads = Uploads(upload_bytes, lambda: not exchange.models.is_closed)
         exchange.when_room(self._uploads.retry)
-        exchange.on_large_answer = self.has_grown
+        exchange.when_large_answer(self.has_grown)
         self._grown_bytes = 0  # since the connections were looked at
         self._log = QuietLog(logger)
         self._connections: set[Connection] = set()
@@ -165,7 +175,7 @@ class WireServer:
         self._look_for_descriptors()
 
     def has_room(self) -> bool:
-        limit = self._exchange.limits.connections_max
+        limit = self._limits.connections_max
         if len(self._connections) < limit:
             return True
         self._log.say(
@@ -195,7 +205,7 @@ class WireServer:
     def _cut_largest(self) -> None:
         """Aborts the connections that hold most, where all together hold too much."""
         self._grown_bytes = 0
-        limit = self._exchange.limits.connection_bytes_max
+        limit = self._limits.connection_bytes_max
         held = [(one.held_bytes, one.unread(), one) for one in self._connections]
         sizes: dict[int, int] = {}  # of what unread answers keep: some keep the same
         users: Counter[int] = Counter()

@@ -170,7 +170,7 @@ async def test_models(tokens: Tokens) -> None:
     for asked, default in (("shop", "films"), ("shop@3", ""), ("", "shop"), ("@old", "shop@3")):
         client.check_model(asked, default)
     for asked, default in (("films", "shop"), ("none@3", "shop"), ("", "films"), ("@3", "films")):
-        with pytest.raises(PermissionDeniedError, match="'x' may not ask model '(films|none)'"):
+        with pytest.raises(PermissionDeniedError, match=r"'x' may not ask model '(films|none)'"):
             client.check_model(asked, default)
 
 

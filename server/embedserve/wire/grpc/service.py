@@ -7,7 +7,7 @@ from functools import partial
 
 from google.protobuf.message import DecodeError
 
-from embedserve.access.access import one_header
+from embedserve.access.access import Access, one_header
 from embedserve.codec import protobuf_codec
 from embedserve.codec.codec import PROTOBUF
 from embedserve.errors import EmbedServeError, InvalidRequestError
@@ -40,8 +40,16 @@ class GrpcService:
         health: which services are ready.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(
+        self, exchange: Exchange, *, has_management: bool = True, asks_admins: bool = True
+    ) -> None:
+        """
+        Args:
+            has_management: tells of its models and its services, and not of its health alone.
+            asks_admins: who they are, before it does so.
+        """
         self._exchange = exchange
+        access = exchange.access if asks_admins else None
         self._metrics = exchange.metrics.protocols["grpc"]
         self._bytes_max = exchange.limits.body_bytes_max
         models = exchange.models
@@ -49,14 +57,19 @@ class GrpcService:
         self._names = (SERVICE_NAME, health.SERVICE_NAME, *reflection.SERVICE_NAMES)
         self._methods: dict[bytes, Method] = {
             _path(SERVICE_NAME, "Embed"): self._embed,
-            _path(SERVICE_NAME, "EmbedStream"): self._guarded(self._embed_stream, EMBEDDERS),
-            _path(SERVICE_NAME, "ListModels"): self._guarded(self._unary(self.list_models)),
-            _path(SERVICE_NAME, "GetModel"): self._guarded(self._unary(self.get_model)),
+            _path(SERVICE_NAME, "EmbedStream"): self._guarded(
+                self._embed_stream, exchange.access, EMBEDDERS, pays=False
+            ),
             _path(health.SERVICE_NAME, "Check"): self._unary(self.health.check),
             _path(health.SERVICE_NAME, "Watch"): self._watch,
         }
+        if not has_management:
+            return
+        for name, function in (("ListModels", self.list_models), ("GetModel", self.get_model)):
+            self._methods[_path(SERVICE_NAME, name)] = self._guarded(self._unary(function), access)
         for name in reflection.SERVICE_NAMES:
-            self._methods[_path(name, "ServerReflectionInfo")] = self._guarded(self._reflection)
+            reflected = self._guarded(self._reflection, access)
+            self._methods[_path(name, "ServerReflectionInfo")] = reflected
 
     def open(self, request: Request) -> Open:
         """What opens calls with such a head."""
@@ -101,10 +114,17 @@ class GrpcService:
             self._names, encoding, self._bytes_max, stream
         )
 
-    def _guarded(self, method: Method, roles: frozenset[str] = CALLERS) -> Method:
-        """``method`` for those of ``roles`` alone, where not everybody may ask. An Embed call sees
-        to that by itself, and health is everybody's."""
-        access = self._exchange.access
+    def _guarded(
+        self,
+        method: Method,
+        access: Access | None,
+        roles: frozenset[str] = CALLERS,
+        *,
+        pays: bool = True,
+    ) -> Method:
+        """``method`` for those of ``roles`` alone, where there is ``access``; its calls are paid
+        for by themselves, or by their messages. An Embed call sees to all that by itself, and
+        health is everybody's."""
         if access is None:
             return method
 
@@ -114,7 +134,7 @@ class GrpcService:
             def open_if_right(stream: Stream) -> Handler:
                 authorization = one_header(headers, b"authorization")
                 try:
-                    access.check(authorization, stream.connection.certificate, roles)
+                    access.check(authorization, stream.connection.certificate, roles, pays=pays)
                 except EmbedServeError as error:
                     stream.send_head(error_block(error), is_end=True)
                     return ENDED

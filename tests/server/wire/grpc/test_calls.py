@@ -26,7 +26,7 @@ from embedserve.exchange import REQUEST_S_MAX, Asked, Exchange
 from embedserve.wire.grpc.calls import MessageStream
 from embedserve.wire.grpc.embed_stream import EmbedStream
 from embedserve.wire.grpc.messages import framed
-from embedserve.wire.grpc.service import SERVICE_NAME
+from embedserve.wire.grpc.service import SERVICE_NAME, GrpcService
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.header_blocks import Headers
 from embedserve.wire.http2.requests import Opened
@@ -57,7 +57,8 @@ class GrpcPeer(Peer):
     """A client of a connection over an exchange, and what its calls ended with."""
 
     def __init__(self, exchange: Exchange) -> None:
-        super().__init__(Router(exchange, management_app(exchange)).open_request)
+        router = Router(exchange, management_app(exchange), GrpcService(exchange))
+        super().__init__(router.open_request)
         self.exchange = exchange
         self.ends: dict[int, dict[bytes, bytes]] = {}
 

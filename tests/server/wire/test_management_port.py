@@ -1,0 +1,88 @@
+"""A management port takes management off the others, and asks for tokens where others reach it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from server.fake_engine import FakeEngine
+from server.live import Live, make_exchange, serving
+
+from embedserve.access.access import Access
+from embedserve.access.grants import hash_of
+from embedserve.config import ServeSettings, check_settings
+from embedserve_proto import embedding_pb2 as pb
+from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
+
+BODY = b'{"features": {"user": [[1]]}}'
+MANAGEMENT = ["/metrics", "/info", "/docs", "/openapi.json", "/models", "/models/shop"]
+HEALTH = ["/health/live", "/health/ready"]
+
+
+@pytest.fixture
+def access(tmp_path: Path) -> Access:
+    path = tmp_path / "tokens"
+    line = {"name": "boss", "sha256": hash_of(b"es_boss"), "roles": ["admin"]}
+    path.write_text(json.dumps(line))
+    return Access(str(path))
+
+
+@pytest.fixture(params=["127.0.0.1", "0.0.0.0"])
+async def live(
+    request: pytest.FixtureRequest, engine: FakeEngine, executor: ThreadPoolExecutor, access: Access
+) -> AsyncIterator[Live]:
+    exchange = make_exchange(engine, executor=executor, access=access)
+    async with serving(exchange, management_host=request.param) as live:
+        yield live
+
+
+async def statuses(live: Live, port: int, paths: list[str], token: str = "") -> set[int]:
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers) as http:
+        return {(await http.get(path)).status_code for path in paths}
+
+
+async def list_models(target: str, token: str = "") -> str:
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    async with grpc.aio.insecure_channel(target) as channel:
+        stub = EmbeddingServiceStub(channel)
+        try:
+            await stub.ListModels(pb.ListModelsRequest(), metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            return str(error.code().name)
+    return "OK"
+
+
+async def test_who_is_told_what_where(live: Live, request: pytest.FixtureRequest) -> None:
+    is_loopback = "127.0.0.1" in request.node.name
+    for token in ("", "es_boss"):
+        assert await statuses(live, live.http_port, HEALTH, token) == {200}
+        assert await statuses(live, live.http_port, MANAGEMENT, token) == {404}
+        assert await list_models(live.grpc_target, token) == "UNIMPLEMENTED"
+    port, target = live.management_port, f"127.0.0.1:{live.management_port}"
+    assert await statuses(live, port, HEALTH) == {200}
+    assert await statuses(live, port, MANAGEMENT) == ({200} if is_loopback else {401})
+    assert await statuses(live, port, MANAGEMENT, "es_boss") == {200}
+    assert await list_models(target) == ("OK" if is_loopback else "UNAUTHENTICATED")
+    assert await list_models(target, "es_boss") == "OK"
+
+
+async def test_vectors_need_a_token_there_too(live: Live) -> None:
+    for port in (live.http_port, live.management_port):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+            assert (await http.post("/embed", content=BODY)).status_code == 401
+
+
+def test_a_port_that_others_reach_needs_tokens() -> None:
+    for host in ("127.0.0.1", "::1", "localhost"):
+        check_settings(ServeSettings(store="", management_port=0, management_host=host))
+    for host in ("0.0.0.0", "10.0.0.1", "::", "example.org"):
+        with pytest.raises(ValueError, match=r"management_host is .*: give tokens"):
+            check_settings(ServeSettings(store="", management_port=0, management_host=host))
+        settings = ServeSettings("", management_port=0, management_host=host, tokens="file")
+        check_settings(settings)
