@@ -52,15 +52,19 @@ def running(
     *arguments: object,
     ports_used: tuple[int, int] | None = None,
     is_warm: bool = True,
+    management_port: int | None = None,
 ) -> Iterator[Running]:
     """`embedserve serve STORE …`, ready; stopped with SIGTERM at the end.
 
     Its (HTTP, gRPC) ports are free ones, or ``ports_used`` by a server before it. Of several
     workers each imports torch for itself; a server that is its own worker has it imported
-    already (warm_python), unless it is not ``is_warm``.
+    already (warm_python), unless it is not ``is_warm``. With a ``management_port`` that is asked
+    whether it is ready.
     """
     http_port, grpc_port = ports_used or (free_port(), free_port())
-    ports = ("--http-port", http_port, "--grpc-port", grpc_port)
+    ports: tuple[object, ...] = ("--http-port", http_port, "--grpc-port", grpc_port)
+    if management_port is not None:
+        ports += ("--management-port", management_port)
     with log.open("wb") as output:
         popen = WarmPopen if is_warm and "--workers" not in arguments else subprocess.Popen
         process: subprocess.Popen[bytes] = popen(
@@ -68,20 +72,21 @@ def running(
         )
     server = Running(process, f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", log)
     try:
-        _wait_until_ready(server)
+        is_own = management_port is None
+        _wait_until_ready(server, server.http if is_own else f"http://127.0.0.1:{management_port}")
         yield server
     finally:
         process.terminate()
         process.wait(timeout=STOPPED_S_MAX)
 
 
-def _wait_until_ready(server: Running) -> None:
+def _wait_until_ready(server: Running, url: str) -> None:
     end = time.monotonic() + READY_S_MAX
     while time.monotonic() < end:
         if server.process.poll() is not None:
             break
         try:
-            with urllib.request.urlopen(f"{server.http}/health/ready", timeout=2):
+            with urllib.request.urlopen(f"{url}/health/ready", timeout=2):
                 return
         except (OSError, urllib.error.URLError):
             time.sleep(0.1)

@@ -63,6 +63,13 @@ function stream(client, name, method, asked) {
   });
 }
 
+// Over TLS where the environment names PEM files.
+function credentials() {
+  const { TLS_CA, TLS_CERT, TLS_KEY } = process.env;
+  if (TLS_CA === undefined) return grpc.credentials.createInsecure();
+  return grpc.credentials.createSsl(...[TLS_CA, TLS_KEY, TLS_CERT].map((path) => fs.readFileSync(path)));
+}
+
 async function main() {
   const [target, proto] = process.argv.slice(2);
   const input = JSON.parse(fs.readFileSync(0, "utf8"));
@@ -70,7 +77,7 @@ async function main() {
   const methods = definition["embedserve.v1.EmbeddingService"];
   const Client = grpc.makeGenericClientConstructor(methods, "EmbeddingService");
   const compression = input.gzip ? { "grpc.default_compression_algorithm": GZIP } : {};
-  const client = new Client(target, grpc.credentials.createInsecure(), { ...ANY_SIZE, ...compression });
+  const client = new Client(target, credentials(), { ...ANY_SIZE, ...compression });
   const results = await Promise.all(
     input.calls.map((asked) => {
       const method = methods[asked.method];

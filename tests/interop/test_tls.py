@@ -1,0 +1,207 @@
+"""Clients' certificates and tokens asked by curl, openssl, Node, Java and grpcio."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from certificates import Authority, Pair
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.serialization import pkcs12
+from interop.drivers import Call, node_driver
+from interop.lookups import MODEL, lookup
+from interop.tools import run_tool, tool
+from running_servers import Running, free_port, run_command, running
+
+from embedserve_client import EmbedClient, GrpcEmbedClient, Unauthenticated
+
+HERE = Path(__file__).parent
+PASSWORD = b"changeit"
+
+
+@dataclass(frozen=True)
+class Secured:
+    """A server with TLS, clients' certificates and tokens, and what its clients have.
+
+    Attributes:
+        token: of a caller who may ask the model.
+        folder: NAME.pem and NAME.key of each client, root.pem, clients.pem.
+    """
+
+    server: Running
+    folder: Path
+    token: str
+    expired: str
+    authority: Authority
+
+    @property
+    def ca(self) -> str:
+        return str(self.folder / "root.pem")
+
+    def pair(self, name: str) -> tuple[str, str]:
+        return str(self.folder / f"{name}.pem"), str(self.folder / f"{name}.key")
+
+    def curl(self, name: str, *options: str, path: str = f"/models/{MODEL}/embed") -> str:
+        """Status and version of HTTP, or curl's exit status and what it says."""
+        certificate = ("--cert", self.pair(name)[0], "--key", self.pair(name)[1]) if name else ()
+        url = self.server.http.replace("http://127.0.0.1", "https://localhost") + path
+        shown = ("--silent", "--show-error", "--output", "/dev/null", "--write-out")
+        done = subprocess.run(
+            [
+                *(tool("curl"), *shown, "%{response_code} %{http_version}", "--cacert", self.ca),
+                *(*certificate, "--data-binary", "@-", *options, url),
+            ],
+            input=lookup(1).json_body,
+            capture_output=True,
+            timeout=60,
+        )
+        return done.stdout.decode() if not done.returncode else done.stderr.decode()
+
+
+def make_token(file: Path, name: str, *options: str) -> str:
+    done = run_command("token", name, *options)
+    assert done.returncode == 0, done.stderr
+    with file.open("a") as lines:
+        lines.write(done.stdout)
+    return done.stderr.strip()
+
+
+@pytest.fixture(scope="module")
+def secured(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    folder, authority = tmp_path_factory.mktemp("secured"), Authority()
+    pairs: dict[str, Pair] = {
+        "server": authority.sign("server"),
+        "ranker": authority.sign("ranker"),
+        "stranger": authority.sign("stranger"),
+        "expired": authority.sign("expired", (-2, -1)),
+        "foreign": Authority("another").sign("ranker"),
+        "revoked": authority.sign("revoked"),
+    }
+    for name, pair in pairs.items():
+        pair.write(folder, name)
+    (folder / "root.pem").write_bytes(authority.root)
+    revoked = authority.revoke(pairs["revoked"].certificate)
+    (folder / "clients.pem").write_bytes(authority.root + revoked)
+    tokens = folder / "tokens"
+    token = make_token(tokens, "batch", "--models", MODEL, "--requests-per-second", "1000")
+    expired = make_token(tokens, "late", "--expires", "2020-01-01")
+    with tokens.open("a") as lines:
+        lines.write('{"name": "by-certificate", "certificate": "ranker"}\n')
+    options: tuple[object, ...] = (
+        "--tls-cert",
+        folder / "server.pem",
+        "--tls-key",
+        folder / "server.key",
+    )
+    options += ("--tls-client-ca", folder / "clients.pem")
+    log = folder / "log"
+    more = ("--tokens", tokens, "--workers", 2)
+    with running(store, log, *options, *more, management_port=free_port()) as server:
+        yield Secured(server, folder, token, expired, authority)
+    said = log.read_text()
+    for secret in (token, expired, "BEGIN"):
+        assert secret not in said
+
+
+@pytest.mark.parametrize("version", ["2", "1.1"])
+def test_curl(secured: Secured, version: str) -> None:
+    option = {"2": "--http2", "1.1": "--http1.1"}[version]
+    bearer = ("--header", f"Authorization: Bearer {secured.token}")
+    late = ("--header", f"Authorization: Bearer {secured.expired}")
+    assert secured.curl("ranker", option) == f"200 {version}"
+    assert secured.curl("stranger", option) == f"401 {version}"
+    assert secured.curl("stranger", option, *bearer) == f"200 {version}"
+    assert secured.curl("stranger", option, *late) == f"401 {version}"
+    assert secured.curl("stranger", option, *bearer, path="/models/no/embed") == f"403 {version}"
+    wrong = {
+        "": "alert certificate required",
+        "expired": "alert certificate expired",
+        "foreign": "alert unknown ca",
+        "revoked": "alert certificate revoked",
+    }
+    for name, said in wrong.items():
+        assert said in secured.curl(name, option, *bearer)
+
+
+def test_openssl_finds_no_old_version_and_no_renegotiation(secured: Secured) -> None:
+    certificate, key = secured.pair("ranker")
+    port = secured.server.http.rpartition(":")[2]
+    common = ["s_client", "-connect", f"localhost:{port}", "-CAfile", secured.ca]
+    common += ["-cert", certificate, "-key", key]
+    for version in ("-tls1", "-tls1_1"):
+        done = subprocess.run(
+            [tool("openssl"), *common, version], input=b"", capture_output=True, timeout=60
+        )
+        assert done.returncode != 0
+    said = run_tool("openssl", *common, "-tls1_2", "-alpn", "h2", stdin=b"Q\n").decode()
+    assert "ALPN protocol: h2" in said
+    assert "Compression: NONE" in said
+    done = subprocess.run(
+        [tool("openssl"), *common, "-tls1_2"], input=b"R\n", capture_output=True, timeout=60
+    )
+    assert b"no renegotiation" in done.stderr
+
+
+def test_node(secured: Secured) -> None:
+    driver = node_driver()
+    asked = lookup(1)
+    target = f"localhost:{secured.server.grpc.rpartition(':')[2]}"
+    wanted = {
+        ("ranker", ""): grpc.StatusCode.OK,
+        ("stranger", ""): grpc.StatusCode.UNAUTHENTICATED,
+        ("stranger", secured.token): grpc.StatusCode.OK,
+        ("stranger", secured.expired): grpc.StatusCode.UNAUTHENTICATED,
+        ("foreign", secured.token): grpc.StatusCode.UNAVAILABLE,
+    }
+    for (name, token), code in wanted.items():
+        certificate, key = secured.pair(name)
+        files = {"TLS_CA": secured.ca, "TLS_CERT": certificate, "TLS_KEY": key}
+        driver.environment.update(files)
+        metadata = {"authorization": f"Bearer {token}"} if token else {}
+        calls = [Call(method, [asked], metadata=metadata) for method in ("Embed", "EmbedStream")]
+        ended = driver(target, *calls)
+        assert [one.code for one in ended] == [code, code]
+        if code is grpc.StatusCode.OK:
+            assert all(one.answers == [asked.answer] for one in ended)
+
+
+@pytest.mark.skipif(shutil.which("javac") is None, reason="there is no JDK")
+def test_java(secured: Secured) -> None:
+    root = pkcs12.PKCS12Certificate(x509.load_pem_x509_certificate(secured.authority.root), b"root")
+    store = secured.folder / "stranger.p12"
+    certificate, key = (Path(path).read_bytes() for path in secured.pair("stranger"))
+    store.write_bytes(
+        pkcs12.serialize_java_truststore([root], serialization.BestAvailableEncryption(PASSWORD))
+    )
+    name = ("-name", "pair", "-passin", "pass:", "-passout", "pass:changeit")
+    pair = secured.folder / "pair.p12"
+    chain = secured.folder / "chain.pem"
+    chain.write_bytes(certificate + key)
+    run_tool("openssl", "pkcs12", "-export", "-in", chain, "-out", pair, *name)
+    passwords = ("-srcstorepass", "changeit", "-deststorepass", "changeit", "-noprompt")
+    stores = ("-srckeystore", pair, "-destkeystore", store)
+    run_tool("keytool", "-importkeystore", *stores, *passwords)
+    url = secured.server.http.replace("http://127.0.0.1", "https://localhost") + "/embed"
+    for token, wanted in {secured.token: b"HTTP_2 200 {", "": b"HTTP_2 401 {"}.items():
+        arguments = (HERE / "java" / "Client.java", url, store, "changeit", token)
+        assert run_tool("java", *arguments, stdin=lookup(1).json_body).startswith(wanted)
+
+
+def test_our_clients(secured: Secured) -> None:
+    features = {"user": [[1]], "movie": [[2]]}
+    ca, certificate = secured.ca, secured.pair("stranger")
+    for make, address in (
+        (EmbedClient, secured.server.http),
+        (GrpcEmbedClient, secured.server.grpc),
+    ):
+        url = f"https://localhost:{address.rpartition(':')[2]}"
+        with make(url, token=secured.token, ca=ca, certificate=certificate) as client:
+            assert client.embed(features, model=MODEL).values.shape == (1, 72)
+        with make(url, ca=ca, certificate=certificate) as client, pytest.raises(Unauthenticated):
+            client.embed(features, model=MODEL)
