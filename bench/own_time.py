@@ -1,12 +1,12 @@
 """The server's own time for a request of `small`: without sockets, without load, without kernel.
 
-    python bench/own_time.py [--times 5] [CHECKOUT ...]
+    python bench/own_time.py [--times 5] [--tokens] [CHECKOUT ...]
 
 Each of 64 connections is handed one request in a round, as the event loop does it, and throws its
 answer away; a round takes a millisecond or two. The best of all rounds is told: other work on the
 machine leaves some of them alone, so that a per cent shows where the rates of whole servers differ
 by ten from one second to the next. Checkouts, such as the commit before a change, take turns with
-this one.
+this one. With --tokens each way is measured without and with a token, which the server asks for.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import json
 import logging
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count, cycle
 from pathlib import Path
 
@@ -86,7 +90,7 @@ def over_http2(way: Way, bodies: list[bytes]) -> Iterator[bytes]:
     from embedserve.wire.http2.header_blocks import encode
 
     headers = {":method": "POST", ":scheme": "http", ":path": way.path, ":authority": "localhost"}
-    headers |= GRPC_HEADERS
+    headers |= GRPC_HEADERS | dict(way.headers)
     block = encode((name.encode(), value.encode()) for name, value in headers.items())
     for stream, body in zip(count(1, 2), cycle(bodies), strict=False):
         message = framed(body)
@@ -94,8 +98,24 @@ def over_http2(way: Way, bodies: list[bytes]) -> Iterator[bytes]:
         yield opening + head(len(message), DATA, END_STREAM, stream) + message
 
 
-async def best_us(way: Way) -> float:
-    """Of one request over ``way``."""
+@contextmanager
+def tokens(is_asked: bool) -> Iterator[tuple[str, dict[str, str]]]:
+    """(a file of tokens, the headers of who has one); neither where none is asked for."""
+    if not is_asked:
+        yield "", {}
+        return
+    from embedserve.access.grants import new_token
+
+    token, sha256 = new_token()
+    grant = {"name": "bench", "sha256": sha256, "requests_per_second": 1e9, "concurrent": 10**6}
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(json.dumps(grant))
+        file.flush()
+        yield file.name, {"authorization": f"Bearer {token}"}
+
+
+async def best_us(way: Way, is_asked: bool) -> float:
+    """Of one request over ``way``, by somebody who says who they are where that ``is_asked``."""
     import torch
 
     from embedserve.api.management import management_app
@@ -110,8 +130,9 @@ async def best_us(way: Way) -> float:
     work.tables.make()
     engine = restore(ModelStore(work.tables.store).load(work.tables.name), "cpu:1")
     bodies = [server.body(way, work, request) for request in work.requests[:100]]
-    with ThreadPoolExecutor(2) as executor:
-        exchange = build_exchange({work.tables.name: engine}, ServeSettings(store=""), executor)
+    with ThreadPoolExecutor(2) as executor, tokens(is_asked) as (file, headers):
+        settings = ServeSettings(store="", tokens=file) if file else ServeSettings(store="")
+        exchange = build_exchange({work.tables.name: engine}, settings, executor)
         wire = WireServer(exchange, management_app(exchange))
         sinks = [Sink() for _ in range(CONNECTIONS)]
         receivers: list[Callable[[bytes], None]] = []
@@ -121,7 +142,8 @@ async def best_us(way: Way) -> float:
             receivers.append(connection.data_received)
             if way is GRPC:
                 connection.data_received(greeting())
-        requests = over_http2(way, bodies) if way is GRPC else over_http1(way, bodies)
+        over = over_http2 if way is GRPC else over_http1
+        requests = over(replace(way, headers={**way.headers, **headers}), bodies)
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -140,11 +162,12 @@ async def best_us(way: Way) -> float:
     return best_s / CONNECTIONS * 1e6
 
 
-def measured_us(way: Way, checkout: Path) -> float:
+def measured_us(way: Way, checkout: Path, is_asked: bool) -> float:
     """By a process of its own."""
+    asked = ["--tokens"] if is_asked else []
     return float(
         subprocess.run(
-            [sys.executable, "-W", "ignore", __file__, "--way", way.name],
+            [sys.executable, "-W", "ignore", __file__, "--way", way.name, *asked],
             check=True,
             stdout=subprocess.PIPE,
             env={**os.environ, **EmbedServe(checkout=checkout).environment()},
@@ -155,6 +178,7 @@ def measured_us(way: Way, checkout: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The server's own time for a request.")
     parser.add_argument("--times", type=int, default=5, help="runs of each")
+    parser.add_argument("--tokens", action="store_true", help="also with one")
     parser.add_argument("--way", help="measured in this process, of the package on its path")
     parser.add_argument("checkouts", nargs="*", type=Path)
     chosen = parser.parse_args()
@@ -162,16 +186,18 @@ def main() -> None:
     if chosen.way:
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
-        print(asyncio.run(best_us(WAYS[chosen.way])))
+        print(asyncio.run(best_us(WAYS[chosen.way], chosen.tokens)))
         return
     checkouts = [*chosen.checkouts, OURS]
+    cases = [(one, False) for one in checkouts] + [(OURS, True)] * chosen.tokens
     for way in WAYS.values():
-        found: dict[Path, list[float]] = {checkout: [] for checkout in checkouts}
+        found: dict[tuple[Path, bool], list[float]] = {case: [] for case in cases}
         for _ in range(chosen.times):
-            for checkout in checkouts:
-                found[checkout].append(measured_us(way, checkout))
-        for checkout, all_us in found.items():
-            print(f"{way.name:9} {checkout}: best {min(all_us):.2f}, worst of the bests "
+            for case in cases:
+                found[case].append(measured_us(way, *case))
+        for (checkout, is_asked), all_us in found.items():
+            shown = f"{checkout}{' with a token' if is_asked else ''}"
+            print(f"{way.name:9} {shown}: best {min(all_us):.2f}, worst of the bests "
                   f"{max(all_us):.2f} us", flush=True)  # fmt: skip
 
 
