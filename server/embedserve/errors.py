@@ -45,6 +45,13 @@ class UnknownModelError(EmbedServeError):
     http_status = 404
 
 
+class RefusedError(EmbedServeError):
+    """What an operator asked for cannot be as things are."""
+
+    code = "FAILED_PRECONDITION"
+    http_status = 409
+
+
 class RequestTooLargeError(EmbedServeError):
     """Over a limit on what one request may hold."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections import Counter
@@ -14,8 +15,9 @@ import httpx
 import numpy as np
 import pytest
 from e2e.test_following import DIM, FOLLOW, STEP, publish_next, wait_until
-from running_servers import Running, running
+from running_servers import Running, free_port, running
 
+from embedserve.commands.admin import ask_server
 from embedserve.commands.shadow import show_shadows
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
@@ -158,3 +160,42 @@ def test_a_hangup_has_it_look_at_the_store(tmp_path: Path, workers: int) -> None
         os.kill(server.process.pid, signal.SIGHUP)
         wait_until(lambda: ask(server) == 2)
         assert "m is answered by version 2 from now on, no more by 1" in server.log.read_text()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_administrator_loads_and_unloads(
+    tmp_path: Path, store: Path, workers: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    management_port = free_port()
+    options = ("--model", "m@1", "--workers", workers)
+    with running(store, tmp_path / "log", *options, management_port=management_port) as server:
+        management = f"http://127.0.0.1:{management_port}"
+        ask_server(management, "load", "m@3", None)
+        assert "m@3 is answered by version 3" in capfd.readouterr().err
+        assert {ask(server, "m@3") for _ in range(20)} == {3}
+        assert {ask(server) for _ in range(20)} == {1}
+        for model, problem in (("m@9", "version 9 does not exist"), ("x", "model cannot be read")):
+            with pytest.raises(ConnectionError, match=problem):
+                ask_server(management, "load", model, None)
+        ask_server(management, "unload", "m@1", None)
+        assert {ask(server) for _ in range(20)} == {3}
+        with pytest.raises(ConnectionError, match="nothing else is served"):
+            ask_server(management, "unload", "m@3", None)
+        ask_server(management, "reload", "", None)
+        if workers > 1:  # one that starts anew has what the others have
+            os.kill(int(children(server.process.pid)[0]), signal.SIGKILL)
+            wait_until(lambda: "is ready again" in server.log.read_text())
+            assert {ask(server) for _ in range(40)} == {3}
+        body = json.dumps({"model": "m@1"})
+        for headers in ({"Content-Type": "text/plain"}, {}):
+            answer = httpx.post(f"{management}/admin/load", content=body, headers=headers)
+            assert answer.status_code == 415
+        for port in (server.http, f"http://{server.grpc}"):
+            answer = httpx.post(f"{port}/admin/load", json={"model": "m@1"})
+            assert answer.status_code == 404
+        with pytest.raises(ConnectionError, match="ask the port of --management-port"):
+            ask_server(server.http, "load", "m@1", None)
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from embedserve import __version__
+from embedserve.api.admin import Operator, add_admin
 from embedserve.api.guard import Guard, error_response
 from embedserve.api.openapi import EMBED_PATHS, EMBED_SCHEMAS, ERROR_RESPONSE
 from embedserve.codec.model_description import describe
@@ -117,8 +118,11 @@ def health_app(exchange: Exchange) -> FastAPI:
     return app
 
 
-def management_app(exchange: Exchange, *, asks: bool = True) -> FastAPI:
-    """The FastAPI application of everything but the embed routes.
+def management_app(
+    exchange: Exchange, operator: Operator | None = None, *, asks: bool = True
+) -> FastAPI:
+    """The FastAPI application of everything but the embed routes; with those of administrators
+    where there is an ``operator``.
 
     Its pages load nothing from elsewhere: clusters often reach no CDN. Where not everybody may
     ask, those who do are asked who they are, unless it is said that it ``asks`` not.
@@ -160,6 +164,8 @@ def management_app(exchange: Exchange, *, asks: bool = True) -> FastAPI:
         """One served model, NAME, or one of its versions, NAME@VERSION or NAME@ALIAS."""
         return model_of(served.model(model))
 
+    if operator is not None:
+        add_admin(app, operator)
     if asks and exchange.access is not None:
         app.add_middleware(Guard, access=exchange.access)
     _add_error_shape(app)

@@ -354,6 +354,26 @@ def alias(
 
 
 @app.command()
+def admin(
+    url: Annotated[str, typer.Argument(help="Of a server's management port.")],
+    action: Annotated[str, typer.Argument(help="load, unload or reload.", metavar="<action>")],
+    model: Annotated[str, typer.Argument(help="NAME, NAME@VERSION or NAME@ALIAS.")] = "",
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the token, where the server asks for one.")
+    ] = None,
+) -> None:
+    """Load or unload a version of a running server, or have it look at its store now."""
+    with one_line_errors():
+        from embedserve.commands.admin import ask_server
+
+        if action not in ("load", "unload", "reload"):
+            raise ValueError(f"action is {action!r}, expected load, unload or reload")
+        if bool(model) == (action == "reload"):
+            raise ValueError(f"{action} takes {'no model' if model else 'the name of a model'}")
+        ask_server(url, action, model, token_file)
+
+
+@app.command()
 def shadow(
     url: Annotated[str, typer.Argument(help="Of a server, such as http://localhost:8000.")],
 ) -> None:

@@ -287,13 +287,13 @@ class Follower:
 @contextlib.asynccontextmanager
 async def followed(
     settings: ServeSettings, rollout: Rollout, stop: asyncio.Event
-) -> AsyncIterator[Follower]:
-    """Within, the store is followed, until ``stop`` is set."""
+) -> AsyncIterator[Alone]:
+    """Within, the store is followed, until ``stop`` is set; gives what moves the process."""
     alone = Alone(rollout)
     follower = Follower(StoreWatch(settings), rollout, alone)
     alone.reload = follower.look_now
     task = asyncio.create_task(follower.run(stop, settings))
     try:
-        yield follower
+        yield alone
     finally:
         task.cancel()

@@ -6,7 +6,7 @@ import asyncio
 from time import monotonic
 
 from embedserve.config import ServeSettings
-from embedserve.errors import EmbedServeError
+from embedserve.errors import RefusedError
 from embedserve.processes.following import Mover, StoreWatch
 from embedserve.processes.loading import check_names
 from embedserve.processes.moves import MOVE_S_MAX
@@ -18,13 +18,6 @@ LOOK_S = 0.05
 """Between two looks at whether what was asked for has happened."""
 ASK_AGAIN_S = 1.0
 """A move to another version may have been under way."""
-
-
-class RefusedError(EmbedServeError):
-    """What an operator asked for cannot be; the message says why."""
-
-    code = "FAILED_PRECONDITION"
-    http_status = 409
 
 
 class Operator:

@@ -109,14 +109,16 @@ async def _until_signalled(
     rollout: Rollout,
 ) -> None:
     from embedserve.processes import following, server
+    from embedserve.processes.operator import Operator
 
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop_or_end, stop, number)
-    async with following.followed(settings, rollout, stop) as follower:
-        loop.add_signal_handler(signal.SIGHUP, follower.look_now)
-        await server.serve_until(stop, exchange, settings, ports, announce)
+    async with following.followed(settings, rollout, stop) as mover:
+        loop.add_signal_handler(signal.SIGHUP, mover.reload)
+        operator = Operator(settings, rollout, mover)
+        await server.serve_until(stop, exchange, settings, ports, announce, operator)
 
 
 def _serve_here(

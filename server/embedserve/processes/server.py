@@ -15,6 +15,7 @@ from signal import Signals
 from typing import TYPE_CHECKING, Any, cast
 
 from embedserve.access.access import Access
+from embedserve.api.admin import Operator
 from embedserve.api.management import health_app, management_app
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.lookup_engine import LookupEngine
@@ -150,10 +151,12 @@ async def serve_until(
     settings: ServeSettings,
     ports: Ports,
     say_ready: Callable[[], None],
+    operator: Operator | None = None,
 ) -> None:
     """Serves on the running event loop until ``stop`` is set, then drains.
 
-    ``say_ready`` is called once, when both ports take requests.
+    ``say_ready`` is called once, when both ports take requests. ``operator`` does what
+    administrators ask; where there is none they are not asked for.
 
     Raises:
         OSError: a port was taken from us, or a certificate or its key is gone.
@@ -165,7 +168,7 @@ async def serve_until(
     followed: list[Followed[Any]] = []
     followed += [] if certificates is None else [certificates.followed]
     followed += [] if access is None else [access.followed]
-    wires = _wires(exchange, settings, certificates)
+    wires = _wires(exchange, settings, certificates, operator)
     grpcio_server = None
     if settings.grpc_server == "grpcio":
         from embedserve.wire.grpcio_server import GrpcioServer
@@ -198,17 +201,22 @@ async def serve_until(
 
 
 def _wires(
-    exchange: Exchange, settings: ServeSettings, certificates: Certificates | None
+    exchange: Exchange,
+    settings: ServeSettings,
+    certificates: Certificates | None,
+    operator: Operator | None,
 ) -> list[WireServer]:
-    """Of the two ports, and of the management port where there is one."""
+    """Of the two ports, and of the management port where there is one. What administrators ask has
+    a place only where others cannot ask it: there, or where tokens tell who they are."""
     if settings.management_port < 0:
-        return [WireServer(exchange, management_app(exchange), certificates)]
+        operator = operator if settings.tokens else None
+        return [WireServer(exchange, management_app(exchange, operator), certificates)]
     service = GrpcService(exchange, has_management=False)
     wire = WireServer(exchange, health_app(exchange), certificates, service)
     asks = not is_loopback(settings)
     management = WireServer(
         exchange,
-        management_app(exchange, asks=asks),
+        management_app(exchange, operator, asks=asks),
         certificates if asks else None,
         GrpcService(exchange, asks_admins=asks),
         MANAGEMENT_LIMITS,

@@ -18,7 +18,8 @@ from embedserve.exchange import Exchange
 from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.slots import Slot
 from embedserve.processes.messages import FAILED, MESSAGE_BYTES_MAX, WorkerMessage
-from embedserve.processes.moving_worker import MovingWorker
+from embedserve.processes.moving_worker import MovingWorker, TellingSupervisor
+from embedserve.processes.operator import Operator
 from embedserve.processes.ports import SharedPorts
 from embedserve.processes.rollout import Rollout
 from embedserve.processes.server import serve_until, stop_or_end
@@ -63,7 +64,10 @@ async def run_worker(
     stop = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop_or_end, stop, signal.SIGTERM)
     channel.setblocking(False)
-    moving = None if rollout is None else MovingWorker(settings, rollout, channel, stop)
+    moving = operator = None
+    if rollout is not None:
+        moving = MovingWorker(settings, rollout, channel, stop)
+        operator = Operator(settings, rollout, TellingSupervisor(channel))
 
     def hear() -> None:
         try:
@@ -84,7 +88,7 @@ async def run_worker(
 
     loop.add_reader(channel, hear)
     async with heard_regularly(exchange.metrics, slot):
-        await serve_until(stop, exchange, settings, ports.bind(), say_ready)
+        await serve_until(stop, exchange, settings, ports.bind(), say_ready, operator)
 
 
 @contextlib.asynccontextmanager

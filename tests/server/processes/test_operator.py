@@ -13,8 +13,9 @@ from server.processes.test_following import published as published
 from server.processes.test_following import store as store
 from server.waiting import until
 
+from embedserve.errors import RefusedError
 from embedserve.processes.following import followed
-from embedserve.processes.operator import Operator, RefusedError
+from embedserve.processes.operator import Operator
 from embedserve_store import StoreError, set_alias
 
 
@@ -90,13 +91,13 @@ async def test_a_reload_looks_at_all_that_is_served(
     store: Path, later: Path, executor: ThreadPoolExecutor
 ) -> None:
     operated, stop = Operated(store, executor), asyncio.Event()
-    async with followed(operated.settings, operated.rollout, stop) as follower:
-        operated.alone.reload = follower.look_now
+    async with followed(operated.settings, operated.rollout, stop) as mover:
+        operator = Operator(operated.settings, operated.rollout, mover)
         appear(later, store, 2)
         operated.failures[2] = StoreError("no room")
-        operated.operator.reload()
+        operator.reload()
         await until(lambda: operated.rollout.refused("shop") == 2)
         del operated.failures[2]
-        operated.operator.reload()
+        operator.reload()
         await until(lambda: operated.rollout.number("shop") == 2)
         stop.set()
