@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
@@ -27,6 +27,7 @@ def embed_in_batches(
     weights: Weights | None = None,
     model: str | None = None,
     output_dtype: OutputDType = "float32",
+    output_keys: Sequence[str] = (),
     examples: int = EXAMPLES,
     in_flight: int = IN_FLIGHT,
     progress: bool = False,
@@ -35,7 +36,7 @@ def embed_in_batches(
 
     client: its timeout and retries are those of each request; give it some retries. Over REST
         requests go over as many connections, over gRPC over one.
-    features, weights, model, output_dtype: as `EmbedClient.embed` takes them.
+    features, weights, model, output_dtype, output_keys: as `EmbedClient.embed` takes them.
     examples: of one request; the last has what is left.
     in_flight: requests that are asked, or answered and not taken yet, at the same time.
     progress: shows a bar on standard error, where tqdm is installed.
@@ -54,7 +55,13 @@ def embed_in_batches(
         stop = min(start + examples, batch.batch_size)
         some, their_weights = cut.take(start, stop)
         try:
-            return client.embed(some, weights=their_weights, model=model, output_dtype=output_dtype)
+            return client.embed(
+                some,
+                weights=their_weights,
+                model=model,
+                output_dtype=output_dtype,
+                output_keys=output_keys,
+            )
         except EmbedServeClientError as error:
             error.add_note(f"of the examples {start} to {stop - 1}, counted from 0")
             raise

@@ -5,6 +5,7 @@ They send what `rest_calls` makes and let it read the answer; nothing else happe
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeVar
@@ -71,13 +72,17 @@ class EmbedClient:
         model: str | None = None,
         timeout_s: float | None = None,
         output_dtype: OutputDType = "float32",
+        output_keys: Sequence[str] = (),
     ) -> EmbedResult:
         """The vectors of a batch; raises EmbedServeClientError.
 
         model: NAME, or for one of its served versions NAME@VERSION or NAME@ALIAS.
         output_dtype: "float16" halves the bytes; past its largest, 65504, a value is infinite.
+        output_keys: those that the answer is to have; none: all of the model.
         """
-        return self._send(self._calls.embed(features, weights, model, timeout_s, output_dtype))
+        return self._send(
+            self._calls.embed(features, weights, model, timeout_s, output_dtype, output_keys)
+        )
 
     def models(self) -> ModelList:
         """Every served model."""
@@ -150,14 +155,16 @@ class AsyncEmbedClient:
         model: str | None = None,
         timeout_s: float | None = None,
         output_dtype: OutputDType = "float32",
+        output_keys: Sequence[str] = (),
     ) -> EmbedResult:
         """The vectors of a batch; raises EmbedServeClientError.
 
         model: NAME, or for one of its served versions NAME@VERSION or NAME@ALIAS.
         output_dtype: "float16" halves the bytes; past its largest, 65504, a value is infinite.
+        output_keys: those that the answer is to have; none: all of the model.
         """
         return await self._send(
-            self._calls.embed(features, weights, model, timeout_s, output_dtype)
+            self._calls.embed(features, weights, model, timeout_s, output_dtype, output_keys)
         )
 
     async def models(self) -> ModelList:

@@ -5,7 +5,7 @@ in the sending alone. Errors of the server and of httpx become ours here.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,6 +90,7 @@ class RestCalls:
         model: str | None,
         timeout_s: float | None,
         output_dtype: OutputDType,
+        output_keys: Sequence[str],
     ) -> Call[EmbedResult]:
         """POST /embed with an EmbedRequest, which names the model itself."""
         batch = batch_of(features, weights)
@@ -98,7 +99,7 @@ class RestCalls:
             path="/embed",
             read=partial(self._answers.read_bytes, batch_size=batch.batch_size),
             timeout_s=timeout_of(timeout_s, self._timeout_s),
-            content=request_of(batch, model, output_dtype).SerializeToString(),
+            content=request_of(batch, model, output_dtype, output_keys).SerializeToString(),
             headers={"Content-Type": _PROTOBUF, "Accept": _PROTOBUF},
         )
 

@@ -80,7 +80,7 @@ class EmbedResult:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All keys of the model, in its order, whatever the request named."""
+        """All keys of the model, or those of output_keys, in the model's order."""
         return self.layout.keys
 
     @property

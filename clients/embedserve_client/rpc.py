@@ -6,7 +6,7 @@ They call the generated stub; requests, answers and errors are `wire`'s, `stream
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -75,14 +75,16 @@ class GrpcEmbedClient:
         model: str | None = None,
         timeout_s: float | None = None,
         output_dtype: OutputDType = "float32",
+        output_keys: Sequence[str] = (),
     ) -> EmbedResult:
         """The vectors of a batch; raises EmbedServeClientError.
 
         model: NAME, or for one of its served versions NAME@VERSION or NAME@ALIAS.
         output_dtype: "float16" halves the bytes; past its largest, 65504, a value is infinite.
+        output_keys: those that the answer is to have; none: all of the model.
         """
         batch = batch_of(features, weights)
-        request = request_of(batch, model, output_dtype)
+        request = request_of(batch, model, output_dtype, output_keys)
         timeout_s = timeout_of(timeout_s, self._timeout_s)
         answer = self._call(self._stub.Embed, request, timeout_s)
         return self._answers.read(answer, batch.batch_size)
@@ -172,14 +174,16 @@ class AsyncGrpcEmbedClient:
         model: str | None = None,
         timeout_s: float | None = None,
         output_dtype: OutputDType = "float32",
+        output_keys: Sequence[str] = (),
     ) -> EmbedResult:
         """The vectors of a batch; raises EmbedServeClientError.
 
         model: NAME, or for one of its served versions NAME@VERSION or NAME@ALIAS.
         output_dtype: "float16" halves the bytes; past its largest, 65504, a value is infinite.
+        output_keys: those that the answer is to have; none: all of the model.
         """
         batch = batch_of(features, weights)
-        request = request_of(batch, model, output_dtype)
+        request = request_of(batch, model, output_dtype, output_keys)
         timeout_s = timeout_of(timeout_s, self._timeout_s)
         answer = await self._call(self._stub.Embed, request, timeout_s)
         return self._answers.read(answer, batch.batch_size)

@@ -15,6 +15,7 @@ from collections.abc import (
     Generator,
     Iterable,
     Iterator,
+    Sequence,
 )
 from dataclasses import dataclass
 from enum import Enum
@@ -33,12 +34,14 @@ from embedserve_proto import embedding_pb2 as pb
 
 @dataclass(frozen=True)
 class StreamRequest:
-    """One item of a stream, for those that need weights, name a model or want float16."""
+    """One item of a stream, for those that need weights, name a model, or want float16 or
+    some keys."""
 
     features: Features
     weights: Weights | None = None
     model: str | None = None
     output_dtype: OutputDType = "float32"
+    output_keys: Sequence[str] = ()
 
 
 StreamItem: TypeAlias = StreamRequest | Features
@@ -147,7 +150,7 @@ def _encoded(item: StreamItem) -> tuple[pb.EmbedRequest | None, _Step]:
     request = item if isinstance(item, StreamRequest) else StreamRequest(item)
     try:
         batch = batch_of(request.features, request.weights)
-        message = request_of(batch, request.model, request.output_dtype)
+        message = request_of(batch, request.model, request.output_dtype, request.output_keys)
     except InvalidRequest as error:
         return None, error
     return message, _Sent(batch.batch_size)

@@ -5,8 +5,9 @@ EmbedResponse into an EmbedResult, or into the error that it carries. Pure but f
 reader's memory of layouts; no I/O.
 """
 
+from collections.abc import Sequence
 from reprlib import repr as short
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -31,11 +32,15 @@ _DTYPE_OF_NUMBER: dict[int, np.dtype[Any]] = {
 
 
 def request_of(
-    batch: Batch, model: str | None, output_dtype: OutputDType = "float32"
+    batch: Batch,
+    model: str | None,
+    output_dtype: OutputDType = "float32",
+    output_keys: Sequence[str] = (),
 ) -> pb.EmbedRequest:
     """The message of a batch; model None is the server's default model.
 
-    InvalidRequest where output_dtype is neither "float32" nor "float16".
+    InvalidRequest where output_dtype is neither "float32" nor "float16", or output_keys are not
+    strings.
     """
     message = pb.EmbedRequest(
         model=model or "",
@@ -45,6 +50,7 @@ def request_of(
         string_keys=batch.string_keys,
         string_ids=batch.string_ids,
         output_dtype=_number_of(output_dtype),
+        output_keys=_checked_keys(output_keys),
     )
     if batch.weights is not None:
         message.weights_bytes = batch.weights.astype(_LITTLE_FLOAT32, copy=False).tobytes()
@@ -58,6 +64,15 @@ def _number_of(output_dtype: object) -> pb.OutputDType:
             field="output_dtype",
         )
     return _NUMBER_OF_DTYPE[output_dtype]
+
+
+def _checked_keys(output_keys: object) -> Sequence[str]:
+    is_list = isinstance(output_keys, Sequence) and not isinstance(output_keys, str)
+    if not is_list or not all(isinstance(key, str) for key in output_keys):  # type: ignore[attr-defined]
+        raise InvalidRequest(
+            f"output_keys: {short(output_keys)} is no list of keys", field="output_keys"
+        )
+    return cast(Sequence[str], output_keys)
 
 
 class AnswerReader:

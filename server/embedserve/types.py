@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
+from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 import orjson
@@ -20,8 +22,27 @@ Encoded = tuple[Parts, int]
 """Such pieces, and their bytes."""
 
 
+T = TypeVar("T")
+PARTS_MAX = PART_STARTS_MAX = 16
+"""Selections of a model's keys that are remembered, and beginnings of answers of each: all of them
+together take as much as the model's own."""
+
+
 def with_size(parts: Parts) -> Encoded:
     return parts, sum(memoryview(part).nbytes for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a caller wants of the answer, where it is not all of it in its codec's plain form.
+
+    Attributes:
+        keys: those wanted, in any order; empty: all.
+        field: of the request that names them, for messages.
+    """
+
+    keys: tuple[str, ...] = ()
+    field: str = "output_keys"
 
 
 @dataclass(slots=True)
@@ -38,6 +59,7 @@ class LookupRequest:
         string_features: those of ``features`` whose ids were given as strings.
         strings: these strings by their hashes, for messages; None where there are none.
         output_dtype: "float32" or "float16", of the values that the caller wants.
+        output: None for the whole answer in its plain form, as most callers want it.
     """
 
     model: str
@@ -49,6 +71,7 @@ class LookupRequest:
     string_features: frozenset[str] = frozenset()
     strings: Mapping[int, str] | None = None
     output_dtype: str = "float32"
+    output: Output | None = None
 
 
 @dataclass(slots=True)
@@ -56,7 +79,7 @@ class LookupResult:
     """The vectors of one request.
 
     Attributes:
-        model: that answered.
+        model: that answered; of an answer with some of its keys, the part that has them.
         values: float32 or float16, as the request wants, C-contiguous, a slice of its batch:
             [B, sum(model.length_per_key)]; of an unpooled model [sum(lengths), dim], one row for
             each id, key after key.
@@ -110,6 +133,7 @@ class ModelInfo:
         bytes_per_rank: table bytes of each rank.
         replanned: the plan is not the stored one.
         lookup_kind: how lookups run: traced, scripted or eager.
+        selected: positions in the manifest's keys of those that answers have; None: all.
     """
 
     manifest: Manifest
@@ -123,6 +147,11 @@ class ModelInfo:
     """As --model has it, NAME, NAME@VERSION or NAME@ALIAS; "" for the first."""
     answer_starts: dict[tuple[int, int], bytes] = field(default_factory=dict)
     """What codecs keep with the model, so that it goes with it: by bytes of values and of each."""
+    selected: tuple[int, ...] | None = None
+    starts_max: int = 256
+    """Of ``answer_starts``: one for each size of an answer."""
+    parts: dict[tuple[str, ...], ModelInfo] = field(default_factory=dict)
+    """What ``with_keys`` gave."""
 
     @cached_property
     def json_start(self) -> bytes:
@@ -165,11 +194,42 @@ class ModelInfo:
     @cached_property
     def keys(self) -> tuple[str, ...]:
         """Of every answer, as in a KeyedTensor."""
-        return self.manifest.keys
+        return self._of_selected(self.manifest.keys)
 
     @cached_property
     def length_per_key(self) -> tuple[int, ...]:
-        return self.manifest.length_per_key
+        return self._of_selected(self.manifest.length_per_key)
+
+    def _of_selected(self, of_all: tuple[T, ...]) -> tuple[T, ...]:
+        return of_all if self.selected is None else tuple(of_all[at] for at in self.selected)
+
+    @cached_property
+    def key_positions(self) -> Mapping[str, int]:
+        return {key: at for at, key in enumerate(self.keys)}
+
+    @cached_property
+    def columns(self) -> tuple[slice, ...]:
+        """Where the vectors of ``keys`` lie in a row of all; those side by side as one."""
+        ends = [0, *accumulate(self.manifest.length_per_key)]
+        columns: list[slice] = []
+        for at in range(len(ends) - 1) if self.selected is None else self.selected:
+            start = columns.pop().start if columns and columns[-1].stop == ends[at] else ends[at]
+            columns.append(slice(start, ends[at + 1]))
+        return tuple(columns)
+
+    def with_keys(self, keys: tuple[str, ...]) -> ModelInfo:
+        """This model as answers with only ``keys`` describe it: each is one of its own, once; in
+        the model's order whatever theirs. Kept, as callers ask for the same over and over."""
+        part = self.parts.get(keys)
+        if part is None:
+            selected = tuple(sorted(self.key_positions[key] for key in keys))
+            part = replace(
+                self, selected=selected, starts_max=PART_STARTS_MAX, answer_starts={}, parts={}
+            )
+            if len(self.parts) >= PARTS_MAX:
+                self.parts.clear()
+            self.parts[keys] = part
+        return part
 
     @cached_property
     def is_pooled(self) -> bool:

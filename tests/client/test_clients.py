@@ -79,6 +79,12 @@ def test_float16_is_answered_as_asked_for(client: Any, model: FakeModel) -> None
     assert [request.output_dtype for request in model.requests] == [pb.FLOAT32, pb.FLOAT16]
 
 
+def test_output_keys_are_asked_for(client: Any, model: FakeModel) -> None:
+    client.embed({"user": [1]}, output_keys=["user"])
+
+    assert [list(request.output_keys) for request in model.requests] == [["user"]]
+
+
 def test_rows_of_a_model_that_is_not_pooled_may_be_float16(client: Any) -> None:
     titles = {"title": [["Heat"], ["Alien"]]}
     rows = client.embed(titles, model="sequence", output_dtype="float16")["title"]

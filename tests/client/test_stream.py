@@ -59,6 +59,12 @@ def test_a_stream_takes_strings_and_gives_rows_beside_pooled_vectors(stream_clie
     assert pooled_result.result()["user"].tolist() == [[2, 3]]
 
 
+def test_each_item_has_output_keys_of_its_own(stream_client: Any, model: FakeModel) -> None:
+    items = [StreamRequest({"user": [1]}, output_keys=["user"]), {"user": [2]}]
+    assert len(stream_client.stream(items)) == 2
+    assert [list(request.output_keys) for request in model.requests] == [["user"], []]
+
+
 def test_each_item_has_an_output_dtype_of_its_own(stream_client: Any) -> None:
     halves = StreamRequest({"user": [1]}, output_dtype="float16")
     wrong: Any = StreamRequest({"user": [1]}, output_dtype="int8")  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embedserve_client.batch import batch_of
-from embedserve_client.errors import EmbedServeClientError, Overloaded, ServerError
+from embedserve_client.errors import EmbedServeClientError, InvalidRequest, Overloaded, ServerError
 from embedserve_client.result import EmbedResult
 from embedserve_client.wire import AnswerReader, request_of
 from embedserve_proto import embedding_pb2 as pb
@@ -38,6 +38,22 @@ def test_arrays_travel_as_little_endian_bytes() -> None:
 @pytest.mark.parametrize(("name", "number"), [("float32", pb.FLOAT32), ("float16", pb.FLOAT16)])
 def test_the_output_dtype_travels_as_its_number(name: Any, number: pb.OutputDType) -> None:
     assert request_of(batch_of({"user": [1]}), None, name).output_dtype == number
+
+
+def test_the_output_keys_travel_as_they_are() -> None:
+    batch = batch_of({"user": [1]})
+    assert list(request_of(batch, None).output_keys) == []
+    assert list(request_of(batch, None, output_keys=("movie", "user")).output_keys) == [
+        "movie",
+        "user",
+    ]
+
+
+@pytest.mark.parametrize("keys", ["movie", [1], None, 7, {"movie"}])
+def test_what_is_no_list_of_output_keys_is_refused(keys: Any) -> None:
+    with pytest.raises(InvalidRequest, match="is no list of keys") as caught:
+        request_of(batch_of({"user": [1]}), None, output_keys=keys)
+    assert caught.value.field == "output_keys"
 
 
 def test_no_model_and_no_weights_leave_the_fields_empty() -> None:

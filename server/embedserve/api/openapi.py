@@ -61,6 +61,12 @@ EMBED_SCHEMAS: dict[str, Any] = {
                 "and fewer digits in JSON. Values are computed in float32 and rounded at the end; "
                 "past 65504 a float16 is infinite.",
             },
+            "output_keys": {
+                "type": "array",
+                "items": {"type": "string"},
+                "description": "Keys that the answer is to have, each once. Left out, or empty: "
+                "all of the model.",
+            },
         },
         "example": _REQUEST_EXAMPLE,
     },

@@ -6,13 +6,14 @@ once join() has refused a batch: slow and thorough, one request at a time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.types import LookupRequest, ModelInfo
+from embedserve.types import LookupRequest, ModelInfo, Output
 
 QUOTED_CHARACTERS_MAX = 60
 
@@ -36,6 +37,21 @@ def check_feature_count(field: str, count: int, limits: Limits) -> None:
         raise RequestTooLargeError(
             f"{field} names {count} features, {limits.said('request_features_max')}", field
         )
+
+
+def check_output_keys(output: Output, model: ModelInfo) -> None:
+    """Raises InvalidRequestError for a key that ``model`` has not, or that is named twice."""
+    field, positions = output.field, model.key_positions
+    for at, key in enumerate(output.keys):
+        if key not in positions:
+            raise InvalidRequestError(
+                f"{field}[{at}] is {key!r}: model {model.name!r} has no such key; "
+                f"it has {', '.join(model.keys)}",
+                f"{field}[{at}]",
+            )
+    if len(set(output.keys)) < len(output.keys):
+        twice = next(key for key, count in Counter(output.keys).items() if count > 1)
+        raise InvalidRequestError(f"{field} names {twice!r} twice", field)
 
 
 def check_kinds(request: LookupRequest, model: ModelInfo) -> None:

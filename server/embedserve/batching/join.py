@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from embedserve.batching.bag_order import bags_to_ids, feature_major_order
-from embedserve.batching.checks import check_kinds, check_lengths
+from embedserve.batching.checks import check_kinds, check_lengths, check_output_keys
 from embedserve.batching.translation import translate
 from embedserve.errors import InvalidRequestError
 from embedserve.types import Batch, LookupRequest, ModelInfo
@@ -32,10 +32,12 @@ def to_model_order(
 
     Raises:
         InvalidRequestError: a feature that the model does not have, ids or weights of a kind
-            that it does not take, or lengths that do not add up.
+            that it does not take, lengths that do not add up, or an output key that it has not.
     """
     if not model.is_pooled or request.string_features or model.string_features:
         check_kinds(request, model)
+    if request.output is not None:
+        check_output_keys(request.output, model)
     if request.features == model.features:
         return request
     for feature in request.features:
@@ -66,6 +68,7 @@ def to_model_order(
         string_features=request.string_features,
         strings=request.strings,
         output_dtype=request.output_dtype,
+        output=request.output,
     )
 
 

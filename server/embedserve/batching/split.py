@@ -1,7 +1,8 @@
 """Splits what the engine answered to a batch into one result for each of its requests.
 
 A pooled answer is a slice. An unpooled one comes key after key over the whole batch, so that
-its rows are first put together request by request, in one gather. Never copies a pooled value.
+its rows are first put together request by request, in one gather. Never copies a pooled value, but
+for a caller that wants some of the keys.
 """
 
 from __future__ import annotations
@@ -83,6 +84,27 @@ def own(values: np.ndarray) -> np.ndarray:
     """``values``, or a copy where they are a slice, which would keep all of its batch."""
     base = values.base
     return values.copy() if isinstance(base, np.ndarray) and base.nbytes > values.nbytes else values
+
+
+def select(result: LookupResult, keys: tuple[str, ...]) -> None:
+    """Leaves ``result`` with only ``keys``, which its model has; their values are copied."""
+    whole = result.model
+    if len(keys) == len(whole.keys):
+        return
+    part = result.model = whole.with_keys(keys)
+    if result.lengths is None:
+        result.values = _columns(result.values, part)
+        result.more = [_columns(piece, part) for piece in result.more]
+        return
+    ends = result.lengths.sum(axis=1, dtype=np.int64).cumsum()
+    rows = np.split(result.values, ends[:-1])
+    selected = list(part.selected or ())
+    result.values = np.concatenate([rows[at] for at in selected])
+    result.lengths = result.lengths[selected]
+
+
+def _columns(values: np.ndarray, part: ModelInfo) -> np.ndarray:
+    return np.concatenate([values[:, columns] for columns in part.columns], axis=1)
 
 
 def _split_pooled(

@@ -23,7 +23,7 @@ FEW = 8
 """Values in a bag that are quicker looked at each alone."""
 QUOTED_CHARACTERS_MAX = 60
 INT64_MAX = 2**63 - 1
-FIELDS = ("features", "weights", "output_dtype", "version")
+FIELDS = ("features", "weights", "output_dtype", "version", "output_keys")
 OUTPUT_DTYPES = ("float32", "float16")
 
 
@@ -45,7 +45,7 @@ def diagnose(body: bytes) -> InvalidRequestError | None:
             return _wrong(
                 name or '""', f"is not a field of a request; there are {', '.join(FIELDS)}"
             )
-    return _features(parsed) or _weights(parsed) or _choices(parsed)
+    return _features(parsed) or _weights(parsed) or _choices(parsed) or _output_keys(parsed)
 
 
 def _features(parsed: dict[str, Any]) -> InvalidRequestError | None:
@@ -142,6 +142,18 @@ def _choices(parsed: dict[str, Any]) -> InvalidRequestError | None:
         return None
     expected = " or ".join(f'"{name}"' for name in OUTPUT_DTYPES)
     return _wrong("output_dtype", f"is {_quote(output_dtype)}, expected {expected}")
+
+
+def _output_keys(parsed: dict[str, Any]) -> InvalidRequestError | None:
+    output_keys = parsed.get("output_keys")
+    if output_keys is None:
+        return None
+    if not isinstance(output_keys, list):
+        return _wrong("output_keys", f"is {_quote(output_keys)}: expected a list of keys")
+    for i, key in enumerate(output_keys):
+        if problem := "expected a key" if not isinstance(key, str) else _check_string(key):
+            return _wrong(f"output_keys[{i}]", f"is {_quote(key)}: {problem}")
+    return None
 
 
 def _jagged(field: str, bags: Any, what: str, check: Any) -> InvalidRequestError | None:

@@ -22,7 +22,7 @@ from embedserve.codec.strings import merge
 from embedserve.codec.version_name import with_version
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
-from embedserve.types import Encoded, LookupRequest, LookupResult, ModelInfo
+from embedserve.types import Encoded, LookupRequest, LookupResult, ModelInfo, Output
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -32,6 +32,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     weights: dict[str, list[list[float] | float]] | None = None
     output_dtype: Literal["float32", "float16"] = "float32"
     version: _Number | str | None = None
+    output_keys: list[str] | None = None
 
 
 class _BodyWithStrings(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -39,6 +40,7 @@ class _BodyWithStrings(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     weights: dict[str, list[list[float] | float]] | None = None
     output_dtype: Literal["float32", "float16"] = "float32"
     version: _Number | str | None = None
+    output_keys: list[str] | None = None
 
 
 NOW_BYTES_MAX = 64 << 10
@@ -81,6 +83,9 @@ def decode_request(body: bytes, model: str, limits: Limits = DEFAULT_LIMITS) -> 
         request.output_dtype = parsed.output_dtype
     if parsed.version is not None:
         request.model = with_version(request.model, parsed.version)
+    if parsed.output_keys:
+        check_feature_count("output_keys", len(parsed.output_keys), limits)
+        request.output = Output(tuple(parsed.output_keys))
     return request
 
 

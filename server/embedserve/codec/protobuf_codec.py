@@ -37,7 +37,14 @@ from embedserve.codec.strings import merge
 from embedserve.codec.version_name import with_version
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
-from embedserve.types import Encoded, LookupRequest, LookupResult, ModelInfo, with_size
+from embedserve.types import (
+    Encoded,
+    LookupRequest,
+    LookupResult,
+    ModelInfo,
+    Output,
+    with_size,
+)
 from embedserve_proto import embedding_pb2
 
 _FLOAT32, _FLOAT16 = np.dtype("<f4"), np.dtype("<f2")
@@ -68,8 +75,6 @@ SMALL_BYTES = 4096
 """Of a message that the library reads whole: so few numbers may become Python objects first."""
 NOW_LENGTHS_MAX = 32_768
 """Of an answer that is written on that thread, in about a millisecond."""
-STARTS_MAX = 256
-"""Of answers, remembered for a model: one for each size."""
 ALWAYS_OF_A_RULE = {"id_type": "int64", "unknown": "error"}
 """What an IdRule message has where the rule itself says nothing of it."""
 
@@ -198,6 +203,9 @@ def _request(
         request.output_dtype = _output_dtype(message.output_dtype)
     if message.version:
         request.model = with_version(request.model, message.version)
+    if message.output_keys:
+        check_feature_count("output_keys", len(message.output_keys), limits)
+        request.output = Output(tuple(message.output_keys[:]))
     if message.string_keys or message.string_ids:
         _add_strings(request, message)
     weights = array("weights", 1, "request_ids_max")
@@ -382,7 +390,7 @@ def _little_endian(values: np.ndarray) -> np.ndarray:
 def _start(model: ModelInfo, batch_size: int, size: int, itemsize: int) -> bytes:
     """All that comes before the values of a pooled answer; kept with its model."""
     start = _sizes(model, batch_size, itemsize) + VALUES_TAG + _varint(size)
-    if len(model.answer_starts) >= STARTS_MAX:
+    if len(model.answer_starts) >= model.starts_max:
         model.answer_starts.clear()
     model.answer_starts[size, itemsize] = start
     return start
