@@ -81,10 +81,10 @@ swaps: install
 swaps-killed: install
 	PYTHONPATH=server:model_store:clients:proto:tests $(BIN)/python -W ignore -m soak.killed_swaps $(SWAPS)
 
-# The generated code beside embedding.proto is committed; a test compares it.
+# The generated code beside the .proto files is committed; a test compares it.
 proto: install
 	cd proto && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. \
-	    --grpc_python_out=. embedserve_proto/embedding.proto
+	    --grpc_python_out=. embedserve_proto/embedding.proto embedserve_proto/open_inference.proto
 
 # docs/settings.md, docs/metrics.md and the Kubernetes resource of Prometheus' rules are committed,
 # too; a test compares them.

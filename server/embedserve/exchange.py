@@ -13,7 +13,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Protocol, TypeVar
@@ -71,6 +71,10 @@ class Asked:
     timeout_s: float | None
     metrics: ProtocolMetrics
     routing_key: bytes = b""
+
+    def in_codec(self, codec: Codec) -> Asked:
+        """The same in another form."""
+        return replace(self, codec=codec, answer_codec=codec)
 
 
 class Call(Caller):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
@@ -39,10 +39,14 @@ class Output:
     Attributes:
         keys: those wanted, in any order; empty: all.
         field: of the request that names them, for messages.
+        has_all: the vectors of all keys are wanted whatever ``keys`` are, which are only checked.
+        form: what the codec that writes the answer was told; small, as it waits with its request.
     """
 
     keys: tuple[str, ...] = ()
     field: str = "output_keys"
+    has_all: bool = False
+    form: object = None
 
 
 @dataclass(slots=True)
@@ -87,6 +91,7 @@ class LookupResult:
         lengths: int32 [keys, B] of an unpooled model, else None.
         more: the rest of the rows, where a batch was looked up in pieces: ``values`` has the
             first B of them. Never joined before they are written, which would copy all.
+        output: of its request.
     """
 
     model: ModelInfo
@@ -94,6 +99,7 @@ class LookupResult:
     unknown_ids: Mapping[str, int] | None = None
     lengths: np.ndarray | None = None
     more: Sequence[np.ndarray] = ()
+    output: Output | None = None
 
 
 @dataclass(slots=True)
@@ -145,8 +151,8 @@ class ModelInfo:
     lookup_kind: str
     named: str = ""
     """As --model has it, NAME, NAME@VERSION or NAME@ALIAS; "" for the first."""
-    answer_starts: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    """What codecs keep with the model, so that it goes with it: by bytes of values and of each."""
+    answer_starts: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    """What codecs keep with the model, so that it goes with it: by what it depends on."""
     selected: tuple[int, ...] | None = None
     starts_max: int = 256
     """Of ``answer_starts``: one for each size of an answer."""

@@ -1,4 +1,4 @@
-"""The committed code is what protoc makes of embedding.proto."""
+"""The committed code is what protoc makes of the .proto files."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import pytest
 PROTO = Path(__file__).parents[2] / "proto"
 
 
-@pytest.mark.parametrize("name", ["embedding_pb2.py", "embedding_pb2.pyi", "embedding_pb2_grpc.py"])
-def test_generated_code_is_current(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("proto", ["embedding", "open_inference"])
+@pytest.mark.parametrize("ending", ["_pb2.py", "_pb2.pyi", "_pb2_grpc.py"])
+def test_generated_code_is_current(proto: str, ending: str, tmp_path: Path) -> None:
     pytest.importorskip("grpc_tools")
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
     subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "grpc_tools.protoc", "-I.", *outputs,
-         "embedserve_proto/embedding.proto"],
+         f"embedserve_proto/{proto}.proto"],
         cwd=PROTO,
         check=True,
     )  # fmt: skip
+    name = proto + ending
     generated = tmp_path / "embedserve_proto" / name
     committed = PROTO / "embedserve_proto" / name
     assert committed.read_text() == generated.read_text(), "run make proto and commit the result"

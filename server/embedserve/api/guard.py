@@ -7,6 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from embedserve.access.access import CERTIFICATE, Access, one_header
 from embedserve.codec.json_codec import encode_error
+from embedserve.codec.open_inference import bodies
 from embedserve.errors import EmbedServeError
 
 ANYBODY: frozenset[str] = frozenset()
@@ -17,9 +18,9 @@ ADMINS = frozenset({"admin"})
 def roles_of(path: str) -> frozenset[str]:
     """The roles that may ask for ``path``, one of which is enough; none: anybody may. Probes have
     no tokens; what is not known here is the admins'."""
-    if path in ("/health/live", "/health/ready"):
+    if path.removeprefix("/v2") in ("/health/live", "/health/ready"):
         return ANYBODY
-    if path == "/models" or path.startswith("/models/"):
+    if path in ("/models", "/v2") or path.startswith(("/models/", "/v2/")):
         return CALLERS
     return ADMINS
 
@@ -39,15 +40,17 @@ class Guard:
             try:
                 self._access.check(authorization, scope.get(CERTIFICATE), roles)
             except EmbedServeError as error:
-                app = error_response(error, error.http_status)
+                app = error_response(error, error.http_status, scope["path"])
         await app(scope, receive, send)
 
 
-def error_response(error: EmbedServeError, status: int) -> Response:
-    """``error`` in the JSON shape of every error."""
+def error_response(error: EmbedServeError, status: int, path: str) -> Response:
+    """``error`` in the JSON shape of every error, or of the Open Inference Protocol's routes."""
     headers = {}
     if error.retry_after_s:
         headers["Retry-After"] = str(error.retry_after_s)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return Response(encode_error(error), status, headers, media_type="application/json")
+    is_inference = path == "/v2" or path.startswith("/v2/")
+    encode = bodies.encode_error if is_inference else encode_error
+    return Response(encode(error), status, headers, media_type="application/json")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -15,6 +16,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from embedserve import __version__
+from embedserve.api import open_inference
 from embedserve.api.admin import Operator, add_admin
 from embedserve.api.guard import Guard, error_response
 from embedserve.api.openapi import EMBED_PATHS, EMBED_SCHEMAS, ERROR_RESPONSE
@@ -113,7 +115,7 @@ class Info(BaseModel):
 def health_app(exchange: Exchange) -> FastAPI:
     """The FastAPI application of ports whose management is at another one."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    _add_health(app, exchange.models)
+    _add_health(app, exchange)
     _add_error_shape(app)
     return app
 
@@ -135,7 +137,7 @@ def management_app(
     served, metrics_of_all = exchange.models, exchange.metrics
     registry = metrics_of_all.registry()
 
-    _add_health(app, served)
+    _add_health(app, exchange)
 
     @app.get("/metrics", tags=["metrics"], response_class=Response)
     async def metrics() -> Response:
@@ -164,6 +166,7 @@ def management_app(
         """One served model, NAME, or one of its versions, NAME@VERSION or NAME@ALIAS."""
         return model_of(served.model(model))
 
+    app.include_router(open_inference.routes(exchange))
     if operator is not None:
         add_admin(app, operator)
     if asks and exchange.access is not None:
@@ -173,7 +176,9 @@ def management_app(
     return app
 
 
-def _add_health(app: FastAPI, served: ServedModels) -> None:
+def _add_health(app: FastAPI, exchange: Exchange) -> None:
+    app.include_router(open_inference.health_routes(exchange))
+
     @app.get("/health/live", tags=["health"])
     async def live() -> Health:
         """The process runs."""
@@ -183,32 +188,42 @@ def _add_health(app: FastAPI, served: ServedModels) -> None:
     async def ready() -> Health:
         """All models are loaded, checked and warm; 503 while draining before the stop, and where
         a model's files were changed under the server."""
-        served.check_ready()
+        exchange.models.check_ready()
         return Health(status="ready")
 
 
 def _add_error_shape(app: FastAPI) -> None:
-    """Every error of every route has the JSON shape of the embed routes."""
+    """Every error has the JSON shape of the embed routes, or of the Open Inference Protocol's."""
+
+    def answer(request: Request, error: EmbedServeError, status: int) -> Response:
+        return error_response(error, status, request.url.path)
 
     async def of_ours(request: Request, error: Exception) -> Response:
         assert isinstance(error, EmbedServeError)
-        return error_response(error, error.http_status)
+        return answer(request, error, error.http_status)
 
     async def of_routing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         shaped = InvalidRequestError(f"{request.method} {request.url.path}: {error.detail}")
         if error.status_code == 404:
             shaped.code = "NOT_FOUND"
-        response = error_response(shaped, error.status_code)
+        response = answer(request, shaped, error.status_code)
         response.headers.update(error.headers or {})
         return response
 
+    async def of_body(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        return answer(request, InvalidRequestError(f"{field}: {first['msg']}", field), 400)
+
     async def unforeseen(request: Request, error: Exception) -> Response:
         """Starlette raises ``error`` again after the answer, and uvicorn logs it."""
-        return error_response(EngineError(INTERNAL), EngineError.http_status)
+        return answer(request, EngineError(INTERNAL), EngineError.http_status)
 
     app.add_exception_handler(EmbedServeError, of_ours)
     app.add_exception_handler(HTTPException, of_routing)
+    app.add_exception_handler(RequestValidationError, of_body)
     app.add_exception_handler(Exception, unforeseen)
 
 

@@ -24,7 +24,7 @@ from embedserve.batching.join import cut, join
 from embedserve.batching.lane import Lane
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.batching.shadow import Shadow
-from embedserve.batching.split import in_request_order, select, split
+from embedserve.batching.split import in_request_order, make_as_wanted, split
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, EngineError, OverloadedError
 from embedserve.metrics.model_metrics import ModelMetrics
@@ -410,8 +410,8 @@ class Batcher:
         results = split(pieces, batch, [caller.request for caller in callers], self.model)
         for caller, result in zip(callers, results, strict=True):
             request = caller.request
-            if request.output is not None and request.output.keys:
-                select(result, request.output.keys)
+            if request.output is not None:
+                make_as_wanted(result, request.output)
             if request.output_dtype == "float16":
                 self._round(result)
         return results

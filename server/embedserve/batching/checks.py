@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -39,19 +40,27 @@ def check_feature_count(field: str, count: int, limits: Limits) -> None:
         )
 
 
-def check_output_keys(output: Output, model: ModelInfo) -> None:
-    """Raises InvalidRequestError for a key that ``model`` has not, or that is named twice."""
+def check_output(output: Output, model: ModelInfo) -> Output:
+    """``output`` with the model's own names: a request that waits keeps none of its caller's.
+
+    Raises:
+        InvalidRequestError: a key that ``model`` has not, or that is named twice.
+    """
     field, positions = output.field, model.key_positions
+    named = []
     for at, key in enumerate(output.keys):
-        if key not in positions:
+        position = positions.get(key)
+        if position is None:
             raise InvalidRequestError(
                 f"{field}[{at}] is {key!r}: model {model.name!r} has no such key; "
                 f"it has {', '.join(model.keys)}",
                 f"{field}[{at}]",
             )
+        named.append(model.keys[position])
     if len(set(output.keys)) < len(output.keys):
         twice = next(key for key, count in Counter(output.keys).items() if count > 1)
         raise InvalidRequestError(f"{field} names {twice!r} twice", field)
+    return replace(output, keys=tuple(named))
 
 
 def check_kinds(request: LookupRequest, model: ModelInfo) -> None:

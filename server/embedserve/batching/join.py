@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from embedserve.batching.bag_order import bags_to_ids, feature_major_order
-from embedserve.batching.checks import check_kinds, check_lengths, check_output_keys
+from embedserve.batching.checks import check_kinds, check_lengths, check_output
 from embedserve.batching.translation import translate
 from embedserve.errors import InvalidRequestError
 from embedserve.types import Batch, LookupRequest, ModelInfo
@@ -37,7 +37,7 @@ def to_model_order(
     if not model.is_pooled or request.string_features or model.string_features:
         check_kinds(request, model)
     if request.output is not None:
-        check_output_keys(request.output, model)
+        request.output = check_output(request.output, model)
     if request.features == model.features:
         return request
     for feature in request.features:

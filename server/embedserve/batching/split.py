@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from embedserve.batching.bag_order import bags_to_ids, request_major_order
-from embedserve.types import Batch, LookupRequest, LookupResult, ModelInfo
+from embedserve.types import Batch, LookupRequest, LookupResult, ModelInfo, Output
 
 
 def in_request_order(values: np.ndarray, batch: Batch, model: ModelInfo) -> np.ndarray:
@@ -86,10 +86,12 @@ def own(values: np.ndarray) -> np.ndarray:
     return values.copy() if isinstance(base, np.ndarray) and base.nbytes > values.nbytes else values
 
 
-def select(result: LookupResult, keys: tuple[str, ...]) -> None:
-    """Leaves ``result`` with only ``keys``, which its model has; their values are copied."""
-    whole = result.model
-    if len(keys) == len(whole.keys):
+def make_as_wanted(result: LookupResult, output: Output) -> None:
+    """Leaves ``result`` with only the keys of ``output``, which its model has; copies their
+    values."""
+    whole, keys = result.model, output.keys
+    result.output = output
+    if not keys or output.has_all or len(keys) == len(whole.keys):
         return
     part = result.model = whole.with_keys(keys)
     if result.lengths is None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 from embedserve.codec import json_codec, protobuf_codec
+from embedserve.codec.open_inference import bodies, messages
 from embedserve.config import Limits
-from embedserve.errors import RequestTooLargeError
-from embedserve.types import Encoded, LookupRequest, LookupResult
+from embedserve.errors import EmbedServeError, RequestTooLargeError
+from embedserve.types import Encoded, LookupRequest, LookupResult, Parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,6 +27,10 @@ class Codec:
         encode_now: the same where all of it is quick, and how many bytes; None where it takes long.
         model_of: the model that a body names, "" where it names none; decodes nothing else.
         sizes_of: (bags, ids) that a body has, about and seldom more; decodes nothing.
+        encode_error: an error as REST answers it.
+        encode_streamed_error: an error as a stream answers it in a request's place.
+        head_bytes: of an answer in pieces those of its JSON, which a header tells; 0 where all of
+            it is JSON. None of forms that have no such answers.
     """
 
     content_type: bytes
@@ -35,6 +41,9 @@ class Codec:
     encode_now: Callable[[LookupResult], Encoded | None]
     model_of: Callable[[bytes], str]
     sizes_of: Callable[[bytes], tuple[int, int]]
+    encode_error: Callable[[EmbedServeError], bytes] = json_codec.encode_error
+    encode_streamed_error: Callable[[EmbedServeError], bytes] = protobuf_codec.encode_error
+    head_bytes: Callable[[Parts], int] | None = None
 
     def bytes_max(self, limits: Limits) -> int:
         """Of a body."""
@@ -72,3 +81,53 @@ PROTOBUF = Codec(
     protobuf_codec.model_of,
     protobuf_codec.sizes_of,
 )
+
+INFER = Codec(
+    b"application/json",
+    "request_text_bytes_max",
+    bodies.decode_request,
+    bodies.decode_now,
+    bodies.encode_pieces,
+    bodies.encode_now,
+    lambda body: "",
+    lambda body: (0, 0),
+    encode_error=bodies.encode_error,
+    head_bytes=bodies.head_bytes,
+)
+"""The Open Inference Protocol's JSON; its answers may have values in binary behind it."""
+BINARY = b"application/octet-stream"
+"""The content type of those."""
+CODECS_MAX = 512
+
+
+@lru_cache(CODECS_MAX)
+def infer_binary(json_bytes: int) -> Codec:
+    """Of bodies that begin with so much JSON, and have tensors in binary behind it. A caller's
+    requests have the same few lengths over and over."""
+    return replace(
+        INFER,
+        content_type=BINARY,
+        limit="body_bytes_max",
+        decode=partial(bodies.decode_request, json_bytes=json_bytes),
+        decode_now=partial(bodies.decode_now, json_bytes=json_bytes),
+    )
+
+
+INFER_MESSAGE = Codec(
+    PROTOBUF.content_type,
+    "body_bytes_max",
+    messages.decode_request,
+    messages.decode_now,
+    messages.encode_pieces,
+    messages.encode_now,
+    messages.model_of,
+    lambda body: (0, 0),
+)
+"""ModelInferRequest and ModelInferResponse."""
+INFER_STREAMED = replace(
+    INFER_MESSAGE,
+    encode=messages.encode_streamed_pieces,
+    encode_now=messages.encode_streamed_now,
+    encode_streamed_error=messages.encode_stream_error,
+)
+"""The same in a ModelStreamInferResponse each."""

@@ -69,7 +69,7 @@ def decode_request(body: bytes, model: str, limits: Limits = DEFAULT_LIMITS) -> 
         RequestTooLargeError: it has more than ``limits`` allow, told before it is read.
     """
     if len(body) > limits.request_values_max:  # else it cannot hold so many
-        _check_cost(body, limits)
+        check_cost(body, limits)
     try:
         try:
             parsed: _Body | _BodyWithStrings = _DECODER.decode(body)
@@ -106,8 +106,9 @@ def _count(body: bytes, characters: bytes) -> int:
     return sum(int(np.count_nonzero(octets == one)) for one in characters)
 
 
-def _check_cost(body: bytes, limits: Limits) -> None:
-    """Every value but the outermost follows a comma or an opening bracket."""
+def check_cost(body: bytes, limits: Limits) -> None:
+    """Raises RequestTooLargeError for JSON of more values than ``limits`` allow: each but the
+    outermost follows a comma or an opening bracket."""
     count = _count(body, b",[{")
     if count > limits.request_values_max:
         raise RequestTooLargeError(

@@ -24,6 +24,7 @@ from embedserve.codec.protobuf_fields import (
     read_varints,
     tag_of,
     take_out,
+    varint,
 )
 from embedserve.codec.protobuf_heads import (
     IDS_TAG,
@@ -371,7 +372,7 @@ def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
     values = [_little_endian(one) for one in (result.values, *result.more)]
     batch_size = sum(map(len, values)) if result.lengths is None else result.lengths.shape[1]
     size = sum(one.nbytes for one in values)
-    yield _sizes(result.model, batch_size, values[0].itemsize) + VALUES_TAG + _varint(size)
+    yield _sizes(result.model, batch_size, values[0].itemsize) + VALUES_TAG + varint(size)
     for one in values:
         yield one.data
     if result.lengths is not None:
@@ -389,7 +390,7 @@ def _little_endian(values: np.ndarray) -> np.ndarray:
 
 def _start(model: ModelInfo, batch_size: int, size: int, itemsize: int) -> bytes:
     """All that comes before the values of a pooled answer; kept with its model."""
-    start = _sizes(model, batch_size, itemsize) + VALUES_TAG + _varint(size)
+    start = _sizes(model, batch_size, itemsize) + VALUES_TAG + varint(size)
     if len(model.answer_starts) >= model.starts_max:
         model.answer_starts.clear()
     model.answer_starts[size, itemsize] = start
@@ -406,16 +407,6 @@ def _sizes(model: ModelInfo, batch_size: int, itemsize: int) -> bytes:
         batch_size=batch_size,
         output_dtype=output_dtype,
     ).SerializeToString()
-
-
-def _varint(value: int) -> bytes:
-    """``value`` in base 128, low bits first (protobuf encoding, "Base 128 Varints")."""
-    result = bytearray()
-    while value > 0x7F:
-        result.append(value & 0x7F | 0x80)
-        value >>= 7
-    result.append(value)
-    return bytes(result)
 
 
 def encode_error(error: EmbedServeError) -> bytes:

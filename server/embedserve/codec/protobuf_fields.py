@@ -37,6 +37,16 @@ def read_varint(body: bytes, position: int) -> tuple[int, int]:
     return value, position + VARINT_BYTES_MAX
 
 
+def varint(value: int) -> bytes:
+    """``value`` in base 128, low bits first (protobuf encoding, "Base 128 Varints")."""
+    result = bytearray()
+    while value > 0x7F:
+        result.append(value & 0x7F | 0x80)
+        value >>= 7
+    result.append(value)
+    return bytes(result)
+
+
 def fields(body: bytes) -> Iterator[tuple[int, int, int, int]]:
     """(tag, where the field begins, where its value begins, where that ends) of each field.
 

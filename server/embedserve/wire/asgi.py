@@ -24,9 +24,12 @@ from embedserve.wire.http2.requests import Request
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.rest import (
     Headers,
+    Route,
+    answer_headers,
     check_method,
     embed_route,
     error_answer,
+    error_encoder,
     read_headers,
 )
 from embedserve.wire.rest_streams import write_error
@@ -70,11 +73,10 @@ class AsgiCall(Call):
         return found
 
     def write_answer(self, parts: Parts, nbytes: int) -> None:
-        headers = [(b"content-type", self.asked.answer_codec.content_type)]
-        self._end(200, headers, parts, nbytes)
+        self._end(200, answer_headers(self.asked.answer_codec, parts), parts, nbytes)
 
     def write_error(self, error: EmbedServeError) -> None:
-        headers, body = error_answer(error)
+        headers, body = error_answer(error, self.asked.answer_codec.encode_error)
         self._end(error.http_status, headers, (body,), len(body))
 
     def _end(self, status: int, headers: Headers, parts: Parts, nbytes: int) -> None:
@@ -91,19 +93,20 @@ class EmbedEndpoint:
         self._metrics = exchange.metrics.protocols["rest"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        model = embed_route(scope["path"]) if scope["type"] == "http" else None
-        if model is None:
+        route = embed_route(scope["path"]) if scope["type"] == "http" else None
+        if route is None:
             return await self._management(scope, receive, send)
-        return await self._embed(model, scope, receive, send)
+        return await self._embed(route, scope, receive, send)
 
-    async def _embed(self, model: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _embed(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
         start_s = perf_counter()
         try:
             check_method(scope["method"])
-            asked = read_headers(model, scope["headers"], self._metrics)
+            asked = read_headers(route, scope["headers"], self._metrics)
         except EmbedServeError as error:
             self._metrics.refused(error.code, error.message, perf_counter() - start_s)
-            await _send(send, error.http_status, *error_answer(error))
+            encode = error_encoder(scope["path"])
+            await _send(send, error.http_status, *error_answer(error, encode))
             return
         call = AsgiCall(asked, start_s, scope)
         try:
@@ -112,7 +115,9 @@ class EmbedEndpoint:
             await self._answer(call, receive, send)
         except EmbedServeError as error:
             call.refuse(error)
-            await _send(send, error.http_status, *error_answer(error))
+            await _send(
+                send, error.http_status, *error_answer(error, asked.answer_codec.encode_error)
+            )
         except ClientGoneError:
             pass
         finally:

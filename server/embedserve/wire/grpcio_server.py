@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from time import perf_counter
 from typing import NoReturn
 
@@ -17,13 +18,13 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from embedserve.codec import protobuf_codec
-from embedserve.codec.codec import PROTOBUF
+from embedserve.codec.codec import INFER_MESSAGE, INFER_STREAMED, PROTOBUF, Codec
 from embedserve.errors import DRAINING, INTERNAL, EmbedServeError, EngineError, NotReadyError
 from embedserve.exchange import ROUTING_KEY, Asked, Call, Exchange
 from embedserve.types import Parts
+from embedserve.wire.grpc import open_inference
 from embedserve.wire.grpc.embed_stream import REQUESTS_MAX
-from embedserve.wire.grpc.service import SERVICE_NAME, GrpcService
+from embedserve.wire.grpc.service import SERVICE_NAME, SERVICES, GrpcService
 from embedserve.wire.grpc.statuses import error_trailers
 
 logger = logging.getLogger(__name__)
@@ -76,10 +77,10 @@ class GrpcioServer:
                 ("grpc.so_reuseport", int(shares_port)),
             ]
         )
-        self._server.add_generic_rpc_handlers((self._handlers(),))
+        self._server.add_generic_rpc_handlers((self._handlers(), self._open_inference_handlers()))
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         try:
             self.port: int = self._server.add_insecure_port(address)
@@ -90,16 +91,33 @@ class GrpcioServer:
         return grpc.method_handlers_generic_handler(
             SERVICE_NAME,
             {
-                "Embed": grpc.unary_unary_rpc_method_handler(self._embed),
-                "EmbedStream": grpc.stream_stream_rpc_method_handler(self._embed_stream),
-                "ListModels": grpc.unary_unary_rpc_method_handler(self._list_models),
-                "GetModel": grpc.unary_unary_rpc_method_handler(self._get_model),
+                "Embed": grpc.unary_unary_rpc_method_handler(partial(self._embed, PROTOBUF)),
+                "EmbedStream": grpc.stream_stream_rpc_method_handler(
+                    partial(self._embed_stream, PROTOBUF)
+                ),
+                "ListModels": _unary(self._service.list_models),
+                "GetModel": _unary(self._service.get_model),
+            },
+        )
+
+    def _open_inference_handlers(self) -> grpc.GenericRpcHandler:
+        methods = self._service.open_inference.methods.items()
+        return grpc.method_handlers_generic_handler(
+            open_inference.SERVICE_NAME,
+            {
+                "ModelInfer": grpc.unary_unary_rpc_method_handler(
+                    partial(self._embed, INFER_MESSAGE)
+                ),
+                "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
+                    partial(self._embed_stream, INFER_STREAMED)
+                ),
+                **{name: _unary(function) for name, function in methods},
             },
         )
 
     async def start(self) -> None:
         await self._server.start()
-        for name in ("", SERVICE_NAME):
+        for name in ("", *SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def drain(self, drain_s: float) -> None:
@@ -108,17 +126,17 @@ class GrpcioServer:
         self._draining.set()
         await self._server.stop(drain_s)
 
-    def _call(self, context: grpc.aio.ServicerContext) -> AwaitedCall:
+    def _call(self, codec: Codec, context: grpc.aio.ServicerContext) -> AwaitedCall:
         remaining_s = context.time_remaining()
         if remaining_s is not None and remaining_s > TIMEOUT_S_MAX:
             remaining_s = None
         metrics = self._exchange.metrics.protocols["grpc"]
         routing_key = dict(context.invocation_metadata() or ()).get(ROUTING_KEY.decode(), "")
         key = routing_key if isinstance(routing_key, bytes) else routing_key.encode()
-        return AwaitedCall(Asked("", PROTOBUF, PROTOBUF, remaining_s, metrics, key))
+        return AwaitedCall(Asked("", codec, codec, remaining_s, metrics, key))
 
-    async def _embed(self, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        call = self._call(context)
+    async def _embed(self, codec: Codec, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        call = self._call(codec, context)
         self._exchange.ask(call, body)
         try:
             end = await call.ended
@@ -129,12 +147,12 @@ class GrpcioServer:
         return end
 
     async def _embed_stream(
-        self, bodies: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+        self, codec: Codec, bodies: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
         """Answers in order; a task reads ahead while answers are awaited."""
         calls: deque[AwaitedCall] = deque()
         changed = asyncio.Event()
-        reading = asyncio.create_task(self._read(bodies, context, calls, changed))
+        reading = asyncio.create_task(self._read(codec, bodies, context, calls, changed))
         try:
             while True:
                 changed.clear()
@@ -143,7 +161,7 @@ class GrpcioServer:
                     calls.popleft()
                     changed.set()
                     yield (
-                        protobuf_codec.encode_error(end)
+                        codec.encode_streamed_error(end)
                         if isinstance(end, EmbedServeError)
                         else end
                     )
@@ -160,6 +178,7 @@ class GrpcioServer:
 
     async def _read(
         self,
+        codec: Codec,
         bodies: AsyncIterator[bytes],
         context: grpc.aio.ServicerContext,
         calls: deque[AwaitedCall],
@@ -177,7 +196,7 @@ class GrpcioServer:
                 body = coming.result()
                 if body is None:
                     return True
-                call = self._call(context)
+                call = self._call(codec, context)
                 calls.append(call)
                 self._exchange.ask(call, body)
                 changed.set()
@@ -188,11 +207,9 @@ class GrpcioServer:
             draining.cancel()
             changed.set()
 
-    async def _list_models(self, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        return await _answer(self._service.list_models, body, context)
 
-    async def _get_model(self, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        return await _answer(self._service.get_model, body, context)
+def _unary(function: Callable[[bytes], bytes]) -> grpc.RpcMethodHandler:
+    return grpc.unary_unary_rpc_method_handler(partial(_answer, function))
 
 
 async def _answer(

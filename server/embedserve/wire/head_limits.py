@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError
-from embedserve.wire.rest import Headers, VersionError, codec_of, headers_too_large
+from embedserve.wire.rest import (
+    JSON_LENGTH,
+    Headers,
+    VersionError,
+    codec_of,
+    headers_too_large,
+)
 
 HEAD_BYTES_MAX = 16 << 10
 HEAD_LINES_MAX = 100
@@ -22,7 +28,8 @@ def check_head(version: str, url: bytes, headers: Headers, limits: Limits) -> No
     Raises:
         HeadersTooLargeError: it has more bytes or lines than the limits.
         VersionError: it is of another version.
-        InvalidRequestError: it has not one Host, which HTTP/1.1 wants.
+        InvalidRequestError: it has not one Host, which HTTP/1.1 wants, or no length of its JSON
+            where it says one.
         RequestTooLargeError: it declares a larger body.
     """
     nbytes = len(url) + sum([len(name) + len(value) + 4 for name, value in headers])
@@ -38,4 +45,7 @@ def check_head(version: str, url: bytes, headers: Headers, limits: Limits) -> No
         raise InvalidRequestError(f"there are {hosts} Host headers, expected one", "Host")
     if b"content-length" in names:
         nbytes = int(headers[names.index(b"content-length")][1])
-        codec_of(dict(headers).get(b"content-type", b"")).check_size(nbytes, limits)
+        values = dict(headers)
+        path = url.partition(b"?")[0].decode("latin-1")
+        codec = codec_of(path, values.get(b"content-type", b""), values.get(JSON_LENGTH, b""))
+        codec.check_size(nbytes, limits)

@@ -18,7 +18,14 @@ from embedserve.errors import EmbedServeError
 from embedserve.exchange import Asked
 from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.wire.head_limits import HEAD_BYTES_MAX, HEAD_LINES_MAX
-from embedserve.wire.rest import Headers, embed_route, read_headers, timeout_s
+from embedserve.wire.rest import (
+    JSON_LENGTH,
+    Headers,
+    embed_route,
+    infer_codec,
+    read_headers,
+    timeout_s,
+)
 
 FORMS_MAX = 1024
 """Remembered of all lengths; past it all are forgotten."""
@@ -50,13 +57,14 @@ class HeadForm:
     """Heads of plain embed requests that are equal but for the values in their gaps.
 
     Attributes:
-        asked: what they ask for, but for a timeout.
+        asked: what they ask for, but for a timeout and how long a body's JSON is.
         body_bytes_max: of the body that follows.
         gaps: (name, start, end) of each value.
     """
 
     __slots__ = (
         "_gap_of",
+        "_json_length_gap",
         "_last",
         "_last_length",
         "_length_gap",
@@ -89,6 +97,7 @@ class HeadForm:
         self._gap_of = {name: (start, end) for name, start, end in self.gaps}
         self._length_gap = self._gap_of.get(b"content-length")
         self._timeout_gap = self._gap_of.get(b"x-timeout-ms")
+        self._json_length_gap = self._gap_of.get(JSON_LENGTH)
 
     def content_length(self, data: bytes, end: int) -> int:
         """Of the body that follows the head data[:end]; -1 if that is another head.
@@ -120,15 +129,19 @@ class HeadForm:
         """What the head at the front of ``data`` asks for.
 
         Raises:
-            InvalidRequestError: its X-Timeout-Ms is none.
+            InvalidRequestError: its X-Timeout-Ms is none, or what it says of its JSON no length.
         """
-        if self._timeout_gap is None:
-            return self.asked
-        start, end = self._timeout_gap
         one = self.asked
-        return Asked(
-            one.model, one.codec, one.answer_codec, timeout_s(data[start:end]), one.metrics
-        )
+        if self._timeout_gap is None and self._json_length_gap is None:
+            return one
+        codec, wanted_s = one.codec, one.timeout_s
+        if self._timeout_gap is not None:
+            start, end = self._timeout_gap
+            wanted_s = timeout_s(data[start:end])
+        if self._json_length_gap is not None and one.codec.head_bytes is not None:
+            start, end = self._json_length_gap
+            codec = infer_codec(data[start:end])
+        return Asked(one.model, codec, one.answer_codec, wanted_s, one.metrics, one.routing_key)
 
 
 class HeadForms:
@@ -182,14 +195,16 @@ def parse_head(head: bytes, metrics: ProtocolMetrics, limits: Limits) -> HeadFor
         return None
     if names.count(b"content-length") != 1 or names.count(b"x-timeout-ms") > 1:
         return None
+    if names.count(JSON_LENGTH) > 1:
+        return None
     if names.count(b"host") != 1 or names.count(b"authorization") > 1:
         return None
     url = reader.url.decode("latin-1")
-    model = embed_route(url)
-    if model is None or not SPECIAL_CHARACTERS.isdisjoint(url):
+    route = embed_route(url)
+    if route is None or not SPECIAL_CHARACTERS.isdisjoint(url):
         return None
     try:
-        asked = read_headers(model, reader.headers, metrics)
+        asked = read_headers(route, reader.headers, metrics)
     except EmbedServeError:
         return None
     form = HeadForm(head, asked, asked.codec.bytes_max(limits))

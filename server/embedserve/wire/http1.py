@@ -17,7 +17,7 @@ from embedserve.types import Parts
 from embedserve.wire.connections import READ_BYTES, Registry, leave_a_turn
 from embedserve.wire.heads import HeadForm, HeadForms
 from embedserve.wire.pieces import Pieces
-from embedserve.wire.rest import error_answer
+from embedserve.wire.rest import answer_headers, error_answer
 from embedserve.wire.unread import Unread
 from embedserve.wire.uvicorn_connection import STATUS_LINES, UvicornConnection, lines_of
 
@@ -50,12 +50,15 @@ class Http1Call(Call):
         return self._form.header(self._head, name)
 
     def write_answer(self, parts: Parts, nbytes: int) -> None:
-        self._connection.write(
-            STATUS_LINES[200], self.asked.answer_codec.content_type, b"", parts, nbytes
-        )
+        codec = self.asked.answer_codec
+        content_type, more = codec.content_type, b""
+        if codec.head_bytes is not None:
+            (_, content_type), *others = answer_headers(codec, parts)
+            more = lines_of(others)
+        self._connection.write(STATUS_LINES[200], content_type, more, parts, nbytes)
 
     def write_error(self, error: EmbedServeError) -> None:
-        ((_, content_type), *more), body = error_answer(error)
+        ((_, content_type), *more), body = error_answer(error, self.asked.answer_codec.encode_error)
         line = STATUS_LINES[error.http_status]
         self._connection.write(line, content_type, lines_of(more), (body,), len(body))
 

@@ -1,18 +1,38 @@
 """REST as its requests and answers are written: routes, headers, statuses. Without I/O.
 
-POST /embed and POST /models/{model}/embed, over HTTP/1 and HTTP/2; every other request is the
-management application's (api/).
+POST /embed, POST /models/{model}/embed and, of the Open Inference Protocol,
+POST /v2/models/{model}/infer, over HTTP/1 and HTTP/2; every other request is the management
+application's (api/).
 """
 
 from __future__ import annotations
 
-from embedserve.codec.codec import JSON, PROTOBUF, Codec
-from embedserve.codec.json_codec import encode_error
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from embedserve.codec.codec import BINARY, INFER, JSON, PROTOBUF, Codec, infer_binary
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.exchange import ROUTING_KEY, Asked
 from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.types import Parts
 
 Headers = list[tuple[bytes, bytes]]
+JSON_LENGTH = b"inference-header-content-length"
+"""Of a body of the Open Inference Protocol that has tensors behind its JSON."""
+LENGTH_DIGITS_MAX = 19
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where embed requests go.
+
+    Attributes:
+        model: "" for the default one; of one of its versions MODEL@VERSION.
+        is_infer: of the Open Inference Protocol.
+    """
+
+    model: str
+    is_infer: bool = False
 
 
 class MethodNotAllowedError(EmbedServeError):
@@ -35,15 +55,27 @@ class VersionError(EmbedServeError):
     http_status = 505
 
 
-def embed_route(path: str) -> str | None:
-    """The model of an embed route's ``path``, "" for the default one; None for other routes."""
+def embed_route(path: str) -> Route | None:
+    """The embed route that ``path`` is, if it is one."""
     if path == "/embed":
-        return ""
+        return Route("")
     if path.endswith("/embed") and path.startswith("/models/"):
         model = path[len("/models/") : -len("/embed")]
         if model and "/" not in model:
-            return model
+            return Route(model)
+    if path.endswith("/infer") and path.startswith("/v2/models/"):
+        match path.split("/")[3:-1]:
+            case [model] if model:
+                return Route(model, is_infer=True)
+            case [model, "versions", version] if model and version:
+                return Route(f"{model}@{version}", is_infer=True)
     return None
+
+
+def error_encoder(path: str) -> Callable[[EmbedServeError], bytes]:
+    """How errors of what is asked of ``path`` are written."""
+    is_infer = path == "/v2" or path.startswith("/v2/")
+    return INFER.encode_error if is_infer else JSON.encode_error
 
 
 def check_method(method: str) -> None:
@@ -52,22 +84,41 @@ def check_method(method: str) -> None:
         raise MethodNotAllowedError(f"method is {method}: send a POST")
 
 
-def codec_of(content_type: bytes) -> Codec:
-    """JSON unless it is protobuf."""
+def codec_of(path: str, content_type: bytes, json_length: bytes) -> Codec:
+    """Of a body: JSON unless its content type is protobuf; of the Open Inference Protocol with
+    tensors behind it where ``json_length`` is not empty.
+
+    Raises:
+        InvalidRequestError: that is no length.
+    """
+    if path.startswith("/v2/"):
+        return infer_codec(json_length) if json_length else INFER
     return PROTOBUF if content_type.lower().startswith(PROTOBUF.content_type) else JSON
 
 
-def read_headers(model: str, headers: Headers, metrics: ProtocolMetrics) -> Asked:
-    """What ``headers`` (names in lower case) ask of ``model``.
+def infer_codec(json_length: bytes) -> Codec:
+    """Raises InvalidRequestError: it is no length."""
+    if not json_length.isdigit() or len(json_length) > LENGTH_DIGITS_MAX:
+        raise InvalidRequestError(
+            f"Inference-Header-Content-Length is {json_length.decode('latin-1')[:64]!r}, expected "
+            "the bytes of the body's JSON",
+            "Inference-Header-Content-Length",
+        )
+    return infer_binary(int(json_length))
+
+
+def read_headers(route: Route, headers: Headers, metrics: ProtocolMetrics) -> Asked:
+    """What ``headers`` (names in lower case) ask of ``route``.
 
     JSON unless the content type is protobuf; answered in the format of Accept, or else of the
     request. X-Timeout-Ms is how long the caller waits for the answer, X-Routing-Key who it is.
 
     Raises:
-        InvalidRequestError: X-Timeout-Ms is not a positive number.
+        InvalidRequestError: X-Timeout-Ms is not a positive number, or
+            Inference-Header-Content-Length no length.
         UnsupportedEncodingError: the body is compressed.
     """
-    content_type = accept = routing_key = b""
+    content_type = accept = json_length = routing_key = b""
     wanted_s = None
     for name, value in headers:
         if name == b"content-type":
@@ -78,17 +129,22 @@ def read_headers(model: str, headers: Headers, metrics: ProtocolMetrics) -> Aske
             wanted_s = timeout_s(value)
         elif name == ROUTING_KEY:
             routing_key = value
+        elif name == JSON_LENGTH:
+            json_length = value
         elif name == b"content-encoding" and value != b"identity":
             raise UnsupportedEncodingError(
                 f"Content-Encoding is {value.decode('latin-1')!r}: send the body as it is",
                 "Content-Encoding",
             )
-    codec = codec_of(content_type)
+    if route.is_infer:
+        codec = infer_codec(json_length) if json_length else INFER
+        return Asked(route.model, codec, INFER, wanted_s, metrics, routing_key)
+    codec = codec_of("", content_type, b"")
     wants_protobuf = PROTOBUF.content_type in accept or (
         codec is PROTOBUF and JSON.content_type not in accept
     )
     answer_codec = PROTOBUF if wants_protobuf else JSON
-    return Asked(model, codec, answer_codec, wanted_s, metrics, routing_key)
+    return Asked(route.model, codec, answer_codec, wanted_s, metrics, routing_key)
 
 
 def timeout_s(value: bytes) -> float:
@@ -114,8 +170,18 @@ def headers_too_large(count: int, of: str, limit: int) -> HeadersTooLargeError:
     return HeadersTooLargeError(f"the headers have {count} {of}, the limit is {limit}")
 
 
-def error_answer(error: EmbedServeError) -> tuple[Headers, bytes]:
-    """(headers but for the length, body) of ``error``, in the JSON shape of every REST error."""
+def answer_headers(codec: Codec, parts: Parts) -> Headers:
+    """Those of an answer that ``codec`` has encoded, but for the length."""
+    json_bytes = 0 if codec.head_bytes is None else codec.head_bytes(parts)
+    if not json_bytes:
+        return [(b"content-type", codec.content_type)]
+    return [(b"content-type", BINARY), (JSON_LENGTH, b"%d" % json_bytes)]
+
+
+def error_answer(
+    error: EmbedServeError, encode: Callable[[EmbedServeError], bytes] = JSON.encode_error
+) -> tuple[Headers, bytes]:
+    """(headers but for the length, body) of ``error``, in the JSON shape that its route has."""
     headers = [(b"content-type", JSON.content_type)]
     if error.http_status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
@@ -123,4 +189,4 @@ def error_answer(error: EmbedServeError) -> tuple[Headers, bytes]:
         headers.append((b"allow", b"POST"))
     if error.retry_after_s:
         headers.append((b"retry-after", b"%d" % error.retry_after_s))
-    return headers, encode_error(error)
+    return headers, encode(error)

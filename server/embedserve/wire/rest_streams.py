@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from embedserve.codec.codec import JSON
 from embedserve.errors import EmbedServeError, RequestTooLargeError
 from embedserve.exchange import Asked, Exchange
 from embedserve.metrics.metrics import ProtocolMetrics
@@ -13,8 +14,11 @@ from embedserve.wire.http2.requests import Request
 from embedserve.wire.http2.stream import ENDED, Handler, Stream
 from embedserve.wire.pieces import Pieces
 from embedserve.wire.rest import (
+    Route,
+    answer_headers,
     check_method,
     error_answer,
+    error_encoder,
     read_headers,
 )
 from embedserve.wire.stream_call import StreamCall
@@ -61,19 +65,24 @@ class RestCall(StreamCall):
         head = encode(
             [
                 (b":status", b"200"),
-                (b"content-type", self.asked.answer_codec.content_type),
+                *answer_headers(self.asked.answer_codec, parts),
                 (b"content-length", b"%d" % nbytes),
             ]
         )
         self._stream.answer(head, parts, nbytes, b"")
 
     def end(self, error: EmbedServeError) -> None:
-        write_error(self._stream, error)
+        write_error(self._stream, error, encode_error=self.asked.answer_codec.encode_error)
 
 
-def write_error(stream: Stream, error: EmbedServeError, method: bytes = b"POST") -> None:
-    """Answers ``error`` in the JSON shape of every REST error; a HEAD by its headers alone."""
-    headers, body = error_answer(error)
+def write_error(
+    stream: Stream,
+    error: EmbedServeError,
+    method: bytes = b"POST",
+    encode_error: Callable[[EmbedServeError], bytes] = JSON.encode_error,
+) -> None:
+    """Answers ``error`` in the JSON shape of its route; a HEAD by its headers alone."""
+    headers, body = error_answer(error, encode_error)
     status = (b":status", b"%d" % error.http_status)
     head = encode([status, *headers, (b"content-length", b"%d" % len(body))])
     if method == b"HEAD":
@@ -83,12 +92,12 @@ def write_error(stream: Stream, error: EmbedServeError, method: bytes = b"POST")
 
 
 def open_embed(
-    model: str, request: Request, exchange: Exchange, metrics: ProtocolMetrics
+    route: Route, request: Request, exchange: Exchange, metrics: ProtocolMetrics
 ) -> Callable[[Stream], Handler]:
-    """What opens embed requests to ``model`` with such a head."""
+    """What opens embed requests to ``route`` with such a head."""
     try:
         check_method(request.method.decode("latin-1"))
-        asked = read_headers(model, request.headers, metrics)
+        asked = read_headers(route, request.headers, metrics)
     except EmbedServeError as error:
         return refused(error, request, metrics)
 
@@ -111,7 +120,8 @@ def refused(
 
     def open_refused(stream: Stream) -> Handler:
         metrics.refused(error.code, error.message, 0.0)
-        write_error(stream, error, request.method)
+        path = request.target.partition(b"?")[0].decode("latin-1")
+        write_error(stream, error, request.method, error_encoder(path))
         return ENDED
 
     return open_refused

@@ -48,9 +48,9 @@ class Router:
             return refused(error, request, self._metrics)
         if is_grpc:
             return self._grpc.open(request)
-        model = embed_route(request.target.partition(b"?")[0].decode("latin-1"))
-        if model is not None:
-            return open_embed(model, request, self._exchange, self._metrics)
+        route = embed_route(request.target.partition(b"?")[0].decode("latin-1"))
+        if route is not None:
+            return open_embed(route, request, self._exchange, self._metrics)
         return lambda stream: AsgiStream(self._management, request, stream)
 
 

@@ -24,7 +24,7 @@ from embedserve.wire.connections import DRAIN_IDLE_S, Lingering, Registry
 from embedserve.wire.head_limits import HEAD_BYTES_MAX, check_head
 from embedserve.wire.http2.connection import UNREAD_S_MAX
 from embedserve.wire.http2.sender import READ_BYTES_MIN
-from embedserve.wire.rest import Headers, error_answer, headers_too_large
+from embedserve.wire.rest import Headers, error_answer, error_encoder, headers_too_large
 
 KEEP_ALIVE_S = 75.0
 """An idle connection is closed after so long; longer than what stands before a server waits."""
@@ -231,7 +231,8 @@ class UvicornConnection(HttpToolsProtocol):
         if self.pipeline or (self._is_in_body and cycle.response_started):
             self.transport.close()
             return
-        headers, body = error_answer(error)
+        path = getattr(self, "url", b"").partition(b"?")[0].decode("latin-1")
+        headers, body = error_answer(error, error_encoder(path))
         headers += [(b"connection", b"close"), (b"content-length", b"%d" % len(body))]
         head = STATUS_LINES[error.http_status] + lines_of(headers)
         self.transport.write(head + b"\r\n" + body)

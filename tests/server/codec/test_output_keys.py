@@ -13,8 +13,8 @@ from server.fake_models import model_info, unpooled_info
 from server.live import PROTOBUF, Live, live_server
 from server.openapi import validate
 
-from embedserve.batching.checks import check_output_keys
-from embedserve.batching.split import select
+from embedserve.batching.checks import check_output
+from embedserve.batching.split import make_as_wanted
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError
 from embedserve.types import PARTS_MAX, LookupResult, Output
@@ -95,7 +95,7 @@ async def test_each_request_of_a_batch_has_its_own(live: Live, engine: FakeEngin
 def test_an_answer_in_pieces_stays_in_pieces(engine: FakeEngine, keys: tuple[str, ...]) -> None:
     whole = engine.expected(BAGS)
     result = LookupResult(engine.model, whole[:1], more=[whole[1:2], whole[2:]])
-    select(result, keys)
+    make_as_wanted(result, Output(keys))
     pieces = [result.values, *result.more]
     assert [len(piece) for piece in pieces] == [1, 1, 1]
     assert np.array_equal(np.concatenate(pieces), selected(engine, keys))
@@ -176,8 +176,8 @@ def test_few_selections_are_remembered() -> None:
     assert model.with_keys(("f1", "f0")) is first
     assert first.keys == ("f0", "f1")
     for key in model.keys:
-        check_output_keys(Output((key,)), model)
+        assert check_output(Output((key,)), model).keys == (key,)
         model.with_keys((key,))
     assert len(model.parts) <= PARTS_MAX
     with pytest.raises(InvalidRequestError, match=r"output_keys\[0\] is 'f99'"):
-        check_output_keys(Output(("f99",)), model)
+        check_output(Output(("f99",)), model)

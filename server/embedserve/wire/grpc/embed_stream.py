@@ -1,4 +1,4 @@
-"""One EmbedStream call: its requests are read ahead, and answered in order.
+"""One EmbedStream or ModelStreamInfer call: its requests are read ahead, and answered in order.
 
 Reading goes on while answers are awaited, until a window of requests or bytes is full. An answer is
 encoded as soon as it is there, so that none keeps the values of its whole batch. Never ends a
@@ -11,7 +11,6 @@ from collections import deque
 from time import perf_counter
 
 from embedserve.access.access import Certificate, one_header
-from embedserve.codec import protobuf_codec
 from embedserve.errors import EmbedServeError
 from embedserve.exchange import Asked, Call, Exchange
 from embedserve.types import Parts
@@ -62,7 +61,7 @@ class StreamedRequest(Call):
         self._end(parts, nbytes)
 
     def write_error(self, error: EmbedServeError) -> None:
-        body = protobuf_codec.encode_error(error)
+        body = self.asked.answer_codec.encode_streamed_error(error)
         self._end((body,), len(body))
 
     def _end(self, parts: Parts, nbytes: int) -> None:

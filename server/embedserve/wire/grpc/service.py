@@ -9,12 +9,12 @@ from google.protobuf.message import DecodeError
 
 from embedserve.access.access import Access, one_header
 from embedserve.codec import protobuf_codec
-from embedserve.codec.codec import PROTOBUF
+from embedserve.codec.codec import INFER_MESSAGE, INFER_STREAMED, PROTOBUF, Codec
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.exchange import ROUTING_KEY, Asked, Exchange
 from embedserve.models.served_models import ServedModels
 from embedserve.types import ModelInfo
-from embedserve.wire.grpc import health, reflection
+from embedserve.wire.grpc import health, open_inference, reflection
 from embedserve.wire.grpc.calls import EmbedCall, UnaryCall
 from embedserve.wire.grpc.embed_stream import EmbedStream
 from embedserve.wire.grpc.messages import Deframer, WireError, timeout_s
@@ -25,6 +25,7 @@ from embedserve.wire.http2.stream import ENDED, Handler, Stream
 from embedserve_proto import embedding_pb2
 
 SERVICE_NAME = embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"].full_name
+SERVICES = (SERVICE_NAME, open_inference.SERVICE_NAME)
 
 Open = Callable[[Stream], Handler]
 Method = Callable[[bytes, Asked, Headers], Open]
@@ -34,7 +35,7 @@ CALLERS = frozenset({"embed", "admin"})
 
 
 class GrpcService:
-    """embedserve.v1.EmbeddingService, health and reflection.
+    """embedserve.v1.EmbeddingService, inference.GRPCInferenceService, health and reflection.
 
     Attributes:
         health: which services are ready.
@@ -53,20 +54,35 @@ class GrpcService:
         self._metrics = exchange.metrics.protocols["grpc"]
         self._bytes_max = exchange.limits.body_bytes_max
         models = exchange.models
-        self.health = health.Health((SERVICE_NAME, health.SERVICE_NAME), lambda: models.is_ready)
-        self._names = (SERVICE_NAME, health.SERVICE_NAME, *reflection.SERVICE_NAMES)
+        self.health = health.Health((*SERVICES, health.SERVICE_NAME), lambda: models.is_ready)
+        self._names = (*SERVICES, health.SERVICE_NAME, *reflection.SERVICE_NAMES)
         self._methods: dict[bytes, Method] = {
-            _path(SERVICE_NAME, "Embed"): self._embed,
-            _path(SERVICE_NAME, "EmbedStream"): self._guarded(
-                self._embed_stream, exchange.access, EMBEDDERS, pays=False
-            ),
             _path(health.SERVICE_NAME, "Check"): self._unary(self.health.check),
             _path(health.SERVICE_NAME, "Watch"): self._watch,
         }
+        for service, unary, streamed, codecs in (
+            (SERVICE_NAME, "Embed", "EmbedStream", (PROTOBUF, PROTOBUF)),
+            (
+                open_inference.SERVICE_NAME,
+                "ModelInfer",
+                "ModelStreamInfer",
+                (INFER_MESSAGE, INFER_STREAMED),
+            ),
+        ):
+            self._methods[_path(service, unary)] = partial(self._embed, codecs[0])
+            self._methods[_path(service, streamed)] = self._guarded(
+                partial(self._embed_stream, codecs[1]), exchange.access, EMBEDDERS, pays=False
+            )
+        self.open_inference = open_inference.OpenInferenceService(exchange)
+        for name, function in self.open_inference.health.items():
+            self._methods[_path(open_inference.SERVICE_NAME, name)] = self._unary(function)
         if not has_management:
             return
         for name, function in (("ListModels", self.list_models), ("GetModel", self.get_model)):
             self._methods[_path(SERVICE_NAME, name)] = self._guarded(self._unary(function), access)
+        for name, function in self.open_inference.management.items():
+            guarded = self._guarded(self._unary(function), access)
+            self._methods[_path(open_inference.SERVICE_NAME, name)] = guarded
         for name in reflection.SERVICE_NAMES:
             reflected = self._guarded(self._reflection, access)
             self._methods[_path(name, "ServerReflectionInfo")] = reflected
@@ -92,11 +108,12 @@ class GrpcService:
         except WireError as error:
             return refused(error)
 
-    def _embed(self, encoding: bytes, asked: Asked, headers: Headers) -> Open:
-        return partial(EmbedCall, asked, self._exchange, encoding, headers)
+    def _embed(self, codec: Codec, encoding: bytes, asked: Asked, headers: Headers) -> Open:
+        return partial(EmbedCall, asked.in_codec(codec), self._exchange, encoding, headers)
 
-    def _embed_stream(self, encoding: bytes, asked: Asked, headers: Headers) -> Open:
+    def _embed_stream(self, codec: Codec, encoding: bytes, asked: Asked, headers: Headers) -> Open:
         check_encoding(encoding)
+        asked = asked.in_codec(codec)
         return lambda stream: EmbedStream(asked, self._exchange, encoding, headers, stream)
 
     def _unary(self, function: Callable[[bytes], bytes]) -> Method:

@@ -1,0 +1,154 @@
+"""The routes of the Open Inference Protocol that look nothing up: health, metadata, statistics and
+the repository's index. POST …/infer is the wire's.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+
+from embedserve.codec.open_inference import description
+from embedserve.exchange import Exchange
+from embedserve.open_inference import metadata, repository, served, statistics
+
+
+class Live(BaseModel):
+    live: bool
+
+
+class Ready(BaseModel):
+    ready: bool
+
+
+class Server(BaseModel):
+    """What runs here."""
+
+    name: str
+    version: str = Field(description="Of embedserve.")
+    extensions: list[str]
+
+
+class TensorMetadata(BaseModel):
+    name: str
+    datatype: str
+    shape: list[int] = Field(description="-1: any size.")
+
+
+class ModelMetadata(BaseModel):
+    """The tensors of a model; any of its features may be left out of a request."""
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class ModelReady(BaseModel):
+    name: str
+    ready: bool
+
+
+class Duration(BaseModel):
+    count: int
+    ns: int = Field(description="Nanoseconds of all.")
+
+
+class InferStatistics(BaseModel):
+    success: Duration
+    fail: Duration
+    queue: Duration
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+
+
+class ModelStatistics(BaseModel):
+    """What a model answered since the server started."""
+
+    name: str
+    version: str
+    last_inference: int
+    inference_count: int = Field(description="Examples.")
+    execution_count: int = Field(description="Batches.")
+    inference_stats: InferStatistics
+
+
+class Statistics(BaseModel):
+    model_stats: list[ModelStatistics]
+
+
+class Indexed(BaseModel):
+    """A version of a model that is served, or is to be."""
+
+    name: str
+    version: str
+    state: str = Field(description="READY, LOADING or UNAVAILABLE.")
+    reason: str
+
+
+class Wanted(BaseModel):
+    ready: bool = Field(False, description="Only what is ready.")
+
+
+def health_routes(exchange: Exchange) -> APIRouter:
+    """For anybody."""
+    router = APIRouter(prefix="/v2/health", tags=["open inference"])
+
+    @router.get("/live")
+    async def live() -> Live:
+        """The process runs."""
+        return Live(live=True)
+
+    @router.get("/ready")
+    async def ready() -> Ready:
+        """All models are ready; 503 where they are not."""
+        exchange.models.check_ready()
+        return Ready(ready=True)
+
+    return router
+
+
+def routes(exchange: Exchange) -> APIRouter:
+    """What there is, and what it answered."""
+    router = APIRouter(prefix="/v2", tags=["open inference"])
+    models = exchange.models
+
+    @router.get("")
+    async def server() -> Server:
+        """What runs here."""
+        return Server.model_validate(description.server())
+
+    @router.get("/models/stats")
+    async def statistics_of_all() -> Statistics:
+        """What every model answered."""
+        return Statistics.model_validate({"model_stats": statistics(exchange)})
+
+    @router.get("/models/{model}")
+    @router.get("/models/{model}/versions/{version}")
+    async def model(model: str, version: str = "") -> ModelMetadata:
+        """The tensors of a model."""
+        return ModelMetadata.model_validate(metadata(exchange, model, version))
+
+    @router.get("/models/{model}/ready")
+    @router.get("/models/{model}/versions/{version}/ready")
+    async def model_ready(model: str, version: str = "") -> ModelReady:
+        """Whether a model is ready; 404 where there is none, 503 where it is not."""
+        name = served(exchange, model, version).name
+        models.check_ready()
+        return ModelReady(name=name, ready=True)
+
+    @router.get("/models/{model}/stats")
+    @router.get("/models/{model}/versions/{version}/stats")
+    async def statistics_of_one(model: str, version: str = "") -> Statistics:
+        """What a model answered."""
+        told = {"model_stats": statistics(exchange, model, version)}
+        return Statistics.model_validate(told)
+
+    @router.post("/repository/index")
+    async def index(wanted: Wanted | None = None) -> list[Indexed]:
+        """Every version that is served, or that is to be."""
+        only_ready = wanted is not None and wanted.ready
+        return [Indexed.model_validate(one) for one in repository(exchange, only_ready=only_ready)]
+
+    return router

@@ -1,0 +1,230 @@
+"""What answers of the Open Inference Protocol are: which tensors, and their bytes.
+
+A pooled model answers [batch, dim] for each key under its name, and `pooled`, [batch, sum(dims)],
+for all of them where it is asked for; one that is not pooled [ids, dim] for each key, in the order
+sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from embedserve.codec.version_name import with_version
+from embedserve.config import Limits
+from embedserve.errors import InvalidRequestError, RequestTooLargeError
+from embedserve.types import LookupRequest, LookupResult, ModelInfo, Output
+
+POOLED = "pooled"
+"""The output that has the vectors of all keys, one after the other."""
+DATATYPES = {4: "FP32", 2: "FP16"}
+"""Of outputs, by the bytes of a value."""
+OUTPUT_DTYPES = {"FP32": "float32", "FP16": "float16"}
+REQUEST_ID_CHARACTERS_MAX = 1024
+"""It waits with its request."""
+OTHERS_MAX = 64
+"""Outputs that are asked for in another form, JSON or binary, than most."""
+NOW_BYTES_MAX = 1 << 20
+"""Of values that are put in another order on the event loop's thread, in under a millisecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a request wants its answer written.
+
+    Attributes:
+        request_id: given back with it.
+        has_pooled: `pooled` is asked for.
+        has_keys: keys are asked for, too; all of the answer's.
+        is_binary: of most outputs, in REST; of gRPC all are raw.
+        others: the names of those that are not as most.
+    """
+
+    request_id: str = ""
+    has_pooled: bool = False
+    has_keys: bool = True
+    is_binary: bool = False
+    others: frozenset[str] = frozenset()
+
+
+def set_output(
+    request: LookupRequest,
+    request_id: str,
+    names: Sequence[str],
+    are_binary: Sequence[bool],
+    is_binary: bool,
+    limits: Limits,
+) -> None:
+    """Has ``request`` answered with its id and the outputs of these names, all keys where there are
+    none.
+
+    Args:
+        are_binary: of each of ``names``; ``is_binary`` is of all where there are none.
+
+    Raises:
+        InvalidRequestError: the id is too long, or `pooled` is named twice.
+        RequestTooLargeError: too many outputs are named, or differ in their form.
+    """
+    if len(request_id) > REQUEST_ID_CHARACTERS_MAX:
+        raise InvalidRequestError(
+            f"id has {len(request_id)} characters, the limit is {REQUEST_ID_CHARACTERS_MAX}", "id"
+        )
+    if not names:
+        request.output = Output(form=Form(request_id, is_binary=is_binary), field="outputs")
+        return
+    if len(names) > limits.request_features_max:
+        raise RequestTooLargeError(
+            f"outputs names {len(names)} tensors, {limits.said('request_features_max')}", "outputs"
+        )
+    keys = tuple(names)
+    has_pooled = POOLED in keys
+    if has_pooled:
+        keys = tuple(name for name in names if name != POOLED)
+        if len(keys) < len(names) - 1:
+            raise InvalidRequestError(f"outputs names {POOLED!r} twice", "outputs")
+    most = sum(are_binary) * 2 >= len(names)
+    others = [name for name, one in zip(names, are_binary, strict=True) if one != most]
+    if len(others) > OTHERS_MAX:
+        raise RequestTooLargeError(
+            f"outputs: {len(others)} of {len(names)} have another binary_data than the others, "
+            f"the limit is {OTHERS_MAX}",
+            "outputs",
+        )
+    form = Form(request_id, has_pooled, bool(keys), most, frozenset(others))
+    request.output = Output(keys, "outputs", has_pooled, form)
+
+
+def set_output_dtype(request: LookupRequest, value: object) -> None:
+    """As the parameter `output_dtype` of a request says; None where it has none.
+
+    Raises:
+        InvalidRequestError: it is none.
+    """
+    if value is None:
+        return
+    dtype = OUTPUT_DTYPES.get(value) if isinstance(value, str) else None
+    if dtype is None:
+        said = repr(value)[:64]
+        raise InvalidRequestError(
+            f"parameters.output_dtype is {said}, expected 'FP32' or 'FP16'",
+            "parameters.output_dtype",
+        )
+    request.output_dtype = dtype
+
+
+def versioned(model: str, version: str) -> str:
+    """The name under which a version of a model is asked for, "" for the one that answers.
+
+    Raises:
+        InvalidRequestError: it can be no version, or ``model`` has one already.
+    """
+    return with_version(model, version) if version else model
+
+
+def form_of(result: LookupResult) -> tuple[Form, Output]:
+    output = result.output
+    assert output is not None
+    form = output.form
+    assert isinstance(form, Form)
+    if form.has_pooled and not result.model.is_pooled:
+        raise InvalidRequestError(
+            f"outputs: model {result.model.name!r} answers one row for each id and pools nothing: "
+            f"it has no {POOLED!r}",
+            "outputs",
+        )
+    return form, output
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An output: its name, its shape, and where its values lie in those of the answer.
+
+    Attributes:
+        columns: of a pooled model's; None: all.
+        rows: of a model's that is not pooled.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    columns: slice | None = None
+    rows: slice | None = None
+
+    def pieces(self, result: LookupResult) -> Iterator[np.ndarray]:
+        """Its values, C-contiguous; of several pieces one after the other."""
+        for values in (result.values, *result.more):
+            if self.rows is not None:
+                yield values[self.rows]
+            elif self.columns is None:
+                yield values
+            else:
+                yield np.ascontiguousarray(values[:, self.columns])
+
+
+def tensors_of(result: LookupResult, form: Form, output: Output) -> list[Tensor]:
+    """The outputs, in the model's order."""
+    model = result.model
+    if result.lengths is not None:
+        return _rows_of(result)
+    batch_size = len(result.values) + sum(map(len, result.more))
+    tensors = []
+    if form.has_pooled:
+        tensors.append(Tensor(POOLED, (batch_size, sum(model.length_per_key))))
+    if form.has_keys:
+        wanted = set(output.keys) if form.has_pooled else None
+        start = 0
+        for key, dim in zip(model.keys, model.length_per_key, strict=True):
+            if wanted is None or key in wanted:
+                tensors.append(Tensor(key, (batch_size, dim), slice(start, start + dim)))
+            start += dim
+    return tensors
+
+
+def _rows_of(result: LookupResult) -> list[Tensor]:
+    model, lengths = result.model, result.lengths
+    assert lengths is not None
+    tensors, start = [], 0
+    counts = lengths.sum(axis=1, dtype=np.int64).tolist()
+    for key, dim, count in zip(model.keys, model.length_per_key, counts, strict=True):
+        tensors.append(Tensor(key, (count, dim), rows=slice(start, start + count)))
+        start += count
+    return tensors
+
+
+def is_quick(result: LookupResult, form: Form) -> bool:
+    """Whether its values are written as bytes in about a millisecond."""
+    if result.more or result.lengths is not None:
+        return result.values.nbytes <= NOW_BYTES_MAX and not result.more
+    return (
+        result.values.nbytes <= NOW_BYTES_MAX
+        or not form.has_keys
+        or (not form.has_pooled and len(result.model.keys) == 1)
+    )
+
+
+def are_in_order(result: LookupResult, form: Form) -> bool:
+    """Whether the values of all outputs, one after the other, are the answer's as they lie."""
+    if result.lengths is not None:
+        return True
+    if form.has_pooled:
+        return not form.has_keys
+    return len(result.model.keys) == 1 or (len(result.values) == 1 and not result.more)
+
+
+def start_key(kind: str, result: LookupResult, form: Form) -> tuple[object, ...] | None:
+    """By what the description of its outputs is kept with the model; None where it is not kept."""
+    if result.more or result.lengths is not None or form.others:
+        return None
+    if form.has_pooled and form.has_keys:
+        return None
+    shape = result.values.shape[0], result.values.itemsize
+    return (kind, *shape, form.has_pooled, form.is_binary)
+
+
+def keep_start(model: ModelInfo, key: tuple[object, ...] | None, start: object) -> None:
+    if key is None:
+        return
+    if len(model.answer_starts) >= model.starts_max:
+        model.answer_starts.clear()
+    model.answer_starts[key] = start

@@ -1,0 +1,382 @@
+"""Bodies of POST /v2/…/infer: JSON, or JSON with the bytes of tensors behind it, and their answers.
+
+Where a header says how long the JSON is, what follows are the tensors that have a
+`binary_data_size`, in their order. An answer is binary where its request asks for that: its first
+part is then the whole JSON, whose length a header says.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import orjson
+
+from embedserve.codec.float16_digits import fewest_digits
+from embedserve.codec.json_codec import NOW_BYTES_MAX, NOW_VALUES_MAX, PIECE_VALUES, check_cost
+from embedserve.codec.open_inference.answers import (
+    DATATYPES,
+    Form,
+    Tensor,
+    are_in_order,
+    form_of,
+    is_quick,
+    keep_start,
+    set_output,
+    set_output_dtype,
+    start_key,
+    tensors_of,
+)
+from embedserve.codec.open_inference.tensors import (
+    BYTES,
+    DTYPES,
+    lookup_request,
+    read_strings,
+    wrong,
+)
+from embedserve.codec.open_inference.tensors import (
+    Tensor as Input,
+)
+from embedserve.config import Limits
+from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
+from embedserve.types import Encoded, LookupRequest, LookupResult, Parts, with_size
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class _InputParameters(msgspec.Struct, gc=False):
+    binary_data_size: _Size | None = None
+
+
+class _Input(msgspec.Struct, gc=False):
+    name: str
+    datatype: str
+    shape: list[_Size]
+    data: list[list[int | float | str] | int | float | str] | None = None
+    parameters: _InputParameters | None = None
+
+
+class _OutputParameters(msgspec.Struct, gc=False):
+    binary_data: bool | None = None
+    classification: int = 0
+
+
+class _Output(msgspec.Struct, gc=False):
+    name: str
+    parameters: _OutputParameters | None = None
+
+
+class _Parameters(msgspec.Struct, gc=False):
+    binary_data_output: bool = False
+    output_dtype: str | None = None
+
+
+class _Body(msgspec.Struct, gc=False):
+    inputs: list[_Input]
+    outputs: list[_Output] = []
+    parameters: _Parameters | None = None
+    id: str = ""
+
+
+_DECODER = msgspec.json.Decoder(_Body)
+_ARRAY_CODES = {"INT64": "q", "INT32": "i", "FP32": "d"}
+
+
+def decode_now(
+    body: bytes, model: str, limits: Limits, json_bytes: int | None = None
+) -> LookupRequest | None:
+    """As decode_request, or None where that would take long: of numbers in binary it never does."""
+    if (len(body) if json_bytes is None else json_bytes) > NOW_BYTES_MAX:
+        return None
+    return _decode(body, model, limits, json_bytes, NOW_BYTES_MAX)
+
+
+def decode_request(
+    body: bytes, model: str, limits: Limits, json_bytes: int | None = None
+) -> LookupRequest:
+    """The request in ``body``, to ``model``.
+
+    Args:
+        json_bytes: of the JSON that ``body`` begins with; None: all of it.
+
+    Raises:
+        InvalidRequestError: it is no request of the protocol, or not a batch of jagged ids.
+        RequestTooLargeError: it has more than ``limits`` allow, told before it is read.
+    """
+    request = _decode(body, model, limits, json_bytes, len(body))
+    assert request is not None  # there is no more text than bytes
+    return request
+
+
+def _decode(
+    body: bytes, model: str, limits: Limits, json_bytes: int | None, text_bytes_max: int
+) -> LookupRequest | None:
+    """None where strings in binary have over ``text_bytes_max``."""
+    head, rest = _cut(body, json_bytes, limits)
+    if len(head) > limits.request_values_max:  # else it cannot hold so many
+        check_cost(head, limits)
+    try:
+        parsed = _DECODER.decode(head)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise _problem(error) from error
+    tensors = _tensors(parsed.inputs, rest, limits, text_bytes_max)
+    if tensors is None:
+        return None
+    request = lookup_request(model, tensors, limits)
+    parameters = parsed.parameters or _Parameters()
+    is_binary = parameters.binary_data_output
+    if parsed.outputs:
+        names = [one.name for one in parsed.outputs]
+        are_binary = [_is_binary(one, is_binary) for one in parsed.outputs]
+        set_output(request, parsed.id, names, are_binary, is_binary, limits)
+    else:
+        set_output(request, parsed.id, (), (), is_binary, limits)
+    set_output_dtype(request, parameters.output_dtype)
+    return request
+
+
+def _problem(error: Exception) -> EmbedServeError:
+    """For the caller to raise: an error that a name of its frame holds is a circle."""
+    return InvalidRequestError(f"body is not an inference request: {error}", "body")
+
+
+def _cut(body: bytes, json_bytes: int | None, limits: Limits) -> tuple[bytes, memoryview]:
+    if json_bytes is None:
+        return body, memoryview(b"")
+    if json_bytes > len(body):
+        raise InvalidRequestError(
+            f"Inference-Header-Content-Length is {json_bytes}, but the body has {len(body)} bytes",
+            "Inference-Header-Content-Length",
+        )
+    if json_bytes > limits.request_text_bytes_max:
+        raise RequestTooLargeError(
+            f"body has {json_bytes} bytes of JSON, {limits.said('request_text_bytes_max')}", "body"
+        )
+    return body[:json_bytes], memoryview(body)[json_bytes:]
+
+
+def _tensors(
+    inputs: list[_Input], rest: memoryview, limits: Limits, text_bytes_max: int
+) -> list[Input] | None:
+    tensors, position = [], 0
+    text_bytes = 0
+    for one in inputs:
+        tensor = Input(one.name, one.datatype, one.shape, b"")
+        size = None if one.parameters is None else one.parameters.binary_data_size
+        if size is None:
+            tensor.data = _from_json(tensor, one.data)
+        elif one.data is not None:
+            raise wrong(tensor, "has data and a binary_data_size: send one")
+        else:
+            end = position + size
+            if end > len(rest):
+                raise wrong(
+                    tensor,
+                    f"has a binary_data_size of {size}, but of the {len(rest)} bytes behind the "
+                    f"JSON {len(rest) - position} are left",
+                )
+            tensor.data = rest[position:end]
+            position = end
+            if one.datatype == BYTES:
+                text_bytes += size
+                if text_bytes > text_bytes_max:
+                    return None
+                _check_text(text_bytes, limits)
+                count_max, limit = limits.request_values_max, limits.said("request_values_max")
+                tensor.data = read_strings(tensor, rest[end - size : end], count_max, limit)
+        tensors.append(tensor)
+    if position != len(rest):
+        raise InvalidRequestError(
+            f"body has {len(rest)} bytes behind its JSON, but the binary_data_size of all inputs "
+            f"add up to {position}",
+            "body",
+        )
+    return tensors
+
+
+def _check_text(nbytes: int, limits: Limits) -> None:
+    if nbytes > limits.request_text_bytes_max:
+        raise RequestTooLargeError(
+            f"inputs has {nbytes} bytes of strings, {limits.said('request_text_bytes_max')}",
+            "inputs",
+        )
+
+
+def _from_json(tensor: Input, data: list[Any] | None) -> np.ndarray | list[str]:
+    """The values of an input as its datatype has them, flat or as nested as its shape."""
+    if data is None:
+        raise wrong(tensor, "has neither data nor a binary_data_size")
+    if len(tensor.shape) == 2 and data and type(data[0]) is list:
+        width = tensor.shape[1]
+        if any(type(row) is not list or len(row) != width for row in data):
+            raise wrong(tensor, f"has data with rows that are not of {width} values")
+        data = [value for row in data for value in row]
+    if tensor.datatype == BYTES:
+        if set(map(type, data)) - {str}:
+            raise _wrong_value(tensor, data)
+        return data
+    code = _ARRAY_CODES.get(tensor.datatype)
+    if code is None:
+        return np.zeros(0, np.int64)  # what such a datatype is refused for is said with the others
+    try:
+        values = np.frombuffer(array(code, data), code)
+    except (TypeError, OverflowError):
+        values = None
+    if values is None:
+        raise _wrong_value(tensor, data)
+    with np.errstate(over="ignore"):  # infinite weights are refused with the others
+        return values.astype(DTYPES[tensor.datatype], copy=False)
+
+
+def _wrong_value(tensor: Input, data: list[Any]) -> InvalidRequestError:
+    """Which of its values is not of its datatype."""
+    for at, value in enumerate(data):
+        try:
+            if tensor.datatype == BYTES:
+                if type(value) is str:
+                    continue
+            else:
+                array(_ARRAY_CODES[tensor.datatype], [value])
+                continue
+        except (TypeError, OverflowError):
+            pass
+        said = "a list" if type(value) is list else repr(value)[:64]
+        return wrong(tensor, f"has {said} at {at}, which is not {tensor.datatype}")
+    raise AssertionError("a value is wrong, but none of them")
+
+
+def _is_binary(output: _Output, is_binary: bool) -> bool:
+    parameters = output.parameters
+    if parameters is None:
+        return is_binary
+    if parameters.classification:
+        raise InvalidRequestError(
+            f"outputs: {output.name[:200]!r} asks for a classification, which there is none of",
+            "outputs",
+        )
+    return is_binary if parameters.binary_data is None else parameters.binary_data
+
+
+# Answers
+
+
+def encode_now(result: LookupResult) -> Encoded | None:
+    """As encode_pieces, or None where that would take long."""
+    form, _ = form_of(result)
+    if form.is_binary and not form.others:
+        return with_size([*_encode(result, form)]) if is_quick(result, form) else None
+    if result.values.size > NOW_VALUES_MAX or result.more:
+        return None
+    parts = [*_encode(result, form)]
+    return with_size(parts if head_bytes(parts) else [b"".join(parts)])
+
+
+def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
+    """The pieces of any answer, none of which takes long to make. Of one that has values in binary
+    the first is the whole JSON."""
+    form, _ = form_of(result)
+    yield from _encode(result, form)
+
+
+def _encode(result: LookupResult, form: Form) -> Iterator[bytes | memoryview]:
+    assert result.output is not None
+    head = _head(result, form)
+    key = start_key("v2", result, form) if form.is_binary else None
+    described = None if key is None else result.model.answer_starts.get(key)
+    tensors = None
+    if described is None:
+        tensors = tensors_of(result, form, result.output)
+        if not any(_in_binary(one, form) for one in tensors):
+            yield from _all_json(head, tensors, result)
+            return
+        described = _described(tensors, result, form)
+        keep_start(result.model, key, described)
+    yield head + described
+    if are_in_order(result, form) and not form.others:
+        for values in (result.values, *result.more):
+            yield values.data
+        return
+    for one in tensors or tensors_of(result, form, result.output):
+        if _in_binary(one, form):
+            for values in one.pieces(result):
+                yield values.data
+
+
+def _in_binary(tensor: Tensor, form: Form) -> bool:
+    return form.is_binary != (tensor.name in form.others)
+
+
+def _head(result: LookupResult, form: Form) -> bytes:
+    """All that comes before the outputs."""
+    model = result.model
+    start = model.answer_starts.get(("v2 model",))
+    if start is None:
+        told = {"model_name": model.name, "model_version": str(model.version)}
+        start = orjson.dumps(told)[:-1]
+        keep_start(model, ("v2 model",), start)
+    if form.request_id:
+        start += b',"id":' + orjson.dumps(form.request_id)
+    if result.unknown_ids:
+        unknown = {f"unknown_ids.{name}": count for name, count in result.unknown_ids.items()}
+        start += b',"parameters":' + orjson.dumps(unknown)
+    head: bytes = start
+    return head
+
+
+def _start(tensor: Tensor, itemsize: int) -> bytes:
+    """An output but for its values."""
+    told = {"name": tensor.name, "datatype": DATATYPES[itemsize], "shape": tensor.shape}
+    return orjson.dumps(told)[:-1]
+
+
+def _described(tensors: list[Tensor], result: LookupResult, form: Form) -> bytes:
+    """The outputs, with the values of those that are not in binary."""
+    itemsize = result.values.itemsize
+    outputs = []
+    for one in tensors:
+        start = _start(one, itemsize)
+        if _in_binary(one, form):
+            size = one.shape[0] * one.shape[1] * itemsize
+            outputs.append(b'%b,"parameters":{"binary_data_size":%d}}' % (start, size))
+        else:
+            outputs.append(start + b"".join(_values(one, result)) + b"}")
+    return b',"outputs":[' + b",".join(outputs) + b"]}"
+
+
+def _all_json(head: bytes, tensors: list[Tensor], result: LookupResult) -> Iterator[bytes]:
+    before = head + b',"outputs":['
+    for one in tensors:
+        yield before + _start(one, result.values.itemsize)
+        yield from _values(one, result)
+        before = b"},"
+    yield b"}]}"
+
+
+def _values(tensor: Tensor, result: LookupResult) -> Iterator[bytes]:
+    before = b',"data":['
+    for values in tensor.pieces(result):
+        flat = values.reshape(-1)
+        for start in range(0, flat.size, PIECE_VALUES):
+            some = flat[start : start + PIECE_VALUES]
+            if some.dtype == np.float16:
+                some = fewest_digits(some.reshape(1, -1)).reshape(-1)
+            yield before + orjson.dumps(some, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+            before = b","
+    yield b"]" if before == b"," else before + b"]"
+
+
+def head_bytes(parts: Parts) -> int:
+    """How long the JSON of an answer is whose values follow it in binary; 0 of one without.
+
+    Only the whole JSON ends with a brace where it is not all.
+    """
+    first = parts[0]
+    return len(first) if len(parts) > 1 and first[-1:] == b"}" else 0
+
+
+def encode_error(error: EmbedServeError) -> bytes:
+    """{"error": "…"}: the protocol's own form."""
+    return orjson.dumps({"error": error.message})

@@ -1,0 +1,104 @@
+"""What the Open Inference Protocol tells of the server and its models, said once for REST and gRPC:
+as JSON values that are named as the fields of its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from embedserve import __version__
+from embedserve.codec.open_inference.answers import DATATYPES, POOLED
+from embedserve.metrics.histogram import Histogram
+from embedserve.metrics.model_metrics import VersionMetrics
+from embedserve.types import ComingVersion, ModelInfo, split_name
+
+PLATFORM = "torchrec"
+EXTENSIONS = ("binary_tensor_data", "model_repository", "statistics")
+_NS_PER_S = 1_000_000_000
+_ANY = -1
+
+
+def server() -> dict[str, Any]:
+    return {"name": "embedserve", "version": __version__, "extensions": list(EXTENSIONS)}
+
+
+def model(info: ModelInfo, versions: Iterable[int]) -> dict[str, Any]:
+    """What may be asked of ``info``, one of these versions of its model, and what it answers.
+
+    Of a feature F F.ids and F.lengths are named; F and F.weights may be given, too.
+    """
+    inputs = []
+    for feature in info.features:
+        datatype = "BYTES" if feature in info.string_features else "INT64"
+        inputs.append(_tensor(f"{feature}.ids", datatype, _ANY))
+        inputs.append(_tensor(f"{feature}.lengths", "INT32", _ANY))
+    widths = dict(zip(info.keys, info.length_per_key, strict=True))
+    if info.is_pooled:
+        widths[POOLED] = sum(info.length_per_key)
+    outputs = [_tensor(name, DATATYPES[4], _ANY, width) for name, width in widths.items()]
+    return {
+        "name": info.name,
+        "versions": [str(version) for version in versions],
+        "platform": PLATFORM,
+        "inputs": inputs,
+        "outputs": outputs,
+    }
+
+
+def _tensor(name: str, datatype: str, *shape: int) -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": list(shape)}
+
+
+def statistics(info: ModelInfo, metrics: VersionMetrics) -> dict[str, Any]:
+    """What ``info`` answered since it began to, all workers together.
+
+    Requests are counted as their batch is taken: one that is refused before is none of them.
+    """
+    waits, waited_ns = _total(metrics.wait_seconds)
+    batches, looked_up_ns = _total(metrics.lookup_seconds)
+    _, examples = metrics.batch_examples.samples()
+    nothing = {"count": 0, "ns": 0}
+    return {
+        "name": info.name,
+        "version": str(info.version),
+        "last_inference": 0,
+        "inference_count": int(examples),
+        "execution_count": batches,
+        "inference_stats": {
+            "success": {"count": waits, "ns": waited_ns + looked_up_ns},
+            "fail": nothing,
+            "queue": {"count": waits, "ns": waited_ns},
+            "compute_input": nothing,
+            "compute_infer": {"count": batches, "ns": looked_up_ns},
+            "compute_output": nothing,
+        },
+    }
+
+
+def _total(seconds: Histogram) -> tuple[int, int]:
+    """(how many, nanoseconds of all)"""
+    counts, total_s = seconds.samples()
+    return int(counts[-1][1]), int(total_s * _NS_PER_S)
+
+
+def repository(
+    models: Iterable[ModelInfo], coming: Mapping[str, ComingVersion], not_ready: str
+) -> list[dict[str, str]]:
+    """Every version that is served, or that is to be.
+
+    Args:
+        coming: by name as --model has it.
+        not_ready: why the server is not; "" while it is.
+    """
+    index = []
+    for info in models:
+        state = "UNAVAILABLE" if not_ready else "READY"
+        index.append(_indexed(info.name, info.version, state, not_ready))
+    for name, one in coming.items():
+        state = "UNAVAILABLE" if one.state == "failed" else "LOADING"
+        index.append(_indexed(split_name(name)[0], one.version, state, one.reason))
+    return index
+
+
+def _indexed(name: str, version: int, state: str, reason: str) -> dict[str, str]:
+    return {"name": name, "version": str(version), "state": state, "reason": reason}

@@ -1,0 +1,509 @@
+"""The messages of inference.GRPCInferenceService: ModelInfer's requests and answers by their bytes.
+
+Small messages are read by the protobuf library. Of larger ones the numbers are found where they
+lie in the bytes, and what becomes Python objects is counted before. Answers are their fields one
+after the other: what is the same for all answers of a size is made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import islice
+from math import prod
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from embedserve.codec.open_inference.answers import (
+    DATATYPES,
+    Form,
+    Tensor,
+    form_of,
+    is_quick,
+    keep_start,
+    set_output,
+    set_output_dtype,
+    start_key,
+    tensors_of,
+    versioned,
+)
+from embedserve.codec.open_inference.tensors import (
+    BYTES,
+    DTYPES,
+    Data,
+    lookup_request,
+    read_strings,
+    text_of,
+    wrong,
+)
+from embedserve.codec.open_inference.tensors import Tensor as Input
+from embedserve.codec.protobuf_fields import (
+    I32,
+    LENGTH_DELIMITED,
+    VARINT,
+    TooManyFieldsError,
+    count_varints,
+    fields,
+    read_varint,
+    read_varints,
+    tag_of,
+    take_out,
+    varint,
+)
+from embedserve.config import Limits
+from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
+from embedserve.types import Encoded, LookupRequest, LookupResult, Output, with_size
+from embedserve_proto import open_inference_pb2 as pb
+
+_Request = pb.ModelInferRequest
+_InputMessage = pb.ModelInferRequest.InferInputTensor
+SMALL_BYTES = 16 << 10
+"""Of a message, without its raw contents, that the library reads whole: what it may cost the event
+loop is a few hundred microseconds."""
+NOW_BYTES_MAX = 64 << 10
+"""Of strings that are read on the event loop's thread."""
+NOW_FIELDS_MAX = 4096
+INPUT_BYTES_MAX = 127
+KNOWN_MAX = 4096
+"""Inputs of no more bytes, without their contents, and outputs, are remembered: some megabytes."""
+JOIN_BYTES_MAX = 64 << 10
+"""Of an answer that is joined at once: it would be anyway, to be written."""
+
+
+def _number(message: type, field: str) -> int:
+    number: int = message.DESCRIPTOR.fields_by_name[field].number  # type: ignore[attr-defined]
+    return number
+
+
+INPUTS_TAG = tag_of(_number(_Request, "inputs"), LENGTH_DELIMITED)
+MODEL_TAG = tag_of(_number(_Request, "model_name"), LENGTH_DELIMITED)
+VERSION_TAG = tag_of(_number(_Request, "model_version"), LENGTH_DELIMITED)
+REQUEST_ID_TAG = tag_of(_number(_Request, "id"), LENGTH_DELIMITED)
+OUTPUTS_TAG = tag_of(_number(_Request, "outputs"), LENGTH_DELIMITED)
+RAW_TAG = tag_of(_number(_Request, "raw_input_contents"), LENGTH_DELIMITED)
+CONTENTS_TAG = tag_of(_number(_InputMessage, "contents"), LENGTH_DELIMITED)
+CONTENTS = {
+    "INT64": "int64_contents",
+    "INT32": "int_contents",
+    "FP32": "fp32_contents",
+    BYTES: "bytes_contents",
+}
+"""The field of an input's numbers, by its datatype."""
+_CONTENTS_TAGS = {
+    tag_of(_number(pb.InferTensorContents, field), LENGTH_DELIMITED): field
+    for field in CONTENTS.values()
+} | {
+    # not packed, each a field of its own: parsers take both
+    tag_of(_number(pb.InferTensorContents, "int64_contents"), VARINT): "int64_contents",
+    tag_of(_number(pb.InferTensorContents, "int_contents"), VARINT): "int_contents",
+    tag_of(_number(pb.InferTensorContents, "fp32_contents"), I32): "fp32_contents",
+}
+_Contents = dict[str, list[memoryview]]
+ID_TAG = bytes([tag_of(_number(pb.ModelInferResponse, "id"), LENGTH_DELIMITED)])
+RAW_OUTPUT_TAG = bytes(
+    [tag_of(_number(pb.ModelInferResponse, "raw_output_contents"), LENGTH_DELIMITED)]
+)
+STREAMED_TAG = bytes(
+    [tag_of(_number(pb.ModelStreamInferResponse, "infer_response"), LENGTH_DELIMITED)]
+)
+
+
+def decode_now(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
+    """As decode_request, or None where that would take long: of raw numbers it never does."""
+    small_bytes = min(SMALL_BYTES, limits.request_values_max, limits.request_text_bytes_max)
+    if len(body) <= small_bytes:
+        quick = _decode_quick(body, limits)
+        if quick is not None:
+            return quick
+        message = _parse(body)
+        return _request(message, message.raw_input_contents, None, limits)
+    try:
+        raw, rest = _take_raw(body, min(NOW_FIELDS_MAX, limits.request_values_max))
+    except TooManyFieldsError:
+        return None
+    if sum(map(len, rest)) > small_bytes:
+        return None
+    message = _parse(b"".join(rest))
+    is_text = [one.datatype == BYTES for one in message.inputs]
+    text_bytes = sum(len(one) for one, is_one in zip(raw, is_text, strict=False) if is_one)
+    return None if text_bytes > NOW_BYTES_MAX else _request(message, raw, None, limits)
+
+
+def _decode_quick(body: bytes, limits: Limits) -> LookupRequest | None:
+    """The request in a small message as serializers write it, with raw contents and nothing that
+    few have; None for another. Its inputs are found without the library, which takes three times
+    as long."""
+    named = {MODEL_TAG: "", VERSION_TAG: "", REQUEST_ID_TAG: ""}
+    tensors: list[Input] = []
+    names: list[str] = []
+    raw: list[bytes] = []
+    position, size = 0, len(body)
+    try:
+        while position < size:
+            tag, length, start = body[position], body[position + 1], position + 2
+            if length >= 0x80:
+                length, start = read_varint(body, position + 1)
+            position = start + length
+            value = body[start:position]
+            if tag == RAW_TAG:
+                raw.append(value)
+            elif tag == INPUTS_TAG and length <= INPUT_BYTES_MAX:
+                name, datatype, shape = _known_input(value)
+                tensors.append(Input(name, datatype, shape, b""))
+            elif tag == OUTPUTS_TAG and length <= INPUT_BYTES_MAX:
+                names.append(_known_output(value))
+            else:
+                named[tag]  # KeyError: of a tag that few have
+                named[tag] = value.decode()
+    except (IndexError, KeyError, DecodeError, UnicodeDecodeError):
+        return None
+    if position != size or len(raw) != len(tensors):
+        return None
+    for tensor, contents in zip(tensors, raw, strict=True):
+        if tensor.datatype == BYTES:
+            return None
+        tensor.data = contents
+    model = versioned(named[MODEL_TAG], named[VERSION_TAG])
+    request = lookup_request(model, tensors, limits)
+    set_output(request, named[REQUEST_ID_TAG], names, (True,) * len(names), True, limits)
+    return request
+
+
+@lru_cache(KNOWN_MAX)
+def _known_input(message: bytes) -> tuple[str, str, list[int]]:
+    """(name, datatype, shape) of an input without contents; callers' are the same over and over,
+    but for the number of ids. Raises KeyError for one with more."""
+    one = _InputMessage.FromString(message)
+    if one.parameters or one.HasField("contents"):
+        raise KeyError
+    return one.name, one.datatype, one.shape[:]
+
+
+@lru_cache(KNOWN_MAX)
+def _known_output(message: bytes) -> str:
+    """The name of an output that is asked for. Raises KeyError for one with parameters."""
+    one = pb.ModelInferRequest.InferRequestedOutputTensor.FromString(message)
+    if one.parameters:
+        raise KeyError
+    return str(one.name)
+
+
+def decode_request(body: bytes, model: str, limits: Limits) -> LookupRequest:
+    """The ModelInferRequest in ``body``, which names its model itself.
+
+    Raises:
+        InvalidRequestError: it is none, or not a batch of jagged ids.
+        RequestTooLargeError: it has more than ``limits`` allow, told before it is read.
+    """
+    try:
+        raw, inputs, rest = _take_inputs(body, limits)
+    except TooManyFieldsError as error:
+        raise RequestTooLargeError(
+            "body has too many tensors, strings and numbers that are not packed: "
+            + limits.said("request_values_max"),
+            "body",
+        ) from error
+    text_bytes = sum(map(len, rest)) + sum(
+        sum(map(len, contents.get("bytes_contents", ()))) for contents, _ in inputs
+    )
+    text_bytes += sum(len(of_input) for _, of_input in inputs)
+    if text_bytes > limits.request_text_bytes_max:
+        raise RequestTooLargeError(
+            f"body has {text_bytes} bytes beside its numbers, "
+            + limits.said("request_text_bytes_max"),
+            "body",
+        )
+    message = _parse(b"".join(rest))
+    for _, of_input in inputs:
+        try:
+            message.inputs.add().MergeFromString(of_input)
+        except DecodeError as error:
+            raise _malformed(error) from error
+    return _request(message, raw, [contents for contents, _ in inputs], limits)
+
+
+def model_of(body: bytes) -> str:
+    """The model that a ModelInferRequest names, found without decoding the rest; "" for none.
+
+    Serializers write fields in their order, so that the model and its version come first.
+    """
+    named = {MODEL_TAG: "", VERSION_TAG: ""}
+    try:
+        for tag, _, start, end in islice(fields(body), len(named)):
+            if tag in named:
+                named[tag] = body[start:end].decode(errors="replace")
+    except (IndexError, ValueError):
+        pass
+    model, version = named[MODEL_TAG], named[VERSION_TAG]
+    return f"{model}@{version}" if version else model
+
+
+def _parse(body: bytes) -> pb.ModelInferRequest:
+    try:
+        return _Request.FromString(body)
+    except DecodeError as error:
+        raise _malformed(error) from error
+
+
+def _malformed(problem: object) -> InvalidRequestError:
+    return InvalidRequestError(f"body is not a ModelInferRequest: {problem}", "body")
+
+
+def _take_raw(body: bytes, fields_max: int) -> tuple[list[memoryview], list[memoryview]]:
+    """(raw_input_contents, the pieces of the message without them)."""
+    try:
+        taken, rest = take_out(body, {RAW_TAG: "raw"}, fields_max)
+    except IndexError as error:
+        raise _malformed("it ends within a field") from error
+    except ValueError as error:
+        raise _malformed(error) from error
+    return taken.get("raw", []), rest
+
+
+def _take_inputs(
+    body: bytes, limits: Limits
+) -> tuple[list[memoryview], list[tuple[_Contents, bytes]], list[memoryview]]:
+    """(raw_input_contents; of each input its contents and itself without them; the rest)."""
+    left = _FieldsLeft(limits.request_values_max)
+    try:
+        taken, rest = left.take_out(body, {RAW_TAG: "raw", INPUTS_TAG: "inputs"})
+        inputs = []
+        for one in taken.get("inputs", ()):
+            of_input, others = left.take_out(bytes(one), {CONTENTS_TAG: "contents"})
+            contents: _Contents = {}
+            for part in of_input.get("contents", ()):  # parsers merge them
+                numbers, _ = left.take_out(bytes(part), _CONTENTS_TAGS)
+                for name, values in numbers.items():
+                    contents.setdefault(name, []).extend(values)
+            inputs.append((contents, b"".join(others)))
+    except IndexError as error:
+        raise _malformed("it ends within a field") from error
+    except ValueError as error:
+        raise _malformed(error) from error
+    return taken.get("raw", []), inputs, rest
+
+
+class _FieldsLeft:
+    """How many fields a message may have yet, at all its depths."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def take_out(
+        self, body: bytes, names: dict[int, str]
+    ) -> tuple[dict[str, list[memoryview]], list[memoryview]]:
+        """As take_out; raises TooManyFieldsError."""
+        self._count -= sum(1 for _ in _up_to(body, self._count))
+        return take_out(body, names, len(body))
+
+
+def _up_to(body: bytes, count: int) -> Iterator[object]:
+    for at, field in enumerate(fields(body)):
+        if at >= count:
+            raise TooManyFieldsError
+        yield field
+
+
+def _request(
+    message: pb.ModelInferRequest,
+    raw: Sequence[bytes | memoryview],
+    contents: Sequence[_Contents] | None,
+    limits: Limits,
+) -> LookupRequest:
+    """The request of ``message``.
+
+    Args:
+        raw: its raw_input_contents.
+        contents: of each input, which the message has not; None: it has them.
+    """
+    inputs = message.inputs
+    if raw and len(raw) != len(inputs):
+        raise InvalidRequestError(
+            f"raw_input_contents has {len(raw)} entries for {len(inputs)} inputs",
+            "raw_input_contents",
+        )
+    tensors = []
+    for at, one in enumerate(inputs):
+        tensor = Input(one.name, one.datatype, one.shape[:], b"")
+        if not raw:
+            if contents is not None:
+                tensor.data = _from_contents(tensor, contents[at], limits)
+            else:
+                tensor.data = _from_message(tensor, one)
+        elif one.HasField("contents") or (contents is not None and contents[at]):
+            raise wrong(tensor, "has contents, but there are raw_input_contents: send one")
+        elif one.datatype == BYTES:
+            tensor.data = _raw_strings(tensor, raw[at], limits)
+        else:
+            tensor.data = raw[at]
+        tensors.append(tensor)
+    request = lookup_request(versioned(message.model_name, message.model_version), tensors, limits)
+    outputs = message.outputs
+    names = [one.name for one in outputs] if outputs else ()
+    set_output(request, message.id, names, (True,) * len(names), True, limits)
+    if message.parameters and "output_dtype" in message.parameters:
+        set_output_dtype(request, message.parameters["output_dtype"].string_param)
+    return request
+
+
+def _raw_strings(tensor: Input, raw: bytes | memoryview, limits: Limits) -> list[str]:
+    if len(raw) > limits.request_text_bytes_max:
+        raise RequestTooLargeError(
+            f"{tensor} has {len(raw)} bytes, {limits.said('request_text_bytes_max')}", "inputs"
+        )
+    count_max, limit = limits.request_values_max, limits.said("request_values_max")
+    return read_strings(tensor, memoryview(raw), count_max, limit)
+
+
+def _from_message(tensor: Input, message: pb.ModelInferRequest.InferInputTensor) -> Data:
+    """The values of an input that the library has read."""
+    field = CONTENTS.get(tensor.datatype)
+    if field is None:
+        return b""  # what such a datatype is refused for is said with the others
+    values = getattr(message.contents, field)[:]
+    _check_field(tensor, field, len(values))
+    if tensor.datatype == BYTES:
+        return [text_of(tensor, at, one) for at, one in enumerate(values)]
+    return np.array(values, DTYPES[tensor.datatype])
+
+
+def _from_contents(tensor: Input, contents: _Contents, limits: Limits) -> Data:
+    """The same of one whose values were found where they lie."""
+    field = CONTENTS.get(tensor.datatype)
+    if field is None:
+        return b""
+    values = contents.get(field, [])
+    if tensor.datatype == BYTES:
+        _check_field(tensor, field, len(values))
+        return [text_of(tensor, at, bytes(one)) for at, one in enumerate(values)]
+    joined = b"".join(values)
+    if tensor.datatype == "FP32":
+        return joined
+    count = count_varints(joined)
+    if count > limits.request_ids_max:
+        raise RequestTooLargeError(
+            f"{tensor} has {count} values, {limits.said('request_ids_max')}", "inputs"
+        )
+    _check_field(tensor, field, count)
+    try:
+        return read_varints(joined).astype(DTYPES[tensor.datatype], copy=False)
+    except ValueError as error:
+        raise wrong(tensor, f"is not packed integers: {error}") from error
+
+
+def _check_field(tensor: Input, field: str, count: int) -> None:
+    if len(tensor.shape) > 2:
+        return  # it is refused with the others
+    expected = prod(tensor.shape)
+    if count != expected:
+        raise wrong(tensor, f"has {count} values in {field}, not {expected}")
+
+
+# Answers
+
+
+def encode_now(result: LookupResult) -> Encoded | None:
+    """(a ModelInferResponse in pieces, their bytes), or None where that would take long."""
+    form, output = form_of(result)
+    if not is_quick(result, form):
+        return None
+    values = result.values
+    if result.lengths is None and len(values) == 1 and not result.more and not output.has_all:
+        # What most answers are: the vectors of a key lie together, and are not copied twice.
+        parts: list[bytes | memoryview] = [_head(result, form)]
+        described, starts, _ = _described_once(result, form, output)
+        parts.append(described)
+        octets, end, itemsize = memoryview(values.data).cast("B"), 0, values.itemsize
+        for start, dim in zip(starts, result.model.length_per_key, strict=True):
+            begin, end = end, end + dim * itemsize
+            parts += start, octets[begin:end]
+    else:
+        parts = [*encode_pieces(result)]
+    pieces, nbytes = with_size(parts)
+    return ((b"".join(pieces),) if nbytes <= JOIN_BYTES_MAX else pieces), nbytes
+
+
+def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
+    """The pieces of any answer, none of which takes long to make."""
+    form, output = form_of(result)
+    described, starts, tensors = _described_once(result, form, output)
+    yield _head(result, form) + described
+    for start, one in zip(starts, tensors, strict=True):
+        yield start
+        for values in one.pieces(result):
+            yield values.data
+
+
+def _described_once(
+    result: LookupResult, form: Form, output: Output
+) -> tuple[bytes, list[bytes], list[Tensor]]:
+    """(the outputs but for their values, what comes before the values of each, the outputs); kept
+    with the model where it can be."""
+    key = start_key("v2 grpc", result, form)
+    made = None if key is None else result.model.answer_starts.get(key)
+    if made is None:
+        tensors = tensors_of(result, form, output)
+        made = _described(tensors, result), [_raw_start(one, result) for one in tensors], tensors
+        keep_start(result.model, key, made)
+    described: tuple[bytes, list[bytes], list[Tensor]] = made
+    return described
+
+
+def _head(result: LookupResult, form: Form) -> bytes:
+    """All that comes before the outputs."""
+    model = result.model
+    start = model.answer_starts.get(("v2 grpc model",))
+    if start is None:
+        start = pb.ModelInferResponse(
+            model_name=model.name, model_version=str(model.version)
+        ).SerializeToString()
+        keep_start(model, ("v2 grpc model",), start)
+    head: bytes = start
+    if form.request_id:
+        request_id = form.request_id.encode()
+        head += ID_TAG + varint(len(request_id)) + request_id
+    if result.unknown_ids:
+        parameters = {
+            f"unknown_ids.{name}": pb.InferParameter(int64_param=count)
+            for name, count in result.unknown_ids.items()
+        }
+        head += pb.ModelInferResponse(parameters=parameters).SerializeToString()
+    return head
+
+
+def _described(tensors: Sequence[Tensor], result: LookupResult) -> bytes:
+    datatype = DATATYPES[result.values.itemsize]
+    outputs = [
+        pb.ModelInferResponse.InferOutputTensor(name=one.name, datatype=datatype, shape=one.shape)
+        for one in tensors
+    ]
+    return pb.ModelInferResponse(outputs=outputs).SerializeToString()
+
+
+def _raw_start(tensor: Tensor, result: LookupResult) -> bytes:
+    size = tensor.shape[0] * tensor.shape[1] * result.values.itemsize
+    return RAW_OUTPUT_TAG + varint(size)
+
+
+def encode_streamed_now(result: LookupResult) -> Encoded | None:
+    """The same as a ModelStreamInferResponse."""
+    encoded = encode_now(result)
+    if encoded is None:
+        return None
+    parts, nbytes = encoded
+    start = STREAMED_TAG + varint(nbytes)
+    return (start, *parts), nbytes + len(start)
+
+
+def encode_streamed_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
+    parts, nbytes = with_size([*encode_pieces(result)])
+    yield STREAMED_TAG + varint(nbytes)
+    yield from parts
+
+
+def encode_stream_error(error: EmbedServeError) -> bytes:
+    """A ModelStreamInferResponse with only its error: how a stream answers what failed."""
+    return pb.ModelStreamInferResponse(
+        error_message=f"[{error.code}] {error.message}"
+    ).SerializeToString()

@@ -1,0 +1,407 @@
+"""Named tensors as jagged ids: the inputs of a request to a LookupRequest, however they came.
+
+A feature F is given as F.ids and F.lengths, with F.weights where ids are weighted, or as F alone,
+[batch, k], in which negative ids are padding. What is wrong is said with the tensor's name and
+sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from embedserve.batching.checks import check_feature_count
+from embedserve.codec.strings import merge
+from embedserve.config import Limits
+from embedserve.errors import InvalidRequestError, RequestTooLargeError
+from embedserve.types import LookupRequest
+
+DTYPES: Mapping[str, np.dtype] = {
+    "INT64": np.dtype("<i8"),
+    "INT32": np.dtype("<i4"),
+    "FP32": np.dtype("<f4"),
+}
+"""Of the datatypes that inputs of numbers have."""
+BYTES = "BYTES"
+DATATYPES = {"ids": ("INT64", BYTES), "lengths": ("INT32",), "weights": ("FP32",)}
+"""By the part of a feature that a tensor is."""
+_INT64, _INT32, _FLOAT32 = DTYPES["INT64"], DTYPES["INT32"], DTYPES["FP32"]
+_UINT32 = np.dtype("<u4")
+NAME_CHARACTERS_MAX = 200
+"""Of a name in a message."""
+STRING_LENGTH_BYTES = 4
+
+Data = bytes | memoryview | np.ndarray | list[str]
+"""The numbers of a tensor, little-endian and row-major; of BYTES its strings."""
+
+
+@dataclass(slots=True)
+class Tensor:
+    """One input; ``data`` is not checked against the rest yet."""
+
+    name: str
+    datatype: str
+    shape: Sequence[int]
+    data: Data
+
+    def __str__(self) -> str:
+        return f"input {shown(self.name)} ({self.datatype[:16]} {shown_shape(self.shape)})"
+
+
+@dataclass(slots=True)
+class _Feature:
+    """What was given of one feature."""
+
+    ids: Tensor | None = None
+    lengths: Tensor | None = None
+    weights: Tensor | None = None
+    padded: Tensor | None = None
+
+
+def shown(name: str) -> str:
+    text = name if len(name) <= NAME_CHARACTERS_MAX else name[:NAME_CHARACTERS_MAX] + "…"
+    return repr(text)
+
+
+def shown_shape(shape: Sequence[int]) -> str:
+    return str(list(shape[:8]))
+
+
+def wrong(tensor: Tensor, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{tensor} {problem}", f"inputs.{tensor.name[:NAME_CHARACTERS_MAX]}")
+
+
+def lookup_request(model: str, tensors: Sequence[Tensor], limits: Limits) -> LookupRequest:
+    """The request of all its inputs.
+
+    Raises:
+        InvalidRequestError: they are not a batch of jagged ids.
+        RequestTooLargeError: there are more than ``limits`` allow, told before they are joined.
+    """
+    quick = _quick(model, tensors, limits)
+    if quick is not None:
+        return quick
+    features = _by_feature(tensors, limits)
+    check_feature_count("inputs", len(features), limits)
+    batch_size = _batch_size(features, limits)
+    if all(one.weights is None and one.padded is None for one in features.values()):
+        return _jagged(model, features, batch_size, limits)
+    return _any(model, features, batch_size, limits)
+
+
+def _quick(model: str, tensors: Sequence[Tensor], limits: Limits) -> LookupRequest | None:
+    """The request of features as most callers give them, integers in binary, each F.ids and then
+    F.lengths; None for any other, and one with anything wrong."""
+    if not tensors or len(tensors) % 2 or len(tensors) > 2 * limits.request_features_max:
+        return None
+    shape = tensors[1].shape
+    if len(shape) != 1 or not 0 < shape[0] <= limits.request_examples_max:
+        return None
+    names: list[str] = []
+    ids: list[Any] = []
+    lengths: list[Any] = []
+    counts: list[int] = []
+    lengths_bytes = shape[0] * _INT32.itemsize
+    for one, bags in zip(tensors[::2], tensors[1::2], strict=True):
+        name = one.name[:-4]
+        size = one.shape
+        if (
+            not name
+            or one.name[-4:] != ".ids"
+            or bags.name != name + ".lengths"
+            or one.datatype != "INT64"
+            or bags.datatype != "INT32"
+            or len(size) != 1
+            or bags.shape != shape
+            or len(one.data) != size[0] * 8
+            or len(bags.data) != lengths_bytes
+        ):
+            return None
+        names.append(name)
+        ids.append(one.data)
+        lengths.append(bags.data)
+        counts.append(size[0])
+    if len(set(names)) < len(names) or sum(counts) > limits.request_ids_max:
+        return None
+    joined = np.frombuffer(b"".join(lengths), _INT32)
+    if not _add_up(joined, shape[0], counts):
+        return None
+    integers = np.frombuffer(b"".join(ids), _INT64)
+    return LookupRequest(model, tuple(names), integers, joined, None, shape[0])
+
+
+def _add_up(lengths: np.ndarray, batch_size: int, counts: Sequence[int]) -> bool:
+    """Whether those of each feature add up to its count. A negative one is a large one here."""
+    of_features = lengths.view(_UINT32)
+    if batch_size > 1:
+        of_features = of_features.reshape(-1, batch_size).sum(axis=1, dtype=np.int64)
+    return bool(of_features.tolist() == counts)
+
+
+def _by_feature(tensors: Iterable[Tensor], limits: Limits) -> dict[str, _Feature]:
+    features: dict[str, _Feature] = {}
+    count_max = 3 * limits.request_features_max
+    for count, tensor in enumerate(tensors):
+        if count >= count_max:
+            raise RequestTooLargeError(
+                f"inputs has over {count_max} tensors: {limits.said('request_features_max')}",
+                "inputs",
+            )
+        name, _, part = tensor.name.rpartition(".")
+        if not name or part not in DATATYPES or (part == "ids" and len(tensor.shape) == 2):
+            name, part = tensor.name, "padded"
+        _check(tensor, part)
+        feature = features.get(name)
+        if feature is None:
+            feature = features[name] = _Feature()
+        if getattr(feature, part) is not None:
+            raise wrong(tensor, "is given twice")
+        setattr(feature, part, tensor)
+    if not features:
+        raise InvalidRequestError("inputs is empty: give at least one feature", "inputs")
+    for name, feature in features.items():
+        _check_parts(name, feature)
+    return features
+
+
+def _check(tensor: Tensor, part: str) -> None:
+    """Raises InvalidRequestError unless ``tensor`` has a datatype and shape of such a part of a
+    feature, and the data for them."""
+    datatypes = DATATYPES.get(part, ("INT64",))
+    if tensor.datatype not in datatypes:
+        raise wrong(tensor, f"is not {' or '.join(datatypes)}")
+    shape = tensor.shape
+    if min(shape, default=0) < 0:
+        raise wrong(tensor, "has a negative size")
+    if part == "padded":
+        if len(shape) != 2 or not shape[1]:
+            raise wrong(
+                tensor,
+                "is not [batch, k], k 1 or more; jagged ids are FEATURE.ids with FEATURE.lengths",
+            )
+    elif len(shape) != 1 and not (part == "weights" and len(shape) == 2):
+        raise wrong(tensor, "is not of one dimension")
+    data, count = tensor.data, prod(shape)
+    if type(data) is list:
+        if len(data) != count:
+            raise wrong(tensor, f"has {len(data)} strings, not {count}")
+        return
+    nbytes = len(data) if type(data) is bytes else data.nbytes  # type: ignore[union-attr]
+    itemsize = DTYPES[tensor.datatype].itemsize
+    if nbytes != count * itemsize:
+        raise wrong(tensor, f"has {nbytes} bytes, not {count * itemsize}")
+
+
+def _check_parts(name: str, one: _Feature) -> None:
+    if one.padded is not None:
+        if one.ids is not None or one.lengths is not None:
+            raise wrong(one.padded, f"is given beside {shown(name + '.ids')}: send one of them")
+        if one.weights is not None and list(one.weights.shape) != list(one.padded.shape):
+            raise wrong(one.weights, f"has not the shape of {one.padded}")
+    elif one.ids is None:
+        alone = one.lengths or one.weights
+        assert alone is not None
+        raise wrong(alone, f"has no input {shown(name + '.ids')} beside it")
+    elif one.lengths is None:
+        raise wrong(one.ids, f"has no input {shown(name + '.lengths')} beside it")
+    elif one.weights is not None and list(one.weights.shape) != list(one.ids.shape):
+        raise wrong(one.weights, f"has not the shape of {one.ids}: one weight for each id")
+
+
+def _batch_size(features: Mapping[str, _Feature], limits: Limits) -> int:
+    """Examples, which all features have as many of."""
+    first: Tensor | None = None
+    ids = 0
+    for one in features.values():
+        tensor = one.lengths or one.padded
+        assert tensor is not None
+        if first is None:
+            first = tensor
+        elif tensor.shape[0] != first.shape[0]:
+            raise wrong(tensor, f"has {tensor.shape[0]} examples, {first} has {first.shape[0]}")
+        ids += one.ids.shape[0] if one.ids is not None else 0  # of padded ones once they are known
+    assert first is not None
+    batch_size = first.shape[0]
+    if not batch_size:
+        raise wrong(first, "is an empty batch")
+    for what, count, limit in (
+        ("examples", batch_size, "request_examples_max"),
+        ("ids", ids, "request_ids_max"),
+    ):
+        if count > getattr(limits, limit):
+            raise RequestTooLargeError(f"inputs has {count} {what}, {limits.said(limit)}", "inputs")
+    return batch_size
+
+
+def _jagged(
+    model: str, features: Mapping[str, _Feature], batch_size: int, limits: Limits
+) -> LookupRequest:
+    """Of features that have ids and lengths alone: joined as they are."""
+    ids: list[Any] = []
+    lengths: list[Any] = []
+    counts: list[int] = []
+    strings: list[str] = []
+    is_string: list[bool] = []
+    for one in features.values():
+        tensor, of_bags = one.ids, one.lengths
+        assert tensor is not None
+        assert of_bags is not None
+        data = tensor.data
+        is_list = type(data) is list
+        is_string.append(is_list)
+        if is_list:
+            strings += data  # type: ignore[arg-type]
+        else:
+            ids.append(data)
+        counts.append(tensor.shape[0])
+        lengths.append(of_bags.data)
+    joined = np.frombuffer(b"".join(lengths), _INT32)
+    if not _add_up(joined, batch_size, counts):
+        raise _wrong_lengths(features)
+    return _request(
+        model, features, batch_size, b"".join(ids), joined, None, strings, is_string, counts
+    )
+
+
+def _any(
+    model: str, features: Mapping[str, _Feature], batch_size: int, limits: Limits
+) -> LookupRequest:
+    """Of features of which some are padded or weighted."""
+    ids: list[np.ndarray] = []
+    lengths: list[np.ndarray] = []
+    weights: list[np.ndarray] = []
+    counts: list[int] = []
+    strings: list[str] = []
+    is_string: list[bool] = []
+    for one in features.values():
+        is_string.append(False)
+        if one.padded is not None:
+            padded = _array(one.padded, _INT64).reshape(batch_size, -1)
+            is_id = padded >= 0
+            counts.append(int(np.count_nonzero(is_id)))
+            lengths.append(is_id.sum(axis=1, dtype=_INT32))
+            ids.append(padded[is_id])
+        else:
+            tensor, of_bags = one.ids, one.lengths
+            assert tensor is not None
+            assert of_bags is not None
+            is_id = np.ones(1, bool)
+            counts.append(tensor.shape[0])
+            lengths.append(_array(of_bags, _INT32))
+            total = int(lengths[-1].view(_UINT32).sum(dtype=np.int64))
+            if total != counts[-1]:
+                raise _wrong_lengths(features)
+            if type(tensor.data) is list:
+                is_string[-1] = True
+                strings += tensor.data
+            else:
+                ids.append(_array(tensor, _INT64))
+        if one.weights is None:
+            weights.append(np.ones(counts[-1], _FLOAT32))
+        else:
+            given = _array(one.weights, _FLOAT32)
+            weights.append(given if one.padded is None else given.reshape(batch_size, -1)[is_id])
+        if sum(counts) > limits.request_ids_max:
+            raise RequestTooLargeError(
+                f"inputs has over {sum(counts)} ids, {limits.said('request_ids_max')}", "inputs"
+            )
+    is_weighted = any(one.weights is not None for one in features.values())
+    return _request(
+        model,
+        features,
+        batch_size,
+        np.concatenate(ids, dtype=_INT64) if ids else b"",
+        np.concatenate(lengths),
+        np.concatenate(weights) if is_weighted else None,
+        strings,
+        is_string,
+        counts,
+    )
+
+
+def _array(tensor: Tensor, dtype: np.dtype) -> np.ndarray:
+    data = tensor.data
+    assert type(data) is not list
+    return np.frombuffer(data, dtype)  # type: ignore[arg-type]
+
+
+def _request(
+    model: str,
+    features: Mapping[str, _Feature],
+    batch_size: int,
+    ids: bytes | np.ndarray,
+    lengths: np.ndarray,
+    weights: np.ndarray | None,
+    strings: list[str],
+    is_string: Sequence[bool],
+    counts: Sequence[int],
+) -> LookupRequest:
+    integers = np.frombuffer(ids, _INT64)
+    names = tuple(features)
+    if not any(is_string):
+        return LookupRequest(model, names, integers, lengths, weights, batch_size)
+    merged, by_hash = merge(integers, strings, is_string, counts)
+    string_features = frozenset(compress(names, is_string))
+    return LookupRequest(
+        model, names, merged, lengths, weights, batch_size, string_features, by_hash
+    )
+
+
+def _wrong_lengths(features: Mapping[str, _Feature]) -> InvalidRequestError:
+    """Which lengths are wrong, and how."""
+    for one in features.values():
+        if one.ids is None or one.lengths is None:
+            continue
+        lengths = _array(one.lengths, _INT32)
+        if lengths.min() < 0:
+            at = int((lengths < 0).argmax())
+            return wrong(one.lengths, f"has {lengths[at]} at {at}: a bag has no fewer than 0 ids")
+        total = int(lengths.sum(dtype=np.int64))
+        if total != one.ids.shape[0]:
+            return wrong(one.lengths, f"adds up to {total}, but {one.ids} has {one.ids.shape[0]}")
+    raise AssertionError("lengths are wrong, but none of them")
+
+
+def read_strings(tensor: Tensor, raw: memoryview, count_max: int, limit: str) -> list[str]:
+    """The strings of a BYTES tensor as the protocol has them in binary: each with its length, a
+    little-endian uint32, before it.
+
+    Args:
+        count_max: of them; ``limit`` says why.
+
+    Raises:
+        InvalidRequestError: they overrun ``raw``, are fewer or more than the shape says, or are not
+            UTF-8.
+        RequestTooLargeError: the shape says more.
+    """
+    (count,) = tensor.shape if len(tensor.shape) == 1 else (-1,)
+    if count < 0:
+        raise wrong(tensor, "is not of one dimension")
+    if count > count_max:
+        raise RequestTooLargeError(
+            f"{tensor} has {count} strings: {limit}", f"inputs.{tensor.name[:NAME_CHARACTERS_MAX]}"
+        )
+    strings, position, size = [], 0, len(raw)
+    for at in range(count):
+        start = position + STRING_LENGTH_BYTES
+        end = start + int.from_bytes(raw[position:start], "little")
+        if start > size or end > size:
+            raise wrong(tensor, f"has {size} bytes, which end within string {at} of {count}")
+        strings.append(text_of(tensor, at, bytes(raw[start:end])))
+        position = end
+    if position != size:
+        raise wrong(tensor, f"has {size} bytes, but its {count} strings take {position}")
+    return strings
+
+
+def text_of(tensor: Tensor, at: int, string: bytes) -> str:
+    """Raises InvalidRequestError where it is not UTF-8."""
+    try:
+        return string.decode()
+    except UnicodeDecodeError as error:
+        raise wrong(tensor, f"has a string at {at} that is not UTF-8: {error}") from error

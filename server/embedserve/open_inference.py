@@ -1,0 +1,45 @@
+"""What is served, as the Open Inference Protocol asks for it: by a model's name and its version.
+
+Between the exchange and the frontends of REST and gRPC, which tell the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from embedserve.codec.open_inference import description
+from embedserve.codec.open_inference.answers import versioned
+from embedserve.exchange import Exchange
+from embedserve.types import ModelInfo
+
+
+def served(exchange: Exchange, name: str, version: str = "") -> ModelInfo:
+    """Raises UnknownModelError if it is not."""
+    return exchange.models.model(versioned(name, version))
+
+
+def metadata(exchange: Exchange, name: str, version: str = "") -> dict[str, Any]:
+    """The tensors of a model, and all its versions. Raises UnknownModelError."""
+    info = served(exchange, name, version)
+    versions = {one.version for one in exchange.models.models() if one.name == info.name}
+    return description.model(info, [info.version] if version else sorted(versions))
+
+
+def statistics(exchange: Exchange, name: str = "", version: str = "") -> list[dict[str, Any]]:
+    """Of one version, of all of a model, or of all where ``name`` is empty. Raises
+    UnknownModelError."""
+    infos = exchange.models.models()
+    if name:
+        asked = served(exchange, name, version)
+        infos = [asked] if version else [one for one in infos if one.name == asked.name]
+    exchange.metrics.flush()
+    metrics = exchange.metrics.models
+    return [description.statistics(info, metrics[info.served_as].version) for info in infos]
+
+
+def repository(exchange: Exchange, *, only_ready: bool) -> list[dict[str, str]]:
+    """Every version that is served, or that is to be."""
+    models = exchange.models
+    not_ready = "" if models.is_ready else models.not_ready or "not ready"
+    index = description.repository(models.models(), models.coming, not_ready)
+    return [one for one in index if one["state"] == "READY"] if only_ready else index

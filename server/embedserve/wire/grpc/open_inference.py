@@ -1,0 +1,93 @@
+"""inference.GRPCInferenceService: what answers each of its calls.
+
+ModelInfer and ModelStreamInfer are Embed and EmbedStream in another codec; the others are plain
+functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message import DecodeError, Message
+
+from embedserve.codec.open_inference import description
+from embedserve.errors import EmbedServeError, InvalidRequestError, UnknownModelError
+from embedserve.exchange import Exchange
+from embedserve.open_inference import metadata, repository, served, statistics
+from embedserve_proto import open_inference_pb2 as pb
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+M = TypeVar("M", bound=Message)
+
+
+class OpenInferenceService:
+    """The calls with one message and no lookup.
+
+    Attributes:
+        health, management: by name; each takes a message and gives the answer, or raises
+            EmbedServeError. Health is for anybody.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self.health: dict[str, Callable[[bytes], bytes]] = {
+            "ServerLive": self._live,
+            "ServerReady": self._ready,
+        }
+        self.management: dict[str, Callable[[bytes], bytes]] = {
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._server,
+            "ModelMetadata": self._model,
+            "ModelStatistics": self._statistics,
+            "RepositoryIndex": self._repository,
+        }
+
+    def _live(self, message: bytes) -> bytes:
+        return pb.ServerLiveResponse(live=True).SerializeToString()
+
+    def _ready(self, message: bytes) -> bytes:
+        return pb.ServerReadyResponse(ready=self._exchange.models.is_ready).SerializeToString()
+
+    def _model_ready(self, message: bytes) -> bytes:
+        asked = _read(message, pb.ModelReadyRequest)
+        try:
+            served(self._exchange, asked.name, asked.version)
+        except UnknownModelError:
+            return pb.ModelReadyResponse(ready=False).SerializeToString()
+        return pb.ModelReadyResponse(ready=self._exchange.models.is_ready).SerializeToString()
+
+    def _server(self, message: bytes) -> bytes:
+        return _written(description.server(), pb.ServerMetadataResponse())
+
+    def _model(self, message: bytes) -> bytes:
+        asked = _read(message, pb.ModelMetadataRequest)
+        told = metadata(self._exchange, asked.name, asked.version)
+        return _written(told, pb.ModelMetadataResponse())
+
+    def _statistics(self, message: bytes) -> bytes:
+        asked = _read(message, pb.ModelStatisticsRequest)
+        told = {"model_stats": statistics(self._exchange, asked.name, asked.version)}
+        return _written(told, pb.ModelStatisticsResponse())
+
+    def _repository(self, message: bytes) -> bytes:
+        asked = _read(message, pb.RepositoryIndexRequest)
+        models = repository(self._exchange, only_ready=asked.ready)
+        return _written({"models": models}, pb.RepositoryIndexResponse())
+
+
+def _read(message: bytes, kind: type[M]) -> M:
+    try:
+        return kind.FromString(message)
+    except DecodeError as error:
+        raise _problem(kind, error) from error
+
+
+def _problem(kind: type[Message], error: DecodeError) -> EmbedServeError:
+    """For the caller to raise: an error that a name of its frame holds is a circle."""
+    return InvalidRequestError(f"body is not a {kind.__name__}: {error}", "body")
+
+
+def _written(told: dict[str, Any], message: Message) -> bytes:
+    return ParseDict(told, message).SerializeToString()

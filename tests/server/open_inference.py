@@ -1,0 +1,155 @@
+"""Requests of the Open Inference Protocol in each of its forms, and their answers read back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from embedserve_proto import open_inference_pb2 as pb
+
+DTYPES: Mapping[str, Any] = {"INT64": "<i8", "INT32": "<i4", "FP32": "<f4", "FP16": "<f2"}
+CONTENTS = {
+    "INT64": "int64_contents",
+    "INT32": "int_contents",
+    "FP32": "fp32_contents",
+    "BYTES": "bytes_contents",
+}
+LENGTH_HEADER = "Inference-Header-Content-Length"
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor; of BYTES ``values`` are strings."""
+
+    name: str
+    datatype: str
+    values: Any
+    shape: Sequence[int] | None = None
+
+    @property
+    def flat(self) -> list[Any]:
+        return [one for row in self.values for one in (row if isinstance(row, list) else [row])]
+
+    @property
+    def sizes(self) -> list[int]:
+        if self.shape is not None:
+            return list(self.shape)
+        first = self.values[0] if self.values else None
+        rows = [len(self.values)]
+        return [*rows, len(first)] if isinstance(first, list) else rows
+
+    @property
+    def raw(self) -> bytes:
+        if self.datatype == "BYTES":
+            strings = [one.encode() for one in self.flat]
+            return b"".join(len(one).to_bytes(4, "little") + one for one in strings)
+        return np.array(self.flat, DTYPES[self.datatype]).tobytes()
+
+    @property
+    def head(self) -> dict[str, Any]:
+        return {"name": self.name, "datatype": self.datatype, "shape": self.sizes}
+
+
+def jagged(bags: Mapping[str, Sequence[Sequence[Any]]]) -> list[Input]:
+    """F.ids and F.lengths of each feature."""
+    inputs = []
+    for feature, of_feature in bags.items():
+        ids = [one for bag in of_feature for one in bag]
+        datatype = "BYTES" if ids and isinstance(ids[0], str) else "INT64"
+        inputs.append(Input(f"{feature}.ids", datatype, ids))
+        inputs.append(Input(f"{feature}.lengths", "INT32", [len(bag) for bag in of_feature]))
+    return inputs
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, whatever its form."""
+
+    inputs: Sequence[Input]
+    outputs: Sequence[str] = ()
+    request_id: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def json_body(self) -> bytes:
+        inputs = [one.head | {"data": one.values} for one in self.inputs]
+        return self._dumped(inputs, {})
+
+    def binary_body(self) -> tuple[bytes, dict[str, str]]:
+        """(body, headers), answered in binary."""
+        inputs = [
+            one.head | {"parameters": {"binary_data_size": len(one.raw)}} for one in self.inputs
+        ]
+        head = self._dumped(inputs, {"binary_data_output": True})
+        body = head + b"".join(one.raw for one in self.inputs)
+        return body, {LENGTH_HEADER: str(len(head))}
+
+    def _dumped(self, inputs: list[Any], parameters: dict[str, Any]) -> bytes:
+        body: dict[str, Any] = {"inputs": inputs, "parameters": parameters | dict(self.parameters)}
+        if self.outputs:
+            body["outputs"] = [{"name": name} for name in self.outputs]
+        if self.request_id:
+            body["id"] = self.request_id
+        return json.dumps(body).encode()
+
+    def message(self, model: str, *, is_raw: bool, version: str = "") -> pb.ModelInferRequest:
+        request = pb.ModelInferRequest(model_name=model, model_version=version, id=self.request_id)
+        for one in self.inputs:
+            message = request.inputs.add(name=one.name, datatype=one.datatype, shape=one.sizes)
+            if is_raw:
+                request.raw_input_contents.append(one.raw)
+            else:
+                values = [v.encode() if isinstance(v, str) else v for v in one.flat]
+                getattr(message.contents, CONTENTS[one.datatype]).extend(values)
+        for name in self.outputs:
+            request.outputs.add(name=name)
+        for name, value in self.parameters.items():
+            request.parameters[name].string_param = value
+        return request
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An answer, whatever its form."""
+
+    model: str
+    version: str
+    request_id: str
+    parameters: dict[str, Any]
+    outputs: dict[str, np.ndarray]
+
+
+def read_body(body: bytes, head_bytes: str | None) -> Answered:
+    """An answer of REST; ``head_bytes`` is its header's."""
+    end = len(body) if head_bytes is None else int(head_bytes)
+    told, rest = json.loads(body[:end]), body[end:]
+    outputs = {}
+    for one in told["outputs"]:
+        dtype = np.dtype(DTYPES[one["datatype"]])
+        size = one.get("parameters", {}).get("binary_data_size")
+        if size is None:
+            values = np.array([np.nan if v is None else v for v in one["data"]]).astype(dtype)
+        else:
+            values, rest = np.frombuffer(rest[:size], dtype), rest[size:]
+        outputs[one["name"]] = values.reshape(one["shape"])
+    assert rest == b""
+    return Answered(
+        told["model_name"],
+        told["model_version"],
+        told.get("id", ""),
+        told.get("parameters", {}),
+        outputs,
+    )
+
+
+def read_message(message: pb.ModelInferResponse) -> Answered:
+    assert len(message.outputs) == len(message.raw_output_contents)
+    outputs = {
+        one.name: np.frombuffer(raw, DTYPES[one.datatype]).reshape(list(one.shape))
+        for one, raw in zip(message.outputs, message.raw_output_contents, strict=True)
+    }
+    parameters = {name: one.int64_param for name, one in message.parameters.items()}
+    return Answered(message.model_name, message.model_version, message.id, parameters, outputs)

@@ -1,0 +1,620 @@
+"""The Open Inference Protocol over REST and gRPC, in every form: what is answered is what /embed
+answers, and what is wrong is said in the protocol's own way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+from server.fake_engine import Bags, FakeEngine
+from server.fake_models import ruled_info, unpooled_info
+from server.live import GRPC_SERVERS, Live, live_server
+from server.open_inference import (
+    LENGTH_HEADER,
+    Answered,
+    Asked,
+    Input,
+    jagged,
+    read_body,
+    read_message,
+)
+
+from embedserve.config import Limits
+from embedserve_proto import open_inference_pb2 as pb
+from embedserve_proto.open_inference_pb2_grpc import GRPCInferenceServiceStub
+
+BAGS: Bags = {"tag": [[1], [2, 3], []], "user": [[4], [], [6]]}
+COLUMNS = {"user": slice(0, 4), "movie": slice(4, 7), "tag": slice(7, 9)}
+Infer = Callable[[Live, Asked, str], Awaitable[Answered]]
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+async def live(engine: FakeEngine) -> AsyncIterator[Live]:
+    others = FakeEngine(ruled_info()), FakeEngine(unpooled_info())
+    async with live_server(engine, *others) as live:
+        yield live
+
+
+def stub(live: Live) -> GRPCInferenceServiceStub:
+    return GRPCInferenceServiceStub(live.channel)
+
+
+async def as_json(live: Live, asked: Asked, model: str = "shop") -> Answered:
+    answer = await live.http.post(f"/v2/models/{model}/infer", content=asked.json_body())
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    return read_body(answer.content, answer.headers.get(LENGTH_HEADER))
+
+
+async def as_binary(live: Live, asked: Asked, model: str = "shop") -> Answered:
+    body, headers = asked.binary_body()
+    answer = await live.http.post(f"/v2/models/{model}/infer", content=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/octet-stream"
+    return read_body(answer.content, answer.headers[LENGTH_HEADER])
+
+
+async def as_chunks(live: Live, asked: Asked, model: str = "shop") -> Answered:
+    """Through uvicorn."""
+    body, headers = asked.binary_body()
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield body[:10]
+        yield body[10:]
+
+    answer = await live.http.post(f"/v2/models/{model}/infer", content=chunks(), headers=headers)
+    return read_body(answer.content, answer.headers[LENGTH_HEADER])
+
+
+async def over_http2(live: Live, asked: Asked, model: str = "shop") -> Answered:
+    body, headers = asked.binary_body()
+    base_url = f"http://127.0.0.1:{live.http_port}"
+    async with httpx.AsyncClient(http1=False, http2=True, base_url=base_url) as client:
+        answer = await client.post(f"/v2/models/{model}/infer", content=body, headers=headers)
+    return read_body(answer.content, answer.headers[LENGTH_HEADER])
+
+
+async def as_raw(live: Live, asked: Asked, model: str = "shop") -> Answered:
+    return read_message(await stub(live).ModelInfer(asked.message(model, is_raw=True)))
+
+
+async def as_typed(live: Live, asked: Asked, model: str = "shop") -> Answered:
+    return read_message(await stub(live).ModelInfer(asked.message(model, is_raw=False)))
+
+
+async def as_stream(live: Live, asked: Asked, model: str = "shop") -> Answered:
+    requests = iter([asked.message(model, is_raw=True)])
+    (answer,) = [one async for one in stub(live).ModelStreamInfer(requests)]
+    assert answer.error_message == ""
+    return read_message(answer.infer_response)
+
+
+FORMS: Mapping[str, Infer] = {
+    one.__name__: one
+    for one in (as_json, as_binary, as_chunks, over_http2, as_raw, as_typed, as_stream)
+}
+
+
+@pytest.fixture(params=FORMS)
+def infer(request: pytest.FixtureRequest) -> Infer:
+    return FORMS[request.param]
+
+
+def check(answered: Answered, expected: np.ndarray, keys: tuple[str, ...] = tuple(COLUMNS)) -> None:
+    assert (answered.model, answered.version) == ("shop", "7")
+    assert list(answered.outputs) == list(keys)
+    for key in keys:
+        assert np.array_equal(answered.outputs[key], expected[:, COLUMNS[key]])
+        assert answered.outputs[key].dtype == expected.dtype
+
+
+@pytest.mark.parametrize("examples", [1, 3])
+async def test_each_key_is_an_output(
+    live: Live, engine: FakeEngine, infer: Infer, examples: int
+) -> None:
+    bags = {name: one[:examples] for name, one in BAGS.items()}
+    for _ in range(2):  # the second finds what the first has kept
+        check(await infer(live, Asked(jagged(bags)), "shop"), engine.expected(bags))
+
+
+@pytest.mark.parametrize("outputs", [("user",), ("tag", "user"), ("movie",)])
+async def test_the_output_list_selects(
+    live: Live, engine: FakeEngine, infer: Infer, outputs: tuple[str, ...]
+) -> None:
+    answered = await infer(live, Asked(jagged(BAGS), outputs), "shop")
+    check(answered, engine.expected(BAGS), tuple(key for key in COLUMNS if key in outputs))
+
+
+async def test_pooled_is_all_keys_in_one(live: Live, engine: FakeEngine, infer: Infer) -> None:
+    expected = engine.expected(BAGS)
+    alone = await infer(live, Asked(jagged(BAGS), ["pooled"]), "shop")
+    assert list(alone.outputs) == ["pooled"]
+    assert np.array_equal(alone.outputs["pooled"], expected)
+    both = await infer(live, Asked(jagged(BAGS), ["tag", "pooled"]), "shop")
+    assert set(both.outputs) == {"pooled", "tag"}
+    assert np.array_equal(both.outputs["pooled"], expected)
+    assert np.array_equal(both.outputs["tag"], expected[:, COLUMNS["tag"]])
+
+
+async def test_the_id_comes_back(live: Live, infer: Infer) -> None:
+    answered = await infer(live, Asked(jagged(BAGS), request_id='a "7" é'), "shop")
+    assert answered.request_id == 'a "7" é'
+
+
+async def test_float16_on_request(live: Live, engine: FakeEngine, infer: Infer) -> None:
+    asked = Asked(jagged(BAGS), parameters={"output_dtype": "FP16"})
+    check(await infer(live, asked, "shop"), engine.expected(BAGS).astype(np.float16))
+
+
+async def test_weights(live: Live, engine: FakeEngine, infer: Infer) -> None:
+    inputs = [*jagged(BAGS), Input("tag.weights", "FP32", [0.5, 2, -1])]
+    weights = {"tag": [[0.5], [2.0, -1.0], []], "user": [[1.0], [], [1.0]]}
+    check(await infer(live, Asked(inputs), "shop"), engine.expected(BAGS, weights))
+
+
+async def test_negative_ids_are_padding(live: Live, engine: FakeEngine, infer: Infer) -> None:
+    inputs = [
+        Input("tag", "INT64", [[1, -1], [2, 3], [-1, -7]]),
+        Input("user", "INT64", [[4], [-1], [6]]),
+    ]
+    check(await infer(live, Asked(inputs), "shop"), engine.expected(BAGS))
+    mixed = [inputs[0], *jagged({"user": BAGS["user"]})]
+    check(await infer(live, Asked(mixed), "shop"), engine.expected(BAGS))
+    weighted = [*mixed, Input("tag.weights", "FP32", [[0.5, 9], [2, -1], [9, 9]])]
+    weights = {"tag": [[0.5], [2.0, -1.0], []], "user": [[1.0], [], [1.0]]}
+    check(await infer(live, Asked(weighted), "shop"), engine.expected(BAGS, weights))
+
+
+async def test_strings_and_unknown_ids(live: Live, infer: Infer) -> None:
+    bags: Bags = {"tag": [["drama", "nope"], ["映画"]], "user": [[0], [5, 10**15]]}
+    answered = await infer(live, Asked(jagged(bags)), "ruled")
+    expected = await live.http.post("/models/ruled/embed", json={"features": bags})
+    assert answered.parameters == {"unknown_ids.tag": 1, "unknown_ids.user": 1}
+    joined = np.concatenate(list(answered.outputs.values()), axis=1)
+    assert np.array_equal(joined, np.array(expected.json()["values"], np.float32))
+
+
+async def test_an_unpooled_model_answers_a_row_for_each_id(live: Live, infer: Infer) -> None:
+    bags: Bags = {"item": [[1, 2], [5]], "last": [[], [3]]}
+    answered = await infer(live, Asked(jagged(bags)), "sequence")
+    expected = (await live.http.post("/models/sequence/embed", json={"features": bags})).json()
+    assert list(answered.outputs) == expected["keys"]
+    for key, values in answered.outputs.items():
+        rows = np.array(expected["values"][key], np.float32).reshape(-1, 4)
+        assert np.array_equal(values, rows)
+    key = expected["keys"][0]
+    some = await infer(live, Asked(jagged(bags), [key]), "sequence")
+    assert np.array_equal(some.outputs[key], answered.outputs[key])
+
+
+@pytest.mark.parametrize("outputs", [(), ("pooled",), ("user", "tag")])
+async def test_a_large_batch(
+    live: Live, engine: FakeEngine, infer: Infer, outputs: tuple[str, ...]
+) -> None:
+    rng = np.random.default_rng(1)
+    examples = 6000
+    bags: Bags = {
+        "tag": [[one] for one in rng.integers(0, 5, examples).tolist()],
+        "user": [[one] for one in rng.integers(0, 7, examples).tolist()],
+    }
+    values = await infer(live, Asked(jagged(bags), outputs), "shop")
+    expected = engine.expected(bags)
+    if outputs == ("pooled",):
+        assert np.array_equal(values.outputs["pooled"], expected)
+    else:
+        check(values, expected, outputs or tuple(COLUMNS))
+
+
+async def test_answers_of_several_pieces(engine: FakeEngine, infer: Infer) -> None:
+    """Of a batch that threads have looked up."""
+    async with live_server(engine, limits=Limits(inline_bytes_max=0)) as live:
+        check(await infer(live, Asked(jagged(BAGS)), "shop"), engine.expected(BAGS))
+
+
+async def test_some_outputs_in_binary_and_some_in_json(live: Live, engine: FakeEngine) -> None:
+    body = json.loads(Asked(jagged(BAGS)).json_body())
+    body["outputs"] = [
+        {"name": "user", "parameters": {"binary_data": True}},
+        {"name": "tag"},
+        {"name": "pooled", "parameters": {"binary_data": True}},
+    ]
+    answer = await live.http.post("/v2/models/shop/infer", json=body)
+    read = read_body(answer.content, answer.headers[LENGTH_HEADER])
+    expected = engine.expected(BAGS)
+    assert np.array_equal(read.outputs["pooled"], expected)
+    assert np.array_equal(read.outputs["user"], expected[:, COLUMNS["user"]])
+    assert np.array_equal(read.outputs["tag"], expected[:, COLUMNS["tag"]])
+    head = json.loads(answer.content[: int(answer.headers[LENGTH_HEADER])])
+    assert ["data" in one for one in head["outputs"]] == [False, False, True]
+
+
+# What is wrong
+
+
+def one(name: str, datatype: str, values: Any, shape: Any = None) -> Asked:
+    return Asked([Input(name, datatype, values, shape)])
+
+
+LENGTHS = Input("user.lengths", "INT32", [1, 1])
+WRONG: dict[str, tuple[Asked, str]] = {
+    "datatype": (one("user.ids", "INT32", [1]), "'user.ids' (INT32 [1]) is not INT64 or BYTES"),
+    "padded datatype": (one("user", "FP32", [[1.0]]), "'user' (FP32 [1, 1]) is not INT64"),
+    "rank": (one("user", "INT64", [1, 2]), "'user' (INT64 [2]) is not [batch, k]"),
+    "alone": (one("user.ids", "INT64", [1]), "has no input 'user.lengths' beside it"),
+    "lengths alone": (Asked([LENGTHS]), "has no input 'user.ids' beside it"),
+    "sum": (
+        Asked([Input("user.ids", "INT64", [1, 2, 3]), LENGTHS]),
+        "'user.lengths' (INT32 [2]) adds up to 2, but input 'user.ids' (INT64 [3]) has 3",
+    ),
+    "sum of another": (
+        Asked(
+            [
+                Input("tag.ids", "INT64", [1, 2, 3]),
+                Input("tag.lengths", "INT32", [1, 1]),
+                Input("user.ids", "INT64", [1]),
+                LENGTHS,
+            ]
+        ),
+        "'tag.lengths' (INT32 [2]) adds up to 2",
+    ),
+    "negative": (
+        Asked([Input("user.ids", "INT64", [1]), Input("user.lengths", "INT32", [2, -1])]),
+        "'user.lengths' (INT32 [2]) has -1 at 1",
+    ),
+    "examples": (
+        Asked([*jagged({"tag": [[1]]}), Input("user.ids", "INT64", [1, 2]), LENGTHS]),
+        "'user.lengths' (INT32 [2]) has 2 examples, input 'tag.lengths' (INT32 [1]) has 1",
+    ),
+    "twice": (Asked([*jagged(BAGS), *jagged(BAGS)]), "is given twice"),
+    "both": (
+        Asked([*jagged({"user": [[1]]}), Input("user", "INT64", [[1]])]),
+        "is given beside 'user.ids'",
+    ),
+    "weights": (
+        Asked([*jagged({"user": [[1]]}), Input("user.weights", "FP32", [1.0, 2.0])]),
+        "'user.weights' (FP32 [2]) has not the shape of input 'user.ids' (INT64 [1])",
+    ),
+    "none": (Asked([]), "inputs is empty"),
+    "output": (Asked(jagged(BAGS), ["film"]), "outputs[0] is 'film': model 'shop' has no such key"),
+    "output twice": (Asked(jagged(BAGS), ["tag", "tag"]), "outputs names 'tag' twice"),
+    "beside pooled": (
+        Asked(jagged(BAGS), ["pooled", "film"]),
+        "outputs[0] is 'film': model 'shop' has no such key",
+    ),
+    "feature": (Asked(jagged({"film": [[1]]})), "features.film: model 'shop' has no such feature"),
+    "id": (Asked(jagged({"user": [[1], [7]]})), "features.user[1][0] is 7"),
+    "dtype": (
+        Asked(jagged(BAGS), parameters={"output_dtype": "BF16"}),
+        "parameters.output_dtype is 'BF16', expected 'FP32' or 'FP16'",
+    ),
+    "long id": (Asked(jagged(BAGS), request_id="7" * 2000), "id has 2000 characters"),
+}
+
+
+@pytest.mark.parametrize("form", ["json", "binary", "raw", "typed", "stream"])
+@pytest.mark.parametrize("case", WRONG)
+async def test_what_is_wrong_is_said_in_the_protocols_own_form(
+    live: Live, engine: FakeEngine, case: str, form: str
+) -> None:
+    asked, said = WRONG[case]
+    if form in ("json", "binary"):
+        body, headers = asked.binary_body() if form == "binary" else (asked.json_body(), {})
+        answer = await live.http.post("/v2/models/shop/infer", content=body, headers=headers)
+        assert answer.status_code == 400
+        assert list(answer.json()) == ["error"]
+        message = answer.json()["error"]
+    elif form == "stream":
+        right = Asked(jagged(BAGS)).message("shop", is_raw=True)
+        requests = iter([right, asked.message("shop", is_raw=True), right])
+        answers = [one async for one in stub(live).ModelStreamInfer(requests)]
+        check(read_message(answers[0].infer_response), engine.expected(BAGS))
+        check(read_message(answers[2].infer_response), engine.expected(BAGS))
+        message = answers[1].error_message.removeprefix("[INVALID_ARGUMENT] ")
+        assert not answers[1].HasField("infer_response")
+    else:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub(live).ModelInfer(asked.message("shop", is_raw=form == "raw"))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        message = caught.value.details() or ""
+    assert said in message
+
+
+async def refusal(live: Live, body: bytes, headers: dict[str, str], path: str = "") -> str:
+    answer = await live.http.post(path or "/v2/models/shop/infer", content=body, headers=headers)
+    assert answer.status_code in (400, 404, 405, 413, 415), answer.text
+    told = answer.json()
+    assert list(told) == ["error"]
+    message: str = told["error"]
+    return message
+
+
+async def test_sizes_that_overrun_the_body(live: Live) -> None:
+    body, headers = Asked(jagged(BAGS)).binary_body()
+    assert "size of 12, but of the 61 bytes behind the JSON 9 are" in await refusal(
+        live, body[:-3], headers
+    )
+    assert "bytes behind its JSON, but" in await refusal(live, body + b"x", headers)
+    head = int(headers[LENGTH_HEADER])
+    assert "not an inference request" in await refusal(live, body, {LENGTH_HEADER: str(head - 1)})
+    assert f"is {len(body) + 1}, but the body has {len(body)}" in await refusal(
+        live, body, {LENGTH_HEADER: str(len(body) + 1)}
+    )
+    for value in ("-1", "x", "9" * 30):
+        assert "Inference-Header-Content-Length is" in await refusal(
+            live, body, {LENGTH_HEADER: value}
+        )
+    told = json.loads(body[:head])
+    told["inputs"][0]["parameters"]["binary_data_size"] = 2**62
+    large = json.dumps(told).encode()
+    assert "left" in await refusal(live, large + body[head:], {LENGTH_HEADER: str(len(large))})
+    told["inputs"][0]["parameters"]["binary_data_size"] = -1
+    large = json.dumps(told).encode()
+    assert "binary_data_size" in await refusal(
+        live, large + body[head:], {LENGTH_HEADER: str(len(large))}
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ('"data": [1, "a"]', "has 'a' at 1, which is not INT64"),
+        ('"data": [1.5, 2]', "has 1.5 at 0, which is not INT64"),
+        ('"data": [1, 9223372036854775808]', "at 1, which is not INT64"),
+        ('"data": [1, [2]]', "has a list at 1"),
+        ('"data": [1]', "has 8 bytes, not 16"),
+        ('"data": [true, 2]', "not an inference request"),
+        ('"data": {}', "not an inference request"),
+        ('"name": "x"', "has neither data nor a binary_data_size"),
+        ('"data": [1, 2], "parameters": {"binary_data_size": 16}', "send one"),
+        ('"parameters": {"shared_memory_region": "a"}', "has neither data"),
+    ],
+)
+async def test_data_that_is_none(live: Live, values: str, said: str) -> None:
+    given = f'{{"name": "user.ids", "datatype": "INT64", "shape": [2], {values}}}'
+    other = '{"name": "user.lengths", "datatype": "INT32", "shape": [1], "data": [2]}'
+    message = await refusal(live, f'{{"inputs": [{given}, {other}]}}'.encode(), {})
+    assert said in message
+
+
+async def test_a_classification_is_refused(live: Live) -> None:
+    body = json.loads(Asked(jagged(BAGS)).json_body())
+    body["outputs"] = [{"name": "user", "parameters": {"classification": 3}}]
+    assert "classification" in await refusal(live, json.dumps(body).encode(), {})
+
+
+async def test_what_is_no_request_at_all(live: Live) -> None:
+    for body in (b"", b"[]", b"{", b'{"inputs": 7}', b"\xff", b"[" * 5000):
+        assert "not an inference request" in await refusal(live, body, {})
+    answer = await live.http.put("/v2/models/shop/infer", content=b"{}")
+    assert (answer.status_code, list(answer.json())) == (405, ["error"])
+    compressed = {"content-encoding": "gzip"}
+    assert "Content-Encoding" in await refusal(live, b"x", compressed)
+
+
+async def test_raw_contents_and_typed_ones_do_not_mix(live: Live) -> None:
+    message = Asked(jagged(BAGS)).message("shop", is_raw=True)
+    message.inputs[1].contents.int_contents.append(1)
+    await refused(live, message, "'tag.lengths' (INT32 [3]) has contents, but there are raw")
+    del message.inputs[1].contents.int_contents[:]
+    message.inputs[1].ClearField("contents")
+    message.raw_input_contents.append(b"")
+    await refused(live, message, "raw_input_contents has 5 entries for 4 inputs")
+    del message.raw_input_contents[4:]
+    message.raw_input_contents[2] += b"1234"
+    await refused(live, message, "'user.ids' (INT64 [2]) has 20 bytes, not 16")
+    typed = Asked(jagged(BAGS)).message("shop", is_raw=False)
+    typed.inputs[0].contents.int64_contents.append(1)
+    await refused(live, typed, "'tag.ids' (INT64 [3]) has 4 values in int64_contents, not 3")
+
+
+async def refused(live: Live, message: pb.ModelInferRequest, said: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub(live).ModelInfer(message)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert said in (caught.value.details() or "")
+
+
+async def test_bytes_that_are_no_message(live: Live) -> None:
+    call = live.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+    for body in (b"\xff", b"\x2a\x10abc", b"\x0b" * 20_000, b"\x2a\x02\xff\xff" * 10_000):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(body)
+        assert caught.value.code() in (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+        )
+
+
+async def test_a_version_that_is_served_and_one_that_is_not(live: Live, engine: FakeEngine) -> None:
+    asked = Asked(jagged(BAGS))
+    answer = await live.http.post("/v2/models/shop/versions/7/infer", content=asked.json_body())
+    check(read_body(answer.content, None), engine.expected(BAGS))
+    check(
+        read_message(await stub(live).ModelInfer(asked.message("shop", is_raw=True, version="7"))),
+        engine.expected(BAGS),
+    )
+    for model, version in (("shop", "8"), ("film", "7"), ("film", "")):
+        path = f"/v2/models/{model}" + (f"/versions/{version}" if version else "") + "/infer"
+        answer = await live.http.post(path, content=asked.json_body())
+        assert answer.status_code == 404
+        assert list(answer.json()) == ["error"]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub(live).ModelInfer(asked.message(model, is_raw=True, version=version))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+# Limits
+
+
+@pytest.mark.parametrize(
+    ("limits", "asked"),
+    [
+        (Limits(request_examples_max=2), Asked(jagged(BAGS))),
+        (Limits(request_ids_max=4), Asked(jagged(BAGS))),
+        (Limits(request_features_max=1), Asked(jagged(BAGS))),
+        (Limits(request_features_max=2), Asked(jagged(BAGS), ["user"] * 3)),
+        (Limits(request_output_bytes_max=100), Asked(jagged(BAGS))),
+        (Limits(request_text_bytes_max=60), Asked(jagged(BAGS))),
+        (
+            Limits(request_ids_max=3),
+            Asked([Input("tag", "INT64", [[1, 2], [3, 4]]), *jagged({"user": [[1], []]})]),
+        ),
+    ],
+    ids=["examples", "ids", "features", "outputs", "answer", "text", "padded ids"],
+)
+async def test_limits_hold_in_every_form(engine: FakeEngine, limits: Limits, asked: Asked) -> None:
+    async with live_server(engine, limits=limits) as live:
+        for body, headers in ((asked.json_body(), {}), asked.binary_body()):
+            answer = await live.http.post("/v2/models/shop/infer", content=body, headers=headers)
+            assert answer.status_code == 413, answer.text
+            assert "the limit is" in answer.json()["error"]
+        for is_raw in (True, False):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub(live).ModelInfer(asked.message("shop", is_raw=is_raw))
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "the limit is" in (caught.value.details() or "")
+
+
+async def test_values_are_counted_before_they_are_read(engine: FakeEngine) -> None:
+    """Of JSON its commas, of messages their fields at all depths."""
+    async with live_server(engine, limits=Limits(request_values_max=300)) as live:
+        asked = Asked(jagged({"user": [[1] * 400]}))
+        answer = await live.http.post("/v2/models/shop/infer", content=asked.json_body())
+        assert answer.status_code == 413
+        body, headers = asked.binary_body()
+        answer = await live.http.post("/v2/models/shop/infer", content=body, headers=headers)
+        assert answer.status_code == 200  # of numbers in binary none is
+        message = asked.message("shop", is_raw=False)
+        assert len((await stub(live).ModelInfer(message)).outputs) == 3  # nor of packed ones
+        del message.inputs[0].contents.int64_contents[:]
+        message.inputs[0].contents.bytes_contents.extend([b"x"] * 400)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub(live).ModelInfer(message)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_body_over_the_limit_is_refused_in_the_protocols_form(engine: FakeEngine) -> None:
+    async with live_server(engine, limits=Limits(body_bytes_max=200)) as live:
+        body, headers = Asked(jagged(BAGS)).binary_body()
+        assert "body has" in await refusal(live, body, headers)
+
+
+async def test_outputs_that_differ_in_their_form_are_few(live: Live) -> None:
+    body = json.loads(Asked(jagged(BAGS)).json_body())
+    body["outputs"] = [
+        {"name": f"f{at}", "parameters": {"binary_data": at % 2 == 0}} for at in range(200)
+    ]
+    assert "another binary_data" in await refusal(live, json.dumps(body).encode(), {})
+
+
+# What is told
+
+
+async def test_health_and_metadata_over_rest(live: Live) -> None:
+    get = live.http.get
+    server = (await get("/v2")).json()
+    assert server["name"] == "embedserve"
+    assert "binary_tensor_data" in server["extensions"]
+    assert (await get("/v2/health/live")).json() == {"live": True}
+    assert (await get("/v2/health/ready")).json() == {"ready": True}
+    model = (await get("/v2/models/shop")).json()
+    assert (await get("/v2/models/shop/versions/7")).json() == model
+    assert (model["name"], model["versions"]) == ("shop", ["7"])
+    assert {"name": "user.ids", "datatype": "INT64", "shape": [-1]} in model["inputs"]
+    assert {"name": "user.lengths", "datatype": "INT32", "shape": [-1]} in model["inputs"]
+    assert {"name": "movie", "datatype": "FP32", "shape": [-1, 3]} in model["outputs"]
+    assert {"name": "pooled", "datatype": "FP32", "shape": [-1, 9]} in model["outputs"]
+    assert (await get("/v2/models/shop/ready")).json() == {"name": "shop", "ready": True}
+    ruled = (await get("/v2/models/ruled")).json()
+    assert {"name": "tag.ids", "datatype": "BYTES", "shape": [-1]} in ruled["inputs"]
+    sequence = (await get("/v2/models/sequence")).json()
+    assert "pooled" not in [one["name"] for one in sequence["outputs"]]
+    for path in ("/v2/models/film", "/v2/models/shop/versions/8/ready", "/v2/nothing"):
+        answer = await get(path)
+        assert (answer.status_code, list(answer.json())) == (404, ["error"])
+
+
+async def test_health_and_metadata_over_grpc_are_those_of_rest(live: Live) -> None:
+    calls = stub(live)
+    assert (await calls.ServerLive(pb.ServerLiveRequest())).live
+    assert (await calls.ServerReady(pb.ServerReadyRequest())).ready
+    assert (await calls.ModelReady(pb.ModelReadyRequest(name="shop"))).ready
+    assert (await calls.ModelReady(pb.ModelReadyRequest(name="shop", version="7"))).ready
+    for name, version in (("film", ""), ("shop", "8")):
+        asked = pb.ModelReadyRequest(name=name, version=version)
+        assert not (await calls.ModelReady(asked)).ready
+    server = await calls.ServerMetadata(pb.ServerMetadataRequest())
+    assert (server.name, "statistics" in server.extensions) == ("embedserve", True)
+    told = await calls.ModelMetadata(pb.ModelMetadataRequest(name="shop"))
+    described = (await live.http.get("/v2/models/shop")).json()
+    for mine, theirs in ((told.inputs, "inputs"), (told.outputs, "outputs")):
+        tensors = [(one.name, one.datatype, list(one.shape)) for one in mine]
+        assert tensors == [tuple(one.values()) for one in described[theirs]]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await calls.ModelMetadata(pb.ModelMetadataRequest(name="film"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_server_that_drains_is_not_ready(live: Live) -> None:
+    live.exchange.models.not_ready = "draining"
+    for path in ("/v2/health/ready", "/v2/models/shop/ready"):
+        answer = await live.http.get(path)
+        assert (answer.status_code, answer.json()) == (503, {"error": "draining"})
+    assert not (await stub(live).ServerReady(pb.ServerReadyRequest())).ready
+    assert not (await stub(live).ModelReady(pb.ModelReadyRequest(name="shop"))).ready
+    index = await stub(live).RepositoryIndex(pb.RepositoryIndexRequest())
+    assert {(one.state, one.reason) for one in index.models} == {("UNAVAILABLE", "draining")}
+    ready = await live.http.post("/v2/repository/index", json={"ready": True})
+    assert ready.json() == []
+
+
+async def test_statistics_count_requests_examples_and_batches(live: Live) -> None:
+    for _ in range(3):
+        await as_binary(live, Asked(jagged(BAGS)))
+    told = (await live.http.get("/v2/models/shop/stats")).json()["model_stats"]
+    assert [one["name"] for one in told] == ["shop"]
+    counts = told[0]["inference_stats"]
+    assert (told[0]["inference_count"], told[0]["execution_count"]) == (9, 3)
+    assert counts["success"]["count"] == counts["queue"]["count"] == 3
+    assert counts["compute_infer"]["count"] == 3
+    assert counts["success"]["ns"] >= counts["compute_infer"]["ns"] > 0
+    of_all = (await live.http.get("/v2/models/stats")).json()["model_stats"]
+    assert [one["name"] for one in of_all] == ["shop", "ruled", "sequence"]
+    over_grpc = await stub(live).ModelStatistics(pb.ModelStatisticsRequest(name="shop"))
+    assert over_grpc.model_stats[0].inference_count == 9
+    assert over_grpc.model_stats[0].inference_stats.queue.count == 3
+    every = await stub(live).ModelStatistics(pb.ModelStatisticsRequest())
+    assert len(every.model_stats) == 3
+    assert (await live.http.get("/v2/models/film/stats")).status_code == 404
+
+
+async def test_the_repositorys_index(live: Live) -> None:
+    index = (await live.http.post("/v2/repository/index")).json()
+    assert index[0] == {"name": "shop", "version": "7", "state": "READY", "reason": ""}
+    assert len(index) == 3
+    over_grpc = await stub(live).RepositoryIndex(pb.RepositoryIndexRequest(ready=True))
+    assert [one.name for one in over_grpc.models] == ["shop", "ruled", "sequence"]
+    answer = await live.http.post("/v2/repository/index", json={"ready": "perhaps"})
+    assert (answer.status_code, list(answer.json())) == (400, ["error"])
+
+
+@pytest.mark.parametrize("grpc_server", GRPC_SERVERS)
+async def test_grpcio_answers_the_same(engine: FakeEngine, grpc_server: str) -> None:
+    async with live_server(engine, grpc_server=grpc_server) as live:
+        asked = Asked(jagged(BAGS))
+        check(await as_raw(live, asked), engine.expected(BAGS))
+        check(await as_stream(live, asked), engine.expected(BAGS))
+        assert (await stub(live).ModelReady(pb.ModelReadyRequest(name="shop"))).ready
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub(live).ModelMetadata(pb.ModelMetadataRequest(name="film"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
