@@ -108,7 +108,7 @@ def _ended(said: dict[str, Any]) -> Ended:
 def node_driver() -> Driver:
     """@grpc/grpc-js under Node."""
     sources = [HERE / "node" / name for name in ("package.json", "package-lock.json")]
-    folder = _made("node", sources, _install_packages)
+    folder = made("node", sources, _install_packages)
     return Driver(
         ["node", str(HERE / "node" / "client.js")],
         [str(PROTO)],
@@ -125,7 +125,7 @@ def _install_packages(folder: Path, sources: Sequence[Path]) -> None:
 
 def go_driver() -> Driver:
     """grpc-go, from Debian's packages."""
-    folder = _made("go", [HERE / "go" / "main.go"], _compile)
+    folder = made("go", [HERE / "go" / "main.go"], _compile)
     return Driver([str(folder / "client")])
 
 
@@ -134,7 +134,7 @@ def _compile(folder: Path, sources: Sequence[Path]) -> None:
     run_tool("go", "build", "-o", output, *sources, environment=GO, limit_s=BUILD_S_MAX)
 
 
-def _made(name: str, sources: Sequence[Path], make: Callable[[Path, Sequence[Path]], None]) -> Path:
+def made(name: str, sources: Sequence[Path], make: Callable[[Path, Sequence[Path]], None]) -> Path:
     """A folder that ``make`` has filled from ``sources``, once; another run waits for it."""
     digest = hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()
     folder = CACHE / f"{name}-{digest[:16]}"

@@ -19,11 +19,17 @@ from embedserve import __version__
 from embedserve.api import open_inference
 from embedserve.api.admin import Operator, add_admin
 from embedserve.api.guard import Guard, error_response
-from embedserve.api.openapi import EMBED_PATHS, EMBED_SCHEMAS, ERROR_RESPONSE
+from embedserve.api.openapi import (
+    EMBED_PATHS,
+    EMBED_SCHEMAS,
+    ERROR_RESPONSE,
+    INFER_ERROR_RESPONSE,
+    INFER_PATHS,
+    INFER_SCHEMAS,
+)
 from embedserve.codec.model_description import describe
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, InvalidRequestError
 from embedserve.exchange import Exchange
-from embedserve.models.served_models import ServedModels
 from embedserve.types import ModelInfo
 
 
@@ -237,8 +243,8 @@ def _add_embed_routes_to_openapi(app: FastAPI) -> None:
                 routes=app.routes,
             )
             _describe_errors(schema)
-            schema["paths"] = EMBED_PATHS | schema["paths"]
-            schema["components"]["schemas"].update(EMBED_SCHEMAS)
+            schema["paths"] = EMBED_PATHS | schema["paths"] | INFER_PATHS
+            schema["components"]["schemas"].update(EMBED_SCHEMAS | INFER_SCHEMAS)
             app.openapi_schema = schema
         return app.openapi_schema
 
@@ -247,9 +253,10 @@ def _add_embed_routes_to_openapi(app: FastAPI) -> None:
 
 def _describe_errors(schema: dict[str, Any]) -> None:
     """FastAPI describes errors of its own, which no route of this application answers with."""
-    for path in schema["paths"].values():
+    for name, path in schema["paths"].items():
         for operation in path.values():
             operation["responses"].pop("422", None)
-            operation["responses"]["default"] = ERROR_RESPONSE
+            is_infer = name == "/v2" or name.startswith("/v2/")
+            operation["responses"]["default"] = INFER_ERROR_RESPONSE if is_infer else ERROR_RESPONSE
     for name in ("HTTPValidationError", "ValidationError"):
         schema["components"]["schemas"].pop(name, None)

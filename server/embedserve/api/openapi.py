@@ -192,6 +192,88 @@ def _post(summary: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+_TENSOR = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {
+        "name": {"type": "string"},
+        "datatype": {"type": "string"},
+        "shape": {"type": "array", "items": {"type": "integer"}},
+        "data": {"type": "array", "items": {}},
+        "parameters": {"type": "object"},
+    },
+}
+_TENSORS = {"type": "array", "items": _TENSOR}
+INFER_SCHEMAS: dict[str, Any] = {
+    "InferRequest": {
+        "type": "object",
+        "required": ["inputs"],
+        "properties": {
+            "id": {"type": "string"},
+            "inputs": _TENSORS,
+            "outputs": _TENSORS,
+            "parameters": {"type": "object"},
+        },
+        "example": {
+            "inputs": [
+                {"name": "user.ids", "datatype": "INT64", "shape": [1], "data": [404]},
+                {"name": "user.lengths", "datatype": "INT32", "shape": [1], "data": [1]},
+            ]
+        },
+    },
+    "InferResponse": {
+        "type": "object",
+        "required": ["model_name", "model_version", "outputs"],
+        "properties": {
+            "model_name": {"type": "string"},
+            "model_version": {"type": "string"},
+            "id": {"type": "string"},
+            "outputs": _TENSORS,
+            "parameters": {"type": "object"},
+        },
+    },
+    "InferError": {
+        "type": "object",
+        "required": ["error"],
+        "properties": {"error": {"type": "string"}},
+    },
+}
+
+
+INFER_ERROR_RESPONSE = {
+    "description": "Any error.",
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/InferError"}}},
+}
+
+
+def _infer(*parameters: str) -> dict[str, Any]:
+    def content(name: str) -> dict[str, Any]:
+        return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+
+    return {
+        "post": {
+            "tags": ["open inference"],
+            "summary": "Look up vectors by the Open Inference Protocol",
+            "description": "Binary tensors may follow the JSON (Inference-Header-Content-Length).",
+            "parameters": [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in parameters
+            ],
+            "requestBody": {"required": True, "content": content("InferRequest")},
+            "responses": {
+                "200": {"description": "The outputs.", "content": content("InferResponse")},
+                "default": INFER_ERROR_RESPONSE,
+            },
+        }
+    }
+
+
+INFER_PATHS: dict[str, Any] = {
+    "/v2/models/{model}/infer": _infer("model"),
+    "/v2/models/{model}/versions/{version}/infer": _infer("model", "version"),
+}
+
+
 EMBED_PATHS: dict[str, Any] = {
     "/embed": _post("Look up vectors in the default model", []),
     "/models/{model}/embed": _post(

@@ -101,7 +101,8 @@ class GrpcioServer:
         )
 
     def _open_inference_handlers(self) -> grpc.GenericRpcHandler:
-        methods = self._service.open_inference.methods.items()
+        service = self._service.open_inference
+        methods = service.health | service.management
         return grpc.method_handlers_generic_handler(
             open_inference.SERVICE_NAME,
             {
@@ -111,7 +112,7 @@ class GrpcioServer:
                 "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
                     partial(self._embed_stream, INFER_STREAMED)
                 ),
-                **{name: _unary(function) for name, function in methods},
+                **{name: _unary(function) for name, function in methods.items()},
             },
         )
 

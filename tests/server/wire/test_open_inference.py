@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 from server.fake_engine import Bags, FakeEngine
-from server.fake_models import ruled_info, unpooled_info
+from server.fake_models import model_info, ruled_info, unpooled_info
 from server.live import GRPC_SERVERS, Live, live_server
 from server.open_inference import (
     LENGTH_HEADER,
@@ -23,6 +24,7 @@ from server.open_inference import (
     read_body,
     read_message,
 )
+from server.openapi import validate
 
 from embedserve.config import Limits
 from embedserve_proto import open_inference_pb2 as pb
@@ -453,6 +455,42 @@ async def test_a_version_that_is_served_and_one_that_is_not(live: Live, engine: 
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def test_several_versions_of_a_model() -> None:
+    """By number and by alias; what names none is answered by the first."""
+    engines = []
+    for alias, number in (("stable", 7), ("canary", 8)):
+        info = model_info()
+        manifest = replace(info.manifest, version=number)
+        named = replace(info, manifest=manifest, named=f"shop@{alias}")
+        engines.append(FakeEngine(named, seed=number))
+    stable, canary = engines
+    asked = Asked(jagged(BAGS))
+    async with live_server(*engines) as live:
+        for version, engine in (("7", stable), ("8", canary), ("canary", canary), ("", stable)):
+            path = f"/versions/{version}" if version else ""
+            answer = await live.http.post(f"/v2/models/shop{path}/infer", content=asked.json_body())
+            read = read_body(answer.content, None)
+            assert read.version == str(engine.model.version)
+            assert np.array_equal(read.outputs["user"], engine.expected(BAGS)[:, :4])
+            message = asked.message("shop", is_raw=True, version=version)
+            over_grpc = read_message(await stub(live).ModelInfer(message))
+            assert over_grpc.version == read.version
+            assert np.array_equal(over_grpc.outputs["user"], read.outputs["user"])
+        told = (await live.http.get("/v2/models/shop")).json()
+        assert told["versions"] == ["7", "8"]
+        told = (await live.http.get("/v2/models/shop/versions/canary")).json()
+        assert told["versions"] == ["8"]
+        told = (await live.http.get("/v2/models/shop/stats")).json()["model_stats"]
+        counts = [(one["version"], one["inference_stats"]["success"]["count"]) for one in told]
+        assert counts == [("7", 4), ("8", 4)]
+        one = await live.http.get("/v2/models/shop/versions/8/stats")
+        assert [told["version"] for told in one.json()["model_stats"]] == ["8"]
+        index = (await live.http.post("/v2/repository/index")).json()
+        assert [(one["name"], one["version"]) for one in index] == [("shop", "7"), ("shop", "8")]
+        wrong = await live.http.get("/v2/models/shop/versions/9/ready")
+        assert (wrong.status_code, "7 (stable), 8 (canary)" in wrong.json()["error"]) == (404, True)
+
+
 # Limits
 
 
@@ -596,6 +634,22 @@ async def test_statistics_count_requests_examples_and_batches(live: Live) -> Non
     every = await stub(live).ModelStatistics(pb.ModelStatisticsRequest())
     assert len(every.model_stats) == 3
     assert (await live.http.get("/v2/models/film/stats")).status_code == 404
+
+
+async def test_openapi_describes_requests_answers_and_errors(live: Live) -> None:
+    described = (await live.http.get("/openapi.json")).json()
+    asked = json.loads(Asked(jagged(BAGS)).json_body())
+    validate(asked, "InferRequest", described)
+    answer = await live.http.post("/v2/models/shop/infer", json=asked)
+    validate(answer.json(), "InferResponse", described)
+    error = await live.http.post("/v2/models/film/infer", json=asked)
+    validate(error.json(), "InferError", described)
+    for path in ("/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer"):
+        assert "post" in described["paths"][path]
+    for path in ("/v2", "/v2/models/{model}", "/v2/repository/index"):
+        for operation in described["paths"][path].values():
+            assert "InferError" in str(operation["responses"]["default"])
+            assert "422" not in operation["responses"]
 
 
 async def test_the_repositorys_index(live: Live) -> None:

@@ -1,0 +1,36 @@
+"""The conformance script passes against our server, and tells what is wrong of one that is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running_servers import Running
+
+SCRIPT = Path(__file__).with_name("open_inference.py")
+RUN_S_MAX = 120
+
+
+def run_script(http: str, grpc: str, model: str) -> subprocess.CompletedProcess[str]:
+    arguments = ("--http", http, "--grpc", grpc, "--model", model)
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=RUN_S_MAX
+    )
+
+
+def test_every_clause_is_kept(server: Running) -> None:
+    done = run_script(server.http.removeprefix("http://"), server.grpc, "shop")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(": ok") == len(done.stdout.splitlines()) - 1 > 15
+
+
+@pytest.mark.parametrize("model", ["nothing"])
+def test_what_is_not_kept_is_told(server: Running, model: str) -> None:
+    done = run_script(server.http.removeprefix("http://"), server.grpc, model)
+    assert done.returncode == 1, done.stderr
+    assert "model_ready" in done.stdout
+    assert "FAILED: /v2/models/nothing/ready is answered 404" in done.stdout
+    assert "server_metadata" in done.stdout.splitlines()[0]
+    assert done.stdout.splitlines()[0].endswith(": ok")

@@ -1,0 +1,169 @@
+"""NVIDIA's tritonclient over REST and gRPC, sync, async and streaming, in binary and in JSON: what
+it is answered is what /embed answers, to the bit."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from interop.drivers import HERE, made
+from interop.lookups import DIMS, MODEL, WRONG, WRONG_FIELD, Lookup, large_answer, lookups
+from running_servers import Running
+
+from embedserve_proto import open_inference_pb2 as pb
+
+CLIENT_S_MAX = 120
+INSTALL_S_MAX = 300
+FORMS = (
+    "http",
+    "http, JSON",
+    "http, at once",
+    "http, aio",
+    "grpc",
+    "grpc, aio",
+    "grpc, stream",
+)
+ASKED = lookups(12)
+OUTPUTS: tuple[list[str], ...] = ([], ["movie"], ["pooled"], ["movie", "user"])
+MORE_OF_THE_PROTOCOL = {
+    "ModelStatistics": {"batch_stats", "memory_usage", "response_stats"},
+    "InferStatistics": {"cache_hit", "cache_miss"},
+}
+"""What Triton's messages have beside ours."""
+
+
+def install(folder: Path, sources: Any) -> None:
+    """An environment of its own; these tests are skipped where there is no package index."""
+    python = folder / "bin" / "python"
+    options = ("--quiet", "--disable-pip-version-check", "--requirement", sources[0])
+    for command in (
+        (sys.executable, "-m", "venv", folder),
+        (python, "-m", "pip", "install", *options),
+    ):
+        done = subprocess.run(
+            [*map(str, command)], capture_output=True, text=True, timeout=INSTALL_S_MAX
+        )
+        if done.returncode:
+            pytest.skip(f"tritonclient cannot be installed: {done.stderr[-500:]}")
+
+
+@pytest.fixture(scope="module")
+def told(server: Running) -> dict[str, Any]:
+    """What the client was told of all that it asked."""
+    folder = made("tritonclient", [HERE / "tritonclient" / "requirements.txt"], install)
+    asked = [as_asked(one, at) for at, one in enumerate(ASKED)]
+    given = {
+        "http": server.http.removeprefix("http://"),
+        "grpc": server.grpc,
+        "model": MODEL,
+        "asked": [*asked, as_asked(large_answer(), len(ASKED))],
+        "wrong": [asked[0], as_asked(WRONG, 1), asked[1]],
+    }
+    done = subprocess.run(
+        [str(folder / "bin" / "python"), str(HERE / "tritonclient" / "client.py")],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        timeout=CLIENT_S_MAX,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers: dict[str, Any] = json.loads(done.stdout)
+    return answers
+
+
+def as_asked(one: Lookup, at: int) -> dict[str, Any]:
+    return {"bags": one.bags, "outputs": OUTPUTS[at % len(OUTPUTS)], "id": f"request {at}"}
+
+
+def expected_of(one: Lookup, outputs: list[str]) -> dict[str, np.ndarray]:
+    columns = {"user": slice(0, DIMS["user"]), "movie": slice(DIMS["user"], None)}
+    by_name = {key: one.values[:, columns[key]] for key in columns} | {"pooled": one.values}
+    return {name: by_name[name] for name in outputs or columns}
+
+
+def check(answer: Any, one: Lookup, at: int) -> None:
+    assert (answer["model"], answer["version"], answer["id"]) == (MODEL, "1", f"request {at}")
+    expected = expected_of(one, OUTPUTS[at % len(OUTPUTS)])
+    assert set(answer["outputs"]) == set(expected)
+    for name, values in expected.items():
+        shape, encoded = answer["outputs"][name]
+        assert tuple(shape) == values.shape
+        assert base64.b64decode(encoded) == np.ascontiguousarray(values).tobytes()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_answered_as_embed_is(told: dict[str, Any], form: str) -> None:
+    answers = told["answers"][form]
+    asked = [*ASKED, large_answer()]
+    assert len(answers) == len(asked)
+    for at, (answer, one) in enumerate(zip(answers, asked, strict=True)):
+        check(answer, one, at)
+
+
+def test_embed_answers_the_same(server: Running) -> None:
+    answer = httpx.post(f"{server.http}/embed", content=ASKED[0].json_body)
+    assert np.array_equal(np.array(answer.json()["values"], np.float32), ASKED[0].values)
+
+
+def test_a_wrong_request_of_a_stream_is_answered_in_its_place(told: dict[str, Any]) -> None:
+    first, wrong, last = told["streamed"]
+    check(first, ASKED[0], 0)
+    check(last, ASKED[1], 1)
+    assert WRONG_FIELD in wrong
+
+
+def test_health_metadata_statistics_and_index(told: dict[str, Any]) -> None:
+    described = told["described"]
+    assert described["ready"] == [True] * 4
+    assert described["model_ready"] == [True, True, False, False] * 2
+    rest, rpc = described["server"]
+    assert (rest["name"], rest) == ("embedserve", rpc)
+    rest, rpc = described["model"]
+    assert {"name": "movie", "datatype": "FP32", "shape": [-1, DIMS["movie"]]} in rest["outputs"]
+    names = [one["name"] for one in rest["inputs"]]
+    assert names == ["user.ids", "user.lengths", "movie.ids", "movie.lengths"]
+    assert [one["name"] for one in rpc["inputs"]] == names
+    rest, rpc = (told["model_stats"][0] for told in described["statistics"])
+    examples = sum(len(one.values) for one in [*ASKED, large_answer()])
+    assert rest["inference_count"] >= len(FORMS) * examples
+    assert int(rpc["inference_count"]) == rest["inference_count"]
+    assert rest["inference_stats"]["success"]["count"] >= len(FORMS) * (len(ASKED) + 1)
+    rest, rpc = described["index"]
+    assert rest == [{"name": MODEL, "version": "1", "state": "READY", "reason": ""}]
+    assert rpc == {"models": [{"name": MODEL, "version": "1", "state": "READY"}]}
+
+
+def test_errors_are_read_by_the_client(told: dict[str, Any]) -> None:
+    wrong_output, wrong_version, *over_grpc = told["errors"]
+    assert "outputs[0] is 'nothing'" in wrong_output[0]
+    assert wrong_output[1] == "400"
+    assert "'2'" in wrong_version[0]
+    assert wrong_version[1] == "404"
+    assert [status for _, status in over_grpc] == [
+        "StatusCode.INVALID_ARGUMENT",
+        "StatusCode.NOT_FOUND",
+    ]
+    assert [message for message, _ in over_grpc] == [wrong_output[0], wrong_version[0]]
+
+
+def test_field_numbers_and_types_are_those_of_tritons_messages(told: dict[str, Any]) -> None:
+    theirs = told["field_numbers"]
+    mine: dict[str, Any] = {}
+
+    def add(message: Any) -> None:
+        mine[message.full_name] = {one.name: [one.number, one.type] for one in message.fields}
+        for nested in message.nested_types:
+            add(nested)
+
+    for message in pb.DESCRIPTOR.message_types_by_name.values():
+        add(message)
+    for name, numbers in mine.items():
+        left_out = MORE_OF_THE_PROTOCOL.get(name.removeprefix("inference."), set())
+        assert numbers == {f: n for f, n in theirs[name].items() if f not in left_out}, name

@@ -1,0 +1,256 @@
+"""Asks a server of the Open Inference Protocol by NVIDIA's own client, in every way that it has.
+
+Runs in an environment of its own, which has tritonclient and none of this project. Takes what to
+ask as JSON from stdin, and writes what came as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import queue
+import sys
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as triton_grpc
+import tritonclient.grpc.aio as triton_grpc_aio
+import tritonclient.http as triton_http
+import tritonclient.http.aio as triton_http_aio
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import InferenceServerException
+
+WAIT_S_MAX = 60
+
+
+def inputs_of(kind: Any, bags: dict[str, Any], **options: Any) -> list[Any]:
+    """F.ids and F.lengths of each feature."""
+    inputs = []
+    for feature, of_feature in bags.items():
+        ids = np.array([one for bag in of_feature for one in bag], np.int64)
+        lengths = np.array([len(bag) for bag in of_feature], np.int32)
+        for part, values, datatype in (("ids", ids, "INT64"), ("lengths", lengths, "INT32")):
+            one = kind.InferInput(f"{feature}.{part}", list(values.shape), datatype)
+            one.set_data_from_numpy(values, **options)
+            inputs.append(one)
+    return inputs
+
+
+def outputs_of(kind: Any, names: list[str], **options: Any) -> list[Any] | None:
+    return [kind.InferRequestedOutput(name, **options) for name in names] or None
+
+
+def told(result: Any, names: list[str]) -> dict[str, Any]:
+    """The outputs as float32 bytes, and what else was answered."""
+    response = result.get_response()
+    if not isinstance(response, dict):
+        response = {
+            "model_name": response.model_name,
+            "model_version": response.model_version,
+            "id": response.id,
+            "outputs": [{"name": one.name} for one in response.outputs],
+        }
+    given = [one["name"] for one in response["outputs"]]
+    return {
+        "model": response["model_name"],
+        "version": response["model_version"],
+        "id": response.get("id", ""),
+        "outputs": {
+            name: [list(result.as_numpy(name).shape), encoded(result.as_numpy(name))]
+            for name in given
+        },
+    }
+
+
+def encoded(values: np.ndarray) -> str:
+    assert values.dtype == np.float32, values.dtype
+    return base64.b64encode(values.tobytes()).decode()
+
+
+def over_http(target: str, model: str, asked: list[dict[str, Any]], is_binary: bool) -> list[Any]:
+    answers = []
+    with triton_http.InferenceServerClient(target) as client:
+        for one in asked:
+            names = one["outputs"]
+            result = client.infer(
+                model,
+                inputs_of(triton_http, one["bags"], binary_data=is_binary),
+                outputs=outputs_of(triton_http, names, binary_data=is_binary),
+                request_id=one["id"],
+            )
+            answers.append(told(result, names))
+    return answers
+
+
+def over_http_at_once(target: str, model: str, asked: list[dict[str, Any]]) -> list[Any]:
+    with triton_http.InferenceServerClient(target, concurrency=4) as client:
+        waiting = [
+            client.async_infer(
+                model,
+                inputs_of(triton_http, one["bags"]),
+                outputs=outputs_of(triton_http, one["outputs"]),
+                request_id=one["id"],
+            )
+            for one in asked
+        ]
+        return [
+            told(each.get_result(), one["outputs"])
+            for each, one in zip(waiting, asked, strict=True)
+        ]
+
+
+async def over_http_aio(target: str, model: str, asked: list[dict[str, Any]]) -> list[Any]:
+    async with triton_http_aio.InferenceServerClient(target) as client:
+        results = await asyncio.gather(
+            *(
+                client.infer(
+                    model,
+                    inputs_of(triton_http_aio, one["bags"]),
+                    outputs=outputs_of(triton_http_aio, one["outputs"]),
+                    request_id=one["id"],
+                )
+                for one in asked
+            )
+        )
+    return [told(result, one["outputs"]) for result, one in zip(results, asked, strict=True)]
+
+
+def over_grpc(target: str, model: str, asked: list[dict[str, Any]]) -> list[Any]:
+    with triton_grpc.InferenceServerClient(target) as client:
+        return [
+            told(
+                client.infer(
+                    model,
+                    inputs_of(triton_grpc, one["bags"]),
+                    outputs=outputs_of(triton_grpc, one["outputs"]),
+                    request_id=one["id"],
+                ),
+                one["outputs"],
+            )
+            for one in asked
+        ]
+
+
+async def over_grpc_aio(target: str, model: str, asked: list[dict[str, Any]]) -> list[Any]:
+    async with triton_grpc_aio.InferenceServerClient(target) as client:
+        results = await asyncio.gather(
+            *(
+                client.infer(
+                    model,
+                    inputs_of(triton_grpc, one["bags"]),
+                    outputs=outputs_of(triton_grpc, one["outputs"]),
+                    request_id=one["id"],
+                )
+                for one in asked
+            )
+        )
+    return [told(result, one["outputs"]) for result, one in zip(results, asked, strict=True)]
+
+
+def over_a_stream(target: str, model: str, asked: list[dict[str, Any]]) -> list[Any]:
+    answered: queue.Queue[Any] = queue.Queue()
+    with triton_grpc.InferenceServerClient(target) as client:
+        client.start_stream(callback=lambda result, error: answered.put((result, error)))
+        for one in asked:
+            client.async_stream_infer(
+                model,
+                inputs_of(triton_grpc, one["bags"]),
+                outputs=outputs_of(triton_grpc, one["outputs"]),
+                request_id=one["id"],
+            )
+        answers = []
+        for one in asked:
+            result, error = answered.get(timeout=WAIT_S_MAX)
+            answers.append(str(error) if error else told(result, one["outputs"]))
+        client.stop_stream()
+    return answers
+
+
+def described(http: str, grpc: str, model: str) -> dict[str, Any]:
+    """Health, metadata, statistics and the index, of both."""
+    with (
+        triton_http.InferenceServerClient(http) as rest,
+        triton_grpc.InferenceServerClient(grpc) as rpc,
+    ):
+        return {
+            "ready": [
+                asked()
+                for client in (rest, rpc)
+                for asked in (client.is_server_live, client.is_server_ready)
+            ],
+            "model_ready": [
+                client.is_model_ready(*asked)
+                for client in (rest, rpc)
+                for asked in ((model,), (model, "1"), (model, "2"), ("nothing",))
+            ],
+            "server": [rest.get_server_metadata(), rpc.get_server_metadata(as_json=True)],
+            "model": [rest.get_model_metadata(model), rpc.get_model_metadata(model, as_json=True)],
+            "statistics": [
+                rest.get_inference_statistics(model),
+                rpc.get_inference_statistics(model, as_json=True),
+            ],
+            "index": [
+                rest.get_model_repository_index(),
+                rpc.get_model_repository_index(as_json=True),
+            ],
+        }
+
+
+def errors(http: str, grpc: str, model: str, bags: dict[str, Any]) -> list[list[str | None]]:
+    """(message, status) of a wrong output and of a version that is not served, of both."""
+    said = []
+    for kind, target in ((triton_http, http), (triton_grpc, grpc)):
+        with kind.InferenceServerClient(target) as client:
+            for names, version in ((["nothing"], ""), ([], "2")):
+                try:
+                    client.infer(
+                        model,
+                        inputs_of(kind, bags),
+                        model_version=version,
+                        outputs=outputs_of(kind, names),
+                    )
+                except InferenceServerException as error:
+                    said.append([error.message(), error.status()])
+    return said
+
+
+def field_numbers() -> dict[str, Any]:
+    """Of every message of its .proto, by full name."""
+    numbers: dict[str, Any] = {}
+
+    def add(message: Any) -> None:
+        numbers[message.full_name] = {one.name: [one.number, one.type] for one in message.fields}
+        for nested in message.nested_types:
+            add(nested)
+
+    for message in service_pb2.DESCRIPTOR.message_types_by_name.values():
+        add(message)
+    return numbers
+
+
+def main() -> None:
+    given = json.load(sys.stdin)
+    http, grpc, model, asked = given["http"], given["grpc"], given["model"], given["asked"]
+    json.dump(
+        {
+            "answers": {
+                "http": over_http(http, model, asked, True),
+                "http, JSON": over_http(http, model, asked, False),
+                "http, at once": over_http_at_once(http, model, asked),
+                "http, aio": asyncio.run(over_http_aio(http, model, asked)),
+                "grpc": over_grpc(grpc, model, asked),
+                "grpc, aio": asyncio.run(over_grpc_aio(grpc, model, asked)),
+                "grpc, stream": over_a_stream(grpc, model, asked),
+            },
+            "streamed": over_a_stream(grpc, model, given["wrong"]),
+            "described": described(http, grpc, model),
+            "errors": errors(http, grpc, model, asked[0]["bags"]),
+            "field_numbers": field_numbers(),
+        },
+        sys.stdout,
+    )
+
+
+if __name__ == "__main__":
+    main()
