@@ -36,7 +36,7 @@ def test_a_table_is_what_the_manifest_says_and_how_it_is_split() -> None:
         "pooling": "sum",
         "dtype": "float32",
         "sha256": "",
-        "row_bytes": 4,
+        "row_bytes": 16,
         "features": ["day"],
         "sharding": "table_wise",
         "ids": {"rule": "modulo", "modulus": 4, "offset": 2},

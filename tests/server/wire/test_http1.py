@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -300,9 +301,14 @@ async def test_pipelined_requests_are_answered_in_order_with_others_between(
 ) -> None:
     sent = b"".join(MIXED[i % len(MIXED)] for i in range(count)) + LAST
     answers = await server.talk(sent)
-    assert answers == await plain.talk(sent)
+    assert timeless(answers) == timeless(await plain.talk(sent))
     assert answers.count(b"HTTP/1.1 ") == count + 1
     assert server.outcomes() == plain.outcomes()
+
+
+def timeless(answers: bytes) -> bytes:
+    """Without since when a version answers, which is another time on another server."""
+    return re.sub(rb'"since":"[^"]*"', b"", answers)
 
 
 async def test_metrics_between_pipelined_requests_count_those_before(server: OurServer) -> None:
