@@ -1,9 +1,10 @@
-"""The Open Inference Protocol, as Triton speaks it: one jagged batch as a request.
+"""The Open Inference Protocol, as Triton speaks it: one jagged batch as a request; and the request
+that loads a model.
 
 Three forms: JSON, JSON with tensors in binary behind it, and the protobuf messages of gRPC.
 The last are written and read here by field number, for the benchmark's own environment has no
-generated code of Triton's. Field numbers: grpc_service.proto, ModelInferRequest and
-ModelInferResponse.
+generated code of Triton's. Field numbers: grpc_service.proto, ModelInferRequest,
+ModelInferResponse and RepositoryModelLoadRequest.
 """
 
 from __future__ import annotations
@@ -57,14 +58,20 @@ def head_length(body: bytes) -> int:
 
 def binary_values(answer: bytes) -> np.ndarray:
     """float32, of the only output. The JSON before it ends where the tensor's bytes begin."""
+    return binary_answer(answer)[1]
+
+
+def binary_answer(answer: bytes) -> tuple[int, np.ndarray]:
+    """The model's version, and the values."""
     marker = b'"binary_data_size":'
     start = answer.index(marker) + len(marker)
     end = start
     while answer[end : end + 1].isdigit():
         end += 1
     size = int(answer[start:end])
-    output = orjson.loads(answer[:-size])["outputs"][0]
-    return np.frombuffer(answer[-size:], "<f4").reshape(output["shape"])
+    head = orjson.loads(answer[:-size])
+    values = np.frombuffer(answer[-size:], "<f4").reshape(head["outputs"][0]["shape"])
+    return int(head["model_version"]), values
 
 
 def grpc_request(model: str, tensors: Sequence[Tensor]) -> bytes:
@@ -79,9 +86,20 @@ def grpc_request(model: str, tensors: Sequence[Tensor]) -> bytes:
 
 def grpc_values(answer: bytes) -> np.ndarray:
     """float32, of the only output."""
+    return grpc_answer(answer)[1]
+
+
+def grpc_answer(answer: bytes) -> tuple[int, np.ndarray]:
+    """The model's version, and the values."""
     fields = dict(_fields(answer))
     output = dict(_fields(fields[5]))
-    return np.frombuffer(fields[6], "<f4").reshape(list(_varints(output[3])))
+    values = np.frombuffer(fields[6], "<f4").reshape(list(_varints(output[3])))
+    return int(fields[2]), values
+
+
+def grpc_load(model: str) -> bytes:
+    """Asks that a model be loaded as its folder now says."""
+    return _field(2, model.encode())
 
 
 def _varint(value: int) -> bytes:

@@ -29,7 +29,10 @@ SCRIPTS = HERE / "scripts"
 # The wheel's Python stub is built for numpy 1: with numpy 2 it gives tensors strides of 0.
 PACKAGES = ("nvidia-pytriton==0.7.0", "torch==2.13.0", "numpy==1.26.4")
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
-PATH = "/v2/models/pooled/infer"
+MODEL = "pooled"
+PATH = f"/v2/models/{MODEL}/infer"
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+LOAD = "/inference.GRPCInferenceService/RepositoryModelLoad"
 HEAD_LENGTH = "Inference-Header-Content-Length"
 
 CONFIG = """\
@@ -41,6 +44,7 @@ input [
 output [ {{ name: "values" data_type: TYPE_FP32 dims: [ -1, {width} ] }} ]
 dynamic_batching {{ {batching} }}
 instance_group [ {{ kind: KIND_CPU count: {instances} }} ]
+version_policy {{ specific {{ versions: [ {version} ] }} }}
 """
 
 
@@ -49,7 +53,7 @@ class Triton(Server):
     ways = (
         Way("JSON", "http", PATH, {"Content-Type": "application/json"}),
         Way("binary", "http", PATH, {"Content-Type": "application/octet-stream"}),
-        Way("gRPC", "grpc", "/inference.GRPCInferenceService/ModelInfer"),
+        Way("gRPC", "grpc", INFER),
     )
 
     def __init__(self, instances: int = 1, batching: str = "") -> None:
@@ -68,15 +72,19 @@ class Triton(Server):
         shutil.copy2(wheel / "python_backend_stubs" / PYTHON / stub, _backends() / "python" / stub)
 
     def command(self, workload: Workload, port: int) -> list[str]:
+        return self.serve(self._repository(workload), port, port + 1)
+
+    def serve(self, repository: Path, http_port: int, grpc_port: int) -> list[str]:
+        """Serves the models of a repository."""
         return [
             str(_site_packages() / "pytriton" / "tritonserver" / "bin" / "tritonserver"),
-            f"--model-repository={self._repository(workload)}",
+            f"--model-repository={repository}",
             f"--backend-directory={_backends()}",
             "--http-address=127.0.0.1",
-            f"--http-port={port}",
+            f"--http-port={http_port}",
             "--http-thread-count=1",
             "--grpc-address=127.0.0.1",
-            f"--grpc-port={port + 1}",
+            f"--grpc-port={grpc_port}",
             "--allow-metrics=false",
             "--log-verbose=0",
             "--log-info=false",
@@ -94,12 +102,12 @@ class Triton(Server):
         }
 
     def body(self, way: Way, workload: Workload, request: Request) -> bytes:
-        tensors = _tensors(request)
+        tensors = tensors_of(request)
         if way.name == "JSON":
             return json_request(tensors)
         if way.name == "binary":
             return binary_request(tensors)
-        return grpc_request("pooled", tensors)
+        return grpc_request(MODEL, tensors)
 
     def headers(self, way: Way, body: bytes) -> dict[str, str]:
         if way.name != "binary":
@@ -115,26 +123,39 @@ class Triton(Server):
         """A model repository for the workload's tables."""
         tables = workload.tables
         repository = CACHE / "triton" / tables.folder.name
-        model = repository / "pooled"
-        (model / "1").mkdir(parents=True, exist_ok=True)
-        shutil.copy(SCRIPTS / "triton_model.py", model / "1" / "model.py")
+        add_version(repository, 1)
+        self.configure(repository, tables.folder, tables.count, tables.dim)
+        return repository
+
+    def configure(
+        self, repository: Path, tables: Path, count: int, dim: int, version: int = 1
+    ) -> None:
+        """Writes which version of the model is served, and of which tables it is."""
         config = CONFIG.format(
-            width=tables.count * tables.dim,
+            width=count * dim,
             batching=self.batching,
             instances=self.instances,
+            version=version,
         )
         parameters = {
-            "tables": tables.folder,
-            "count": tables.count,
+            "tables": tables,
+            "count": count,
             "scripts": SCRIPTS,
         }
         for name, value in parameters.items():
             config += f'parameters {{ key: "{name}" value: {{ string_value: "{value}" }} }}\n'
-        (model / "config.pbtxt").write_text(config)
-        return repository
+        (repository / MODEL / "config.pbtxt").write_text(config)
 
 
-def _tensors(request: Request) -> list[Tensor]:
+def add_version(repository: Path, version: int) -> Path:
+    """The version's folder, with the model's script."""
+    folder = repository / MODEL / str(version)
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(SCRIPTS / "triton_model.py", folder / "model.py")
+    return folder
+
+
+def tensors_of(request: Request) -> list[Tensor]:
     """One tensor, which costs Triton less than two: the number of examples, lengths, and ids; with
     the one element of Triton's batch before it."""
     head = np.append(request.examples, request.lengths.ravel())

@@ -16,9 +16,12 @@ from torch.nn.functional import embedding_bag
 Jagged = tuple[np.ndarray, np.ndarray]
 """int64 ids [lengths.sum()], feature-major, and int32 lengths [features, examples]."""
 
+JOINED = "joined.npy"
+
 
 class Tables:
-    """Rows of t0.npy, t1.npy, … in ``folder``.
+    """Rows of t0.npy, t1.npy, … in ``folder``, copied into one matrix; or of joined.npy there,
+    which has ``count`` tables of as many rows one after the other, and is mapped.
 
     Attributes:
         weight: float32 [tables * rows, dim].
@@ -26,9 +29,15 @@ class Tables:
     """
 
     def __init__(self, folder: str, count: int) -> None:
-        mapped = [np.load(Path(folder) / f"t{i}.npy", mmap_mode="r") for i in range(count)]
-        self.weight = torch.from_numpy(np.concatenate(mapped))
-        rows = [len(table) for table in mapped]
+        joined = Path(folder) / JOINED
+        if joined.exists():
+            weight = np.load(joined, mmap_mode="c")  # torch wants what it could write to
+            rows = [len(weight) // count] * count
+        else:
+            mapped = [np.load(Path(folder) / f"t{i}.npy", mmap_mode="r") for i in range(count)]
+            weight = np.concatenate(mapped)
+            rows = [len(table) for table in mapped]
+        self.weight = torch.from_numpy(weight)
         self.first_row = np.cumsum([0, *rows[:-1]])
 
     def pool(self, requests: Sequence[Jagged]) -> list[np.ndarray]:

@@ -1,7 +1,8 @@
 """Triton's Python backend: pools all requests of a dynamic batch in one execution.
 
 Copied as model.py into the model repository that bench/servers/triton.py makes. Reads the
-parameters of its config.pbtxt; a request is one jagged batch, as long as it is.
+parameters of its config.pbtxt, in which {version} stands for the version that is loaded; a request
+is one jagged batch, as long as it is.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ class TritonPythonModel:
         from pooling import Tables
 
         torch.set_num_threads(1)
+        folder = parameter["tables"].replace("{version}", args["model_version"])
         self.features = int(parameter["count"])
-        self.tables = Tables(parameter["tables"], self.features)
+        self.tables = Tables(folder, self.features)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         import triton_python_backend_utils as pb
