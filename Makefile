@@ -73,9 +73,10 @@ fuzz: install
 soak: install
 	PYTHONPATH=server:model_store:clients:proto:tests $(BIN)/python -W ignore -m soak.soak $(SOAK)
 
-# A hundred changes of the version that answers, under full load: SWAPS="--swaps 100 --workers 2".
+# A hundred changes of the version that answers, under full load: SWAPS="--swaps 100 --workers 2";
+# of NVIDIA's Triton, which is installed first: SWAPS="--server triton".
 swaps: install
-	PYTHONPATH=server:model_store:clients:proto:tests $(BIN)/python -W ignore -m soak.swaps $(SWAPS)
+	PYTHONPATH=server:model_store:clients:proto:tests:bench $(BIN)/python -W ignore -m soak.swaps $(SWAPS)
 
 # kill -9 at every moment of such changes: SWAPS="--kills 60".
 swaps-killed: install

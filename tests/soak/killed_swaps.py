@@ -27,7 +27,8 @@ from random import Random
 from time import monotonic, sleep
 
 from running_servers import command, free_port
-from soak.swaps import ALIAS, MODEL, Request, publish
+from soak.swapped import Request
+from soak.swapped_embedserve import ALIAS, CODEC, MODEL, publish
 
 from embedserve_store import set_alias
 
@@ -126,7 +127,7 @@ class Killed:
         self._server = server
         self._store = store
         random = Random(seed)
-        self._requests = [Request.of(random, ROWS) for _ in range(16)]
+        self._requests = [Request.of(random, ROWS, CODEC) for _ in range(16)]
         self._asked = 0
         self._version = 1
 

@@ -4,46 +4,93 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 import numpy as np
+import orjson
 import pytest
-from soak.swaps import Request, Swaps, print_report, publish, row_values
+from servers.triton import Triton
+from soak.swapped import Codec, Request, Swapped, row_values
+from soak.swapped_embedserve import CODEC, Embedserve
+from soak.swapped_triton import TritonSwapped
+from soak.swaps import Swaps, memory_mb, print_report, processes_of
 
 from embedserve_proto import embedding_pb2 as pb
 
 ROWS = 500
 
 
-def answer(request: Request, version: int, rows_of: int) -> bytes:
-    """One that names ``version``, with the rows of another."""
-    sums = [
-        row_values(rows_of, table, ids).sum(0, dtype=np.float32)
+def sums(request: Request, version: int) -> bytes:
+    values = [
+        row_values(version, table, ids).sum(0, dtype=np.float32)
         for table, ids in enumerate(request.ids)
     ]
-    values = np.concatenate(sums).astype("<f4").tobytes()
+    return np.concatenate(values).astype("<f4").tobytes()
+
+
+def embedserve_answer(version: int, values: bytes) -> bytes:
     return pb.EmbedResponse(version=version, values=values, batch_size=1).SerializeToString()
 
 
-def test_answers_are_compared_with_the_version_that_they_name() -> None:
-    request = Request.of(Random(1), ROWS)
+def triton_answer(version: int, values: bytes) -> bytes:
+    output = {
+        "name": "values",
+        "datatype": "FP32",
+        "shape": [1, 1, len(values) // 4],
+        "parameters": {"binary_data_size": len(values)},
+    }
+    head = {"model_name": "pooled", "model_version": str(version), "outputs": [output]}
+    return orjson.dumps(head) + values
+
+
+@pytest.mark.parametrize(
+    ("codec", "answer"), [(CODEC, embedserve_answer), (TritonSwapped.rest, triton_answer)]
+)
+def test_answers_are_compared_with_the_version_that_they_name(
+    codec: Codec, answer: Callable[[int, bytes], bytes]
+) -> None:
+    request = Request.of(Random(1), ROWS, codec)
     assert any(ids.size for ids in request.ids)
     for _ in range(2):
-        assert request.version_of(answer(request, 3, rows_of=3)) == 3
-        assert request.version_of(answer(request, 3, rows_of=4)) is None
-        assert request.version_of(answer(request, 4, rows_of=4)) == 4
+        assert request.version_of(answer(3, sums(request, 3))) == 3
+        assert request.version_of(answer(3, sums(request, 4))) is None
+        assert request.version_of(answer(4, sums(request, 4))) == 4
+
+
+def test_memory_is_of_all_processes_below_whichever_thread_started_them() -> None:
+    script = "import subprocess, threading\n" + (
+        "run = lambda: subprocess.run(['sh', '-c', 'echo; read x; exit'])\n"
+        "one = threading.Thread(target=run); one.start(); one.join()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        assert len(processes_of(parent.pid)) == 2
+        assert memory_mb(parent.pid) > 0
+        parent.communicate(b"\n")
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_few_swaps(tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize(
+    ("server", "workers"), [(Embedserve, 1), (Embedserve, 2), (TritonSwapped, 1)]
+)
+def test_a_few_swaps(
+    tmp_path: Path, server: Callable[[Path, argparse.Namespace], Swapped], workers: int
+) -> None:
     if shutil.which("wrk") is None:
         pytest.skip("wrk is not installed")
-    for version in (1, 2, 3):
-        publish(tmp_path / "store", version, ROWS)
-    chosen = argparse.Namespace(rows=ROWS, workers=workers, swaps=6, every_s=0.5, seed=1)
-    swaps = Swaps(tmp_path, tmp_path / "store", chosen)
+    if server is TritonSwapped and Triton().missing():
+        pytest.skip("Triton is not installed")
+    chosen = argparse.Namespace(
+        rows=ROWS, workers=workers, versions=3, swaps=6, every_s=0.5, seed=1, canary=0, cold=False
+    )
+    swaps = Swaps(tmp_path, server(tmp_path, chosen), chosen)
     swaps.run()
     print_report(swaps)
     assert len(swaps.switches) == 6

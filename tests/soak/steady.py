@@ -1,0 +1,90 @@
+"""The steady callers of `make swaps`: each asks by REST or gRPC at its pace, and compares."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from time import monotonic
+
+import grpc
+from soak.swapped import Asking, Request
+
+RATE = 50.0
+"""Of each caller a second."""
+
+
+@dataclass
+class Seen:
+    """What the steady callers saw.
+
+    Attributes:
+        waits: (when asked, seconds) of each answer.
+        answers: by version.
+        first_s: when a version answered first since it was awaited.
+    """
+
+    waits: list[tuple[float, float]] = field(default_factory=list)
+    answers: Counter[int] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    first_s: dict[int, float] = field(default_factory=dict)
+
+    def note(self, asked_s: float, request: Request, body: bytes, is_followed: bool) -> None:
+        now_s = monotonic()
+        version = request.version_of(body)
+        if version is None:
+            self.wrong.append(f"a wrong answer: {body[:80]!r}")
+            return
+        self.waits.append((asked_s, now_s - asked_s))
+        self.answers[version] += 1
+        if is_followed:
+            self.first_s.setdefault(version, now_s)
+
+
+async def ask_rest(
+    port: int, method: str, requests: Sequence[Request], seen: Seen, random: Random, asking: Asking
+) -> None:
+    """Posts to the path of ``asking``."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    while True:
+        request = random.choice(requests)
+        asked_s = monotonic()
+        writer.write(head_of(asking.path, request) + request.message)
+        head = await reader.readuntil(b"\r\n\r\n")
+        found = re.search(rb"\r\ncontent-length: (\d+)", head, re.IGNORECASE)
+        body = await reader.readexactly(int(found[1]) if found else 0)
+        if head.startswith(b"HTTP/1.1 200"):
+            seen.note(asked_s, request, body, asking.is_followed)
+        else:
+            seen.wrong.append(f"REST: {head[:40]!r} {body[:200]!r}")
+        await asyncio.sleep(random.uniform(0.5, 1.5) / RATE)
+
+
+def head_of(path: str, request: Request) -> bytes:
+    headers = {
+        "Host": "h",
+        **request.codec.headers(request.message),
+        "Content-Length": str(len(request.message)),
+    }
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+async def ask_grpc(
+    port: int, method: str, requests: Sequence[Request], seen: Seen, random: Random, asking: Asking
+) -> None:
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
+        embed = channel.unary_unary(method)
+        while True:
+            request = random.choice(requests)
+            asked_s = monotonic()
+            try:
+                body = await embed(asking.prefix + request.message)
+                seen.note(asked_s, request, body, asking.is_followed)
+            except grpc.aio.AioRpcError as error:
+                seen.wrong.append(f"gRPC: {error.code().name} {error.details()}")
+            await asyncio.sleep(random.uniform(0.5, 1.5) / RATE)
