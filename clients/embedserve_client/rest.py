@@ -73,15 +73,19 @@ class EmbedClient:
         timeout_s: float | None = None,
         output_dtype: OutputDType = "float32",
         output_keys: Sequence[str] = (),
+        routing_key: str | None = None,
     ) -> EmbedResult:
         """The vectors of a batch; raises EmbedServeClientError.
 
         model: NAME, or for one of its served versions NAME@VERSION or NAME@ALIAS.
         output_dtype: "float16" halves the bytes; past its largest, 65504, a value is infinite.
         output_keys: those that the answer is to have; none: all of the model.
+        routing_key: who asks, answered by the same version each time where several share the model.
         """
         return self._send(
-            self._calls.embed(features, weights, model, timeout_s, output_dtype, output_keys)
+            self._calls.embed(
+                features, weights, model, timeout_s, output_dtype, output_keys, routing_key
+            )
         )
 
     def models(self) -> ModelList:
@@ -156,15 +160,19 @@ class AsyncEmbedClient:
         timeout_s: float | None = None,
         output_dtype: OutputDType = "float32",
         output_keys: Sequence[str] = (),
+        routing_key: str | None = None,
     ) -> EmbedResult:
         """The vectors of a batch; raises EmbedServeClientError.
 
         model: NAME, or for one of its served versions NAME@VERSION or NAME@ALIAS.
         output_dtype: "float16" halves the bytes; past its largest, 65504, a value is infinite.
         output_keys: those that the answer is to have; none: all of the model.
+        routing_key: who asks, answered by the same version each time where several share the model.
         """
         return await self._send(
-            self._calls.embed(features, weights, model, timeout_s, output_dtype, output_keys)
+            self._calls.embed(
+                features, weights, model, timeout_s, output_dtype, output_keys, routing_key
+            )
         )
 
     async def models(self) -> ModelList:

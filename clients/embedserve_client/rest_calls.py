@@ -31,6 +31,7 @@ from embedserve_client.models import (
     model_list_from_json,
 )
 from embedserve_client.result import EmbedResult, OutputDType
+from embedserve_client.routing import routing_headers
 from embedserve_client.wire import AnswerReader, request_of
 
 T = TypeVar("T")
@@ -91,6 +92,7 @@ class RestCalls:
         timeout_s: float | None,
         output_dtype: OutputDType,
         output_keys: Sequence[str],
+        routing_key: str | None,
     ) -> Call[EmbedResult]:
         """POST /embed with an EmbedRequest, which names the model itself."""
         batch = batch_of(features, weights)
@@ -100,7 +102,11 @@ class RestCalls:
             read=partial(self._answers.read_bytes, batch_size=batch.batch_size),
             timeout_s=timeout_of(timeout_s, self._timeout_s),
             content=request_of(batch, model, output_dtype, output_keys).SerializeToString(),
-            headers={"Content-Type": _PROTOBUF, "Accept": _PROTOBUF},
+            headers={
+                "Content-Type": _PROTOBUF,
+                "Accept": _PROTOBUF,
+                **routing_headers(routing_key),
+            },
         )
 
     def models(self) -> Call[ModelList]:

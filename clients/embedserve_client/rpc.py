@@ -6,9 +6,9 @@ They call the generated stub; requests, answers and errors are `wire`'s, `stream
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import grpc
@@ -20,6 +20,7 @@ from embedserve_client.errors import EmbedServeClientError
 from embedserve_client.models import ModelInfo, ModelList, model_info_of, model_list_of
 from embedserve_client.result import EmbedResult, OutputDType
 from embedserve_client.retries import Tries, check_retries
+from embedserve_client.routing import routing_headers
 from embedserve_client.rpc_calls import channel_options, grpc_errors
 from embedserve_client.security import Files, channel_credentials, headers_of
 from embedserve_client.stream import StreamAnswer, StreamItem, stream_answers, stream_answers_async
@@ -29,6 +30,7 @@ from embedserve_proto import embedding_pb2_grpc as pb_grpc
 
 DEFAULT_TIMEOUT_S = 10.0
 DEFAULT_RECEIVE_BYTES_MAX = 64 * 2**20
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class GrpcEmbedClient:
@@ -76,17 +78,19 @@ class GrpcEmbedClient:
         timeout_s: float | None = None,
         output_dtype: OutputDType = "float32",
         output_keys: Sequence[str] = (),
+        routing_key: str | None = None,
     ) -> EmbedResult:
         """The vectors of a batch; raises EmbedServeClientError.
 
         model: NAME, or for one of its served versions NAME@VERSION or NAME@ALIAS.
         output_dtype: "float16" halves the bytes; past its largest, 65504, a value is infinite.
         output_keys: those that the answer is to have; none: all of the model.
+        routing_key: who asks, answered by the same version each time where several share the model.
         """
         batch = batch_of(features, weights)
         request = request_of(batch, model, output_dtype, output_keys)
         timeout_s = timeout_of(timeout_s, self._timeout_s)
-        answer = self._call(self._stub.Embed, request, timeout_s)
+        answer = self._call(self._stub.Embed, request, timeout_s, routing_headers(routing_key))
         return self._answers.read(answer, batch.batch_size)
 
     def embed_stream(
@@ -114,12 +118,16 @@ class GrpcEmbedClient:
         request = pb.GetModelRequest(model=name)
         return model_info_of(self._call(self._stub.GetModel, request, self._timeout_s))
 
-    def _call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+    def _call(
+        self, method: Any, request: Any, timeout_s: float | None, more: Mapping[str, str] = NOTHING
+    ) -> Any:
+        """``more`` metadata than every call has."""
+        metadata = (*self._metadata, *more.items())
         tries = Tries(self._retries, timeout_s)
         while True:
             try:
                 with grpc_errors():
-                    return method(request, timeout=tries.left_s(), metadata=self._metadata)
+                    return method(request, timeout=tries.left_s(), metadata=metadata)
             except EmbedServeClientError as error:
                 pause_s = tries.pause_s(error)
                 if pause_s is None:
@@ -175,17 +183,20 @@ class AsyncGrpcEmbedClient:
         timeout_s: float | None = None,
         output_dtype: OutputDType = "float32",
         output_keys: Sequence[str] = (),
+        routing_key: str | None = None,
     ) -> EmbedResult:
         """The vectors of a batch; raises EmbedServeClientError.
 
         model: NAME, or for one of its served versions NAME@VERSION or NAME@ALIAS.
         output_dtype: "float16" halves the bytes; past its largest, 65504, a value is infinite.
         output_keys: those that the answer is to have; none: all of the model.
+        routing_key: who asks, answered by the same version each time where several share the model.
         """
         batch = batch_of(features, weights)
         request = request_of(batch, model, output_dtype, output_keys)
         timeout_s = timeout_of(timeout_s, self._timeout_s)
-        answer = await self._call(self._stub.Embed, request, timeout_s)
+        routing = routing_headers(routing_key)
+        answer = await self._call(self._stub.Embed, request, timeout_s, routing)
         return self._answers.read(answer, batch.batch_size)
 
     def embed_stream(
@@ -210,12 +221,16 @@ class AsyncGrpcEmbedClient:
         request = pb.GetModelRequest(model=name)
         return model_info_of(await self._call(self._stub.GetModel, request, self._timeout_s))
 
-    async def _call(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+    async def _call(
+        self, method: Any, request: Any, timeout_s: float | None, more: Mapping[str, str] = NOTHING
+    ) -> Any:
+        """``more`` metadata than every call has."""
+        metadata = (*self._metadata, *more.items())
         tries = Tries(self._retries, timeout_s)
         while True:
             try:
                 with grpc_errors():
-                    return await method(request, timeout=tries.left_s(), metadata=self._metadata)
+                    return await method(request, timeout=tries.left_s(), metadata=metadata)
             except EmbedServeClientError as error:
                 pause_s = tries.pause_s(error)
                 if pause_s is None:

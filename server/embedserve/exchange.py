@@ -62,7 +62,6 @@ class Asked:
         answer_codec: of the answer.
         timeout_s: how long the answer is wanted, from the request's first byte; None: for ever.
         metrics: of the protocol.
-        routing_key: of the header ROUTING_KEY; b"" where there is none.
     """
 
     model: str
@@ -70,7 +69,6 @@ class Asked:
     answer_codec: Codec
     timeout_s: float | None
     metrics: ProtocolMetrics
-    routing_key: bytes = b""
 
     def in_codec(self, codec: Codec) -> Asked:
         """The same in another form."""
@@ -135,8 +133,7 @@ class Call(Caller):
 
     @property
     def routing_key(self) -> bytes:
-        own = self.header(ROUTING_KEY)
-        return self.asked.routing_key if own is None else own
+        return self.header(ROUTING_KEY) or b""
 
     def answer(self, result: LookupResult) -> None:
         try:

@@ -19,6 +19,7 @@ from running_servers import Running, free_port, running
 
 from embedserve.commands.admin import ask_server
 from embedserve.commands.shadow import show_shadows
+from embedserve_client import EmbedClient, GrpcEmbedClient, InvalidRequest
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 from embedserve_store import set_alias
@@ -115,6 +116,12 @@ def test_a_canary_has_its_share_and_gives_it_back(
     first = [ask(server, routing_key=key) for key in keys]
     assert set(first) == {1, 3}
     assert [call(stub, routing_key=key) for key in keys] == first
+    with EmbedClient(server.http) as rest, GrpcEmbedClient(server.grpc) as grpc_client:
+        for client in (rest, grpc_client):
+            asked = [client.embed(FEATURES, routing_key=key).version for key in keys[:20]]
+            assert asked == first[:20]
+            with pytest.raises(InvalidRequest, match=r"^routing_key: "):
+                client.embed(FEATURES, routing_key="a\nb")
     counts = Counter(call(stub) for _ in range(400))
     assert set(counts) == {1, 3}
     assert 60 < counts[3] < 180

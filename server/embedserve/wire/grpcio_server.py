@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from time import perf_counter
 from typing import NoReturn
@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 
 from embedserve.codec.codec import INFER_MESSAGE, INFER_STREAMED, PROTOBUF, Codec
 from embedserve.errors import DRAINING, INTERNAL, EmbedServeError, EngineError, NotReadyError
-from embedserve.exchange import ROUTING_KEY, Asked, Call, Exchange
+from embedserve.exchange import Asked, Call, Exchange
 from embedserve.types import Parts
 from embedserve.wire.grpc import open_inference
 from embedserve.wire.grpc.embed_stream import REQUESTS_MAX
@@ -36,13 +36,18 @@ TIMEOUT_S_MAX = 1e9
 class AwaitedCall(Call):
     """A request whose answer is awaited: the encoded message, or the error."""
 
-    __slots__ = ("ended",)
+    __slots__ = ("_metadata", "ended")
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: Asked, metadata: Iterable[tuple[str, str | bytes]]) -> None:
         super().__init__(asked, perf_counter())
+        self._metadata = metadata
         self.ended: asyncio.Future[bytes | EmbedServeError] = (
             asyncio.get_running_loop().create_future()
         )
+
+    def header(self, name: bytes) -> bytes | None:
+        value = dict(self._metadata).get(name.decode())
+        return value.encode() if isinstance(value, str) else value
 
     def write_answer(self, parts: Parts, nbytes: int) -> None:
         self._end(b"".join(parts))
@@ -132,9 +137,8 @@ class GrpcioServer:
         if remaining_s is not None and remaining_s > TIMEOUT_S_MAX:
             remaining_s = None
         metrics = self._exchange.metrics.protocols["grpc"]
-        routing_key = dict(context.invocation_metadata() or ()).get(ROUTING_KEY.decode(), "")
-        key = routing_key if isinstance(routing_key, bytes) else routing_key.encode()
-        return AwaitedCall(Asked("", codec, codec, remaining_s, metrics, key))
+        asked = Asked("", codec, codec, remaining_s, metrics)
+        return AwaitedCall(asked, context.invocation_metadata() or ())
 
     async def _embed(self, codec: Codec, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
         call = self._call(codec, context)

@@ -141,7 +141,7 @@ class HeadForm:
         if self._json_length_gap is not None and one.codec.head_bytes is not None:
             start, end = self._json_length_gap
             codec = infer_codec(data[start:end])
-        return Asked(one.model, codec, one.answer_codec, wanted_s, one.metrics, one.routing_key)
+        return Asked(one.model, codec, one.answer_codec, wanted_s, one.metrics)
 
 
 class HeadForms:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from embedserve.codec.codec import BINARY, INFER, JSON, PROTOBUF, Codec, infer_binary
 from embedserve.errors import EmbedServeError, InvalidRequestError
-from embedserve.exchange import ROUTING_KEY, Asked
+from embedserve.exchange import Asked
 from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.types import Parts
 
@@ -111,14 +111,14 @@ def read_headers(route: Route, headers: Headers, metrics: ProtocolMetrics) -> As
     """What ``headers`` (names in lower case) ask of ``route``.
 
     JSON unless the content type is protobuf; answered in the format of Accept, or else of the
-    request. X-Timeout-Ms is how long the caller waits for the answer, X-Routing-Key who it is.
+    request. X-Timeout-Ms is how long the caller waits for the answer.
 
     Raises:
         InvalidRequestError: X-Timeout-Ms is not a positive number, or
             Inference-Header-Content-Length no length.
         UnsupportedEncodingError: the body is compressed.
     """
-    content_type = accept = json_length = routing_key = b""
+    content_type = accept = json_length = b""
     wanted_s = None
     for name, value in headers:
         if name == b"content-type":
@@ -127,8 +127,6 @@ def read_headers(route: Route, headers: Headers, metrics: ProtocolMetrics) -> As
             accept = value.lower()
         elif name == b"x-timeout-ms":
             wanted_s = timeout_s(value)
-        elif name == ROUTING_KEY:
-            routing_key = value
         elif name == JSON_LENGTH:
             json_length = value
         elif name == b"content-encoding" and value != b"identity":
@@ -138,13 +136,13 @@ def read_headers(route: Route, headers: Headers, metrics: ProtocolMetrics) -> As
             )
     if route.is_infer:
         codec = infer_codec(json_length) if json_length else INFER
-        return Asked(route.model, codec, INFER, wanted_s, metrics, routing_key)
+        return Asked(route.model, codec, INFER, wanted_s, metrics)
     codec = codec_of("", content_type, b"")
     wants_protobuf = PROTOBUF.content_type in accept or (
         codec is PROTOBUF and JSON.content_type not in accept
     )
     answer_codec = PROTOBUF if wants_protobuf else JSON
-    return Asked(route.model, codec, answer_codec, wanted_s, metrics, routing_key)
+    return Asked(route.model, codec, answer_codec, wanted_s, metrics)
 
 
 def timeout_s(value: bytes) -> float:

@@ -35,6 +35,8 @@ from embedserve_client import (
 from embedserve_client.rest import AsyncEmbedClient
 from embedserve_client.rpc import AsyncGrpcEmbedClient
 from embedserve_proto import embedding_pb2 as pb
+from embedserve_proto import open_inference_pb2 as oip
+from embedserve_proto.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
 BODY = b'{"features": {"user": [[1]]}}'
 MAKES = (post, chunked)
@@ -289,3 +291,42 @@ async def test_the_names_of_certificates(
             client = Http2Client(*await server.open(contexts[name]))
             assert (await client.request("POST", "/embed", BODY)).status == wanted
             assert (await client.request("GET", "/models")).status == wanted
+
+
+INFER = b'{"inputs": [{"name": "user", "datatype": "INT64", "shape": [1, 1], "data": [1]}]}'
+
+
+async def test_the_open_inference_protocol_over_rest(server: OurServer) -> None:
+    reader, writer = await server.open()
+    client = Http2Client(*await server.open())
+    for token, wanted in OF_EMBED.items():
+        writer.write(post(INFER, *line_of(token), url="/v2/models/shop/infer"))
+        status, _, body = await read_answer(reader)
+        assert (token, status) == (token, wanted)
+        assert isinstance(json.loads(body).get("error", ""), str)
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        answer = await client.request("POST", "/v2/models/shop/infer", INFER, headers)
+        assert (token, answer.status) == (token, wanted)
+    films = post(INFER, *line_of("es_shop"), url="/v2/models/films/infer")
+    writer.write(films)
+    assert (await read_answer(reader))[0] == 403
+    for path, wanted in (("/v2/health/ready", 200), ("/v2/models/shop", 401), ("/v2", 401)):
+        assert (await client.request("GET", path)).status == wanted
+
+
+async def test_the_open_inference_protocol_over_grpc(live: Live) -> None:
+    async with grpc.aio.insecure_channel(live.grpc_target) as channel:
+        stub = GRPCInferenceServiceStub(channel)
+        assert (await stub.ServerReady(oip.ServerReadyRequest())).ready
+        shop = oip.ModelMetadataRequest(name="shop")
+        asked = oip.ModelInferRequest(model_name="shop")
+        tensor = asked.inputs.add(name="user", datatype="INT64", shape=[1, 1])
+        tensor.contents.int64_contents.append(1)
+        for token, wanted in OF_EMBED.items():
+            metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+            assert await code_of(stub.ModelInfer(asked, metadata=metadata)) == CODES[wanted]
+            stream = stub.ModelStreamInfer(iter([asked]), metadata=metadata)
+            assert await code_of(anext(aiter(stream))) == CODES[wanted]
+        assert await code_of(stub.ModelMetadata(shop)) == "UNAUTHENTICATED"
+        boss = (("authorization", "Bearer es_boss"),)
+        assert await code_of(stub.ModelMetadata(shop, metadata=boss)) == "OK"

@@ -21,7 +21,8 @@ from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
 BODY = b'{"features": {"user": [[1]]}}'
 MANAGEMENT = ["/metrics", "/info", "/docs", "/openapi.json", "/models", "/models/shop"]
-HEALTH = ["/health/live", "/health/ready"]
+MANAGEMENT += ["/v2", "/v2/models/shop", "/v2/models/shop/ready", "/v2/models/stats"]
+HEALTH = ["/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"]
 
 
 @pytest.fixture

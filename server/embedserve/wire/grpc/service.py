@@ -11,7 +11,7 @@ from embedserve.access.access import Access, one_header
 from embedserve.codec import protobuf_codec
 from embedserve.codec.codec import INFER_MESSAGE, INFER_STREAMED, PROTOBUF, Codec
 from embedserve.errors import EmbedServeError, InvalidRequestError
-from embedserve.exchange import ROUTING_KEY, Asked, Exchange
+from embedserve.exchange import Asked, Exchange
 from embedserve.models.served_models import ServedModels
 from embedserve.types import ModelInfo
 from embedserve.wire.grpc import health, open_inference, reflection
@@ -89,7 +89,7 @@ class GrpcService:
 
     def open(self, request: Request) -> Open:
         """What opens calls with such a head."""
-        encoding, routing_key = b"identity", b""
+        encoding = b"identity"
         wanted_s = None
         try:
             for name, value in request.headers:
@@ -97,13 +97,11 @@ class GrpcService:
                     encoding = value
                 elif name == b"grpc-timeout":
                     wanted_s = timeout_s(value)
-                elif name == ROUTING_KEY:
-                    routing_key = value
             method = self._methods.get(request.target)
             if method is None:
                 shown = request.target.decode("latin-1")
                 raise WireError("UNIMPLEMENTED", f"there is no method {shown}")
-            asked = Asked("", PROTOBUF, PROTOBUF, wanted_s, self._metrics, routing_key)
+            asked = Asked("", PROTOBUF, PROTOBUF, wanted_s, self._metrics)
             return method(encoding, asked, request.headers)
         except WireError as error:
             return refused(error)
