@@ -135,7 +135,8 @@ def test_metrics_count_unknown_ids(served: Served) -> None:
     def counted() -> float:
         with urllib.request.urlopen(f"{served.server.http}/metrics") as answer:
             lines = answer.read().decode().splitlines()
-        name = 'embedserve_unknown_ids_total{feature="user",model="bags"}'
+        labels = 'alias="",feature="user",model="bags",version="1"'
+        name = f"embedserve_unknown_ids_total{{{labels}}}"
         return float(next(line for line in lines if line.startswith(name)).split()[-1])
 
     before = counted()
