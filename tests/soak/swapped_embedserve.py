@@ -82,7 +82,8 @@ class Embedserve(Swapped):
         self._chosen = chosen
 
     def publish(self, version: int) -> None:
-        publish(self._store, version, self._chosen.rows)
+        if not self.tables(version).exists():
+            publish(self._store, version, self._chosen.rows)
 
     def tables(self, version: int) -> Path:
         return self._store / MODEL / str(version) / "tables.safetensors"

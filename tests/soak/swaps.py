@@ -337,6 +337,7 @@ def main() -> None:
     )
     parser.add_argument("--shadow", type=float, default=0.0, help="of the canary, in percent")
     parser.add_argument("--cold", action="store_true", help="the next version is on the disk alone")
+    parser.add_argument("--store", type=Path, help="folder whose versions are used, and stay")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--output", type=Path, help="folder for the log and the picture")
     chosen = parser.parse_args()
@@ -347,7 +348,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     os.sched_setaffinity(0, {LOAD_CORE})
     with tempfile.TemporaryDirectory(prefix="swaps-") as where:
-        swaps = Swaps(folder, SERVERS[chosen.server](Path(where), chosen), chosen)
+        swaps = Swaps(folder, SERVERS[chosen.server](chosen.store or Path(where), chosen), chosen)
         swaps.run()
     print_report(swaps)
     draw_report(swaps, folder / "swaps.png")

@@ -71,6 +71,7 @@ class Client:
         "_concurrent_max",
         "_free_s",
         "_interval_s",
+        "_may_embed",
         "_refusal",
         "active",
         "grant",
@@ -87,6 +88,7 @@ class Client:
         """What it may from now on."""
         self.grant = grant
         self.models = grant.models
+        self._may_embed = "embed" in grant.roles
         self._concurrent_max = grant.concurrent
         self._interval_s = 1 / grant.requests_per_second
         self._burst_s = max(0.0, BURST_S - self._interval_s)
@@ -111,13 +113,14 @@ class Client:
         """
         if self._refusal is not None:
             raise self._refusal()
-        if "embed" not in self.grant.roles:
+        if not self._may_embed:
             raise PermissionDeniedError(f"{self.grant.name!r} may not embed")
         if self.active >= self._concurrent_max:
             raise RateLimitedError(
                 f"{self.grant.name!r} has {self.active} requests under way, which is its limit"
             )
-        self._pay()
+        if self._interval_s:
+            self._pay()
         self.active += 1
 
     def leave(self) -> None:
@@ -270,6 +273,14 @@ def one_header(headers: list[tuple[bytes, bytes]], name: bytes) -> bytes | None:
     for one, value in headers:
         if one == name:
             found = value if found is None else b""
+    return found
+
+
+def headers_by_name(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
+    """As one_header, of each name: made once for the requests that have the same headers."""
+    found: dict[bytes, bytes] = {}
+    for name, value in headers:
+        found[name] = b"" if name in found else value
     return found
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from embedserve.access.access import headers_by_name
 from embedserve.codec.codec import JSON
 from embedserve.errors import EmbedServeError, RequestTooLargeError
 from embedserve.exchange import Asked, Exchange
 from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.types import Parts
-from embedserve.wire.http2.header_blocks import Headers, encode
+from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.requests import Request
 from embedserve.wire.http2.stream import ENDED, Handler, Stream
 from embedserve.wire.pieces import Pieces
@@ -29,7 +30,9 @@ class RestCall(StreamCall):
 
     __slots__ = ("_body",)
 
-    def __init__(self, asked: Asked, exchange: Exchange, headers: Headers, stream: Stream) -> None:
+    def __init__(
+        self, asked: Asked, exchange: Exchange, headers: Mapping[bytes, bytes], stream: Stream
+    ) -> None:
         super().__init__(asked, exchange, headers, stream)
         self._body = Pieces()
 
@@ -98,11 +101,12 @@ def open_embed(
     try:
         check_method(request.method.decode("latin-1"))
         asked = read_headers(route, request.headers, metrics)
+        by_name = headers_by_name(request.headers)
     except EmbedServeError as error:
         return refused(error, request, metrics)
 
     def open_call(stream: Stream) -> Handler:
-        call = RestCall(asked, exchange, request.headers, stream)
+        call = RestCall(asked, exchange, by_name, stream)
         if exchange.access is not None and not exchange.admit(call):
             return call
         size = stream.missing_bytes

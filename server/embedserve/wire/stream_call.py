@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from time import perf_counter
 
-from embedserve.access.access import Certificate, one_header
+from embedserve.access.access import Certificate
 from embedserve.errors import EmbedServeError, OverloadedError
 from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, late_request
-from embedserve.wire.http2.header_blocks import Headers
 from embedserve.wire.http2.stream import Stream
 
 
@@ -17,7 +17,9 @@ class StreamCall(Call):
 
     __slots__ = ("_exchange", "_headers", "_stream")
 
-    def __init__(self, asked: Asked, exchange: Exchange, headers: Headers, stream: Stream) -> None:
+    def __init__(
+        self, asked: Asked, exchange: Exchange, headers: Mapping[bytes, bytes], stream: Stream
+    ) -> None:
         super().__init__(asked, perf_counter())
         self._exchange = exchange
         self._headers = headers
@@ -32,7 +34,7 @@ class StreamCall(Call):
         return self._stream.connection.certificate
 
     def header(self, name: bytes) -> bytes | None:
-        return one_header(self._headers, name)
+        return self._headers.get(name)
 
     @abstractmethod
     def end(self, error: EmbedServeError) -> None:

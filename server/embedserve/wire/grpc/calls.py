@@ -7,7 +7,7 @@ say is the exchange's, or a plain function's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
 
 from embedserve.errors import (
@@ -80,7 +80,12 @@ class EmbedCall(StreamCall):
     __slots__ = ("_encoding", "_message")
 
     def __init__(
-        self, asked: Asked, exchange: Exchange, encoding: bytes, headers: Headers, stream: Stream
+        self,
+        asked: Asked,
+        exchange: Exchange,
+        encoding: bytes,
+        headers: Mapping[bytes, bytes],
+        stream: Stream,
     ) -> None:
         super().__init__(asked, exchange, headers, stream)
         self._encoding = encoding

@@ -8,14 +8,14 @@ request that was accepted, unless its client went away.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from time import perf_counter
 
-from embedserve.access.access import Certificate, one_header
+from embedserve.access.access import Certificate
 from embedserve.errors import EmbedServeError
 from embedserve.exchange import Asked, Call, Exchange
 from embedserve.types import Parts
 from embedserve.wire.grpc.calls import ANSWER_BYTES_MAX, MessageStream
-from embedserve.wire.http2.header_blocks import Headers
 from embedserve.wire.http2.stream import Owner, Stream
 
 REQUESTS_MAX = 256
@@ -50,7 +50,7 @@ class StreamedRequest(Call):
         return self._stream.connection.certificate
 
     def header(self, name: bytes) -> bytes | None:
-        return one_header(self._stream.headers, name)
+        return self._stream.headers.get(name)
 
     def was_queued(self) -> None:
         assert self.queue is not None
@@ -80,7 +80,7 @@ class EmbedStream(MessageStream):
         asked: Asked,
         exchange: Exchange,
         encoding: bytes,
-        headers: Headers,
+        headers: Mapping[bytes, bytes],
         stream: Stream,
         answer_bytes_max: int = ANSWER_BYTES_MAX,
     ) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 
 from google.protobuf.message import DecodeError
 
-from embedserve.access.access import Access, one_header
+from embedserve.access.access import Access, headers_by_name
 from embedserve.codec import protobuf_codec
 from embedserve.codec.codec import INFER_MESSAGE, INFER_STREAMED, PROTOBUF, Codec
 from embedserve.errors import EmbedServeError, InvalidRequestError
@@ -19,7 +19,6 @@ from embedserve.wire.grpc.calls import EmbedCall, UnaryCall
 from embedserve.wire.grpc.embed_stream import EmbedStream
 from embedserve.wire.grpc.messages import Deframer, WireError, timeout_s
 from embedserve.wire.grpc.statuses import error_block, only_trailers, wire_error_trailers
-from embedserve.wire.http2.header_blocks import Headers
 from embedserve.wire.http2.requests import Request
 from embedserve.wire.http2.stream import ENDED, Handler, Stream
 from embedserve_proto import embedding_pb2
@@ -28,7 +27,8 @@ SERVICE_NAME = embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"].ful
 SERVICES = (SERVICE_NAME, open_inference.SERVICE_NAME)
 
 Open = Callable[[Stream], Handler]
-Method = Callable[[bytes, Asked, Headers], Open]
+HeadersByName = dict[bytes, bytes]
+Method = Callable[[bytes, Asked, HeadersByName], Open]
 """What opens calls with such an encoding, asking so, with these headers."""
 EMBEDDERS = frozenset({"embed"})
 CALLERS = frozenset({"embed", "admin"})
@@ -102,14 +102,16 @@ class GrpcService:
                 shown = request.target.decode("latin-1")
                 raise WireError("UNIMPLEMENTED", f"there is no method {shown}")
             asked = Asked("", PROTOBUF, PROTOBUF, wanted_s, self._metrics)
-            return method(encoding, asked, request.headers)
+            return method(encoding, asked, headers_by_name(request.headers))
         except WireError as error:
             return refused(error)
 
-    def _embed(self, codec: Codec, encoding: bytes, asked: Asked, headers: Headers) -> Open:
+    def _embed(self, codec: Codec, encoding: bytes, asked: Asked, headers: HeadersByName) -> Open:
         return partial(EmbedCall, asked.in_codec(codec), self._exchange, encoding, headers)
 
-    def _embed_stream(self, codec: Codec, encoding: bytes, asked: Asked, headers: Headers) -> Open:
+    def _embed_stream(
+        self, codec: Codec, encoding: bytes, asked: Asked, headers: HeadersByName
+    ) -> Open:
         check_encoding(encoding)
         asked = asked.in_codec(codec)
         return lambda stream: EmbedStream(asked, self._exchange, encoding, headers, stream)
@@ -119,11 +121,11 @@ class GrpcService:
             lambda stream: UnaryCall(function, encoding, self._bytes_max, stream)
         )
 
-    def _watch(self, encoding: bytes, asked: Asked, headers: Headers) -> Open:
+    def _watch(self, encoding: bytes, asked: Asked, headers: HeadersByName) -> Open:
         check_encoding(encoding)
         return lambda stream: health.Watch(self.health, encoding, self._bytes_max, stream)
 
-    def _reflection(self, encoding: bytes, asked: Asked, headers: Headers) -> Open:
+    def _reflection(self, encoding: bytes, asked: Asked, headers: HeadersByName) -> Open:
         check_encoding(encoding)
         return lambda stream: reflection.ServerReflection(
             self._names, encoding, self._bytes_max, stream
@@ -143,11 +145,11 @@ class GrpcService:
         if access is None:
             return method
 
-        def open_call(encoding: bytes, asked: Asked, headers: Headers) -> Open:
+        def open_call(encoding: bytes, asked: Asked, headers: HeadersByName) -> Open:
             opened = method(encoding, asked, headers)
 
             def open_if_right(stream: Stream) -> Handler:
-                authorization = one_header(headers, b"authorization")
+                authorization = headers.get(b"authorization")
                 try:
                     access.check(authorization, stream.connection.certificate, roles, pays=pays)
                 except EmbedServeError as error:

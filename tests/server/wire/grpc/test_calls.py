@@ -416,7 +416,7 @@ async def test_what_a_stream_takes_is_bounded_by_the_bytes_of_its_answers(
 
     def open_request(headers: Headers) -> Opened:
         return Opened(
-            lambda stream: EmbedStream(asked, exchange, b"identity", [], stream, nbytes), None
+            lambda stream: EmbedStream(asked, exchange, b"identity", {}, stream, nbytes), None
         )
 
     peer = Peer(open_request)
