@@ -325,7 +325,9 @@ async def test_the_open_inference_protocol_over_grpc(live: Live) -> None:
         for token, wanted in OF_EMBED.items():
             metadata = () if token is None else (("authorization", f"Bearer {token}"),)
             assert await code_of(stub.ModelInfer(asked, metadata=metadata)) == CODES[wanted]
-            stream = stub.ModelStreamInfer(iter([asked]), metadata=metadata)
+            # Refused by its head; what is written to a call that has ended grpc.aio calls INTERNAL.
+            messages = [asked] if wanted == 200 else []
+            stream = stub.ModelStreamInfer(iter(messages), metadata=metadata)
             assert await code_of(anext(aiter(stream))) == CODES[wanted]
         assert await code_of(stub.ModelMetadata(shop)) == "UNAUTHENTICATED"
         boss = (("authorization", "Bearer es_boss"),)
