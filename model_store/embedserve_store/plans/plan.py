@@ -7,7 +7,7 @@ planner.py makes plans and turns them into torchrec's; this module never imports
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,21 +63,30 @@ class Plan:
         A data_parallel table counts on every rank, and every shard of int8 or int4 columns has
         a scale and bias for each row of its own.
         """
-        result = [0] * self.world_size
-        for table in tables:
-            for shard in self.tables[table.name].shards:
-                result[shard.rank] += shard_bytes(shard, table, device_type)
-        return result
+        return self._bytes_per_rank(tables, device_type, lambda plan, shard: True)
 
     def served_bytes_per_rank(self, tables: Sequence[TableSpec]) -> list[int]:
         """As bytes_per_rank, of a server: batches enter on rank 0, which alone is asked of a
         data_parallel table, so that no other rank has its rows."""
+        return self._bytes_per_rank(
+            tables,
+            "cpu",
+            lambda plan, shard: plan.sharding_type != "data_parallel" or not shard.rank,
+        )
+
+    def _bytes_per_rank(
+        self,
+        tables: Sequence[TableSpec],
+        device_type: str,
+        is_held: Callable[[TablePlan, Shard], bool],
+    ) -> list[int]:
+        """Of the shards that are held."""
         result = [0] * self.world_size
         for table in tables:
             plan = self.tables[table.name]
             for shard in plan.shards:
-                if plan.sharding_type != "data_parallel" or not shard.rank:
-                    result[shard.rank] += shard_bytes(shard, table, "cpu")
+                if is_held(plan, shard):
+                    result[shard.rank] += shard_bytes(shard, table, device_type)
         return result
 
     def column_shard_bytes(self, tables: Sequence[TableSpec]) -> int:

@@ -269,11 +269,7 @@ class Access:
 
 def one_header(headers: list[tuple[bytes, bytes]], name: bytes) -> bytes | None:
     """The value of a header; b"" where there are several, of which each end could read another."""
-    found = None
-    for one, value in headers:
-        if one == name:
-            found = value if found is None else b""
-    return found
+    return headers_by_name(headers).get(name)
 
 
 def headers_by_name(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:

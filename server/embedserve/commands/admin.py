@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from embedserve.commands.server_address import address_of
 from embedserve.terminal.console import say
 
 TIMEOUT_S = 1800.0
@@ -23,14 +24,12 @@ def ask_server(url: str, action: str, model: str, token_file: Path | None) -> No
         ConnectionError: the server cannot be asked, or refuses; says why.
         ValueError: ``url`` is none.
     """
-    address = url if "://" in url else f"http://{url}"
-    if not address.startswith(("http://", "https://")):
-        raise ValueError(f"url is {url!r}, expected such as http://localhost:8002")
+    address = address_of(url, "http://localhost:8002")
     headers = {"Content-Type": "application/json"}
     if token_file is not None:
         headers["Authorization"] = f"Bearer {token_file.read_text().strip()}"
     body = json.dumps({"model": model} if model else {}).encode()
-    request = urllib.request.Request(f"{address.rstrip('/')}/admin/{action}", body, headers)
+    request = urllib.request.Request(f"{address}/admin/{action}", body, headers)
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             said = json.load(answer)

@@ -12,6 +12,7 @@ from collections import defaultdict
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from embedserve.commands.server_address import address_of
 from embedserve.terminal.aligned_columns import grid, plain, show, write
 
 TIMEOUT_S = 10.0
@@ -87,11 +88,9 @@ def _show(title: str, counts: dict[tuple[str, ...], float]) -> None:
 
 
 def _metrics(url: str) -> str:
-    address = url if "://" in url else f"http://{url}"
-    if not address.startswith(("http://", "https://")):
-        raise ValueError(f"url is {url!r}, expected such as http://localhost:8000")
+    address = address_of(url, "http://localhost:8000")
     try:
-        with urllib.request.urlopen(f"{address.rstrip('/')}/metrics", timeout=TIMEOUT_S) as answer:
+        with urllib.request.urlopen(f"{address}/metrics", timeout=TIMEOUT_S) as answer:
             text: str = answer.read().decode()
     except (urllib.error.URLError, TimeoutError, UnicodeDecodeError) as error:
         reason = getattr(error, "reason", error)

@@ -117,15 +117,17 @@ class Places:
 
     def clear(self, name: str) -> None:
         """Has nothing counted for ``name`` any more."""
-        for start, owners in zip(self._starts, self._owners, strict=True):
-            if owners.own[0] == _owner(name):
-                self._slot.empty(start, start + place_cells(self.columns_max))
+        self._empty(lambda owner: owner == _owner(name))
 
     def clear_others(self, names: Iterable[str]) -> None:
         """Of what a worker before this one counted, keeps only that of ``names``."""
         kept = set(map(_owner, names))
+        self._empty(lambda owner: owner not in kept)
+
+    def _empty(self, is_gone: Callable[[float], bool]) -> None:
+        """The places of this worker whose owners are."""
         for start, owners in zip(self._starts, self._owners, strict=True):
-            if owners.own[0] not in kept:
+            if is_gone(owners.own[0]):
                 self._slot.empty(start, start + place_cells(self.columns_max))
 
 
