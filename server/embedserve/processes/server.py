@@ -35,7 +35,7 @@ from embedserve.wire.server import WireServer
 from embedserve.wire.tls.certificates import Certificates, tls_files
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.memory.available_memory import available_bytes
-from embedserve_store.memory.mapped_tables import touch
+from embedserve_store.memory.mapped_tables import populate
 
 if TYPE_CHECKING:
     from embedserve.engine.engine import Engine
@@ -113,7 +113,7 @@ def build_rollout(
             if why := why_fixed(settings, cast("Engine", one).device_type):
                 raise StoreError(f"what is served changes at a start only: {why}")
         if version.tables.opened is not None:
-            touch(version, available_bytes())
+            populate(version, available_bytes())
         beside = [cast("Engine", one) for one in rollout.engines.values()]
         engine = restore_one(settings, version, cast("Engine | None", before), beside, say_warming)
         if before is None or not engine.shares_programs(cast("Engine", before)):
