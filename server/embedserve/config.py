@@ -134,6 +134,9 @@ class ServeSettings:
     follow_s: float = setting(
         10.0, "Seconds between two looks at what the store says.", min=0.1, max=86400
     )
+    wait: bool = setting(
+        False, "Wait for the models while the store does not have them, or cannot be reached."
+    )
     default_model: str = setting(
         "", "Answers requests that name none. Default: the model, if only one is served."
     )

@@ -10,6 +10,7 @@ INTERNAL = "an error of the server; its log says which"
 """What a caller is told of an error that nobody foresaw."""
 
 DRAINING = "draining before the stop"
+LOADING = "the models are being loaded"
 
 
 class EmbedServeError(Exception):

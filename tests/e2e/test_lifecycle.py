@@ -6,14 +6,28 @@ import json
 import shutil
 import subprocess
 import threading
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 import torch
-from running_servers import Running, free_port, run_command, run_commands, run_warm_command, running
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from running_servers import (
+    Running,
+    command,
+    free_port,
+    run_command,
+    run_commands,
+    run_warm_command,
+    running,
+)
 from writable import writable
 
 from embedserve_client import EmbedClient, EmbedServeClientError, GrpcEmbedClient, Unavailable
@@ -67,6 +81,70 @@ def test_a_published_checkpoint_is_served(server: Running, weight: torch.Tensor)
         values = client.embed({"user": [[1, 2], [499]]}).values
     expected = torch.stack([weight[1] + weight[2], weight[499]]).numpy()
     np.testing.assert_allclose(values, expected, rtol=1e-6, atol=1e-6)
+
+
+@contextmanager
+def waiting(log: Path, *arguments: object) -> Iterator[Running]:
+    """A server that waits for a store that has no model yet."""
+    http_port, grpc_port = free_port(), free_port()
+    ports = ("--http-port", http_port, "--grpc-port", grpc_port)
+    with log.open("wb") as output:
+        process = subprocess.Popen(command("serve", *arguments, "--wait", *ports), stderr=output)
+    server = Running(process, f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", log)
+    try:
+        until(lambda: b"waiting for what is to be served" in log.read_bytes())
+        until(lambda: status(server.http + "/health/live") == 200)
+        yield server
+    finally:
+        process.kill()
+        process.wait(timeout=60)
+
+
+def status(url: str, body: bytes | None = None) -> int:
+    """0 where nobody answers."""
+    try:
+        with urllib.request.urlopen(url, body, timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_server_that_loads_lives_and_is_not_ready(
+    published: Path, weight: torch.Tensor, tmp_path: Path, workers: int
+) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    with waiting(tmp_path / "log", store, "--model", "m", "--workers", workers) as server:
+        assert status(server.http + "/health/ready") == 503
+        assert status(server.http + "/models/m/embed", b'{"features": {"user": [[1]]}}') == 503
+        with grpc.insecure_channel(server.grpc) as channel:
+            health = HealthStub(channel).Check(HealthCheckRequest(), timeout=60)
+            assert health.status == HealthCheckResponse.NOT_SERVING
+            with (
+                GrpcEmbedClient(server.grpc) as client,
+                pytest.raises(Unavailable, match="the models are being loaded"),
+            ):
+                client.embed({"user": [[1]]}, model="m")
+        if workers == 1:  # what follows is the same for all
+            shutil.copytree(published / "m", store / ".m")
+            (store / ".m").rename(store / "m")
+            until(lambda: status(server.http + "/health/ready") == 200)
+            with EmbedClient(server.http) as client:
+                values = client.embed({"user": [[1, 2]]}).values
+            np.testing.assert_allclose(values, (weight[1] + weight[2])[None].numpy(), rtol=1e-6)
+        server.process.terminate()
+        assert server.process.wait(timeout=60) == (0 if workers == 1 else 130)
+        assert status(server.http + "/health/live") == 0
 
 
 def refused(*commands: tuple[object, ...]) -> list[str]:

@@ -237,7 +237,7 @@ class Swaps:
         """Returns once the version was seen."""
         self.seen.first_s.pop(version, None)
         if self._chosen.cold:
-            forget(self._server.tables(version))
+            await asyncio.to_thread(forget, self._server.tables(version))
         at_s = monotonic()
         async with asyncio.timeout(SWITCH_S_MAX):
             await self._server.move(version)
@@ -346,6 +346,8 @@ def main() -> None:
             sys.exit(f"{tool} is missing")
     folder = chosen.output or Path(tempfile.mkdtemp(prefix="swaps-"))
     folder.mkdir(parents=True, exist_ok=True)
+    if chosen.store:
+        chosen.store.mkdir(parents=True, exist_ok=True)
     os.sched_setaffinity(0, {LOAD_CORE})
     with tempfile.TemporaryDirectory(prefix="swaps-") as where:
         swaps = Swaps(folder, SERVERS[chosen.server](chosen.store or Path(where), chosen), chosen)

@@ -254,6 +254,8 @@ class ServedModels:
         batcher = self._routes.by_name.get(name or self.default_model)
         if batcher is not None:
             return batcher
+        if self.not_ready and not self._batchers:
+            raise NotReadyError(self.not_ready)
         served = ", ".join(self._batchers)
         if not name:
             raise UnknownModelError(

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from embedserve.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
+
+WAIT_S = 2.0
+"""Between two looks into a store that does not have yet what is to be served."""
 
 
 def open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
@@ -51,6 +55,28 @@ def open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
                 f"default_model is {default!r}, but what is served is {', '.join(wanted)}"
             )
         return {name: load_named(store, name) for name in wanted}
+
+
+def opened_in_time(
+    settings: ServeSettings, open_all: Callable[[ServeSettings], dict[str, ModelVersion]]
+) -> dict[str, ModelVersion]:
+    """What ``open_all`` gives, when it does, where the settings say to wait for it; says once why
+    it does not.
+
+    Raises:
+        StoreError: what it raises, where they do not.
+    """
+    said = ""
+    while True:
+        try:
+            return open_all(settings)
+        except StoreError as error:
+            if not settings.wait:
+                raise
+            if str(error) != said:
+                said = str(error)
+                logger.warning("waiting for what is to be served: %s", said)
+        time.sleep(WAIT_S)
 
 
 def load_named(store: ModelStore, name: str) -> ModelVersion:

@@ -1,8 +1,8 @@
 """Claims the ports before anything is loaded, so that one in use is said at once.
 
-A claimed port listens: of two servers that start together the second is refused. Connections
-that come while the models load wait until they are served. Ports that workers share are claimed
-as well, then held without listening: each worker listens for itself once it is warm.
+A claimed port listens: of two servers that start together the second is refused. Ports that
+workers share are claimed as well, then held without listening: each worker listens for itself once
+it is warm.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ imports neither torch nor grpc and has no thread when it forks; each worker impo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import logging
 import os
@@ -15,6 +16,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from embedserve.config import ServeSettings, check_settings
@@ -26,13 +28,16 @@ from embedserve.processes.loading import (
     open_folder,
     open_versions,
     open_versions_to_fork,
+    opened_in_time,
     prepared,
     restore_all,
 )
+from embedserve.processes.loading_front import fronted
 from embedserve.processes.moves import Together
 from embedserve.processes.ports import Ports, SharedPorts, claim_ports
 from embedserve.processes.supervisor import Supervisor
 from embedserve.terminal.console import hush_torch
+from embedserve.terminal.sigterm import sigterm_interrupts
 from embedserve_store import ModelVersion, StoreError
 
 if TYPE_CHECKING:
@@ -57,10 +62,11 @@ def serve(settings: ServeSettings) -> None:
     check_settings(settings)
     set_up_logging(settings.log_level)
     _check_files(settings)
-    if settings.workers > 1:
-        _serve_workers(settings, start_s)
-    else:
-        _serve_alone(settings, start_s)
+    with sigterm_interrupts():  # until models are loaded; the first process of a container needs it
+        if settings.workers > 1:
+            _serve_workers(settings, start_s)
+        else:
+            _serve_alone(settings, start_s)
 
 
 def _check_files(settings: ServeSettings) -> None:
@@ -81,22 +87,24 @@ def _claimed(settings: ServeSettings) -> Ports:
 
 
 def _serve_alone(settings: ServeSettings, start_s: float) -> None:
-    versions = open_versions(settings)
     ports = _claimed(settings)
+    import_module("embedserve.processes.server")  # once for this process and the front
 
     def run(exchange: Exchange, announce: Callable[[], None], rollout: Rollout) -> None:
         import uvloop
 
         from embedserve.processes import threads
 
+        end_front()
         uvloop.run(_until_signalled(exchange, settings, ports, announce, rollout))
         if threads.is_any_running():  # all is answered; what loads is not waited for
             logging.shutdown()
             os._exit(0)
 
     try:
-        versions = prepared(settings, versions)
-        _serve_here(settings, versions, ports, start_s, None, run)
+        with fronted(settings, ports) as end_front:
+            versions = prepared(settings, opened_in_time(settings, open_versions))
+            _serve_here(settings, versions, ports, start_s, None, run)
     finally:
         ports.close()
 
@@ -152,10 +160,11 @@ def _serve_here(
 
 
 def _serve_workers(settings: ServeSettings, start_s: float) -> None:
-    versions = open_versions_to_fork(settings)
     ports = _claimed(settings).share()
-    try:
-        versions = prepared(settings, versions)
+    with contextlib.ExitStack() as stack:
+        stack.callback(ports.close)
+        end_front = stack.enter_context(fronted(settings, ports))
+        versions = prepared(settings, opened_in_time(settings, open_versions_to_fork))
         names = len(versions)
         columns_max = columns_most(version.manifest for version in versions.values())
         slots = Slots(settings.workers, cells_per_worker(names, columns_max))
@@ -183,9 +192,10 @@ def _serve_workers(settings: ServeSettings, start_s: float) -> None:
         numbers = {name: version.manifest.version for name, version in versions.items()}
         together = Together(numbers, adopt)
         hang_s = settings.worker_hang_s
-        Supervisor(run_worker, slots, settings.drain_s, hang_s, find_damage, together).run()
-    finally:
-        ports.close()
+        supervisor = Supervisor(
+            run_worker, slots, settings.drain_s, hang_s, find_damage, together, end_front
+        )
+        supervisor.run()
 
 
 def _run_worker(

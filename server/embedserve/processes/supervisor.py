@@ -86,6 +86,7 @@ class Supervisor:
         hang_s: float = 0.0,
         find_damage: Callable[[], str] = str,
         together: Together | None = None,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -93,7 +94,9 @@ class Supervisor:
             find_damage: says which file is damaged, "" for none; asked when a worker read where
                 there is no file.
             together: decides when workers move to other versions.
+            on_ready: told when a worker is ready.
         """
+        self._on_ready = on_ready
         self._together = together
         if together is not None:
             together.send, together.end = self._send_to, self._end
@@ -252,6 +255,7 @@ class Supervisor:
         elif message == WorkerMessage.READY.value:
             worker.is_ready, worker.ready_s = True, time.monotonic()
             self._slots.set_ready(worker.index, True)
+            self._on_ready()
             if self._is_announced:
                 logger.info("worker %d is ready again", worker.index)
             if self._together is not None:
