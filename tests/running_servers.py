@@ -56,17 +56,16 @@ def running(
 ) -> Iterator[Running]:
     """`embedserve serve STORE …`, ready; stopped with SIGTERM at the end.
 
-    Its (HTTP, gRPC) ports are free ones, or ``ports_used`` by a server before it. Of several
-    workers each imports torch for itself; a server that is its own worker has it imported
-    already (warm_python), unless it is not ``is_warm``. With a ``management_port`` that is asked
-    whether it is ready.
+    Its (HTTP, gRPC) ports are free ones, or ``ports_used`` by a server before it. It has torch
+    imported already (warm_python), and so have its workers, unless it is not ``is_warm``. With a
+    ``management_port`` that is asked whether it is ready.
     """
     http_port, grpc_port = ports_used or (free_port(), free_port())
     ports: tuple[object, ...] = ("--http-port", http_port, "--grpc-port", grpc_port)
     if management_port is not None:
         ports += ("--management-port", management_port)
     with log.open("wb") as output:
-        popen = WarmPopen if is_warm and "--workers" not in arguments else subprocess.Popen
+        popen = WarmPopen if is_warm else subprocess.Popen
         process: subprocess.Popen[bytes] = popen(
             command("serve", store, *ports, *arguments), stdout=output, stderr=subprocess.STDOUT
         )

@@ -2,8 +2,8 @@
 
 What is run so is a process as any other: a child of the one that asked, with its own pid,
 arguments, environment, folder and files, and an end that wait() tells. What an interpreter reads
-but once is not its own: -W ignore and OMP_NUM_THREADS=1 hold for all. What is about starting, about
-what is imported, or about workers, which import for themselves, is not to be run so.
+but once is not its own: -W ignore and OMP_NUM_THREADS=1 hold for all. What is about starting, or
+about what is imported, is not to be run so.
 
 As a script this is the process that forks. It has one thread, and starts when first asked.
 """

@@ -126,7 +126,10 @@ def scrapes(server: Running) -> Iterator[str]:
 def test_a_worker_killed_under_load_loses_what_it_held_and_comes_back(
     store: Path, tmp_path: Path
 ) -> None:
-    with running(store, tmp_path / "log", "--workers", 2) as server, Load(server) as load:
+    with (
+        running(store, tmp_path / "log", "--workers", 2, is_warm=False) as server,
+        Load(server) as load,
+    ):
         load.until(500)
         first, second = worker_pids(server)
         before: dict[str, float] = {}
