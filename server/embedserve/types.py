@@ -15,6 +15,7 @@ import orjson
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.translate import IdTranslator
+from embedserve_store.plans.plan import Plan
 
 Parts = Sequence[bytes | memoryview]
 """An encoded answer in pieces, one after the other; those of a batch's values are not copied."""
@@ -112,6 +113,8 @@ class Batch:
         weights: float32 [n], or None where no request has any.
         sizes: the examples of each request.
         batch_size: B, their sum.
+        ids_per_feature: int64 [F] ids that were asked, those without a row among them; a batch
+            that was cut out of another has none.
         unknown_counts: int64 [requests, F] ids that had no row; None where all had one.
         skipped: positions in ``ids`` of those that are answered by zeros, in an unpooled model.
             A pooled model's batch holds them no more.
@@ -122,6 +125,7 @@ class Batch:
     weights: np.ndarray | None
     sizes: list[int]
     batch_size: int
+    ids_per_feature: np.ndarray = field(init=False)
     unknown_counts: np.ndarray | None = None
     skipped: np.ndarray | None = None
 
@@ -134,19 +138,17 @@ class ModelInfo:
     ask of the manifest is kept here: a cached_property costs no more than an attribute.
 
     Attributes:
-        sharding: how each table is split over the ranks, by its name.
+        plan: which rank holds what.
         translator: turns callers' ids into row numbers.
-        bytes_per_rank: table bytes of each rank.
         replanned: the plan is not the stored one.
         lookup_kind: how lookups run: traced, scripted or eager.
         selected: positions in the manifest's keys of those that answers have; None: all.
     """
 
     manifest: Manifest
-    sharding: Mapping[str, str]
+    plan: Plan
     translator: IdTranslator
     device_type: str
-    bytes_per_rank: tuple[int, ...]
     replanned: bool
     lookup_kind: str
     named: str = ""
@@ -191,6 +193,16 @@ class ModelInfo:
     @cached_property
     def tables(self) -> tuple[TableSpec, ...]:
         return self.manifest.tables
+
+    @cached_property
+    def sharding(self) -> Mapping[str, str]:
+        """How each table is split over the ranks, by its name."""
+        return {name: table.sharding_type for name, table in self.plan.tables.items()}
+
+    @cached_property
+    def bytes_per_rank(self) -> tuple[int, ...]:
+        """Table bytes of each rank."""
+        return tuple(self.plan.served_bytes_per_rank(self.tables))
 
     @cached_property
     def features(self) -> tuple[str, ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -15,6 +17,8 @@ from embedserve.config import DEFAULT_LIMITS
 from embedserve.metrics.metrics import Metrics
 from embedserve.processes.memory import memory_bytes_max
 from embedserve.terminal.sizes import human_bytes
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.plans.plan import Plan, Shard, TablePlan
 
 DOCS = ROOT / "docs"
 
@@ -34,10 +38,29 @@ def test_what_is_committed_is_current(name: str) -> None:
     assert (ROOT / name).read_text("utf-8") == made, "run make docs and commit the result"
 
 
+def over_two_ranks(tables: Sequence[TableSpec]) -> Plan:
+    """Rank 0 has a row of each table, and rank 1 the others."""
+    return Plan(
+        2,
+        {
+            table.name: TablePlan(
+                "row_wise",
+                (
+                    Shard(0, 0, 1, 0, table.embedding_dim),
+                    Shard(1, 1, table.num_embeddings - 1, 0, table.embedding_dim),
+                ),
+            )
+            for table in tables
+        },
+        {},
+    )
+
+
 def families_with_samples() -> list[Metric]:
-    """Of a server that answered and refused requests to a model of every id rule, in the shadow of
-    another version."""
-    metrics = Metrics([ruled_info()])
+    """Of a server that answered and refused requests to a model of every id rule, row_wise over two
+    ranks, in the shadow of another version."""
+    model = ruled_info()
+    metrics = Metrics([replace(model, plan=over_two_ranks(model.tables))])
     metrics.models["ruled"].version.shadow.begin(1)
     metrics.protocols["rest"].answered(0.001, 100)
     metrics.protocols["grpc"].refused("INTERNAL", "why", 0.001)

@@ -14,6 +14,7 @@ from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.id_map import IdMap
 from embedserve_store.ids.string_hashes import hash_strings
 from embedserve_store.ids.translate import IdTranslator
+from embedserve_store.plans.plan import Plan, Shard, TablePlan
 
 Vocabularies = Mapping[str, Sequence[int | str]]
 """By table: its ids, each at the position of its row."""
@@ -41,16 +42,29 @@ def info_of(name: str, tables: Sequence[TableSpec], vocabularies: Vocabularies) 
     return served_of(manifest, IdTranslator(manifest, maps))
 
 
-def served_of(manifest: Manifest, translator: IdTranslator) -> ModelInfo:
-    """What the server says of a version, as if it were restored on one rank."""
+def served_of(manifest: Manifest, translator: IdTranslator, plan: Plan | None = None) -> ModelInfo:
+    """What the server says of a version, as if it were restored under ``plan``, or on one rank."""
     return ModelInfo(
         manifest=manifest,
-        sharding={table.name: "table_wise" for table in manifest.tables},
+        plan=plan or whole_on_rank_0(manifest.tables),
         translator=translator,
         device_type="cpu",
-        bytes_per_rank=(manifest.nbytes,),
         replanned=False,
         lookup_kind="traced",
+    )
+
+
+def whole_on_rank_0(tables: Sequence[TableSpec]) -> Plan:
+    """The plan of one rank."""
+    return Plan(
+        1,
+        {
+            table.name: TablePlan(
+                "table_wise", (Shard(0, 0, table.num_embeddings, 0, table.embedding_dim),)
+            )
+            for table in tables
+        },
+        {},
     )
 
 

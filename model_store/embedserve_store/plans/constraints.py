@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import COLUMN_MULTIPLE, TableSpec
 from embedserve_store.handwritten import read_handwritten
 from embedserve_store.plans.sharding_types import SHARDING_TYPES, why_not
-
-if TYPE_CHECKING:
-    from torchrec.distributed.planner import ParameterConstraints
 
 NOT_HONOURED = {
     "cache_params": "tables are not cached, they are in memory",
@@ -141,27 +138,6 @@ def _why_unknown(name: object) -> str:
     if name in NOT_HONOURED:
         return f"{name} cannot be honoured when serving: {NOT_HONOURED[str(name)]}"
     return f"unknown field {name!r}, there are {', '.join(_FIELDS)}"
-
-
-def from_torchrec(
-    constraints: ParameterConstraints, table: TableSpec, where: str
-) -> TableConstraints:
-    """The same constraints as a value of our own.
-
-    Raises:
-        StoreError: led by ``where``; a field is set that serving cannot honour.
-    """
-    values = {one.name: getattr(constraints, one.name) for one in fields(constraints)}
-    if getattr(values.get("output_dtype"), "value", None) == "FP32":
-        del values["output_dtype"]
-    if values.get("pooling_factors") == [1.0]:  # torchrec's default, whatever the features
-        del values["pooling_factors"]
-    features = values.pop("feature_names", None) or table.feature_names
-    if set(features) != set(table.feature_names):
-        raise StoreError(
-            f"{where}: feature_names is {features}, the table has {list(table.feature_names)}"
-        )
-    return TableConstraints.from_json(values, where)
 
 
 def read_constraints(path: Path) -> dict[str, TableConstraints]:

@@ -5,7 +5,7 @@ given in, checked against the tables and against each other. Imports torchrec.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from torchrec.distributed.planner import ParameterConstraints
@@ -13,7 +13,7 @@ from torchrec.distributed.planner.constants import MIN_CW_DIM
 
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.table_spec import COLUMN_MULTIPLE, TableSpec
-from embedserve_store.plans.constraints import TableConstraints, from_torchrec
+from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.sharding_types import AUTO, auto_types, why_not
 
 Constraints = Mapping[str, TableConstraints | ParameterConstraints | Mapping[str, Any]]
@@ -44,6 +44,27 @@ def own_constraints(
     except StoreError as error:
         raise InvalidModelError(str(error)) from error
     return result
+
+
+def from_torchrec(
+    constraints: ParameterConstraints, table: TableSpec, where: str
+) -> TableConstraints:
+    """The same constraints as a value of our own.
+
+    Raises:
+        StoreError: led by ``where``; a field is set that serving cannot honour.
+    """
+    values = {one.name: getattr(constraints, one.name) for one in fields(constraints)}
+    if getattr(values.get("output_dtype"), "value", None) == "FP32":
+        del values["output_dtype"]
+    if values.get("pooling_factors") == [1.0]:  # torchrec's default, whatever the features
+        del values["pooling_factors"]
+    features = values.pop("feature_names", None) or table.feature_names
+    if set(features) != set(table.feature_names):
+        raise StoreError(
+            f"{where}: feature_names is {features}, the table has {list(table.feature_names)}"
+        )
+    return TableConstraints.from_json(values, where)
 
 
 def default_sharding(

@@ -335,6 +335,7 @@ class Batcher:
     ) -> None:
         self._counts.batch_examples.observe(batch.batch_size)
         self._counts.batch_ids.observe(batch.ids.size)
+        self._counts.lookups.observe(batch)
         if batch.unknown_counts is not None:
             self._counts.unknown_ids += batch.unknown_counts.sum(axis=0)
         if not self._is_large(batch):

@@ -91,6 +91,7 @@ def join(requests: Sequence[LookupRequest], model: ModelInfo) -> Batch | None:
     batch = Batch(ids, lengths, weights, shape.sizes, shape.batch_size)
     if len(requests) > 1:
         _make_feature_major(batch, shape.bag_order, bag_ends)
+    batch.ids_per_feature = batch.lengths.reshape(len(model.features), -1).sum(axis=1)
     if model.translator.is_identity:
         return batch if _ids_are_rows(batch, model) else None
     return batch if translate(batch, model) else None
@@ -177,8 +178,7 @@ def _make_feature_major(batch: Batch, bag_order: np.ndarray, bag_ends: np.ndarra
 
 
 def _ids_are_rows(batch: Batch, model: ModelInfo) -> bool:
-    ids_per_feature = batch.lengths.reshape(len(model.features), -1).sum(axis=1)
-    limits = np.repeat(model.translator.limits, ids_per_feature)
+    limits = np.repeat(model.translator.limits, batch.ids_per_feature)
     # A negative id is past every limit once it is read as unsigned.
     return not (batch.ids.view(np.uint64) >= limits).any()
 

@@ -14,8 +14,7 @@ from embedserve.types import Batch, ModelInfo
 
 def translate(batch: Batch, model: ModelInfo) -> bool:
     """Puts row numbers in the place of ``batch``'s ids; False where an id refuses its request."""
-    ids_per_feature = batch.lengths.reshape(len(model.features), -1).sum(axis=1)
-    translation = model.translator.translate(batch.ids, ids_per_feature)
+    translation = model.translator.translate(batch.ids, batch.ids_per_feature)
     batch.ids = translation.rows
     if translation.unknown is None:
         return True

@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from embedserve.errors import EmbedServeError
 from embedserve.metrics.histogram import SECONDS_BUCKETS, Histogram, histogram_cells
+from embedserve.metrics.lookup_samples import collect_lookups
 from embedserve.metrics.model_metrics import (
     NAME_LABELS,
     NAMES_SPARE,
@@ -183,7 +184,9 @@ class Metrics(Collector):
         yield from self._collect_batchers()
         yield self._collect_unknown_ids()
         yield from self._collect_models()
-        yield from collect_shadows([metrics.version for metrics in self.models.values()])
+        versions = [metrics.version for metrics in self.models.values()]
+        yield from collect_lookups(versions)
+        yield from collect_shadows(versions)
 
     def _collect_workers(self) -> Iterator[Metric]:
         yield GaugeMetricFamily(

@@ -16,11 +16,13 @@ from embedserve.metrics.histogram import (
     Histogram,
     histogram_cells,
 )
+from embedserve.metrics.lookup_metrics import LookupMetrics, lookup_cells
 from embedserve.metrics.shadow_metrics import ShadowMetrics, shadow_cells
-from embedserve.metrics.slots import Slot, lone_slot
+from embedserve.metrics.slots import Cells, Slot, lone_slot
 from embedserve.types import ModelInfo
 from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest import Manifest
+from embedserve_store.plans.reads import Reads
 
 NAME_LABELS = ("model", "alias")
 """Alias: what --model has behind the "@"; empty, and so no label to Prometheus, where it has
@@ -64,7 +66,8 @@ def columns_of(model: Manifest) -> int:
 def place_cells(columns_max: int) -> int:
     """Of the place of one name in a slot."""
     buckets = sum(map(histogram_cells, VERSION_BUCKETS.values()))
-    return 1 + len(MODEL_GAUGES) + 1 + 1 + columns_max + shadow_cells(columns_max) + buckets
+    of_version = 1 + columns_max + lookup_cells(columns_max) + shadow_cells(columns_max) + buckets
+    return 1 + len(MODEL_GAUGES) + 1 + of_version
 
 
 def name_labels(model: ModelInfo) -> list[str]:
@@ -142,6 +145,7 @@ class VersionMetrics:
     Attributes:
         model: the version.
         unknown_ids: int64 [F], counted by this process.
+        lookups: what was read of its tables.
         shadow: how its answers differ from another version's, where it runs in its shadow.
     """
 
@@ -152,6 +156,7 @@ class VersionMetrics:
         self._number = slot.take(1)
         start = slot.taken
         self._unknown = slot.take(columns_max)
+        self.lookups = LookupMetrics(model, slot, columns_max)
         self.shadow = ShadowMetrics(model, slot, columns_max)
         self._histograms = {
             name: Histogram(buckets, slot) for name, buckets in VERSION_BUCKETS.items()
@@ -169,12 +174,14 @@ class VersionMetrics:
     def leave(self) -> None:
         """What it counts from now on is not shown."""
         self._unknown.leave()
+        self.lookups.leave()
         self.shadow.leave()
         for one in self._histograms.values():
             one.leave()
 
     def flush(self) -> None:
         self._unknown.own[: self.unknown_ids.size] = self._unknown_before + self.unknown_ids
+        self.lookups.flush(self.unknown_ids)
         for one in self._histograms.values():
             one.flush()
 
@@ -189,9 +196,21 @@ class VersionMetrics:
 
     def total_unknown_ids(self) -> list[float]:
         """[F] of all workers."""
-        total = self._unknown.total(self.of_this_version())
-        unknown: list[float] = total[: self.unknown_ids.size].tolist()
+        unknown: list[float] = self._total_unknown(self.of_this_version()).tolist()
         return unknown
+
+    def total_asked_ids(self) -> list[float]:
+        """[F] of all workers."""
+        asked: list[float] = self.lookups.total_asked(self.of_this_version()).tolist()
+        return asked
+
+    def reads(self) -> Reads:
+        """Rows, of all workers."""
+        of = self.of_this_version()
+        return self.lookups.reads(of, self._total_unknown(of))
+
+    def _total_unknown(self, of: NDArray[np.bool_]) -> Cells:
+        return self._unknown.total(of)[: self.unknown_ids.size]
 
 
 class ModelMetrics:

@@ -56,10 +56,9 @@ def model_info(engine: Engine, name: str) -> ModelInfo:
     """What is served of a restored model, under ``name``, and how."""
     return ModelInfo(
         manifest=engine.manifest,
-        sharding={name: table.sharding_type for name, table in engine.plan.tables.items()},
+        plan=engine.plan,
         translator=engine.translator,
         device_type=engine.device_type,
-        bytes_per_rank=tuple(engine.plan.served_bytes_per_rank(engine.manifest.tables)),
         replanned=engine.replanned,
         lookup_kind=engine.lookup_kind,
         named=name,

@@ -14,12 +14,8 @@ from torchrec.modules.embedding_configs import DataType
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import TableSpec
-from embedserve_store.plans.constraints import (
-    NOT_HONOURED,
-    TableConstraints,
-    from_torchrec,
-    read_constraints,
-)
+from embedserve_store.plans.constraints import NOT_HONOURED, TableConstraints, read_constraints
+from embedserve_store.plans.planner_request import from_torchrec
 
 TABLE = TableSpec("t", 10, 8, ("x", "y"), "sum", "float32")
 ALL = TableConstraints(

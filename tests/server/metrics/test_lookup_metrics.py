@@ -1,0 +1,253 @@
+"""What is read of tables and on ranks is what a count by hand gives, whatever the plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from server.fake_engine import Bags, make_request
+from server.fake_models import served_of
+
+from embedserve.batching.join import join, to_model_order
+from embedserve.metrics.lookup_metrics import (
+    DIVIDED_CELLS,
+    ROWS_LOOKED_AT_MAX,
+    LookupMetrics,
+    lookup_cells,
+)
+from embedserve.metrics.metrics import Metrics, cells_per_worker
+from embedserve.metrics.model_metrics import COLUMNS_MIN
+from embedserve.metrics.slots import Slot, Slots, lone_slot
+from embedserve.types import Batch, ModelInfo
+from embedserve_store.format.id_rule import IdRule
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.ids.translate import IdTranslator
+from embedserve_store.plans.plan import Plan, Shard, TablePlan
+from embedserve_store.plans.reads import reads_per_rank
+
+SKIP = IdRule(unknown="skip")
+TABLES = (
+    TableSpec("rows", 10, 8, ("x", "y"), "sum", "float32", ids=SKIP),
+    TableSpec("again", 12, 4, ("x",), "sum", "float16", ids=SKIP),
+    TableSpec("whole", 40, 8, ("z",), "sum", "float32"),
+    TableSpec("columns", 5, 24, ("v", "w"), "sum", "int8"),
+    TableSpec("copied", 4, 4, ("u",), "sum", "float16"),
+    TableSpec("few", 2, 4, ("few",), "mean", "int4"),
+)
+"""x is served by two tables, rows and columns serve two features."""
+PLAN = Plan(
+    3,
+    {
+        "rows": TablePlan(
+            "row_wise", (Shard(0, 0, 6, 0, 8), Shard(1, 6, 3, 0, 8), Shard(2, 9, 1, 0, 8))
+        ),
+        "again": TablePlan(
+            "row_wise", (Shard(0, 0, 2, 0, 4), Shard(1, 2, 5, 0, 4), Shard(2, 7, 5, 0, 4))
+        ),
+        "whole": TablePlan("table_wise", (Shard(1, 0, 40, 0, 8),)),
+        "columns": TablePlan("column_wise", (Shard(0, 0, 5, 0, 8), Shard(2, 0, 5, 8, 16))),
+        "copied": TablePlan("data_parallel", tuple(Shard(rank, 0, 4, 0, 4) for rank in range(3))),
+        "few": TablePlan(
+            "row_wise", (Shard(0, 0, 1, 0, 4), Shard(1, 1, 1, 0, 4), Shard(2, 2, 0, 0, 4))
+        ),
+    },
+    {},
+)
+ROW_BYTES = {"rows": 32, "again": 8, "whole": 32, "columns": (8 + 4) + (16 + 4), "copied": 8}
+ROW_BYTES |= {"few": 2 + 4}
+PREFIX = "embedserve_"
+
+
+def model_of(tables: tuple[TableSpec, ...] = TABLES, plan: Plan = PLAN) -> ModelInfo:
+    manifest = Manifest("shop", 7, tables, is_weighted=False)
+    return served_of(manifest, IdTranslator(manifest, {}), plan)
+
+
+MODEL = model_of()
+ROWS = {"x": 10, "y": 10, "z": 40, "v": 5, "w": 5, "u": 4, "few": 2}
+"""Ids that are rows in all tables of each feature: one more is skipped where that is the rule."""
+
+
+def joined(*all_bags: Bags, model: ModelInfo = MODEL) -> Batch:
+    batch = join([to_model_order(make_request(bags), model) for bags in all_bags], model)
+    assert batch is not None
+    return batch
+
+
+def by_hand(*all_bags: Bags) -> dict[str, Counter[str]]:
+    """What each family counts of each feature, table, rank, or table and rank; one id after the
+    other."""
+    counts: dict[str, Counter[str]] = {name: Counter() for name in FAMILIES}
+    for feature, one in ((f, i) for bags in all_bags for f in bags for bag in bags[f] for i in bag):
+        counts["feature_ids"][feature] += 1
+        for table in TABLES:
+            if feature not in table.feature_names or one >= ROWS[feature]:
+                continue
+            plan = PLAN.tables[table.name]
+            shards = plan.shards[:1] if plan.sharding_type == "data_parallel" else plan.shards
+            counts["table_lookups"][table.name] += 1
+            counts["table_read_bytes"][table.name] += ROW_BYTES[table.name]
+            for shard in shards:
+                if not shard.row_offset <= one < shard.row_offset + shard.row_count:
+                    continue
+                piece = shard.col_count / table.embedding_dim
+                nbytes = {8: 12, 16: 20}[shard.col_count] if piece < 1 else ROW_BYTES[table.name]
+                counts["rank_lookups"][str(shard.rank)] += 1
+                counts["rank_read_bytes"][str(shard.rank)] += nbytes
+                if plan.sharding_type == "row_wise":
+                    counts["row_wise_lookups"][f"{table.name} {shard.rank}"] += 1
+    return counts
+
+
+FAMILIES = {
+    "feature_ids": ("feature",),
+    "table_lookups": ("table",),
+    "table_read_bytes": ("table",),
+    "rank_lookups": ("rank",),
+    "rank_read_bytes": ("rank",),
+    "row_wise_lookups": ("table", "rank"),
+}
+
+
+def shown(metrics: Metrics) -> dict[str, Counter[str]]:
+    text = generate_latest(metrics.registry()).decode()
+    families: dict[str, Metric] = {one.name: one for one in text_string_to_metric_families(text)}
+    counts = {}
+    for name, labels in FAMILIES.items():
+        counts[name] = Counter(
+            {
+                " ".join(sample.labels[label] for label in labels): sample.value
+                for sample in families[PREFIX + name].samples
+            }
+        )
+    return counts
+
+
+BAGS: Bags = {
+    "x": [[0, 9, 9], [2]],
+    "y": [[5, 6], []],
+    "z": [[39], [0, 1]],
+    "v": [[4], [4]],
+    "w": [[], [0]],
+    "u": [[3], [3]],
+    "few": [[1], [0, 1]],
+}
+
+
+def test_one_batch_is_counted_as_by_hand() -> None:
+    metrics = Metrics([MODEL])
+    other: Bags = {"x": [[7, 11]], "few": [[1]]}  # 11 is no row of rows: left out
+    metrics.models["shop"].version.lookups.observe(joined(BAGS, other))
+    metrics.models["shop"].version.unknown_ids[MODEL.features.index("x")] += 1
+    counted = shown(metrics)
+    assert counted == by_hand(BAGS, other)
+    assert counted["rank_lookups"]["0"] == 3 + 1 + 3 + 2 + 1  # rows, again, columns, copied, few
+    assert counted["feature_ids"]["x"] == 6
+    assert counted["table_lookups"]["rows"] == 5 + 2
+
+
+requests = st.fixed_dictionaries(
+    {
+        feature: st.lists(st.lists(st.integers(0, rows - 1), max_size=6), min_size=2, max_size=2)
+        for feature, rows in ROWS.items()
+    }
+)
+
+
+@given(batches=st.lists(st.lists(requests, min_size=1, max_size=3), min_size=1, max_size=3))
+def test_where_every_batch_is_looked_at_all_is_exact(batches: list[list[Bags]]) -> None:
+    slot = lone_slot(lookup_cells(COLUMNS_MIN))
+    lookups = LookupMetrics(MODEL, slot, COLUMNS_MIN, own_share=np.inf)
+    no_ids = np.zeros(len(MODEL.features), np.int64)
+    for i, requests in enumerate(batches):
+        lookups.observe(joined(*requests))
+        if i:
+            lookups.flush(no_ids)
+    lookups.flush(no_ids)
+    reads = lookups.reads(np.array([True]), no_ids.astype(np.float64))
+    expected = by_hand(*(bags for requests in batches for bags in requests))
+    assert {t: n for t, n in reads.by_table.items() if n} == expected["table_lookups"]
+    per_rank = [
+        {str(rank): n for rank, n in enumerate(counts) if n}
+        for counts in reads_per_rank(PLAN, TABLES, reads)
+    ]
+    assert per_rank[0] == pytest.approx(expected["rank_lookups"])
+    assert per_rank[1] == pytest.approx(expected["rank_read_bytes"])
+
+
+def test_workers_are_added_up_and_a_replaced_one_counts_on() -> None:
+    slots = Slots(2, cells_per_worker(1, COLUMNS_MIN))
+    for worker in (0, 1, 1):
+        slots.set_ready(worker, True)
+        metrics = Metrics([MODEL], Slot(slots, worker))
+        metrics.models["shop"].version.lookups.observe(joined(BAGS))
+        metrics.flush()
+    asker = Metrics([MODEL], Slot(slots, 0))
+    assert shown(asker) == by_hand(BAGS, BAGS, BAGS)
+
+
+def test_what_is_divided_adds_up_to_what_was_read() -> None:
+    """Whichever batches were looked at; and no counter goes back."""
+    random = np.random.default_rng(0)
+    metrics = Metrics([MODEL])
+    lookups = metrics.models["shop"].version.lookups
+    before: Counter[str] = Counter()
+    for _ in range(40):
+        for _ in range(5):
+            ids = np.minimum(random.zipf(1.3, 300) - 1, 9).tolist()
+            lookups.observe(joined({"x": [ids], "y": [ids[:50]]}))
+        now = shown(metrics)["row_wise_lookups"]
+        assert all(now[key] >= count for key, count in before.items())
+        before = now
+    read = shown(metrics)["table_lookups"]
+    for table in ("rows", "again"):
+        divided = sum(n for key, n in before.items() if key.startswith(f"{table} "))
+        # The rest waits for the next batch that is looked at.
+        assert 0 < divided <= read[table] * (1 + 1e-9)
+
+
+def test_a_large_batch_is_looked_at_in_part() -> None:
+    """As many rows as are promised, spread over all of it."""
+    metrics = Metrics([MODEL])
+    ids = np.repeat(np.arange(10), 5 * ROWS_LOOKED_AT_MAX)
+    metrics.models["shop"].version.lookups.observe(joined({"y": [ids.tolist()]}))
+    counted = shown(metrics)["row_wise_lookups"]
+    shares = [counted[f"rows {rank}"] / ids.size for rank in range(3)]
+    assert shares == pytest.approx([0.6, 0.3, 0.1], abs=0.001)
+    assert sum(shares) == pytest.approx(1)
+
+
+def test_of_more_shards_than_there_is_room_for_the_first_tables_are_told_apart() -> None:
+    ranks = DIVIDED_CELLS // 2
+    names = ("a", "b", "c")
+    tables = tuple(TableSpec(name, ranks, 4, (name,), "sum", "float32") for name in names)
+    shards = tuple(Shard(rank, rank, 1, 0, 4) for rank in range(ranks))
+    plan = Plan(ranks, {name: TablePlan("row_wise", shards) for name in names}, {})
+    model = model_of(tables, plan)
+    metrics = Metrics([model])
+    bags: Bags = {name: [[ranks - 1]] for name in names}
+    metrics.models["shop"].version.lookups.observe(joined(bags, model=model))
+    counted = shown(metrics)
+    assert counted["table_lookups"] == {"a": 1, "b": 1, "c": 1}
+    assert +counted["row_wise_lookups"] == {f"a {ranks - 1}": 1, f"b {ranks - 1}": 1}
+
+
+def test_another_version_counts_from_zero() -> None:
+    metrics = Metrics([MODEL])
+    shop = metrics.models["shop"]
+    before = shop.version
+    before.lookups.observe(joined(BAGS))
+    metrics.flush()
+    manifest = Manifest("shop", 8, TABLES, is_weighted=False)
+    shop.switch(served_of(manifest, IdTranslator(manifest, {}), PLAN), 0.1)
+    before.lookups.observe(joined(BAGS))  # of a batch that was under way
+    before.flush()
+    assert shown(metrics)["feature_ids"].total() == 0
+    shop.version.lookups.observe(joined(BAGS))
+    assert shown(metrics) == by_hand(BAGS)
