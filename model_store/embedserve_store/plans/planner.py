@@ -21,14 +21,14 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.constraints import TableConstraints
-from embedserve_store.plans.plan import Plan, Shard, TablePlan, check_fits
+from embedserve_store.plans.plan import Plan, Shard, TablePlan, check_fits, shard_bytes
 from embedserve_store.plans.planner_request import (
     Constraints,
     combined,
     own_constraints,
     to_torchrec_constraints,
 )
-from embedserve_store.plans.planner_search import RANK_MEMORY_BYTES, search
+from embedserve_store.plans.planner_search import RANK_MEMORY_BYTES, ShardCosts, search
 from embedserve_store.plans.sharding_types import why_not
 
 __all__ = [
@@ -91,13 +91,15 @@ def draft_plan(
     device_type: str = "cpu",
     device_memory_bytes: int | None = None,
     constraints: Constraints | None = None,
+    costs: ShardCosts | None = None,
 ) -> Plan:
-    """As ``make_plan``, but where nothing fits the memory, the plan nearest to it."""
+    """As ``make_plan``, but where nothing fits the memory, the plan nearest to it; by ``costs``,
+    if given, instead of torchrec's cost model."""
     if isinstance(sharding, Plan):
         return _checked(sharding, tables, world_size, constraints)
     wanted = combined(tables, sharding, own_constraints(tables, constraints or {}))
     ranks = 1 if world_size is None else world_size
-    return _search(tables, wanted, ranks, device_type, device_memory_bytes)
+    return _search(tables, wanted, ranks, device_type, device_memory_bytes, costs)
 
 
 def plan_under(
@@ -164,6 +166,7 @@ def _search(
     world_size: int,
     device_type: str,
     device_memory_bytes: int | None,
+    costs: ShardCosts | None = None,
 ) -> Plan:
     """The cheapest plan that fits, else the one whose fullest rank holds least: if that is too
     much, the caller says so."""
@@ -185,7 +188,8 @@ def _search(
     taken = max(plan.bytes_per_rank([t for t in tables if t.name in copied], device_type))
     divided = [table for table in tables if table.name not in copied]
     if divided:
-        found = _divided(divided, asked, world_size, device_type, device_memory_bytes - taken)
+        room_bytes = device_memory_bytes - taken
+        found = _divided(divided, asked, world_size, device_type, room_bytes, costs)
         shards |= {table.name: _table_plan(found[table.name], table) for table in divided}
     return replace(plan, tables={table.name: shards[table.name] for table in tables})
 
@@ -203,8 +207,12 @@ def _divided(
     world_size: int,
     device_type: str,
     memory_bytes: int,
+    costs: ShardCosts | None,
 ) -> EmbeddingModuleShardingPlan:
-    for limit_bytes, by_bytes in ((memory_bytes, False), (RANK_MEMORY_BYTES, True)):
+    def held(table: TableSpec, plan: TablePlan) -> list[float]:
+        return [shard_bytes(shard, table, device_type) for shard in plan.shards]
+
+    for limit_bytes, by in ((memory_bytes, costs), (RANK_MEMORY_BYTES, held)):
         try:
             return search(
                 tables,
@@ -212,7 +220,7 @@ def _divided(
                 world_size=world_size,
                 device_type=device_type,
                 memory_bytes=max(0, limit_bytes),
-                by_bytes=by_bytes,
+                costs=by,
             )
         except PlannerError as error:
             failure = error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,7 @@ from torchrec.distributed.planner import (
     Topology,
 )
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, SortBy
 from torchrec.distributed.planner.proposers import (
     GreedyProposer,
     GridSearchProposer,
@@ -35,7 +36,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from embedserve_store.format.table_spec import TableSpec
-from embedserve_store.plans.plan import Shard, shard_bytes
+from embedserve_store.plans.plan import Shard, TablePlan, shard_bytes
 from embedserve_store.plans.sharding_types import SHARDING_TYPES
 
 RANK_MEMORY_BYTES = 1 << 60
@@ -44,6 +45,10 @@ BATCH_SIZE = 512
 """Examples a batch in the cost model, as torchrec assumes."""
 GRID_PROPOSALS_MAX = 1000
 """A grid over more combinations is left to torchrec's greedy search, as it does above 10,000."""
+
+ShardCosts = Callable[[TableSpec, TablePlan], Sequence[float]]
+"""What each shard of a table costs its rank, of a plan whose shards lie on ranks 0, 1, …: row_wise
+ones do, for others any rank is the same."""
 
 
 class _Sharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
@@ -69,23 +74,35 @@ class _Enumerator(EmbeddingEnumerator):  # type: ignore[misc]
 
 
 class _StoredBytes(ShardEstimator):  # type: ignore[misc]
-    """A shard takes what its rows take on the device; with ``as_cost`` that is its cost too."""
+    """A shard takes what its rows take on the device, and costs what ``costs`` say, if given."""
 
-    def __init__(self, tables: Sequence[TableSpec], device_type: str, *, as_cost: bool) -> None:
+    def __init__(
+        self, tables: Sequence[TableSpec], device_type: str, costs: ShardCosts | None
+    ) -> None:
         self._tables = {table.name: table for table in tables}
         self._device_type = device_type
-        self._as_cost = as_cost
+        self._costs = costs
 
     def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: Any) -> None:
         for option in sharding_options:
             table = self._tables[option.name]
-            for shard in option.shards:
-                rows, columns = shard.size
-                held = shard_bytes(Shard(0, 0, rows, 0, columns), table, self._device_type)
+            own = _own_plan(option)
+            for shard, described in zip(option.shards, own.shards, strict=True):
+                held = shard_bytes(described, table, self._device_type)
                 on_gpu = self._device_type == "cuda"
                 shard.storage = Storage(hbm=held if on_gpu else 0, ddr=0 if on_gpu else held)
-                if self._as_cost:
-                    shard.perf = Perf(held, 0, 0, 0)
+            if self._costs is not None:
+                for shard, cost in zip(option.shards, self._costs(table, own), strict=True):
+                    shard.perf = Perf(cost, 0, 0, 0)
+
+
+def _own_plan(option: ShardingOption) -> TablePlan:
+    """As if its shards lay on ranks 0, 1, …"""
+    shards = (
+        Shard(rank, shard.offset[0], shard.size[0], shard.offset[1], shard.size[1])
+        for rank, shard in enumerate(option.shards)
+    )
+    return TablePlan(option.sharding_type, tuple(shards))
 
 
 def search(
@@ -95,14 +112,14 @@ def search(
     world_size: int,
     device_type: str,
     memory_bytes: int,
-    by_bytes: bool,
+    costs: ShardCosts | None = None,
 ) -> EmbeddingModuleShardingPlan:
     """The best plan that torchrec finds.
 
     Args:
         memory_bytes: of every rank, which its shards must fit.
-        by_bytes: the best is where the fullest rank holds least, not where the busiest has least
-            to do.
+        costs: the best plan is where the rank with most has least of them; None for torchrec's
+            cost model of a lookup.
 
     Raises:
         PlannerError: no plan was found that fits.
@@ -110,8 +127,8 @@ def search(
     memory = {"hbm_cap" if device_type == "cuda" else "ddr_cap": memory_bytes}
     with _quiet():
         topology = Topology(world_size=world_size, compute_device=device_type, **memory)
-        estimators = [_StoredBytes(tables, device_type, as_cost=by_bytes)]
-        if not by_bytes:
+        estimators = [_StoredBytes(tables, device_type, costs)]
+        if costs is None:
             estimators.insert(0, EmbeddingPerfEstimator(topology, constraints, is_inference=True))
         planner = EmbeddingShardingPlanner(
             topology=topology,
@@ -121,6 +138,8 @@ def search(
                 constraints=dict(constraints),
                 estimator=estimators,
             ),
+            # Tables are placed largest first, by what is balanced.
+            partitioner=GreedyPerfPartitioner(SortBy.PERF if costs else SortBy.STORAGE),
             storage_reservation=FixedPercentageStorageReservation(0),
             proposer=[
                 GridSearchProposer(GRID_PROPOSALS_MAX),

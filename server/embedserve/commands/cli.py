@@ -247,13 +247,22 @@ def plan(
     ] = None,
     device_type: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     output: Annotated[Path | None, typer.Option(help="Write the plan here, for publish.")] = None,
+    from_metrics: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a server of this version, such as http://localhost:8000: the plan that "
+            "balances what it was asked."
+        ),
+    ] = None,
     cache: Cache = None,
 ) -> None:
     """Show what a sharding plan puts where and whether it fits, without loading a table."""
     with one_line_errors():
         from embedserve.commands.plan import PlanOptions, plan_tables, plan_version
 
-        options = PlanOptions(world_size, sharding, constraints, device_memory, device_type, output)
+        options = PlanOptions(
+            world_size, sharding, constraints, device_memory, device_type, output, from_metrics
+        )
         if model:
             plan_version(source, cache, model, version, options)
         else:

@@ -6,13 +6,16 @@ one, or what a host with other devices would do with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from embedserve.commands.measured_reads import Measured, measured_of
+from embedserve.commands.plan_from_metrics import Asked, propose, show_balance
 from embedserve.commands.plan_view import count_ranks, show_plan
 from embedserve.commands.sharding import parse_sharding
 from embedserve.terminal.console import console, say
@@ -22,6 +25,7 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.format.version_folder import to_json_bytes
 from embedserve_store.model_store import ModelStore
+from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
 from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES, Plan, check_fits
 from embedserve_store.sources.description import read_description
@@ -42,6 +46,7 @@ class PlanOptions:
     device_memory: str | None = None
     device_type: str = "cpu"
     output: Path | None = None
+    from_metrics: str | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError: there is no such kind of device."""
@@ -57,6 +62,8 @@ def plan_tables(description: Path, options: PlanOptions) -> None:
         ValueError: an option cannot be read.
         OSError: the output cannot be written.
     """
+    if options.from_metrics is not None:
+        raise ValueError("--from-metrics is of a published version: name a store and its model")
     if description.is_dir():
         names = ", ".join(ModelStore(description).models()) or "none"
         raise StoreError(f"{description}: is a store, name one of its models: {names}")
@@ -69,15 +76,20 @@ def plan_tables(description: Path, options: PlanOptions) -> None:
 def plan_version(
     store: str, cache: Path | None, model: str, version: str | None, options: PlanOptions
 ) -> None:
-    """Shows the plan of a published version, or what becomes of it under ``options``.
+    """Shows the plan of a published version, what becomes of it under ``options``, or the one by
+    what a running server was asked.
 
     A version of a remote store is pulled into ``cache`` first, tables and all.
 
     Raises:
-        StoreError, ValueError, OSError: as ``plan_tables``.
+        StoreError, ValueError, OSError: as ``plan_tables``, or the server cannot be asked, serves
+            another version or has read nothing yet.
     """
     loaded = load_version(store, cache, model, version)
     tables, stored = loaded.manifest.tables, loaded.plan
+    if options.from_metrics is not None:
+        _plan_from_metrics(loaded, options, measured_of(options.from_metrics, loaded))
+        return
     if options.world_size is None:
         options = replace(options, world_size=stored.world_size)
     if options.sharding is not None:
@@ -88,6 +100,20 @@ def plan_version(
     else:
         planned = stored
     _show(tables, planned, options)
+
+
+def _plan_from_metrics(version: ModelVersion, options: PlanOptions, measured: Measured) -> None:
+    tables = version.manifest.tables
+    sharding = parse_sharding(options.sharding) if options.sharding else None
+    if isinstance(sharding, Plan):
+        plan = _planned(tables, sharding, {}, options)
+    else:
+        world_size = measured.world_size if options.world_size is None else options.world_size
+        constraints = read_constraints(options.constraints) if options.constraints else None
+        memory_bytes = _memory_bytes(options)
+        asked = Asked(world_size, sharding, constraints, options.device_type, memory_bytes)
+        plan = propose(version, measured, asked)
+    _show(tables, plan, options, partial(show_balance, version, measured, options.device_type))
 
 
 def _planned(
@@ -119,11 +145,17 @@ def _memory_bytes(options: PlanOptions) -> int | None:
     return parse_bytes(options.device_memory) if options.device_memory else None
 
 
-def _show(tables: Sequence[TableSpec], plan: Plan, options: PlanOptions) -> None:
+def _show(
+    tables: Sequence[TableSpec],
+    plan: Plan,
+    options: PlanOptions,
+    show_more: Callable[[Plan], None] = lambda plan: None,
+) -> None:
     """The picture first, then whether it fits: who must change a plan needs to see it."""
     memory_bytes = _memory_bytes(options)
     device_type = options.device_type
     show_plan(out, tables, plan, device_type=device_type, memory_bytes=memory_bytes)
+    show_more(plan)
     copied = plan.column_shard_bytes(tables)
     if copied and device_type == "cpu":
         say(f"on the CPU {human_bytes(copied)} of column shards are copied, all else is mapped")

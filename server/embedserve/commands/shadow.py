@@ -6,16 +6,14 @@ Reads the metrics of a running server; what each counts is said in metrics/shado
 from __future__ import annotations
 
 import math
-import urllib.error
-import urllib.request
 from collections import defaultdict
+from collections.abc import Iterable
 
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
-from embedserve.commands.server_address import address_of
+from embedserve.commands.server_metrics import read_samples
 from embedserve.terminal.aligned_columns import grid, plain, show, write
 
-TIMEOUT_S = 10.0
 PREFIX = "embedserve_shadow_"
 Comparison = tuple[str, ...]
 """(model, alias, version, against)."""
@@ -29,18 +27,16 @@ class Shadows:
         counts: by comparison, then by (name of the metric, all other labels' values).
     """
 
-    def __init__(self, text: str) -> None:
-        """Raises ValueError: ``text`` is not what Prometheus reads."""
+    def __init__(self, samples: Iterable[Sample]) -> None:
         self.counts: dict[Comparison, dict[tuple[str, ...], float]] = defaultdict(dict)
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                name = sample.name.removeprefix(PREFIX).removesuffix("_total")
-                if not sample.name.startswith(PREFIX) or not sample.name.endswith("_total"):
-                    continue
-                labels = dict(sample.labels)
-                comparison = tuple(labels.pop(label, "") for label in COMPARISON)
-                key = (name, *(labels[label] for label in sorted(labels)))
-                self.counts[comparison][key] = sample.value
+        for sample in samples:
+            if not sample.name.endswith("_total"):
+                continue
+            name = sample.name.removeprefix(PREFIX).removesuffix("_total")
+            labels = dict(sample.labels)
+            comparison = tuple(labels.pop(label, "") for label in COMPARISON)
+            key = (name, *(labels[label] for label in sorted(labels)))
+            self.counts[comparison][key] = sample.value
 
 
 def show_shadows(url: str) -> None:
@@ -50,7 +46,7 @@ def show_shadows(url: str) -> None:
         ConnectionError: the server cannot be asked.
         ValueError: ``url`` is none, or what answers is no embedserve.
     """
-    shadows = Shadows(_metrics(url))
+    shadows = Shadows(read_samples(url, [PREFIX]))
     if not shadows.counts:
         write(f"{url}: no version runs in the shadow of another (embedserve alias … --shadow)")
     for (model, alias, version, against), counts in shadows.counts.items():
@@ -85,14 +81,3 @@ def _show(title: str, counts: dict[tuple[str, ...], float]) -> None:
         cells = (table_name, key, str(int(vectors)), cosine, relative, unknown)
         table.add_row(*map(plain, cells))
     show(title, table)
-
-
-def _metrics(url: str) -> str:
-    address = address_of(url, "http://localhost:8000")
-    try:
-        with urllib.request.urlopen(f"{address}/metrics", timeout=TIMEOUT_S) as answer:
-            text: str = answer.read().decode()
-    except (urllib.error.URLError, TimeoutError, UnicodeDecodeError) as error:
-        reason = getattr(error, "reason", error)
-        raise ConnectionError(f"{url}: its metrics cannot be read: {reason}") from error
-    return text

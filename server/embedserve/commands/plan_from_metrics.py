@@ -1,0 +1,168 @@
+"""A plan by what a running server was asked for, and its balance beside that of today's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+from embedserve.commands.measured_reads import Measured
+from embedserve.terminal.aligned_columns import grid, plain, show, write
+from embedserve.terminal.console import console, say
+from embedserve.terminal.sizes import human_bytes
+from embedserve_store.model_version import ModelVersion
+from embedserve_store.plans.constraints import TableConstraints
+from embedserve_store.plans.plan import Plan
+from embedserve_store.plans.reads import (
+    imbalance,
+    is_divided_by_rows,
+    is_known,
+    reads_per_rank,
+    under,
+    whole_read_bytes,
+)
+
+BETTER = 0.99
+"""A plan whose busiest rank reads a larger share than this of what it reads today is not worth a
+change."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks of the plan; None leaves it to what was measured."""
+
+    world_size: int
+    sharding: str | Mapping[str, str] | None
+    constraints: Mapping[str, TableConstraints] | None
+    device_type: str
+    device_memory_bytes: int | None
+
+
+def propose(version: ModelVersion, measured: Measured, asked: Asked) -> Plan:
+    """The plan whose busiest rank reads least; today's, where none is better.
+
+    Raises:
+        InvalidModelError: the sharding or a constraint is wrong, or the planner found no plan.
+    """
+    tables, stored = version.manifest.tables, version.plan
+    constraints = asked.constraints
+    if constraints is None:  # as stored, but for what is to be found here
+        stored_ones = stored.constraints.items()
+        constraints = {name: replace(one, sharding_types=None) for name, one in stored_ones}
+    with console.status("importing the planner …"):
+        from embedserve_store.plans.balance import balanced_plan
+    plan = balanced_plan(
+        tables,
+        measured.reads,
+        world_size=asked.world_size,
+        sharding=asked.sharding or "auto",
+        constraints=constraints,
+        device_type=asked.device_type,
+        device_memory_bytes=asked.device_memory_bytes,
+    )
+    is_free = asked.sharding is None and asked.constraints is None
+    if is_free and measured.is_stored_plan and asked.world_size == measured.world_size:
+        busiest, today = (
+            max(_expected(one, version, measured, asked.device_type)[1]) for one in (plan, stored)
+        )
+        if busiest > BETTER * today and _fits(stored, version, asked):
+            say("no better plan was found: today's stays")
+            return stored
+    return plan
+
+
+def show_balance(version: ModelVersion, measured: Measured, device_type: str, plan: Plan) -> None:
+    """Prints what each rank holds and reads today, and would under ``plan``; and what of this is
+    not known."""
+    manifest = version.manifest
+    tables = manifest.tables
+    total = sum(measured.reads.by_table.values())
+    lookups, read_bytes = _expected(plan, version, measured, device_type)
+    held = plan.served_bytes_per_rank(tables)
+    kinds = ("bytes", "lookups", "read")
+    columns = [f"{kind} {when}" for when in ("today", "predicted") for kind in kinds]
+    table = grid("", *columns, numbers=columns)
+    today = _cells(measured.held_bytes, measured.lookups, measured.read_bytes)
+    for name, before, after in zip_longest(
+        _names(max(plan.world_size, measured.world_size)),
+        today,
+        _cells(held, lookups, read_bytes),
+        fillvalue=("", "", ""),
+    ):
+        table.add_row(*map(plain, (str(name), *before, *after)))
+    ratios = [
+        f"{imbalance(one):.2f}"
+        for one in (*_of(measured), [float(one) for one in held], lookups, read_bytes)
+    ]
+    table.add_row("max/mean", *ratios)
+    what = f"{manifest.model} version {manifest.version}"
+    write("")
+    show(f"of {total:,.0f} rows that were read of {what}, on each rank", table)
+    for line in _not_known(plan, version, measured, device_type):
+        say(line)
+
+
+def _of(measured: Measured) -> tuple[Sequence[float], ...]:
+    return measured.held_bytes, measured.lookups, measured.read_bytes
+
+
+def _names(ranks: int) -> list[str]:
+    return [f"rank {rank}" for rank in range(ranks)]
+
+
+def _cells(
+    held: Sequence[float], lookups: Sequence[float], read_bytes: Sequence[float]
+) -> list[tuple[str, str, str]]:
+    """Of each rank: bytes, and shares of what is looked up and read."""
+    return [
+        (human_bytes(bytes_), _percent(count, lookups), _percent(read, read_bytes))
+        for bytes_, count, read in zip(held, lookups, read_bytes, strict=True)
+    ]
+
+
+def _percent(one: float, of: Sequence[float]) -> str:
+    return f"{100 * one / max(1.0, sum(of)):.1f}%"
+
+
+def _expected(
+    plan: Plan, version: ModelVersion, measured: Measured, device_type: str
+) -> tuple[list[float], list[float]]:
+    """(lookups, bytes read) of each rank."""
+    tables = version.manifest.tables
+    return reads_per_rank(plan, tables, under(plan, tables, measured.reads), device_type)
+
+
+def _fits(plan: Plan, version: ModelVersion, asked: Asked) -> bool:
+    held = plan.bytes_per_rank(version.manifest.tables, asked.device_type)
+    return asked.device_memory_bytes is None or max(held) <= asked.device_memory_bytes
+
+
+def _not_known(
+    plan: Plan, version: ModelVersion, measured: Measured, device_type: str
+) -> list[str]:
+    """What a person must know to rely on the prediction, or to find a better plan."""
+    lines = []
+    tables = version.manifest.tables
+    read = whole_read_bytes(tables, measured.reads)
+    fair = sum(read.values()) / plan.world_size
+    for table in tables:
+        of_table = plan.tables[table.name]
+        share = 100 * read[table.name] / sum(read.values())
+        if not is_known(of_table, table, measured.reads):
+            lines.append(
+                f"{table.name} ({share:.0f}% of the bytes read): not counted by these ranges of "
+                "its rows: taken as even, and its busiest rows may lie in one of them"
+            )
+        elif is_divided_by_rows(of_table):
+            lines.append(
+                f"{table.name} ({share:.0f}% of the bytes read): divided by rows as it is today: "
+                "what each rank reads is an estimate, from some of the batches"
+            )
+        elif read[table.name] > fair and len(of_table.shards) == 1 and plan.world_size > 1:
+            by_columns = f"--sharding {table.name}=column_wise divides what is read of it"
+            copied = " and has its shards copied" if device_type == "cpu" else ""
+            lines.append(
+                f"{table.name} ({share:.0f}% of the bytes read): more than a rank's fair share and "
+                f"whole{'' if table.pooling == 'none' else f': {by_columns}{copied}'}"
+            )
+    return lines

@@ -1,0 +1,144 @@
+"""A plan by what a server was asked: the balance that it foretells is the one that is measured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from running_servers import Running, run_warm_command, running
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+
+from embedserve.commands.measured_reads import measured_of
+from embedserve_client import EmbedClient
+from embedserve_store import ModelStore, publish
+from embedserve_store.plans.plan import Plan, Shard, TablePlan, read_plan
+
+ROWS, HALF = 1000, 500
+DIMS = {"hot": 16, "a": 16, "b": 32, "c": 8}
+IDS = {"hot": 12, "a": 6, "b": 3, "c": 6}
+"""In a bag."""
+EXAMPLES, REQUESTS = 100, 20
+HEAD = 0.9
+"""Of the ids of hot, in the rows of rank 0."""
+TODAY = Plan(
+    2,
+    {
+        "hot": TablePlan("row_wise", (Shard(0, 0, HALF, 0, 16), Shard(1, HALF, HALF, 0, 16))),
+        **{name: TablePlan("table_wise", (Shard(0, 0, ROWS, 0, DIMS[name]),)) for name in "abc"},
+    },
+    {},
+)
+SHARE_ERROR_MAX = 0.03
+"""Of what a row_wise table's ranks read, where some of REQUESTS batches are looked at."""
+
+
+@pytest.fixture(scope="module")
+def ebc() -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(
+        device="cpu",
+        tables=[
+            EmbeddingBagConfig(
+                name=name,
+                embedding_dim=dim,
+                num_embeddings=ROWS,
+                feature_names=[name],
+                pooling=PoolingType.SUM,
+            )
+            for name, dim in DIMS.items()
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def store(ebc: EmbeddingBagCollection, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store = tmp_path_factory.mktemp("skew") / "store"
+    publish(ebc, store, model="m", sharding=TODAY)
+    return store
+
+
+def ask(server: Running, model: str = "m") -> None:
+    random = np.random.default_rng(7)
+    with EmbedClient(server.http) as client:
+        for _ in range(REQUESTS):
+            ids = {name: random.integers(0, ROWS, (EXAMPLES, n)) for name, n in IDS.items()}
+            is_tail = random.random(ids["hot"].shape) > HEAD
+            ids["hot"] = ids["hot"] % HALF + np.where(is_tail, HALF, 0)
+            client.embed({name: bags.tolist() for name, bags in ids.items()}, model=model)
+
+
+@pytest.fixture(scope="module")
+def server(store: Path) -> Iterator[Running]:
+    """Of version 1, which was asked."""
+    with running(store, store.parent / "log", "--model", "m@1") as server:
+        ask(server)
+        yield server
+
+
+def proposed(server: Running, store: Path, output: Path, *options: str) -> tuple[str, list[float]]:
+    """What was said, and the share of the bytes that rank 0 and 1 are to read."""
+    arguments = ("m", "1", "--from-metrics", server.http, "--output", output)
+    done = run_warm_command("plan", store, *arguments, *options)
+    assert done.returncode == 0, done.stderr
+    lines = [re.findall(r"([\d.]+)%", line) for line in done.stdout.splitlines()]
+    ranks = [line for line in lines if len(line) == 4]
+    assert len(ranks) == 2, done.stdout
+    assert abs(float(ranks[0][1]) - 100 * today_share()) < 100 * SHARE_ERROR_MAX
+    return done.stdout + done.stderr, [float(line[3]) / 100 for line in ranks]
+
+
+def read_bytes() -> dict[str, int]:
+    return {name: 4 * DIMS[name] * IDS[name] * EXAMPLES * REQUESTS for name in DIMS}
+
+
+def today_share() -> float:
+    """Of rank 0."""
+    read = read_bytes()
+    return 1 - (1 - HEAD) * read["hot"] / sum(read.values())
+
+
+def test_the_balance_that_was_foretold_is_the_one_that_is_measured(
+    server: Running, store: Path, ebc: EmbeddingBagCollection, tmp_path: Path
+) -> None:
+    whole, divided = tmp_path / "whole.json", tmp_path / "divided.json"
+    said, foretold = proposed(server, store, whole)
+    assert "an estimate" not in said
+    read = read_bytes()
+    best = (read["hot"] + read["c"]) / sum(read.values())
+    assert sorted(foretold) == pytest.approx([1 - best, best], abs=0.001)
+    by_rows, foretold_by_rows = proposed(server, store, divided, "--sharding", "hot=row_wise")
+    assert "hot (44% of the bytes read): divided by rows as it is today" in by_rows
+    assert max(foretold_by_rows) < max(foretold)
+    assert read_plan(divided).tables["hot"] == TODAY.tables["hot"]
+    for output in (whole, divided):
+        publish(ebc, store, model="m", sharding=read_plan(output))
+    names = ("--model", "m@2", "--model", "m@3")
+    with running(store, tmp_path / "log", *names) as later:
+        for version, shares, error in (
+            (2, foretold, 0.001),
+            (3, foretold_by_rows, SHARE_ERROR_MAX),
+        ):
+            ask(later, f"m@{version}")
+            measured = measured_of(later.http, ModelStore(store).load("m", version))
+            total = sum(measured.read_bytes)
+            assert [one / total for one in measured.read_bytes] == pytest.approx(shares, abs=error)
+
+
+def test_other_numbers_of_ranks_and_plans_of_ones_own(
+    server: Running, store: Path, tmp_path: Path
+) -> None:
+    arguments = ("m", "1", "--from-metrics", server.http)
+    one = run_warm_command("plan", store, *arguments, "--world-size", "1")
+    (ratios,) = [line.split() for line in one.stdout.splitlines() if line.startswith("max/mean")]
+    assert ratios[-3:] == ["1.00"] * 3
+    three = run_warm_command(
+        "plan", store, *arguments, "--world-size", "3", "--sharding", "row_wise"
+    )
+    assert "hot (44% of the bytes read): not counted by these ranges of its rows" in three.stderr
+    own = tmp_path / "own.json"
+    done = run_warm_command("plan", store, *arguments, "--sharding", "table_wise", "--output", own)
+    assert done.returncode == 0, done.stderr
+    again = run_warm_command("plan", store, *arguments, "--sharding", own)
+    assert again.stdout == done.stdout

@@ -1,0 +1,188 @@
+"""`embedserve plan --from-metrics`: what a server shows is read, and what is none is refused."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from prometheus_client import generate_latest
+from server.fake_engine import make_request
+from server.fake_models import served_of
+from typer.testing import CliRunner, Result
+
+from embedserve.batching.join import join, to_model_order
+from embedserve.commands.cli import app
+from embedserve.commands.server_metrics import read_samples
+from embedserve.metrics.metrics import Metrics
+from embedserve.types import ModelInfo
+from embedserve_store import ModelStore
+
+Answer = Callable[[BaseHTTPRequestHandler], None]
+DRIP_S = 0.02
+
+
+@contextmanager
+def answering(answer: Answer) -> Iterator[str]:
+    """A server on a free port, which answers every GET so."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer(self)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def page(text: str) -> Answer:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(text.encode())
+
+    return answer
+
+
+@pytest.fixture
+def model(store: Path) -> ModelInfo:
+    """Seven rows, of which rank 0 has four."""
+    version = ModelStore(store).load("shop", "1")
+    return served_of(version.manifest, version.translator, version.plan)
+
+
+def shown(*models: ModelInfo, ids: tuple[int, ...] = (0, 1, 2, 6)) -> str:
+    """The metrics of a server that was asked once for ``ids`` of each model."""
+    metrics = Metrics(models)
+    for one in metrics.models.values():
+        if ids:
+            batch = join(
+                [to_model_order(make_request({"user": [list(ids)]}), one.model)], one.model
+            )
+            assert batch is not None
+            one.version.lookups.observe(batch)
+    return generate_latest(metrics.registry()).decode()
+
+
+def run(store: Path, *arguments: object) -> Result:
+    return CliRunner().invoke(app, ["plan", str(store), "shop", *map(str, arguments)])
+
+
+def test_todays_balance_and_the_predicted_one(store: Path, model: ModelInfo) -> None:
+    with answering(page(shown(model))) as url:
+        result = run(store, "--from-metrics", url)
+    assert result.exit_code == 0, result.output
+    assert "no better plan was found: today's stays" in result.stderr
+    assert "t_user (100% of the bytes read): divided by rows as it is today" in result.stderr
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert "of 4 rows that were read of shop version 1, on each rank" in result.stdout
+    assert ["rank", "0", *(["64", "B", "75.0%", "75.0%"] * 2)] in lines
+    assert ["rank", "1", *(["48", "B", "25.0%", "25.0%"] * 2)] in lines
+    assert ["max/mean", *(["1.14", "1.50", "1.50"] * 2)] in lines
+
+
+def test_names_of_one_version_are_added_up(store: Path, model: ModelInfo) -> None:
+    both = shown(model, replace(model, named="shop@canary"))
+    with answering(page(both)) as url:
+        result = run(store, "1", "--from-metrics", url, "--world-size", "1")
+    assert "of 8 rows that were read of shop version 1" in result.stdout
+    assert ["rank", "1", "48", "B", "25.0%", "25.0%"] in [
+        line.split() for line in result.stdout.splitlines()
+    ]
+
+
+def of_version(model: ModelInfo, number: int) -> ModelInfo:
+    manifest = replace(model.manifest, version=number)
+    return served_of(manifest, model.translator, model.plan)
+
+
+def test_what_is_not_of_this_version_is_refused(store: Path, model: ModelInfo) -> None:
+    renamed = replace(model.manifest.tables[0], name="t_other")
+    other = served_of(
+        replace(model.manifest, tables=(renamed,)),
+        model.translator,
+        replace(model.plan, tables={"t_other": model.plan.tables["t_user"]}),
+    )
+    text = shown(model)
+    not_counted = re.sub(r"(rank_lookups_total\{.*\}) 3.0", r"\1 NaN", text)
+    for answered, message in (
+        (shown(of_version(model, 2)), "does not serve shop version 1: it serves shop version 2"),
+        (shown(model).replace('"shop"', '"\x1b[2J"'), r"it serves \x1b[2J version 1"),
+        (shown(other), "tables of shop version 1 are t_other, in the store they are t_user"),
+        (shown(model, ids=()), "no row of shop version 1 was read since it began to count"),
+        ("embedserve_workers 1.0\n", "it counts no lookups by table"),
+        ("<html>a page</html>", "is no embedserve"),
+        (text.replace('rank="1"', 'rank="7"'), "embedserve_table_bytes has no rank 1"),
+        (not_counted, "rank_lookups_total is nan, expected a count"),
+        (text + "embedserve_rank_lookups_total{model=} x\n", "are not what Prometheus reads"),
+    ):
+        with answering(page(answered)) as url:
+            result = run(store, "1", "--from-metrics", url)
+        assert (result.exit_code, result.stdout) == (1, ""), result.output
+        (line,) = result.stderr.splitlines()
+        assert line.startswith(f"embedserve: {url}: "), line
+        assert message in line
+
+
+def test_where_nobody_answers_it_is_said(store: Path, tmp_path: Path) -> None:
+    with answering(page("")) as url:
+        pass
+    for wrong, message in (
+        (url, "its metrics cannot be read: [Errno 111] Connection refused"),
+        ("ftp://localhost", "url is 'ftp://localhost', expected such as http://localhost:8000"),
+    ):
+        result = run(store, "--from-metrics", wrong)
+        assert result.exit_code == 1
+        assert message in result.stderr
+    description = tmp_path / "tables.yaml"
+    description.write_text("tables: []")
+    arguments = ["plan", str(description), "--from-metrics", url]
+    result = CliRunner().invoke(app, arguments)
+    assert "--from-metrics is of a published version: name a store and its model" in result.stderr
+
+
+def test_a_page_that_does_not_end_is_given_up() -> None:
+    """One that says nothing, one whose bytes come one by one, each well within a timeout, and one
+    that is larger than any."""
+    is_over = threading.Event()
+
+    def silent(_: BaseHTTPRequestHandler) -> None:
+        is_over.wait()
+
+    def dripping(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        while not is_over.wait(DRIP_S):
+            handler.wfile.write(b"#")
+
+    def endless(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        while not is_over.is_set():
+            handler.wfile.write(b"embedserve_workers 1.0\n" * 1000)
+
+    for answer, timeout_s, message in (
+        (silent, 0.5, "they are not all there after 0.5 s|timed out"),
+        (dripping, 0.5, "they are not all there after 0.5 s"),
+        (endless, 20.0, "they are over 1000000 bytes"),
+    ):
+        is_over.clear()
+        with answering(answer) as url:
+            try:
+                with pytest.raises(ConnectionError, match=f"{url}: .*({message})"):
+                    read_samples(url, ["embedserve_"], timeout_s, bytes_max=1_000_000)
+            finally:
+                is_over.set()
