@@ -195,11 +195,6 @@ class ModelInfo:
         return self.manifest.tables
 
     @cached_property
-    def sharding(self) -> Mapping[str, str]:
-        """How each table is split over the ranks, by its name."""
-        return {name: table.sharding_type for name, table in self.plan.tables.items()}
-
-    @cached_property
     def bytes_per_rank(self) -> tuple[int, ...]:
         """Table bytes of each rank."""
         return tuple(self.plan.served_bytes_per_rank(self.tables))

@@ -46,6 +46,14 @@ class TablePlan:
     """One of sharding_types.SHARDING_TYPES."""
     shards: tuple[Shard, ...]
 
+    @property
+    def served_shards(self) -> tuple[Shard, ...]:
+        """Those that a server holds: batches enter on rank 0, which alone is asked of a
+        data_parallel table."""
+        if self.sharding_type == "data_parallel":
+            return tuple(shard for shard in self.shards if not shard.rank)
+        return self.shards
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -63,30 +71,23 @@ class Plan:
         A data_parallel table counts on every rank, and every shard of int8 or int4 columns has
         a scale and bias for each row of its own.
         """
-        return self._bytes_per_rank(tables, device_type, lambda plan, shard: True)
+        return self._bytes_per_rank(tables, device_type, lambda plan: plan.shards)
 
     def served_bytes_per_rank(self, tables: Sequence[TableSpec]) -> list[int]:
-        """As bytes_per_rank, of a server: batches enter on rank 0, which alone is asked of a
-        data_parallel table, so that no other rank has its rows."""
-        return self._bytes_per_rank(
-            tables,
-            "cpu",
-            lambda plan, shard: plan.sharding_type != "data_parallel" or not shard.rank,
-        )
+        """As bytes_per_rank, of a server."""
+        return self._bytes_per_rank(tables, "cpu", lambda plan: plan.served_shards)
 
     def _bytes_per_rank(
         self,
         tables: Sequence[TableSpec],
         device_type: str,
-        is_held: Callable[[TablePlan, Shard], bool],
+        held: Callable[[TablePlan], Sequence[Shard]],
     ) -> list[int]:
         """Of the shards that are held."""
         result = [0] * self.world_size
         for table in tables:
-            plan = self.tables[table.name]
-            for shard in plan.shards:
-                if is_held(plan, shard):
-                    result[shard.rank] += shard_bytes(shard, table, device_type)
+            for shard in held(self.tables[table.name]):
+                result[shard.rank] += shard_bytes(shard, table, device_type)
         return result
 
     def column_shard_bytes(self, tables: Sequence[TableSpec]) -> int:

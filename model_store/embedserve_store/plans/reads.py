@@ -36,19 +36,11 @@ def is_divided_by_rows(plan: TablePlan) -> bool:
     return plan.sharding_type == "row_wise" and len(plan.shards) > 1
 
 
-def served_shards(plan: TablePlan) -> tuple[Shard, ...]:
-    """Those that a server reads: batches enter on rank 0, which alone is asked of a data_parallel
-    table."""
-    if plan.sharding_type == "data_parallel":
-        return tuple(shard for shard in plan.shards if not shard.rank)
-    return plan.shards
-
-
 def row_read_bytes(plan: TablePlan, table: TableSpec, device_type: str = "cpu") -> int:
     """Bytes that one lookup in ``table`` reads on all ranks together."""
     if is_divided_by_rows(plan):
         return _one_row(plan.shards[0], table, device_type)
-    return sum(_one_row(shard, table, device_type) for shard in served_shards(plan))
+    return sum(_one_row(shard, table, device_type) for shard in plan.served_shards)
 
 
 def reads_per_rank(
@@ -60,7 +52,7 @@ def reads_per_rank(
     nbytes = [0.0] * plan.world_size
     for table in tables:
         of_table = plan.tables[table.name]
-        shards = served_shards(of_table)
+        shards = of_table.served_shards
         counts: Sequence[float] = [reads.by_table.get(table.name, 0.0)] * len(shards)
         if is_divided_by_rows(of_table):
             counts = reads.by_rank.get(table.name, [0.0] * len(shards))

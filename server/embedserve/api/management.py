@@ -27,6 +27,7 @@ from embedserve.api.openapi import (
     INFER_PATHS,
     INFER_SCHEMAS,
 )
+from embedserve.api.plan import Plan, plan_of
 from embedserve.codec.model_description import describe
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, InvalidRequestError
 from embedserve.exchange import Exchange
@@ -166,6 +167,11 @@ def management_app(
             models=[model_of(info) for info in served.models()],
             default_model=served.default_model,
         )
+
+    @app.get("/models/{model}/plan", tags=["models"])
+    async def plan(model: str) -> Plan:
+        """Which rank holds which rows and columns of a served model's tables."""
+        return plan_of(served.model(model))
 
     @app.get("/models/{model}", tags=["models"], response_model_exclude_none=True)
     async def model(model: str) -> Model:

@@ -22,7 +22,10 @@ def describe(model: ModelInfo) -> dict[str, Any]:
         "unpooled": not model.is_pooled,
         "tables": [
             table.to_json()
-            | {"features": list(table.feature_names), "sharding": model.sharding[table.name]}
+            | {
+                "features": list(table.feature_names),
+                "sharding": model.plan.tables[table.name].sharding_type,
+            }
             for table in model.tables
         ],
         "device": model.device_type,

@@ -26,7 +26,8 @@ def say_ready_to_serve(
 ) -> None:
     """Tells what is served, where, and how to ask it."""
     for model in models:
-        shown = ", ".join(f"{table.name} {model.sharding[table.name]}" for table in model.tables)
+        plans = ((table.name, model.plan.tables[table.name]) for table in model.tables)
+        shown = ", ".join(f"{name} {plan.sharding_type}" for name, plan in plans)
         ranks = len(model.bytes_per_rank)
         tag = f" ({model.tag})" if model.tag not in ("", str(model.version)) else ""
         say(

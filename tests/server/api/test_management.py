@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
 from server.fake_engine import FakeEngine
-from server.fake_models import ruled_info, unpooled_info
+from server.fake_models import info_of, ruled_info, unpooled_info
 from server.live import JSON, make_exchange
 from server.openapi import validate
 
@@ -19,6 +19,8 @@ from embedserve.api.management import management_app
 from embedserve.errors import DRAINING
 from embedserve.exchange import Exchange
 from embedserve.types import ComingVersion
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.plans.plan import Plan, Shard, TablePlan
 
 
 async def schema(rest: httpx.AsyncClient) -> dict[str, Any]:
@@ -54,6 +56,31 @@ async def test_models_are_described(rest: httpx.AsyncClient) -> None:
         "ids": {"rule": "rows", "unknown": "error"},
     }
     assert not shop["unpooled"]
+
+
+async def test_the_plan_tells_which_rank_holds_what(executor: ThreadPoolExecutor) -> None:
+    user, movie = [TableSpec(name, 7, 12, (name,), "sum", "int8") for name in ("user", "movie")]
+    tables = {
+        "user": TablePlan("column_wise", (Shard(1, 0, 7, 0, 4), Shard(0, 0, 7, 4, 8))),
+        "movie": TablePlan("data_parallel", (Shard(0, 0, 7, 0, 12), Shard(1, 0, 7, 0, 12))),
+    }
+    info = replace(info_of("films", [user, movie], {}), plan=Plan(2, tables, {}))
+    app = management_app(make_exchange(FakeEngine(info), executor=executor))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+        told = (await client.get("http://test/models/films/plan")).json()
+        model = (await client.get("http://test/models/films")).json()
+        validate(told, "Plan", (await client.get("http://test/openapi.json")).json())
+        assert (await client.get("http://test/models/shoes/plan")).status_code == 404
+    by_columns, copied = told["tables"]
+    assert (told["version"], told["ranks"], by_columns["sharding"]) == (7, 2, "column_wise")
+    first, second = by_columns["shards"]
+    assert first == {
+        **{"rank": 1, "row_offset": 0, "row_count": 7, "col_offset": 0, "col_count": 4},
+        "bytes": 7 * (4 + 4),  # a scale and bias for each row
+    }
+    assert (second["rank"], second["col_offset"], second["bytes"]) == (0, 4, 7 * (4 + 8))
+    assert [shard["rank"] for shard in copied["shards"]] == [0]  # no other rank is asked of it
+    assert model["bytes_per_rank"] == [7 * 12 + 7 * 16, 7 * 8]
 
 
 async def test_a_version_that_is_to_come_is_shown(

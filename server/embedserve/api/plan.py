@@ -1,0 +1,58 @@
+"""The plan of a served model, as GET /models/{model}/plan tells it: its ranks and shards."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+
+from embedserve.types import ModelInfo
+from embedserve_store.plans.plan import shard_bytes
+
+
+class Shard(BaseModel):
+    """A block of a table on one rank: rows and columns from an offset on."""
+
+    rank: int
+    row_offset: int
+    row_count: int
+    col_offset: int
+    col_count: int
+    bytes: int = Field(description="As they are stored.")
+
+
+class TableShards(BaseModel):
+    """Where a table lies."""
+
+    name: str
+    sharding: str
+    shards: list[Shard]
+
+
+class Plan(BaseModel):
+    """Which rank holds which rows and columns."""
+
+    model: str
+    version: int
+    device: str
+    ranks: int
+    tables: list[TableShards]
+
+
+def plan_of(info: ModelInfo) -> Plan:
+    """The shards that the server holds of ``info``'s tables, in the manifest's order."""
+    return Plan(
+        model=info.name,
+        version=info.version,
+        device=info.device_type,
+        ranks=info.plan.world_size,
+        tables=[
+            TableShards(
+                name=table.name,
+                sharding=info.plan.tables[table.name].sharding_type,
+                shards=[
+                    Shard(**vars(shard), bytes=shard_bytes(shard, table))
+                    for shard in info.plan.tables[table.name].served_shards
+                ],
+            )
+            for table in info.tables
+        ],
+    )
