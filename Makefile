@@ -31,7 +31,7 @@ endif
 
 serve: install
 	$(BIN)/embedserve demo $(STORE) --if-missing
-	$(BIN)/embedserve serve $(STORE) --default-model movies \
+	$(BIN)/embedserve serve $(STORE) --default-model movies --labels $(STORE)/movies.labels.json \
 	    --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT)
 
 test: install lint types contracts pytest

@@ -119,6 +119,11 @@ class ServeSettings:
         "File of those who may ask, a line for each, as `embedserve token` makes them; read again "
         "when it changes. Default: everybody may.",
     )
+    labels: str = setting(
+        "",
+        "JSON file of what people call ids, for the console: "
+        '`{"MODEL": {"TABLE": {"ID": "LABEL"}}}`; read at the start.',
+    )
     model: tuple[str, ...] = setting(
         (),
         "A model to serve, NAME, NAME@VERSION or NAME@ALIAS; may be repeated, also for several "

@@ -99,9 +99,10 @@ async def serving(
     drain_s: float = 5.0,
     grpc_server: str = "native",
     management_host: str = "",
+    labels: str = "",
 ) -> AsyncIterator[Live]:
     """Serves what ``exchange`` answers until the block ends, then drains."""
-    settings = ServeSettings(store="", drain_s=drain_s, grpc_server=grpc_server)
+    settings = ServeSettings(store="", drain_s=drain_s, grpc_server=grpc_server, labels=labels)
     management = None
     if management_host:
         management = ("127.0.0.1", 0)

@@ -6,6 +6,7 @@ from fastapi import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from embedserve.access.access import CERTIFICATE, Access, one_header
+from embedserve.api.console.routes import PAGE_PATHS
 from embedserve.codec.json_codec import encode_error
 from embedserve.codec.open_inference import bodies
 from embedserve.errors import EmbedServeError
@@ -17,8 +18,8 @@ ADMINS = frozenset({"admin"})
 
 def roles_of(path: str) -> frozenset[str]:
     """The roles that may ask for ``path``, one of which is enough; none: anybody may. Probes have
-    no tokens; what is not known here is the admins'."""
-    if path.removeprefix("/v2") in ("/health/live", "/health/ready"):
+    no tokens, and the console's page asks for one itself; what is not known here is the admins'."""
+    if path in PAGE_PATHS or path.removeprefix("/v2") in ("/health/live", "/health/ready"):
         return ANYBODY
     if path in ("/models", "/v2") or path.startswith(("/models/", "/v2/")):
         return CALLERS

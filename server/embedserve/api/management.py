@@ -18,6 +18,8 @@ from starlette.exceptions import HTTPException
 from embedserve import __version__
 from embedserve.api import open_inference
 from embedserve.api.admin import Operator, add_admin
+from embedserve.api.console.labels import Labels
+from embedserve.api.console.routes import add_console
 from embedserve.api.guard import Guard, error_response
 from embedserve.api.openapi import (
     EMBED_PATHS,
@@ -128,10 +130,14 @@ def health_app(exchange: Exchange) -> FastAPI:
 
 
 def management_app(
-    exchange: Exchange, operator: Operator | None = None, *, asks: bool = True
+    exchange: Exchange,
+    operator: Operator | None = None,
+    labels: Labels | None = None,
+    *,
+    asks: bool = True,
 ) -> FastAPI:
     """The FastAPI application of everything but the embed routes; with those of administrators
-    where there is an ``operator``.
+    where there is an ``operator``, and what people call ids by ``labels``.
 
     Its pages load nothing from elsewhere: clusters often reach no CDN. Where not everybody may
     ask, those who do are asked who they are, unless it is said that it ``asks`` not.
@@ -179,6 +185,7 @@ def management_app(
         return model_of(served.model(model))
 
     app.include_router(open_inference.routes(exchange))
+    add_console(app, served, labels or {})
     if operator is not None:
         add_admin(app, operator)
     if asks and exchange.access is not None:

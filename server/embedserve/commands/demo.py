@@ -10,6 +10,7 @@ from embedserve.terminal.sigterm import sigterm_interrupts
 from embedserve.terminal.sizes import human_bytes
 from embedserve_store import ModelStore
 from embedserve_store.demo import build_demo
+from embedserve_store.demo.labels import labels_path, write_labels
 
 
 def demo(
@@ -21,7 +22,7 @@ def demo(
     checkpoint: Path | None,
     if_missing: bool,
 ) -> None:
-    """Publishes the demo model as the next version of ``model``.
+    """Publishes the demo model as the next version of ``model``, and labels beside it.
 
     Raises:
         StoreError: the store or the checkpoint cannot be written, or an option is wrong.
@@ -29,6 +30,8 @@ def demo(
     if if_missing and checkpoint is not None:
         raise ValueError("--if-missing may train nothing: give it without --checkpoint")
     if if_missing and store.is_dir() and model in ModelStore(store).models():
+        if not labels_path(store, model).exists():
+            write_labels(store, model)
         say(f"{store} has model {model} already")
         return
     hush_torch()
@@ -53,4 +56,5 @@ def demo(
         f"{report.held_out_ratings:,} held out RMSE {report.rmse:.3f}, where always predicting "
         f"the mean has {report.constant_rmse:.3f}"
     )
-    say(f"published {model}: {report.path}")
+    write_labels(store, model)
+    say(f"published {model}: {report.path}; titles of movies: {labels_path(store, model)}")

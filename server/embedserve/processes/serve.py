@@ -72,12 +72,15 @@ def serve(settings: ServeSettings) -> None:
 def _check_files(settings: ServeSettings) -> None:
     """Raises OSError and ValueError for what would end the server once its models are loaded."""
     from embedserve.access.grants import read_grants
+    from embedserve.api.console.labels import read_labels
     from embedserve.wire.tls.certificates import read_context, tls_files
 
     if (files := tls_files(settings)) is not None:
         read_context(files)
     if settings.tokens:
         read_grants(settings.tokens)
+    if settings.labels:
+        read_labels(settings.labels)
 
 
 def _claimed(settings: ServeSettings) -> Ports:

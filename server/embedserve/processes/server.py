@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from embedserve.access.access import Access
 from embedserve.api.admin import Operator
+from embedserve.api.console.labels import read_labels
 from embedserve.api.management import health_app, management_app
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.lookup_engine import LookupEngine
@@ -158,8 +159,8 @@ async def serve_until(
     administrators ask; where there is none they are not asked for.
 
     Raises:
-        OSError: a port was taken from us, or a certificate or its key is gone.
-        ValueError: a certificate or its key was damaged since the start.
+        OSError: a port was taken from us, or a certificate, its key or the labels are gone.
+        ValueError: one of these was damaged since the start.
     """
     files = tls_files(settings)
     certificates = None if files is None else Certificates(files)
@@ -207,15 +208,17 @@ def _wires(
 ) -> list[WireServer]:
     """Of the two ports, and of the management port where there is one. What administrators ask has
     a place only where others cannot ask it: there, or where tokens tell who they are."""
+    labels = read_labels(settings.labels) if settings.labels else None
     if settings.management_port < 0:
         operator = operator if settings.tokens else None
-        return [WireServer(exchange, management_app(exchange, operator), certificates)]
+        app = management_app(exchange, operator, labels)
+        return [WireServer(exchange, app, certificates)]
     service = GrpcService(exchange, has_management=False)
     wire = WireServer(exchange, health_app(exchange), certificates, service)
     asks = not is_loopback(settings)
     management = WireServer(
         exchange,
-        management_app(exchange, operator, asks=asks),
+        management_app(exchange, operator, labels, asks=asks),
         certificates if asks else None,
         GrpcService(exchange, asks_admins=asks),
         MANAGEMENT_LIMITS,

@@ -21,6 +21,8 @@ from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
 BODY = b'{"features": {"user": [[1]]}}'
 MANAGEMENT = ["/metrics", "/info", "/docs", "/openapi.json", "/models", "/models/shop"]
+MANAGEMENT += ["/models/shop/plan", "/console/labels/shop"]
+PAGE = ["/console", "/console/console.js"]
 MANAGEMENT += ["/v2", "/v2/models/shop", "/v2/models/shop/ready", "/v2/models/stats"]
 HEALTH = ["/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"]
 
@@ -63,10 +65,10 @@ async def test_who_is_told_what_where(live: Live, request: pytest.FixtureRequest
     is_loopback = "127.0.0.1" in request.node.name
     for token in ("", "es_boss"):
         assert await statuses(live, live.http_port, HEALTH, token) == {200}
-        assert await statuses(live, live.http_port, MANAGEMENT, token) == {404}
+        assert await statuses(live, live.http_port, MANAGEMENT + PAGE, token) == {404}
         assert await list_models(live.grpc_target, token) == "UNIMPLEMENTED"
     port, target = live.management_port, f"127.0.0.1:{live.management_port}"
-    assert await statuses(live, port, HEALTH) == {200}
+    assert await statuses(live, port, HEALTH + PAGE) == {200}
     assert await statuses(live, port, MANAGEMENT) == ({200} if is_loopback else {401})
     assert await statuses(live, port, MANAGEMENT, "es_boss") == {200}
     assert await list_models(target) == ("OK" if is_loopback else "UNAUTHENTICATED")

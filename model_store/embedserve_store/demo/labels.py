@@ -1,0 +1,37 @@
+"""Titles of the demo's best-known movies, for people: what `embedserve serve --labels` reads.
+
+Hands the command line a file beside the models of a store. It never imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+
+from embedserve_store.errors import StoreError
+
+TABLE = "movie"
+
+
+def titles() -> dict[str, str]:
+    """By imdb_id, of the movies that have one here."""
+    text = (files(__package__) / "data" / "titles.tsv").read_text("utf-8")
+    return dict(line.split("\t") for line in text.splitlines()[1:])
+
+
+def labels_path(store: Path, model: str) -> Path:
+    return store / f"{model}.labels.json"
+
+
+def write_labels(store: Path, model: str) -> None:
+    """Writes the labels of the demo ``model`` beside it in ``store``.
+
+    Raises:
+        StoreError: the file cannot be written.
+    """
+    path = labels_path(store, model)
+    try:
+        path.write_text(json.dumps({model: {TABLE: titles()}}, ensure_ascii=False), "utf-8")
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written: {error.strerror}") from error

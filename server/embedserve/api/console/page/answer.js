@@ -1,0 +1,94 @@
+// An answer for people: each vector as a drawing and in numbers, and what is nearest to it.
+
+import { drawn, element, fill, number } from "./page.js";
+import { nearest, norm } from "./neighbours.js";
+import { idAsJson, tableOf } from "./ids.js";
+import { Refused } from "./server.js";
+
+const DRAWN_MAX = 128;
+const HEIGHT = 32;
+const ROWS_MAX = 8;
+
+/**
+ * Shows the answer to a request of one example.
+ *
+ * words: the ids of each feature, as they were written; named: the labels of each table.
+ */
+export async function showAnswer(answer, model, words, named) {
+  const unknown = Object.entries(answer.unknown_ids ?? {}).map(([feature, count]) => `${count} of ${feature}`);
+  const note = unknown.length ? [element("p", { class: "note" }, `Ids without a row: ${unknown.join(", ")}`)] : [];
+  const isEmpty = (key) => vectorsOf(answer, key).every((vector) => !norm(vector));
+  const empty = answer.keys.filter(isEmpty);
+  if (empty.length) note.push(element("p", { class: "hint" }, `Zeros, of empty bags: ${empty.join(", ")}`));
+  const keys = answer.keys.filter((key) => !isEmpty(key));
+  const boxes = keys.map((key) => boxOf(key, vectorsOf(answer, key)));
+  fill("answer", element("h3", {}, "Vectors"), ...note, ...boxes);
+  for (const [at, key] of keys.entries()) {
+    const { feature, table } = sourceOf(model, key);
+    if (named.has(table.name)) await addNearest(boxes[at], answer, key, feature, table, words[model.features.indexOf(feature)], named.get(table.name));
+  }
+}
+
+/** A key is its feature's name, or feature@table. */
+function sourceOf(model, key) {
+  for (const table of model.tables) {
+    const feature = table.features.find((one) => key === one || key === `${one}@${table.name}`);
+    if (feature !== undefined) return { feature, table };
+  }
+  return { feature: key, table: tableOf(model, key) };
+}
+
+/** Of a pooled model one vector, of another one for each id. */
+function vectorsOf(answer, key) {
+  if (!Array.isArray(answer.values)) return answer.values[key];
+  const at = answer.keys.indexOf(key);
+  const start = answer.length_per_key.slice(0, at).reduce((sum, one) => sum + one, 0);
+  return [answer.values[0].slice(start, start + answer.length_per_key[at])];
+}
+
+function boxOf(key, vectors) {
+  const shown = vectors.slice(0, ROWS_MAX).flatMap(vectorOf);
+  const more = vectors.length > ROWS_MAX ? [element("p", { class: "hint" }, `and ${vectors.length - ROWS_MAX} more`)] : [];
+  return element("article", { class: "vector" }, element("h4", {}, key), ...shown, ...more);
+}
+
+function vectorOf(vector) {
+  const title = `${vector.length} numbers, norm ${number(norm(vector))}`;
+  const values = vector.map((value) => (value === null ? "infinite" : String(value))).join(", ");
+  return [
+    element("p", { class: "hint" }, title),
+    drawingOf(vector),
+    element("details", {}, element("summary", {}, "Numbers"), element("p", { class: "numbers" }, values)),
+  ];
+}
+
+/** A bar for each number, up from the middle or down. */
+function drawingOf(vector) {
+  const values = vector.slice(0, DRAWN_MAX);
+  const most = Math.max(...values.map((value) => Math.abs(value ?? 0))) || 1;
+  const bars = values.map((value, at) => {
+    const height = Math.max(0.5, (Math.abs(value ?? 0) / most) * (HEIGHT / 2));
+    const y = value < 0 ? HEIGHT / 2 : HEIGHT / 2 - height;
+    return drawn("rect", { x: at + 0.1, y, width: 0.8, height, class: value < 0 ? "below" : "above" });
+  });
+  return drawn("svg", { class: "drawing", viewBox: `0 0 ${values.length} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" }, ...bars);
+}
+
+async function addNearest(box, answer, key, feature, table, words, named) {
+  const [vector] = vectorsOf(answer, key);
+  if (!norm(vector)) return;
+  const but = new Set(words);
+  const asked = words.map((word) => named.get(word) ?? word).join(", ");
+  try {
+    const found = await nearest(vector, answer.model, answer.version, feature, key, named, but, (id) => idAsJson(table, id));
+    const items = found.map((one) => {
+      const bar = element("span", { class: "bar", "aria-hidden": "true" });
+      bar.style.setProperty("--share", `${Math.max(0, 100 * one.cosine).toFixed(1)}%`);
+      return element("li", {}, element("span", {}, one.label), element("span", { class: "share" }, bar, one.cosine.toFixed(2)));
+    });
+    box.append(element("h5", {}, `Nearest to ${asked}, by cosine`), element("ol", { class: "nearest" }, ...items));
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    box.append(element("p", { class: "error" }, `The nearest: ${error.message}`));
+  }
+}

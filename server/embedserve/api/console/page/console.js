@@ -1,0 +1,114 @@
+// Asks the server every two seconds while the page is seen, and has each part show what it said.
+
+import { ask, askText, Refused, useToken } from "./server.js";
+import { Between, Reading } from "./metrics.js";
+import { addPoints, showFigures } from "./figures.js";
+import { showModels, showPlans } from "./models.js";
+import { showLookups, showSlow, showUnknown } from "./traffic.js";
+import { offerModels, startAgain, startForm } from "./form.js";
+import { byId, clock, say } from "./page.js";
+
+const POLL_MS = 2000;
+const WINDOW_MS = 10000;
+
+let readings = []; // of the last seconds, the oldest first
+let hasSlow = null; // whether the server lists slow requests
+let lastAnswer = null;
+let timer = null;
+let isAsking = false;
+
+function poll() {
+  clearTimeout(timer);
+  if (document.hidden || isAsking) return;
+  isAsking = true;
+  look()
+    .then(() => {
+      lastAnswer = new Date();
+      showState("good", `Live, every ${POLL_MS / 1000} s`);
+    }, showFailure)
+    .finally(() => {
+      isAsking = false;
+      timer = setTimeout(poll, POLL_MS);
+    });
+}
+
+async function look() {
+  const { models, default_model: defaultModel } = await ask("models");
+  const refusals = [];
+  const between = await read().catch(orAdd(refusals));
+  showModels(models, defaultModel, between);
+  await Promise.all([showPlans(models), offerModels(models)]);
+  byId("access").hidden = true;
+  if (between) {
+    showFigures(between);
+    showLookups(models, between);
+    showUnknown(models, between);
+    await readMore().catch(orAdd(refusals));
+  }
+  if (refusals.length) throw refusals[0];
+}
+
+/** Keeps a refusal for later: what else was answered is shown first. */
+function orAdd(refusals) {
+  return (error) => {
+    refusals.push(error);
+    return null;
+  };
+}
+
+/** What came between the metrics of some seconds ago and now; null at first. */
+async function read() {
+  const now = new Reading(await askText("metrics"), performance.now());
+  const last = readings.at(-1);
+  if (last) addPoints(new Between(last, now));
+  readings.push(now);
+  while (readings.length > 2 && now.atMs - readings[1].atMs >= WINDOW_MS) readings.shift();
+  return readings.length > 1 ? new Between(readings[0], now) : null;
+}
+
+async function readMore() {
+  if (hasSlow === null) {
+    const info = await ask("info");
+    const workers = info.workers === 1 ? "1 worker" : `${info.workers} workers`;
+    say("server", `${location.host}, embedserve ${info.version}, ${workers}, tables ${info.tables}`);
+    hasSlow = Boolean((await ask("openapi.json")).paths["/slow"]?.get);
+  }
+  if (hasSlow) showSlow(await ask("slow"));
+}
+
+function showFailure(error) {
+  if (!(error instanceof Refused)) {
+    showState("bad", `This page failed: ${error.message}`);
+    throw error;
+  }
+  if (error.status === 401 || error.status === 403) askForToken(error);
+  const old = lastAnswer ? `; the figures are of ${clock(lastAnswer)}` : "";
+  showState("bad", `${error.message}${old}`);
+}
+
+function askForToken(error) {
+  const form = byId("access");
+  say("access-why", error.message);
+  if (!form.hidden) return;
+  form.hidden = false;
+  if (document.activeElement === document.body) byId("token").focus();
+}
+
+function showState(kind, text) {
+  byId("state").className = kind;
+  say("state", text);
+}
+
+byId("access").addEventListener("submit", (event) => {
+  event.preventDefault();
+  useToken(byId("token").value.trim());
+  byId("token").value = "";
+  startAgain();
+  poll();
+});
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) showState("paused", "Paused while nobody looks");
+  poll();
+});
+startForm();
+poll();

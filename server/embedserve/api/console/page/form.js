@@ -1,0 +1,188 @@
+// The form that asks a model: a field for each feature, the request as JSON and as a curl line.
+
+import { byId, element, fill, say } from "./page.js";
+import { idAsJson, tableOf, weightAsJson, wordsOf } from "./ids.js";
+import { ask, hasToken, inPath, Refused } from "./server.js";
+import { labelsOfModel } from "./neighbours.js";
+import { nameOf, titleOf } from "./models.js";
+import { showAnswer } from "./answer.js";
+
+const EXAMPLE_IDS = 3;
+
+let served = [];
+let asked = null; // the model that the fields are of
+let named = new Map(); // the labels of its tables
+
+export function startForm() {
+  byId("ask-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    lookUp();
+  });
+  byId("ask-form").addEventListener("input", showCurl);
+  byId("ask-model").addEventListener("change", () => chooseModel());
+  byId("ask-example").addEventListener("click", fillInExample);
+}
+
+/** Offers the models that are served now; what was filled in stays while its model does. */
+export async function offerModels(models) {
+  const names = models.map(nameOf);
+  const isSame = names.join() === served.map(nameOf).join();
+  served = models;
+  if (isSame) return;
+  const select = byId("ask-model");
+  const chosen = select.value;
+  select.replaceChildren(...models.map((model) => element("option", { value: nameOf(model) }, titleOf(model))));
+  if (names.includes(chosen)) select.value = chosen;
+  await chooseModel();
+}
+
+/** Has the fields be made anew: another token may tell more. */
+export function startAgain() {
+  served = [];
+  asked = null;
+}
+
+async function chooseModel() {
+  const model = served.find((one) => nameOf(one) === byId("ask-model").value);
+  const isOther = !asked || !model || asked.features.join() !== model.features.join() || asked.model !== model.model;
+  asked = model ?? null;
+  if (!isOther || !asked) return;
+  named = await labelsOfModel(asked.model).catch(() => new Map());
+  fill("ask-features", ...asked.features.map(fieldsOf));
+  showCurl();
+}
+
+function fieldsOf(feature, at) {
+  const table = tableOf(asked, feature);
+  const hint = element("p", { class: "hint", id: `hint-${at}` }, hintOf(table));
+  const ids = element("input", { id: `ids-${at}`, autocomplete: "off", spellcheck: "false", "aria-describedby": `hint-${at}` });
+  const picker = named.has(table.name) ? labelPicker(table.name, feature, ids, at) : [];
+  const line = element("div", { class: "ids" }, ids, ...picker);
+  const parts = [element("label", { for: `ids-${at}` }, feature), line, hint];
+  if (!asked.unpooled) {
+    const weights = element("input", { id: `weights-${at}`, autocomplete: "off", inputmode: "decimal" });
+    parts.push(
+      element("details", {}, element("summary", {}, "Weights"), element("label", { for: `weights-${at}` }, `weights of ${feature}`), weights),
+    );
+  }
+  return element("div", { class: "feature" }, ...parts);
+}
+
+function hintOf(table) {
+  const { rule, id_type: type, examples, entries } = table.ids;
+  const count = (value) => value.toLocaleString("en");
+  if (rule === "map" && type === "string") return `${count(entries)} strings, such as ${examples.join(", ")}`;
+  if (rule === "map") return `${count(entries)} ids of 64 bits; table ${table.name}`;
+  if (rule === "modulo") return `any integers; table ${table.name}`;
+  return `rows 0 to ${count(table.num_embeddings - 1)} of table ${table.name}`;
+}
+
+/** A field that adds an id by its label. */
+function labelPicker(table, feature, ids, at) {
+  const list = element("datalist", { id: `labels-${at}` }, ...[...named.get(table).values()].map((label) => element("option", { value: label })));
+  const picker = element("input", {
+    id: `label-${at}`,
+    list: `labels-${at}`,
+    autocomplete: "off",
+    placeholder: "add by name",
+    "aria-label": `add to ${feature} by name`,
+  });
+  picker.addEventListener("change", () => {
+    const found = [...named.get(table)].find(([, label]) => label === picker.value);
+    if (!found) return;
+    ids.value = [...wordsOf(ids.value), found[0]].join(", ");
+    picker.value = "";
+    showCurl();
+  });
+  return [picker, list];
+}
+
+function idWords(at) {
+  return wordsOf(byId(`ids-${at}`).value, tableOf(asked, asked.features[at]).ids.id_type === "string");
+}
+
+/** The body of the request. */
+function body() {
+  const features = [];
+  const weights = [];
+  asked.features.forEach((feature, at) => {
+    const ids = idWords(at).map((word) => idAsJson(tableOf(asked, feature), word));
+    const given = asked.unpooled ? [] : wordsOf(byId(`weights-${at}`).value).map(weightAsJson);
+    if (ids.length || given.length) features.push(`${JSON.stringify(feature)}: [[${ids.join(", ")}]]`);
+    if (given.length) weights.push(`${JSON.stringify(feature)}: [[${given.join(", ")}]]`);
+  });
+  const more = weights.length ? `, "weights": {${weights.join(", ")}}` : "";
+  return `{"features": {${features.join(", ")}}${more}}`;
+}
+
+function path() {
+  return `models/${inPath(nameOf(asked))}/embed`;
+}
+
+function showCurl() {
+  if (!asked) return;
+  const token = hasToken() ? ' -H "Authorization: Bearer $TOKEN"' : "";
+  const url = new URL(path(), document.baseURI).href;
+  say("curl", `curl -s${token} ${url} -d '${body().replaceAll("'", "'\\''")}'`);
+}
+
+function fillInExample() {
+  if (!asked) return;
+  asked.features.forEach((feature, at) => {
+    byId(`ids-${at}`).value = exampleIds(tableOf(asked, feature)).join(", ");
+  });
+  showCurl();
+}
+
+function exampleIds(table) {
+  const { rule, id_type: type, examples } = table.ids;
+  const from = named.has(table.name) ? [...named.get(table.name).keys()] : type === "string" ? examples : null;
+  const any = (size) => Math.floor(Math.random() * size);
+  if (from) return [...new Set(Array.from({ length: EXAMPLE_IDS }, () => from[any(from.length)]))];
+  return rule === "map" ? [] : [any(table.num_embeddings)];
+}
+
+async function lookUp() {
+  if (!asked) return;
+  showError(null);
+  showCurl();
+  say("answered", "Asking …");
+  const model = asked;
+  const words = model.features.map((_, at) => idWords(at));
+  const start = performance.now();
+  try {
+    const answer = await ask(path(), body());
+    say("answered", `Answered by ${answer.model} version ${answer.version} in ${(performance.now() - start).toFixed(1)} ms, the way there and back included.`);
+    await showAnswer(answer, model, words, named);
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    say("answered", "");
+    fill("answer");
+    showError(error);
+  }
+}
+
+/** Says what was refused, and marks the field that it names. */
+function showError(error) {
+  say("ask-error", error ? error.message : "");
+  let marked = null;
+  asked.features.forEach((feature, at) => {
+    for (const kind of asked.unpooled ? ["features"] : ["features", "weights"]) {
+      const input = byId(`${kind === "features" ? "ids" : "weights"}-${at}`);
+      const isIt = Boolean(error) && isOf(error.field, `${kind}.${feature}`);
+      input.removeAttribute("aria-invalid");
+      input.removeAttribute("aria-errormessage");
+      if (isIt) {
+        input.setAttribute("aria-invalid", "true");
+        input.setAttribute("aria-errormessage", "ask-error");
+        input.closest("details")?.setAttribute("open", "");
+        marked ??= input;
+      }
+    }
+  });
+  marked?.focus();
+}
+
+function isOf(field, name) {
+  return field === name || (field.startsWith(name) && "[.".includes(field[name.length]));
+}

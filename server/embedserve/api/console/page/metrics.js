@@ -1,0 +1,120 @@
+// Reads Prometheus' text, and tells rates, means and quantiles of what came between two readings.
+
+/** [{labels, value}] by name. */
+export function parse(text) {
+  const samples = new Map();
+  for (const line of text.split("\n")) {
+    if (line === "" || line.startsWith("#")) continue;
+    const [name, labels, rest] = head(line);
+    const value = numberOf(rest.trim().split(" ")[0]);
+    if (!samples.has(name)) samples.set(name, []);
+    samples.get(name).push({ labels, value });
+  }
+  return samples;
+}
+
+/** The name of a sample, its labels, and what follows them. */
+function head(line) {
+  const end = line.search(/[{ ]/);
+  if (line[end] === " ") return [line.slice(0, end), {}, line.slice(end)];
+  const labels = {};
+  const pattern = /\s*,?\s*([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"/y;
+  pattern.lastIndex = end + 1;
+  let after = end + 1;
+  for (let match = pattern.exec(line); match; match = pattern.exec(line)) {
+    labels[match[1]] = match[2].replace(/\\(.)/g, (_, one) => (one === "n" ? "\n" : one));
+    after = pattern.lastIndex;
+  }
+  return [line.slice(0, end), labels, line.slice(line.indexOf("}", after) + 1)];
+}
+
+function numberOf(text) {
+  if (text === "+Inf") return Infinity;
+  return text === "-Inf" ? -Infinity : Number(text);
+}
+
+function keyOf(labels) {
+  return JSON.stringify(Object.entries(labels).sort());
+}
+
+function matches(labels, where) {
+  return Object.entries(where).every(([name, value]) => labels[name] === value);
+}
+
+/** What the server said at a time. */
+export class Reading {
+  constructor(text, atMs) {
+    this.atMs = atMs;
+    this.samples = parse(text);
+  }
+
+  of(name, where = {}) {
+    return (this.samples.get(name) ?? []).filter((one) => matches(one.labels, where));
+  }
+
+  has(name) {
+    return this.samples.has(name);
+  }
+
+  sum(name, where = {}) {
+    return this.of(name, where).reduce((sum, one) => sum + one.value, 0);
+  }
+}
+
+/** What came between two readings. */
+export class Between {
+  constructor(before, now) {
+    this.before = before;
+    this.now = now;
+    this.seconds = (now.atMs - before.atMs) / 1000;
+  }
+
+  /** [{labels, value}], by how much each counter grew; one that begins anew, from zero. */
+  growth(name, where = {}) {
+    const before = new Map(this.before.of(name, where).map((one) => [keyOf(one.labels), one.value]));
+    return this.now.of(name, where).map(({ labels, value }) => {
+      const had = before.get(keyOf(labels)) ?? 0;
+      return { labels, value: value < had ? value : value - had };
+    });
+  }
+
+  grown(name, where = {}) {
+    return this.growth(name, where).reduce((sum, one) => sum + one.value, 0);
+  }
+
+  rate(name, where = {}) {
+    return this.grown(name, where) / this.seconds;
+  }
+
+  /** Rates by the value of a label. */
+  rates(name, label, where = {}) {
+    const rates = new Map();
+    for (const { labels, value } of this.growth(name, where)) {
+      rates.set(labels[label], (rates.get(labels[label]) ?? 0) + value / this.seconds);
+    }
+    return rates;
+  }
+
+  /** The mean of what a histogram counted; null of nothing. */
+  mean(name, where = {}) {
+    const count = this.grown(`${name}_count`, where);
+    return count ? this.grown(`${name}_sum`, where) / count : null;
+  }
+
+  /** A quantile of what a histogram counted, as PromQL's histogram_quantile has it; null of nothing. */
+  quantile(name, share, where = {}) {
+    const counts = new Map();
+    for (const { labels, value } of this.growth(`${name}_bucket`, where)) {
+      const bound = numberOf(labels.le);
+      counts.set(bound, (counts.get(bound) ?? 0) + value);
+    }
+    const buckets = [...counts].sort((one, other) => one[0] - other[0]);
+    const total = buckets.length ? buckets.at(-1)[1] : 0;
+    if (!total) return null;
+    const wanted = share * total;
+    const at = buckets.findIndex(([, count]) => count >= wanted);
+    const [below, had] = at ? buckets[at - 1] : [0, 0];
+    const [bound, count] = buckets[at];
+    return bound === Infinity ? below : below + ((bound - below) * (wanted - had)) / (count - had);
+  }
+}

@@ -1,0 +1,109 @@
+// What is served: versions and aliases, and the plan of each version as a map of shards over ranks.
+
+import { ask, inPath } from "./server.js";
+import { bytes, element, fill, number, seconds, table } from "./page.js";
+
+const LOOKUP = "embedserve_lookup_seconds";
+const plans = new Map();
+let shown = "";
+
+/** The name that a served version, and no other, answers to. */
+export function nameOf(model) {
+  return `${model.model}@${model.alias || model.version}`;
+}
+
+/** "movies 3 (canary)", for people. */
+export function titleOf(model) {
+  const isNamed = model.alias && model.alias !== String(model.version);
+  return `${model.model} ${model.version}${isNamed ? ` (${model.alias})` : ""}`;
+}
+
+export function labelsOf(model) {
+  return { model: model.model, alias: model.alias, version: String(model.version) };
+}
+
+export function showModels(models, defaultModel, between) {
+  const rows = models.map((model) => {
+    const where = labelsOf(model);
+    const rate = between && between.rate("embedserve_batch_examples_sum", where);
+    return [
+      model.model + (model.model === defaultModel ? " (default)" : ""),
+      model.version,
+      model.alias || "newest",
+      answersOf(model),
+      between ? number(rate) : "–",
+      between ? seconds(between.quantile(`${LOOKUP}`, 0.5, where)) : "–",
+      element("time", { datetime: model.since }, model.since.replace("T", " ").replace("+00:00", "")),
+    ];
+  });
+  const headings = ["model", ["version", "number"], "served as", "answers", ["examples/s", "number"], ["lookup p50", "number"], "since (UTC)"];
+  const coming = models.filter((model) => model.next).map(comingOf);
+  fill("models", table("Served versions", headings, rows), ...coming);
+}
+
+function answersOf(model) {
+  const parts = [];
+  if (model.share) parts.push(`${number(model.share)} % of requests`);
+  if (model.shadow) parts.push(`shadow of ${number(model.shadow)} %`);
+  if (model.leaving.length) parts.push(`after ${model.leaving.join(", ")}, which leaves`);
+  return parts.join(", ") || "when asked";
+}
+
+function comingOf(model) {
+  const { version, state, reason } = model.next;
+  return element("p", { class: state === "failed" ? "error" : "hint" }, `${titleOf(model)}: version ${version} is ${state}${reason ? `: ${reason}` : ""}`);
+}
+
+/** Asks for plans that are not known, and draws them; those of versions that are gone are dropped. */
+export async function showPlans(models) {
+  const names = new Map(models.map((model) => [`${nameOf(model)} ${model.version}`, model]));
+  for (const key of plans.keys()) if (!names.has(key)) plans.delete(key);
+  for (const [key, model] of names) {
+    if (!plans.has(key)) plans.set(key, await ask(`models/${inPath(nameOf(model))}/plan`));
+  }
+  const drawing = JSON.stringify([...names.keys()]);
+  if (drawing === shown) return;
+  shown = drawing;
+  fill("plan", ...[...names].flatMap(([key, model]) => planOf(model, plans.get(key))));
+}
+
+function planOf(model, plan) {
+  const most = Math.max(1, ...plan.tables.flatMap((one) => one.shards.map((shard) => shard.bytes)));
+  const ranks = Array.from({ length: plan.ranks }, (_, rank) => rank);
+  const rows = plan.tables.map((one) => {
+    const sizes = model.tables.find((other) => other.name === one.name);
+    const held = ranks.map((rank) => one.shards.filter((shard) => shard.rank === rank));
+    const heading = element("span", {}, one.name, element("small", {}, `${one.sharding}, ${sizes.dtype}`));
+    return [heading, ...held.map((shards) => element("div", {}, ...shards.map((shard) => shardOf(shard, sizes, most))))];
+  });
+  const totals = model.bytes_per_rank;
+  const foot = ["all tables", ...totals.map((total) => element("strong", {}, bytes(total)))];
+  const title = `${titleOf(model)}: ${model.tables.length} tables over ${plan.ranks} ${plan.device} rank${plan.ranks > 1 ? "s" : ""}`;
+  const said = [`Lookups are ${model.lookup}${model.replanned ? ", and the plan was made anew for this host" : ""}.`];
+  if (plan.ranks > 1) said.push(`The fullest rank holds ${imbalance(totals)} times the mean.`);
+  return [
+    element("h3", {}, title),
+    element(
+      "div",
+      { class: "map", role: "region", tabindex: "0", "aria-label": `Plan of ${title}` },
+      table(`Shards of ${titleOf(model)}`, ["table", ...ranks.map((rank) => `rank ${rank}`)], rows, foot),
+    ),
+    element("p", { class: "hint" }, said.join(" ")),
+  ];
+}
+
+function shardOf(shard, sizes, most) {
+  const last = shard.row_offset + shard.row_count - 1;
+  const rows = shard.row_count ? `rows ${number(shard.row_offset)} – ${last.toLocaleString("en")}` : "no rows";
+  const isWhole = shard.col_count === sizes.embedding_dim;
+  const columns = isWhole ? `${shard.col_count} columns` : `columns ${shard.col_offset} – ${shard.col_offset + shard.col_count - 1}`;
+  const block = element("div", { class: "shard" }, element("b", {}, bytes(shard.bytes)), element("span", {}, rows), element("span", {}, columns));
+  block.style.setProperty("--share", `${((100 * shard.bytes) / most).toFixed(1)}%`);
+  return block;
+}
+
+/** The most by the mean, in words. */
+export function imbalance(values) {
+  const mean = values.reduce((sum, one) => sum + one, 0) / (values.length || 1);
+  return mean ? (Math.max(...values) / mean).toFixed(2) : "–";
+}

@@ -1,0 +1,78 @@
+// Asks this server, and no other. A token lives in this tab alone.
+
+const TOKEN = "embedserve.token";
+const ANSWER_MS_MAX = 10000;
+
+let token = kept();
+
+function kept() {
+  try {
+    return sessionStorage.getItem(TOKEN) ?? "";
+  } catch {
+    return ""; // a browser that keeps nothing
+  }
+}
+
+export function useToken(given) {
+  token = given;
+  try {
+    if (given) sessionStorage.setItem(TOKEN, given);
+    else sessionStorage.removeItem(TOKEN);
+  } catch {
+    // It stays in memory.
+  }
+}
+
+export function hasToken() {
+  return token !== "";
+}
+
+/** An answer that is an error; status 0: there was no answer. */
+export class Refused extends Error {
+  constructor(status, message, field = "") {
+    super(message);
+    this.status = status;
+    this.field = field;
+  }
+}
+
+/** The text that a route answers with; with a body, it is posted as JSON. */
+export async function askText(path, body = null) {
+  const headers = token ? { Authorization: `Bearer ${token}` } : {};
+  if (body !== null) headers["Content-Type"] = "application/json";
+  let answer, text;
+  try {
+    answer = await fetch(path, {
+      method: body === null ? "GET" : "POST",
+      headers,
+      body,
+      cache: "no-store",
+      redirect: "error",
+      signal: AbortSignal.timeout(ANSWER_MS_MAX),
+    });
+    text = await answer.text();
+  } catch (error) {
+    const why = error.name === "TimeoutError" ? "no answer in 10 s" : "the server cannot be reached";
+    throw new Refused(0, why);
+  }
+  if (!answer.ok) throw refusal(answer.status, text);
+  return text;
+}
+
+export async function ask(path, body = null) {
+  return JSON.parse(await askText(path, body));
+}
+
+/** A model's name as it stands in paths. */
+export function inPath(name) {
+  return encodeURIComponent(name).replaceAll("%40", "@");
+}
+
+function refusal(status, text) {
+  try {
+    const { code, message, field } = JSON.parse(text).error;
+    return new Refused(status, `${code}: ${message}`, field);
+  } catch {
+    return new Refused(status, `status ${status}`);
+  }
+}

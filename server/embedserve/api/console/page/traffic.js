@@ -1,0 +1,80 @@
+// What tables and ranks are asked for, ids without a row, and the slowest requests.
+
+import { byId, bytes, element, fill, number, seconds, table } from "./page.js";
+import { imbalance, labelsOf, titleOf } from "./models.js";
+
+const TABLE = "embedserve_table_lookups_total";
+const RANK = "embedserve_rank_lookups_total";
+const UNKNOWN = "embedserve_unknown_ids_total";
+const IDS = "embedserve_feature_ids_total";
+
+/** Of servers that count them. */
+export function showLookups(models, between) {
+  const isCounted = between.now.has(TABLE) || between.now.has(RANK);
+  byId("lookups-section").hidden = !isCounted;
+  if (!isCounted) return;
+  const shown = models.flatMap((model) => {
+    const where = labelsOf(model);
+    const parts = [];
+    for (const [name, label] of [[TABLE, "table"], [RANK, "rank"]]) {
+      if (between.now.has(name)) parts.push(...lookupsBy(name, label, where, between));
+    }
+    return [element("h3", {}, titleOf(model)), ...parts];
+  });
+  fill("lookups", ...shown);
+}
+
+function lookupsBy(name, label, where, between) {
+  const rates = between.rates(name, label, where);
+  const read = between.rates(name.replace("_lookups_", "_read_bytes_"), label, where);
+  const total = [...rates.values()].reduce((sum, one) => sum + one, 0);
+  const headings = [label, ["ids/s", "number"], "share"];
+  if (read.size) headings.splice(2, 0, ["read", "number"]);
+  const rows = [...rates].map(([one, rate]) => {
+    const row = [label === "rank" ? `rank ${one}` : one, number(rate), shareOf(rate, total)];
+    if (read.size) row.splice(2, 0, `${bytes(read.get(one) ?? 0)}/s`);
+    return row;
+  });
+  const uneven = label === "rank" && rates.size > 1 && total;
+  const said = uneven ? `The busiest rank is asked ${imbalance([...rates.values()])} times as much as the mean.` : "";
+  return [table(`Lookups by ${label}`, headings, rows), element("p", { class: "hint" }, said)];
+}
+
+function shareOf(rate, total) {
+  const percent = total ? (100 * rate) / total : 0;
+  const bar = element("span", { class: "bar", "aria-hidden": "true" });
+  bar.style.setProperty("--share", `${percent.toFixed(1)}%`);
+  return element("span", { class: "share" }, bar, `${percent.toFixed(0)} %`);
+}
+
+export function showUnknown(models, between) {
+  const hasShare = between.now.has(IDS);
+  const rows = models.flatMap((model) => {
+    const rates = between.rates(UNKNOWN, "feature", labelsOf(model));
+    return [...rates].map(([feature, rate]) => {
+      const where = { ...labelsOf(model), feature };
+      const row = [feature, titleOf(model), number(rate), number(between.now.sum(UNKNOWN, where))];
+      if (hasShare) row.push(`${number((100 * rate) / (between.rate(IDS, where) || 1))} %`);
+      return row;
+    });
+  });
+  byId("unknown-section").hidden = !rows.length;
+  const headings = ["feature", "model", ["a second", "number"], ["in all", "number"]];
+  if (hasShare) headings.push(["of its ids", "number"]);
+  fill("unknown", table("Ids without a row, by feature", headings, rows));
+}
+
+/** Rows as the server's list of slow requests has them, whatever it tells of each. */
+export function showSlow(slow) {
+  const requests = Array.isArray(slow) ? slow : (Object.values(slow).find(Array.isArray) ?? []);
+  byId("slow-section").hidden = false;
+  if (!requests.length) return fill("slow", element("p", { class: "hint" }, "None yet."));
+  const names = Object.keys(requests[0]);
+  const rows = requests.map((one) => names.map((name) => told(name, one[name])));
+  fill("slow", table("Slowest requests", names.map((name) => name.replaceAll("_", " ")), rows));
+}
+
+function told(name, value) {
+  if (name === "seconds" || name.endsWith("_s") || name.endsWith("_seconds")) return seconds(value);
+  return value !== null && typeof value === "object" ? JSON.stringify(value) : String(value ?? "–");
+}

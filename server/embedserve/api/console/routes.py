@@ -1,0 +1,83 @@
+"""The routes of the console: its files, which anybody may have, and the labels that it shows.
+
+What it shows else it asks of the other routes, as who looks at it may. Its files load nothing from
+elsewhere, and browsers are told to run and to load nothing else in the page.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import PurePath
+
+from fastapi import FastAPI, Response
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+
+from embedserve.api.console.labels import NO_LABELS, Labels
+from embedserve.models.served_models import ServedModels
+
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+"""No script and style but of this server's files, none in the page, and no text becomes markup."""
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+PATH, INDEX = "/console", "index.html"
+_FOLDER = files(__package__) / "page"
+_FILES = {one.name: one.read_bytes() for one in _FOLDER.iterdir()}
+PAGE_PATHS = frozenset({PATH} | {f"{PATH}/{name}" for name in _FILES})
+"""What has nothing to hide: who looks at the page is asked for a token by it."""
+
+
+class ModelLabels(BaseModel):
+    """What people call the ids of a model."""
+
+    tables: dict[str, dict[str, str]] = Field(
+        description="By table, the label of each id; empty where the server was given none."
+    )
+
+
+def add_console(app: FastAPI, models: ServedModels, labels: Labels) -> None:
+    """Adds the routes to ``app``."""
+
+    def file(name: str) -> Response:
+        return Response(_FILES[name], 200, HEADERS, MEDIA_TYPES[PurePath(name).suffix])
+
+    @app.get(PATH, include_in_schema=False)
+    async def page() -> Response:
+        return file(INDEX)
+
+    @app.get(PATH + "/{name}", include_in_schema=False)
+    async def page_file(name: str) -> Response:
+        if name not in _FILES:
+            raise HTTPException(404, "Not Found")
+        return file(name)
+
+    @app.get(PATH + "/labels/{model}", tags=["console"], response_model=ModelLabels)
+    async def labels_of(model: str) -> Response:
+        """What people call the ids of a served model, where `serve --labels` says."""
+        encoded = labels.get(models.model(model).name, NO_LABELS)
+        return Response(encoded, media_type="application/json")

@@ -1,0 +1,33 @@
+"""Titles of the demo's movies: of ids that its tables have, and as a server reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from embedserve_store.demo.data import load
+from embedserve_store.demo.labels import TABLE, labels_path, titles, write_labels
+from embedserve_store.demo.vocabularies import RULES
+from embedserve_store.errors import StoreError
+
+
+def test_every_title_is_of_a_movie_of_the_extract() -> None:
+    found = titles()
+    assert found["1375666"] == "Inception"
+    assert {int(one) for one in found} <= load().movie_rows.keys()
+    assert len(set(found.values())) == len(found) > 200
+    assert all(title == title.strip() and title for title in found.values())
+
+
+def test_they_are_written_beside_the_model(tmp_path: Path) -> None:
+    write_labels(tmp_path, "films")
+    written = json.loads(labels_path(tmp_path, "films").read_text("utf-8"))
+    assert written == {"films": {TABLE: titles()}}
+    assert TABLE in RULES
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"nowhere/films\.labels\.json: cannot be written"):
+        write_labels(tmp_path / "nowhere", "films")
