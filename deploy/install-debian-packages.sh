@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs from Debian what the tests run and this host lacks: kubectl renders the manifests; curl,
-# nghttp, h2load, grpc-go and Node's gRPC ask the server; nginx and HAProxy stand before it, and
-# Prometheus scrapes it. It does nothing where all are there, never touches a cluster, and leaves no
+# nghttp, h2load, grpc-go and Node's gRPC ask the server; nginx and HAProxy stand before it, Prometheus
+# scrapes it, and Chromium shows its console. It does nothing where all are there, never touches a cluster, and leaves no
 # service running or enabled.
 set -euo pipefail
 
@@ -21,6 +21,7 @@ declare -A package_of=(
     [go]=golang-go
     [prometheus]=prometheus
     [promtool]=prometheus
+    [chromium]=chromium
 )
 
 fail() {
@@ -34,7 +35,7 @@ has_grpc_go() {
 
 missing=()
 packages=()
-for command in kubectl curl nghttp h2load nginx haproxy node npm go prometheus promtool; do
+for command in kubectl curl nghttp h2load nginx haproxy node npm go prometheus promtool chromium; do
     if ! command -v "$command" >/dev/null; then
         missing+=("$command")
         package=${package_of[$command]}

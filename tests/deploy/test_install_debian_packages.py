@@ -16,11 +16,11 @@ PLAIN = ("env", "sh", "chmod", "rm")
 """Commands that are the host's own."""
 PROGRAMS = (
     *("kubectl", "curl", "nghttp", "h2load", "nginx", "haproxy", "node", "npm", "go"),
-    *("prometheus", "promtool"),
+    *("prometheus", "promtool", "chromium"),
 )
 PACKAGES = (
     "kubernetes-client curl nghttp2-client nginx-light haproxy nodejs npm golang-go "
-    "prometheus golang-google-grpc-dev"
+    "prometheus chromium golang-google-grpc-dev"
 )
 UPDATE = "apt-get update -qq"
 INSTALL = "apt-get install -qq -y --no-install-recommends"

@@ -17,5 +17,6 @@ def demo(
 ) -> Iterator[Demo]:
     folder = made_once("demo", make_demo)
     log = tmp_path_factory.mktemp("demo-server") / "log"
-    with running(folder / "store", log, is_warm=False) as server:
+    labels = folder / "store" / "movies.labels.json"
+    with running(folder / "store", log, "--labels", labels, is_warm=False) as server:
         yield Demo(folder, server)

@@ -13,7 +13,7 @@ class Demo:
     """
     Attributes:
         folder: store/, demo.pt and the vocabularies demo.TABLE.txt; not to be changed.
-        server: of the store, with no option.
+        server: of the store and its labels, with no other option.
     """
 
     folder: Path

@@ -1,0 +1,290 @@
+"""The console in Chromium: the demo asked by keys alone, hostile names, tokens, and a server that
+does not answer any more."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Page, browsing
+from e2e.demo_server import Demo
+from server.fake_engine import FakeEngine
+from server.fake_models import info_of
+from server.live import Live, make_exchange, serving
+
+from embedserve.access.access import Access
+from embedserve.access.grants import hash_of
+from embedserve_client import EmbedClient
+from embedserve_store.format.id_rule import IdRule
+from embedserve_store.format.table_spec import TableSpec
+
+MARKUP = '<img src=x onerror="document.title=1">'
+"""As a name: were it ever markup, the page's title would change."""
+TITLE = "embedserve console"
+FORM_IS_THERE = "document.querySelector('#ask-features .feature')"
+IS_LIVE = "document.querySelector('#state.good')"
+WIDTHS = (360, 390, 800, 1280)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with browsing(tmp_path_factory.mktemp("chromium")) as page:
+        page.be(1280, 900)
+        yield page
+
+
+@pytest.fixture(autouse=True)
+def forget(page: Page) -> None:
+    page.open("about:blank")
+    page.requests.clear()
+    page.errors.clear()
+
+
+def focused(page: Page) -> str:
+    name: str = page.value("document.activeElement.id || document.activeElement.className")
+    return name
+
+
+def tab_to(page: Page, wanted: str) -> None:
+    """Presses Tab until an element of that id or class has the focus, which must show."""
+    for _ in range(60):
+        page.press("Tab")
+        shown = page.value("getComputedStyle(document.activeElement).outlineStyle")
+        assert shown != "none", focused(page)
+        if focused(page) == wanted:
+            return
+    raise AssertionError(f"{wanted} has no way by Tab")
+
+
+def test_the_demo_is_asked_by_keys_alone(page: Page, demo: Demo) -> None:
+    page.open(f"{demo.server.http}/console")
+    page.until(FORM_IS_THERE)
+    tab_to(page, "skip")
+    page.press("Enter")
+    tab_to(page, "ids-0")
+    page.write("111161 468569, 109830")
+    tab_to(page, "label-1")
+    page.write("Inception")
+    page.press("Enter")
+    page.until("document.querySelector('#ids-1').value === '1375666'")
+    tab_to(page, "ids-2")
+    page.write("Action, Sci-Fi")
+    page.press("Enter")
+    page.until("document.querySelectorAll('.nearest').length === 2")
+    with EmbedClient(demo.server.http) as client:
+        right = client.embed(
+            {
+                "history": [[111161, 468569, 109830]],
+                "candidate": [[1375666]],
+                "candidate_genres": [["Action", "Sci-Fi"]],
+            }
+        )
+    shown = page.value("[...document.querySelectorAll('.numbers')].map((one) => one.textContent)")
+    values = [[float(value) for value in one.split(", ")] for one in shown]
+    keys = ("history", "candidate", "candidate_genres")
+    assert values == [pytest.approx(right[key][0].tolist(), rel=1e-6) for key in keys]
+    near = page.text(".vector:nth-of-type(2) .nearest")
+    assert "The Matrix" in near
+    assert "Inception" not in near
+    assert "Nearest to The Shawshank Redemption, The Dark Knight, Forrest Gump" in page.text(
+        "#answer"
+    )
+    assert "Zeros, of empty bags: user" in page.text("#answer")
+    assert '\'{"features": {"history": [[111161, 468569, 109830]]' in page.text("#curl")
+    page.until(IS_LIVE)
+    assert "rows 15,623" in page.text("#plan")
+    assert page.errors == []
+    assert all(url.startswith(demo.server.http) for url in page.requests)
+
+
+def test_what_is_refused_is_said_at_its_field(page: Page, demo: Demo) -> None:
+    page.open(f"{demo.server.http}/console")
+    page.until(FORM_IS_THERE)
+    tab_to(page, "ids-2")
+    page.write("Sci")
+    page.press("Enter")
+    page.until("document.querySelector('#ask-error').textContent")
+    assert "'Sci': not one of the 28 ids" in page.text("#ask-error")
+    assert page.value("[...document.querySelectorAll('[aria-invalid]')].map((one) => one.id)") == [
+        "ids-2"
+    ]
+    assert focused(page) == "ids-2"
+
+
+def test_figures_are_those_of_the_requests(page: Page, demo: Demo) -> None:
+    page.open(f"{demo.server.http}/console")
+    page.until("document.querySelector('#tiles .value')")
+    with EmbedClient(demo.server.http) as client:
+        for _ in range(40):
+            client.embed({"user": [[37287, 7]] * 5})
+    page.until("/^5 ?examples/.test(document.querySelector('.tile:nth-child(4) .value').innerText)")
+    page.until("document.querySelector('.tile .value').innerText !== '0/s'")
+    assert "user" in page.text("#unknown")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_width_scrolls_sideways(page: Page, demo: Demo, scheme: str) -> None:
+    page.open(f"{demo.server.http}/console")
+    page.until("document.querySelector('#tiles .value')")
+    page.value("document.querySelector('#ids-1').value = '1375666'")
+    page.value("document.querySelector('#ask-form').requestSubmit()")
+    page.until("document.querySelector('.nearest')")
+    grounds = set()
+    try:
+        for width in WIDTHS:
+            page.be(width, 800, scheme)
+            assert page.value("document.documentElement.scrollWidth") <= width
+            grounds.add(page.value("getComputedStyle(document.body).backgroundColor"))
+    finally:
+        page.be(1280, 900)
+    assert grounds == {"rgb(16, 21, 27)" if scheme == "dark" else "rgb(245, 246, 248)"}
+
+
+READ = """
+import('/console/metrics.js').then(({ Between, Reading }) => {
+  const text = (ok, low, high, all) => `# HELP h of {x="y"} 1
+n_total{model="a",outcome="O\\\\"K, }\\\\n\\\\\\\\"} ${ok}
+n_total{model="b",outcome="NO"} 7
+h_bucket{le="0.1"} ${low}
+h_bucket{le="0.2"} ${high}
+h_bucket{le="+Inf"} ${all}
+h_sum ${all * 2}
+h_count ${all}
+`;
+  const first = new Reading(text(10, 0, 0, 0), 0);
+  const between = new Between(first, new Reading(text(30, 10, 20, 20), 4000));
+  const anew = new Between(first, new Reading(text(4, 0, 0, 0), 1000));
+  return {
+    rates: [...between.rates("n_total", "outcome")],
+    quantiles: [0.25, 0.5, 0.99].map((share) => between.quantile("h", share)),
+    mean: between.mean("h"),
+    nothing: [anew.mean("h"), anew.quantile("h", 0.5), anew.quantile("x", 0.5)],
+    anew: anew.rate("n_total", { model: "a" }),
+  };
+})
+"""
+
+
+def test_rates_and_quantiles_of_two_readings(page: Page, demo: Demo) -> None:
+    page.open(f"{demo.server.http}/console")
+    read = page.value(READ)
+    assert read["rates"] == [['O"K, }\n\\', 5], ["NO", 0]]
+    assert read["quantiles"] == pytest.approx([0.05, 0.1, 0.198])
+    assert read["mean"] == 2
+    assert read["nothing"] == [None, None, None]
+    assert read["anew"] == 4  # a counter that began again
+
+
+def hostile_engine() -> FakeEngine:
+    """Its features, strings and model are named as no store would let them be."""
+    as_map = IdRule("map", id_type="string", unknown="skip")
+    tables = [
+        TableSpec("t_tag", 3, 4, (MARKUP,), "sum", "float32", ids=as_map),
+        TableSpec(
+            "t_user", 3, 4, ("user'</script>",), "sum", "float32", ids=IdRule(unknown="skip")
+        ),
+    ]
+    return FakeEngine(info_of("shop", tables, {"t_tag": (MARKUP, "b", "c")}))
+
+
+@asynccontextmanager
+async def served(engine: FakeEngine, folder: Path, *lines: dict[str, Any]) -> AsyncIterator[Live]:
+    """A server of ``engine`` with labels that are markup, and tokens where there are ``lines``."""
+    labels, tokens = folder / "labels.json", folder / "tokens"
+    of_users = {"9007199254740993": MARKUP, "1": "</option><b>1", "2": MARKUP + "2"}
+    labels.write_text(json.dumps({"shop": {"t_user": of_users}}))
+    tokens.write_text("\n".join(map(json.dumps, lines)))
+    with ThreadPoolExecutor(1) as executor:
+        access = Access(str(tokens)) if lines else None
+        exchange = make_exchange(engine, executor=executor, access=access)
+        async with serving(exchange, labels=str(labels)) as live:
+            yield live
+
+
+async def test_names_are_never_markup(page: Page, tmp_path: Path) -> None:
+    async with served(hostile_engine(), tmp_path) as live:
+        await asyncio.to_thread(look_at_hostile_names, page, live.http_port)
+
+
+def look_at_hostile_names(page: Page, port: int) -> None:
+    page.open(f"http://127.0.0.1:{port}/console")
+    page.until(FORM_IS_THERE)
+    for field, ids in (("#ids-0", f"{MARKUP}, nobody's"), ("#ids-1", "1, 9007199254740993, 7")):
+        page.value(f"document.querySelector('{field}').value = {json.dumps(ids)}")
+    page.value("document.querySelector('#ask-form').requestSubmit()")
+    page.until("document.querySelector('.nearest')")
+    page.until("document.querySelectorAll('#unknown tbody tr').length === 2")
+    assert MARKUP in page.text("#unknown")
+    assert MARKUP in page.text("#ask-features")
+    assert f"Nearest to </option><b>1, {MARKUP}, 7" in page.text("#answer")
+    assert "[[1, 9007199254740993, 7]]" in page.text("#curl")  # no digit is rounded
+    assert "nobody'\\''s" in page.text("#curl")
+    assert f"1 of {MARKUP}" in page.text("#answer")
+    assert page.value("document.querySelectorAll('img, b:not(.shard b)').length") == 0
+    assert page.value("document.title") == TITLE
+    assert page.errors == []
+
+
+async def test_a_token_is_asked_for_and_kept_in_the_tab(page: Page, tmp_path: Path) -> None:
+    lines = [
+        {"name": "both", "sha256": hash_of(b"es_both"), "roles": ["admin", "embed"]},
+        {"name": "caller", "sha256": hash_of(b"es_call"), "roles": ["embed"]},
+    ]
+    async with served(FakeEngine(), tmp_path, *lines) as live:
+        await asyncio.to_thread(give_tokens, page, live.http_port)
+
+
+def give_tokens(page: Page, port: int) -> None:
+    page.open(f"http://127.0.0.1:{port}/console")
+    page.until("!document.querySelector('#access').hidden")
+    assert "UNAUTHENTICATED" in page.text("#access")
+    page.until("document.activeElement.id === 'token'")
+    page.write("es_call")
+    page.press("Enter")
+    page.until(FORM_IS_THERE)  # what it may
+    page.until("/PERMISSION_DENIED/.test(document.querySelector('#state').innerText)")
+    page.value("document.querySelector('#token').focus()")
+    page.write("es_both")
+    page.press("Enter")
+    page.until(IS_LIVE)
+    page.until("document.querySelector('#access').hidden")
+    assert "$TOKEN" in page.text("#curl")
+    assert "es_both" not in page.value("document.documentElement.outerHTML")
+    assert page.value("[localStorage.length, document.cookie]") == [0, ""]
+    page.open(f"http://127.0.0.1:{port}/console")  # again, in the same tab
+    page.until(IS_LIVE)
+    page.value("sessionStorage.clear()")
+
+
+async def test_a_server_that_is_gone_and_a_page_that_nobody_sees(
+    page: Page, tmp_path: Path
+) -> None:
+    async with served(FakeEngine(), tmp_path) as live:
+        page.open("about:blank")
+        await asyncio.to_thread(hide_and_show, page, live.http_port)
+    await asyncio.to_thread(page.until, "document.querySelector('#state.bad')")
+    said = page.text("#state")
+    assert re.search(r"cannot be reached; the figures are of \d\d:\d\d:\d\d", said), said
+
+
+def hide_and_show(page: Page, port: int) -> None:
+    page.open(f"http://127.0.0.1:{port}/console")
+    page.until(IS_LIVE)
+    hide = "Object.defineProperty(document, 'hidden', {{value: {}, configurable: true}});"
+    event = "document.dispatchEvent(new Event('visibilitychange'))"
+    page.value(hide.format("true") + event)
+    page.until("document.querySelector('#state').innerText === 'Paused while nobody looks'")
+    page.until("new Promise((done) => setTimeout(done, 2500, true))")  # longer than between polls
+    page.requests.clear()
+    page.until("new Promise((done) => setTimeout(done, 2500, true))")
+    assert page.requests == []
+    page.value(hide.format("false") + event)
+    page.until(IS_LIVE)
+    assert any(url.endswith("/metrics") for url in page.requests)
