@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import orjson
@@ -50,6 +50,17 @@ class Output:
     form: object = None
 
 
+class StringIds(Protocol):
+    """The string ids of one request."""
+
+    @property
+    def integers(self) -> Mapping[str, np.ndarray | int]:
+        """By feature, int64 [n]; the position of the first that is none where one is none."""
+
+    def __getitem__(self, value: int) -> str:
+        """The string whose hash is ``value``."""
+
+
 @dataclass(slots=True)
 class LookupRequest:
     """One caller's batch of jagged ids, as a codec understood it.
@@ -62,7 +73,8 @@ class LookupRequest:
         weights: float32 [n], or None to count every id once.
         batch_size: examples B, 1 or more.
         string_features: those of ``features`` whose ids were given as strings.
-        strings: these strings by their hashes, for messages; None where there are none.
+        strings: these strings by their hashes, for messages, and which integers they are, for
+            tables that take integers; None where there are none.
         output_dtype: "float32" or "float16", of the values that the caller wants.
         output: None for the whole answer in its plain form, as most callers want it.
     """
@@ -74,7 +86,7 @@ class LookupRequest:
     weights: np.ndarray | None
     batch_size: int
     string_features: frozenset[str] = frozenset()
-    strings: Mapping[int, str] | None = None
+    strings: StringIds | None = None
     output_dtype: str = "float32"
     output: Output | None = None
 

@@ -16,6 +16,7 @@ import numpy as np
 from server.fake_models import FEATURES, VOCABULARIES, model_info
 
 from embedserve.batching.join import to_model_order
+from embedserve.codec.strings import StringIds
 from embedserve.types import LookupRequest, ModelInfo
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.string_hashes import hash_strings
@@ -198,8 +199,13 @@ def make_request(bags: Bags, weights: Weights | None = None, model: str = "") ->
     flat = [bag for feature_bags in bags.values() for bag in feature_bags]
     values = [i for bag in flat for i in bag]
     strings = [one for one in values if isinstance(one, str)]
-    by_hash = dict(zip(hash_strings(strings).tolist(), strings, strict=True)) if strings else {}
-    hash_of = {string: number for number, string in by_hash.items()}
+    hashes = hash_strings(strings)
+    hash_of = dict(zip(strings, hashes.tolist(), strict=True))
+    string_counts = {
+        feature: sum(map(len, feature_bags))
+        for feature, feature_bags in bags.items()
+        if any(isinstance(one, str) for bag in feature_bags for one in bag)
+    }
     flat_weights = None
     if weights is not None:
         flat_weights = np.array(
@@ -212,10 +218,6 @@ def make_request(bags: Bags, weights: Weights | None = None, model: str = "") ->
         lengths=np.array([len(bag) for bag in flat], np.int32),
         weights=flat_weights,
         batch_size=len(next(iter(bags.values()))),
-        string_features=frozenset(
-            feature
-            for feature, feature_bags in bags.items()
-            if any(isinstance(one, str) for bag in feature_bags for one in bag)
-        ),
-        strings=by_hash or None,
+        string_features=frozenset(string_counts),
+        strings=StringIds(hashes, strings, string_counts) if strings else None,
     )

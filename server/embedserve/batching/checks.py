@@ -63,11 +63,13 @@ def check_output(output: Output, model: ModelInfo) -> Output:
     return replace(output, keys=tuple(named))
 
 
-def check_kinds(request: LookupRequest, model: ModelInfo) -> None:
-    """Raises InvalidRequestError for what ``model`` has no use for.
+def in_kinds_of(request: LookupRequest, model: ModelInfo) -> LookupRequest:
+    """``request`` with integers where it has them as strings and ``model`` takes integers; as it
+    is where it has none.
 
-    That is a string where ids are integers, an integer where they are strings, and weights
-    where nothing is pooled.
+    Raises:
+        InvalidRequestError: a string that is no integer there, an integer where ids are strings,
+            or weights where nothing is pooled.
     """
     if request.weights is not None and not model.is_pooled:
         raise InvalidRequestError(
@@ -76,28 +78,58 @@ def check_kinds(request: LookupRequest, model: ModelInfo) -> None:
             "weights",
         )
     if request.string_features or model.string_features:
-        _check_id_types(request, model)
+        return _in_id_types(request, model)
+    return request
 
 
-def _check_id_types(request: LookupRequest, model: ModelInfo) -> None:
+def _in_id_types(request: LookupRequest, model: ModelInfo) -> LookupRequest:
     check_lengths(request.lengths, request.ids.size)
     bags = request.lengths.reshape(len(request.features), request.batch_size)
+    integers: dict[str, tuple[int, np.ndarray]] = {}
     start = 0
     for feature, lengths in zip(request.features, bags, strict=True):
         end = start + int(lengths.sum(dtype=np.int64))
         are_strings = feature in request.string_features
-        is_wrong = are_strings != (feature in model.string_features)
+        is_other = are_strings != (feature in model.string_features)
         # Empty bags are of either type; a feature that there is not is refused as such.
-        if is_wrong and start < end and feature in model.features:
-            example = int((lengths > 0).argmax())
-            field = f"features.{feature}[{example}][0]"
-            expected = "integers" if are_strings else "strings"
-            raise InvalidRequestError(
-                f"{field} is {_shown(request, start, are_strings)}: ids of {feature!r} are "
-                f"{expected}",
-                field,
-            )
+        if is_other and start < end and feature in model.features:
+            found = _integers(request, feature) if are_strings else 0
+            if isinstance(found, int):
+                raise _of_wrong_type(request, feature, lengths, start, found)
+            integers[feature] = start, found
         start = end
+    return _with_integers(request, integers) if integers else request
+
+
+def _integers(request: LookupRequest, feature: str) -> np.ndarray | int:
+    return 0 if request.strings is None else request.strings.integers[feature]
+
+
+def _of_wrong_type(
+    request: LookupRequest, feature: str, lengths: np.ndarray, start: int, position: int
+) -> InvalidRequestError:
+    """Of the id at ``position`` of a feature, whose first is at ``start`` of all."""
+    example, place = _place_in(lengths, position)
+    field = f"features.{feature}[{example}][{place}]"
+    are_strings = feature in request.string_features
+    expected = "integers of 64 bits" if are_strings else "strings"
+    return InvalidRequestError(
+        f"{field} is {_shown(request, start + position, are_strings)}: ids of {feature!r} are "
+        f"{expected}",
+        field,
+    )
+
+
+def _with_integers(
+    request: LookupRequest, integers: dict[str, tuple[int, np.ndarray]]
+) -> LookupRequest:
+    """``request``, which others may hold, with these in the place of their strings' hashes."""
+    ids = request.ids.copy()
+    for start, values in integers.values():
+        ids[start : start + values.size] = values
+    left = request.string_features.difference(integers)
+    strings = request.strings if left else None
+    return replace(request, ids=ids, string_features=left, strings=strings)
 
 
 def _shown(request: LookupRequest, position: int, is_string: bool) -> str:
@@ -105,7 +137,7 @@ def _shown(request: LookupRequest, position: int, is_string: bool) -> str:
     value = int(request.ids[position])
     if not is_string or request.strings is None:
         return str(value)
-    text = repr(request.strings[value])
+    text = repr(request.strings[value][: QUOTED_CHARACTERS_MAX + 1])
     return text if len(text) <= QUOTED_CHARACTERS_MAX else text[:QUOTED_CHARACTERS_MAX] + "…"
 
 
@@ -173,7 +205,12 @@ def check_weights(request: LookupRequest) -> None:
 
 def _place(request: LookupRequest, position: int) -> tuple[int, int, int]:
     """(feature, example, place in the bag) of the id at ``position``."""
-    ends = np.cumsum(request.lengths, dtype=np.int64)
+    bag, place = _place_in(request.lengths, position)
+    return bag // request.batch_size, bag % request.batch_size, place
+
+
+def _place_in(lengths: np.ndarray, position: int) -> tuple[int, int]:
+    """(bag, place in it) of the id at ``position``."""
+    ends = np.cumsum(lengths, dtype=np.int64)
     bag = int(np.searchsorted(ends, position, side="right"))
-    start = int(ends[bag]) - int(request.lengths[bag])
-    return bag // request.batch_size, bag % request.batch_size, position - start
+    return bag, position - int(ends[bag]) + int(lengths[bag])

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from embedserve.batching.bag_order import bags_to_ids, feature_major_order
-from embedserve.batching.checks import check_kinds, check_lengths, check_output
+from embedserve.batching.checks import check_lengths, check_output, in_kinds_of
 from embedserve.batching.translation import translate
 from embedserve.errors import InvalidRequestError
 from embedserve.types import Batch, LookupRequest, ModelInfo
@@ -35,7 +35,7 @@ def to_model_order(
             that it does not take, lengths that do not add up, or an output key that it has not.
     """
     if not model.is_pooled or request.string_features or model.string_features:
-        check_kinds(request, model)
+        request = in_kinds_of(request, model)
     if request.output is not None:
         request.output = check_output(request.output, model)
     if request.features == model.features:

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from embedserve.codec.strings import integers_of
 from embedserve.errors import InvalidRequestError
 
-CHUNK = 4096
+CHUNK = 1024
 """Bags or values that are looked at together; only where one is wrong, each alone."""
 FEW = 8
 """Values in a bag that are quicker looked at each alone."""
@@ -56,17 +57,22 @@ def _features(parsed: dict[str, Any]) -> InvalidRequestError | None:
     if not features:
         return _wrong("features", "is {}: name at least one feature")
     for name, bags in features.items():
-        check = _check_string if isinstance(_first(bags), str) else _check_id
-        if error := _jagged(f"features.{name}", bags, "ids", check):
+        if error := _jagged(f"features.{name}", bags, "ids", _check_of(bags)):
             return error
     return _batch_sizes(features)
 
 
-def _first(bags: Any) -> Any:
-    """The first id of a feature, by which its ids are integers or strings."""
+def _check_of(bags: Any) -> Any:
+    """Of the ids of a feature, which are strings all of them, or integers, which strings may stand
+    for. Where they are neither, the first says what they should be."""
     if not isinstance(bags, list):
-        return None
-    return next((bag[0] if isinstance(bag, list) else bag for bag in bags if bag != []), None)
+        return _check_id
+    first = next((bag[0] if isinstance(bag, list) else bag for bag in bags if bag != []), None)
+    if not isinstance(first, str):
+        return _check_id
+    ids = chain.from_iterable(bags) if set(map(type, bags)) == {list} else bags
+    is_integer = not isinstance(integers_of([first]), int)
+    return _check_id if is_integer and set(map(type, ids)) != {str} else _check_string
 
 
 def _batch_sizes(features: dict[str, list[Any]]) -> InvalidRequestError | None:
@@ -197,6 +203,8 @@ def _all_right(values: list[Any], check: Any) -> bool:
         if check is _check_string:
             return types <= {str} and isinstance("".join(values).encode(), bytes)
         if check is _check_id:
+            if str in types:
+                return types <= {int, str} and not isinstance(integers_of([*map(str, values)]), int)
             return types <= {int} and len(array("q", values)) == len(values)
         if not types <= {int, float}:
             return False
@@ -208,6 +216,8 @@ def _all_right(values: list[Any], check: Any) -> bool:
 
 
 def _check_id(value: Any) -> str:
+    if isinstance(value, str) and not isinstance(integers_of([value]), int):
+        return ""
     if not isinstance(value, int) or isinstance(value, bool):
         return "ids are integers, or strings for a whole feature"
     if not -INT64_MAX - 1 <= value <= INT64_MAX:

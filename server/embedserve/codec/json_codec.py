@@ -7,7 +7,7 @@ the slow path, and said with field and value.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import compress
 from typing import Annotated, Any, Literal
 
@@ -18,7 +18,7 @@ import orjson
 from embedserve.batching.checks import check_feature_count
 from embedserve.codec.diagnose import diagnose
 from embedserve.codec.float16_digits import fewest_digits
-from embedserve.codec.strings import merge
+from embedserve.codec.strings import StringIds, integers_of, merge
 from embedserve.codec.version_name import with_version
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
@@ -171,8 +171,9 @@ def _flatten(features: list[Any], batch_size: int) -> tuple[list[int], list[Any]
 
 def _merge_strings(
     features: tuple[str, ...], lengths: list[int], values: list[Any]
-) -> tuple[np.ndarray, frozenset[str], Mapping[int, str]]:
-    """(ids, the features whose ids are hashes, the strings by hash); TypeError where mixed."""
+) -> tuple[np.ndarray, frozenset[str], StringIds]:
+    """(ids, the features whose ids are hashes, the strings by hash); TypeError where integers and
+    strings that are none are mixed."""
     integers: list[int] = []
     strings: list[str] = []
     is_string = []
@@ -181,16 +182,28 @@ def _merge_strings(
     start = 0
     for count in counts:
         ids = values[start : start + count]
-        is_string.append(set(map(type, ids)) == {str})
+        types = set(map(type, ids))
+        is_string.append(types == {str})
         if is_string[-1]:
             strings += ids
+        elif types == {int, str}:
+            integers += _mixed(ids)
         else:
             integers += ids
         start += count
-    merged, by_hash = merge(
-        np.frombuffer(array("q", integers), np.int64), strings, is_string, counts
+    merged, string_ids = merge(
+        np.frombuffer(array("q", integers), np.int64), strings, features, is_string, counts
     )
-    return merged, frozenset(compress(features, is_string)), by_hash
+    return merged, frozenset(compress(features, is_string)), string_ids
+
+
+def _mixed(ids: list[Any]) -> list[int]:
+    """The integers that ``ids`` are, some of them as strings; TypeError where one is none."""
+    integers = integers_of(list(map(str, ids)))
+    if isinstance(integers, int):
+        raise TypeError
+    as_list: list[int] = integers.tolist()
+    return as_list
 
 
 def _flatten_weights(

@@ -301,7 +301,7 @@ def _add_strings(request: LookupRequest, message: embedding_pb2.EmbedRequest) ->
             f"string_ids has {len(strings)} ids, the lengths of string_keys add up to {expected}",
             "string_ids",
         )
-    request.ids, request.strings = merge(request.ids, strings, is_string, counts)
+    request.ids, request.strings = merge(request.ids, strings, request.features, is_string, counts)
     request.string_features = string_keys
 
 

@@ -10,8 +10,8 @@ CONNECTION_BYTES = 16 << 10
 """Of a connection that holds nothing."""
 ID_BYTES = 8 + 4
 """An id and its weight."""
-STRING_BYTES = 80
-"""Of an id that came as a string, which is kept for messages."""
+STRING_BYTES = 88
+"""Of an id that came as a string, which is kept for messages, and the integer that it may be."""
 JSON_BYTES_PER_VALUE = 16
 FREED_SHARE = 1 / 4
 """malloc does not give everything back; under attack half of what it had was free."""

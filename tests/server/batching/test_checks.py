@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server.fake_engine import FEATURES, Bags, FakeEngine, Weights, make_request
 from server.fake_models import info_of, ruled_info, unpooled_info
-from server.strategies import bags_of_ids
+from server.strategies import bags_of, bags_of_ids
 
 from embedserve.batching.checks import find_invalid
 from embedserve.batching.join import join, to_model_order
@@ -191,7 +191,7 @@ def test_a_string_that_is_unknown_is_shown_as_it_was_sent_and_shortened() -> Non
             {"movie": [[1], []], "user": [[], ["abc"]]},
             RULED,
             "features.user[1][0]",
-            "is 'abc': ids of 'user' are integers",
+            "is 'abc': ids of 'user' are integers of 64 bits",
         ),
         (
             {"user": [[0], []], "tag": [[], [7]]},
@@ -199,7 +199,15 @@ def test_a_string_that_is_unknown_is_shown_as_it_was_sent_and_shortened() -> Non
             "features.tag[1][0]",
             "is 7: ids of 'tag' are strings",
         ),
-        ({"user": [["7"]]}, MODEL, "features.user[0][0]", "is '7': ids of 'user' are integers"),
+        *[
+            (
+                {"user": [["7", "8"], [], ["9", wrong]]},
+                MODEL,
+                "features.user[2][1]",
+                f"is {wrong!r}: ids of 'user' are integers of 64 bits",
+            )
+            for wrong in ("+1", " 1", "1.0", "\uff11", "", "007", str(2**63), str(-(2**63) - 1))
+        ],
         ({"tag": [[0]]}, UNPOOLED, "features.tag[0][0]", "is 0: ids of 'tag' are strings"),
     ],
 )
@@ -210,6 +218,31 @@ def test_strings_for_integers_and_the_reverse_are_refused(
         ordered(bags, model=model)
     assert caught.value.field == field
     assert caught.value.message == f"{field} {message}"
+
+
+@given(data=st.data(), model=st.sampled_from([MODEL, RULED, UNPOOLED]))
+def test_integers_may_be_given_as_strings(data: st.DataObject, model: ModelInfo) -> None:
+    bags = data.draw(bags_of(model))
+    as_strings = {
+        feature: [list(map(str, bag)) for bag in feature_bags]
+        if data.draw(st.booleans())
+        else feature_bags
+        for feature, feature_bags in bags.items()
+    }
+    sent = make_request(as_strings)
+    sent_ids = sent.ids.copy()
+    taken, plain = to_model_order(sent, model), ordered(bags, model=model)
+    assert taken.features == plain.features
+    assert np.array_equal(taken.ids, plain.ids)
+    assert np.array_equal(taken.lengths, plain.lengths)
+    assert taken.string_features == plain.string_features
+    assert (taken.strings is None) == (not taken.string_features)
+    assert np.array_equal(sent.ids, sent_ids)  # another version may be asked the same
+
+
+def test_an_integer_that_was_a_string_is_checked_as_any() -> None:
+    error = find_invalid([ordered({"user": [["1", "7"]]})], MODEL)[0]
+    assert error.message == "features.user[0][1] is 7: ids of 'user' are row numbers from 0 to 6"
 
 
 def test_empty_bags_are_of_either_type() -> None:

@@ -70,6 +70,21 @@ def test_strings_become_their_hashes_and_are_kept_for_messages(data: st.DataObje
     assert (request.ids.dtype, request.lengths.dtype) == (np.dtype(np.int64), np.dtype(np.int32))
 
 
+@given(data=st.data())
+def test_integers_may_be_strings_beside_others_that_are_not(data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=8))
+    as_sent = [data.draw(st.sampled_from([one, str(one)])) for one in ids]
+    bags = data.draw(st.sampled_from([as_sent, [as_sent], [as_sent[:1], as_sent[1:]]]))
+    request = decode_request(json.dumps({"features": {"user": bags}}).encode(), "")
+    if set(map(type, as_sent)) == {str}:  # which may be names: the table says
+        assert request.strings is not None
+        assert np.array_equal(request.strings.integers["user"], ids)
+        assert request.string_features == {"user"}
+    else:
+        assert request.ids.tolist() == ids
+        assert not request.string_features
+
+
 @pytest.mark.parametrize(
     ("features", "bags"),
     [
@@ -134,8 +149,13 @@ BAD = [
     ('{"features": {"user": [1.5]}}', "features.user[0]", "is 1.5"),
     ('{"features": {"user": [1.0]}}', "features.user[0]", "is 1.0"),
     ('{"features": {"user": [1, true]}}', "features.user[1]", "is true"),
-    ('{"features": {"user": [7, "7"]}}', "features.user[1]", 'is "7": ids are integers, or'),
-    ('{"features": {"user": [["7"], [7]]}}', "features.user[1][0]", "is 7: the ids before it are"),
+    ('{"features": {"user": [7, "x"]}}', "features.user[1]", 'is "x": ids are integers, or'),
+    ('{"features": {"user": [7, "+1"]}}', "features.user[1]", 'is "+1": ids are integers, or'),
+    ('{"features": {"user": [["7"], [7, " 1"]]}}', "features.user[1][1]", 'is " 1": ids are'),
+    ('{"features": {"user": ["7", 7, 1.0]}}', "features.user[2]", "is 1.0: ids are integers, or"),
+    ('{"features": {"user": [7, "9223372036854775808"]}}', "features.user[1]", "ids are integers"),
+    ('{"features": {"user": ["7", 9223372036854775808]}}', "features.user[1]", "64-bit"),
+    ('{"features": {"user": [["x"], [7]]}}', "features.user[1][0]", "is 7: the ids before it are"),
     ('{"features": {"user": [[], ["7", null]]}}', "features.user[1][1]", "is null"),
     ('{"features": {"user": ["7", ["7"]]}}', "features.user[1]", 'is ["7"]'),
     ('{"features": {"user": [["7"], "7"]}}', "features.user[1]", 'is "7": expected a list'),
@@ -217,6 +237,7 @@ MANY = 3 * CHUNK + 7
     [
         ([1] * MANY + ["x"], None, f'features.user[{MANY}] is "x": ids are integers'),
         (["a"] * MANY + [7], None, f"features.user[{MANY}] is 7: the ids before it are strings"),
+        (["1", 2] * MANY + ["a"], None, f'features.user[{2 * MANY}] is "a": ids are integers'),
         ([1] * MANY + [2**63], None, f"features.user[{MANY}] is {2**63}: ids are 64-bit"),
         ([1] * MANY + [True], None, f"features.user[{MANY}] is true: ids are integers"),
         ([[1]] * MANY + [[2, 2.5]], None, f"features.user[{MANY}][1] is 2.5: ids are integers"),
@@ -257,12 +278,13 @@ def calls_of(run: Callable[[], object]) -> int:
     [
         {"features": {"user": [1] * 100_000 + ["x"]}},
         {"features": {"user": [[1]] * 100_000 + [["x"]]}},
+        {"features": {"user": [["1"]] * 100_000 + [[2, "x"]]}},
         {
             "features": {"user": [[1]] * 100_000},
             "weights": {"user": [[0.5]] * 99_999 + [[0.5, 0.5]]},
         },
     ],
-    ids=["flat", "bags", "weights"],
+    ids=["flat", "bags", "strings", "weights"],
 )
 def test_diagnosing_calls_no_function_for_each_value(body: dict[str, Any]) -> None:
     """It runs on the event loop, where everyone else waits: only the values near the wrong one are

@@ -97,7 +97,10 @@ def check(result: EmbedResult, engine: FakeEngine, bags: Bags, unknown: dict[str
 
 
 BAD = [
-    ({"user": [["abc"]]}, "features.user[0][0] is 'abc': ids of 'user' are integers"),
+    (
+        {"user": [["7", "abc"]]},
+        "features.user[0][1] is 'abc': ids of 'user' are integers of 64 bits",
+    ),
     ({"tag": [[], [7]]}, "features.tag[1][0] is 7: ids of 'tag' are strings"),
     ({"shelf": [[100, -1]]}, "features.shelf[0][1] is -1: not one of the 3 ids of 'shelf'"),
 ]
@@ -121,6 +124,25 @@ async def test_a_bad_id_is_refused_alike_by_every_frontend(
             with pytest.raises(EmbedServeClientError) as caught:
                 await client.embed(bags)
             assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(("engine", "bags", "unknown"), CASES)
+async def test_integers_may_be_given_as_strings_by_every_client(
+    live: Live, engine: FakeEngine, bags: Bags, unknown: dict[str, int]
+) -> None:
+    """JavaScript has no other integers of 64 bits."""
+    name = engine.model.name
+    as_strings: Bags = {
+        feature: [list(map(str, bag)) for bag in feature_bags]
+        for feature, feature_bags in bags.items()
+    }
+    answer = await live.http.post(f"/models/{name}/embed", json={"features": as_strings})
+    assert np.array_equal(json_values(answer.json()), engine.expected(bags))
+    rest = AsyncEmbedClient(f"http://127.0.0.1:{live.http_port}")
+    grpc = AsyncGrpcEmbedClient(live.grpc_target)
+    async with rest, grpc:
+        for client in (rest, grpc):
+            check(await client.embed(as_strings, model=name), engine, bags, unknown)
 
 
 async def test_weights_are_refused_where_nothing_is_pooled(live: Live) -> None:

@@ -164,6 +164,12 @@ async def test_weights(live: Live, engine: FakeEngine, infer: Infer) -> None:
     check(await infer(live, Asked(inputs), "shop"), engine.expected(BAGS, weights))
 
 
+async def test_integers_as_bytes(live: Live, engine: FakeEngine, infer: Infer) -> None:
+    inputs = jagged({"tag": [[str(one) for one in bag] for bag in BAGS["tag"]]})
+    inputs += jagged({"user": BAGS["user"]})
+    check(await infer(live, Asked(inputs), "shop"), engine.expected(BAGS))
+
+
 async def test_negative_ids_are_padding(live: Live, engine: FakeEngine, infer: Infer) -> None:
     inputs = [
         Input("tag", "INT64", [[1, -1], [2, 3], [-1, -7]]),

@@ -345,10 +345,10 @@ def _request(
     names = tuple(features)
     if not any(is_string):
         return LookupRequest(model, names, integers, lengths, weights, batch_size)
-    merged, by_hash = merge(integers, strings, is_string, counts)
+    merged, string_ids = merge(integers, strings, names, is_string, counts)
     string_features = frozenset(compress(names, is_string))
     return LookupRequest(
-        model, names, merged, lengths, weights, batch_size, string_features, by_hash
+        model, names, merged, lengths, weights, batch_size, string_features, string_ids
     )
 
 
