@@ -165,6 +165,8 @@ class ModelInfo:
     lookup_kind: str
     named: str = ""
     """As --model has it, NAME, NAME@VERSION or NAME@ALIAS; "" for the first."""
+    example: Mapping[str, Sequence[Sequence[int | str]]] = field(default_factory=dict)
+    """The features of a request that it answers, to be shown."""
     answer_starts: dict[tuple[object, ...], Any] = field(default_factory=dict)
     """What codecs keep with the model, so that it goes with it: by what it depends on."""
     selected: tuple[int, ...] | None = None

@@ -11,6 +11,8 @@ import fcntl
 import hashlib
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from interop.lookups import Lookup
 from interop.tools import CACHE, ROOT, run_tool
 
@@ -132,6 +135,25 @@ def go_driver() -> Driver:
 def _compile(folder: Path, sources: Sequence[Path]) -> None:
     output = folder / "client"
     run_tool("go", "build", "-o", output, *sources, environment=GO, limit_s=BUILD_S_MAX)
+
+
+def python_programs(name: str) -> Path:
+    """Where the programs of a Python environment of its own are, with what the folder of that name
+    requires; a test that needs them is skipped where there is no package index."""
+    return made(name, [HERE / name / "requirements.txt"], _install_for_python) / "bin"
+
+
+def _install_for_python(folder: Path, sources: Sequence[Path]) -> None:
+    options = ("--quiet", "--disable-pip-version-check", "--requirement", sources[0])
+    for command in (
+        (sys.executable, "-m", "venv", folder),
+        (folder / "bin" / "python", "-m", "pip", "install", *options),
+    ):
+        done = subprocess.run(
+            [*map(str, command)], capture_output=True, text=True, timeout=BUILD_S_MAX
+        )
+        if done.returncode:
+            pytest.skip(f"{sources[0]} cannot be installed: {done.stderr[-500:]}")
 
 
 def made(name: str, sources: Sequence[Path], make: Callable[[Path, Sequence[Path]], None]) -> Path:

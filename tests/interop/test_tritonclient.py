@@ -6,21 +6,18 @@ from __future__ import annotations
 import base64
 import json
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from interop.drivers import HERE, made
+from interop.drivers import HERE, python_programs
 from interop.lookups import DIMS, MODEL, WRONG, WRONG_FIELD, Lookup, large_answer, lookups
 from running_servers import Running
 
 from embedserve_proto import open_inference_pb2 as pb
 
 CLIENT_S_MAX = 120
-INSTALL_S_MAX = 300
 FORMS = (
     "http",
     "http, JSON",
@@ -39,25 +36,10 @@ MORE_OF_THE_PROTOCOL = {
 """What Triton's messages have beside ours."""
 
 
-def install(folder: Path, sources: Any) -> None:
-    """An environment of its own; these tests are skipped where there is no package index."""
-    python = folder / "bin" / "python"
-    options = ("--quiet", "--disable-pip-version-check", "--requirement", sources[0])
-    for command in (
-        (sys.executable, "-m", "venv", folder),
-        (python, "-m", "pip", "install", *options),
-    ):
-        done = subprocess.run(
-            [*map(str, command)], capture_output=True, text=True, timeout=INSTALL_S_MAX
-        )
-        if done.returncode:
-            pytest.skip(f"tritonclient cannot be installed: {done.stderr[-500:]}")
-
-
 @pytest.fixture(scope="module")
 def told(server: Running) -> dict[str, Any]:
     """What the client was told of all that it asked."""
-    folder = made("tritonclient", [HERE / "tritonclient" / "requirements.txt"], install)
+    python = python_programs("tritonclient") / "python"
     asked = [as_asked(one, at) for at, one in enumerate(ASKED)]
     given = {
         "http": server.http.removeprefix("http://"),
@@ -67,7 +49,7 @@ def told(server: Running) -> dict[str, Any]:
         "wrong": [asked[0], as_asked(WRONG, 1), asked[1]],
     }
     done = subprocess.run(
-        [str(folder / "bin" / "python"), str(HERE / "tritonclient" / "client.py")],
+        [str(python), str(HERE / "tritonclient" / "client.py")],
         input=json.dumps(given),
         capture_output=True,
         text=True,

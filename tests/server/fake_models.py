@@ -85,7 +85,8 @@ def model_info(name: str = "shop", features: dict[str, tuple[int, int]] = FEATUR
         TableSpec(f"t_{feature}", rows, dim, (feature,), "sum", "float32")
         for feature, (rows, dim) in features.items()
     ]
-    return info_of(name, tables, {})
+    example = {feature: [[0, rows - 1], [1]] for feature, (rows, _) in features.items()}
+    return replace(info_of(name, tables, {}), example=example)
 
 
 def ruled_info() -> ModelInfo:

@@ -7,6 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from embedserve.access.access import CERTIFICATE, Access, one_header
 from embedserve.api.console.routes import PAGE_PATHS
+from embedserve.api.errors_openapi import is_infer
 from embedserve.codec.json_codec import encode_error
 from embedserve.codec.open_inference import bodies
 from embedserve.errors import EmbedServeError
@@ -52,6 +53,5 @@ def error_response(error: EmbedServeError, status: int, path: str) -> Response:
         headers["Retry-After"] = str(error.retry_after_s)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    is_inference = path == "/v2" or path.startswith("/v2/")
-    encode = bodies.encode_error if is_inference else encode_error
+    encode = bodies.encode_error if is_infer(path) else encode_error
     return Response(encode(error), status, headers, media_type="application/json")

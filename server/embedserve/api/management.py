@@ -5,11 +5,8 @@ Also describes the embed routes, which the wire answers, in the same OpenAPI.
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.utils import get_openapi
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
@@ -21,14 +18,7 @@ from embedserve.api.admin import Operator, add_admin
 from embedserve.api.console.labels import Labels
 from embedserve.api.console.routes import add_console
 from embedserve.api.guard import Guard, error_response
-from embedserve.api.openapi import (
-    EMBED_PATHS,
-    EMBED_SCHEMAS,
-    ERROR_RESPONSE,
-    INFER_ERROR_RESPONSE,
-    INFER_PATHS,
-    INFER_SCHEMAS,
-)
+from embedserve.api.openapi import describe_routes, operation_id
 from embedserve.api.plan import Plan, plan_of
 from embedserve.codec.model_description import describe
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, InvalidRequestError
@@ -146,13 +136,16 @@ def management_app(
         title="embedserve",
         version=__version__,
         description="Embedding lookups of TorchRec models.",
+        generate_unique_id_function=operation_id,
     )
     served, metrics_of_all = exchange.models, exchange.metrics
     registry = metrics_of_all.registry()
 
     _add_health(app, exchange)
 
-    @app.get("/metrics", tags=["metrics"], response_class=Response)
+    text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+
+    @app.get("/metrics", tags=["metrics"], response_class=Response, responses={200: text})
     async def metrics() -> Response:
         """Prometheus metrics."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
@@ -191,7 +184,7 @@ def management_app(
     if asks and exchange.access is not None:
         app.add_middleware(Guard, access=exchange.access)
     _add_error_shape(app)
-    _add_embed_routes_to_openapi(app)
+    describe_routes(app, exchange)
     return app
 
 
@@ -244,32 +237,3 @@ def _add_error_shape(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, of_routing)
     app.add_exception_handler(RequestValidationError, of_body)
     app.add_exception_handler(Exception, unforeseen)
-
-
-def _add_embed_routes_to_openapi(app: FastAPI) -> None:
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = get_openapi(
-                title=app.title,
-                version=app.version,
-                description=app.description,
-                routes=app.routes,
-            )
-            _describe_errors(schema)
-            schema["paths"] = EMBED_PATHS | schema["paths"] | INFER_PATHS
-            schema["components"]["schemas"].update(EMBED_SCHEMAS | INFER_SCHEMAS)
-            app.openapi_schema = schema
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _describe_errors(schema: dict[str, Any]) -> None:
-    """FastAPI describes errors of its own, which no route of this application answers with."""
-    for name, path in schema["paths"].items():
-        for operation in path.values():
-            operation["responses"].pop("422", None)
-            is_infer = name == "/v2" or name.startswith("/v2/")
-            operation["responses"]["default"] = INFER_ERROR_RESPONSE if is_infer else ERROR_RESPONSE
-    for name in ("HTTPValidationError", "ValidationError"):
-        schema["components"]["schemas"].pop(name, None)

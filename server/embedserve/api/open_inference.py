@@ -88,7 +88,7 @@ class Indexed(BaseModel):
 
 
 class Wanted(BaseModel):
-    ready: bool = Field(False, description="Only what is ready.")
+    ready: bool = Field(False, strict=True, description="Only what is ready.")
 
 
 def health_routes(exchange: Exchange) -> APIRouter:
@@ -124,26 +124,38 @@ def routes(exchange: Exchange) -> APIRouter:
         """What every model answered."""
         return Statistics.model_validate({"model_stats": statistics(exchange)})
 
-    @router.get("/models/{model}")
     @router.get("/models/{model}/versions/{version}")
-    async def model(model: str, version: str = "") -> ModelMetadata:
-        """The tensors of a model."""
+    async def model_version(model: str, version: str) -> ModelMetadata:
+        """The tensors of a version."""
         return ModelMetadata.model_validate(metadata(exchange, model, version))
 
-    @router.get("/models/{model}/ready")
+    @router.get("/models/{model}")
+    async def model(model: str) -> ModelMetadata:
+        """The tensors of a model."""
+        return await model_version(model, "")
+
     @router.get("/models/{model}/versions/{version}/ready")
-    async def model_ready(model: str, version: str = "") -> ModelReady:
-        """Whether a model is ready; 404 where there is none, 503 where it is not."""
+    async def model_version_ready(model: str, version: str) -> ModelReady:
+        """Whether a version is ready; 404 where there is none, 503 where it is not."""
         name = served(exchange, model, version).name
         models.check_ready()
         return ModelReady(name=name, ready=True)
 
-    @router.get("/models/{model}/stats")
+    @router.get("/models/{model}/ready")
+    async def model_ready(model: str) -> ModelReady:
+        """Whether a model is ready; 404 where there is none, 503 where it is not."""
+        return await model_version_ready(model, "")
+
     @router.get("/models/{model}/versions/{version}/stats")
-    async def statistics_of_one(model: str, version: str = "") -> Statistics:
-        """What a model answered."""
+    async def statistics_of_version(model: str, version: str) -> Statistics:
+        """What a version answered."""
         told = {"model_stats": statistics(exchange, model, version)}
         return Statistics.model_validate(told)
+
+    @router.get("/models/{model}/stats")
+    async def statistics_of_model(model: str) -> Statistics:
+        """What a model answered."""
+        return await statistics_of_version(model, "")
 
     @router.post("/repository/index")
     async def index(wanted: Wanted | None = None) -> list[Indexed]:

@@ -16,6 +16,7 @@ from embedserve.engine.script import KINDS, Compiled
 from embedserve.engine.sharded import main_device
 from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest import Manifest
+from embedserve_store.goldens.goldens_file import Goldens
 from embedserve_store.goldens.hand_pooling import row_numbers
 from embedserve_store.goldens.parity import check_answers
 from embedserve_store.ids.translate import IdTranslator
@@ -115,6 +116,10 @@ class Engine:
         for column in self._means:
             values[:, column.start : column.end] /= counts[column.feature, :, None]
 
+    def goldens(self) -> Goldens:
+        """Of the version; StoreError: the file is no longer as it was published."""
+        return self._version.goldens()
+
     def warm_up(self) -> None:
         """Answers the version's goldens until lookups are compiled, and compares the answers.
 
@@ -123,7 +128,7 @@ class Engine:
                 were published.
         """
         version = self._version
-        goldens = version.goldens()
+        goldens = self.goldens()
         bags = goldens.bags
         numbers = row_numbers(bags, self.translator)
         lengths = bags.lengths.reshape(-1)

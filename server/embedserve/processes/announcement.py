@@ -5,21 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 
-import numpy as np
-
 from embedserve.config import ServeSettings, is_loopback
 from embedserve.processes.ports import Ports, SharedPorts, bracketed
 from embedserve.terminal.console import say
 from embedserve.types import ModelInfo
-from embedserve_store import Bags, IdRule, ModelVersion
-
-CURL_EXAMPLES = 2
-CURL_IDS_MAX = 6
 
 
 def say_ready_to_serve(
     models: list[ModelInfo],
-    versions: dict[str, ModelVersion],
     ports: Ports | SharedPorts,
     seconds: float,
     settings: ServeSettings,
@@ -47,9 +40,7 @@ def say_ready_to_serve(
         f"gRPC {host}:{ports.grpc}"
     )
     say("try:")
-    model = models[0]
-    line = curl_line(base, model, versions[model.served_as], curl_options(settings))
-    print(f"  {line}", flush=True)
+    print(f"  {curl_line(base, models[0], curl_options(settings))}", flush=True)
 
 
 def curl_options(settings: ServeSettings) -> str:
@@ -64,33 +55,7 @@ def curl_options(settings: ServeSettings) -> str:
     return options
 
 
-def curl_line(base: str, model: ModelInfo, version: ModelVersion, options: str) -> str:
-    """A command that works as pasted: two of the model's golden examples, shortened."""
-    bags = version.goldens().bags
-    fullest = sorted(
-        range(bags.lengths.shape[1]),
-        key=lambda example: -int(np.count_nonzero(bags.lengths[:, example])),
-    )
-    features = {
-        feature: _sample(bags, position, fullest[:CURL_EXAMPLES], rule)
-        for position, (feature, rule) in enumerate(
-            zip(model.features, version.manifest.rule_per_feature, strict=True)
-        )
-    }
-    body = json.dumps({"features": features}, separators=(",", ":"))
+def curl_line(base: str, model: ModelInfo, options: str) -> str:
+    """A command that works as pasted."""
+    body = json.dumps({"features": model.example}, separators=(",", ":"))
     return f"curl {options} {base}/models/{model.name}/embed -d {shlex.quote(body)}"
-
-
-def _sample(
-    bags: Bags, feature: int, examples: list[int], rule: IdRule
-) -> list[list[int]] | list[list[str]]:
-    """A bag of ids for each of ``examples``. Goldens know strings by their hash only."""
-    if rule.id_type == "string":
-        return [list(rule.examples)] * len(examples)
-    ends = bags.lengths.reshape(-1).cumsum().reshape(bags.lengths.shape)
-    return [
-        bags.ids[ends[feature, i] - bags.lengths[feature, i] : ends[feature, i]][
-            :CURL_IDS_MAX
-        ].tolist()
-        for i in examples
-    ]

@@ -157,7 +157,7 @@ def _serve_here(
         def announce() -> None:
             seconds = time.perf_counter() - start_s
             models = exchange.models.models()
-            say_ready_to_serve(models, versions, ports, seconds, settings)
+            say_ready_to_serve(models, ports, seconds, settings)
 
         run(exchange, announce, rollout)
 

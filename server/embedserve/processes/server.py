@@ -27,6 +27,7 @@ from embedserve.followed import Followed, follow_all
 from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.slots import Slot
 from embedserve.models.served_models import ServedModels
+from embedserve.processes.example_request import example_features
 from embedserve.processes.loading import restore_one
 from embedserve.processes.ports import Ports
 from embedserve.processes.rollout import Restored, Rollout
@@ -63,6 +64,7 @@ def model_info(engine: Engine, name: str) -> ModelInfo:
         replanned=engine.replanned,
         lookup_kind=engine.lookup_kind,
         named=name,
+        example=example_features(engine.manifest, engine.goldens().bags),
     )
 
 

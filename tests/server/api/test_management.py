@@ -16,11 +16,19 @@ from server.live import JSON, make_exchange
 from server.openapi import validate
 
 from embedserve.api.management import management_app
+from embedserve.batching.batcher import Batcher
+from embedserve.config import Limits
 from embedserve.errors import DRAINING
 from embedserve.exchange import Exchange
 from embedserve.types import ComingVersion
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
+
+OPERATIONS = """
+    embed embed_model info live metrics model models ready v2_index v2_infer v2_infer_version
+    v2_live v2_model v2_model_ready v2_model_version v2_model_version_ready v2_ready v2_server
+    v2_statistics_of_all v2_statistics_of_model v2_statistics_of_version
+"""
 
 
 async def schema(rest: httpx.AsyncClient) -> dict[str, Any]:
@@ -156,7 +164,7 @@ async def test_every_reference_of_the_openapi_document_has_its_schema(
     named_in_path = [
         p["name"] for p in described["paths"]["/models/{model}/embed"]["post"]["parameters"]
     ]
-    assert named_in_path == ["model", "X-Timeout-Ms"]
+    assert named_in_path == ["model", "X-Timeout-Ms", "X-Routing-Key"]
 
 
 async def test_requests_and_answers_are_what_the_openapi_document_says(
@@ -190,9 +198,92 @@ async def test_the_docs_page_shows_the_document(rest: httpx.AsyncClient) -> None
     assert "/openapi.json" in answer.text
 
 
-async def test_the_example_of_the_document_is_a_request(rest: httpx.AsyncClient) -> None:
+async def test_each_operation_has_a_name_of_its_own_that_stays(rest: httpx.AsyncClient) -> None:
+    """What is made of the document calls its functions so."""
     described = await schema(rest)
-    example = described["components"]["schemas"]["EmbedRequest"]["example"]
-    validate(example, "EmbedRequest", described)
-    answer = await rest.post("/embed", json=example)
-    assert answer.json()["error"]["field"] == "features.product"  # well formed, of another model
+    operations = [one for path in described["paths"].values() for one in path.values()]
+    assert sorted(one["operationId"] for one in operations) == sorted(OPERATIONS.split())
+    for operation in operations:
+        assert "default" in operation["responses"]
+
+
+async def test_only_what_a_route_reads_is_a_parameter(rest: httpx.AsyncClient) -> None:
+    for path, operations in (await schema(rest))["paths"].items():
+        for operation in operations.values():
+            parameters = operation.get("parameters", ())
+            in_path = [one["name"] for one in parameters if one["in"] == "path"]
+            assert in_path == re.findall(r"{(\w+)}", path)
+            assert {one["in"] for one in parameters} <= {"path", "header"}
+
+
+@pytest.mark.parametrize("ready", [0, "true", None])
+async def test_the_index_is_asked_with_a_boolean(rest: httpx.AsyncClient, ready: Any) -> None:
+    answer = await rest.post("/v2/repository/index", json={"ready": ready})
+    assert (answer.status_code, answer.json()["error"].split(":")[0]) == (400, "body.ready")
+
+
+async def test_what_may_be_left_out_is_not_required(rest: httpx.AsyncClient) -> None:
+    schemas = (await schema(rest))["components"]["schemas"]
+    assert schemas["IdRule"]["required"] == ["rule"]
+    assert "next" not in schemas["Model"]["required"]
+    assert schemas["EmbedRequest"]["required"] == ["features"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/health/ready", "503"), ("/models/{model}", "404"), ("/embed", "429")]
+)
+async def test_errors_are_described_with_their_headers(
+    rest: httpx.AsyncClient, path: str, status: str
+) -> None:
+    (operation,) = (await schema(rest))["paths"][path].values()
+    error = operation["responses"][status]
+    reference = error["content"]["application/json"]["schema"]["$ref"]
+    assert reference == "#/components/schemas/Error"
+    assert ("Retry-After" in error.get("headers", {})) == (status in ("429", "503"))
+
+
+@pytest.mark.parametrize("path", ["/embed", "/models/{model}/embed"])
+async def test_the_examples_of_the_document_are_requests_to_what_is_served(
+    rest: httpx.AsyncClient, path: str
+) -> None:
+    described = await schema(rest)
+    operation = described["paths"][path]["post"]
+    examples = operation["requestBody"]["content"]["application/json"]["examples"]
+    assert list(examples) == ["shop"]
+    validate(examples["shop"]["value"], "EmbedRequest", described)
+    asked = path.format(model=operation["parameters"][0].get("example"))
+    answer = await rest.post(asked, json=examples["shop"]["value"])
+    assert answer.status_code == 200
+
+
+async def test_the_examples_of_the_open_inference_protocol_are_requests_too(
+    rest: httpx.AsyncClient,
+) -> None:
+    described = await schema(rest)
+    for path in ("/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer"):
+        operation = described["paths"][path]["post"]
+        named = {p["name"]: p["example"] for p in operation["parameters"]}
+        (example,) = operation["requestBody"]["content"]["application/json"]["examples"].values()
+        validate(example["value"], "InferRequest", described)
+        answer = await rest.post(path.format(**named), json=example["value"])
+        assert answer.status_code == 200, answer.text
+        validate(answer.json(), "InferResponse", described)
+
+
+async def test_the_examples_are_of_what_is_served_now(executor: ThreadPoolExecutor) -> None:
+    """No longer those of a version before; a model without goldens to show has none."""
+    engine = FakeEngine()
+    exchange = make_exchange(engine, FakeEngine(unpooled_info()), executor=executor)
+    app = management_app(exchange)
+
+    def examples() -> dict[str, Any]:
+        operation = app.openapi()["paths"]["/models/{model}/embed"]["post"]
+        found: dict[str, Any] = operation["requestBody"]["content"]["application/json"]["examples"]
+        return {name: one["value"]["features"] for name, one in found.items()}
+
+    before = examples()
+    assert list(before) == ["shop"]
+    after = FakeEngine(replace(engine.model, example={"user": [[3]]}))
+    metrics = exchange.metrics.models["shop"]
+    exchange.models.switch("shop", Batcher(after, after.model, Limits(), metrics, executor))
+    assert examples() == {"shop": {"user": [[3]]}}

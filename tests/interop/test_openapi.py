@@ -1,0 +1,55 @@
+"""The OpenAPI document is one, and schemathesis is answered what it says."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+from interop.drivers import HERE, python_programs
+from running_servers import Running
+
+CONFIG = HERE / "openapi" / "schemathesis.toml"
+REQUESTS_S_MAX = 20
+PROGRAM_S_MAX = 120
+OPTIONS = (
+    "--phases=examples,coverage,fuzzing",
+    f"--max-time={REQUESTS_S_MAX}",
+    "--generation-deterministic",
+    "--continue-on-failure",
+    "--no-color",
+)
+
+
+@pytest.fixture(scope="module")
+def programs() -> Path:
+    return python_programs("openapi")
+
+
+def run(program: Path, *arguments: object, folder: Path) -> str:
+    """What it said; it must end well."""
+    command = [str(program), *map(str, arguments)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PROGRAM_S_MAX, cwd=folder
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said[-6000:]
+    return said
+
+
+def test_it_is_a_document_of_openapi(programs: Path, server: Running, tmp_path: Path) -> None:
+    document = tmp_path / "openapi.json"
+    document.write_bytes(httpx.get(f"{server.http}/openapi.json").content)
+    assert "OK" in run(programs / "openapi-spec-validator", document, folder=tmp_path)
+
+
+def test_the_server_answers_what_the_document_says(
+    programs: Path, server: Running, tmp_path: Path
+) -> None:
+    """To requests as it describes them, to those next to them, and to any."""
+    url = f"{server.http}/openapi.json"
+    config = ("--config-file", CONFIG)
+    said = run(programs / "schemathesis", *config, "run", url, *OPTIONS, folder=tmp_path)
+    assert "No issues found" in said
+    assert httpx.get(f"{server.http}/health/ready").status_code == 200
