@@ -64,7 +64,10 @@ class EmbeddingServiceServicer(object):
         a model that is not pooled, one vector per id.
         Errors are gRPC statuses: INVALID_ARGUMENT (the message names field and value),
         NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (over a limit, or the queue is full),
-        DEADLINE_EXCEEDED, UNAVAILABLE (draining before the stop), INTERNAL.
+        DEADLINE_EXCEEDED, UNAVAILABLE (draining before the stop), INTERNAL; UNAUTHENTICATED and
+        PERMISSION_DENIED where the server asks who asks. With the status come the trailers
+        embedserve-field, the field of the request that is wrong, such as "features.movie[3]", and
+        retry-after, the seconds until the same request may be tried again; each where there is one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

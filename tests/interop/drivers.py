@@ -111,7 +111,7 @@ def _ended(said: dict[str, Any]) -> Ended:
 def node_driver() -> Driver:
     """@grpc/grpc-js under Node."""
     sources = [HERE / "node" / name for name in ("package.json", "package-lock.json")]
-    folder = made("node", sources, _install_packages)
+    folder = made("node", sources, install_packages)
     return Driver(
         ["node", str(HERE / "node" / "client.js")],
         [str(PROTO)],
@@ -119,7 +119,8 @@ def node_driver() -> Driver:
     )
 
 
-def _install_packages(folder: Path, sources: Sequence[Path]) -> None:
+def install_packages(folder: Path, sources: Sequence[Path]) -> None:
+    """npm's, of a package.json and its lock."""
     for source in sources:
         shutil.copy(source, folder)
     options = ("--ignore-scripts", "--no-audit", "--no-fund")

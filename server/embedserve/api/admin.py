@@ -49,7 +49,7 @@ class Done(BaseModel):
     status: str
 
 
-def check_json(content_type: str = Header("")) -> None:
+def check_json(content_type: str = Header("", include_in_schema=False)) -> None:
     """Raises NotJsonError for another body."""
     if content_type.partition(";")[0].strip().lower() != JSON:
         raise NotJsonError(f"Content-Type is {content_type!r}: send {JSON}", "Content-Type")

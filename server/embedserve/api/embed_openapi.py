@@ -79,10 +79,9 @@ EMBED_SCHEMAS: dict[str, Any] = {
             },
             "output_dtype": _OUTPUT_DTYPE
             | {
-                "default": "float32",
-                "description": "Of the answer's values: float16 has half the bytes in protobuf, "
-                "and fewer digits in JSON. Values are computed in float32 and rounded at the end; "
-                "past 65504 a float16 is infinite.",
+                "description": "Of the answer's values; float32 where it is left out. float16 has "
+                "half the bytes in protobuf, and fewer digits in JSON. Values are computed in "
+                "float32 and rounded at the end; past 65504 a float16 is infinite.",
             },
             "output_keys": {
                 "type": "array",

@@ -88,7 +88,7 @@ class Indexed(BaseModel):
 
 
 class Wanted(BaseModel):
-    ready: bool = Field(False, strict=True, description="Only what is ready.")
+    ready: bool = Field(False, strict=True, description="Only what is ready; left out: all.")
 
 
 def health_routes(exchange: Exchange) -> APIRouter:

@@ -56,6 +56,10 @@ def _of_fastapi(app: FastAPI) -> Schema:
             operation["responses"].pop("422", None)
             operation["responses"] |= error_responses(path, _statuses(path))
     components = schema["components"]
+    for one in components["schemas"].values():
+        for described in one.get("properties", {}).values():
+            # Types are made as if it were always there; the descriptions say what is meant.
+            described.pop("default", None)
     for name in _FASTAPIS_OWN:
         components["schemas"].pop(name, None)
     components["schemas"] |= EMBED_SCHEMAS | INFER_SCHEMAS | ERROR_SCHEMAS
