@@ -15,7 +15,9 @@ from typing import Any
 
 from prometheus_client import Metric
 
+from embedserve.access.access import UNKNOWN
 from embedserve.config import DEFAULT_LIMITS, Limits, ServeSettings
+from embedserve.metrics.caller_metrics import CALLERS_MAX, OTHERS
 from embedserve.metrics.histogram import COUNT_BUCKETS, LOOKUP_SECONDS_BUCKETS, SECONDS_BUCKETS
 from embedserve.metrics.metrics import OUTCOMES, PROTOCOLS, Metrics
 from embedserve.processes.memory import memory_bytes_max, memory_parts
@@ -138,6 +140,8 @@ def _label_values() -> str:
     return (
         f"- `protocol`: {_named(PROTOCOLS)}.\n"
         f"- `outcome`: {_named(OUTCOMES)}.\n"
+        f"- `caller`: a name of the file of tokens, up to {CALLERS_MAX} of them; `{UNKNOWN}` for "
+        f"those whom nobody knows, `{OTHERS}` for all others.\n"
         "- `model`, `feature`: names as published. `rank`: from 0.\n"
         f"- Seconds have buckets from {seconds}, six a decade; "
         f"`embedserve_lookup_seconds` has {before} microseconds before them.\n"

@@ -182,6 +182,30 @@ class ServeSettings:
         10.0, "Seconds that accepted requests may take after SIGTERM.", min=0, max=3600
     )
     log_level: str = setting("info", "debug, info, warning or error.")
+    log_format: str = setting("text", "text, or json: an object for each line of the log.")
+    slow_ms: float = setting(
+        1000.0,
+        "Requests that take longer are logged, with where their time went; 0: none are.",
+        min=0,
+        max=LIMIT_MAX,
+    )
+    server_timing: bool = setting(
+        False,
+        "Every answer tells where its time went: in the header Server-Timing, in gRPC's trailers.",
+    )
+    otlp_endpoint: str = setting(
+        "",
+        "URL of an OpenTelemetry collector that takes OTLP over HTTP, such as "
+        "http://localhost:4318, which the spans of requests are sent to; needs the extra `otel`. "
+        "Default: there are no traces.",
+    )
+    trace_share: float = setting(
+        0.0,
+        "Percent of the requests without a traceparent that are traced; one with it says for "
+        "itself whether it is.",
+        min=0,
+        max=100,
+    )
     limits: Limits = field(default_factory=Limits)
 
 
@@ -193,6 +217,7 @@ CHOICES = {
     "lookup": ("compiled", "eager"),
     "tables": ("mapped", "resident"),
     "log_level": ("debug", "info", "warning", "error"),
+    "log_format": ("text", "json"),
 }
 
 

@@ -18,8 +18,7 @@ from functools import partial
 from time import perf_counter
 from typing import Protocol, TypeVar
 
-from embedserve.access.access import Access, Certificate, Client
-from embedserve.batching.caller import Caller
+from embedserve.access.access import Access, Certificate
 from embedserve.batching.split import own
 from embedserve.codec.codec import Codec
 from embedserve.errors import (
@@ -32,6 +31,9 @@ from embedserve.errors import (
 from embedserve.metrics.metrics import Metrics, ProtocolMetrics
 from embedserve.metrics.quiet_log import QuietLog
 from embedserve.models.served_models import ServedModels
+from embedserve.tracing.observed import ObservedCaller
+from embedserve.tracing.observer import Observer
+from embedserve.tracing.request_id import Told
 from embedserve.types import Encoded, LookupRequest, LookupResult, Parts, with_size
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class Asked:
         answer_codec: of the answer.
         timeout_s: how long the answer is wanted, from the request's first byte; None: for ever.
         metrics: of the protocol.
+        has_id: it has an X-Request-Id, which its answer repeats.
     """
 
     model: str
@@ -69,30 +72,29 @@ class Asked:
     answer_codec: Codec
     timeout_s: float | None
     metrics: ProtocolMetrics
+    has_id: bool = False
 
     def in_codec(self, codec: Codec) -> Asked:
         """The same in another form."""
         return replace(self, codec=codec, answer_codec=codec)
 
 
-class Call(Caller):
+class Call(ObservedCaller):
     """One request, from its first byte until its answer is written; counted once.
 
     A protocol's adapter says how an answer and a refusal are written.
 
     Attributes:
         asked: what its head says.
-        start_s: perf_counter when its first byte came.
-        exchange: that it was asked of.
-        client: who asks, from when it is admitted until it ends; None where nobody needs to say.
+        exchange: that it is asked of.
     """
 
-    __slots__ = ("asked", "client", "exchange", "start_s")
-    exchange: Exchange
-    client: Client | None
+    __slots__ = ("asked", "exchange")
+    asked: Asked
 
-    def __init__(self, asked: Asked, start_s: float) -> None:
+    def __init__(self, asked: Asked, start_s: float, exchange: Exchange) -> None:
         self.asked = asked
+        self.exchange = exchange
         self.start_s = start_s
         self.client = None
         self.is_waiting = True
@@ -116,20 +118,16 @@ class Call(Caller):
         return None
 
     @abstractmethod
-    def write_answer(self, parts: Parts, nbytes: int) -> None:
-        """Writes the encoded answer, ``nbytes`` in all."""
+    def write_answer(self, parts: Parts, nbytes: int, told: Told | None = None) -> None:
+        """Writes the encoded answer, ``nbytes`` in all, and what is ``told`` of its request."""
 
     @abstractmethod
-    def write_error(self, error: EmbedServeError) -> None:
+    def write_error(self, error: EmbedServeError, told: Told) -> None:
         """Writes why there is no answer, in the protocol's form."""
 
     def was_queued(self) -> None:
         """Told of a request that took long to decode, once it waits in its queue; of any other that
         is so when it was asked."""
-
-    def header(self, name: bytes) -> bytes | None:
-        """A header of this request alone (``name`` in lower case): who asks, and in which trace."""
-        return None
 
     @property
     def routing_key(self) -> bytes:
@@ -150,38 +148,56 @@ class Call(Caller):
     def write(self, parts: Parts, nbytes: int) -> None:
         """Writes the encoded answer, and counts it."""
         self.is_waiting = False
-        if self.client is not None:
-            self.leave()
-        self.write_answer(parts, nbytes)
+        encoded_s = perf_counter()
+        seconds = encoded_s - self.start_s
+        asked, watched_s = self.asked, self.exchange.observer.watched_s
+        if seconds >= watched_s or asked.has_id or nbytes > LARGE_ANSWER_BYTES:
+            self._write_observed(parts, nbytes, encoded_s)
+        else:
+            if self.client is not None:
+                self.leave("OK")
+            self.write_answer(parts, nbytes)
+        asked.metrics.answered(seconds, nbytes)
+
+    def _write_observed(self, parts: Parts, nbytes: int, encoded_s: float) -> None:
+        """As write, of a request of which there may be something to tell."""
+        observer, seen = self.exchange.observer, self.seen("OK", encoded_s)
+        self.leave("OK")
+        self.write_answer(parts, nbytes, observer.told(self, encoded_s))
         if nbytes > LARGE_ANSWER_BYTES:
             self.exchange.wrote_large_answer(nbytes)
-        self.asked.metrics.answered(perf_counter() - self.start_s, nbytes)
+        end_s = perf_counter()
+        observer.ended(self, end_s - self.start_s, partial(seen, end_s))
 
     def refuse(self, error: EmbedServeError) -> None:
+        self.refuse_as(error.code, error.message, partial(self.write_error, error))
+
+    def refuse_as(self, outcome: str, message: str, write: Callable[[Told], None]) -> None:
+        """Ends as ``outcome``, which ``write`` tells the client."""
         self.is_waiting = False
-        if self.client is not None:
-            self.leave()
-        self.asked.metrics.refused(error.code, error.message, perf_counter() - self.start_s)
-        self.write_error(error)
+        end_s = perf_counter()
+        observer, seen = self.exchange.observer, partial(self.seen(outcome), end_s)
+        self.leave(outcome)
+        self.asked.metrics.refused(outcome, message, end_s - self.start_s, lambda: seen().fields())
+        observer.trace(self, seen)
+        write(observer.told_of_error(self, end_s))
 
     def fail(self) -> None:
         """Refuses for the error that is being handled, which nobody foresaw."""
-        self.asked.metrics.log.say(logging.ERROR, "a request failed", with_traceback=True)
+        log, named = self.asked.metrics.log, lambda: {"request_id": self.request_id.decode()}
+        log.say(logging.ERROR, "a request failed", with_traceback=True, fields=named)
         self.refuse(EngineError(INTERNAL))
 
     def cancel(self) -> None:
         """The client went away: its request leaves the queue, and nothing is written."""
         if self.is_waiting:
+            end_s = perf_counter()
+            seconds = end_s - self.start_s
+            seen = partial(self.seen("CANCELLED"), end_s)
+            self.exchange.observer.ended(self, seconds, seen)
             self.go_away()
-            if self.client is not None:
-                self.leave()
-            self.asked.metrics.cancelled(perf_counter() - self.start_s)
-
-    def leave(self) -> None:
-        """Is no more among those of its client that are under way."""
-        if self.client is not None:
-            self.client.leave()
-            self.client = None
+            self.leave("CANCELLED")
+            self.asked.metrics.cancelled(seconds)
 
 
 class Writer(Protocol):
@@ -197,14 +213,20 @@ class Exchange:
         models: what is served.
         metrics: of the process; by protocol in ``metrics.protocols``.
         access: who may ask; None: everybody.
+        observer: tells where the time of requests went.
     """
 
     def __init__(
-        self, models: ServedModels, metrics: Metrics, access: Access | None = None
+        self,
+        models: ServedModels,
+        metrics: Metrics,
+        access: Access | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self.models = models
         self.access = access
         self.metrics = metrics
+        self.observer = observer or Observer()
         self._on_large_answer: list[Callable[[int], None]] = []
         self.limits = models.limits
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="codec")
@@ -231,7 +253,6 @@ class Exchange:
     def ask(self, call: Call, body: bytes) -> None:
         """Has ``call`` answered, refused or failed; now or when its batch ends. Never raises."""
         asked = call.asked
-        call.exchange = self
         try:
             if self.models.is_full:
                 self.models.check_open(asked.model, body, asked.codec, is_quick=True)

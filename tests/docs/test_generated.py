@@ -56,6 +56,16 @@ def over_two_ranks(tables: Sequence[TableSpec]) -> Plan:
     )
 
 
+class OneCaller:
+    """Who has a name, and asked."""
+
+    def names(self) -> list[str]:
+        return ["ranker"]
+
+    def take_counts(self) -> list[tuple[str, dict[str, int]]]:
+        return [("ranker", {"OK": 1})]
+
+
 def families_with_samples() -> list[Metric]:
     """Of a server that answered and refused requests to a model of every id rule, row_wise over two
     ranks, in the shadow of another version."""
@@ -64,6 +74,7 @@ def families_with_samples() -> list[Metric]:
     metrics.models["ruled"].version.shadow.begin(1)
     metrics.protocols["rest"].answered(0.001, 100)
     metrics.protocols["grpc"].refused("INTERNAL", "why", 0.001)
+    metrics.callers.callers = OneCaller()
     return list(metrics.registry().collect())
 
 

@@ -12,6 +12,7 @@ from embedserve.codec.codec import JSON, PROTOBUF, Codec
 from embedserve.errors import EmbedServeError
 from embedserve.exchange import Asked, Call, Exchange
 from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.tracing.request_id import Told
 from embedserve.types import Parts
 
 BODY = b'{"features": {"user": [1]}}'
@@ -28,19 +29,19 @@ class RecordingCall(Call):
 
     __slots__ = ("failure", "told")
 
-    def __init__(self, asked: Asked, start_s: float | None = None) -> None:
-        super().__init__(asked, perf_counter() if start_s is None else start_s)
+    def __init__(self, exchange: Exchange, asked: Asked, start_s: float | None = None) -> None:
+        super().__init__(asked, perf_counter() if start_s is None else start_s, exchange)
         self.told: list[bytes | EmbedServeError] = []
         self.failure: Exception | None = None
 
-    def write_answer(self, parts: Parts, nbytes: int) -> None:
+    def write_answer(self, parts: Parts, nbytes: int, told: Told | None = None) -> None:
         if self.failure is not None:
             raise self.failure
         body = b"".join(parts)
         assert len(body) == nbytes
         self.told.append(body)
 
-    def write_error(self, error: EmbedServeError) -> None:
+    def write_error(self, error: EmbedServeError, told: Told) -> None:
         self.told.append(error)
 
     @property
@@ -65,7 +66,7 @@ def asked(
 
 
 def ask(exchange: Exchange, body: bytes = BODY, *, model: str = "") -> RecordingCall:
-    call = RecordingCall(asked(exchange, model=model))
+    call = RecordingCall(exchange, asked(exchange, model=model))
     exchange.ask(call, body)
     return call
 

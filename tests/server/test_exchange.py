@@ -31,6 +31,7 @@ from embedserve.codec.codec import JSON, PROTOBUF, Codec
 from embedserve.config import Limits
 from embedserve.errors import DeadlineExceededError, OverloadedError
 from embedserve.exchange import Asked, Exchange
+from embedserve.tracing.request_id import Told
 from embedserve.types import LookupRequest, Parts
 from embedserve_proto import embedding_pb2 as pb
 
@@ -96,7 +97,7 @@ def bodies(codec: Codec, *bags: list[int]) -> Sequence[bytes]:
 
 
 def ask_each(exchange: Exchange, codec: Codec, *bodies: bytes) -> list[RecordingCall]:
-    calls = [RecordingCall(asked(exchange, codec)) for _ in bodies]
+    calls = [RecordingCall(exchange, asked(exchange, codec)) for _ in bodies]
     for call, body in zip(calls, bodies, strict=True):
         exchange.ask(call, body)
     return calls
@@ -118,7 +119,7 @@ async def test_an_answer_is_encoded_and_counted_once(
 async def test_while_its_model_is_full_a_request_is_refused_undecoded(full: Exchange) -> None:
     decoded: list[bytes] = []
     for model in ("", "shop"):
-        call = RecordingCall(asked(full, undecodable(decoded, JSON), model=model))
+        call = RecordingCall(full, asked(full, undecodable(decoded, JSON), model=model))
         full.ask(call, b"not decoded, so not said to be wrong")
         assert isinstance(call.error, OverloadedError)
         assert call.error.message == "the queue of 'shop' is full: it holds 1 examples and 1 ids"
@@ -138,7 +139,7 @@ async def test_the_model_that_a_message_names_decides_whether_it_is_refused_unde
     full: Exchange, named: str, is_refused: bool
 ) -> None:
     decoded: list[bytes] = []
-    call = RecordingCall(asked(full, undecodable(decoded, PROTOBUF)))
+    call = RecordingCall(full, asked(full, undecodable(decoded, PROTOBUF)))
     message = pb.EmbedRequest(model=named, keys=["user"], ids=[1], lengths=[1])
     full.ask(call, message.SerializeToString())
     await until(lambda: call.told)
@@ -203,13 +204,13 @@ async def test_what_waits_to_be_decoded_is_refused_undecoded_once_its_queue_is_f
 
 
 async def test_what_names_a_full_model_is_refused_before_its_body_has_come(full: Exchange) -> None:
-    call = RecordingCall(asked(full, model="shop"))
+    call = RecordingCall(full, asked(full, model="shop"))
     full.refuse_early(call)
     assert isinstance(call.error, OverloadedError)
     assert not call.is_waiting
     assert outcomes(full) == {"RESOURCE_EXHAUSTED": 2}
     for model in ("", "films", "nobody"):
-        call = RecordingCall(asked(full, model=model))
+        call = RecordingCall(full, asked(full, model=model))
         full.refuse_early(call)
         assert call.told == []
         assert call.is_waiting
@@ -217,7 +218,7 @@ async def test_what_names_a_full_model_is_refused_before_its_body_has_come(full:
 
 
 async def test_nothing_is_refused_early_while_there_is_room(exchange: Exchange) -> None:
-    call = RecordingCall(asked(exchange, model="shop"))
+    call = RecordingCall(exchange, asked(exchange, model="shop"))
     exchange.refuse_early(call)
     assert (call.told, outcomes(exchange)) == ([], {})
 
@@ -243,13 +244,13 @@ async def test_the_deadline_counts_from_the_first_byte(
 ) -> None:
     decoded: list[bytes] = []
     wanted = asked(exchange, undecodable(decoded, JSON), timeout_s=5.0)
-    late = RecordingCall(wanted, perf_counter() - 5.1)
+    late = RecordingCall(exchange, wanted, perf_counter() - 5.1)
     exchange.ask(late, BODY)
     assert isinstance(late.error, DeadlineExceededError)
     assert late.error.message.startswith("the deadline had passed when the request was read, 5100.")
     assert decoded == []
     assert outcomes(exchange) == {"DEADLINE_EXCEEDED": 1}
-    in_time = RecordingCall(wanted, perf_counter() - 1)
+    in_time = RecordingCall(exchange, wanted, perf_counter() - 1)
     exchange.ask(in_time, BODY)
     await until(lambda: in_time.told)
     assert isinstance(in_time.told[0], bytes)
@@ -275,7 +276,7 @@ async def test_a_deadline_that_passes_in_the_queue_is_told(
 async def test_an_unforeseen_error_in_decoding_is_answered_in_general(
     exchange: Exchange, caplog: pytest.LogCaptureFixture
 ) -> None:
-    call = RecordingCall(asked(exchange, replace(JSON, decode_now=fail)))
+    call = RecordingCall(exchange, asked(exchange, replace(JSON, decode_now=fail)))
     exchange.ask(call, BODY)
     expect_internal(call, caplog)
     assert outcomes(exchange) == {"INTERNAL": 1}
@@ -284,7 +285,7 @@ async def test_an_unforeseen_error_in_decoding_is_answered_in_general(
 async def test_an_unforeseen_error_in_reading_a_messages_model_is_answered_in_general(
     full: Exchange, caplog: pytest.LogCaptureFixture
 ) -> None:
-    call = RecordingCall(asked(full, replace(PROTOBUF, model_of=fail)))
+    call = RecordingCall(full, asked(full, replace(PROTOBUF, model_of=fail)))
     full.ask(call, b"")
     expect_internal(call, caplog)
 
@@ -294,7 +295,8 @@ async def test_an_answer_that_cannot_be_encoded_fails_alone(
 ) -> None:
     exchange = make_exchange(engine, executor=executor)
     wanted = Asked("", JSON, replace(PROTOBUF, encode_now=fail), None, metrics_of(exchange))
-    neighbours = ask(exchange), RecordingCall(wanted), RecordingCall(asked(exchange))
+    others = (RecordingCall(exchange, one) for one in (wanted, asked(exchange)))
+    neighbours = [ask(exchange), *others]
     for call in neighbours[1:]:
         exchange.ask(call, BODY)
     await until(lambda: all(call.told for call in neighbours))
@@ -309,7 +311,7 @@ async def test_an_answer_that_cannot_be_written_fails_alone(
     engine: FakeEngine, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     exchange = make_exchange(engine, executor=executor)
-    first, second = RecordingCall(asked(exchange)), RecordingCall(asked(exchange))
+    first, second = (RecordingCall(exchange, asked(exchange)) for _ in range(2))
     first.failure = ZeroDivisionError(SECRET)
     for call in (first, second):
         exchange.ask(call, BODY)
@@ -386,12 +388,11 @@ class CountingWriter:
 class WrittenCall(RecordingCall):
     """Its answer is written through ``writer``."""
 
-    __slots__ = ("exchange", "writer")
-    exchange: Exchange
+    __slots__ = ("writer",)
     writer: CountingWriter
 
-    def write_answer(self, parts: Parts, nbytes: int) -> None:
-        super().write_answer(parts, nbytes)
+    def write_answer(self, parts: Parts, nbytes: int, told: Told | None = None) -> None:
+        super().write_answer(parts, nbytes, told)
         if not self.writer.pending:
             self.exchange.flush_later(self.writer)
         self.writer.pending += 1
@@ -402,7 +403,7 @@ async def test_the_answers_of_a_batch_are_written_together_at_its_end(
 ) -> None:
     exchange = make_exchange(engine, executor=executor)
     writers = CountingWriter(), CountingWriter()
-    calls = [WrittenCall(asked(exchange)) for _ in range(5)]
+    calls = [WrittenCall(exchange, asked(exchange)) for _ in range(5)]
     for i, call in enumerate(calls):
         call.exchange, call.writer = exchange, writers[i % 2]
         exchange.ask(call, BODY)

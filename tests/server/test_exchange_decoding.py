@@ -46,7 +46,7 @@ def exchange(engine: FakeEngine, executor: ThreadPoolExecutor) -> Exchange:
 
 
 def ask_large(exchange: Exchange, codec: Codec, body: bytes = LARGE) -> RecordingCall:
-    call = RecordingCall(asked(exchange, codec))
+    call = RecordingCall(exchange, asked(exchange, codec))
     exchange.ask(call, body)
     return call
 
@@ -105,7 +105,7 @@ async def test_a_client_that_goes_away_meanwhile_costs_no_lookup(
 async def test_a_deadline_that_passes_meanwhile_is_told(
     exchange: Exchange, engine: FakeEngine, gate: Gate
 ) -> None:
-    late = RecordingCall(asked(exchange, held(gate), timeout_s=60.0))
+    late = RecordingCall(exchange, asked(exchange, held(gate), timeout_s=60.0))
     exchange.ask(late, LARGE)
     await until(lambda: gate.threads)
     late.deadline_s = perf_counter()

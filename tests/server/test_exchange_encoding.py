@@ -37,7 +37,7 @@ def exchange(engine: FakeEngine, executor: ThreadPoolExecutor) -> Exchange:
 
 
 def ask_large(exchange: Exchange, codec: Codec) -> RecordingCall:
-    call = RecordingCall(replace(asked(exchange), answer_codec=codec))
+    call = RecordingCall(exchange, replace(asked(exchange), answer_codec=codec))
     exchange.ask(call, BODY)
     return call
 

@@ -8,7 +8,8 @@ tells nothing of tokens that are right.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from time import perf_counter
@@ -28,6 +29,8 @@ KNOWN_MAX = 1024
 """Authorization headers and certificates whose clients are remembered."""
 BURST_S = 1.0
 """A client that was quiet may ask at once for what its rate gives it in that time."""
+UNKNOWN = "(unknown)"
+"""Under which those are counted whom nobody knows. No name that a grant may have."""
 BEARER = b"bearer "
 RETRY_S_MAX = 60
 CERTIFICATE = "embedserve.certificate"
@@ -64,6 +67,7 @@ class Client:
     Attributes:
         models: that it may ask; None: all.
         active: requests under way.
+        outcomes: how many requests ended how, since they were counted.
     """
 
     __slots__ = (
@@ -76,10 +80,12 @@ class Client:
         "active",
         "grant",
         "models",
+        "outcomes",
     )
 
     def __init__(self, grant: Grant) -> None:
         self.active = 0
+        self.outcomes: Counter[str] = Counter()
         self._free_s = 0.0  # when all that it asked so far is paid at its rate
         self._refusal: Callable[[], EmbedServeError] | None = None
         self.take(grant)
@@ -123,8 +129,10 @@ class Client:
             self._pay()
         self.active += 1
 
-    def leave(self) -> None:
+    def leave(self, outcome: str) -> None:
+        """Ends one as ``outcome``."""
         self.active -= 1
+        self.outcomes[outcome] += 1
 
     def check_role(self, roles: frozenset[str], pays: bool) -> None:
         """Raises as enter, where it has none of ``roles``; else ``pays`` for a request."""
@@ -179,6 +187,7 @@ class Access:
         self._by_hash: dict[str, Client] = {}
         self._by_certificate: dict[str, Client] = {}
         self._known: dict[bytes | Certificate | None, Client] = {}
+        self._of_unknown: Counter[str] = Counter()
         self.followed = Followed(f"tokens ({path})", [path], lambda: read_grants(path), self._adopt)
 
     def _adopt(self, grants: list[Grant]) -> None:
@@ -213,9 +222,32 @@ class Access:
         """
         authorization = call.header(b"authorization")
         key = call.certificate if authorization is None else authorization
-        client = self._known.get(key) or self._find(authorization, call.certificate)
-        client.enter()
+        outcomes = self._of_unknown
+        try:
+            client = self._known.get(key) or self._find(authorization, call.certificate)
+            outcomes = client.outcomes
+            client.enter()
+        except EmbedServeError as error:
+            outcomes[error.code] += 1
+            raise
         call.client = client
+
+    def names(self) -> Collection[str]:
+        """Of all clients, and of those whom nobody knows."""
+        return {UNKNOWN, *self._clients}
+
+    def take_counts(self) -> list[tuple[str, Counter[str]]]:
+        """(name, requests by outcome) of those that asked since the last time."""
+        counts = [
+            (name, client.outcomes) for name, client in self._clients.items() if client.outcomes
+        ]
+        if self._of_unknown:
+            counts.append((UNKNOWN, self._of_unknown))
+            self._of_unknown = Counter()
+        for name, _ in counts:
+            if name != UNKNOWN:
+                self._clients[name].outcomes = Counter()
+        return counts
 
     def check(
         self,

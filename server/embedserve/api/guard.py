@@ -11,6 +11,7 @@ from embedserve.api.errors_openapi import is_infer
 from embedserve.codec.json_codec import encode_error
 from embedserve.codec.open_inference import bodies
 from embedserve.errors import EmbedServeError
+from embedserve.tracing.request_id import REQUEST_ID, request_id_of
 
 ANYBODY: frozenset[str] = frozenset()
 CALLERS = frozenset({"embed", "admin"})
@@ -42,13 +43,17 @@ class Guard:
             try:
                 self._access.check(authorization, scope.get(CERTIFICATE), roles)
             except EmbedServeError as error:
-                app = error_response(error, error.http_status, scope["path"])
+                given_id = one_header(scope["headers"], REQUEST_ID)
+                app = error_response(error, error.http_status, scope["path"], given_id)
         await app(scope, receive, send)
 
 
-def error_response(error: EmbedServeError, status: int, path: str) -> Response:
-    """``error`` in the JSON shape of every error, or of the Open Inference Protocol's routes."""
-    headers = {}
+def error_response(
+    error: EmbedServeError, status: int, path: str, given_id: bytes | None
+) -> Response:
+    """``error`` in the JSON shape of every error, or of the Open Inference Protocol's routes;
+    ``given_id`` is the request's X-Request-Id."""
+    headers = {"X-Request-Id": request_id_of(given_id).decode()}
     if error.retry_after_s:
         headers["Retry-After"] = str(error.retry_after_s)
     if status == 401:

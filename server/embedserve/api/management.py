@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from embedserve import __version__
+from embedserve.access.access import one_header
 from embedserve.api import open_inference
 from embedserve.api.admin import Operator, add_admin
 from embedserve.api.console.labels import Labels
@@ -23,6 +24,7 @@ from embedserve.api.plan import Plan, plan_of
 from embedserve.codec.model_description import describe
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, InvalidRequestError
 from embedserve.exchange import Exchange
+from embedserve.tracing.request_id import REQUEST_ID
 from embedserve.types import ModelInfo
 
 
@@ -208,7 +210,8 @@ def _add_error_shape(app: FastAPI) -> None:
     """Every error has the JSON shape of the embed routes, or of the Open Inference Protocol's."""
 
     def answer(request: Request, error: EmbedServeError, status: int) -> Response:
-        return error_response(error, status, request.url.path)
+        given_id = one_header(request.scope["headers"], REQUEST_ID)
+        return error_response(error, status, request.url.path, given_id)
 
     async def of_ours(request: Request, error: Exception) -> Response:
         assert isinstance(error, EmbedServeError)

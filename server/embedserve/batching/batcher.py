@@ -18,7 +18,7 @@ from time import perf_counter
 
 import numpy as np
 
-from embedserve.batching.caller import Caller
+from embedserve.batching.caller import Caller, Taken
 from embedserve.batching.checks import find_invalid
 from embedserve.batching.join import cut, join
 from embedserve.batching.lane import Lane
@@ -307,6 +307,9 @@ class Batcher:
         now_s = perf_counter()
         callers = lane.take(now_s)
         self._open_again(lane)
+        taken = Taken(self.model, now_s)
+        for caller in callers:
+            caller.taken = taken
         self._counts.wait_seconds.observe_many([now_s - caller.queued_s for caller in callers])
         return callers
 
@@ -391,6 +394,7 @@ class Batcher:
             self._say_failed(f"splitting the batch of {len(callers)} requests")
             self._fail(callers, EngineError(FAILED))
             return
+        callers[0].taken.looked_up_s = perf_counter()  # of all
         for caller, result in zip(callers, results, strict=True):
             if caller.is_waiting:  # its client may have gone meanwhile
                 caller.answer(result)

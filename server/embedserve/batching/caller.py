@@ -21,6 +21,23 @@ class Queue(Protocol):
     def withdraw(self, caller: Caller) -> None: ...
 
 
+class Taken:
+    """A batch that requests were taken into. Times are perf_counter seconds.
+
+    Attributes:
+        model: that it is looked up in.
+        taken_s: when it was taken out of the queue.
+        looked_up_s: when its vectors were there; None until then.
+    """
+
+    __slots__ = ("looked_up_s", "model", "taken_s")
+
+    def __init__(self, model: ModelInfo, taken_s: float) -> None:
+        self.model = model
+        self.taken_s = taken_s
+        self.looked_up_s: float | None = None
+
+
 class Caller(ABC):
     """One request in a queue, and whoever waits for it. Times are perf_counter seconds.
 
@@ -30,16 +47,18 @@ class Caller(ABC):
         queue: where it waits; None before, and once its batch was taken.
         request: in the model's order; set as it is queued.
         queued_s: when that was.
+        taken: the batch that it is in; set as that is taken.
         deadline_s: when nobody wants the answer any more.
     """
 
-    __slots__ = ("deadline_s", "is_waiting", "queue", "queued_s", "request")
+    __slots__ = ("deadline_s", "is_waiting", "queue", "queued_s", "request", "taken")
 
     deadline_s: float
     is_waiting: bool
     queue: Queue | None
     queued_s: float
     request: LookupRequest
+    taken: Taken
 
     @property
     def source(self) -> object:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector
 from prometheus_client.core import (
@@ -21,6 +21,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from embedserve.errors import EmbedServeError
+from embedserve.metrics.caller_metrics import CallerMetrics, caller_cells
 from embedserve.metrics.histogram import SECONDS_BUCKETS, Histogram, histogram_cells
 from embedserve.metrics.lookup_samples import collect_lookups
 from embedserve.metrics.model_metrics import (
@@ -35,7 +36,7 @@ from embedserve.metrics.model_metrics import (
     version_labels,
 )
 from embedserve.metrics.process import PROCESS_CELLS, ProcessMetrics
-from embedserve.metrics.quiet_log import QuietLog
+from embedserve.metrics.quiet_log import Fields, QuietLog
 from embedserve.metrics.shadow_samples import collect_shadows
 from embedserve.metrics.slots import Slot, lone_slot
 from embedserve.types import ModelInfo
@@ -47,6 +48,8 @@ _ERRORS: list[type[EmbedServeError]] = [EmbedServeError, *EmbedServeError.__subc
 OUTCOMES = ("OK", "CANCELLED", *sorted({error.code for error in _ERRORS}))
 """Of a request: answered, its client went away, or the code of its error."""
 PROTOCOLS = ("rest", "grpc")
+LINES_MAX = 10
+"""Of requests that were refused with one code, in a period of QuietLog."""
 
 
 PROTOCOL_CELLS = len(OUTCOMES) + 1 + histogram_cells(SECONDS_BUCKETS)
@@ -56,13 +59,15 @@ class ProtocolMetrics:
     """What one protocol (rest or grpc) answered, and refused.
 
     Attributes:
+        protocol: its name.
         outcomes, response_bytes: of this process alone.
         log: what is said of requests that failed.
     """
 
-    def __init__(self, slot: Slot | None = None) -> None:
+    def __init__(self, slot: Slot | None = None, protocol: str = "rest") -> None:
         slot = slot or lone_slot(PROTOCOL_CELLS)
-        self.log = QuietLog(logger)
+        self.protocol = protocol
+        self.log = QuietLog(logger, LINES_MAX)
         self.outcomes: Counter[str] = Counter()
         self.response_bytes = 0
         self._cells = slot.take(len(OUTCOMES) + 1)
@@ -74,11 +79,13 @@ class ProtocolMetrics:
         self.seconds.observe(seconds)
         self.response_bytes += response_bytes
 
-    def refused(self, code: str, message: str, seconds: float) -> None:
-        """``code`` and ``message`` are an EmbedServeError's."""
+    def refused(
+        self, code: str, message: str, seconds: float, fields: Callable[[], Fields] | None = None
+    ) -> None:
+        """``code`` and ``message`` are an EmbedServeError's; ``fields`` what else the log tells."""
         self.outcomes[code] += 1
         self.seconds.observe(seconds)
-        self.log.say(logging.INFO, f"refused with {code}", message)
+        self.log.say(logging.INFO, f"refused with {code}", message, fields=fields)
 
     def cancelled(self, seconds: float) -> None:
         """Its client went away."""
@@ -100,7 +107,8 @@ class ProtocolMetrics:
 def cells_per_worker(names: int, columns_max: int) -> int:
     """Cells that the metrics of a server that begins with so many names take of a slot."""
     of_names = (names + NAMES_SPARE) * place_cells(columns_max)
-    return PROCESS_CELLS + len(PROTOCOLS) * PROTOCOL_CELLS + of_names
+    of_protocols = len(PROTOCOLS) * PROTOCOL_CELLS
+    return PROCESS_CELLS + of_protocols + caller_cells(OUTCOMES) + of_names
 
 
 class Metrics(Collector):
@@ -131,7 +139,8 @@ class Metrics(Collector):
         self._process = ProcessMetrics(slot)
         self.workers = slot.workers
         self.tables = tables
-        self.protocols = {name: ProtocolMetrics(slot) for name in PROTOCOLS}
+        self.protocols = {name: ProtocolMetrics(slot, name) for name in PROTOCOLS}
+        self.callers = CallerMetrics(slot, OUTCOMES)
         self.columns_max = columns_max
         self._places = Places(slot, names + NAMES_SPARE, columns_max)
         self._places.clear_others(model.served_as for model in models)
@@ -173,6 +182,7 @@ class Metrics(Collector):
         self._process.flush()
         for protocol in self.protocols.values():
             protocol.flush()
+        self.callers.flush()
         for model in self.models.values():
             model.flush()
 
@@ -181,6 +191,7 @@ class Metrics(Collector):
         yield from self._process.collect()
         yield from self._collect_workers()
         yield from self._collect_protocols()
+        yield self._collect_callers()
         yield from self._collect_batchers()
         yield self._collect_unknown_ids()
         yield from self._collect_models()
@@ -228,6 +239,16 @@ class Metrics(Collector):
         yield requests
         yield seconds
         yield response_bytes
+
+    def _collect_callers(self) -> Metric:
+        requests = CounterMetricFamily(
+            "embedserve_caller_requests",
+            "Embed requests of each caller whose token or certificate has a name, by outcome.",
+            labels=["caller", "outcome"],
+        )
+        for name, outcome, count in self.callers.total():
+            requests.add_metric([name, outcome], count)
+        return requests
 
     def _collect_batchers(self) -> Iterator[Metric]:
         models = list(self.models.values())

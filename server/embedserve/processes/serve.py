@@ -37,6 +37,7 @@ from embedserve.processes.moves import Together
 from embedserve.processes.ports import Ports, SharedPorts, claim_ports
 from embedserve.processes.supervisor import Supervisor
 from embedserve.terminal.console import hush_torch
+from embedserve.terminal.log_lines import JsonLines, TextLines
 from embedserve.terminal.sigterm import sigterm_interrupts
 from embedserve_store import ModelVersion, StoreError
 
@@ -60,7 +61,7 @@ def serve(settings: ServeSettings) -> None:
     """
     start_s = time.perf_counter()
     check_settings(settings)
-    set_up_logging(settings.log_level)
+    set_up_logging(settings.log_level, settings.log_format)
     _check_files(settings)
     with sigterm_interrupts():  # until models are loaded; the first process of a container needs it
         if settings.workers > 1:
@@ -232,13 +233,13 @@ def _run_worker(
     return 0
 
 
-def set_up_logging(level: str) -> None:
-    """Of this process, and of those that it forks."""
+def set_up_logging(level: str, form: str = "text") -> None:
+    """Of this process, and of those that it forks; ``form`` is text or json."""
     faulthandler.enable()  # the last words of a process that a signal such as SIGBUS ends
     # torchrec and FBGEMM tell at length how they were built; only what goes wrong is shown.
-    logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     for ours in ("embedserve", "embedserve_store"):
         logging.getLogger(ours).setLevel(level.upper())
     hush_torch()

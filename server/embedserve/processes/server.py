@@ -31,6 +31,7 @@ from embedserve.processes.example_request import example_features
 from embedserve.processes.loading import restore_one
 from embedserve.processes.ports import Ports
 from embedserve.processes.rollout import Restored, Rollout
+from embedserve.tracing.observer import Observer
 from embedserve.types import ModelInfo
 from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.server import WireServer
@@ -92,7 +93,9 @@ def build_exchange(
     models = {info.name for info in infos.values()}
     default = settings.default_model or (models.pop() if len(models) == 1 else "")
     access = Access(settings.tokens) if settings.tokens else None
-    return Exchange(ServedModels(batchers, default, settings.limits), metrics, access)
+    metrics.callers.callers = access
+    observer = Observer(settings.slow_ms, tells_times=settings.server_timing)
+    return Exchange(ServedModels(batchers, default, settings.limits), metrics, access, observer)
 
 
 def build_rollout(

@@ -17,6 +17,7 @@ from embedserve.access.access import CERTIFICATE, Certificate, one_header
 from embedserve.codec.codec import Codec
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, RequestTooLargeError
 from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, late_request
+from embedserve.tracing.request_id import REQUEST_ID, Told, told_id
 from embedserve.types import Parts
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.header_blocks import encode
@@ -31,6 +32,7 @@ from embedserve.wire.rest import (
     error_answer,
     error_encoder,
     read_headers,
+    refused_early,
 )
 from embedserve.wire.rest_streams import write_error
 
@@ -58,8 +60,8 @@ class AsgiCall(Call):
 
     __slots__ = ("_scope", "answered")
 
-    def __init__(self, asked: Asked, start_s: float, scope: Scope) -> None:
-        super().__init__(asked, start_s)
+    def __init__(self, asked: Asked, start_s: float, exchange: Exchange, scope: Scope) -> None:
+        super().__init__(asked, start_s, exchange)
         self._scope = scope
         loop = asyncio.get_running_loop()
         self.answered: asyncio.Future[tuple[int, Headers, Parts, int]] = loop.create_future()
@@ -72,11 +74,12 @@ class AsgiCall(Call):
         found: Certificate | None = self._scope.get(CERTIFICATE)
         return found
 
-    def write_answer(self, parts: Parts, nbytes: int) -> None:
-        self._end(200, answer_headers(self.asked.answer_codec, parts), parts, nbytes)
+    def write_answer(self, parts: Parts, nbytes: int, told: Told | None = None) -> None:
+        headers = [*answer_headers(self.asked.answer_codec, parts), *(told or ())]
+        self._end(200, headers, parts, nbytes)
 
-    def write_error(self, error: EmbedServeError) -> None:
-        headers, body = error_answer(error, self.asked.answer_codec.encode_error)
+    def write_error(self, error: EmbedServeError, told: Told) -> None:
+        headers, body = error_answer(error, told, self.asked.answer_codec.encode_error)
         self._end(error.http_status, headers, (body,), len(body))
 
     def _end(self, status: int, headers: Headers, parts: Parts, nbytes: int) -> None:
@@ -104,20 +107,19 @@ class EmbedEndpoint:
             check_method(scope["method"])
             asked = read_headers(route, scope["headers"], self._metrics)
         except EmbedServeError as error:
-            self._metrics.refused(error.code, error.message, perf_counter() - start_s)
+            told = refused_early(self._metrics, error, scope["headers"], perf_counter() - start_s)
             encode = error_encoder(scope["path"])
-            await _send(send, error.http_status, *error_answer(error, encode))
+            await _send(send, error.http_status, *error_answer(error, told, encode))
             return
-        call = AsgiCall(asked, start_s, scope)
+        call = AsgiCall(asked, start_s, self._exchange, scope)
         try:
             if self._exchange.access is None or self._exchange.admit(call):
                 self._exchange.ask(call, await self._read_body(asked.codec, receive))
             await self._answer(call, receive, send)
         except EmbedServeError as error:
             call.refuse(error)
-            await _send(
-                send, error.http_status, *error_answer(error, asked.answer_codec.encode_error)
-            )
+            status, headers, parts, _ = call.answered.result()
+            await _send(send, status, headers, b"".join(parts))
         except ClientGoneError:
             pass
         finally:
@@ -193,11 +195,14 @@ class AsgiStream:
         self._size += len(data)
         if self._size > MANAGEMENT_BODY_BYTES_MAX:
             said = f"body has at least {self._size} bytes, the limit is {MANAGEMENT_BODY_BYTES_MAX}"
-            write_error(self._stream, RequestTooLargeError(said, "body"))
+            write_error(self._stream, RequestTooLargeError(said, "body"), self._told())
             return
         self._body.append(data)
         if is_end:
             self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def _told(self) -> Told:
+        return told_id(one_header(self._request.headers, REQUEST_ID))
 
     async def _run(self) -> None:
         scope = _scope(self._request)
@@ -209,7 +214,7 @@ class AsgiStream:
         except Exception:
             logger.exception("%s %s failed", scope["method"], scope["path"])
             if not self._has_started:
-                write_error(self._stream, EngineError(INTERNAL))
+                write_error(self._stream, EngineError(INTERNAL), self._told())
         if not self._stream.is_sent and self._stream.tail is None:
             self._stream.cancel(ErrorCode.INTERNAL_ERROR)
 
@@ -248,7 +253,7 @@ class AsgiStream:
 
     def check_time(self, now_s: float) -> None:
         if self._task is None and now_s - self._start_s > REQUEST_S_MAX:
-            write_error(self._stream, late_request())
+            write_error(self._stream, late_request(), self._told())
 
     def drain(self) -> None:
         """It is answered as soon as it is there."""

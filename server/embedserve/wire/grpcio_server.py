@@ -21,11 +21,13 @@ from grpc_reflection.v1alpha import reflection
 from embedserve.codec.codec import INFER_MESSAGE, INFER_STREAMED, PROTOBUF, Codec
 from embedserve.errors import DRAINING, INTERNAL, EmbedServeError, EngineError, NotReadyError
 from embedserve.exchange import Asked, Call, Exchange
+from embedserve.tracing.request_id import REQUEST_ID, Told, told_id
 from embedserve.types import Parts
 from embedserve.wire.grpc import open_inference
 from embedserve.wire.grpc.embed_stream import REQUESTS_MAX
 from embedserve.wire.grpc.service import SERVICE_NAME, SERVICES, GrpcService
 from embedserve.wire.grpc.statuses import error_trailers
+from embedserve.wire.http2.header_blocks import Headers
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +38,13 @@ TIMEOUT_S_MAX = 1e9
 class AwaitedCall(Call):
     """A request whose answer is awaited: the encoded message, or the error."""
 
-    __slots__ = ("_metadata", "ended")
+    __slots__ = ("_metadata", "ended", "told")
 
-    def __init__(self, asked: Asked, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-        super().__init__(asked, perf_counter())
+    def __init__(
+        self, asked: Asked, exchange: Exchange, metadata: Iterable[tuple[str, str | bytes]]
+    ) -> None:
+        super().__init__(asked, perf_counter(), exchange)
+        self.told: Told = []
         self._metadata = metadata
         self.ended: asyncio.Future[bytes | EmbedServeError] = (
             asyncio.get_running_loop().create_future()
@@ -49,10 +54,12 @@ class AwaitedCall(Call):
         value = dict(self._metadata).get(name.decode())
         return value.encode() if isinstance(value, str) else value
 
-    def write_answer(self, parts: Parts, nbytes: int) -> None:
+    def write_answer(self, parts: Parts, nbytes: int, told: Told | None = None) -> None:
+        self.told = told or []
         self._end(b"".join(parts))
 
-    def write_error(self, error: EmbedServeError) -> None:
+    def write_error(self, error: EmbedServeError, told: Told) -> None:
+        self.told = told
         self._end(error)
 
     def _end(self, end: bytes | EmbedServeError) -> None:
@@ -137,8 +144,10 @@ class GrpcioServer:
         if remaining_s is not None and remaining_s > TIMEOUT_S_MAX:
             remaining_s = None
         metrics = self._exchange.metrics.protocols["grpc"]
-        asked = Asked("", codec, codec, remaining_s, metrics)
-        return AwaitedCall(asked, context.invocation_metadata() or ())
+        metadata = context.invocation_metadata() or ()
+        has_id = any(name == REQUEST_ID.decode() for name, _ in metadata)
+        asked = Asked("", codec, codec, remaining_s, metrics, has_id)
+        return AwaitedCall(asked, self._exchange, metadata)
 
     async def _embed(self, codec: Codec, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
         call = self._call(codec, context)
@@ -148,7 +157,8 @@ class GrpcioServer:
         finally:
             call.cancel()
         if isinstance(end, EmbedServeError):
-            await _abort(context, end)
+            await _abort(context, end, call.told)
+        context.set_trailing_metadata(_metadata(call.told))
         return end
 
     async def _embed_stream(
@@ -229,11 +239,19 @@ async def _answer(
         await _abort(context, EngineError(INTERNAL))
 
 
-async def _abort(context: grpc.aio.ServicerContext, error: EmbedServeError) -> NoReturn:
-    metadata = tuple(
-        (name.decode(), value.decode())
-        for name, value in error_trailers(error)
-        if not name.startswith(b"grpc-")
-    )
+async def _abort(
+    context: grpc.aio.ServicerContext, error: EmbedServeError, told: Told | None = None
+) -> NoReturn:
+    if told is None:
+        given = dict(context.invocation_metadata() or ()).get(REQUEST_ID.decode())
+        told = told_id(given.encode() if isinstance(given, str) else given)
+    metadata = _metadata([*error_trailers(error), *told])
     await context.abort(grpc.StatusCode[error.code], error.message[:500], metadata)
     raise AssertionError("abort raises")
+
+
+def _metadata(headers: Headers) -> tuple[tuple[str, str], ...]:
+    """As grpcio takes it, which sees to the status by itself."""
+    return tuple(
+        (name.decode(), value.decode()) for name, value in headers if not name.startswith(b"grpc-")
+    )

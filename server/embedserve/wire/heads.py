@@ -17,6 +17,8 @@ from embedserve.config import Limits
 from embedserve.errors import EmbedServeError
 from embedserve.exchange import Asked
 from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.tracing.request_id import REQUEST_ID
+from embedserve.tracing.trace_context import TRACEPARENT
 from embedserve.wire.head_limits import HEAD_BYTES_MAX, HEAD_LINES_MAX
 from embedserve.wire.rest import (
     JSON_LENGTH,
@@ -44,6 +46,8 @@ READ_HEADERS = {
     b"upgrade",
 }
 """Those whose values decide what becomes of a request; of others the values are gaps."""
+ONCE_HEADERS = (b"authorization", b"x-timeout-ms", JSON_LENGTH, REQUEST_ID, TRACEPARENT)
+"""Of which each end could read another, where there are two."""
 SPECIAL_HEADERS = {b"transfer-encoding", b"expect", b"upgrade"}
 SPECIAL_CHARACTERS = set("%?#")
 """Of a URL: more than a path as it is."""
@@ -141,7 +145,7 @@ class HeadForm:
         if self._json_length_gap is not None and one.codec.head_bytes is not None:
             start, end = self._json_length_gap
             codec = infer_codec(data[start:end])
-        return Asked(one.model, codec, one.answer_codec, wanted_s, one.metrics)
+        return Asked(one.model, codec, one.answer_codec, wanted_s, one.metrics, one.has_id)
 
 
 class HeadForms:
@@ -193,11 +197,9 @@ def parse_head(head: bytes, metrics: ProtocolMetrics, limits: Limits) -> HeadFor
     names = [name for name, _ in reader.headers]
     if SPECIAL_HEADERS.intersection(names) or len(names) > HEAD_LINES_MAX:
         return None
-    if names.count(b"content-length") != 1 or names.count(b"x-timeout-ms") > 1:
+    if any(names.count(name) != 1 for name in (b"content-length", b"host")):
         return None
-    if names.count(JSON_LENGTH) > 1:
-        return None
-    if names.count(b"host") != 1 or names.count(b"authorization") > 1:
+    if any(names.count(name) > 1 for name in ONCE_HEADERS):
         return None
     url = reader.url.decode("latin-1")
     route = embed_route(url)

@@ -13,6 +13,7 @@ from typing import Any
 from embedserve.access.access import Certificate
 from embedserve.errors import EmbedServeError
 from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, late_request
+from embedserve.tracing.request_id import Told
 from embedserve.types import Parts
 from embedserve.wire.connections import READ_BYTES, Registry, leave_a_turn
 from embedserve.wire.heads import HeadForm, HeadForms
@@ -33,7 +34,7 @@ class Http1Call(Call):
     def __init__(
         self, asked: Asked, start_s: float, connection: Http1Connection, form: HeadForm, head: bytes
     ) -> None:
-        super().__init__(asked, start_s)
+        super().__init__(asked, start_s, connection.exchange)
         self._connection = connection
         self._form = form
         self._head = head
@@ -49,16 +50,17 @@ class Http1Call(Call):
     def header(self, name: bytes) -> bytes | None:
         return self._form.header(self._head, name)
 
-    def write_answer(self, parts: Parts, nbytes: int) -> None:
+    def write_answer(self, parts: Parts, nbytes: int, told: Told | None = None) -> None:
         codec = self.asked.answer_codec
-        content_type, more = codec.content_type, b""
+        content_type, more = codec.content_type, b"" if told is None else lines_of(told)
         if codec.head_bytes is not None:
             (_, content_type), *others = answer_headers(codec, parts)
-            more = lines_of(others)
+            more += lines_of(others)
         self._connection.write(STATUS_LINES[200], content_type, more, parts, nbytes)
 
-    def write_error(self, error: EmbedServeError) -> None:
-        ((_, content_type), *more), body = error_answer(error, self.asked.answer_codec.encode_error)
+    def write_error(self, error: EmbedServeError, told: Told) -> None:
+        encode = self.asked.answer_codec.encode_error
+        ((_, content_type), *more), body = error_answer(error, told, encode)
         line = STATUS_LINES[error.http_status]
         self._connection.write(line, content_type, lines_of(more), (body,), len(body))
 
@@ -71,7 +73,7 @@ class Http1Connection(UvicornConnection):
     ) -> None:
         metrics = exchange.metrics.protocols["rest"]
         super().__init__(metrics, exchange.limits, registry, **uvicorns)
-        self._exchange = exchange
+        self.exchange = exchange
         self._forms = forms
         self._call: Http1Call | None = None  # that is read or answered
         self._body = Pieces()
@@ -107,21 +109,21 @@ class Http1Connection(UvicornConnection):
         missing = length - (len(data) - body_start)
         if missing < 0:
             self.hold(data[missing:])
-        if self._exchange.access is not None and not self._is_admitted(call, missing > 0):
+        if self.exchange.access is not None and not self._is_admitted(call, missing > 0):
             return
         if missing == 0:
-            self._exchange.ask(call, data[body_start:])
+            self.exchange.ask(call, data[body_start:])
         elif missing > 0:
             self._missing_bytes = missing
             self._body.append(data[body_start:])
             self._registry.has_grown(len(data))
         else:
-            self._exchange.ask(call, data[body_start:missing])
+            self.exchange.ask(call, data[body_start:missing])
 
     def _is_admitted(self, call: Http1Call, has_more: bool) -> bool:
         """A body that has not come, of a request that is refused, is not waited for."""
         is_last, self._is_last = self._is_last, self._is_last or has_more
-        if not self._exchange.admit(call):
+        if not self.exchange.admit(call):
             return False
         self._is_last = is_last
         return True
@@ -137,7 +139,7 @@ class Http1Connection(UvicornConnection):
             return
         if not self._missing_bytes:
             assert self._call is not None
-            self._exchange.ask(self._call, self._body.take_all())
+            self.exchange.ask(self._call, self._body.take_all())
         elif len(data) >= READ_BYTES:
             leave_a_turn(self.transport)
 

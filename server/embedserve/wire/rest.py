@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from embedserve.access.access import one_header
 from embedserve.codec.codec import BINARY, INFER, JSON, PROTOBUF, Codec, infer_binary
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.exchange import Asked
 from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.tracing.request_id import REQUEST_ID, Told, told_id
 from embedserve.types import Parts
 
 Headers = list[tuple[bytes, bytes]]
@@ -120,6 +122,7 @@ def read_headers(route: Route, headers: Headers, metrics: ProtocolMetrics) -> As
     """
     content_type = accept = json_length = b""
     wanted_s = None
+    has_id = False
     for name, value in headers:
         if name == b"content-type":
             content_type = value
@@ -129,6 +132,8 @@ def read_headers(route: Route, headers: Headers, metrics: ProtocolMetrics) -> As
             wanted_s = timeout_s(value)
         elif name == JSON_LENGTH:
             json_length = value
+        elif name == REQUEST_ID:
+            has_id = True
         elif name == b"content-encoding" and value != b"identity":
             raise UnsupportedEncodingError(
                 f"Content-Encoding is {value.decode('latin-1')!r}: send the body as it is",
@@ -136,13 +141,13 @@ def read_headers(route: Route, headers: Headers, metrics: ProtocolMetrics) -> As
             )
     if route.is_infer:
         codec = infer_codec(json_length) if json_length else INFER
-        return Asked(route.model, codec, INFER, wanted_s, metrics)
+        return Asked(route.model, codec, INFER, wanted_s, metrics, has_id)
     codec = codec_of("", content_type, b"")
     wants_protobuf = PROTOBUF.content_type in accept or (
         codec is PROTOBUF and JSON.content_type not in accept
     )
     answer_codec = PROTOBUF if wants_protobuf else JSON
-    return Asked(route.model, codec, answer_codec, wanted_s, metrics)
+    return Asked(route.model, codec, answer_codec, wanted_s, metrics, has_id)
 
 
 def timeout_s(value: bytes) -> float:
@@ -176,11 +181,25 @@ def answer_headers(codec: Codec, parts: Parts) -> Headers:
     return [(b"content-type", BINARY), (JSON_LENGTH, b"%d" % json_bytes)]
 
 
+def refused_early(
+    metrics: ProtocolMetrics, error: EmbedServeError, headers: Headers, seconds: float
+) -> Told:
+    """Counts and logs a request that became no call; what it is told beside its ``error``."""
+    told = told_id(one_header(headers, REQUEST_ID))
+    request_id = told[0][1].decode("ascii")
+    fields = {"request_id": request_id, "protocol": metrics.protocol}
+    metrics.refused(error.code, error.message, seconds, lambda: fields)
+    return told
+
+
 def error_answer(
-    error: EmbedServeError, encode: Callable[[EmbedServeError], bytes] = JSON.encode_error
+    error: EmbedServeError,
+    told: Told,
+    encode: Callable[[EmbedServeError], bytes] = JSON.encode_error,
 ) -> tuple[Headers, bytes]:
-    """(headers but for the length, body) of ``error``, in the JSON shape that its route has."""
-    headers = [(b"content-type", JSON.content_type)]
+    """(headers but for the length, body) of ``error``, in the JSON shape that its route has, with
+    what is ``told`` of the request."""
+    headers = [(b"content-type", JSON.content_type), *told]
     if error.http_status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if error.http_status == 405:

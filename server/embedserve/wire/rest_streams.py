@@ -9,6 +9,7 @@ from embedserve.codec.codec import JSON
 from embedserve.errors import EmbedServeError, RequestTooLargeError
 from embedserve.exchange import Asked, Exchange
 from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.tracing.request_id import Told
 from embedserve.types import Parts
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.requests import Request
@@ -21,6 +22,7 @@ from embedserve.wire.rest import (
     error_answer,
     error_encoder,
     read_headers,
+    refused_early,
 )
 from embedserve.wire.stream_call import StreamCall
 
@@ -48,12 +50,12 @@ class RestCall(StreamCall):
             body.append(data)
             data = body.take_all()
             self._stream.consumed(self._stream.held_bytes)
-        self._exchange.ask(self, data)
+        self.exchange.ask(self, data)
 
     def has_size(self, nbytes: int, *, is_whole: bool) -> bool:
         """Whether a body may be so large; where it may not, it is refused."""
         try:
-            self.asked.codec.check_size(nbytes, self._exchange.limits, is_whole=is_whole)
+            self.asked.codec.check_size(nbytes, self.exchange.limits, is_whole=is_whole)
         except RequestTooLargeError as error:
             self.refuse(error)
             return False
@@ -61,31 +63,35 @@ class RestCall(StreamCall):
 
     def _want_more(self) -> None:
         stream = self._stream
-        left = self.asked.codec.bytes_max(self._exchange.limits) - self._body.nbytes
+        left = self.asked.codec.bytes_max(self.exchange.limits) - self._body.nbytes
         stream.expect(left if stream.missing_bytes is None else stream.missing_bytes)
 
-    def write_answer(self, parts: Parts, nbytes: int) -> None:
+    def write_answer(self, parts: Parts, nbytes: int, told: Told | None = None) -> None:
         head = encode(
             [
                 (b":status", b"200"),
                 *answer_headers(self.asked.answer_codec, parts),
                 (b"content-length", b"%d" % nbytes),
+                *(told or ()),
             ]
         )
         self._stream.answer(head, parts, nbytes, b"")
 
-    def end(self, error: EmbedServeError) -> None:
-        write_error(self._stream, error, encode_error=self.asked.answer_codec.encode_error)
+    def end(self, error: EmbedServeError, told: Told) -> None:
+        encode = self.asked.answer_codec.encode_error
+        write_error(self._stream, error, told, encode_error=encode)
 
 
 def write_error(
     stream: Stream,
     error: EmbedServeError,
+    told: Told,
     method: bytes = b"POST",
     encode_error: Callable[[EmbedServeError], bytes] = JSON.encode_error,
 ) -> None:
-    """Answers ``error`` in the JSON shape of its route; a HEAD by its headers alone."""
-    headers, body = error_answer(error, encode_error)
+    """Answers ``error`` in the JSON shape of its route, with what is ``told`` of the request; a
+    HEAD by its headers alone."""
+    headers, body = error_answer(error, told, encode_error)
     status = (b":status", b"%d" % error.http_status)
     head = encode([status, *headers, (b"content-length", b"%d" % len(body))])
     if method == b"HEAD":
@@ -123,9 +129,9 @@ def refused(
     """Opens streams only to answer them with ``error``."""
 
     def open_refused(stream: Stream) -> Handler:
-        metrics.refused(error.code, error.message, 0.0)
+        told = refused_early(metrics, error, request.headers, 0.0)
         path = request.target.partition(b"?")[0].decode("latin-1")
-        write_error(stream, error, request.method, error_encoder(path))
+        write_error(stream, error, told, request.method, error_encoder(path))
         return ENDED
 
     return open_refused

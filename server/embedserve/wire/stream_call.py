@@ -9,19 +9,19 @@ from time import perf_counter
 from embedserve.access.access import Certificate
 from embedserve.errors import EmbedServeError, OverloadedError
 from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, late_request
+from embedserve.tracing.request_id import Told
 from embedserve.wire.http2.stream import Stream
 
 
 class StreamCall(Call):
     """The handler of its stream; subclasses read the request and write its answer."""
 
-    __slots__ = ("_exchange", "_headers", "_stream")
+    __slots__ = ("_headers", "_stream")
 
     def __init__(
         self, asked: Asked, exchange: Exchange, headers: Mapping[bytes, bytes], stream: Stream
     ) -> None:
-        super().__init__(asked, perf_counter())
-        self._exchange = exchange
+        super().__init__(asked, perf_counter(), exchange)
         self._headers = headers
         self._stream = stream
 
@@ -37,13 +37,13 @@ class StreamCall(Call):
         return self._headers.get(name)
 
     @abstractmethod
-    def end(self, error: EmbedServeError) -> None:
-        """Ends the stream with ``error``."""
+    def end(self, error: EmbedServeError, told: Told) -> None:
+        """Ends the stream with ``error``, and what is ``told`` of its request."""
 
-    def write_error(self, error: EmbedServeError) -> None:
+    def write_error(self, error: EmbedServeError, told: Told) -> None:
         if isinstance(error, OverloadedError):
             self._stream.keep_bodies_back()
-        self.end(error)
+        self.end(error, told)
 
     def reset(self) -> None:
         self.cancel()

@@ -24,7 +24,13 @@ from embedserve.wire.connections import DRAIN_IDLE_S, Lingering, Registry
 from embedserve.wire.head_limits import HEAD_BYTES_MAX, check_head
 from embedserve.wire.http2.connection import UNREAD_S_MAX
 from embedserve.wire.http2.sender import READ_BYTES_MIN
-from embedserve.wire.rest import Headers, error_answer, error_encoder, headers_too_large
+from embedserve.wire.rest import (
+    Headers,
+    error_answer,
+    error_encoder,
+    headers_too_large,
+    refused_early,
+)
 
 KEEP_ALIVE_S = 75.0
 """An idle connection is closed after so long; longer than what stands before a server waits."""
@@ -223,7 +229,7 @@ class UvicornConnection(HttpToolsProtocol):
             self.flow.pause_reading()
             return
         seconds = perf_counter() - self._message_since_s
-        self._metrics.refused(error.code, error.message, seconds)
+        told = refused_early(self._metrics, error, getattr(self, "headers", []), seconds)
         if is_pending:
             cycle.disconnected = True
             cycle.waiting_for_100_continue = False  # which would be said after our last answer
@@ -232,7 +238,7 @@ class UvicornConnection(HttpToolsProtocol):
             self.transport.close()
             return
         path = getattr(self, "url", b"").partition(b"?")[0].decode("latin-1")
-        headers, body = error_answer(error, error_encoder(path))
+        headers, body = error_answer(error, told, error_encoder(path))
         headers += [(b"connection", b"close"), (b"content-length", b"%d" % len(body))]
         head = STATUS_LINES[error.http_status] + lines_of(headers)
         self.transport.write(head + b"\r\n" + body)

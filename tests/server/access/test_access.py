@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from server.access.clocks import Clocks
 
-from embedserve.access.access import KNOWN_MAX, Access, Certificate, Client, certificate_of
+from embedserve.access.access import KNOWN_MAX, UNKNOWN, Access, Certificate, Client, certificate_of
 from embedserve.access.grants import new_token
 from embedserve.errors import (
     EmbedServeError,
@@ -144,7 +144,7 @@ async def test_requests_under_way_are_limited_through_a_reload(tokens: Tokens) -
         "429 'x' has 2 requests under way, which is its limit"
     )
     assert first.client is not None
-    first.client.leave()
+    first.client.leave("OK")
     tokens.admit(token)
 
 
@@ -209,3 +209,21 @@ async def test_what_is_remembered_is_bounded(tokens: Tokens) -> None:
         with pytest.raises(UnauthenticatedError):
             tokens.access.admit(Asking(f"Bearer {new_token()[0]}"))
     assert len(tokens.access._known) <= KNOWN_MAX
+
+
+async def test_requests_are_counted_by_who_asked(tokens: Tokens) -> None:
+    token, late = await tokens.add("x", concurrent=1), await tokens.add("late", revoked=True)
+    asking = tokens.admit(token)
+    tokens.refusal(f"Bearer {token}")  # one is under way
+    tokens.refusal(f"Bearer {late}")
+    tokens.refusal("Bearer hunter2")
+    await tokens.add("y")  # those of before are counted through a reload
+    assert asking.client is not None
+    asking.client.leave("OK")
+    assert dict(tokens.access.take_counts()) == {
+        "x": {"RESOURCE_EXHAUSTED": 1, "OK": 1},
+        "late": {"UNAUTHENTICATED": 1},
+        UNKNOWN: {"UNAUTHENTICATED": 1},
+    }
+    assert tokens.access.take_counts() == []
+    assert tokens.access.names() == {"x", "late", "y", UNKNOWN}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import count
 from time import monotonic
 
 import pytest
@@ -70,3 +71,19 @@ def test_a_traceback_is_logged_once(log: QuietLog, caplog: pytest.LogCaptureFixt
         except ZeroDivisionError:
             log.say(logging.ERROR, "a request failed", with_traceback=True)
     assert caplog.text.count("Traceback") == 1
+
+
+def test_several_lines_of_a_kind_are_said_where_wanted(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    log = QuietLog(logging.getLogger("quiet"), lines=3)
+    numbers = count()
+    for _ in range(100):
+        log.say(logging.INFO, "slow", fields=lambda: {"number": next(numbers)})
+    assert caplog.messages == ["slow"] * 3
+    clock.now_s += PERIOD_S
+    log.say(logging.INFO, "slow", fields=lambda: {"number": next(numbers)})
+    assert caplog.messages[3:] == ["slow (97 more like it since the last line)"]
+    # Nobody asked for those of lines that were not said.
+    assert [vars(record)["fields"]["number"] for record in caplog.records] == [0, 1, 2, 3]

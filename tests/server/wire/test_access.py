@@ -24,6 +24,7 @@ from embedserve.access.access import Access
 from embedserve.access.grants import hash_of
 from embedserve.config import Limits
 from embedserve.exchange import Exchange
+from embedserve.tracing.observer import Observer
 from embedserve.wire.tls.certificates import Certificates, TlsFiles
 from embedserve_client import (
     EmbedClient,
@@ -112,6 +113,26 @@ async def test_http2(server: OurServer) -> None:
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         answer = await client.request("POST", "/embed", BODY, headers)
         assert (token, answer.status) == (token, wanted)
+
+
+async def test_metrics_and_the_log_name_who_asked(
+    live: Live, caplog: pytest.LogCaptureFixture
+) -> None:
+    live.exchange.metrics.callers.callers = live.exchange.access
+    live.exchange.observer = Observer(slow_ms=1e-6)
+    headers = {"Authorization": "Bearer es_right"}
+    assert (await live.http.post("/embed", content=BODY, headers=headers)).status_code == 200
+    assert (await live.http.post("/embed", content=b"{", headers=headers)).status_code == 400
+    assert (await live.http.post("/embed", content=BODY)).status_code == 401
+    (record,) = [one for one in caplog.records if one.message == "slow request"]
+    assert vars(record)["fields"]["caller"] == "right"
+    assert list(live.exchange.metrics.callers.total()) == []
+    live.exchange.metrics.flush()
+    assert set(live.exchange.metrics.callers.total()) == {
+        ("right", "OK", 1),
+        ("right", "INVALID_ARGUMENT", 1),
+        ("(unknown)", "UNAUTHENTICATED", 1),
+    }
 
 
 async def test_a_token_given_twice_is_none(server: OurServer) -> None:

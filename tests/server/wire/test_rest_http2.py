@@ -66,7 +66,7 @@ async def test_a_request_is_answered_as_over_http1(
 ) -> None:
     method, path, body, headers = CASES[name]
     # httpx adds headers of its own, which decide nothing but the form of the answer.
-    plain = {"accept": "*/*", **headers}
+    plain = {"accept": "*/*", "x-request-id": "same", **headers}
     over_http1 = await live.http.request(method, path, content=body, headers=plain)
     length = {"content-length": str(len(body))} if body else {}
     answer = await client.request(method, path, body, {**plain, **length})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from time import perf_counter
 
 from embedserve.errors import (
@@ -18,11 +19,13 @@ from embedserve.errors import (
     NotReadyError,
 )
 from embedserve.exchange import REQUEST_S_MAX, Asked, Exchange, late_request
+from embedserve.tracing.request_id import REQUEST_ID, Told, request_id_of, told_id
 from embedserve.types import Parts
 from embedserve.wire.grpc.messages import PREFIX_BYTES, Deframer, WireError, framed, only_message
 from embedserve.wire.grpc.statuses import (
     HEAD_BLOCK,
     OK_BLOCK,
+    OK_TRAILERS,
     error_block,
     error_trailers,
     only_trailers,
@@ -97,11 +100,11 @@ class EmbedCall(StreamCall):
 
     def receive(self, data: bytes, is_end: bool) -> None:
         if self._message is None:
-            bytes_max = self._exchange.limits.body_bytes_max
+            bytes_max = self.exchange.limits.body_bytes_max
             if is_end and self._encoding == b"identity":
                 whole = only_message(data, bytes_max)
                 if whole is not None:
-                    self._exchange.ask(self, whole)
+                    self.exchange.ask(self, whole)
                     return
             self._message = OneMessage(self._stream, self._encoding, bytes_max)
         try:
@@ -110,22 +113,24 @@ class EmbedCall(StreamCall):
             self._fail_framing(error)
             return
         if message is not None:
-            self._exchange.ask(self, message)
+            self.exchange.ask(self, message)
 
     def _fail_framing(self, error: WireError) -> None:
-        self.is_waiting = False
-        self.leave()
-        self.asked.metrics.refused(error.outcome, error.message, perf_counter() - self.start_s)
-        self._stream.send_head(only_trailers(wire_error_trailers(error)), is_end=True)
+        def write(told: Told) -> None:
+            block = only_trailers([*wire_error_trailers(error), *told])
+            self._stream.send_head(block, is_end=True)
 
-    def write_answer(self, parts: Parts, nbytes: int) -> None:
+        self.refuse_as(error.outcome, error.message, write)
+
+    def write_answer(self, parts: Parts, nbytes: int, told: Told | None = None) -> None:
         prefix, stream = b"\0" + nbytes.to_bytes(4, "big"), self._stream
+        end = OK_BLOCK if told is None else OK_BLOCK + encode(told)
         stream.connection.sender.answer(
-            stream, HEAD_BLOCK, (prefix, *parts), nbytes + PREFIX_BYTES, OK_BLOCK
+            stream, HEAD_BLOCK, (prefix, *parts), nbytes + PREFIX_BYTES, end
         )
 
-    def end(self, error: EmbedServeError) -> None:
-        self._stream.send_head(error_block(error), is_end=True)
+    def end(self, error: EmbedServeError, told: Told) -> None:
+        self._stream.send_head(error_block(error) + encode(told), is_end=True)
 
 
 class UnaryCall:
@@ -136,10 +141,12 @@ class UnaryCall:
         function: Callable[[bytes], bytes],
         encoding: bytes,
         bytes_max: int,
+        headers: Mapping[bytes, bytes],
         stream: Stream,
     ) -> None:
         """``function`` takes the message and gives the answer, or raises EmbedServeError."""
         self._function = function
+        self._headers = headers
         self._stream = stream
         self._start_s = perf_counter()
         self._message = OneMessage(stream, encoding, bytes_max)
@@ -161,7 +168,8 @@ class UnaryCall:
             self._stream.answer(HEAD_BLOCK, (answer,), len(answer), OK_BLOCK)
 
     def _end(self, trailers: Headers) -> None:
-        self._stream.send_head(only_trailers(trailers), is_end=True)
+        told = told_id(self._headers.get(REQUEST_ID))
+        self._stream.send_head(only_trailers([*trailers, *told]), is_end=True)
 
     def reset(self) -> None:
         """Nothing waits."""
@@ -182,10 +190,14 @@ class MessageStream:
 
     Attributes:
         is_read: the client has sent all, and all was taken.
+        headers: of the call.
     """
 
-    def __init__(self, encoding: bytes, bytes_max: int, stream: Stream) -> None:
+    def __init__(
+        self, encoding: bytes, bytes_max: int, headers: Mapping[bytes, bytes], stream: Stream
+    ) -> None:
         """Raises WireError: UNIMPLEMENTED, there is no such encoding."""
+        self.headers = headers
         self._stream = stream
         self._deframer = Deframer(bytes_max, encoding)
         self._whole_s = perf_counter()  # when no message was under way
@@ -220,7 +232,7 @@ class MessageStream:
             self._is_taking = False
         if self.is_idle() and (self.is_read or self._is_draining):
             if self.is_read:
-                self.finish([(b"grpc-status", b"0")])
+                self.finish(OK_TRAILERS)
             else:
                 self.finish(error_trailers(NotReadyError(DRAINING)))
 
@@ -265,10 +277,21 @@ class MessageStream:
         if self._is_over:
             return
         self._is_over = True
+        trailers = [*trailers, *self.told(trailers is not OK_TRAILERS)]
         if self._has_started:
             self._stream.end(encode(trailers))
         else:
             self._stream.send_head(only_trailers(trailers), is_end=True)
+
+    @cached_property
+    def request_id(self) -> bytes:
+        """Of the call: its caller's, or one that is made when it is first asked for."""
+        return request_id_of(self.headers.get(REQUEST_ID))
+
+    def told(self, has_failed: bool) -> Told:
+        """What its trailers tell of it: its id, where it has one or ``has_failed``."""
+        is_named = has_failed or REQUEST_ID in self.headers or "request_id" in self.__dict__
+        return [(REQUEST_ID, self.request_id)] if is_named else []
 
     def reset(self) -> None:
         self._is_over = True

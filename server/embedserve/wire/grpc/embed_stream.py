@@ -14,6 +14,7 @@ from time import perf_counter
 from embedserve.access.access import Certificate
 from embedserve.errors import EmbedServeError
 from embedserve.exchange import Asked, Call, Exchange
+from embedserve.tracing.request_id import Told
 from embedserve.types import Parts
 from embedserve.wire.grpc.calls import ANSWER_BYTES_MAX, MessageStream
 from embedserve.wire.http2.stream import Owner, Stream
@@ -33,7 +34,7 @@ class StreamedRequest(Call):
     __slots__ = ("_stream", "is_done", "nbytes", "parts", "reserved_bytes")
 
     def __init__(self, asked: Asked, stream: EmbedStream) -> None:
-        super().__init__(asked, perf_counter())
+        super().__init__(asked, perf_counter(), stream.exchange)
         self.deadline_s = stream.deadline_s
         self._stream = stream
         self.is_done = False
@@ -52,15 +53,20 @@ class StreamedRequest(Call):
     def header(self, name: bytes) -> bytes | None:
         return self._stream.headers.get(name)
 
+    @property
+    def request_id(self) -> bytes:
+        """Of the whole stream: its trailers tell it."""
+        return self._stream.request_id
+
     def was_queued(self) -> None:
         assert self.queue is not None
         self._stream.reserve(self, self.queue.model.answer_bytes(self.request))
         self._stream.go_on()
 
-    def write_answer(self, parts: Parts, nbytes: int) -> None:
+    def write_answer(self, parts: Parts, nbytes: int, told: Told | None = None) -> None:
         self._end(parts, nbytes)
 
-    def write_error(self, error: EmbedServeError) -> None:
+    def write_error(self, error: EmbedServeError, told: Told) -> None:
         body = self.asked.answer_codec.encode_streamed_error(error)
         self._end((body,), len(body))
 
@@ -84,10 +90,9 @@ class EmbedStream(MessageStream):
         stream: Stream,
         answer_bytes_max: int = ANSWER_BYTES_MAX,
     ) -> None:
-        super().__init__(encoding, exchange.limits.body_bytes_max, stream)
+        super().__init__(encoding, exchange.limits.body_bytes_max, headers, stream)
         self._asked = asked
-        self.headers = headers
-        self._exchange = exchange
+        self.exchange = exchange
         self._requests: deque[StreamedRequest] = deque()
         self._answer_bytes = 0
         self._answer_bytes_max = answer_bytes_max
@@ -110,8 +115,8 @@ class EmbedStream(MessageStream):
     def take(self, message: bytes) -> None:
         request = StreamedRequest(self._asked, self)
         self._requests.append(request)
-        if self._exchange.access is None or self._exchange.admit(request):
-            self._exchange.ask(request, message)
+        if self.exchange.access is None or self.exchange.admit(request):
+            self.exchange.ask(request, message)
         if request.queue is not None:
             self.reserve(request, request.queue.model.answer_bytes(request.request))
         elif not request.is_done:  # it is being decoded: what it needs is not known

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -58,8 +58,15 @@ def _service(message: bytes) -> str:
 class Watch(MessageStream):
     """A Watch: tells the status now and as it changes; it ends when the server drains."""
 
-    def __init__(self, health: Health, encoding: bytes, bytes_max: int, stream: Stream) -> None:
-        super().__init__(encoding, bytes_max, stream)
+    def __init__(
+        self,
+        health: Health,
+        encoding: bytes,
+        bytes_max: int,
+        headers: Mapping[bytes, bytes],
+        stream: Stream,
+    ) -> None:
+        super().__init__(encoding, bytes_max, headers, stream)
         self._health = health
         self._service: str | None = None
         self._told: Any = None

@@ -5,7 +5,7 @@ The messages of both are the same on the wire; what they say is grpcio-reflectio
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection, reflection_pb2
@@ -21,9 +21,14 @@ class ServerReflection(MessageStream):
     """A ServerReflectionInfo call."""
 
     def __init__(
-        self, services: Iterable[str], encoding: bytes, bytes_max: int, stream: Stream
+        self,
+        services: Iterable[str],
+        encoding: bytes,
+        bytes_max: int,
+        headers: Mapping[bytes, bytes],
+        stream: Stream,
     ) -> None:
-        super().__init__(encoding, bytes_max, stream)
+        super().__init__(encoding, bytes_max, headers, stream)
         self._servicer = reflection.ReflectionServicer(services)
 
     def take(self, message: bytes) -> None:

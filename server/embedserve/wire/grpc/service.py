@@ -7,18 +7,20 @@ from functools import partial
 
 from google.protobuf.message import DecodeError
 
-from embedserve.access.access import Access, headers_by_name
+from embedserve.access.access import Access, headers_by_name, one_header
 from embedserve.codec import protobuf_codec
 from embedserve.codec.codec import INFER_MESSAGE, INFER_STREAMED, PROTOBUF, Codec
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.exchange import Asked, Exchange
 from embedserve.models.served_models import ServedModels
+from embedserve.tracing.request_id import REQUEST_ID, told_id
 from embedserve.types import ModelInfo
 from embedserve.wire.grpc import health, open_inference, reflection
 from embedserve.wire.grpc.calls import EmbedCall, UnaryCall
 from embedserve.wire.grpc.embed_stream import EmbedStream
 from embedserve.wire.grpc.messages import Deframer, WireError, timeout_s
 from embedserve.wire.grpc.statuses import error_block, only_trailers, wire_error_trailers
+from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.requests import Request
 from embedserve.wire.http2.stream import ENDED, Handler, Stream
 from embedserve_proto import embedding_pb2
@@ -101,10 +103,12 @@ class GrpcService:
             if method is None:
                 shown = request.target.decode("latin-1")
                 raise WireError("UNIMPLEMENTED", f"there is no method {shown}")
-            asked = Asked("", PROTOBUF, PROTOBUF, wanted_s, self._metrics)
-            return method(encoding, asked, headers_by_name(request.headers))
+            headers = headers_by_name(request.headers)
+            has_id = REQUEST_ID in headers
+            asked = Asked("", PROTOBUF, PROTOBUF, wanted_s, self._metrics, has_id)
+            return method(encoding, asked, headers)
         except WireError as error:
-            return refused(error)
+            return refused(error, one_header(request.headers, REQUEST_ID))
 
     def _embed(self, codec: Codec, encoding: bytes, asked: Asked, headers: HeadersByName) -> Open:
         return partial(EmbedCall, asked.in_codec(codec), self._exchange, encoding, headers)
@@ -118,17 +122,17 @@ class GrpcService:
 
     def _unary(self, function: Callable[[bytes], bytes]) -> Method:
         return lambda encoding, asked, headers: (
-            lambda stream: UnaryCall(function, encoding, self._bytes_max, stream)
+            lambda stream: UnaryCall(function, encoding, self._bytes_max, headers, stream)
         )
 
     def _watch(self, encoding: bytes, asked: Asked, headers: HeadersByName) -> Open:
         check_encoding(encoding)
-        return lambda stream: health.Watch(self.health, encoding, self._bytes_max, stream)
+        return lambda stream: health.Watch(self.health, encoding, self._bytes_max, headers, stream)
 
     def _reflection(self, encoding: bytes, asked: Asked, headers: HeadersByName) -> Open:
         check_encoding(encoding)
         return lambda stream: reflection.ServerReflection(
-            self._names, encoding, self._bytes_max, stream
+            self._names, encoding, self._bytes_max, headers, stream
         )
 
     def _guarded(
@@ -153,7 +157,8 @@ class GrpcService:
                 try:
                     access.check(authorization, stream.connection.certificate, roles, pays=pays)
                 except EmbedServeError as error:
-                    stream.send_head(error_block(error), is_end=True)
+                    told = encode(told_id(headers.get(REQUEST_ID)))
+                    stream.send_head(error_block(error) + told, is_end=True)
                     return ENDED
                 return opened(stream)
 
@@ -190,12 +195,12 @@ def check_encoding(encoding: bytes) -> None:
     Deframer(0, encoding)
 
 
-def refused(error: WireError) -> Open:
-    """Opens calls only to end them."""
+def refused(error: WireError, given_id: bytes | None = None) -> Open:
+    """Opens calls only to end them; ``given_id`` is their callers' x-request-id."""
     block = only_trailers(wire_error_trailers(error))
 
     def open_refused(stream: Stream) -> Handler:
-        stream.send_head(block, is_end=True)
+        stream.send_head(block + encode(told_id(given_id)), is_end=True)
         return ENDED
 
     return open_refused

@@ -31,7 +31,8 @@ FIELD_CHARACTERS_MAX = 500
 
 _HEAD: Headers = [(b":status", b"200"), (b"content-type", b"application/grpc")]
 HEAD_BLOCK = encode(_HEAD)
-OK_BLOCK = encode([(b"grpc-status", b"0")])
+OK_TRAILERS: Headers = [(b"grpc-status", b"0")]
+OK_BLOCK = encode(OK_TRAILERS)
 
 
 def error_trailers(error: EmbedServeError) -> Headers:

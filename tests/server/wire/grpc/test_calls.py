@@ -391,7 +391,7 @@ class BrokenStream(MessageStream):
 
 def test_an_unforeseen_error_ends_its_stream_alone(caplog: pytest.LogCaptureFixture) -> None:
     def open_request(headers: Headers) -> Opened:
-        return Opened(lambda stream: BrokenStream(b"identity", 100, stream), None)
+        return Opened(lambda stream: BrokenStream(b"identity", 100, {}, stream), None)
 
     peer = Peer(open_request)
     first, second = (

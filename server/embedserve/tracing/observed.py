@@ -1,0 +1,112 @@
+"""A caller of whom the log and traces can tell: when what began, by which id, in which trace.
+
+What is told is looked up only once it is told: a request that nobody asks about pays nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from embedserve.access.access import Client
+from embedserve.batching.caller import Caller
+from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.tracing.record import RequestRecord
+from embedserve.tracing.request_id import REQUEST_ID, request_id_of
+from embedserve.tracing.times import Times
+from embedserve.tracing.trace_context import TRACEPARENT, read_traceparent
+
+
+class Head(Protocol):
+    """What the head of a request says."""
+
+    @property
+    def model(self) -> str:
+        """Of its URL; "" for none."""
+
+    @property
+    def metrics(self) -> ProtocolMetrics:
+        """Of its protocol."""
+
+
+class ObservedCaller(Caller):
+    """One request and whoever waits for it.
+
+    Attributes:
+        asked: what its head says.
+        start_s: perf_counter when its first byte came.
+        client: who asks, from when it is admitted until it ends; None where nobody needs to say.
+    """
+
+    __slots__ = ("_request_id", "client", "start_s")
+
+    _request_id: bytes
+    asked: Head
+    client: Client | None
+    start_s: float
+
+    def header(self, name: bytes) -> bytes | None:
+        """A header of this request alone (``name`` in lower case): who asks, and in which trace."""
+        return None
+
+    @property
+    def request_id(self) -> bytes:
+        """Its caller's, or else one that is made when it is first asked for."""
+        try:
+            return self._request_id
+        except AttributeError:
+            self._request_id = request_id_of(self.header(REQUEST_ID))
+            return self._request_id
+
+    def times(self, end_s: float, encoded_s: float | None = None) -> Times:
+        """Until ``end_s``.
+
+        Args:
+            encoded_s: when its answer was; None where it has none.
+        """
+        begins = [self.start_s]
+        # A slot that was not set: it came to no queue, or no batch took it.
+        begins += [self.queued_s] if hasattr(self, "queued_s") else []
+        if hasattr(self, "taken"):
+            looked_up_s = self.taken.looked_up_s
+            begins += (
+                [self.taken.taken_s]
+                if looked_up_s is None
+                else [
+                    self.taken.taken_s,
+                    looked_up_s,
+                ]
+            )
+        begins += [] if encoded_s is None else [encoded_s]
+        return Times(tuple(begins), end_s)
+
+    def leave(self, outcome: str) -> None:
+        """Is no more among those of its client that are under way: it ended as ``outcome``."""
+        if self.client is not None:
+            self.client.leave(outcome)
+            self.client = None
+
+    def seen(
+        self, outcome: str, encoded_s: float | None = None
+    ) -> Callable[[float], RequestRecord]:
+        """What makes its record, given when it ended; its client is that of now."""
+        client = self.client
+        return lambda end_s: self._record(outcome, client, self.times(end_s, encoded_s))
+
+    def _record(self, outcome: str, client: Client | None, times: Times) -> RequestRecord:
+        model = self.taken.model if hasattr(self, "taken") else None
+        if model is None and self.queue is not None:
+            model = self.queue.model
+        request = getattr(self, "request", None)
+        return RequestRecord(
+            request_id=self.request_id.decode("ascii"),
+            protocol=self.asked.metrics.protocol,
+            outcome=outcome,
+            times=times,
+            model=self.asked.model if model is None else model.served_as,
+            version=0 if model is None else model.version,
+            examples=0 if request is None else request.batch_size,
+            ids=0 if request is None else request.ids.size,
+            caller="" if client is None else client.grant.name,
+            trace=read_traceparent(self.header(TRACEPARENT)),
+        )

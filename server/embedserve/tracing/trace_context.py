@@ -1,0 +1,40 @@
+"""Which trace a request is part of: the traceparent header of W3C Trace Context, level 1."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+TRACEPARENT = b"traceparent"
+_SAMPLED = 1
+_FORM = re.compile(
+    rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-[!-~]*)?"
+)
+TRACEPARENT_BYTES_MAX = 256
+"""A later version of the form may be longer than the 55 bytes of today's."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceContext:
+    """The place of a request in a trace.
+
+    Attributes:
+        trace_id: 32 hex digits.
+        parent_id: 16 hex digits, of the caller's span; "" where the trace begins here.
+        is_sampled: whether the caller keeps its spans.
+    """
+
+    trace_id: str
+    parent_id: str
+    is_sampled: bool
+
+
+def read_traceparent(value: bytes | None) -> TraceContext | None:
+    """What ``value`` says; None where there is none, or it is malformed."""
+    if not value or len(value) > TRACEPARENT_BYTES_MAX:
+        return None
+    found = _FORM.fullmatch(value)
+    if found is None or (found[1] == b"00" and found[5]):
+        return None
+    is_sampled = bool(int(found[4], 16) & _SAMPLED)
+    return TraceContext(found[2].decode(), found[3].decode(), is_sampled)

@@ -1,0 +1,66 @@
+"""Each line of the log is one line, or one object, whatever strangers wrote into it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from embedserve.terminal.log_lines import JsonLines, TextLines
+
+FIELDS = {"request_id": "a7", "model": 'x outcome="OK"\n\x1b\udc80', "total_ms": 12.5, "ids": 3}
+
+
+@pytest.fixture
+def log() -> Iterator[logging.Logger]:
+    logger = logging.getLogger("lines")
+    logger.propagate = False
+    yield logger
+    logger.handlers.clear()
+
+
+def written(log: logging.Logger, formatter: logging.Formatter) -> io.StringIO:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(formatter)
+    log.addHandler(handler)
+    return stream
+
+
+def test_text_has_fields_behind_the_message(log: logging.Logger) -> None:
+    stream = written(log, TextLines())
+    log.warning("slow %s", "request", extra={"fields": FIELDS})
+    (line,) = stream.getvalue().splitlines()
+    assert line.endswith(
+        ' WARNING lines: slow request request_id=a7 model="x outcome=\\"OK\\"\\n\\u001b\\udc80" '
+        "total_ms=12.5 ids=3"
+    )
+
+
+def test_text_without_fields_is_as_it_was(log: logging.Logger) -> None:
+    stream = written(log, TextLines())
+    log.error("gone")
+    assert stream.getvalue().endswith(" ERROR lines: gone\n")
+
+
+def test_json_is_one_object_a_line(log: logging.Logger) -> None:
+    stream = written(log, JsonLines())
+    log.warning("slow %s\n", "request", extra={"fields": FIELDS})
+    try:
+        raise ZeroDivisionError("why")
+    except ZeroDivisionError:
+        log.exception("failed")
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert first.pop("time").endswith("+00:00")
+    fields = {**FIELDS, "model": 'x outcome="OK"\n\x1b\\udc80'}
+    assert first == {
+        "level": "warning",
+        "logger": "lines",
+        "message": "slow request\n",
+        **fields,
+    }
+    assert second["message"] == "failed"
+    assert second["traceback"].endswith("ZeroDivisionError: why")

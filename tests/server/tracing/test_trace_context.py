@@ -1,0 +1,48 @@
+"""traceparent is read as W3C Trace Context has it, or not at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from embedserve.tracing.trace_context import (
+    TRACEPARENT_BYTES_MAX,
+    TraceContext,
+    read_traceparent,
+)
+
+TRACE, SPAN = b"4bf92f3577b34da6a3ce929d0e0e4736", b"00f067aa0ba902b7"
+PLACE = (TRACE.decode(), SPAN.decode())
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_sampled"), [(b"00", False), (b"01", True), (b"02", False), (b"ff", True)]
+)
+def test_the_flags_say_whether_it_is_sampled(flags: bytes, is_sampled: bool) -> None:
+    value = b"-".join((b"00", TRACE, SPAN, flags))
+    assert read_traceparent(value) == TraceContext(*PLACE, is_sampled)
+
+
+def test_a_later_version_may_say_more() -> None:
+    value = b"-".join((b"cc", TRACE, SPAN, b"01"))
+    assert read_traceparent(value + b"-what-comes") == TraceContext(*PLACE, True)
+    assert read_traceparent(value + b"what-comes") is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        b"",
+        b"00",
+        b"-".join((b"00", TRACE, SPAN)),
+        b"-".join((b"ff", TRACE, SPAN, b"01")),
+        b"-".join((b"00", b"0" * 32, SPAN, b"01")),
+        b"-".join((b"00", TRACE, b"0" * 16, b"01")),
+        b"-".join((b"00", TRACE.upper(), SPAN, b"01")),
+        b"-".join((b"00", TRACE, SPAN, b"01", b"more")),
+        b"-".join((b"00", TRACE, SPAN, b"01\n")),
+        b"-".join((b"cc", TRACE, SPAN, b"01", b"x" * TRACEPARENT_BYTES_MAX)),
+    ],
+)
+def test_what_is_malformed_is_none(value: bytes | None) -> None:
+    assert read_traceparent(value) is None
