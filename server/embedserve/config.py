@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
+from urllib.parse import urlsplit
 
 MIB = 1 << 20
 LIMIT_MAX = 2**31 - 1
@@ -211,6 +213,7 @@ class ServeSettings:
 
 HANG_S_MIN = 2.0
 """Workers give a sign of life every half second."""
+OPENTELEMETRY = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 CHOICES = {
     "follow": ("none", "alias", "latest"),
     "grpc_server": ("native", "grpcio"),
@@ -233,6 +236,7 @@ def check_settings(settings: ServeSettings) -> None:
             f"use {HANG_S_MIN:g} or more, or 0 for never"
         )
     _check_security(settings)
+    _check_traces(settings)
     check_device(settings, settings.devices)
 
 
@@ -257,6 +261,33 @@ def is_loopback(settings: ServeSettings) -> bool:
         return ipaddress.ip_address(settings.management_host).is_loopback
     except ValueError:
         return settings.management_host == "localhost"
+
+
+def _check_traces(settings: ServeSettings) -> None:
+    endpoint = settings.otlp_endpoint
+    if not endpoint:
+        if settings.trace_share:
+            raise ValueError(
+                f"trace_share is {settings.trace_share:g}, but traces go nowhere: give "
+                "otlp_endpoint, too"
+            )
+        return
+    try:
+        url = urlsplit(endpoint)
+        is_url = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise ValueError(f"otlp_endpoint is {endpoint!r}, expected http:// or https:// and a host")
+    try:
+        is_installed = all(map(find_spec, OPENTELEMETRY))
+    except ModuleNotFoundError:
+        is_installed = False
+    if not is_installed:
+        raise ValueError(
+            f"otlp_endpoint is {endpoint!r}, but OpenTelemetry is not installed: "
+            "pip install 'embedserve[otel]'"
+        )
 
 
 def _check_security(settings: ServeSettings) -> None:

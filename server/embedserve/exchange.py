@@ -176,10 +176,10 @@ class Call(ObservedCaller):
         """Ends as ``outcome``, which ``write`` tells the client."""
         self.is_waiting = False
         end_s = perf_counter()
-        observer, seen = self.exchange.observer, partial(self.seen(outcome), end_s)
+        observer = self.exchange.observer
+        seen = observer.traced(self, partial(self.seen(outcome), end_s))
         self.leave(outcome)
         self.asked.metrics.refused(outcome, message, end_s - self.start_s, lambda: seen().fields())
-        observer.trace(self, seen)
         write(observer.told_of_error(self, end_s))
 
     def fail(self) -> None:

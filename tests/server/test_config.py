@@ -54,3 +54,14 @@ def test_memory_that_workers_share_cannot_follow_a_store() -> None:
     check_settings(replace(resident, workers=2, tables="mapped"))
     with pytest.raises(ValueError, match=r"^follow is 'alias', but a version that comes while"):
         check_settings(replace(resident, workers=2))
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["localhost:4318", "grpc://collector:4317", "http://", "http://x:99999", "http://["]
+)
+def test_traces_go_to_a_url(endpoint: str) -> None:
+    with pytest.raises(ValueError, match=f"^otlp_endpoint is {re.escape(repr(endpoint))}, expect"):
+        check_settings(replace(PLAIN, otlp_endpoint=endpoint))
+    check_settings(replace(PLAIN, otlp_endpoint="https://collector:4318/otlp", trace_share=1))
+    with pytest.raises(ValueError, match="trace_share is 1, but traces go nowhere"):
+        check_settings(replace(PLAIN, trace_share=1))

@@ -31,7 +31,7 @@ from embedserve.processes.example_request import example_features
 from embedserve.processes.loading import restore_one
 from embedserve.processes.ports import Ports
 from embedserve.processes.rollout import Restored, Rollout
-from embedserve.tracing.observer import Observer
+from embedserve.tracing.observer import Observer, Traces
 from embedserve.types import ModelInfo
 from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.server import WireServer
@@ -94,8 +94,18 @@ def build_exchange(
     default = settings.default_model or (models.pop() if len(models) == 1 else "")
     access = Access(settings.tokens) if settings.tokens else None
     metrics.callers.callers = access
-    observer = Observer(settings.slow_ms, tells_times=settings.server_timing)
+    traces = _traces(settings)
+    observer = Observer(settings.slow_ms, tells_times=settings.server_timing, traces=traces)
     return Exchange(ServedModels(batchers, default, settings.limits), metrics, access, observer)
+
+
+def _traces(settings: ServeSettings) -> Traces | None:
+    """Where they go; None, and nothing of OpenTelemetry imported, where they go nowhere."""
+    if not settings.otlp_endpoint:
+        return None
+    from embedserve.tracing.otlp import OtlpTraces
+
+    return OtlpTraces(settings.otlp_endpoint, settings.trace_share)
 
 
 def build_rollout(
@@ -185,6 +195,9 @@ async def serve_until(
         await wires[0].listen([ports.http_socket, ports.grpc_socket])
     if ports.management_socket is not None:
         await wires[1].listen([ports.management_socket])
+    traces = exchange.observer.traces
+    if traces is not None:
+        traces.start()
     _freeze_garbage()
     say_ready()
     looking = [
@@ -202,6 +215,8 @@ async def serve_until(
     if grpcio_server is not None:
         drains.append(grpcio_server.drain(settings.drain_s))
     await asyncio.gather(*drains)
+    if traces is not None:
+        await asyncio.to_thread(traces.stop)
     logger.info("stopped")
 
 

@@ -33,6 +33,12 @@ class Traces(Protocol):
     def add(self, record: RequestRecord) -> None:
         """Takes the spans of a request, which has its trace. Never waits, never raises."""
 
+    def start(self) -> None:
+        """Begins to send."""
+
+    def stop(self) -> None:
+        """Sends what waits, and waits some seconds for it."""
+
 
 class Observer:
     """What is told of the requests of one process.
@@ -85,15 +91,20 @@ class Observer:
         self, call: ObservedCaller, seconds: float, record: Callable[[], RequestRecord]
     ) -> None:
         """Logs and traces ``call``, which took so many ``seconds``, where that is wanted."""
-        self.trace(call, record)
+        seen = self.traced(call, record)
         if seconds >= self._slow_s:
-            self._log.say(logging.WARNING, "slow request", fields=lambda: record().fields())
+            self._log.say(logging.WARNING, "slow request", fields=lambda: seen().fields())
 
-    def trace(self, call: ObservedCaller, record: Callable[[], RequestRecord]) -> None:
+    def traced(
+        self, call: ObservedCaller, record: Callable[[], RequestRecord]
+    ) -> Callable[[], RequestRecord]:
+        """``record``; where the request is sampled with its trace, which is sent."""
         if self.traces is None:
-            return
+            return record
         context = self.traces.sampled(call.header(TRACEPARENT))
-        if context is not None:
-            seen = record()
-            seen.trace = context
-            self.traces.add(seen)
+        if context is None:
+            return record
+        made = record()
+        made.trace = context
+        self.traces.add(made)
+        return lambda: made

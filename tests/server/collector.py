@@ -1,0 +1,71 @@
+"""An OpenTelemetry collector of OTLP over HTTP on a loopback port, right or rude."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+HANG_S_MAX = 20.0
+
+
+class Collector(ThreadingHTTPServer):
+    """Keeps the spans that it is sent.
+
+    Attributes:
+        spans: all so far.
+        posts: how many requests came.
+        status: that they are answered with.
+        may_answer: cleared, it answers none.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.spans: list[Span] = []
+        self.posts = 0
+        self.status = 200
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.posts += 1
+        self.server.may_answer.wait(HANG_S_MAX)
+        if self.path == "/v1/traces" and self.server.status == 200:
+            for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                for of_scope in of_resource.scope_spans:
+                    self.server.spans.extend(of_scope.spans)
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        """Tests say what is wrong."""
+
+
+@contextmanager
+def collecting() -> Iterator[Collector]:
+    """Until the block ends."""
+    with Collector() as collector:
+        thread = threading.Thread(target=collector.serve_forever)
+        thread.start()
+        try:
+            yield collector
+        finally:
+            collector.may_answer.set()
+            collector.shutdown()
+            thread.join()

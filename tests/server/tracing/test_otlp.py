@@ -1,0 +1,222 @@
+"""Spans of sampled requests reach a collector; one that hangs or is gone is felt by nobody."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from server.collector import Collector, collecting
+from server.fake_engine import FakeEngine
+from server.live import Live, make_exchange, serving
+from server.waiting import until
+
+from embedserve.tracing import otlp
+from embedserve.tracing.observer import Observer
+from embedserve.tracing.otlp import QUEUE_MAX, SENT_AT_ONCE, STOP_S_MAX, OtlpTraces
+from embedserve.tracing.record import RequestRecord
+from embedserve.tracing.times import STAGES, Times
+from embedserve.tracing.trace_context import TraceContext
+from embedserve_proto import embedding_pb2 as pb
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+SAMPLED, UNSAMPLED = (f"00-{TRACE}-{PARENT}-{flags}" for flags in ("01", "00"))
+BODY = b'{"features": {"user": [[1], [2, 3]]}}'
+REQUEST = pb.EmbedRequest(keys=["user"], ids=[1, 2, 3], lengths=[1, 2])
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
+
+
+@asynccontextmanager
+async def traced(
+    engine: FakeEngine, executor: ThreadPoolExecutor, url: str, share_percent: float = 0.0
+) -> AsyncIterator[Live]:
+    exchange = make_exchange(engine, executor=executor)
+    exchange.observer = Observer(traces=OtlpTraces(url, share_percent))
+    async with serving(exchange) as live:
+        yield live
+
+
+def attributes(span: Span) -> dict[str, object]:
+    return {
+        one.key.removeprefix("embedserve."): one.value.string_value or one.value.int_value
+        for one in span.attributes
+    }
+
+
+def record(number: int = 0) -> RequestRecord:
+    end_s = time.perf_counter()
+    times = Times((end_s - 0.003, end_s - 0.002), end_s)
+    trace = TraceContext(TRACE, PARENT, True)
+    return RequestRecord(f"{number}", "rest", "OK", times, trace=trace)
+
+
+@pytest.mark.parametrize("protocol", ["rest", "grpc"])
+async def test_a_sampled_request_has_a_span_for_each_stage_below_its_callers(
+    engine: FakeEngine, executor: ThreadPoolExecutor, collector: Collector, protocol: str
+) -> None:
+    headers = {"traceparent": SAMPLED, "x-request-id": "a7"}
+    before_ns = time.time_ns()
+    async with traced(engine, executor, collector.url) as live:
+        if protocol == "rest":
+            answer = await live.http.post("/embed", content=BODY, headers=headers)
+            assert answer.status_code == 200
+        else:
+            await live.stub.Embed(REQUEST, metadata=tuple(headers.items()))
+        await until(lambda: collector.spans)
+    root, *stages = collector.spans
+    assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, PARENT)
+    assert (root.name, root.kind) == ("embed shop", Span.SPAN_KIND_SERVER)
+    assert attributes(root) == {
+        "request_id": "a7",
+        "protocol": protocol,
+        "model": "shop",
+        "version": 7,
+        "examples": 2,
+        "ids": 3,
+        "outcome": "OK",
+    }
+    assert [span.name for span in stages] == list(STAGES)
+    assert {span.trace_id for span in stages} == {root.trace_id}
+    assert {span.parent_span_id for span in stages} == {root.span_id}
+    assert len({span.span_id for span in (root, *stages)}) == 6
+    times = [span.start_time_unix_nano for span in stages]
+    ends = [*times[1:], root.end_time_unix_nano]
+    assert times[0] == root.start_time_unix_nano
+    assert [span.end_time_unix_nano for span in stages] == ends == sorted(ends)
+    assert before_ns - 1e6 < times[0] <= ends[-1] < time.time_ns() + 1e6
+
+
+async def test_what_is_not_sampled_is_not_sent(
+    engine: FakeEngine, executor: ThreadPoolExecutor, collector: Collector
+) -> None:
+    async with traced(engine, executor, collector.url) as live:
+        for headers in ({}, {"traceparent": UNSAMPLED}, {"traceparent": SAMPLED}):
+            await live.http.post("/embed", content=BODY, headers=headers)
+    assert len(collector.spans) == 6
+
+
+async def test_errors_and_who_went_away_are_traced(
+    engine: FakeEngine, executor: ThreadPoolExecutor, collector: Collector
+) -> None:
+    async with traced(engine, executor, collector.url, share_percent=100) as live:
+        await live.http.post("/models/nobody/embed", content=BODY)
+        engine.failure = ZeroDivisionError("why")
+        await live.http.post("/embed", content=BODY)
+        call = live.stub.Embed(REQUEST, timeout=10)
+        assert await call.code() == grpc.StatusCode.INTERNAL
+    roots = [span for span in collector.spans if span.kind == Span.SPAN_KIND_SERVER]
+    seen = [(root.name, attributes(root)["outcome"], root.status.code) for root in roots]
+    assert seen == [
+        ("embed", "NOT_FOUND", Status.STATUS_CODE_UNSET),
+        ("embed shop", "INTERNAL", Status.STATUS_CODE_ERROR),
+        ("embed shop", "INTERNAL", Status.STATUS_CODE_ERROR),
+    ]
+    assert not any(root.parent_span_id for root in roots)
+    assert len({root.trace_id for root in roots}) == 3
+
+
+@pytest.mark.parametrize(
+    "value", ["00-zz", "x" * 5000, "ff" + SAMPLED[2:], SAMPLED + "-more", "00\tx", ""]
+)
+async def test_a_malformed_traceparent_begins_no_trace_and_is_named_once(
+    engine: FakeEngine,
+    executor: ThreadPoolExecutor,
+    collector: Collector,
+    caplog: pytest.LogCaptureFixture,
+    value: str,
+) -> None:
+    async with traced(engine, executor, collector.url) as live:
+        for _ in range(20):
+            headers = {"traceparent": value}
+            answer = await live.http.post("/embed", content=BODY, headers=headers)
+            assert answer.status_code == 200
+    assert collector.posts == 0
+    said = [line for line in caplog.messages if "traceparent is not used" in line]
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("fault", ["hangs", "fails", "is not there"])
+async def test_a_collector_that_takes_nothing_is_named_once_and_felt_by_nobody(
+    engine: FakeEngine,
+    executor: ThreadPoolExecutor,
+    collector: Collector,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+) -> None:
+    monkeypatch.setattr(otlp, "SEND_S_MAX", 0.3)
+    caplog.set_level(logging.INFO)
+    url = collector.url
+    if fault == "hangs":
+        collector.may_answer.clear()
+    elif fault == "fails":
+        collector.status = 400
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    headers = {"traceparent": SAMPLED}
+    async with traced(engine, executor, url) as live:
+
+        def said(what: str) -> list[str]:
+            return [line for line in caplog.messages if what in line]
+
+        for _ in range(3 * SENT_AT_ONCE):
+            answer = await live.http.post("/embed", content=BODY, headers=headers)
+            assert json.loads(answer.content)["version"] == 7
+        await until(lambda: said("traces do not reach"))
+        if fault != "is not there":
+            collector.status = 200
+            collector.may_answer.set()
+            await live.http.post("/embed", content=BODY, headers=headers)
+            await until(lambda: said("again"))
+            assert collector.spans
+    assert len(said("traces do not reach")) == 1
+    assert not any(one.name.startswith("opentelemetry") for one in caplog.records)
+
+
+def test_what_waits_is_bounded_and_what_is_left_out_is_named(
+    collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector.may_answer.clear()
+    traces = OtlpTraces(collector.url, 0)
+    traces.start()
+    for number in range(2 * QUEUE_MAX):
+        traces.add(record(number))
+    assert len([line for line in caplog.messages if "traces are left out" in line]) == 1
+    start_s = time.perf_counter()
+    traces.stop()
+    assert time.perf_counter() - start_s < STOP_S_MAX + 1
+    assert not collector.spans
+    collector.may_answer.set()
+
+
+def test_what_waits_is_sent_before_the_end(collector: Collector) -> None:
+    traces = OtlpTraces(collector.url, 0)
+    traces.start()
+    for number in range(3 * SENT_AT_ONCE):
+        traces.add(record(number))
+    traces.stop()
+    roots = [span for span in collector.spans if span.kind == Span.SPAN_KIND_SERVER]
+    assert [attributes(root)["request_id"] for root in roots] == [
+        str(number) for number in range(3 * SENT_AT_ONCE)
+    ]
+
+
+def test_the_share_is_of_requests_without_a_traceparent() -> None:
+    traces = OtlpTraces("http://localhost:1", 25)
+    places = [traces.sampled(None) for _ in range(4000)]
+    assert 700 < len([one for one in places if one is not None]) < 1300
+    assert traces.sampled(UNSAMPLED.encode()) is None
+    assert traces.sampled(SAMPLED.encode()) == TraceContext(TRACE, PARENT, True)
