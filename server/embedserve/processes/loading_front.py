@@ -96,7 +96,7 @@ async def _answer(
     stop = asyncio.Event()
     channel.setblocking(False)
     asyncio.get_running_loop().add_reader(channel, stop.set)
-    of_front = replace(settings, drain_s=DRAIN_S, grpc_server="native")
+    of_front = replace(settings, drain_s=DRAIN_S, grpc_server="native", otlp_endpoint="")
     with ThreadPoolExecutor(1) as executor:
         exchange = server.build_exchange({}, of_front, executor)
         exchange.models.not_ready = LOADING
