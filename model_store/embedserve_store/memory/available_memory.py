@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")
-PROC = Path("/proc")
+from embedserve_store.memory.cgroups import CGROUPS, PROC, cgroup_folders
+
+FILES = {1: ("memory.limit_in_bytes", "total_rss"), 2: ("memory.max", "anon")}
+"""By the version of the groups: where the limit stands, and what memory.stat calls what is used."""
 
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
@@ -24,19 +26,9 @@ def _host_bytes(proc: Path) -> int:
 
 def _cgroup_bytes(proc: Path, cgroups: Path) -> Iterator[int]:
     """What the limit of each cgroup that holds this process leaves; page cache gives way."""
-    for line in (proc / "self" / "cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root, limit, used = cgroups, "memory.max", "anon"
-        elif "memory" in controllers.split(","):
-            root, limit, used = cgroups / "memory", "memory.limit_in_bytes", "total_rss"
-        else:
-            continue
-        folder = root / path.lstrip("/")
-        for one in (folder, *folder.parents):
-            # In a container the path may be the host's, of which only the root is seen.
-            if one.is_relative_to(root) and (left := _left_bytes(one, limit, used)) is not None:
-                yield left
+    for version, folder in cgroup_folders("memory", proc, cgroups):
+        if (left := _left_bytes(folder, *FILES[version])) is not None:
+            yield left
 
 
 def _left_bytes(folder: Path, limit: str, used: str) -> int | None:

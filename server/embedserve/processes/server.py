@@ -27,6 +27,7 @@ from embedserve.followed import Followed, follow_all
 from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.slots import Slot
 from embedserve.models.served_models import ServedModels
+from embedserve.processes.cores import available_cores
 from embedserve.processes.example_request import example_features
 from embedserve.processes.loading import restore_one
 from embedserve.processes.ports import Ports
@@ -71,7 +72,7 @@ def model_info(engine: Engine, name: str) -> ModelInfo:
 
 def lookup_threads(settings: ServeSettings) -> int:
     """Of one process, for large batches: its share of the cores that the server was given."""
-    return max(1, len(os.sched_getaffinity(0)) // settings.workers)
+    return max(1, available_cores() // settings.workers)
 
 
 def build_exchange(
