@@ -57,6 +57,12 @@ class Limits:
     connections_max: int = limit(
         16_384, "Open connections of a process; past it new ones are closed."
     )
+    connection_age_s_max: float = limit(
+        0.0,
+        "Seconds, a tenth more or less, after which a client is asked to connect anew, as behind "
+        "several servers it must to be spread over them again: over HTTP/2 by GOAWAY, over "
+        "HTTP/1.1 by Connection: close; what is under way goes on. 0: never.",
+    )
     connection_bytes_max: int = limit(
         1024 * MIB,
         "Bytes that the connections of a process hold, in all: requests that have not come whole, "

@@ -32,6 +32,8 @@ DRAIN_IDLE_S = 1.0
 """How long a draining connection waits for a request that may be on its way."""
 DRAIN_PING_S_MAX = 1.0
 """How long a client may take to answer the ping of a drain."""
+RETIRE_PING_S_MAX = 10.0
+"""The same where the server goes on, and can wait for what is on its way from afar."""
 STREAM_BYTES = 4 << 10
 """What an open stream takes, about, beside what was received and is to be sent."""
 JOINED_BYTES_MAX = 64 << 10
@@ -54,6 +56,10 @@ class Connection(Protocol):
 
     def check_time(self, now_s: float) -> None:
         """Ends what takes too long (perf_counter seconds); called now and then."""
+
+    def retire(self) -> None:
+        """Asks its client to connect anew: what was asked and what is on its way is answered, and
+        streams go on until their client ends them."""
 
     def drain(self) -> None:
         """Answers what was asked, takes no more, and closes."""
@@ -126,6 +132,9 @@ class NewConnection(asyncio.Protocol):
         if now_s - self._start_s > FIRST_BYTES_S_MAX:
             self._transport.close()
 
+    def retire(self) -> None:
+        """It soon is another connection, or closed."""
+
     def drain(self) -> None:
         asyncio.get_running_loop().call_later(DRAIN_IDLE_S, self._close_if_new)
 
@@ -194,6 +203,9 @@ class Lingering(asyncio.Protocol):
     def check_time(self, now_s: float) -> None:
         if now_s - self._start_s > (UNREAD_S_MAX if self.held_bytes else LINGER_S_MAX):
             self._transport.abort()
+
+    def retire(self) -> None:
+        """It ends already."""
 
     def drain(self) -> None:
         """It ends already."""
@@ -366,6 +378,10 @@ class Http2Transport(asyncio.Protocol):
             self._idle_since_s = now_s
         elif now_s - self._idle_since_s > IDLE_S_MAX:
             connection.finish_drain()
+
+    def retire(self) -> None:
+        self._connection.say_goaway()
+        self._loop.call_later(RETIRE_PING_S_MAX, self._connection.finish_drain)
 
     def drain(self) -> None:
         self._connection.start_drain()

@@ -82,13 +82,14 @@ class GrpcioServer:
         self._exchange = exchange
         self._service = GrpcService(exchange)
         self._draining = asyncio.Event()
-        self._server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", exchange.limits.body_bytes_max),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.so_reuseport", int(shares_port)),
-            ]
-        )
+        options = [
+            ("grpc.max_receive_message_length", exchange.limits.body_bytes_max),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.so_reuseport", int(shares_port)),
+        ]
+        if age_s := exchange.limits.connection_age_s_max:
+            options.append(("grpc.max_connection_age_ms", round(1000 * age_s)))
+        self._server = grpc.aio.server(options=options)
         self._server.add_generic_rpc_handlers((self._handlers(), self._open_inference_handlers()))
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

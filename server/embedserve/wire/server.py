@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import os
+import random
 import socket
 from collections import Counter
 from collections.abc import Sequence
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 BACKLOG = 4096
 CHECK_S = 1.0
 """Between two looks at the connections for what takes too long."""
+AGE_JITTER = (0.9, 1.1)
+"""What the greatest age of a connection is multiplied by."""
 LOOK_BYTES = 64 << 20
 """That connections may hold more before they are looked at again, sooner than that."""
 UPLOAD_BYTES = 256 << 20
@@ -70,7 +74,7 @@ class WireServer:
         exchange.when_large_answer(self.has_grown)
         self._grown_bytes = 0  # since the connections were looked at
         self._log = QuietLog(logger)
-        self._connections: set[Connection] = set()
+        self._connections: dict[Connection, float] = {}  # and when they are to retire
         self._listening: list[tuple[asyncio.Server, socket.socket]] = []
         self._checking: asyncio.TimerHandle | None = None
         self._is_empty = asyncio.Event()
@@ -157,22 +161,30 @@ class WireServer:
         return Http2Transport(self._exchange, self._router.open_request, self._uploads, self)
 
     def add(self, connection: Connection) -> None:
-        self._connections.add(connection)
+        self._connections[connection] = self._retire_s()
         if self._is_draining:
             asyncio.get_running_loop().call_soon(connection.drain)
 
     def discard(self, connection: Connection) -> None:
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
         if not self._connections:
             self._is_empty.set()
 
     def _check(self) -> None:
         self._checking = asyncio.get_running_loop().call_later(CHECK_S, self._check)
         now_s = perf_counter()
-        for connection in list(self._connections):
+        for connection, retire_s in list(self._connections.items()):
             connection.check_time(now_s)
+            if now_s > retire_s and connection in self._connections:
+                self._connections[connection] = math.inf
+                connection.retire()
         self._cut_largest()
         self._look_for_descriptors()
+
+    def _retire_s(self) -> float:
+        """When a connection that begins now does; many that began together do not together."""
+        age_s = self._limits.connection_age_s_max
+        return perf_counter() + age_s * random.uniform(*AGE_JITTER) if age_s else math.inf
 
     def has_room(self) -> bool:
         limit = self._limits.connections_max

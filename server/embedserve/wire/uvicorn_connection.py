@@ -282,11 +282,16 @@ class UvicornConnection(HttpToolsProtocol):
         elif not self.is_busy() and now_s - self._idle_since_s >= KEEP_ALIVE_S:
             self.transport.close()
 
-    def drain(self) -> None:
-        """Answers what was asked and what is on its way, and tells the client to ask no more."""
+    def retire(self) -> None:
+        """Has the next answer be the last. One that idles is not closed for it: a request may be
+        on its way."""
         self._is_draining = True
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.keep_alive = False
+
+    def drain(self) -> None:
+        """Answers what was asked and what is on its way, and tells the client to ask no more."""
+        self.retire()
         self.loop.call_later(DRAIN_IDLE_S, self._close_if_idle)
 
     def _close_if_idle(self) -> None:

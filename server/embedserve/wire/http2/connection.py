@@ -82,6 +82,7 @@ class Http2Connection:
         "_blocks",
         "_control",
         "_ended",
+        "_is_draining",
         "_left",
         "_next_id",
         "_on_output",
@@ -125,7 +126,8 @@ class Http2Connection:
         self._block_bytes = 0
         self._block_head = (0, 0)  # its stream and flags
         self._turn_left = 0
-        self._streams_max = STREAMS_MAX  # 0 once it drains
+        self._streams_max = STREAMS_MAX  # 0 once no more are taken
+        self._is_draining = False
         self._resets = Allowance()
         self.idle_work = Allowance()
         self._control = ControlFrames(self)
@@ -504,22 +506,33 @@ class Http2Connection:
         for stream in list(self.streams.values()):
             stream.handler.check_time(now_s)
 
+    def say_goaway(self) -> None:
+        """Tells the client to open no more streams; those that are on their way are taken, and all
+        go on."""
+        if self._streams_max and not self.is_over:  # else it was told which is the last
+            self.sender.out.append(frames.goaway(MAX_STREAM_ID, ErrorCode.NO_ERROR))
+            self.sender.out.append(frames.ping(DRAIN_PING))
+            self._on_output()
+
     def start_drain(self) -> None:
-        """Tells the client to open no more streams; those that are on their way are taken."""
-        self.sender.out.append(frames.goaway(MAX_STREAM_ID, ErrorCode.NO_ERROR))
-        self.sender.out.append(frames.ping(DRAIN_PING))
+        """As say_goaway, and has streams end once they have answered what they took."""
+        self._is_draining = True
+        self.say_goaway()
+        self._drain_streams()
+        self._on_output()
+
+    def _drain_streams(self) -> None:
         for stream in list(self.streams.values()):
             stream.handler.drain()
-        self._on_output()
 
     def finish_drain(self) -> None:
         """Takes no more streams, and is over when the last has ended."""
-        if not self._streams_max:
+        if self.is_over or not self._streams_max:
             return
         self._streams_max = 0
         self.sender.out.append(frames.goaway(max(0, self._next_id - 2), ErrorCode.NO_ERROR))
-        for stream in list(self.streams.values()):
-            stream.handler.drain()
+        if self._is_draining:
+            self._drain_streams()
         if not self.streams:
             self._finish()
         self._on_output()

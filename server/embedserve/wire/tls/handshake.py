@@ -165,6 +165,9 @@ class Handshake(asyncio.Protocol):
             self._fail(f"it took over {HANDSHAKE_S_MAX:g} s")
             self._transport.abort()
 
+    def retire(self) -> None:
+        """It soon is another connection, or closed."""
+
     def drain(self) -> None:
         asyncio.get_running_loop().call_later(DRAIN_IDLE_S, self._close_if_new)
 

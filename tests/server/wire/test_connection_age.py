@@ -1,0 +1,153 @@
+"""Connections that are old: clients connect anew, and no request is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+import grpc
+import httpx
+import pytest
+from server.channels import OWN_CONNECTION
+from server.fake_engine import FakeEngine
+from server.live import GRPC_SERVERS, PROTOBUF, live_server, make_exchange
+from server.raw_http import OurServer, our_server
+from server.waiting import until
+
+from embedserve.config import Limits
+from embedserve.wire.connections import Connection, Http2Transport
+from embedserve.wire.http1 import Http1Connection
+from embedserve_proto import embedding_pb2 as pb
+from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
+
+AGES = 5
+CALLS = 40
+"""Between two ends of an age."""
+REQUEST = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1])
+ANSWER_S_MAX = 10
+
+
+@pytest.fixture
+async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
+    async with our_server(make_exchange(engine, executor=executor)) as server:
+        yield server
+
+
+@pytest.fixture
+async def stub(server: OurServer) -> AsyncIterator[EmbeddingServiceStub]:
+    target = f"127.0.0.1:{server.port}"
+    async with grpc.aio.insecure_channel(target, options=OWN_CONNECTION) as channel:
+        yield EmbeddingServiceStub(channel)
+
+
+def of_kind(server: OurServer, kind: type) -> set[Connection]:
+    return {one for one in server.wire.connections if isinstance(one, kind)}
+
+
+async def ask(stub: EmbeddingServiceStub, count: int) -> None:
+    for _ in range(count):
+        answer = await stub.Embed(REQUEST, timeout=ANSWER_S_MAX)
+        assert answer.batch_size == 1
+
+
+async def test_calls_over_several_ages(server: OurServer, stub: EmbeddingServiceStub) -> None:
+    """Many at once at any moment of each; grpcio is not told to try again what failed."""
+    met: set[Connection] = set()
+    for _ in range(AGES):
+        asking = [asyncio.create_task(ask(stub, CALLS)) for _ in range(4)]
+        await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=0.01)
+        await until(lambda: of_kind(server, Http2Transport) - met)
+        for connection in of_kind(server, Http2Transport) - met:
+            met.add(connection)
+            connection.retire()
+        await asyncio.gather(*asking)
+    assert len(met) >= AGES
+    await until(lambda: not of_kind(server, Http2Transport) & met)
+
+
+async def test_a_stream_keeps_its_connection_until_its_client_ends_it(
+    server: OurServer, stub: EmbeddingServiceStub
+) -> None:
+    stream = stub.EmbedStream(timeout=ANSWER_S_MAX)
+    await stream.write(REQUEST)
+    assert (await stream.read()).batch_size == 1
+    (old,) = of_kind(server, Http2Transport)
+    old.retire()
+    async with asyncio.timeout(ANSWER_S_MAX):
+        while not (others := of_kind(server, Http2Transport) - {old}):
+            await ask(stub, 1)
+    (new,) = others
+    for _ in range(3):
+        await stream.write(REQUEST)
+        assert (await stream.read()).batch_size == 1
+    await stream.done_writing()
+    assert await stream.read() is grpc.aio.EOF
+    assert await stream.code() is grpc.StatusCode.OK
+    await until(lambda: of_kind(server, Http2Transport) == {new})
+
+
+@pytest.mark.parametrize("path", ["/embed", "/models"])
+async def test_http1_is_told_with_an_answer(server: OurServer, path: str) -> None:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client:
+
+        async def asked() -> httpx.Response:
+            if path == "/models":
+                return await client.get(path)
+            content = REQUEST.SerializeToString()
+            return await client.post(path, content=content, headers={"content-type": PROTOBUF})
+
+        for _ in range(AGES):
+            assert (await asked()).headers.get("connection") != "close"
+            (old,) = of_kind(server, Http1Connection)
+            old.retire()
+            answer = await asked()
+            assert answer.status_code == 200
+            assert answer.headers["connection"] == "close"
+            await until(lambda: not of_kind(server, Http1Connection))
+
+
+async def test_an_idle_connection_is_not_closed_for_its_age(server: OurServer) -> None:
+    """Its client may be sending just then, and would not know whether it was asked."""
+    _, writer = await server.open()
+    writer.write(b"GET /health/live HTTP/1.1\r\nHost: test\r\n\r\n")
+    await until(lambda: of_kind(server, Http1Connection) and not server.connection.is_busy())
+    server.connection.retire()
+    assert not server.connection.transport.is_closing()
+    writer.close()
+
+
+@pytest.mark.parametrize("grpc_server", GRPC_SERVERS)
+async def test_the_setting_has_clients_connect_anew(engine: FakeEngine, grpc_server: str) -> None:
+    limits = Limits(connection_age_s_max=0.5)
+    async with (
+        live_server(engine, limits=limits, grpc_server=grpc_server) as live,
+        counted(live.grpc_target) as (target, ports),
+        grpc.aio.insecure_channel(target, options=OWN_CONNECTION) as channel,
+    ):
+        async with asyncio.timeout(ANSWER_S_MAX):
+            while len(ports) < 3:
+                await ask(EmbeddingServiceStub(channel), 1)
+        assert set(live.outcomes("grpc")) == {"OK"}
+
+
+@asynccontextmanager
+async def counted(target: str) -> AsyncIterator[tuple[str, list[int]]]:
+    """Another way to ``target``, and the ports of the connections that came over it."""
+    host, _, port = target.rpartition(":")
+    ports: list[int] = []
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ports.append(writer.get_extra_info("peername")[1])
+        server_reader, server_writer = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(copy(reader, server_writer), copy(server_reader, writer))
+
+    async with await asyncio.start_server(take, "127.0.0.1") as server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", ports
+        server.close()
