@@ -255,13 +255,33 @@ def plan(
         ),
     ] = None,
     cache: Cache = None,
+    kubernetes: Annotated[
+        bool,
+        typer.Option("--kubernetes", help="Print what a pod needs instead, as kustomize's patch."),
+    ] = False,
+    workers: Annotated[int, typer.Option(help="Of such a pod.", min=1, max=256)] = 1,
+    tables: Annotated[str, typer.Option(help="Of such a pod: mapped or resident.")] = "mapped",
+    follow: Annotated[str, typer.Option(help="Of such a pod: none, alias or latest.")] = "none",
+    hot_percent: Annotated[
+        float,
+        typer.Option(help="Of mapped rows, those that memory is to hold.", min=0, max=100),
+    ] = 100,
 ) -> None:
     """Show what a sharding plan puts where and whether it fits, without loading a table."""
     with one_line_errors():
         from embedserve.commands.plan import PlanOptions, plan_tables, plan_version
+        from embedserve.commands.pod_patch import PodOptions
 
+        pod = PodOptions(workers, tables, follow, hot_percent / 100) if kubernetes else None
         options = PlanOptions(
-            world_size, sharding, constraints, device_memory, device_type, output, from_metrics
+            world_size,
+            sharding,
+            constraints,
+            device_memory,
+            device_type,
+            output,
+            from_metrics,
+            pod,
         )
         if model:
             plan_version(source, cache, model, version, options)

@@ -17,6 +17,7 @@ from rich.console import Console
 from embedserve.commands.measured_reads import Measured, measured_of
 from embedserve.commands.plan_from_metrics import Asked, propose, show_balance
 from embedserve.commands.plan_view import count_ranks, show_plan
+from embedserve.commands.pod_patch import PodOptions, PodRows, pod_patch
 from embedserve.commands.sharding import parse_sharding
 from embedserve.terminal.console import console, say
 from embedserve.terminal.sizes import human_bytes, parse_bytes
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from embedserve_store.plans.planner import Sharding
 
 out = Console(highlight=False)
+MAPPED = ("tables.safetensors", "ids.safetensors")
+"""Of a version, what is served from."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class PlanOptions:
     device_type: str = "cpu"
     output: Path | None = None
     from_metrics: str | None = None
+    pod: PodOptions | None = None
+    """Where there is one, what a pod of the plan needs is printed in place of the plan."""
 
     def __post_init__(self) -> None:
         """Raises ValueError: there is no such kind of device."""
@@ -70,7 +75,8 @@ def plan_tables(description: Path, options: PlanOptions) -> None:
     described = read_description(description)
     tables = described.tables
     sharding = parse_sharding(options.sharding) if options.sharding else None
-    _show(tables, _planned(tables, sharding, {}, options, described.sharding), options)
+    planned = _planned(tables, sharding, {}, options, described.sharding)
+    _show(tables, planned, options, PodRows(str(description), sum(one.nbytes for one in tables)))
 
 
 def plan_version(
@@ -87,8 +93,12 @@ def plan_version(
     """
     loaded = load_version(store, cache, model, version)
     tables, stored = loaded.manifest.tables, loaded.plan
+    name = f"{model}@{loaded.manifest.version} of {store}"
+    files = [loaded.path / file for file in MAPPED]
+    mapped = sum(file.stat().st_size for file in files if file.exists())
+    rows = PodRows(name, mapped, is_pulled="://" in store)
     if options.from_metrics is not None:
-        _plan_from_metrics(loaded, options, measured_of(options.from_metrics, loaded))
+        _plan_from_metrics(loaded, options, measured_of(options.from_metrics, loaded), rows)
         return
     if options.world_size is None:
         options = replace(options, world_size=stored.world_size)
@@ -99,10 +109,12 @@ def plan_version(
         say(f"planned anew: the stored plan is for {count_ranks(stored.world_size)}")
     else:
         planned = stored
-    _show(tables, planned, options)
+    _show(tables, planned, options, rows)
 
 
-def _plan_from_metrics(version: ModelVersion, options: PlanOptions, measured: Measured) -> None:
+def _plan_from_metrics(
+    version: ModelVersion, options: PlanOptions, measured: Measured, rows: PodRows
+) -> None:
     tables = version.manifest.tables
     sharding = parse_sharding(options.sharding) if options.sharding else None
     if isinstance(sharding, Plan):
@@ -113,7 +125,8 @@ def _plan_from_metrics(version: ModelVersion, options: PlanOptions, measured: Me
         memory_bytes = _memory_bytes(options)
         asked = Asked(world_size, sharding, constraints, options.device_type, memory_bytes)
         plan = propose(version, measured, asked)
-    _show(tables, plan, options, partial(show_balance, version, measured, options.device_type))
+    show_more = partial(show_balance, version, measured, options.device_type)
+    _show(tables, plan, options, rows, show_more)
 
 
 def _planned(
@@ -149,14 +162,19 @@ def _show(
     tables: Sequence[TableSpec],
     plan: Plan,
     options: PlanOptions,
+    rows: PodRows,
     show_more: Callable[[Plan], None] = lambda plan: None,
 ) -> None:
     """The picture first, then whether it fits: who must change a plan needs to see it."""
     memory_bytes = _memory_bytes(options)
     device_type = options.device_type
-    show_plan(out, tables, plan, device_type=device_type, memory_bytes=memory_bytes)
-    show_more(plan)
     copied = plan.column_shard_bytes(tables)
+    if options.pod is not None:
+        gpus = plan.world_size if device_type == "cuda" else 0
+        print(pod_patch(replace(rows, copied=copied), options.pod, gpus), end="")
+    else:
+        show_plan(out, tables, plan, device_type=device_type, memory_bytes=memory_bytes)
+        show_more(plan)
     if copied and device_type == "cpu":
         say(f"on the CPU {human_bytes(copied)} of column shards are copied, all else is mapped")
     if memory_bytes is not None:

@@ -1,8 +1,14 @@
-"""What requests and connections can make a process use at most: the bounds of all, added up."""
+"""What requests and connections can make a process use at most: the bounds of all, added up.
+
+With the rows it is what a server needs: settings.md says the first, `embedserve plan --kubernetes`
+the second.
+"""
 
 from __future__ import annotations
 
-from embedserve.config import Limits
+from dataclasses import dataclass
+
+from embedserve.config import Limits, ServeSettings
 from embedserve.exchange import ASIDE_BYTES_MAX
 from embedserve.wire.server import LOOK_BYTES
 
@@ -15,6 +21,10 @@ STRING_BYTES = 88
 JSON_BYTES_PER_VALUE = 16
 FREED_SHARE = 1 / 4
 """malloc does not give everything back; under attack half of what it had was free."""
+PROCESS_BYTES = 400 << 20
+"""Of a worker that is idle: Python, torch and what was compiled. The demo's has 320 MB."""
+WORK_BYTES = 600 << 20
+"""What common requests under way take, of all workers."""
 READ_BYTES_PER_VALUE = 128
 """Of a value of JSON, or a string, as Python has it."""
 
@@ -44,3 +54,58 @@ def memory_parts(limits: Limits) -> dict[str, int]:
 def memory_bytes_max(limits: Limits) -> int:
     """Their sum, for one model."""
     return sum(memory_parts(limits).values())
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Bytes of one version.
+
+    Attributes:
+        mapped: of the files that are read as rows and ids are asked for.
+        copied: of shards that each worker copies.
+    """
+
+    mapped: int
+    copied: int = 0
+
+
+@dataclass(frozen=True)
+class ServerMemory:
+    """What a server needs, in bytes.
+
+    Attributes:
+        rows: held at once, hot ones where they are mapped: page cache counts, too.
+        processes: what its processes take when idle.
+        work: what common requests under way take.
+        clients: what clients can make it take beyond these.
+    """
+
+    rows: int
+    processes: int
+    work: int
+    clients: int
+
+    @property
+    def common(self) -> int:
+        return self.rows + self.processes + self.work
+
+    @property
+    def most(self) -> int:
+        return self.rows + self.processes + max(self.work, self.clients)
+
+
+def server_memory(rows: Rows, settings: ServeSettings, hot: float = 1.0) -> ServerMemory:
+    """Of one model.
+
+    Args:
+        hot: which part of mapped rows memory is to hold, 0 to 1; the others come from the disk.
+    """
+    part = 1.0 if settings.tables == "resident" else hot
+    versions = 1 if settings.follow == "none" else 2  # the next is read beside the one that answers
+    held = int(part * rows.mapped) + settings.workers * rows.copied
+    return ServerMemory(
+        rows=versions * held,
+        processes=settings.workers * PROCESS_BYTES,
+        work=WORK_BYTES,
+        clients=settings.workers * memory_bytes_max(settings.limits),
+    )

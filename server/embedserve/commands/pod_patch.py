@@ -1,0 +1,139 @@
+"""What a pod of a model needs, as the patch of a Deployment: `embedserve plan --kubernetes`.
+
+Memory is the sum that processes/memory.py makes; each figure is said with what it is of.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from embedserve.config import ServeSettings, check_device, check_settings
+from embedserve.processes.memory import Rows, ServerMemory, server_memory
+from embedserve.terminal.sizes import human_bytes
+
+MIB = 1 << 20
+CORES_MIN = 2
+"""One answers; on the other large batches are looked up and the next version is read."""
+CACHED_VERSIONS = 3
+"""That a cache of a remote store holds: the two newest, and one more that is pulled."""
+CUDA_BYTES = 4 << 30
+"""Of CUDA's libraries and contexts: a guess, as no such pod was measured."""
+TMP_BYTES = 1 << 30
+"""The sizeLimit of /tmp in the base."""
+LOG_BYTES = 256 << 20
+PULLED_BYTES_PER_S = 50e6
+"""At which a version surely comes; what takes longer is said to have failed, and goes on."""
+START_S = 600
+
+
+@dataclass(frozen=True)
+class PodOptions:
+    """How the pod serves.
+
+    Attributes:
+        workers, tables, follow: as `serve` has them.
+        hot: which part of mapped rows memory is to hold, 0 to 1.
+    """
+
+    workers: int = 1
+    tables: str = "mapped"
+    follow: str = "none"
+    hot: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: the server would not start so."""
+        check_settings(self.settings)
+        if self.tables == "resident" and self.hot < 1:
+            raise ValueError("hot_percent is of mapped tables; resident ones are held whole")
+
+    @property
+    def settings(self) -> ServeSettings:
+        return ServeSettings("", workers=self.workers, tables=self.tables, follow=self.follow)
+
+
+@dataclass(frozen=True)
+class PodRows:
+    """Whose rows they are, in words, and their bytes; ``is_pulled``: of a remote store."""
+
+    name: str
+    mapped: int
+    copied: int = 0
+    is_pulled: bool = False
+
+
+def pod_patch(rows: PodRows, options: PodOptions, gpus: int = 0) -> str:
+    """YAML: a strategic merge patch of the Deployment embedserve.
+
+    Args:
+        gpus: that the plan is for; 0: rows stay in the pod's memory.
+
+    Raises:
+        ValueError: such tables cannot be served so on GPUs.
+    """
+    settings = options.settings
+    if gpus:
+        check_device(settings, "cuda")
+        memory = server_memory(Rows(CUDA_BYTES), settings)
+    else:
+        memory = server_memory(Rows(rows.mapped, rows.copied), settings, options.hot)
+    cache = CACHED_VERSIONS * rows.mapped if rows.is_pulled else 0
+    lines = [*_head(rows, options, memory, gpus), *DEPLOYMENT]
+    lines += [f"  progressDeadlineSeconds: {_deadline_s(rows)}", *CONTAINER]
+    for name in ("workers", "tables", "follow"):
+        lines += [f"            - name: EMBEDSERVE_{name.upper()}"]
+        lines += [f'              value: "{getattr(options, name)}"']
+    lines += _resources(options, memory, cache, gpus)
+    if cache:
+        lines += ["      volumes:", "        - name: cache", "          emptyDir:"]
+        lines += [f"            sizeLimit: {_quantity(cache)}"]
+    return "\n".join(lines) + "\n"
+
+
+DEPLOYMENT = ("apiVersion: apps/v1", "kind: Deployment", "metadata:", "  name: embedserve", "spec:")
+CONTAINER = (
+    "  template:",
+    "    spec:",
+    "      containers:",
+    "        - name: embedserve",
+    "          env:",
+)
+
+
+def _head(rows: PodRows, options: PodOptions, memory: ServerMemory, gpus: int) -> list[str]:
+    held = "one version" if options.follow == "none" else "two versions"
+    part = "" if options.tables == "resident" else f", {100 * options.hot:g}% of the rows"
+    held = "CUDA, a guess; the rows lie on the GPUs" if gpus else f"{held}, {options.tables}{part}"
+    return [
+        f"# Made by embedserve plan --kubernetes: {' '.join(rows.name.split())},",
+        f"# {human_bytes(rows.mapped)} of rows and ids. Memory:",
+        f"#   {human_bytes(memory.rows)}: {held}",
+        f"#   {human_bytes(memory.processes)}: idle workers, {options.workers}",
+        f"#   {human_bytes(memory.work)}: requests under way; the limit has"
+        f" {human_bytes(memory.clients)} for",
+        "#   all that clients can make workers hold (docs/settings.md#memory)",
+    ]
+
+
+def _resources(options: PodOptions, memory: ServerMemory, cache: int, gpus: int) -> list[str]:
+    requests = {"cpu": f'"{max(CORES_MIN, options.workers)}"', "memory": _quantity(memory.common)}
+    limits = {"memory": _quantity(memory.most)}
+    if cache:
+        disk = _quantity(cache + TMP_BYTES + LOG_BYTES)
+        requests["ephemeral-storage"] = limits["ephemeral-storage"] = disk
+    if gpus:
+        limits["nvidia.com/gpu"] = f'"{gpus}"'
+    lines = ["          resources:"]
+    for kind, amounts in (("requests", requests), ("limits", limits)):
+        lines.append(f"            {kind}:")
+        lines += [f"              {name}: {amount}" for name, amount in amounts.items()]
+    return lines
+
+
+def _deadline_s(rows: PodRows) -> int:
+    """After which a rollout is said to have failed."""
+    return START_S + math.ceil(rows.mapped / PULLED_BYTES_PER_S)
+
+
+def _quantity(nbytes: int) -> str:
+    return f"{math.ceil(nbytes / MIB)}Mi"
