@@ -154,8 +154,11 @@ class Call(ObservedCaller):
         if seconds >= watched_s or asked.has_id or nbytes > LARGE_ANSWER_BYTES:
             self._write_observed(parts, nbytes, encoded_s)
         else:
-            if self.client is not None:
-                self.leave("OK")
+            client = self.client
+            if client is not None:
+                client.active -= 1
+                client.outcomes["OK"] += 1
+                self.client = None
             self.write_answer(parts, nbytes)
         asked.metrics.answered(seconds, nbytes)
 
@@ -236,12 +239,12 @@ class Exchange:
         self._on_room: list[Callable[[], None]] = []
         models.call_back(self.flush, self._has_room)
 
-    def admit(self, call: Call) -> bool:
-        """Whether ``call`` may be asked, which is to be known once its head has come: of each one,
-        where there is ``access``. One that may not is refused."""
+    def admit(self, call: Call, authorization: bytes | None) -> bool:
+        """Whether ``call`` with such a header may be asked, which is to be known once its head has
+        come: of each one, where there is ``access``. One that may not is refused."""
         assert self.access is not None
         try:
-            self.access.admit(call)
+            self.access.admit(call, authorization)
         except EmbedServeError as error:
             call.refuse(error)
         except Exception:
@@ -262,7 +265,7 @@ class Exchange:
             if request is None:
                 self._decode_later(call, body)
             else:
-                if call.client is not None:
+                if call.client is not None and call.client.models is not None:
                     call.client.check_model(request.model, self.models.default_model)
                 self.models.enqueue(request, call)
         except EmbedServeError as error:

@@ -54,8 +54,7 @@ class Asking(Protocol):
     """What access asks of a request."""
 
     client: Client | None
-
-    def header(self, name: bytes) -> bytes | None: ...
+    start_s: float
 
     @property
     def certificate(self) -> Certificate | None: ...
@@ -71,8 +70,8 @@ class Client:
     """
 
     __slots__ = (
+        "_active_max",
         "_burst_s",
-        "_concurrent_max",
         "_free_s",
         "_interval_s",
         "_may_embed",
@@ -94,12 +93,11 @@ class Client:
         """What it may from now on."""
         self.grant = grant
         self.models = grant.models
-        self._may_embed = "embed" in grant.roles
-        self._concurrent_max = grant.concurrent
         self._interval_s = 1 / grant.requests_per_second
         self._burst_s = max(0.0, BURST_S - self._interval_s)
 
     def look_at_time(self, now_s: float) -> None:
+        """Whether it may ask now (Unix seconds), which enter then knows."""
         grant, name = self.grant, self.grant.name
         if grant.revoked:
             self._refusal = lambda: UnauthenticatedError(f"the token of {name!r} was revoked")
@@ -108,31 +106,38 @@ class Client:
             self._refusal = lambda: UnauthenticatedError(f"the token of {name!r} expired at {when}")
         else:
             self._refusal = None
+        may_embed = self._refusal is None and "embed" in grant.roles
+        self._active_max = grant.concurrent if may_embed else 0
 
-    def enter(self) -> None:
-        """Begins an embed request, which leave ends.
+    def enter(self, now_s: float) -> None:
+        """Begins an embed request, ``now_s`` by perf_counter, which leave ends.
 
         Raises:
             UnauthenticatedError: expired or revoked.
             PermissionDeniedError: its role is another.
             RateLimitedError: over its rate, or too many are under way.
         """
-        if self._refusal is not None:
-            raise self._refusal()
-        if not self._may_embed:
-            raise PermissionDeniedError(f"{self.grant.name!r} may not embed")
-        if self.active >= self._concurrent_max:
-            raise RateLimitedError(
-                f"{self.grant.name!r} has {self.active} requests under way, which is its limit"
-            )
-        if self._interval_s:
-            self._pay()
+        if self.active >= self._active_max:
+            raise self._why_not()
+        if self._free_s <= now_s:
+            self._free_s = now_s + self._interval_s
+        else:
+            self._pay_ahead(now_s)
         self.active += 1
 
     def leave(self, outcome: str) -> None:
         """Ends one as ``outcome``."""
         self.active -= 1
         self.outcomes[outcome] += 1
+
+    def _why_not(self) -> EmbedServeError:
+        if self._refusal is not None:
+            return self._refusal()
+        if "embed" not in self.grant.roles:
+            return PermissionDeniedError(f"{self.grant.name!r} may not embed")
+        return RateLimitedError(
+            f"{self.grant.name!r} has {self.active} requests under way, which is its limit"
+        )
 
     def check_role(self, roles: frozenset[str], pays: bool) -> None:
         """Raises as enter, where it has none of ``roles``; else ``pays`` for a request."""
@@ -142,7 +147,7 @@ class Client:
             wanted = " or ".join(sorted(roles))
             raise PermissionDeniedError(f"{self.grant.name!r} is no {wanted}")
         if pays:
-            self._pay()
+            self._pay_ahead(perf_counter())
 
     def check_model(self, asked: str, default: str) -> None:
         """Raises PermissionDeniedError for a model that it may not ask, be there one or not.
@@ -157,12 +162,9 @@ class Client:
         if name and name not in self.models:
             raise PermissionDeniedError(f"{self.grant.name!r} may not ask model {name!r}", "model")
 
-    def _pay(self) -> None:
-        now_s = perf_counter()
-        free_s = self._free_s
-        if free_s <= now_s:
-            self._free_s = now_s + self._interval_s
-            return
+    def _pay_ahead(self, now_s: float) -> None:
+        """Pays for a request by its rate, where those before may not be paid yet."""
+        free_s = max(self._free_s, now_s)
         wait_s = free_s - now_s - self._burst_s
         if wait_s > 0:
             raise RateLimitedError(
@@ -213,20 +215,23 @@ class Access:
             if key.expires_s <= now_s:
                 del self._known[key]
 
-    def admit(self, call: Asking) -> None:
+    def admit(self, call: Asking, authorization: bytes | None) -> None:
         """Begins a request of ``call``, whose client it then has.
+
+        Args:
+            authorization: its header; b"" where there were several, None where there was none.
 
         Raises:
             UnauthenticatedError: nobody knows who asks.
             PermissionDeniedError, RateLimitedError: as Client.enter.
         """
-        authorization = call.header(b"authorization")
-        key = call.certificate if authorization is None else authorization
         outcomes = self._of_unknown
         try:
-            client = self._known.get(key) or self._find(authorization, call.certificate)
+            client = self._known.get(call.certificate if authorization is None else authorization)
+            if client is None:
+                client = self._find(authorization, call.certificate)
             outcomes = client.outcomes
-            client.enter()
+            client.enter(call.start_s)
         except EmbedServeError as error:
             outcomes[error.code] += 1
             raise

@@ -113,7 +113,8 @@ class EmbedEndpoint:
             return
         call = AsgiCall(asked, start_s, self._exchange, scope)
         try:
-            if self._exchange.access is None or self._exchange.admit(call):
+            authorization = call.header(b"authorization")
+            if self._exchange.access is None or self._exchange.admit(call, authorization):
                 self._exchange.ask(call, await self._read_body(asked.codec, receive))
             await self._answer(call, receive, send)
         except EmbedServeError as error:

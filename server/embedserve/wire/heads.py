@@ -62,6 +62,7 @@ class HeadForm:
 
     Attributes:
         asked: what they ask for, but for a timeout and how long a body's JSON is.
+        authorization: the gap of this header; None where they have none.
         body_bytes_max: of the body that follows.
         gaps: (name, start, end) of each value.
     """
@@ -76,6 +77,7 @@ class HeadForm:
         "_printing_bytes",
         "_timeout_gap",
         "asked",
+        "authorization",
         "body_bytes_max",
         "gaps",
     )
@@ -98,7 +100,8 @@ class HeadForm:
         self._parts = tuple(parts)
         self._printing_bytes = len(head.translate(None, CONTROLS))
         self._last, self._last_length = b"\0", -1  # the head that matched last, and its length
-        self._gap_of = {name: (start, end) for name, start, end in self.gaps}
+        self._gap_of = {name: slice(start, end) for name, start, end in self.gaps}
+        self.authorization = self._gap_of.get(b"authorization")
         self._length_gap = self._gap_of.get(b"content-length")
         self._timeout_gap = self._gap_of.get(b"x-timeout-ms")
         self._json_length_gap = self._gap_of.get(JSON_LENGTH)
@@ -117,8 +120,7 @@ class HeadForm:
         head = data[:end]
         if len(head.translate(None, CONTROLS)) != self._printing_bytes:
             return -1
-        start, stop = self._length_gap  # type: ignore[misc]  # a form without one is not made
-        digits = head[start:stop]
+        digits = head[self._length_gap]  # type: ignore[index]  # a form without one is not made
         if not digits.isdigit() or len(digits) > LENGTH_DIGITS_MAX:
             return -1
         self._last, self._last_length = head, int(digits)
@@ -127,7 +129,7 @@ class HeadForm:
     def header(self, head: bytes, name: bytes) -> bytes | None:
         """The value that stands in the gap of ``name`` in ``head``, if the form has one."""
         gap = self._gap_of.get(name)
-        return None if gap is None else head[gap[0] : gap[1]]
+        return None if gap is None else head[gap]
 
     def asked_by(self, data: bytes) -> Asked:
         """What the head at the front of ``data`` asks for.
@@ -140,11 +142,9 @@ class HeadForm:
             return one
         codec, wanted_s = one.codec, one.timeout_s
         if self._timeout_gap is not None:
-            start, end = self._timeout_gap
-            wanted_s = timeout_s(data[start:end])
+            wanted_s = timeout_s(data[self._timeout_gap])
         if self._json_length_gap is not None and one.codec.head_bytes is not None:
-            start, end = self._json_length_gap
-            codec = infer_codec(data[start:end])
+            codec = infer_codec(data[self._json_length_gap])
         return Asked(one.model, codec, one.answer_codec, wanted_s, one.metrics, one.has_id)
 
 

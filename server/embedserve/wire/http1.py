@@ -109,8 +109,12 @@ class Http1Connection(UvicornConnection):
         missing = length - (len(data) - body_start)
         if missing < 0:
             self.hold(data[missing:])
-        if self.exchange.access is not None and not self._is_admitted(call, missing > 0):
-            return
+        if self.exchange.access is not None:
+            gap = form.authorization
+            authorization = None if gap is None else data[gap]
+            admit = self.exchange.admit if missing <= 0 else self._admit_early
+            if not admit(call, authorization):
+                return
         if missing == 0:
             self.exchange.ask(call, data[body_start:])
         elif missing > 0:
@@ -120,10 +124,10 @@ class Http1Connection(UvicornConnection):
         else:
             self.exchange.ask(call, data[body_start:missing])
 
-    def _is_admitted(self, call: Http1Call, has_more: bool) -> bool:
-        """A body that has not come, of a request that is refused, is not waited for."""
-        is_last, self._is_last = self._is_last, self._is_last or has_more
-        if not self.exchange.admit(call):
+    def _admit_early(self, call: Http1Call, authorization: bytes | None) -> bool:
+        """Of a request that is refused no body is waited for: its answer is the last."""
+        is_last, self._is_last = self._is_last, True
+        if not self.exchange.admit(call, authorization):
             return False
         self._is_last = is_last
         return True

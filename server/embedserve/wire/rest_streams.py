@@ -108,12 +108,13 @@ def open_embed(
         check_method(request.method.decode("latin-1"))
         asked = read_headers(route, request.headers, metrics)
         by_name = headers_by_name(request.headers)
+        authorization = by_name.get(b"authorization")
     except EmbedServeError as error:
         return refused(error, request, metrics)
 
     def open_call(stream: Stream) -> Handler:
         call = RestCall(asked, exchange, by_name, stream)
-        if exchange.access is not None and not exchange.admit(call):
+        if exchange.access is not None and not exchange.admit(call, authorization):
             return call
         size = stream.missing_bytes
         if (size is None or call.has_size(size, is_whole=True)) and exchange.models.is_closed:

@@ -93,7 +93,7 @@ class EmbedCall(StreamCall):
         super().__init__(asked, exchange, headers, stream)
         self._encoding = encoding
         self._message: OneMessage | None = None
-        if exchange.access is not None and not exchange.admit(self):
+        if exchange.access is not None and not exchange.admit(self, headers.get(b"authorization")):
             return
         if exchange.models.is_closed:
             exchange.refuse_early(self)

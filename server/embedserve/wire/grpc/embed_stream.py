@@ -92,6 +92,7 @@ class EmbedStream(MessageStream):
     ) -> None:
         super().__init__(encoding, exchange.limits.body_bytes_max, headers, stream)
         self._asked = asked
+        self._authorization = headers.get(b"authorization")
         self.exchange = exchange
         self._requests: deque[StreamedRequest] = deque()
         self._answer_bytes = 0
@@ -115,7 +116,7 @@ class EmbedStream(MessageStream):
     def take(self, message: bytes) -> None:
         request = StreamedRequest(self._asked, self)
         self._requests.append(request)
-        if self.exchange.access is None or self.exchange.admit(request):
+        if self.exchange.access is None or self.exchange.admit(request, self._authorization):
             self.exchange.ask(request, message)
         if request.queue is not None:
             self.reserve(request, request.queue.model.answer_bytes(request.request))
