@@ -20,6 +20,7 @@ from embedserve.config import DEFAULT_LIMITS, Limits, ServeSettings
 from embedserve.metrics.caller_metrics import CALLERS_MAX, OTHERS
 from embedserve.metrics.histogram import COUNT_BUCKETS, LOOKUP_SECONDS_BUCKETS, SECONDS_BUCKETS
 from embedserve.metrics.metrics import OUTCOMES, PROTOCOLS, Metrics
+from embedserve.metrics.tls import HANDSHAKE_OUTCOMES
 from embedserve.processes.memory import memory_bytes_max, memory_parts
 from embedserve.terminal.sizes import human_bytes
 
@@ -139,7 +140,7 @@ def _label_values() -> str:
     before = ", ".join(f"{bound * 1e6:.0f}" for bound in shorter)
     return (
         f"- `protocol`: {_named(PROTOCOLS)}.\n"
-        f"- `outcome`: {_named(OUTCOMES)}.\n"
+        f"- `outcome`: {_named(OUTCOMES)}; of a handshake {_named(HANDSHAKE_OUTCOMES)}.\n"
         f"- `caller`: a name of the file of tokens, up to {CALLERS_MAX} of them; `{UNKNOWN}` for "
         f"those whom nobody knows, `{OTHERS}` for all others.\n"
         "- `model`, `feature`: names as published. `rank`: from 0.\n"

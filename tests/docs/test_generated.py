@@ -67,14 +67,15 @@ class OneCaller:
 
 
 def families_with_samples() -> list[Metric]:
-    """Of a server that answered and refused requests to a model of every id rule, row_wise over two
-    ranks, in the shadow of another version."""
+    """Of a server that answered and refused requests over TLS to a model of every id rule, row_wise
+    over two ranks, in the shadow of another version."""
     model = ruled_info()
     metrics = Metrics([replace(model, plan=over_two_ranks(model.tables))])
     metrics.models["ruled"].version.shadow.begin(1)
     metrics.protocols["rest"].answered(0.001, 100)
     metrics.protocols["grpc"].refused("INTERNAL", "why", 0.001)
     metrics.callers.callers = OneCaller()
+    metrics.tls.expires_s = lambda: 2e9
     return list(metrics.registry().collect())
 
 

@@ -39,6 +39,7 @@ from embedserve.metrics.process import PROCESS_CELLS, ProcessMetrics
 from embedserve.metrics.quiet_log import Fields, QuietLog
 from embedserve.metrics.shadow_samples import collect_shadows
 from embedserve.metrics.slots import Slot, lone_slot
+from embedserve.metrics.tls import TLS_CELLS, TlsMetrics
 from embedserve.types import ModelInfo
 
 logger = logging.getLogger("embedserve.requests")
@@ -107,8 +108,8 @@ class ProtocolMetrics:
 def cells_per_worker(names: int, columns_max: int) -> int:
     """Cells that the metrics of a server that begins with so many names take of a slot."""
     of_names = (names + NAMES_SPARE) * place_cells(columns_max)
-    of_protocols = len(PROTOCOLS) * PROTOCOL_CELLS
-    return PROCESS_CELLS + of_protocols + caller_cells(OUTCOMES) + of_names
+    of_protocols = len(PROTOCOLS) * PROTOCOL_CELLS + caller_cells(OUTCOMES)
+    return PROCESS_CELLS + TLS_CELLS + of_protocols + of_names
 
 
 class Metrics(Collector):
@@ -117,6 +118,7 @@ class Metrics(Collector):
     Attributes:
         workers: the processes that the server has, ready or not.
         tables: how it holds its tables, "mapped" or "resident".
+        tls: handshakes and the certificate.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class Metrics(Collector):
         slot = slot or lone_slot(cells_per_worker(names, columns_max))
         self._slot = slot
         self._process = ProcessMetrics(slot)
+        self.tls = TlsMetrics(slot)
         self.workers = slot.workers
         self.tables = tables
         self.protocols = {name: ProtocolMetrics(slot, name) for name in PROTOCOLS}
@@ -180,6 +183,7 @@ class Metrics(Collector):
     def flush(self) -> None:
         """Writes what was recorded since the last time where other workers read it."""
         self._process.flush()
+        self.tls.flush()
         for protocol in self.protocols.values():
             protocol.flush()
         self.callers.flush()
@@ -192,6 +196,7 @@ class Metrics(Collector):
         yield from self._collect_workers()
         yield from self._collect_protocols()
         yield self._collect_callers()
+        yield from self.tls.collect()
         yield from self._collect_batchers()
         yield self._collect_unknown_ids()
         yield from self._collect_models()

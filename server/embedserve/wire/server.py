@@ -65,7 +65,9 @@ class WireServer:
         self._exchange = exchange
         self._limits = limits or exchange.limits
         self._certificates = certificates
-        self._handshakes = Handshakes(logger)
+        self._handshakes = Handshakes(logger, exchange.metrics.tls)
+        if certificates is not None:
+            exchange.metrics.tls.expires_s = lambda: certificates.expires_s
         self._router = Router(exchange, management, service or GrpcService(exchange))
         self._forms = HeadForms(exchange.metrics.protocols["rest"], exchange.limits)
         upload_bytes = max(UPLOAD_BYTES, exchange.limits.body_bytes_max)

@@ -39,15 +39,29 @@ class TlsFiles:
         return [path for path in (self.certificate, self.key, self.client_ca) if path]
 
 
+@dataclass(frozen=True)
+class TlsContext:
+    """What was read of the files.
+
+    Attributes:
+        expires_s: Unix time when the server's certificate ends.
+    """
+
+    context: ssl.SSLContext
+    expires_s: float
+
+
 class Certificates:
     """What handshakes use.
 
     Attributes:
         context: of those that begin now.
+        expires_s: Unix time when the certificate that they show ends.
         followed: has it read again when the files change.
     """
 
     context: ssl.SSLContext
+    expires_s: float
 
     def __init__(self, files: TlsFiles) -> None:
         """Raises OSError and ValueError, as read_context."""
@@ -55,8 +69,9 @@ class Certificates:
             f"TLS ({files.certificate})", files.paths, lambda: read_context(files), self._adopt
         )
 
-    def _adopt(self, context: ssl.SSLContext) -> None:
-        self.context = context
+    def _adopt(self, read: TlsContext) -> None:
+        self.context = read.context
+        self.expires_s = read.expires_s
 
 
 def tls_files(settings: ServeSettings) -> TlsFiles | None:
@@ -66,7 +81,7 @@ def tls_files(settings: ServeSettings) -> TlsFiles | None:
     return TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
 
-def read_context(files: TlsFiles) -> ssl.SSLContext:
+def read_context(files: TlsFiles) -> TlsContext:
     """What handshakes use, of these files.
 
     Raises:
@@ -90,8 +105,7 @@ def read_context(files: TlsFiles) -> ssl.SSLContext:
         ) from error
     if files.client_ca:
         _verify_clients(context, files.client_ca)
-    _try(context, files.certificate)
-    return context
+    return TlsContext(context, _expiry_tried(context, files.certificate))
 
 
 def _verify_clients(context: ssl.SSLContext, path: str) -> None:
@@ -104,8 +118,12 @@ def _verify_clients(context: ssl.SSLContext, path: str) -> None:
         context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
 
 
-def _try(context: ssl.SSLContext, certificate: str) -> None:
-    """Raises ValueError where no client could take the certificate, whatever it trusts."""
+def _expiry_tried(context: ssl.SSLContext, certificate: str) -> float:
+    """Unix time when the certificate ends.
+
+    Raises:
+        ValueError: no client could take it, whatever it trusts.
+    """
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname = False
     trusting.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -115,8 +133,8 @@ def _try(context: ssl.SSLContext, certificate: str) -> None:
         client = trusting.wrap_bio(to_client, to_server)
         server = context.wrap_bio(to_server, to_client, server_side=True)
         for _ in range(TRIAL_STEPS_MAX):
-            if _has_shaken(client):
-                return
+            if _has_shaken(client) and (shown := client.getpeercert()):
+                return ssl.cert_time_to_seconds(str(shown["notAfter"]))
             _has_shaken(server)
     except ssl.SSLCertVerificationError as error:
         raise ValueError(f"tls_cert {certificate}: {error.verify_message}") from error

@@ -17,6 +17,7 @@ from typing import cast
 from embedserve.codec.json_codec import encode_error
 from embedserve.errors import InvalidRequestError
 from embedserve.metrics.quiet_log import QuietLog
+from embedserve.metrics.tls import TlsMetrics
 from embedserve.wire.connections import DRAIN_IDLE_S, Lingering, Registry
 from embedserve.wire.tls.transport import TlsTransport
 
@@ -32,9 +33,11 @@ MakeProtocol = Callable[[], asyncio.Protocol]
 
 
 class Handshakes:
-    """Those of a server: their thread, and what the log says of those that fail."""
+    """Those of a server: their thread, how they are counted, and what the log says of those that
+    fail."""
 
-    def __init__(self, logger: logging.Logger) -> None:
+    def __init__(self, logger: logging.Logger, metrics: TlsMetrics) -> None:
+        self.counts = metrics.handshakes
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="tls")
         self.log = QuietLog(logger)
 
@@ -78,7 +81,7 @@ class Handshake(asyncio.Protocol):
             self._object = self._context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._came_bytes += len(data)
         if self._came_bytes > HANDSHAKE_BYTES_MAX:
-            self._fail(f"over {HANDSHAKE_BYTES_MAX} bytes have come of it")
+            self._fail("too_large", f"over {HANDSHAKE_BYTES_MAX} bytes have come of it")
             self._transport.abort()
             return
         self._pending += data
@@ -114,7 +117,7 @@ class Handshake(asyncio.Protocol):
         if out := self._outgoing.read():
             self._transport.write(out)  # of a handshake that fails, too: it says why
         if error is not None:
-            self._fail(_reason(error))
+            self._fail(_outcome(error), _reason(error))
             Lingering(self._transport, self, self._registry)
         elif stepped.result():
             self._finish()
@@ -125,7 +128,7 @@ class Handshake(asyncio.Protocol):
 
     def _finish(self) -> None:
         assert self._object is not None
-        self._is_over = True
+        self._end("ok")
         inner = self._make_protocol()
         transport = TlsTransport(
             self._transport, self._object, self._incoming, self._outgoing, inner
@@ -138,19 +141,24 @@ class Handshake(asyncio.Protocol):
 
     def _refuse_plain(self, data: bytes) -> None:
         """Tells a client of HTTP/1 without TLS what it does wrong; any other is just closed."""
-        self._fail("what came is no TLS")
+        self._fail("no_tls", "what came is no TLS")
         if b" HTTP/1." in data.partition(b"\r\n")[0]:
             said = "this port takes TLS only: use https://"
             body = encode_error(InvalidRequestError(said))
             self._transport.write(PLAIN_HTTP + b"content-length: %d\r\n\r\n" % len(body) + body)
         Lingering(self._transport, self, self._registry)
 
-    def _fail(self, why: str) -> None:
-        self._is_over = True
+    def _end(self, outcome: str) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._handshakes.counts[outcome] += 1
+
+    def _fail(self, outcome: str, why: str) -> None:
+        self._end(outcome)
         self._handshakes.log.say(logging.INFO, "a TLS handshake failed", why)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._is_over = True
+        self._end("gone")
         self._registry.discard(self)
 
     @property
@@ -162,7 +170,7 @@ class Handshake(asyncio.Protocol):
 
     def check_time(self, now_s: float) -> None:
         if now_s - self._start_s > HANDSHAKE_S_MAX:
-            self._fail(f"it took over {HANDSHAKE_S_MAX:g} s")
+            self._fail("too_late", f"it took over {HANDSHAKE_S_MAX:g} s")
             self._transport.abort()
 
     def retire(self) -> None:
@@ -176,8 +184,14 @@ class Handshake(asyncio.Protocol):
             self.abort()
 
     def abort(self) -> None:
-        self._is_over = True
+        self._end("gone")
         self._transport.abort()
+
+
+def _outcome(error: BaseException) -> str:
+    is_missing = getattr(error, "reason", None) == "PEER_DID_NOT_RETURN_A_CERTIFICATE"
+    is_certificate = is_missing or isinstance(error, ssl.SSLCertVerificationError)
+    return "certificate" if is_certificate else "failed"
 
 
 def _reason(error: BaseException) -> str:

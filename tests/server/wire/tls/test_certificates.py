@@ -123,12 +123,14 @@ async def test_connections_after_a_change_get_the_new_certificate_and_those_befo
     client: ssl.SSLContext,
 ) -> None:
     reader, writer = await server.open(client)
-    write(files, authority.sign("renewed"))
+    write(files, authority.sign("renewed", (-1, 60)))
     os.utime(files.certificate, ns=(1, 1))  # as a copy that keeps times has it
     await certificates.followed.look()
     _, renewed = await server.open(client)
     names = [one.get_extra_info("peercert")["subject"][0][0][1] for one in (writer, renewed)]
     assert names == ["server", "renewed"]
+    ends = renewed.get_extra_info("peercert")["notAfter"]
+    assert server.exchange.metrics.tls.expires_s() == ssl.cert_time_to_seconds(ends)
     writer.write(get("/health/live"))
     assert (await read_answer(reader))[0] == 200
 
@@ -179,6 +181,7 @@ async def test_clients_without_a_right_certificate_are_each_told_what_is_wrong(
         "expired": "SSLV3_ALERT_CERTIFICATE_EXPIRED",
         "foreign": "TLSV1_ALERT_UNKNOWN_CA",
     }
+    assert server.exchange.metrics.tls.handshakes["certificate"] == 4
 
 
 def test_a_file_without_authorities_is_refused(mutual: TlsFiles) -> None:

@@ -1,0 +1,41 @@
+"""Handshakes of all workers, and the certificate that ends first."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from embedserve.metrics.slots import Slot, Slots
+from embedserve.metrics.tls import HANDSHAKE_OUTCOMES, TLS_CELLS, TlsMetrics
+
+
+def shown(one: TlsMetrics) -> dict[str, float]:
+    samples = (sample for family in one.collect() for sample in family.samples)
+    return {sample.labels.get("outcome", "expiry"): sample.value for sample in samples}
+
+
+def test_counts_are_added_and_the_earliest_end_is_told() -> None:
+    slots = Slots(2, TLS_CELLS)
+    workers = [TlsMetrics(Slot(slots, number)) for number in range(2)]
+    for number, worker in enumerate(workers):
+        slots.set_ready(number, True)
+        worker.handshakes["ok"] += 3
+        worker.expires_s = partial(float, 2e9 + number)
+        worker.flush()
+    workers[1].handshakes["too_late"] += 1
+    workers[1].flush()
+    counts = dict.fromkeys(HANDSHAKE_OUTCOMES, 0.0) | {"ok": 6.0, "too_late": 1.0}
+    assert shown(workers[0]) == counts | {"expiry": 2e9}
+    slots.set_ready(0, False)
+    assert shown(workers[1])["expiry"] == 2e9 + 1
+    replaced = TlsMetrics(Slot(slots, 0))
+    replaced.handshakes["ok"] += 1
+    replaced.flush()
+    assert shown(workers[1])["ok"] == 7.0
+
+
+def test_without_tls_there_is_nothing_to_tell() -> None:
+    slots = Slots(1, TLS_CELLS)
+    slots.set_ready(0, True)
+    plain = TlsMetrics(Slot(slots, 0))
+    plain.flush()
+    assert shown(plain) == {}
