@@ -85,7 +85,8 @@ swaps-killed: install
 # The generated code beside the .proto files is committed; a test compares it.
 proto: install
 	cd proto && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. \
-	    --grpc_python_out=. embedserve_proto/embedding.proto embedserve_proto/open_inference.proto
+	    --grpc_python_out=. embedserve_proto/embedding.proto embedserve_proto/open_inference.proto \
+	    embedserve_proto/predictor.proto
 
 # docs/settings.md, docs/metrics.md and the Kubernetes resource of Prometheus' rules are committed,
 # too; a test compares them.

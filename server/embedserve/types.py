@@ -67,7 +67,7 @@ class LookupRequest:
 
     Attributes:
         model: "" for the default model.
-        features: KJT keys in the caller's order, each once.
+        features: KJT keys in the caller's order, each once; none: the model's own, in its order.
         ids: int64 [n], the bags one after the other, feature-major; strings as their hashes.
         lengths: int32 [len(features) * batch_size], feature-major.
         weights: float32 [n], or None to count every id once.

@@ -135,6 +135,7 @@ DOCUMENTS = (
     "docs/rest.md",
     "docs/grpc.md",
     "docs/open-inference-protocol.md",
+    "docs/torchrec-predictor.md",
     "docs/store.md",
 )
 EXAMPLES = [block for name in DOCUMENTS for block in blocks(ROOT / name)]

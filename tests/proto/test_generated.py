@@ -11,7 +11,7 @@ import pytest
 PROTO = Path(__file__).parents[2] / "proto"
 
 
-@pytest.mark.parametrize("proto", ["embedding", "open_inference"])
+@pytest.mark.parametrize("proto", ["embedding", "open_inference", "predictor"])
 @pytest.mark.parametrize("ending", ["_pb2.py", "_pb2.pyi", "_pb2_grpc.py"])
 def test_generated_code_is_current(proto: str, ending: str, tmp_path: Path) -> None:
     pytest.importorskip("grpc_tools")

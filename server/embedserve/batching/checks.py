@@ -40,6 +40,22 @@ def check_feature_count(field: str, count: int, limits: Limits) -> None:
         )
 
 
+def name_features(request: LookupRequest, model: ModelInfo) -> None:
+    """Gives the features of ``request``, which have no names, those of ``model`` in its order.
+
+    Raises:
+        InvalidRequestError: there are more or fewer.
+    """
+    count = request.lengths.size // request.batch_size
+    if count != len(model.features):
+        raise InvalidRequestError(
+            f"num_features is {count}: model {model.name!r} has {len(model.features)} features, "
+            f"which are taken in its order: {', '.join(model.features)}",
+            "num_features",
+        )
+    request.features = model.features
+
+
 def check_output(output: Output, model: ModelInfo) -> Output:
     """``output`` with the model's own names: a request that waits keeps none of its caller's.
 

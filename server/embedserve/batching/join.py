@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from embedserve.batching.bag_order import bags_to_ids, feature_major_order
-from embedserve.batching.checks import check_lengths, check_output, in_kinds_of
+from embedserve.batching.checks import check_lengths, check_output, in_kinds_of, name_features
 from embedserve.batching.translation import translate
 from embedserve.errors import InvalidRequestError
 from embedserve.types import Batch, LookupRequest, ModelInfo
@@ -32,8 +32,11 @@ def to_model_order(
 
     Raises:
         InvalidRequestError: a feature that the model does not have, ids or weights of a kind
-            that it does not take, lengths that do not add up, or an output key that it has not.
+            that it does not take, lengths that do not add up, an output key that it has not, or
+            another number of features where they have no names.
     """
+    if not request.features:
+        name_features(request, model)
     if not model.is_pooled or request.string_features or model.string_features:
         request = in_kinds_of(request, model)
     if request.output is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from embedserve.codec import json_codec, protobuf_codec
+from embedserve.codec import json_codec, predictor_codec, protobuf_codec
 from embedserve.codec.open_inference import bodies, messages
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, RequestTooLargeError
@@ -131,3 +131,15 @@ INFER_STREAMED = replace(
     encode_streamed_error=messages.encode_stream_error,
 )
 """The same in a ModelStreamInferResponse each."""
+
+PREDICT = Codec(
+    PROTOBUF.content_type,
+    "body_bytes_max",
+    predictor_codec.decode_request,
+    predictor_codec.decode_now,
+    predictor_codec.encode_pieces,
+    predictor_codec.encode_now,
+    lambda body: "",
+    predictor_codec.sizes_of,
+)
+"""TorchRec's PredictionRequest and PredictionResponse."""

@@ -18,14 +18,14 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from embedserve.codec.codec import INFER_MESSAGE, INFER_STREAMED, PROTOBUF, Codec
+from embedserve.codec.codec import INFER_MESSAGE, INFER_STREAMED, PREDICT, PROTOBUF, Codec
 from embedserve.errors import DRAINING, INTERNAL, EmbedServeError, EngineError, NotReadyError
 from embedserve.exchange import Asked, Call, Exchange
 from embedserve.tracing.request_id import REQUEST_ID, Told, told_id
 from embedserve.types import Parts
 from embedserve.wire.grpc import open_inference
 from embedserve.wire.grpc.embed_stream import REQUESTS_MAX
-from embedserve.wire.grpc.service import SERVICE_NAME, SERVICES, GrpcService
+from embedserve.wire.grpc.service import PREDICTOR_NAME, SERVICE_NAME, SERVICES, GrpcService
 from embedserve.wire.grpc.statuses import error_trailers
 from embedserve.wire.http2.header_blocks import Headers
 
@@ -90,7 +90,14 @@ class GrpcioServer:
         if age_s := exchange.limits.connection_age_s_max:
             options.append(("grpc.max_connection_age_ms", round(1000 * age_s)))
         self._server = grpc.aio.server(options=options)
-        self._server.add_generic_rpc_handlers((self._handlers(), self._open_inference_handlers()))
+        predict = grpc.unary_unary_rpc_method_handler(partial(self._embed, PREDICT))
+        self._server.add_generic_rpc_handlers(
+            (
+                self._handlers(),
+                self._open_inference_handlers(),
+                grpc.method_handlers_generic_handler(PREDICTOR_NAME, {"Predict": predict}),
+            )
+        )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -14,9 +14,10 @@ import grpc
 import pytest
 from certificates import Authority, client_context
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from server.fake_engine import FakeEngine, model_info
+from server.fake_engine import FEATURES, FakeEngine, model_info
 from server.http2_client import Http2Client
 from server.live import Live, make_exchange, serving
+from server.predictions import prediction_request
 from server.raw_http import OurServer, chunked, our_server, post, read_answer
 from server.waiting import until
 
@@ -38,6 +39,7 @@ from embedserve_client.rpc import AsyncGrpcEmbedClient
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto import open_inference_pb2 as oip
 from embedserve_proto.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from embedserve_proto.predictor_pb2_grpc import PredictorStub
 
 BODY = b'{"features": {"user": [[1]]}}'
 MAKES = (post, chunked)
@@ -353,3 +355,12 @@ async def test_the_open_inference_protocol_over_grpc(live: Live) -> None:
         assert await code_of(stub.ModelMetadata(shop)) == "UNAUTHENTICATED"
         boss = (("authorization", "Bearer es_boss"),)
         assert await code_of(stub.ModelMetadata(shop, metadata=boss)) == "OK"
+
+
+async def test_torchrecs_predictor(live: Live) -> None:
+    async with grpc.aio.insecure_channel(live.grpc_target) as channel:
+        stub = PredictorStub(channel)
+        asked = prediction_request(tuple(FEATURES), {"user": [[1]]})
+        for token, wanted in OF_EMBED.items():
+            metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+            assert await code_of(stub.Predict(asked, metadata=metadata)) == CODES[wanted]

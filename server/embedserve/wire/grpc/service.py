@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 
 from embedserve.access.access import Access, headers_by_name, one_header
 from embedserve.codec import protobuf_codec
-from embedserve.codec.codec import INFER_MESSAGE, INFER_STREAMED, PROTOBUF, Codec
+from embedserve.codec.codec import INFER_MESSAGE, INFER_STREAMED, PREDICT, PROTOBUF, Codec
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.exchange import Asked, Exchange
 from embedserve.models.served_models import ServedModels
@@ -23,10 +23,11 @@ from embedserve.wire.grpc.statuses import error_block, only_trailers, wire_error
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.requests import Request
 from embedserve.wire.http2.stream import ENDED, Handler, Stream
-from embedserve_proto import embedding_pb2
+from embedserve_proto import embedding_pb2, predictor_pb2
 
 SERVICE_NAME = embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"].full_name
-SERVICES = (SERVICE_NAME, open_inference.SERVICE_NAME)
+PREDICTOR_NAME = predictor_pb2.DESCRIPTOR.services_by_name["Predictor"].full_name
+SERVICES = (SERVICE_NAME, open_inference.SERVICE_NAME, PREDICTOR_NAME)
 
 Open = Callable[[Stream], Handler]
 HeadersByName = dict[bytes, bytes]
@@ -37,7 +38,8 @@ CALLERS = frozenset({"embed", "admin"})
 
 
 class GrpcService:
-    """embedserve.v1.EmbeddingService, inference.GRPCInferenceService, health and reflection.
+    """embedserve.v1.EmbeddingService, inference.GRPCInferenceService, TorchRec's
+    predictor.Predictor, health and reflection.
 
     Attributes:
         health: which services are ready.
@@ -75,6 +77,7 @@ class GrpcService:
             self._methods[_path(service, streamed)] = self._guarded(
                 partial(self._embed_stream, codecs[1]), exchange.access, EMBEDDERS, pays=False
             )
+        self._methods[_path(PREDICTOR_NAME, "Predict")] = partial(self._embed, PREDICT)
         self.open_inference = open_inference.OpenInferenceService(exchange)
         for name, function in self.open_inference.health.items():
             self._methods[_path(open_inference.SERVICE_NAME, name)] = self._unary(function)

@@ -1,0 +1,294 @@
+"""The messages of TorchRec's predictor.Predictor: PredictionRequest and PredictionResponse.
+
+A request names neither its model nor its features: it has those of the default model, in the
+model's order. Numbers are found where they lie in the bytes; what is not read is not looked at.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from embedserve.batching.checks import check_feature_count
+from embedserve.codec.open_inference.answers import Form, Tensor, is_quick, keep_start, tensors_of
+from embedserve.codec.protobuf_fields import (
+    LENGTH_DELIMITED,
+    VARINT,
+    TooManyFieldsError,
+    fields,
+    read_varint,
+    tag_of,
+    varint,
+)
+from embedserve.config import DEFAULT_LIMITS, Limits
+from embedserve.errors import InvalidRequestError, RequestTooLargeError
+from embedserve.types import Encoded, LookupRequest, LookupResult, Output, with_size
+from embedserve_proto import predictor_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+FIELDS_MAX = 64
+"""Of a message, at either depth: serializers write six."""
+IDS, SCORED = "id_list_features", "id_score_list_features"
+_INT64, _INT32, _FLOAT32 = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
+_INT32_BITS, _INT32_SIGN = 0xFFFF_FFFF, 0x8000_0000
+
+
+def _tags(message: type, wire_types: Mapping[str, int]) -> dict[int, str]:
+    numbers = {one.name: one.number for one in message.DESCRIPTOR.fields}  # type: ignore[attr-defined]
+    return {tag_of(numbers[name], wire_type): name for name, wire_type in wire_types.items()}
+
+
+_REQUEST = _tags(
+    pb.PredictionRequest,
+    {"batch_size": VARINT}
+    | dict.fromkeys(
+        (IDS, SCORED, "float_features", "embedding_features", "unary_features"), LENGTH_DELIMITED
+    ),
+)
+_SPARSE = _tags(
+    pb.SparseFeatures,
+    {"num_features": VARINT} | dict.fromkeys(("lengths", "values", "weights"), LENGTH_DELIMITED),
+)
+NOT_READ = frozenset({"float_features", "embedding_features"})
+
+_FORM, _OUTPUT = Form(), Output()
+"""Answers have every key."""
+_ENTRY_TAG, _KEY_TAG, _VALUE_TAG, _DATA_TAG = (
+    bytes([tag_of(number, LENGTH_DELIMITED)])
+    for number in (
+        pb.PredictionResponse.DESCRIPTOR.fields_by_name["predictions"].number,
+        1,  # a map's entry has its key first (protobuf.dev, "Maps")
+        2,
+        pb.FloatVec.DESCRIPTOR.fields_by_name["data"].number,
+    )
+)
+
+
+@dataclass(slots=True)
+class _Sparse:
+    """SparseFeatures as they came, and what they say."""
+
+    name: str
+    num_features: int = 0
+    lengths: bytes = b""
+    values: bytes = b""
+    weights: bytes = b""
+
+    def wrong(self, part: str, problem: str) -> InvalidRequestError:
+        field = f"{self.name}.{part}"
+        return InvalidRequestError(f"{field} {problem}", field)
+
+
+@dataclass(slots=True)
+class _Bags:
+    """Arrays of some features, as a LookupRequest has them."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    weights: np.ndarray | None
+
+
+def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS) -> LookupRequest:
+    """The PredictionRequest in ``body``, to the default model: its features have no names.
+
+    Raises:
+        InvalidRequestError: it is none, or not a batch of jagged ids.
+        RequestTooLargeError: it has more than ``limits`` allow.
+    """
+    batch_size, of_ids, of_scored = _read(body)
+    if batch_size < 1:
+        raise InvalidRequestError(f"batch_size is {batch_size}: an empty batch", "batch_size")
+    if batch_size > limits.request_examples_max:
+        raise RequestTooLargeError(
+            f"batch_size is {batch_size}, {limits.said('request_examples_max')}", "batch_size"
+        )
+    given = [
+        _bags(one, batch_size, limits)
+        for one in (of_ids, of_scored)
+        if one.num_features or one.lengths or one.values or one.weights
+    ]
+    if not given:
+        raise InvalidRequestError(
+            f"num_features of {IDS} and of {SCORED} are 0: there are no ids", f"{IDS}.num_features"
+        )
+    ids, lengths, weights = given[0].ids, given[0].lengths, given[0].weights
+    if len(given) > 1:
+        ids = np.concatenate([one.ids for one in given])
+        lengths = np.concatenate([one.lengths for one in given])
+        weights = np.concatenate(
+            [
+                np.ones(one.ids.size, _FLOAT32) if one.weights is None else one.weights
+                for one in given
+            ]
+        )
+    return LookupRequest(model, (), ids, lengths, weights, batch_size)
+
+
+decode_now = decode_request
+"""All of it is numbers given as bytes, which never take long."""
+
+
+def _read(body: bytes) -> tuple[int, _Sparse, _Sparse]:
+    """(batch_size, id_list_features, id_score_list_features), not checked yet."""
+    batch_size = 0
+    sparse = {name: _Sparse(name) for name in (IDS, SCORED, "unary_features")}
+    for name, start, end in _named(body, _REQUEST):
+        if name == "batch_size":
+            batch_size = _int32(body, start)
+        elif name in NOT_READ:
+            if end > start:
+                say_not_read(name)
+        else:
+            _merge(sparse[name], body[start:end])
+    unary = sparse.pop("unary_features")
+    if unary.num_features or unary.values:
+        raise unary.wrong("num_features", f"is {unary.num_features}: no model here has such")
+    return batch_size, sparse[IDS], sparse[SCORED]
+
+
+def _merge(into: _Sparse, message: bytes) -> None:
+    """As parsers read it: of a field that is given twice the last counts."""
+    for name, start, end in _named(message, _SPARSE):
+        if name == "num_features":
+            into.num_features = _int32(message, start)
+        else:
+            setattr(into, name, message[start:end])
+
+
+def _named(body: bytes, tags: Mapping[int, str]) -> Iterator[tuple[str, int, int]]:
+    """(name, where its value begins, where it ends) of each field with a name."""
+    try:
+        for count, (tag, _, start, end) in enumerate(fields(body)):
+            if count >= FIELDS_MAX:
+                raise TooManyFieldsError
+            name = tags.get(tag)
+            if name is not None:
+                yield name, start, end
+    except IndexError as error:
+        raise _malformed("it ends within a field") from error
+    except ValueError as error:
+        raise _malformed(error) from error
+    except TooManyFieldsError as error:
+        raise RequestTooLargeError(
+            f"body has over {FIELDS_MAX} fields in one message", "body"
+        ) from error
+
+
+def _malformed(problem: object) -> InvalidRequestError:
+    return InvalidRequestError(f"body is not a PredictionRequest: {problem}", "body")
+
+
+def _int32(body: bytes, start: int) -> int:
+    value = read_varint(body, start)[0] & _INT32_BITS
+    return value - (_INT32_BITS + 1) if value & _INT32_SIGN else value
+
+
+@cache
+def say_not_read(field: str) -> None:
+    """Once in the life of a process: TorchRec's clients send them with every request."""
+    logger.info("Predictor/Predict: %s are not read, this server has the tables alone", field)
+
+
+def _bags(one: _Sparse, batch_size: int, limits: Limits) -> _Bags:
+    features = one.num_features
+    if features < 0:
+        raise one.wrong("num_features", f"is {features}")
+    check_feature_count(f"{one.name}.num_features", features, limits)
+    bags = features * batch_size
+    if len(one.lengths) != bags * _INT32.itemsize:
+        raise one.wrong(
+            "lengths",
+            f"has {len(one.lengths)} bytes, not {bags * _INT32.itemsize}: int32 for each of "
+            f"{features} features and {batch_size} examples",
+        )
+    lengths = np.frombuffer(one.lengths, _INT32)
+    if lengths.size and lengths.min() < 0:
+        at = int((lengths < 0).argmax())
+        raise one.wrong("lengths", f"has {lengths[at]} at {at}: a bag has no fewer than 0 ids")
+    count = int(lengths.sum(dtype=np.int64))
+    return _Bags(_ids(one, count), lengths, _weights(one, count))
+
+
+def _ids(one: _Sparse, count: int) -> np.ndarray:
+    """int64 [count]. Clients send what their tensor is; how wide that is their bytes say."""
+    nbytes = len(one.values)
+    if nbytes == count * _INT64.itemsize:
+        return np.frombuffer(one.values, _INT64)
+    if nbytes == count * _INT32.itemsize:
+        return np.frombuffer(one.values, _INT32).astype(_INT64)
+    raise one.wrong(
+        "values",
+        f"has {nbytes} bytes, but the lengths add up to {count} ids, which take "
+        f"{count * _INT64.itemsize} as int64, {count * _INT32.itemsize} as int32",
+    )
+
+
+def _weights(one: _Sparse, count: int) -> np.ndarray | None:
+    nbytes = len(one.weights)
+    if one.name == IDS:
+        if nbytes:
+            raise one.wrong("weights", f"has {nbytes} bytes: weighted ids are {SCORED}")
+        return None
+    if nbytes != count * _FLOAT32.itemsize:
+        raise one.wrong(
+            "weights",
+            f"has {nbytes} bytes, not {count * _FLOAT32.itemsize}: float32 for each of {count} ids",
+        )
+    return np.frombuffer(one.weights, _FLOAT32)
+
+
+def sizes_of(body: bytes) -> tuple[int, int]:
+    """(bags, ids) of a PredictionRequest, or less where ids are int32; (0, 0) of what is none."""
+    bags = ids = 0
+    try:
+        for name, start, end in _named(body, _REQUEST):
+            if name in (IDS, SCORED):
+                for part, first, last in _named(body[start:end], _SPARSE):
+                    bags += (last - first) // _INT32.itemsize if part == "lengths" else 0
+                    ids += (last - first) // _INT64.itemsize if part == "values" else 0
+    except (InvalidRequestError, RequestTooLargeError):
+        return 0, 0
+    return bags, ids
+
+
+# Answers
+
+
+def encode_now(result: LookupResult) -> Encoded | None:
+    """(a PredictionResponse in pieces, their bytes), or None where that would take long."""
+    return with_size([*encode_pieces(result)]) if is_quick(result, _FORM) else None
+
+
+def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
+    """The pieces of any answer, none of which takes long to make."""
+    starts, tensors = _starts(result)
+    for start, one in zip(starts, tensors, strict=True):
+        yield start
+        for values in one.pieces(result):
+            yield np.ascontiguousarray(values, _FLOAT32).data
+
+
+def _starts(result: LookupResult) -> tuple[Sequence[bytes], Sequence[Tensor]]:
+    """(what comes before the values of each key, the keys); of pooled answers kept with the model,
+    by their examples."""
+    key = None if result.more or result.lengths is not None else ("predict", len(result.values))
+    made = None if key is None else result.model.answer_starts.get(key)
+    if made is None:
+        tensors = tensors_of(result, _FORM, _OUTPUT)
+        made = [_start(one) for one in tensors], tensors
+        keep_start(result.model, key, made)
+    starts: tuple[Sequence[bytes], Sequence[Tensor]] = made
+    return starts
+
+
+def _start(tensor: Tensor) -> bytes:
+    """An entry of the map, but for its values."""
+    nbytes = tensor.shape[0] * tensor.shape[1] * _FLOAT32.itemsize
+    name, data = tensor.name.encode(), _DATA_TAG + varint(nbytes)
+    head = _KEY_TAG + varint(len(name)) + name + _VALUE_TAG + varint(len(data) + nbytes) + data
+    return _ENTRY_TAG + varint(len(head) + nbytes) + head

@@ -1,0 +1,260 @@
+"""TorchRec's predictor.Predictor/Predict: answered as /embed answers, and what is wrong is said."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import numpy as np
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from server.fake_engine import FEATURES, Bags, FakeEngine
+from server.fake_models import model_info, unpooled_info
+from server.live import GRPC_SERVERS, Live, live_server
+from server.predictions import predicted, prediction_request, sparse, weighted
+
+from embedserve.codec.predictor_codec import say_not_read
+from embedserve.config import Limits
+from embedserve_proto import embedding_pb2
+from embedserve_proto import predictor_pb2 as pb
+from embedserve_proto.predictor_pb2_grpc import PredictorStub
+
+KEYS = tuple(FEATURES)
+BAGS: Bags = {"user": [[4], [], [6]], "movie": [[], [10, 10], []], "tag": [[1], [2, 3], []]}
+
+
+@pytest.fixture(params=GRPC_SERVERS)
+async def live(request: pytest.FixtureRequest) -> AsyncIterator[Live]:
+    async with live_server(FakeEngine(), grpc_server=request.param) as live:
+        yield live
+
+
+async def embedded(live: Live, body: dict[str, object]) -> np.ndarray:
+    answer = await live.http.post("/embed", json=body)
+    assert answer.status_code == 200, answer.text
+    return np.array(answer.json()["values"], np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["<i8", "<i4"])
+@pytest.mark.parametrize("examples", [1, 3])
+async def test_an_answer_is_that_of_embed(live: Live, examples: int, dtype: str) -> None:
+    bags = {name: of_feature[:examples] for name, of_feature in BAGS.items()}
+    request = prediction_request(KEYS, bags, dtype=dtype)
+    for _ in range(2):  # the second finds what the first has kept
+        answer = await PredictorStub(live.channel).Predict(request)
+        expected = await embedded(live, {"features": bags})
+        assert np.array_equal(predicted(answer, KEYS, examples), expected)
+    assert live.outcomes("grpc") == {"OK": 2}
+
+
+async def test_weighted_features_follow_those_without(live: Live) -> None:
+    weights = {"movie": [[], [0.5, -2.0], []], "tag": [[3.0], [0.0, 1.5], []]}
+    request = prediction_request(KEYS, BAGS, weights)
+    answer = await PredictorStub(live.channel).Predict(request)
+    expected = await embedded(live, {"features": BAGS, "weights": weights})
+    assert np.array_equal(predicted(answer, KEYS, 3), expected)
+
+
+async def test_a_model_whose_features_are_all_weighted(live: Live) -> None:
+    weights = {name: [[2.0] * len(bag) for bag in bags] for name, bags in BAGS.items()}
+    answer = await PredictorStub(live.channel).Predict(prediction_request(KEYS, BAGS, weights))
+    expected = await embedded(live, {"features": BAGS, "weights": weights})
+    assert np.array_equal(predicted(answer, KEYS, 3), expected)
+
+
+async def test_a_model_that_is_not_pooled_answers_a_row_for_each_id() -> None:
+    async with live_server(FakeEngine(unpooled_info())) as live:
+        info = live.exchange.models.models()[0]
+        bags: Bags = {name: [[], []] for name in info.features} | {"item": [[3, 1], [8]]}
+        answer = await PredictorStub(live.channel).Predict(prediction_request(info.features, bags))
+        asked = embedding_pb2.EmbedRequest(keys=["item"], ids=[3, 1, 8], lengths=[2, 1])
+        expected = np.frombuffer((await live.stub.Embed(asked)).values, "<f4").reshape(-1, 4)
+        rows = np.concatenate(
+            [np.array(answer.predictions[key].data, np.float32).reshape(-1, 4) for key in info.keys]
+        )
+        assert set(answer.predictions) == set(info.keys)
+        assert np.array_equal(rows, expected)
+
+
+async def test_a_large_answer_is_encoded_beside_the_event_loop() -> None:
+    engine = FakeEngine(model_info("wide", {"a": (3, 600), "b": (3, 600)}))
+    async with live_server(engine) as live:
+        bags: Bags = {"a": [[1]] * 500, "b": [[2]] * 500}
+        answer = await PredictorStub(live.channel).Predict(prediction_request(("a", "b"), bags))
+        assert np.array_equal(predicted(answer, ("a", "b"), 500), engine.expected(bags))
+
+
+async def test_what_is_dense_is_not_read_and_said_once(
+    live: Live, caplog: pytest.LogCaptureFixture
+) -> None:
+    say_not_read.cache_clear()
+    caplog.set_level(logging.INFO, "embedserve")
+    request = prediction_request(KEYS, BAGS)
+    request.float_features.MergeFrom(pb.FloatFeatures(num_features=13, values=b"odd"))
+    request.embedding_features.MergeFrom(pb.FloatFeatures(num_features=0))
+    request.unary_features.MergeFrom(pb.SparseFeatures(num_features=0))
+    for _ in range(3):
+        answer = await PredictorStub(live.channel).Predict(request)
+        expected = await embedded(live, {"features": BAGS})
+        assert np.array_equal(predicted(answer, KEYS, 3), expected)
+    said = [one.getMessage() for one in caplog.records if "not read" in one.getMessage()]
+    assert len(said) == 1
+    assert "float_features" in said[0]
+
+
+Change = Callable[[pb.PredictionRequest], object]
+
+
+def ids(request: pb.PredictionRequest) -> pb.SparseFeatures:
+    return request.id_list_features
+
+
+def moved(features: pb.SparseFeatures) -> pb.SparseFeatures:
+    """A copy of ``features``, which have none left."""
+    copy = pb.SparseFeatures()
+    copy.CopyFrom(features)
+    features.Clear()
+    return copy
+
+
+WRONG: dict[str, tuple[Change, str, str]] = {
+    "no examples": (lambda one: one.ClearField("batch_size"), "batch_size", "is 0"),
+    "fewer than none": (lambda one: setattr(one, "batch_size", -3), "batch_size", "is -3"),
+    "other examples": (
+        lambda one: setattr(one, "batch_size", 2),
+        "id_list_features.lengths",
+        "has 36 bytes, not 24",
+    ),
+    "a feature less": (
+        lambda one: ids(one).CopyFrom(sparse([BAGS["user"], BAGS["tag"]])),
+        "num_features",
+        "is 2: model 'shop' has 3 features, which are taken in its order: user, movie, tag",
+    ),
+    "a feature more": (
+        lambda one: one.id_score_list_features.CopyFrom(weighted([[[], [], []]], [[[], [], []]])),
+        "num_features",
+        "is 4: model 'shop' has 3",
+    ),
+    "no features": (
+        lambda one: one.ClearField("id_list_features"),
+        "id_list_features.num_features",
+        "are 0",
+    ),
+    "features of none": (
+        lambda one: setattr(ids(one), "num_features", 0),
+        "id_list_features.lengths",
+        "has 36 bytes, not 0",
+    ),
+    "negative features": (
+        lambda one: setattr(ids(one), "num_features", -1),
+        "id_list_features.num_features",
+        "is -1",
+    ),
+    "a length that is odd": (
+        lambda one: setattr(ids(one), "lengths", ids(one).lengths + b"\0"),
+        "id_list_features.lengths",
+        "has 37 bytes, not 36: int32 for each of 3 features and 3 examples",
+    ),
+    "a negative length": (
+        lambda one: setattr(ids(one), "lengths", b"\xff" * 4 + ids(one).lengths[4:]),
+        "id_list_features.lengths",
+        "has -1 at 0",
+    ),
+    "lengths that do not add up": (
+        lambda one: setattr(ids(one), "lengths", b"\7\0\0\0" + ids(one).lengths[4:]),
+        "id_list_features.values",
+        "has 56 bytes, but the lengths add up to 13 ids, which take 104 as int64, 52 as int32",
+    ),
+    "an id that is odd": (
+        lambda one: setattr(ids(one), "values", ids(one).values[:-1]),
+        "id_list_features.values",
+        "has 55 bytes, but the lengths add up to 7 ids, which take 56 as int64, 28 as int32",
+    ),
+    "weights where none are": (
+        lambda one: setattr(ids(one), "weights", bytes(28)),
+        "id_list_features.weights",
+        "has 28 bytes: weighted ids are id_score_list_features",
+    ),
+    "no weights where some are": (
+        lambda one: one.MergeFrom(pb.PredictionRequest(id_score_list_features=moved(ids(one)))),
+        "id_score_list_features.weights",
+        "has 0 bytes, not 28: float32 for each of 7 ids",
+    ),
+    "unary features": (
+        lambda one: setattr(one.unary_features, "num_features", 5),
+        "unary_features.num_features",
+        "is 5",
+    ),
+    "an id without a row": (
+        lambda one: setattr(ids(one), "values", bytes(48) + b"\7" + bytes(7)),
+        "features.tag[1][1]",
+        "is 7",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+async def test_what_is_wrong_is_said_with_field_and_sizes(live: Live, name: str) -> None:
+    change, field, said = WRONG[name]
+    request = prediction_request(KEYS, BAGS)
+    change(request)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await PredictorStub(live.channel).Predict(request)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert said in str(caught.value.details())
+    assert dict(caught.value.trailing_metadata() or ())["embedserve-field"] == field
+    right = await PredictorStub(live.channel).Predict(prediction_request(KEYS, BAGS))
+    assert np.array_equal(predicted(right, KEYS, 3), await embedded(live, {"features": BAGS}))
+    assert live.outcomes("grpc") == {"INVALID_ARGUMENT": 1, "OK": 1}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"\x1a\xff\xff\xff\xff\x0f", "it ends within a field"),
+        (b"\x1a\x05\x12\x7f", "it ends within a field"),
+        (b"\x0b", "wire type 3"),
+    ],
+)
+async def test_what_is_no_message_is_said_to_be_none(live: Live, body: bytes, said: str) -> None:
+    call = live.channel.unary_unary("/predictor.Predictor/Predict")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(body)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert said in str(caught.value.details())
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        (Limits(request_examples_max=2), "batch_size is 3, the limit is 2"),
+        (Limits(request_ids_max=6), "7 ids, the limit is 6"),
+        (Limits(request_features_max=2), "names 3 features, the limit is 2"),
+    ],
+)
+async def test_limits_hold(limits: Limits, said: str) -> None:
+    async with live_server(FakeEngine(), limits=limits) as live:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await PredictorStub(live.channel).Predict(prediction_request(KEYS, BAGS))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert said in str(caught.value.details())
+
+
+async def test_very_many_fields_are_refused_early(live: Live) -> None:
+    call = live.channel.unary_unary("/predictor.Predictor/Predict")
+    for body in (b"\x08\1" * 1_000_000, b"\x1a\x82\1" + b"\x08\1" * 65):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(body)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "over 64 fields" in str(caught.value.details())
+
+
+async def test_reflection_lists_it(live: Live) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(live.channel)
+    asked = reflection_pb2.ServerReflectionRequest
+    requests = [asked(list_services=""), asked(file_containing_symbol="predictor.Predictor")]
+    listed, described = [one async for one in stub.ServerReflectionInfo(iter(requests))]
+    names = [one.name for one in listed.list_services_response.service]
+    assert "predictor.Predictor" in names
+    assert described.file_descriptor_response.file_descriptor_proto
