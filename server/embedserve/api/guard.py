@@ -9,7 +9,7 @@ from embedserve.access.access import CERTIFICATE, Access, one_header
 from embedserve.api.console.routes import PAGE_PATHS
 from embedserve.api.errors_openapi import is_infer
 from embedserve.codec.json_codec import encode_error
-from embedserve.codec.open_inference import bodies
+from embedserve.codec.open_inference import body_answers
 from embedserve.errors import EmbedServeError
 from embedserve.tracing.request_id import REQUEST_ID, request_id_of
 
@@ -58,5 +58,5 @@ def error_response(
         headers["Retry-After"] = str(error.retry_after_s)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    encode = bodies.encode_error if is_infer(path) else encode_error
+    encode = body_answers.encode_error if is_infer(path) else encode_error
     return Response(encode(error), status, headers, media_type="application/json")

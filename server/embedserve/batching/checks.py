@@ -62,6 +62,8 @@ def check_output(output: Output, model: ModelInfo) -> Output:
     Raises:
         InvalidRequestError: a key that ``model`` has not, or that is named twice.
     """
+    if not output.keys:
+        return output
     field, positions = output.field, model.key_positions
     named = []
     for at, key in enumerate(output.keys):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from embedserve.codec import json_codec, predictor_codec, protobuf_codec
-from embedserve.codec.open_inference import bodies, messages
+from embedserve.codec.open_inference import bodies, body_answers, message_answers, messages
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, RequestTooLargeError
 from embedserve.types import Encoded, LookupRequest, LookupResult, Parts
@@ -87,12 +87,12 @@ INFER = Codec(
     "request_text_bytes_max",
     bodies.decode_request,
     bodies.decode_now,
-    bodies.encode_pieces,
-    bodies.encode_now,
+    body_answers.encode_pieces,
+    body_answers.encode_now,
     lambda body: "",
     lambda body: (0, 0),
-    encode_error=bodies.encode_error,
-    head_bytes=bodies.head_bytes,
+    encode_error=body_answers.encode_error,
+    head_bytes=body_answers.head_bytes,
 )
 """The Open Inference Protocol's JSON; its answers may have values in binary behind it."""
 BINARY = b"application/octet-stream"
@@ -118,17 +118,17 @@ INFER_MESSAGE = Codec(
     "body_bytes_max",
     messages.decode_request,
     messages.decode_now,
-    messages.encode_pieces,
-    messages.encode_now,
+    message_answers.encode_pieces,
+    message_answers.encode_now,
     messages.model_of,
     lambda body: (0, 0),
 )
 """ModelInferRequest and ModelInferResponse."""
 INFER_STREAMED = replace(
     INFER_MESSAGE,
-    encode=messages.encode_streamed_pieces,
-    encode_now=messages.encode_streamed_now,
-    encode_streamed_error=messages.encode_stream_error,
+    encode=message_answers.encode_streamed_pieces,
+    encode_now=message_answers.encode_streamed_now,
+    encode_streamed_error=message_answers.encode_stream_error,
 )
 """The same in a ModelStreamInferResponse each."""
 

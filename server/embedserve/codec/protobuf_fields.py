@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+from google.protobuf.message import Message
 
 VARINT, I64, LENGTH_DELIMITED, I32 = 0, 1, 2, 5
 """Wire types."""
@@ -18,6 +19,11 @@ _VARINT_BITS_MAX = 70
 
 def tag_of(field: int, wire_type: int) -> int:
     return field << 3 | wire_type
+
+
+def number_of(message: type[Message], field: str) -> int:
+    """Of ``field``, as the contract of ``message`` has it."""
+    return message.DESCRIPTOR.fields_by_name[field].number
 
 
 def read_varint(body: bytes, position: int) -> tuple[int, int]:

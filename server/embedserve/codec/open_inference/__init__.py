@@ -1,5 +1,7 @@
 """The Open Inference Protocol's forms of requests, answers and descriptions, pure functions.
 
-tensors.py says what features are as tensors, and answers.py what answers are; bodies.py has both in
-REST's bodies, messages.py in gRPC's, and description.py has what is told of models.
+tensors.py says what features are as tensors, and answers.py what answers are. REST's requests are
+read by bodies.py, and its answers written by body_answers.py; gRPC's by messages.py and
+message_answers.py. known_bodies.py and known_messages.py read what is as a request before it, but
+for its numbers; description.py has what is told of models.
 """

@@ -1,40 +1,30 @@
-"""Bodies of POST /v2/…/infer: JSON, or JSON with the bytes of tensors behind it, and their answers.
+"""Bodies of POST /v2/…/infer: JSON, or JSON with the bytes of tensors behind it.
 
 Where a header says how long the JSON is, what follows are the tensors that have a
-`binary_data_size`, in their order. An answer is binary where its request asks for that: its first
-part is then the whole JSON, whose length a header says.
+`binary_data_size`, in their order; those that are alike but for their numbers are read by
+known_bodies.py.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-import orjson
 
-from embedserve.codec.float16_digits import fewest_digits
-from embedserve.codec.json_codec import NOW_BYTES_MAX, NOW_VALUES_MAX, PIECE_VALUES, check_cost
+from embedserve.codec.json_codec import NOW_BYTES_MAX, check_cost
 from embedserve.codec.open_inference.answers import (
-    DATATYPES,
-    Form,
-    Tensor,
-    are_in_order,
-    form_of,
-    is_quick,
-    keep_start,
     set_output,
     set_output_dtype,
-    start_key,
-    tensors_of,
 )
+from embedserve.codec.open_inference.known_bodies import forms
+from embedserve.codec.open_inference.strings import read_strings
 from embedserve.codec.open_inference.tensors import (
     BYTES,
     DTYPES,
+    Data,
     lookup_request,
-    read_strings,
     wrong,
 )
 from embedserve.codec.open_inference.tensors import (
@@ -42,7 +32,7 @@ from embedserve.codec.open_inference.tensors import (
 )
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
-from embedserve.types import Encoded, LookupRequest, LookupResult, Parts, with_size
+from embedserve.types import LookupRequest
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
@@ -115,6 +105,10 @@ def _decode(
     body: bytes, model: str, limits: Limits, json_bytes: int | None, text_bytes_max: int
 ) -> LookupRequest | None:
     """None where strings in binary have over ``text_bytes_max``."""
+    if json_bytes is not None:
+        known = forms.read(body, json_bytes, model, limits)
+        if known is not None:
+            return known
     head, rest = _cut(body, json_bytes, limits)
     if len(head) > limits.request_values_max:  # else it cannot hold so many
         check_cost(head, limits)
@@ -135,7 +129,33 @@ def _decode(
     else:
         set_output(request, parsed.id, (), (), is_binary, limits)
     set_output_dtype(request, parameters.output_dtype)
+    if len(rest) and not parsed.id and _is_plain(parsed.inputs, request):
+        forms.remember(head, request, lambda marked: _sizes_of_same(marked, parsed))
     return request
+
+
+def _is_plain(inputs: list[_Input], request: LookupRequest) -> bool:
+    """Whether they are F.ids and then F.lengths of each feature, integers in binary."""
+    names = [f"{name}.{part}" for name in request.features for part in ("ids", "lengths")]
+    are_binary = all(one.parameters and one.data is None for one in inputs)
+    has_strings = bool(request.string_features)
+    return are_binary and not has_strings and [one.name for one in inputs] == names
+
+
+def _sizes_of_same(head: bytes, parsed: _Body) -> list[tuple[int, int]] | None:
+    """(elements, bytes) of each input that ``head`` says; None where it is not ``parsed`` but for
+    these."""
+    try:
+        other = _DECODER.decode(head)
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return None
+    sizes = []
+    for one, was in zip(other.inputs, parsed.inputs, strict=False):
+        if one.parameters is None or was.parameters is None or len(one.shape) != 1:
+            return None
+        sizes.append((one.shape[0], one.parameters.binary_data_size or 0))
+        one.shape, one.parameters = was.shape, was.parameters
+    return sizes if other == parsed else None
 
 
 def _problem(error: Exception) -> EmbedServeError:
@@ -205,7 +225,7 @@ def _check_text(nbytes: int, limits: Limits) -> None:
         )
 
 
-def _from_json(tensor: Input, data: list[Any] | None) -> np.ndarray | list[str]:
+def _from_json(tensor: Input, data: list[Any] | None) -> Data:
     """The values of an input as its datatype has them, flat or as nested as its shape."""
     if data is None:
         raise wrong(tensor, "has neither data nor a binary_data_size")
@@ -222,11 +242,14 @@ def _from_json(tensor: Input, data: list[Any] | None) -> np.ndarray | list[str]:
     if code is None:
         return np.zeros(0, np.int64)  # what such a datatype is refused for is said with the others
     try:
-        values = np.frombuffer(array(code, data), code)
+        numbers = array(code, data)
     except (TypeError, OverflowError):
-        values = None
-    if values is None:
+        numbers = None
+    if numbers is None:
         raise _wrong_value(tensor, data)
+    values = np.frombuffer(numbers, code)
+    if tensor.datatype != "FP32":
+        return values.astype(DTYPES[tensor.datatype], copy=False).tobytes()
     with np.errstate(over="ignore"):  # infinite weights are refused with the others
         return values.astype(DTYPES[tensor.datatype], copy=False)
 
@@ -258,125 +281,3 @@ def _is_binary(output: _Output, is_binary: bool) -> bool:
             "outputs",
         )
     return is_binary if parameters.binary_data is None else parameters.binary_data
-
-
-# Answers
-
-
-def encode_now(result: LookupResult) -> Encoded | None:
-    """As encode_pieces, or None where that would take long."""
-    form, _ = form_of(result)
-    if form.is_binary and not form.others:
-        return with_size([*_encode(result, form)]) if is_quick(result, form) else None
-    if result.values.size > NOW_VALUES_MAX or result.more:
-        return None
-    parts = [*_encode(result, form)]
-    return with_size(parts if head_bytes(parts) else [b"".join(parts)])
-
-
-def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
-    """The pieces of any answer, none of which takes long to make. Of one that has values in binary
-    the first is the whole JSON."""
-    form, _ = form_of(result)
-    yield from _encode(result, form)
-
-
-def _encode(result: LookupResult, form: Form) -> Iterator[bytes | memoryview]:
-    assert result.output is not None
-    head = _head(result, form)
-    key = start_key("v2", result, form) if form.is_binary else None
-    described = None if key is None else result.model.answer_starts.get(key)
-    tensors = None
-    if described is None:
-        tensors = tensors_of(result, form, result.output)
-        if not any(_in_binary(one, form) for one in tensors):
-            yield from _all_json(head, tensors, result)
-            return
-        described = _described(tensors, result, form)
-        keep_start(result.model, key, described)
-    yield head + described
-    if are_in_order(result, form) and not form.others:
-        for values in (result.values, *result.more):
-            yield values.data
-        return
-    for one in tensors or tensors_of(result, form, result.output):
-        if _in_binary(one, form):
-            for values in one.pieces(result):
-                yield values.data
-
-
-def _in_binary(tensor: Tensor, form: Form) -> bool:
-    return form.is_binary != (tensor.name in form.others)
-
-
-def _head(result: LookupResult, form: Form) -> bytes:
-    """All that comes before the outputs."""
-    model = result.model
-    start = model.answer_starts.get(("v2 model",))
-    if start is None:
-        told = {"model_name": model.name, "model_version": str(model.version)}
-        start = orjson.dumps(told)[:-1]
-        keep_start(model, ("v2 model",), start)
-    if form.request_id:
-        start += b',"id":' + orjson.dumps(form.request_id)
-    if result.unknown_ids:
-        unknown = {f"unknown_ids.{name}": count for name, count in result.unknown_ids.items()}
-        start += b',"parameters":' + orjson.dumps(unknown)
-    head: bytes = start
-    return head
-
-
-def _start(tensor: Tensor, itemsize: int) -> bytes:
-    """An output but for its values."""
-    told = {"name": tensor.name, "datatype": DATATYPES[itemsize], "shape": tensor.shape}
-    return orjson.dumps(told)[:-1]
-
-
-def _described(tensors: list[Tensor], result: LookupResult, form: Form) -> bytes:
-    """The outputs, with the values of those that are not in binary."""
-    itemsize = result.values.itemsize
-    outputs = []
-    for one in tensors:
-        start = _start(one, itemsize)
-        if _in_binary(one, form):
-            size = one.shape[0] * one.shape[1] * itemsize
-            outputs.append(b'%b,"parameters":{"binary_data_size":%d}}' % (start, size))
-        else:
-            outputs.append(start + b"".join(_values(one, result)) + b"}")
-    return b',"outputs":[' + b",".join(outputs) + b"]}"
-
-
-def _all_json(head: bytes, tensors: list[Tensor], result: LookupResult) -> Iterator[bytes]:
-    before = head + b',"outputs":['
-    for one in tensors:
-        yield before + _start(one, result.values.itemsize)
-        yield from _values(one, result)
-        before = b"},"
-    yield b"}]}"
-
-
-def _values(tensor: Tensor, result: LookupResult) -> Iterator[bytes]:
-    before = b',"data":['
-    for values in tensor.pieces(result):
-        flat = values.reshape(-1)
-        for start in range(0, flat.size, PIECE_VALUES):
-            some = flat[start : start + PIECE_VALUES]
-            if some.dtype == np.float16:
-                some = fewest_digits(some.reshape(1, -1)).reshape(-1)
-            yield before + orjson.dumps(some, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
-            before = b","
-    yield b"]" if before == b"," else before + b"]"
-
-
-def head_bytes(parts: Parts) -> int:
-    """How long the JSON of an answer is whose values follow it in binary; 0 of one without.
-
-    Only the whole JSON ends with a brace where it is not all.
-    """
-    first = parts[0]
-    return len(first) if len(parts) > 1 and first[-1:] == b"}" else 0
-
-
-def encode_error(error: EmbedServeError) -> bytes:
-    """{"error": "…"}: the protocol's own form."""
-    return orjson.dumps({"error": error.message})

@@ -1,14 +1,13 @@
-"""The messages of inference.GRPCInferenceService: ModelInfer's requests and answers by their bytes.
+"""ModelInfer's requests by their bytes.
 
-Small messages are read by the protobuf library. Of larger ones the numbers are found where they
-lie in the bytes, and what becomes Python objects is counted before. Answers are their fields one
-after the other: what is the same for all answers of a size is made once.
+Those that are alike but for their numbers are read by known_messages.py, other small ones by the
+protobuf library. Of larger ones the numbers are found where they lie in the bytes, and what becomes
+Python objects is counted before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import islice
 from math import prod
 
@@ -16,25 +15,17 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from embedserve.codec.open_inference.answers import (
-    DATATYPES,
-    Form,
-    Tensor,
-    form_of,
-    is_quick,
-    keep_start,
     set_output,
     set_output_dtype,
-    start_key,
-    tensors_of,
     versioned,
 )
+from embedserve.codec.open_inference.known_messages import FORM_INPUTS_MAX, Form, forms
+from embedserve.codec.open_inference.strings import read_strings, text_of
 from embedserve.codec.open_inference.tensors import (
     BYTES,
     DTYPES,
     Data,
     lookup_request,
-    read_strings,
-    text_of,
     wrong,
 )
 from embedserve.codec.open_inference.tensors import Tensor as Input
@@ -45,15 +36,14 @@ from embedserve.codec.protobuf_fields import (
     TooManyFieldsError,
     count_varints,
     fields,
-    read_varint,
+    number_of,
     read_varints,
     tag_of,
     take_out,
-    varint,
 )
 from embedserve.config import Limits
-from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
-from embedserve.types import Encoded, LookupRequest, LookupResult, Output, with_size
+from embedserve.errors import InvalidRequestError, RequestTooLargeError
+from embedserve.types import LookupRequest
 from embedserve_proto import open_inference_pb2 as pb
 
 _Request = pb.ModelInferRequest
@@ -64,25 +54,15 @@ loop is a few hundred microseconds."""
 NOW_BYTES_MAX = 64 << 10
 """Of strings that are read on the event loop's thread."""
 NOW_FIELDS_MAX = 4096
-INPUT_BYTES_MAX = 127
-KNOWN_MAX = 4096
-"""Inputs of no more bytes, without their contents, and outputs, are remembered: some megabytes."""
-JOIN_BYTES_MAX = 64 << 10
-"""Of an answer that is joined at once: it would be anyway, to be written."""
 
 
-def _number(message: type, field: str) -> int:
-    number: int = message.DESCRIPTOR.fields_by_name[field].number  # type: ignore[attr-defined]
-    return number
-
-
-INPUTS_TAG = tag_of(_number(_Request, "inputs"), LENGTH_DELIMITED)
-MODEL_TAG = tag_of(_number(_Request, "model_name"), LENGTH_DELIMITED)
-VERSION_TAG = tag_of(_number(_Request, "model_version"), LENGTH_DELIMITED)
-REQUEST_ID_TAG = tag_of(_number(_Request, "id"), LENGTH_DELIMITED)
-OUTPUTS_TAG = tag_of(_number(_Request, "outputs"), LENGTH_DELIMITED)
-RAW_TAG = tag_of(_number(_Request, "raw_input_contents"), LENGTH_DELIMITED)
-CONTENTS_TAG = tag_of(_number(_InputMessage, "contents"), LENGTH_DELIMITED)
+INPUTS_TAG = tag_of(number_of(_Request, "inputs"), LENGTH_DELIMITED)
+MODEL_TAG = tag_of(number_of(_Request, "model_name"), LENGTH_DELIMITED)
+VERSION_TAG = tag_of(number_of(_Request, "model_version"), LENGTH_DELIMITED)
+REQUEST_ID_TAG = tag_of(number_of(_Request, "id"), LENGTH_DELIMITED)
+OUTPUTS_TAG = tag_of(number_of(_Request, "outputs"), LENGTH_DELIMITED)
+RAW_TAG = tag_of(number_of(_Request, "raw_input_contents"), LENGTH_DELIMITED)
+CONTENTS_TAG = tag_of(number_of(_InputMessage, "contents"), LENGTH_DELIMITED)
 CONTENTS = {
     "INT64": "int64_contents",
     "INT32": "int_contents",
@@ -91,33 +71,28 @@ CONTENTS = {
 }
 """The field of an input's numbers, by its datatype."""
 _CONTENTS_TAGS = {
-    tag_of(_number(pb.InferTensorContents, field), LENGTH_DELIMITED): field
+    tag_of(number_of(pb.InferTensorContents, field), LENGTH_DELIMITED): field
     for field in CONTENTS.values()
 } | {
     # not packed, each a field of its own: parsers take both
-    tag_of(_number(pb.InferTensorContents, "int64_contents"), VARINT): "int64_contents",
-    tag_of(_number(pb.InferTensorContents, "int_contents"), VARINT): "int_contents",
-    tag_of(_number(pb.InferTensorContents, "fp32_contents"), I32): "fp32_contents",
+    tag_of(number_of(pb.InferTensorContents, "int64_contents"), VARINT): "int64_contents",
+    tag_of(number_of(pb.InferTensorContents, "int_contents"), VARINT): "int_contents",
+    tag_of(number_of(pb.InferTensorContents, "fp32_contents"), I32): "fp32_contents",
 }
 _Contents = dict[str, list[memoryview]]
-ID_TAG = bytes([tag_of(_number(pb.ModelInferResponse, "id"), LENGTH_DELIMITED)])
-RAW_OUTPUT_TAG = bytes(
-    [tag_of(_number(pb.ModelInferResponse, "raw_output_contents"), LENGTH_DELIMITED)]
-)
-STREAMED_TAG = bytes(
-    [tag_of(_number(pb.ModelStreamInferResponse, "infer_response"), LENGTH_DELIMITED)]
-)
 
 
 def decode_now(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
     """As decode_request, or None where that would take long: of raw numbers it never does."""
+    known = forms.read(body, limits)
+    if known is not None:
+        return known
     small_bytes = min(SMALL_BYTES, limits.request_values_max, limits.request_text_bytes_max)
     if len(body) <= small_bytes:
-        quick = _decode_quick(body, limits)
-        if quick is not None:
-            return quick
         message = _parse(body)
-        return _request(message, message.raw_input_contents, None, limits)
+        request = _request(message, message.raw_input_contents, None, limits)
+        _remember(body, message, request, limits)
+        return request
     try:
         raw, rest = _take_raw(body, min(NOW_FIELDS_MAX, limits.request_values_max))
     except TooManyFieldsError:
@@ -127,66 +102,22 @@ def decode_now(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
     message = _parse(b"".join(rest))
     is_text = [one.datatype == BYTES for one in message.inputs]
     text_bytes = sum(len(one) for one, is_one in zip(raw, is_text, strict=False) if is_one)
-    return None if text_bytes > NOW_BYTES_MAX else _request(message, raw, None, limits)
-
-
-def _decode_quick(body: bytes, limits: Limits) -> LookupRequest | None:
-    """The request in a small message as serializers write it, with raw contents and nothing that
-    few have; None for another. Its inputs are found without the library, which takes three times
-    as long."""
-    named = {MODEL_TAG: "", VERSION_TAG: "", REQUEST_ID_TAG: ""}
-    tensors: list[Input] = []
-    names: list[str] = []
-    raw: list[bytes] = []
-    position, size = 0, len(body)
-    try:
-        while position < size:
-            tag, length, start = body[position], body[position + 1], position + 2
-            if length >= 0x80:
-                length, start = read_varint(body, position + 1)
-            position = start + length
-            value = body[start:position]
-            if tag == RAW_TAG:
-                raw.append(value)
-            elif tag == INPUTS_TAG and length <= INPUT_BYTES_MAX:
-                name, datatype, shape = _known_input(value)
-                tensors.append(Input(name, datatype, shape, b""))
-            elif tag == OUTPUTS_TAG and length <= INPUT_BYTES_MAX:
-                names.append(_known_output(value))
-            else:
-                named[tag]  # KeyError: of a tag that few have
-                named[tag] = value.decode()
-    except (IndexError, KeyError, DecodeError, UnicodeDecodeError):
+    if text_bytes > NOW_BYTES_MAX:
         return None
-    if position != size or len(raw) != len(tensors):
-        return None
-    for tensor, contents in zip(tensors, raw, strict=True):
-        if tensor.datatype == BYTES:
-            return None
-        tensor.data = contents
-    model = versioned(named[MODEL_TAG], named[VERSION_TAG])
-    request = lookup_request(model, tensors, limits)
-    set_output(request, named[REQUEST_ID_TAG], names, (True,) * len(names), True, limits)
+    request = _request(message, raw, None, limits)
+    _remember(body, message, request, limits)
     return request
 
 
-@lru_cache(KNOWN_MAX)
-def _known_input(message: bytes) -> tuple[str, str, list[int]]:
-    """(name, datatype, shape) of an input without contents; callers' are the same over and over,
-    but for the number of ids. Raises KeyError for one with more."""
-    one = _InputMessage.FromString(message)
-    if one.parameters or one.HasField("contents"):
-        raise KeyError
-    return one.name, one.datatype, one.shape[:]
-
-
-@lru_cache(KNOWN_MAX)
-def _known_output(message: bytes) -> str:
-    """The name of an output that is asked for. Raises KeyError for one with parameters."""
-    one = pb.ModelInferRequest.InferRequestedOutputTensor.FromString(message)
-    if one.parameters:
-        raise KeyError
-    return str(one.name)
+def _remember(
+    body: bytes, message: pb.ModelInferRequest, request: LookupRequest, limits: Limits
+) -> None:
+    inputs = len(message.inputs)
+    is_plain = inputs == 2 * len(request.features) and not request.string_features
+    if is_plain and inputs <= FORM_INPUTS_MAX:
+        model = message.model_name, message.model_version
+        outputs = [one.name for one in message.outputs]
+        forms.remember(body, Form(model, request.model, request.features, outputs), limits)
 
 
 def decode_request(body: bytes, model: str, limits: Limits) -> LookupRequest:
@@ -398,112 +329,3 @@ def _check_field(tensor: Input, field: str, count: int) -> None:
     expected = prod(tensor.shape)
     if count != expected:
         raise wrong(tensor, f"has {count} values in {field}, not {expected}")
-
-
-# Answers
-
-
-def encode_now(result: LookupResult) -> Encoded | None:
-    """(a ModelInferResponse in pieces, their bytes), or None where that would take long."""
-    form, output = form_of(result)
-    if not is_quick(result, form):
-        return None
-    values = result.values
-    if result.lengths is None and len(values) == 1 and not result.more and not output.has_all:
-        # What most answers are: the vectors of a key lie together, and are not copied twice.
-        parts: list[bytes | memoryview] = [_head(result, form)]
-        described, starts, _ = _described_once(result, form, output)
-        parts.append(described)
-        octets, end, itemsize = memoryview(values.data).cast("B"), 0, values.itemsize
-        for start, dim in zip(starts, result.model.length_per_key, strict=True):
-            begin, end = end, end + dim * itemsize
-            parts += start, octets[begin:end]
-    else:
-        parts = [*encode_pieces(result)]
-    pieces, nbytes = with_size(parts)
-    return ((b"".join(pieces),) if nbytes <= JOIN_BYTES_MAX else pieces), nbytes
-
-
-def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
-    """The pieces of any answer, none of which takes long to make."""
-    form, output = form_of(result)
-    described, starts, tensors = _described_once(result, form, output)
-    yield _head(result, form) + described
-    for start, one in zip(starts, tensors, strict=True):
-        yield start
-        for values in one.pieces(result):
-            yield values.data
-
-
-def _described_once(
-    result: LookupResult, form: Form, output: Output
-) -> tuple[bytes, list[bytes], list[Tensor]]:
-    """(the outputs but for their values, what comes before the values of each, the outputs); kept
-    with the model where it can be."""
-    key = start_key("v2 grpc", result, form)
-    made = None if key is None else result.model.answer_starts.get(key)
-    if made is None:
-        tensors = tensors_of(result, form, output)
-        made = _described(tensors, result), [_raw_start(one, result) for one in tensors], tensors
-        keep_start(result.model, key, made)
-    described: tuple[bytes, list[bytes], list[Tensor]] = made
-    return described
-
-
-def _head(result: LookupResult, form: Form) -> bytes:
-    """All that comes before the outputs."""
-    model = result.model
-    start = model.answer_starts.get(("v2 grpc model",))
-    if start is None:
-        start = pb.ModelInferResponse(
-            model_name=model.name, model_version=str(model.version)
-        ).SerializeToString()
-        keep_start(model, ("v2 grpc model",), start)
-    head: bytes = start
-    if form.request_id:
-        request_id = form.request_id.encode()
-        head += ID_TAG + varint(len(request_id)) + request_id
-    if result.unknown_ids:
-        parameters = {
-            f"unknown_ids.{name}": pb.InferParameter(int64_param=count)
-            for name, count in result.unknown_ids.items()
-        }
-        head += pb.ModelInferResponse(parameters=parameters).SerializeToString()
-    return head
-
-
-def _described(tensors: Sequence[Tensor], result: LookupResult) -> bytes:
-    datatype = DATATYPES[result.values.itemsize]
-    outputs = [
-        pb.ModelInferResponse.InferOutputTensor(name=one.name, datatype=datatype, shape=one.shape)
-        for one in tensors
-    ]
-    return pb.ModelInferResponse(outputs=outputs).SerializeToString()
-
-
-def _raw_start(tensor: Tensor, result: LookupResult) -> bytes:
-    size = tensor.shape[0] * tensor.shape[1] * result.values.itemsize
-    return RAW_OUTPUT_TAG + varint(size)
-
-
-def encode_streamed_now(result: LookupResult) -> Encoded | None:
-    """The same as a ModelStreamInferResponse."""
-    encoded = encode_now(result)
-    if encoded is None:
-        return None
-    parts, nbytes = encoded
-    start = STREAMED_TAG + varint(nbytes)
-    return (start, *parts), nbytes + len(start)
-
-
-def encode_streamed_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
-    parts, nbytes = with_size([*encode_pieces(result)])
-    yield STREAMED_TAG + varint(nbytes)
-    yield from parts
-
-
-def encode_stream_error(error: EmbedServeError) -> bytes:
-    """A ModelStreamInferResponse with only its error: how a stream answers what failed."""
-    return pb.ModelStreamInferResponse(
-        error_message=f"[{error.code}] {error.message}"
-    ).SerializeToString()

@@ -34,7 +34,6 @@ _INT64, _INT32, _FLOAT32 = DTYPES["INT64"], DTYPES["INT32"], DTYPES["FP32"]
 _UINT32 = np.dtype("<u4")
 NAME_CHARACTERS_MAX = 200
 """Of a name in a message."""
-STRING_LENGTH_BYTES = 4
 
 Data = bytes | memoryview | np.ndarray | list[str]
 """The numbers of a tensor, little-endian and row-major; of BYTES its strings."""
@@ -129,13 +128,13 @@ def _quick(model: str, tensors: Sequence[Tensor], limits: Limits) -> LookupReque
     if len(set(names)) < len(names) or sum(counts) > limits.request_ids_max:
         return None
     joined = np.frombuffer(b"".join(lengths), _INT32)
-    if not _add_up(joined, shape[0], counts):
+    if not add_up(joined, shape[0], counts):
         return None
     integers = np.frombuffer(b"".join(ids), _INT64)
     return LookupRequest(model, tuple(names), integers, joined, None, shape[0])
 
 
-def _add_up(lengths: np.ndarray, batch_size: int, counts: Sequence[int]) -> bool:
+def add_up(lengths: np.ndarray, batch_size: int, counts: Sequence[int]) -> bool:
     """Whether those of each feature add up to its count. A negative one is a large one here."""
     of_features = lengths.view(_UINT32)
     if batch_size > 1:
@@ -261,7 +260,7 @@ def _jagged(
         counts.append(tensor.shape[0])
         lengths.append(of_bags.data)
     joined = np.frombuffer(b"".join(lengths), _INT32)
-    if not _add_up(joined, batch_size, counts):
+    if not add_up(joined, batch_size, counts):
         raise _wrong_lengths(features)
     return _request(
         model, features, batch_size, b"".join(ids), joined, None, strings, is_string, counts
@@ -365,43 +364,3 @@ def _wrong_lengths(features: Mapping[str, _Feature]) -> InvalidRequestError:
         if total != one.ids.shape[0]:
             return wrong(one.lengths, f"adds up to {total}, but {one.ids} has {one.ids.shape[0]}")
     raise AssertionError("lengths are wrong, but none of them")
-
-
-def read_strings(tensor: Tensor, raw: memoryview, count_max: int, limit: str) -> list[str]:
-    """The strings of a BYTES tensor as the protocol has them in binary: each with its length, a
-    little-endian uint32, before it.
-
-    Args:
-        count_max: of them; ``limit`` says why.
-
-    Raises:
-        InvalidRequestError: they overrun ``raw``, are fewer or more than the shape says, or are not
-            UTF-8.
-        RequestTooLargeError: the shape says more.
-    """
-    (count,) = tensor.shape if len(tensor.shape) == 1 else (-1,)
-    if count < 0:
-        raise wrong(tensor, "is not of one dimension")
-    if count > count_max:
-        raise RequestTooLargeError(
-            f"{tensor} has {count} strings: {limit}", f"inputs.{tensor.name[:NAME_CHARACTERS_MAX]}"
-        )
-    strings, position, size = [], 0, len(raw)
-    for at in range(count):
-        start = position + STRING_LENGTH_BYTES
-        end = start + int.from_bytes(raw[position:start], "little")
-        if start > size or end > size:
-            raise wrong(tensor, f"has {size} bytes, which end within string {at} of {count}")
-        strings.append(text_of(tensor, at, bytes(raw[start:end])))
-        position = end
-    if position != size:
-        raise wrong(tensor, f"has {size} bytes, but its {count} strings take {position}")
-    return strings
-
-
-def text_of(tensor: Tensor, at: int, string: bytes) -> str:
-    """Raises InvalidRequestError where it is not UTF-8."""
-    try:
-        return string.decode()
-    except UnicodeDecodeError as error:
-        raise wrong(tensor, f"has a string at {at} that is not UTF-8: {error}") from error

@@ -1,0 +1,147 @@
+"""Answers of POST /v2/…/infer: JSON, or JSON with the bytes of tensors behind it.
+
+An answer is binary where its request asks for that: its first part is then the whole JSON, whose
+length a header says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import orjson
+
+from embedserve.codec.float16_digits import fewest_digits
+from embedserve.codec.json_codec import NOW_VALUES_MAX, PIECE_VALUES
+from embedserve.codec.open_inference.answers import (
+    DATATYPES,
+    Form,
+    Tensor,
+    are_in_order,
+    form_of,
+    is_quick,
+    keep_start,
+    start_key,
+    tensors_of,
+)
+from embedserve.errors import EmbedServeError
+from embedserve.types import Encoded, LookupResult, Parts, with_size
+
+
+def encode_now(result: LookupResult) -> Encoded | None:
+    """As encode_pieces, or None where that would take long."""
+    form, _ = form_of(result)
+    if form.is_binary and not form.others:
+        return with_size([*_encode(result, form)]) if is_quick(result, form) else None
+    if result.values.size > NOW_VALUES_MAX or result.more:
+        return None
+    parts = [*_encode(result, form)]
+    return with_size(parts if head_bytes(parts) else [b"".join(parts)])
+
+
+def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
+    """The pieces of any answer, none of which takes long to make. Of one that has values in binary
+    the first is the whole JSON."""
+    form, _ = form_of(result)
+    yield from _encode(result, form)
+
+
+def _encode(result: LookupResult, form: Form) -> Iterator[bytes | memoryview]:
+    assert result.output is not None
+    head = _head(result, form)
+    key = start_key("v2", result, form) if form.is_binary else None
+    described = None if key is None else result.model.answer_starts.get(key)
+    tensors = None
+    if described is None:
+        tensors = tensors_of(result, form, result.output)
+        if not any(_in_binary(one, form) for one in tensors):
+            yield from _all_json(head, tensors, result)
+            return
+        described = _described(tensors, result, form)
+        keep_start(result.model, key, described)
+    yield head + described
+    if are_in_order(result, form) and not form.others:
+        for values in (result.values, *result.more):
+            yield values.data
+        return
+    for one in tensors or tensors_of(result, form, result.output):
+        if _in_binary(one, form):
+            for values in one.pieces(result):
+                yield values.data
+
+
+def _in_binary(tensor: Tensor, form: Form) -> bool:
+    return form.is_binary != (tensor.name in form.others)
+
+
+def _head(result: LookupResult, form: Form) -> bytes:
+    """All that comes before the outputs."""
+    model = result.model
+    start = model.answer_starts.get(("v2 model",))
+    if start is None:
+        told = {"model_name": model.name, "model_version": str(model.version)}
+        start = orjson.dumps(told)[:-1]
+        keep_start(model, ("v2 model",), start)
+    if form.request_id:
+        start += b',"id":' + orjson.dumps(form.request_id)
+    if result.unknown_ids:
+        unknown = {f"unknown_ids.{name}": count for name, count in result.unknown_ids.items()}
+        start += b',"parameters":' + orjson.dumps(unknown)
+    head: bytes = start
+    return head
+
+
+def _start(tensor: Tensor, itemsize: int) -> bytes:
+    """An output but for its values."""
+    told = {"name": tensor.name, "datatype": DATATYPES[itemsize], "shape": tensor.shape}
+    return orjson.dumps(told)[:-1]
+
+
+def _described(tensors: list[Tensor], result: LookupResult, form: Form) -> bytes:
+    """The outputs, with the values of those that are not in binary."""
+    itemsize = result.values.itemsize
+    outputs = []
+    for one in tensors:
+        start = _start(one, itemsize)
+        if _in_binary(one, form):
+            size = one.shape[0] * one.shape[1] * itemsize
+            outputs.append(b'%b,"parameters":{"binary_data_size":%d}}' % (start, size))
+        else:
+            outputs.append(start + b"".join(_values(one, result)) + b"}")
+    return b',"outputs":[' + b",".join(outputs) + b"]}"
+
+
+def _all_json(head: bytes, tensors: list[Tensor], result: LookupResult) -> Iterator[bytes]:
+    before = head + b',"outputs":['
+    for one in tensors:
+        yield before + _start(one, result.values.itemsize)
+        yield from _values(one, result)
+        before = b"},"
+    yield b"}]}"
+
+
+def _values(tensor: Tensor, result: LookupResult) -> Iterator[bytes]:
+    before = b',"data":['
+    for values in tensor.pieces(result):
+        flat = values.reshape(-1)
+        for start in range(0, flat.size, PIECE_VALUES):
+            some = flat[start : start + PIECE_VALUES]
+            if some.dtype == np.float16:
+                some = fewest_digits(some.reshape(1, -1)).reshape(-1)
+            yield before + orjson.dumps(some, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+            before = b","
+    yield b"]" if before == b"," else before + b"]"
+
+
+def head_bytes(parts: Parts) -> int:
+    """How long the JSON of an answer is whose values follow it in binary; 0 of one without.
+
+    Only the whole JSON ends with a brace where it is not all.
+    """
+    first = parts[0]
+    return len(first) if len(parts) > 1 and first[-1:] == b"}" else 0
+
+
+def encode_error(error: EmbedServeError) -> bytes:
+    """{"error": "…"}: the protocol's own form."""
+    return orjson.dumps({"error": error.message})

@@ -1,0 +1,139 @@
+"""ModelInfer's answers by their bytes: fields one after the other.
+
+What is the same for all answers of a size is made once, and kept with its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from embedserve.codec.open_inference.answers import (
+    DATATYPES,
+    Form,
+    Tensor,
+    form_of,
+    is_quick,
+    keep_start,
+    start_key,
+    tensors_of,
+)
+from embedserve.codec.protobuf_fields import LENGTH_DELIMITED, number_of, tag_of, varint
+from embedserve.errors import EmbedServeError
+from embedserve.types import Encoded, LookupResult, Output, with_size
+from embedserve_proto import open_inference_pb2 as pb
+
+JOIN_BYTES_MAX = 64 << 10
+"""Of an answer that is joined at once: it would be anyway, to be written."""
+ID_TAG = bytes([tag_of(number_of(pb.ModelInferResponse, "id"), LENGTH_DELIMITED)])
+RAW_OUTPUT_TAG = bytes(
+    [tag_of(number_of(pb.ModelInferResponse, "raw_output_contents"), LENGTH_DELIMITED)]
+)
+STREAMED_TAG = bytes(
+    [tag_of(number_of(pb.ModelStreamInferResponse, "infer_response"), LENGTH_DELIMITED)]
+)
+
+
+def encode_now(result: LookupResult) -> Encoded | None:
+    """(a ModelInferResponse in pieces, their bytes), or None where that would take long."""
+    form, output = form_of(result)
+    if not is_quick(result, form):
+        return None
+    values = result.values
+    if result.lengths is None and len(values) == 1 and not result.more and not output.has_all:
+        # What most answers are: the vectors of a key lie together, and are not copied twice.
+        parts: list[bytes | memoryview] = [_head(result, form)]
+        described, starts, _ = _described_once(result, form, output)
+        parts.append(described)
+        octets, end, itemsize = memoryview(values.data).cast("B"), 0, values.itemsize
+        for start, dim in zip(starts, result.model.length_per_key, strict=True):
+            begin, end = end, end + dim * itemsize
+            parts += start, octets[begin:end]
+    else:
+        parts = [*encode_pieces(result)]
+    pieces, nbytes = with_size(parts)
+    return ((b"".join(pieces),) if nbytes <= JOIN_BYTES_MAX else pieces), nbytes
+
+
+def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
+    """The pieces of any answer, none of which takes long to make."""
+    form, output = form_of(result)
+    described, starts, tensors = _described_once(result, form, output)
+    yield _head(result, form) + described
+    for start, one in zip(starts, tensors, strict=True):
+        yield start
+        for values in one.pieces(result):
+            yield values.data
+
+
+def _described_once(
+    result: LookupResult, form: Form, output: Output
+) -> tuple[bytes, list[bytes], list[Tensor]]:
+    """(the outputs but for their values, what comes before the values of each, the outputs); kept
+    with the model where it can be."""
+    key = start_key("v2 grpc", result, form)
+    made = None if key is None else result.model.answer_starts.get(key)
+    if made is None:
+        tensors = tensors_of(result, form, output)
+        made = _described(tensors, result), [_raw_start(one, result) for one in tensors], tensors
+        keep_start(result.model, key, made)
+    described: tuple[bytes, list[bytes], list[Tensor]] = made
+    return described
+
+
+def _head(result: LookupResult, form: Form) -> bytes:
+    """All that comes before the outputs."""
+    model = result.model
+    start = model.answer_starts.get(("v2 grpc model",))
+    if start is None:
+        start = pb.ModelInferResponse(
+            model_name=model.name, model_version=str(model.version)
+        ).SerializeToString()
+        keep_start(model, ("v2 grpc model",), start)
+    head: bytes = start
+    if form.request_id:
+        request_id = form.request_id.encode()
+        head += ID_TAG + varint(len(request_id)) + request_id
+    if result.unknown_ids:
+        parameters = {
+            f"unknown_ids.{name}": pb.InferParameter(int64_param=count)
+            for name, count in result.unknown_ids.items()
+        }
+        head += pb.ModelInferResponse(parameters=parameters).SerializeToString()
+    return head
+
+
+def _described(tensors: Sequence[Tensor], result: LookupResult) -> bytes:
+    datatype = DATATYPES[result.values.itemsize]
+    outputs = [
+        pb.ModelInferResponse.InferOutputTensor(name=one.name, datatype=datatype, shape=one.shape)
+        for one in tensors
+    ]
+    return pb.ModelInferResponse(outputs=outputs).SerializeToString()
+
+
+def _raw_start(tensor: Tensor, result: LookupResult) -> bytes:
+    size = tensor.shape[0] * tensor.shape[1] * result.values.itemsize
+    return RAW_OUTPUT_TAG + varint(size)
+
+
+def encode_streamed_now(result: LookupResult) -> Encoded | None:
+    """The same as a ModelStreamInferResponse."""
+    encoded = encode_now(result)
+    if encoded is None:
+        return None
+    parts, nbytes = encoded
+    start = STREAMED_TAG + varint(nbytes)
+    return (start, *parts), nbytes + len(start)
+
+
+def encode_streamed_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
+    parts, nbytes = with_size([*encode_pieces(result)])
+    yield STREAMED_TAG + varint(nbytes)
+    yield from parts
+
+
+def encode_stream_error(error: EmbedServeError) -> bytes:
+    """A ModelStreamInferResponse with only its error: how a stream answers what failed."""
+    return pb.ModelStreamInferResponse(
+        error_message=f"[{error.code}] {error.message}"
+    ).SerializeToString()

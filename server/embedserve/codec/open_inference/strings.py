@@ -1,0 +1,48 @@
+"""The strings of BYTES tensors in binary."""
+
+from __future__ import annotations
+
+from embedserve.codec.open_inference.tensors import NAME_CHARACTERS_MAX, Tensor, wrong
+from embedserve.errors import RequestTooLargeError
+
+STRING_LENGTH_BYTES = 4
+
+
+def read_strings(tensor: Tensor, raw: memoryview, count_max: int, limit: str) -> list[str]:
+    """The strings of a BYTES tensor as the protocol has them in binary: each with its length, a
+    little-endian uint32, before it.
+
+    Args:
+        count_max: of them; ``limit`` says why.
+
+    Raises:
+        InvalidRequestError: they overrun ``raw``, are fewer or more than the shape says, or are not
+            UTF-8.
+        RequestTooLargeError: the shape says more.
+    """
+    (count,) = tensor.shape if len(tensor.shape) == 1 else (-1,)
+    if count < 0:
+        raise wrong(tensor, "is not of one dimension")
+    if count > count_max:
+        raise RequestTooLargeError(
+            f"{tensor} has {count} strings: {limit}", f"inputs.{tensor.name[:NAME_CHARACTERS_MAX]}"
+        )
+    strings, position, size = [], 0, len(raw)
+    for at in range(count):
+        start = position + STRING_LENGTH_BYTES
+        end = start + int.from_bytes(raw[position:start], "little")
+        if start > size or end > size:
+            raise wrong(tensor, f"has {size} bytes, which end within string {at} of {count}")
+        strings.append(text_of(tensor, at, bytes(raw[start:end])))
+        position = end
+    if position != size:
+        raise wrong(tensor, f"has {size} bytes, but its {count} strings take {position}")
+    return strings
+
+
+def text_of(tensor: Tensor, at: int, string: bytes) -> str:
+    """Raises InvalidRequestError where it is not UTF-8."""
+    try:
+        return string.decode()
+    except UnicodeDecodeError as error:
+        raise wrong(tensor, f"has a string at {at} that is not UTF-8: {error}") from error
