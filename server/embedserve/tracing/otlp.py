@@ -60,11 +60,12 @@ class OtlpTraces:
         self._log = QuietLog(logger)
         self._waiting: deque[tuple[RequestRecord, int]] = deque()
         self._stopping = threading.Event()
+        self._is_over = False  # what waits is sent no more
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._is_failing = False
         self._reason = _Reason()
-        trace_exporter_logger = logging.getLogger(trace_exporter.__name__)
-        trace_exporter_logger.addFilter(self._reason)
+        self._exporters_log = logging.getLogger(trace_exporter.__name__)
+        self._exporters_log.addFilter(self._reason)
         # All that takes long to import is, before there are requests.
         self._exporter = trace_exporter.OTLPSpanExporter(self._endpoint, timeout=SEND_S_MAX)
         service = os.environ.get("OTEL_SERVICE_NAME") or "embedserve"
@@ -97,14 +98,16 @@ class OtlpTraces:
         """Sends what waits, for STOP_S_MAX at most. Waits for it."""
         self._stopping.set()
         self._thread.join(STOP_S_MAX)
+        self._is_over = True
 
     def _run(self) -> None:
-        while self._waiting or not self._stopping.is_set():
+        while not self._is_over and (self._waiting or not self._stopping.is_set()):
             if self._waiting:
                 self._send()
                 self._stopping.wait(PAUSE_S)
             else:
                 self._stopping.wait(GATHER_S)
+        self._exporters_log.removeFilter(self._reason)
         self._exporter.shutdown()  # type: ignore[no-untyped-call]  # theirs
 
     def _send(self) -> None:
