@@ -21,6 +21,7 @@ from server.live import Live, make_exchange, serving
 
 from embedserve.access.access import Access
 from embedserve.access.grants import hash_of
+from embedserve.tracing.observer import Observer
 from embedserve_client import EmbedClient
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.table_spec import TableSpec
@@ -210,6 +211,7 @@ async def served(engine: FakeEngine, folder: Path, *lines: dict[str, Any]) -> As
 
 async def test_names_are_never_markup(page: Page, tmp_path: Path) -> None:
     async with served(hostile_engine(), tmp_path) as live:
+        live.exchange.observer = Observer(slow_ms=1e-6)
         await asyncio.to_thread(look_at_hostile_names, page, live.http_port)
 
 
@@ -225,6 +227,8 @@ def look_at_hostile_names(page: Page, port: int) -> None:
     assert MARKUP in page.text("#ask-features")
     assert f"Nearest to </option><b>1, {MARKUP}, 7" in page.text("#answer")
     assert "[[1, 9007199254740993, 7]]" in page.text("#curl")  # no digit is rounded
+    page.until("document.querySelector('#slow tbody tr')")
+    assert "shop 7" in page.text("#slow")
     assert "nobody'\\''s" in page.text("#curl")
     assert f"1 of {MARKUP}" in page.text("#answer")
     assert page.value("document.querySelectorAll('img, b:not(.shard b)').length") == 0
@@ -288,3 +292,27 @@ def hide_and_show(page: Page, port: int) -> None:
     page.value(hide.format("false") + event)
     page.until(IS_LIVE)
     assert any(url.endswith("/metrics") for url in page.requests)
+
+
+COUNTED = """
+Promise.all([import('/console/metrics.js'), import('/console/traffic.js')]).then(
+  ([{ Between, Reading }, { showLookups }]) => {
+    const of = (kind, one) => `{model="m",alias="",version="1",${kind}="${one}"}`;
+    const line = (kind, one, ids) => `embedserve_${kind}_lookups_total${of(kind, one)} ${ids}
+embedserve_${kind}_read_bytes_total${of(kind, one)} ${ids * 64}
+`;
+    const text = (times) => ["table", "rank"]
+      .map((kind) => line(kind, "0", 24 * times) + line(kind, "1", 8 * times)).join("");
+    const between = new Between(new Reading(text(0), 0), new Reading(text(2), 1000));
+    showLookups([{ model: "m", alias: "", version: 1 }], between);
+    return document.querySelector("#lookups-section").innerText;
+  })
+"""
+
+
+def test_lookups_are_shown_with_how_uneven_they_are(page: Page, demo: Demo) -> None:
+    page.open(f"{demo.server.http}/console")
+    lookups = " ".join(page.value(COUNTED).split())
+    assert "rows/s read share 0 48 3 KiB/s 75 % 1 16 1 KiB/s 25 %" in lookups
+    assert "rank 0 48 3 KiB/s 75 % rank 1 16 1 KiB/s 25 %" in lookups
+    assert "busiest rank is asked 1.50 times as much as the mean" in lookups

@@ -21,6 +21,7 @@ from embedserve.api.console.routes import add_console
 from embedserve.api.guard import Guard, error_response
 from embedserve.api.openapi import describe_routes, operation_id
 from embedserve.api.plan import Plan, plan_of
+from embedserve.api.slow import add_slow
 from embedserve.codec.model_description import describe
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, InvalidRequestError
 from embedserve.exchange import Exchange
@@ -180,6 +181,7 @@ def management_app(
         return model_of(served.model(model))
 
     app.include_router(open_inference.routes(exchange))
+    add_slow(app, exchange)
     add_console(app, served, labels or {})
     if operator is not None:
         add_admin(app, operator)

@@ -14,6 +14,7 @@ from embedserve.metrics.quiet_log import QuietLog
 from embedserve.tracing.observed import ObservedCaller
 from embedserve.tracing.record import RequestRecord
 from embedserve.tracing.request_id import REQUEST_ID, Told, usable_id
+from embedserve.tracing.slow_requests import SlowRequests
 from embedserve.tracing.trace_context import TRACEPARENT, TraceContext
 
 logger = logging.getLogger("embedserve.requests")
@@ -46,6 +47,7 @@ class Observer:
     Attributes:
         watched_s: a request is told of if its answer took longer; 0: all of them are.
         traces: None where none are sent.
+        slow: the slowest requests of the last minutes.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Observer:
         self.traces = traces
         self.watched_s = 0.0 if tells_times or traces is not None else self._slow_s
         self._log = QuietLog(logger, LINES_MAX)
+        self.slow = SlowRequests()
 
     def told(self, call: ObservedCaller, encoded_s: float) -> Told:
         """What the headers of an answer tell of its request: its id, if it has one or its answer
@@ -90,10 +93,11 @@ class Observer:
     def ended(
         self, call: ObservedCaller, seconds: float, record: Callable[[], RequestRecord]
     ) -> None:
-        """Logs and traces ``call``, which took so many ``seconds``, where that is wanted."""
+        """Logs, keeps and traces ``call``, which took so many ``seconds``, where that is wanted."""
         seen = self.traced(call, record)
         if seconds >= self._slow_s:
             self._log.say(logging.WARNING, "slow request", fields=lambda: seen().fields())
+            self.slow.add(seconds, lambda: seen().fields())
 
     def traced(
         self, call: ObservedCaller, record: Callable[[], RequestRecord]

@@ -21,14 +21,15 @@ from embedserve.batching.batcher import Batcher
 from embedserve.config import Limits
 from embedserve.errors import DRAINING
 from embedserve.exchange import Exchange
+from embedserve.tracing.observer import Observer
 from embedserve.types import ComingVersion
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 
 OPERATIONS = """
-    embed embed_model info live metrics model models ready v2_index v2_infer v2_infer_version
-    v2_live v2_model v2_model_ready v2_model_version v2_model_version_ready v2_ready v2_server
-    v2_statistics_of_all v2_statistics_of_model v2_statistics_of_version
+    embed embed_model info labels_of live metrics model models plan ready slow v2_index v2_infer
+    v2_infer_version v2_live v2_model v2_model_ready v2_model_version v2_model_version_ready
+    v2_ready v2_server v2_statistics_of_all v2_statistics_of_model v2_statistics_of_version
 """
 
 
@@ -290,3 +291,17 @@ async def test_the_examples_are_of_what_is_served_now(executor: ThreadPoolExecut
     metrics = exchange.metrics.models["shop"]
     exchange.models.switch("shop", Batcher(after, after.model, Limits(), metrics, executor))
     assert examples() == {"shop": {"user": [[3]]}}
+
+
+async def test_the_slowest_requests_are_told(rest: httpx.AsyncClient, exchange: Exchange) -> None:
+    assert (await rest.get("/slow")).json() == {"seconds": 600, "requests": []}
+    exchange.observer = Observer(slow_ms=1e-6)
+    ids = {"X-Request-Id": "a7"}
+    body = {"features": {"user": [[1, 2], [3]]}}
+    assert (await rest.post("/embed", json=body, headers=ids)).status_code == 200
+    told = (await rest.get("/slow")).json()
+    validate(told, "Slow", await schema(rest))
+    (one,) = told["requests"]
+    assert (one["request_id"], one["model"], one["outcome"]) == ("a7", "shop", "OK")
+    assert (one["version"], one["examples"], one["ids"]) == (7, 2, 3)
+    assert one["total_ms"] >= one["lookup_ms"] > 0

@@ -20,7 +20,7 @@ from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
 BODY = b'{"features": {"user": [[1]]}}'
-MANAGEMENT = ["/metrics", "/info", "/docs", "/openapi.json", "/models", "/models/shop"]
+MANAGEMENT = ["/metrics", "/slow", "/info", "/docs", "/openapi.json", "/models", "/models/shop"]
 MANAGEMENT += ["/models/shop/plan", "/console/labels/shop"]
 PAGE = ["/console", "/console/console.js"]
 MANAGEMENT += ["/v2", "/v2/models/shop", "/v2/models/shop/ready", "/v2/models/stats"]

@@ -12,7 +12,7 @@ const POLL_MS = 2000;
 const WINDOW_MS = 10000;
 
 let readings = []; // of the last seconds, the oldest first
-let hasSlow = null; // whether the server lists slow requests
+let isIntroduced = false; // whether the server has said how it runs
 let lastAnswer = null;
 let timer = null;
 let isAsking = false;
@@ -67,13 +67,13 @@ async function read() {
 }
 
 async function readMore() {
-  if (hasSlow === null) {
+  if (!isIntroduced) {
     const info = await ask("info");
     const workers = info.workers === 1 ? "1 worker" : `${info.workers} workers`;
     say("server", `${location.host}, embedserve ${info.version}, ${workers}, tables ${info.tables}`);
-    hasSlow = Boolean((await ask("openapi.json")).paths["/slow"]?.get);
+    isIntroduced = true;
   }
-  if (hasSlow) showSlow(await ask("slow"));
+  showSlow(await ask("slow"));
 }
 
 function showFailure(error) {

@@ -7,6 +7,7 @@ const TABLE = "embedserve_table_lookups_total";
 const RANK = "embedserve_rank_lookups_total";
 const UNKNOWN = "embedserve_unknown_ids_total";
 const IDS = "embedserve_feature_ids_total";
+const STAGES = ["read", "queue", "lookup", "encode", "write"];
 
 /** Of servers that count them. */
 export function showLookups(models, between) {
@@ -28,7 +29,7 @@ function lookupsBy(name, label, where, between) {
   const rates = between.rates(name, label, where);
   const read = between.rates(name.replace("_lookups_", "_read_bytes_"), label, where);
   const total = [...rates.values()].reduce((sum, one) => sum + one, 0);
-  const headings = [label, ["ids/s", "number"], "share"];
+  const headings = [label, ["rows/s", "number"], "share"];
   if (read.size) headings.splice(2, 0, ["read", "number"]);
   const rows = [...rates].map(([one, rate]) => {
     const row = [label === "rank" ? `rank ${one}` : one, number(rate), shareOf(rate, total)];
@@ -64,17 +65,26 @@ export function showUnknown(models, between) {
   fill("unknown", table("Ids without a row, by feature", headings, rows));
 }
 
-/** Rows as the server's list of slow requests has them, whatever it tells of each. */
-export function showSlow(slow) {
-  const requests = Array.isArray(slow) ? slow : (Object.values(slow).find(Array.isArray) ?? []);
-  byId("slow-section").hidden = false;
-  if (!requests.length) return fill("slow", element("p", { class: "hint" }, "None yet."));
-  const names = Object.keys(requests[0]);
-  const rows = requests.map((one) => names.map((name) => told(name, one[name])));
-  fill("slow", table("Slowest requests", names.map((name) => name.replaceAll("_", " ")), rows));
+/** What GET /slow tells. */
+export function showSlow({ seconds: within, requests }) {
+  if (!requests.length) {
+    return fill("slow", element("p", { class: "hint" }, `None longer than --slow-ms in the last ${number(within / 60)} minutes.`));
+  }
+  const rows = requests.map((one) => [
+    one.when.replace("T", " ").replace("+00:00", ""),
+    one.model ? `${one.model} ${one.version ?? ""}` : "–",
+    `${one.examples ?? "–"} / ${one.ids ?? "–"}`,
+    one.outcome,
+    seconds(one.total_ms / 1000),
+    longestStage(one),
+    one.request_id,
+  ]);
+  const headings = ["ended (UTC)", "model", ["examples / ids", "number"], "outcome", ["took", "number"], "most of it", "request id"];
+  fill("slow", table("Slowest requests", headings, rows));
 }
 
-function told(name, value) {
-  if (name === "seconds" || name.endsWith("_s") || name.endsWith("_seconds")) return seconds(value);
-  return value !== null && typeof value === "object" ? JSON.stringify(value) : String(value ?? "–");
+function longestStage(request) {
+  const lengths = STAGES.map((stage) => [stage, request[`${stage}_ms`] ?? 0]);
+  const [stage, ms] = lengths.reduce((most, one) => (one[1] > most[1] ? one : most));
+  return `${stage} ${seconds(ms / 1000)}`;
 }

@@ -1,0 +1,47 @@
+"""GET /slow: the slowest requests of the last minutes, for people and the console."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from pydantic import BaseModel, Field
+
+from embedserve.exchange import Exchange
+from embedserve.tracing.slow_requests import KEPT_S
+
+
+class SlowRequest(BaseModel):
+    """A request that has ended; what is not known of it is left out, as in the log."""
+
+    when: str = Field(description="When it ended: ISO 8601, UTC.")
+    request_id: str
+    trace_id: str | None = None
+    caller: str | None = Field(None, description="The name of its token or certificate.")
+    protocol: str
+    model: str | None = None
+    version: int | None = None
+    examples: int | None = None
+    ids: int | None = None
+    outcome: str
+    read_ms: float
+    queue_ms: float | None = None
+    lookup_ms: float | None = None
+    encode_ms: float | None = None
+    write_ms: float | None = None
+    total_ms: float
+
+
+class Slow(BaseModel):
+    """The slowest of those that took longer than `serve --slow-ms`, the slowest first."""
+
+    seconds: float = Field(description="How long ago they ended at most.")
+    requests: list[SlowRequest] = Field(description="Of the worker that answers.")
+
+
+def add_slow(app: FastAPI, exchange: Exchange) -> None:
+    """Adds the route to ``app``."""
+
+    @app.get("/slow", tags=["metrics"], response_model_exclude_none=True)
+    async def slow() -> Slow:
+        """The slowest requests of the last minutes, and where their time went."""
+        told = exchange.observer.slow.fields()
+        return Slow(seconds=KEPT_S, requests=[SlowRequest.model_validate(one) for one in told])

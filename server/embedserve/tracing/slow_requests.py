@@ -1,0 +1,49 @@
+"""The slowest requests of the last minutes of one process: a few, for people who look."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from embedserve.types import now_iso
+
+KEPT_MAX = 20
+KEPT_S = 600.0
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True, order=True)
+class _Slow:
+    """Sorted from the slowest."""
+
+    less_s: float
+    end_s: float = field(compare=False)
+    fields: Fields = field(compare=False)
+
+
+class SlowRequests:
+    """Of those added, the slowest that ended less than KEPT_S ago, KEPT_MAX of them."""
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock = clock
+        self._kept: list[_Slow] = []
+
+    def add(self, seconds: float, fields: Callable[[], Fields]) -> None:
+        """Takes a request of so many ``seconds``; ``fields`` is asked of those that are kept."""
+        self._forget()
+        if len(self._kept) == KEPT_MAX and -seconds >= self._kept[-1].less_s:
+            return
+        insort(self._kept, _Slow(-seconds, self._clock(), {"when": now_iso()} | fields()))
+        del self._kept[KEPT_MAX:]
+
+    def fields(self) -> list[Fields]:
+        """As the log has them, and when they ended; the slowest first."""
+        self._forget()
+        return [one.fields for one in self._kept]
+
+    def _forget(self) -> None:
+        oldest_s = self._clock() - KEPT_S
+        self._kept = [one for one in self._kept if one.end_s > oldest_s]

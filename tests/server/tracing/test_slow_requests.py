@@ -1,0 +1,57 @@
+"""The slowest requests: a few, of the last minutes, and asked for no more than is kept."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from embedserve.tracing.slow_requests import KEPT_MAX, KEPT_S, SlowRequests
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def kept(slow: SlowRequests) -> list[int]:
+    return [one["request_id"] for one in slow.fields()]
+
+
+def test_the_slowest_are_kept_and_first(clock: Clock) -> None:
+    slow = SlowRequests(clock)
+    order = list(range(10 * KEPT_MAX))
+    random.Random(1).shuffle(order)
+    for one in order:
+        slow.add(one / 10, lambda one=one: {"request_id": one})  # type: ignore[misc]
+    assert kept(slow) == sorted(order, reverse=True)[:KEPT_MAX]
+    assert slow.fields()[0]["when"].endswith("+00:00")
+
+
+def test_one_that_is_not_kept_is_not_described(clock: Clock) -> None:
+    slow = SlowRequests(clock)
+    for one in range(KEPT_MAX):
+        slow.add(2.0, lambda one=one: {"request_id": one})  # type: ignore[misc]
+
+    def never() -> dict[str, object]:
+        raise AssertionError("it was described")
+
+    slow.add(2.0, never)
+    assert kept(slow) == list(range(KEPT_MAX))
+
+
+def test_what_is_old_makes_room(clock: Clock) -> None:
+    slow = SlowRequests(clock)
+    slow.add(9.0, lambda: {"request_id": 1})
+    clock.now_s += KEPT_S - 1
+    slow.add(1.0, lambda: {"request_id": 2})
+    assert kept(slow) == [1, 2]
+    clock.now_s += 1
+    assert kept(slow) == [2]
