@@ -102,8 +102,16 @@ def nginx(folder: Path, to: Ports) -> Iterator[Proxy]:
 
 @contextmanager
 def haproxy(folder: Path, to: Ports) -> Iterator[Proxy]:
-    config, ports = folder / "haproxy.cfg", Ports(free_port(), free_port())
-    config.write_text(_filled(HAPROXY, folder, ports, to))
+    ports = Ports(free_port(), free_port())
+    with haproxy_of(folder, _filled(HAPROXY, folder, ports, to), ports) as proxy:
+        yield proxy
+
+
+@contextmanager
+def haproxy_of(folder: Path, text: str, ports: Ports) -> Iterator[Proxy]:
+    """HAProxy with another configuration, which listens on ``ports``."""
+    config = folder / "haproxy.cfg"
+    config.write_text(text)
     with _running("haproxy", [tool("haproxy"), "-db", "-f", str(config)], folder, ports) as proxy:
         yield proxy
 

@@ -146,7 +146,7 @@ async def statuses_until_refused(server: Process) -> list[int]:
     return statuses
 
 
-async def test_an_idle_stream_is_ended_at_once(grpc_server: str) -> None:
+async def test_an_idle_stream_is_ended_soon(grpc_server: str) -> None:
     async with server_process(grpc_server, lookup_s=0, drain_s=15) as server:
         stream = EmbeddingServiceStub(server.channel).EmbedStream()
         await stream.write(REQUEST)

@@ -19,6 +19,8 @@ from embedserve.types import Parts
 from embedserve.wire.grpc.calls import ANSWER_BYTES_MAX, MessageStream
 from embedserve.wire.http2.stream import Owner, Stream
 
+DRAIN_STREAM_S = 1.0
+"""How long a stream goes on while the server drains: a shorter one ends by itself, and whole."""
 REQUESTS_MAX = 256
 """Requests of one stream that wait for their answers or to be sent; more are left unread."""
 
@@ -97,6 +99,7 @@ class EmbedStream(MessageStream):
         self._requests: deque[StreamedRequest] = deque()
         self._answer_bytes = 0
         self._answer_bytes_max = answer_bytes_max
+        self._draining_since_s = 0.0
         timeout_s = asked.timeout_s
         self.deadline_s = float("inf") if timeout_s is None else perf_counter() + timeout_s
 
@@ -140,6 +143,15 @@ class EmbedStream(MessageStream):
             self.write(first.parts, first.nbytes)
         self.go_on()
         return True
+
+    def drain(self) -> None:
+        """Goes on for a while, as its next requests may be on their way."""
+        self._draining_since_s = self._draining_since_s or perf_counter()
+
+    def check_time(self, now_s: float) -> None:
+        super().check_time(now_s)
+        if self._draining_since_s and now_s - self._draining_since_s > DRAIN_STREAM_S:
+            super().drain()
 
     def reset(self) -> None:
         super().reset()
