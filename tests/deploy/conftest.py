@@ -25,9 +25,14 @@ class Rendered:
     name: str
     manifests: list[dict[str, Any]]
 
-    def one(self, kind: str) -> dict[str, Any]:
+    def one(self, kind: str, name: str = "") -> dict[str, Any]:
+        """The one of that kind, or of these the one of that name."""
         found: dict[str, Any]
-        (found,) = [manifest for manifest in self.manifests if manifest["kind"] == kind]
+        (found,) = [
+            manifest
+            for manifest in self.manifests
+            if manifest["kind"] == kind and name in ("", manifest["metadata"]["name"])
+        ]
         return found
 
     @property
@@ -67,7 +72,22 @@ def s3() -> Rendered:
     return render("overlays/s3")
 
 
-@pytest.fixture(params=["cpu", "gpu", "s3"])
+@pytest.fixture(scope="session")
+def tls() -> Rendered:
+    return render("overlays/tls")
+
+
+@pytest.fixture(scope="session")
+def kserve() -> Rendered:
+    return render("overlays/kserve")
+
+
+@pytest.fixture(scope="session")
+def publish() -> Rendered:
+    return render("publish")
+
+
+@pytest.fixture(params=["cpu", "gpu", "s3", "tls"])
 def rendered(request: pytest.FixtureRequest) -> Rendered:
     found: Rendered = request.getfixturevalue(request.param)
     return found

@@ -15,7 +15,7 @@ CUSTOM = {"ServiceMonitor", "PrometheusRule"}
 
 
 def service_ports(rendered: Rendered) -> dict[str, dict[str, Any]]:
-    return {port["name"]: port for port in rendered.one("Service")["spec"]["ports"]}
+    return {port["name"]: port for port in rendered.one("Service", "embedserve")["spec"]["ports"]}
 
 
 def container_ports(rendered: Rendered) -> dict[str, int]:
@@ -27,14 +27,17 @@ def settings(rendered: Rendered) -> dict[str, str]:
     return data
 
 
-def test_every_kind_is_rendered_once(rendered: Rendered) -> None:
+def test_every_kind_is_rendered_once_and_services_twice(rendered: Rendered) -> None:
     claims = [] if rendered.name == "overlays/s3" else ["PersistentVolumeClaim"]
     assert sorted(manifest["kind"] for manifest in rendered.manifests) == [
         "ConfigMap",
         "Deployment",
+        "HorizontalPodAutoscaler",
+        "NetworkPolicy",
         *claims,
         "PodDisruptionBudget",
         "PrometheusRule",
+        "Service",
         "Service",
         "ServiceMonitor",
     ]
@@ -47,7 +50,7 @@ def test_manifests_follow_the_kubernetes_schema(rendered: Rendered) -> None:
 
 
 def test_the_schema_refuses_an_unknown_field(cpu: Rendered) -> None:
-    service = cpu.one("Service")
+    service = cpu.one("Service", "embedserve")
     wrong = {**service, "spec": {**service["spec"], "port": 8000}}
     with pytest.raises(kubernetes_validate.ValidationError, match="port"):
         kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
@@ -61,10 +64,13 @@ def test_selectors_match_the_labels(rendered: Rendered) -> None:
     deployment = rendered.one("Deployment")
     assert deployment["spec"]["template"]["metadata"]["labels"] == LABELS
     assert deployment["spec"]["selector"] == {"matchLabels": LABELS}
-    assert rendered.one("Service")["spec"]["selector"] == LABELS
+    assert rendered.one("Service", "embedserve")["spec"]["selector"] == LABELS
     assert rendered.one("PodDisruptionBudget")["spec"]["selector"] == {"matchLabels": LABELS}
-    (spread,) = rendered.pod["topologySpreadConstraints"]
-    assert spread["labelSelector"] == {"matchLabels": LABELS}
+    assert rendered.one("NetworkPolicy")["spec"]["podSelector"] == {"matchLabels": LABELS}
+    spread = {one["topologyKey"]: one for one in rendered.pod["topologySpreadConstraints"]}
+    assert set(spread) == {"kubernetes.io/hostname", "topology.kubernetes.io/zone"}
+    for one in spread.values():
+        assert one["labelSelector"] == {"matchLabels": LABELS}
 
 
 def test_service_monitor_scrapes_the_service(rendered: Rendered) -> None:
@@ -72,12 +78,14 @@ def test_service_monitor_scrapes_the_service(rendered: Rendered) -> None:
     assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
     assert set(monitor["spec"]) == {"selector", "endpoints"}
     (endpoint,) = monitor["spec"]["endpoints"]
-    assert set(endpoint) == {"port", "path", "interval"}
+    assert {"port", "path", "interval"} <= set(endpoint)
     assert endpoint["path"] == "/metrics"
     assert endpoint["port"] == "http"
     assert endpoint["port"] in service_ports(rendered)
     wanted = monitor["spec"]["selector"]["matchLabels"]
-    assert wanted.items() <= rendered.one("Service")["metadata"]["labels"].items()
+    assert wanted.items() <= rendered.one("Service", "embedserve")["metadata"]["labels"].items()
+    headless = rendered.one("Service", "embedserve-headless")["metadata"]["labels"]
+    assert not wanted.items() & headless.items()  # else every pod is scraped twice
 
 
 def test_the_operator_gets_the_rules(rendered: Rendered) -> None:
@@ -91,14 +99,15 @@ def test_the_scraped_job_is_named_as_in_the_rules(rendered: Rendered) -> None:
     """The operator names it after the Service."""
     config = yaml.safe_load((DEPLOY / "monitoring" / "prometheus.yaml").read_text())
     (scraped,) = config["scrape_configs"]
-    assert rendered.one("Service")["metadata"]["name"] == scraped["job_name"]
+    assert rendered.one("Service", "embedserve")["metadata"]["name"] == scraped["job_name"]
 
 
 def test_service_targets_are_the_containers_ports(rendered: Rendered) -> None:
     ports = service_ports(rendered)
     assert {port["targetPort"] for port in ports.values()} == set(container_ports(rendered))
     assert {name: port["port"] for name, port in ports.items()} == container_ports(rendered)
-    assert ports["grpc"]["appProtocol"] == "kubernetes.io/h2c"
+    is_tls = "EMBEDSERVE_TLS_CERT" in settings(rendered)
+    assert ports["grpc"]["appProtocol"] == ("https" if is_tls else "kubernetes.io/h2c")
 
 
 def test_the_server_listens_on_the_containers_ports(rendered: Rendered) -> None:
@@ -133,7 +142,8 @@ def test_the_service_adds_nothing_to_the_environment(rendered: Rendered) -> None
     ],
 )
 def test_probes_ask_the_http_port(rendered: Rendered, probe: str, path: str) -> None:
-    assert rendered.container[probe]["httpGet"] == {"path": path, "port": "http"}
+    scheme = {"scheme": "HTTPS"} if "EMBEDSERVE_TLS_CERT" in settings(rendered) else {}
+    assert rendered.container[probe]["httpGet"] == {"path": path, "port": "http", **scheme}
     assert "http" in container_ports(rendered)
 
 
@@ -147,12 +157,15 @@ def test_the_pod_outlives_its_drain(rendered: Rendered) -> None:
 
 def test_a_rollout_keeps_every_replica(rendered: Rendered) -> None:
     spec = rendered.one("Deployment")["spec"]
-    assert spec["replicas"] == 2
+    assert "replicas" not in spec  # applied anew, it would undo what the autoscaler did
+    assert rendered.one("HorizontalPodAutoscaler")["spec"]["minReplicas"] == 2
     assert spec["strategy"] == {
         "type": "RollingUpdate",
         "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1},
     }
-    assert rendered.one("PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
+    budget = rendered.one("PodDisruptionBudget")["spec"]
+    assert budget["maxUnavailable"] == 1
+    assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
 
 
 def test_the_container_has_no_rights_it_does_not_need(rendered: Rendered) -> None:
@@ -167,7 +180,7 @@ def test_the_container_has_no_rights_it_does_not_need(rendered: Rendered) -> Non
     assert pod["automountServiceAccountToken"] is False
 
 
-@pytest.mark.parametrize("rendered", ["cpu", "gpu"], indirect=True)
+@pytest.mark.parametrize("rendered", ["cpu", "gpu", "tls"], indirect=True)
 def test_the_store_is_the_claim_and_read_only(rendered: Rendered) -> None:
     volumes = {volume["name"]: volume for volume in rendered.pod["volumes"]}
     mounts = {mount["mountPath"]: mount for mount in rendered.container["volumeMounts"]}
@@ -180,7 +193,8 @@ def test_the_store_is_the_claim_and_read_only(rendered: Rendered) -> None:
 
 def test_resources_bound_memory_but_not_the_processor(rendered: Rendered) -> None:
     resources = rendered.container["resources"]
-    assert set(resources["requests"]) == {"cpu", "memory"}
+    disk = {"ephemeral-storage"} if rendered.name == "overlays/s3" else set()
+    assert set(resources["requests"]) == {"cpu", "memory"} | disk
     assert resources["limits"]["memory"] == resources["requests"]["memory"]
     assert "cpu" not in resources["limits"]
 
@@ -209,7 +223,7 @@ def test_the_s3_overlay_has_its_credentials_from_a_secret(cpu: Rendered, s3: Ren
 
 
 def test_only_the_gpu_overlay_asks_for_a_gpu(cpu: Rendered, gpu: Rendered) -> None:
-    assert gpu.container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert gpu.container["resources"]["limits"]["nvidia.com/gpu"] == "2"
     assert [toleration["key"] for toleration in gpu.pod["tolerations"]] == ["nvidia.com/gpu"]
     assert "nvidia.com/gpu" not in cpu.container["resources"]["limits"]
     assert "tolerations" not in cpu.pod
@@ -217,3 +231,45 @@ def test_only_the_gpu_overlay_asks_for_a_gpu(cpu: Rendered, gpu: Rendered) -> No
 
 def test_the_gpu_overlay_changes_one_setting(cpu: Rendered, gpu: Rendered) -> None:
     assert settings(gpu) == {**settings(cpu), "EMBEDSERVE_DEVICES": "cuda"}
+
+
+def test_the_headless_service_has_the_pods_own_addresses(rendered: Rendered) -> None:
+    spec = rendered.one("Service", "embedserve-headless")["spec"]
+    assert spec["clusterIP"] == "None"
+    assert not spec.get("publishNotReadyAddresses")
+    assert spec["selector"] == LABELS
+    own = rendered.one("Service", "embedserve")["spec"]["ports"]
+    assert spec["ports"] == own
+    assert float(settings(rendered)["EMBEDSERVE_CONNECTION_AGE_S_MAX"]) > 0
+
+
+def test_a_store_without_models_is_waited_for(rendered: Rendered) -> None:
+    assert settings(rendered)["EMBEDSERVE_WAIT"] == "true"
+    # Neither may end a pod that waits, or pulls and loads for hours.
+    for probe in ("startupProbe", "livenessProbe"):
+        assert rendered.container[probe]["httpGet"]["path"] == "/health/live"
+
+
+def test_the_network_policy_lets_in_the_containers_ports(rendered: Rendered) -> None:
+    spec = rendered.one("NetworkPolicy")["spec"]
+    assert set(spec["policyTypes"]) == {"Ingress", "Egress"}
+    let_in = {port["port"] for rule in spec["ingress"] for port in rule["ports"]}
+    assert let_in == set(container_ports(rendered))
+    out = [port["port"] for rule in spec["egress"] for port in rule["ports"]]
+    assert out == ([443, 53, 53] if rendered.name == "overlays/s3" else [])
+
+
+def test_the_tls_overlay_mounts_what_the_server_is_told_of(cpu: Rendered, tls: Rendered) -> None:
+    more = settings(tls).items() - settings(cpu).items()
+    assert dict(more) == {
+        "EMBEDSERVE_TLS_CERT": "/tls/tls.crt",
+        "EMBEDSERVE_TLS_KEY": "/tls/tls.key",
+    }
+    (mount,) = [one for one in tls.container["volumeMounts"] if one["mountPath"] == "/tls"]
+    assert mount["readOnly"] is True
+    (volume,) = [one for one in tls.pod["volumes"] if one["name"] == mount["name"]]
+    assert volume["secret"] == {"secretName": "embedserve-tls"}
+    (endpoint,) = tls.one("ServiceMonitor")["spec"]["endpoints"]
+    assert endpoint["scheme"] == "https"
+    assert endpoint["tlsConfig"]["ca"]["secret"]["name"] == "embedserve-tls"
+    assert endpoint["tlsConfig"]["serverName"] == "embedserve"

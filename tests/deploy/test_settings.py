@@ -2,11 +2,15 @@
 
 import dataclasses
 
-from embedserve.config import ServeSettings
+from embedserve.config import Limits, ServeSettings
 
 from .conftest import Rendered
 
-KNOWN = {f"EMBEDSERVE_{field.name.upper()}" for field in dataclasses.fields(ServeSettings)}
+KNOWN = {
+    f"EMBEDSERVE_{field.name.upper()}"
+    for settings in (ServeSettings, Limits)
+    for field in dataclasses.fields(settings)
+}
 
 
 def test_the_config_map_holds_settings_of_the_command(rendered: Rendered) -> None:

@@ -23,6 +23,9 @@ from embedserve_client import EmbedClient, GrpcEmbedClient
 MONITORING = ROOT / "deploy" / "monitoring"
 DASHBOARD = json.loads((MONITORING / "grafana" / "dashboard.json").read_text())
 RULES = yaml.safe_load((MONITORING / "rules.yaml").read_text())["groups"]
+ADAPTER_RULES = yaml.safe_load((MONITORING / "adapter-rules.yaml").read_text())["rules"]
+POD = {"namespace": "ranking", "pod": "embedserve-0"}
+"""What the Prometheus Operator has in the labels of every series of a pod."""
 ANSWER_S_MAX = 120
 VARIABLES = {
     "$job": "embedserve",
@@ -64,7 +67,7 @@ def scraped(folder: Path, target: str) -> Iterator[httpx.Client]:
     config = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(MONITORING / name) for name in config["rule_files"]]
-    config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
+    config["scrape_configs"][0]["static_configs"] = [{"targets": [target], "labels": POD}]
     path, port = folder / "prometheus.yaml", free_port()
     path.write_text(yaml.safe_dump(config))
     command = ["prometheus", f"--config.file={path}", f"--storage.tsdb.path={folder / 'series'}"]
@@ -163,3 +166,23 @@ def test_alerts_and_recorded_series_ask_for_metrics_that_there_are(
     assert len(wanted) > 10
     for name in sorted(wanted):
         answered(prometheus, f"count({name})", bool)
+
+
+@pytest.mark.parametrize("rule", ADAPTER_RULES, ids=lambda one: one["name"]["as"])
+def test_the_autoscalers_metric_has_a_value_for_the_pod(
+    prometheus: httpx.Client, rule: dict[str, Any]
+) -> None:
+    """Asked as prometheus-adapter asks: it finds the series, and fills in the query."""
+    found = answered(prometheus, f"count({rule['seriesQuery']})", bool)
+    assert int(found[0]["value"][1]) > 0
+    (one,) = answered(prometheus, adapters_query(rule, POD["pod"]), bool)
+    assert one["metric"] == {"pod": POD["pod"]}
+    assert 0 <= float(one["value"][1]) < 100_000
+    assert answered(prometheus, adapters_query(rule, "another"), lambda _: True) == []
+
+
+def adapters_query(rule: dict[str, Any], pod: str) -> str:
+    query: str = rule["metricsQuery"]
+    query = query.replace("<<.Series>>", rule["seriesQuery"].partition("{")[0])
+    matchers = f'namespace="{POD["namespace"]}",pod=~"{pod}"'
+    return query.replace("<<.LabelMatchers>>", matchers).replace("<<.GroupBy>>", "pod")

@@ -1,0 +1,48 @@
+"""The autoscaler scales what there is, by metrics that prometheus-adapter's rules make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from .conftest import DEPLOY, Rendered
+
+RULES = yaml.safe_load((DEPLOY / "monitoring" / "adapter-rules.yaml").read_text())["rules"]
+
+
+def scaled(rendered: Rendered) -> dict[str, Any]:
+    spec: dict[str, Any] = rendered.one("HorizontalPodAutoscaler")["spec"]
+    return spec
+
+
+def test_it_scales_the_deployment(rendered: Rendered) -> None:
+    deployment = rendered.one("Deployment")
+    target = scaled(rendered)["scaleTargetRef"]
+    assert target == {
+        "apiVersion": deployment["apiVersion"],
+        "kind": "Deployment",
+        "name": deployment["metadata"]["name"],
+    }
+
+
+def test_its_metrics_are_the_adapters(rendered: Rendered) -> None:
+    metrics = [one["pods"]["metric"]["name"] for one in scaled(rendered)["metrics"]]
+    assert metrics == [rule["name"]["as"] for rule in RULES]
+
+
+def test_the_adapters_rules_are_of_pods() -> None:
+    for rule in RULES:
+        assert set(rule) == {"seriesQuery", "resources", "name", "metricsQuery"}
+        labels = {name: to["resource"] for name, to in rule["resources"]["overrides"].items()}
+        assert labels == {"namespace": "namespace", "pod": "pod"}
+        for part in ("<<.Series>>", "<<.LabelMatchers>>", "<<.GroupBy>>"):
+            assert part in rule["metricsQuery"]
+
+
+def test_pods_come_soon_and_go_one_by_one(cpu: Rendered) -> None:
+    behavior = scaled(cpu)["behavior"]
+    up, down = behavior["scaleUp"], behavior["scaleDown"]
+    assert up["stabilizationWindowSeconds"] < down["stabilizationWindowSeconds"]
+    (policy,) = down["policies"]
+    assert (policy["type"], policy["value"]) == ("Pods", 1)

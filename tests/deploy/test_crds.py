@@ -1,0 +1,74 @@
+"""Resources of other projects follow these projects' own schemas, where a folder has these.
+
+EMBEDSERVE_CRDS names one with their CustomResourceDefinitions as YAML: KServe's
+config/crd/full/serving.kserve.io_{servingruntimes,inferenceservices}.yaml and the Prometheus
+Operator's monitoring.coreos.com_{servicemonitors,prometheusrules}.yaml. Without it this is skipped:
+they are others' code, which is not kept here.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from .conftest import Rendered, render
+
+OVERLAYS = ("cpu", "gpu", "s3", "tls", "kserve")
+KINDS = {"ServingRuntime", "InferenceService", "ServiceMonitor", "PrometheusRule"}
+Schemas = dict[tuple[str, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def schemas() -> Schemas:
+    """By apiVersion and kind."""
+    folder = os.environ.get("EMBEDSERVE_CRDS")
+    if not folder:
+        pytest.skip("EMBEDSERVE_CRDS names no folder with the schemas of KServe and Prometheus")
+    found: Schemas = {}
+    for path in Path(folder).glob("*.yaml"):
+        for one in yaml.safe_load_all(path.read_text()):
+            if one and one["kind"] == "CustomResourceDefinition":
+                group, kind = one["spec"]["group"], one["spec"]["names"]["kind"]
+                for version in one["spec"]["versions"]:
+                    schema = closed(version["schema"]["openAPIV3Schema"])
+                    found[f"{group}/{version['name']}", kind] = schema
+    return found
+
+
+def closed(schema: Any, *, is_root: bool = True) -> Any:
+    """The same schema, but that a field which it does not name is an error."""
+    if isinstance(schema, list):
+        return [closed(one, is_root=False) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {name: closed(value, is_root=False) for name, value in schema.items()}
+    if "(?i)" in str(made.get("pattern")):
+        del made["pattern"]  # Go's, not Python's
+    keeps = schema.get("x-kubernetes-preserve-unknown-fields") or is_root
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object" and not keeps:
+        # "metadata" of the resource itself is Kubernetes', and has no fields here.
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_resources_follow_their_schemas(schemas: Schemas, overlay: str) -> None:
+    rendered: Rendered = render(f"overlays/{overlay}")
+    custom = [one for one in rendered.manifests if one["kind"] in KINDS]
+    assert custom
+    for one in custom:
+        schema = schemas[one["apiVersion"], one["kind"]]
+        jsonschema.Draft202012Validator(schema).validate(one)
+
+
+def test_an_unknown_field_is_refused(schemas: Schemas) -> None:
+    runtime = render("overlays/kserve").one("ServingRuntime")
+    wrong = {**runtime, "spec": {**runtime["spec"], "terminationGracePeriodSeconds": 30}}
+    schema = schemas[wrong["apiVersion"], "ServingRuntime"]
+    with pytest.raises(jsonschema.ValidationError, match="terminationGracePeriodSeconds"):
+        jsonschema.Draft202012Validator(schema).validate(wrong)

@@ -1,0 +1,96 @@
+"""KServe's resources: their parts that Kubernetes knows are valid, and say what the server takes.
+
+KServe's own schemas are not here; test_crds.py compares with them where they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from .conftest import Rendered
+from .test_kubernetes import KUBERNETES
+from .test_settings import KNOWN
+
+KSERVES = {"minReplicas", "maxReplicas", "deploymentStrategy", "model"}
+"""Of a predictor, which is a PodSpec otherwise."""
+MODELS = {"modelFormat", "protocolVersion", "runtime", "storageUri"}
+
+
+@pytest.fixture
+def runtime(kserve: Rendered) -> dict[str, Any]:
+    spec: dict[str, Any] = kserve.one("ServingRuntime")["spec"]
+    return spec
+
+
+@pytest.fixture
+def container(runtime: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any]
+    (found,) = runtime["containers"]
+    return found
+
+
+@pytest.fixture
+def service(kserve: Rendered) -> dict[str, Any]:
+    return kserve.one("InferenceService")
+
+
+def environment(container: dict[str, Any]) -> dict[str, str]:
+    return {one["name"]: one["value"] for one in container["env"]}
+
+
+def test_containers_and_predictors_are_those_of_pods(
+    runtime: dict[str, Any], service: dict[str, Any]
+) -> None:
+    predictor = service["spec"]["predictor"]
+    assert set(predictor) & KSERVES == KSERVES - {"maxReplicas"}
+    own = {name: value for name, value in predictor.items() if name not in KSERVES}
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "one"},
+        "spec": {"containers": runtime["containers"], "volumes": runtime["volumes"], **own},
+    }
+    kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+    assert set(predictor["model"]) == MODELS
+
+
+def test_the_runtime_is_the_services(
+    kserve: Rendered, runtime: dict[str, Any], service: dict[str, Any]
+) -> None:
+    model = service["spec"]["predictor"]["model"]
+    assert model["runtime"] == kserve.one("ServingRuntime")["metadata"]["name"]
+    formats = [(one["name"], one["version"]) for one in runtime["supportedModelFormats"]]
+    assert formats == [(model["modelFormat"]["name"], model["modelFormat"]["version"])]
+    assert model["protocolVersion"] in runtime["protocolVersions"]
+
+
+def test_the_container_is_kserves_and_serves_what_it_mounts(container: dict[str, Any]) -> None:
+    assert container["name"] == "kserve-container"
+    assert container["args"] == ["serve", "/mnt/models", "--model", "{{.Name}}"]
+    values = environment(container)
+    assert set(values) <= KNOWN
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    assert ports == {
+        "http1": int(values["EMBEDSERVE_HTTP_PORT"]),
+        "grpc": int(values["EMBEDSERVE_GRPC_PORT"]),
+    }
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert container[probe]["httpGet"]["port"] == ports["http1"]
+
+
+def test_it_is_run_as_elsewhere(container: dict[str, Any], cpu: Rendered) -> None:
+    assert container["image"] == cpu.container["image"]
+    assert container["lifecycle"] == cpu.container["lifecycle"]
+    assert container["resources"] == cpu.container["resources"]
+    assert cpu.container["securityContext"].items() <= container["securityContext"].items()
+
+
+def test_the_pod_outlives_its_drain(container: dict[str, Any], service: dict[str, Any]) -> None:
+    _, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+    drain_s = float(environment(container)["EMBEDSERVE_DRAIN_S"])
+    predictor = service["spec"]["predictor"]
+    assert predictor["terminationGracePeriodSeconds"] > int(seconds) + drain_s
+    assert predictor["enableServiceLinks"] is False
