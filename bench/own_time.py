@@ -1,6 +1,9 @@
 """The server's own time for a request of `small`: without sockets, without load, without kernel.
 
-    python bench/own_time.py [--times 5] [--tokens] [CHECKOUT ...]
+Over its own interfaces, the Open Inference Protocol (every F.ids and F.lengths, all keys as
+outputs) and TorchRec's predictor.
+
+    python bench/own_time.py [--times 5] [--tokens] [CHECKOUT ...] [--only JSON gRPC]
 
 Each of 64 connections is handed one request in a round, as the event loop does it, and throws its
 answer away; a round takes a millisecond or two. The best of all rounds is told: other work on the
@@ -32,14 +35,29 @@ from pathlib import Path
 from load import GRPC_HEADERS, framed
 from servers.base import Way
 from servers.embedserve import GRPC, JSON, MESSAGE, OURS, EmbedServe
-from workloads import workload
+from servers.open_inference import (
+    Tensor,
+    binary_request,
+    grpc_request,
+    head_length,
+    json_request,
+)
+from workloads import Request, Workload, workload
 
 CONNECTIONS = 64
 ROUNDS = 1000
 WARM_ROUNDS = 50
 TURNS = 4
 """Of the event loop, after which a batch is answered and written."""
-WAYS = {way.name: way for way in (JSON, MESSAGE, GRPC)}
+SHAPE = workload("small", "uniform")
+INFER_PATH = f"/v2/models/{SHAPE.tables.name}/infer"
+INFER_JSON = Way("infer JSON", "http", INFER_PATH)
+INFER_BINARY = Way("infer binary", "http", INFER_PATH)
+INFER_GRPC = Way("infer gRPC", "grpc", "/inference.GRPCInferenceService/ModelInfer")
+PREDICT = Way("predict", "grpc", "/predictor.Predictor/Predict")
+WAYS = {
+    way.name: way for way in (JSON, MESSAGE, GRPC, INFER_JSON, INFER_BINARY, INFER_GRPC, PREDICT)
+}
 WINDOW_MAX = 2**31 - 1
 
 
@@ -77,11 +95,48 @@ def greeting() -> bytes:
     return frames.PREFACE + settings + frames.window_update(0, WINDOW_MAX - 65_535)
 
 
+def body_of(way: Way, work: Workload, request: Request) -> bytes:
+    """``request`` as it is asked over ``way``."""
+    if way is PREDICT:
+        return predict_request(request)
+    if way is INFER_JSON:
+        return json_request(tensors_of(work, request))
+    if way is INFER_BINARY:
+        return binary_request(tensors_of(work, request))
+    if way is INFER_GRPC:
+        return grpc_request(work.tables.name, tensors_of(work, request))
+    return EmbedServe().body(way, work, request)
+
+
+def predict_request(request: Request) -> bytes:
+    from embedserve_proto.predictor_pb2 import PredictionRequest, SparseFeatures
+
+    bags = SparseFeatures(
+        num_features=len(request.lengths),
+        lengths=request.lengths.astype("<i4").tobytes(),
+        values=request.ids.astype("<i8").tobytes(),
+    )
+    return PredictionRequest(batch_size=request.examples, id_list_features=bags).SerializeToString()
+
+
+def tensors_of(work: Workload, request: Request) -> list[Tensor]:
+    """F.ids and F.lengths of each feature."""
+    tensors, start = [], 0
+    for feature, lengths in zip(work.tables.features, request.lengths, strict=True):
+        end = start + int(lengths.sum())
+        tensors.append(Tensor(f"{feature}.ids", request.ids[start:end].astype("<i8")))
+        tensors.append(Tensor(f"{feature}.lengths", lengths.astype("<i4")))
+        start = end
+    return tensors
+
+
 def over_http1(way: Way, bodies: list[bytes]) -> Iterator[bytes]:
     """One request after the other, the same for all connections."""
     for body in cycle(bodies):
         head = [f"POST {way.path} HTTP/1.1", "Host: localhost:8000"]
         head += [f"{name}: {value}" for name, value in way.headers.items()]
+        if way.name == INFER_BINARY.name:
+            head.append(f"Inference-Header-Content-Length: {head_length(body)}")
         yield "\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
@@ -126,10 +181,10 @@ async def best_us(way: Way, is_asked: bool) -> float:
     from embedserve_store import ModelStore
 
     torch.set_num_threads(1)
-    work, server = workload("small", "uniform"), EmbedServe()
+    work = SHAPE
     work.tables.make()
     engine = restore(ModelStore(work.tables.store).load(work.tables.name), "cpu:1")
-    bodies = [server.body(way, work, request) for request in work.requests[:100]]
+    bodies = [body_of(way, work, request) for request in work.requests[:100]]
     with ThreadPoolExecutor(2) as executor, tokens(is_asked) as (file, headers):
         settings = ServeSettings(store="", tokens=file) if file else ServeSettings(store="")
         exchange = build_exchange({work.tables.name: engine}, settings, executor)
@@ -137,12 +192,12 @@ async def best_us(way: Way, is_asked: bool) -> float:
         sinks = [Sink() for _ in range(CONNECTIONS)]
         receivers: list[Callable[[bytes], None]] = []
         for sink in sinks:
-            connection = wire.http2() if way is GRPC else wire.http1()
+            connection = wire.http2() if way.protocol == "grpc" else wire.http1()
             connection.connection_made(sink)
             receivers.append(connection.data_received)
-            if way is GRPC:
+            if way.protocol == "grpc":
                 connection.data_received(greeting())
-        over = over_http2 if way is GRPC else over_http1
+        over = over_http2 if way.protocol == "grpc" else over_http1
         requests = over(replace(way, headers={**way.headers, **headers}), bodies)
         gc.collect()
         gc.freeze()
@@ -156,7 +211,7 @@ async def best_us(way: Way, is_asked: bool) -> float:
                 await asyncio.sleep(0)
             if number >= WARM_ROUNDS:
                 best_s = min(best_s, time.perf_counter() - start_s)
-        outcomes = exchange.metrics.protocols["grpc" if way is GRPC else "rest"].outcomes
+        outcomes = exchange.metrics.protocols["grpc" if way.protocol == "grpc" else "rest"].outcomes
         assert outcomes == {"OK": CONNECTIONS * (WARM_ROUNDS + ROUNDS)}, outcomes
         assert all(sink.nbytes for sink in sinks)
     return best_s / CONNECTIONS * 1e6
@@ -179,6 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The server's own time for a request.")
     parser.add_argument("--times", type=int, default=5, help="runs of each")
     parser.add_argument("--tokens", action="store_true", help="also with one")
+    parser.add_argument("--only", nargs="*", choices=WAYS, help="ways; all of them by default")
     parser.add_argument("--way", help="measured in this process, of the package on its path")
     parser.add_argument("checkouts", nargs="*", type=Path)
     chosen = parser.parse_args()
@@ -190,14 +246,14 @@ def main() -> None:
         return
     checkouts = [*chosen.checkouts, OURS]
     cases = [(one, False) for one in checkouts] + [(OURS, True)] * chosen.tokens
-    for way in WAYS.values():
+    for way in [WAYS[name] for name in chosen.only or WAYS]:
         found: dict[tuple[Path, bool], list[float]] = {case: [] for case in cases}
         for _ in range(chosen.times):
             for case in cases:
                 found[case].append(measured_us(way, *case))
         for (checkout, is_asked), all_us in found.items():
             shown = f"{checkout}{' with a token' if is_asked else ''}"
-            print(f"{way.name:9} {shown}: best {min(all_us):.2f}, worst of the bests "
+            print(f"{way.name:12} {shown}: best {min(all_us):.2f}, worst of the bests "
                   f"{max(all_us):.2f} us", flush=True)  # fmt: skip
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import orjson
 from hostile import frames as f
 from hostile.neighbour import embed_request
+from server.open_inference import LENGTH_HEADER, Asked, jagged
+from server.predictions import prediction_request
 
 from embedserve_proto import embedding_pb2 as pb
 
@@ -48,9 +50,9 @@ def post_protobuf(body: bytes) -> bytes:
     return post(body, "application/x-protobuf")
 
 
-def grpc_call(message: bytes) -> bytes:
+def grpc_call(message: bytes, method: bytes = b"Embed") -> bytes:
     """A whole connection with one call, whatever the message."""
-    return f.PREFACE + f.settings() + f.call(1, message)
+    return f.PREFACE + f.settings() + f.call(1, message, method)
 
 
 def json_bodies() -> list[bytes]:
@@ -78,6 +80,49 @@ def messages() -> list[bytes]:
         weighted.SerializeToString(),
         one_by_one + b"\x20\1" * len(ids),
     ]
+
+
+def infer() -> Asked:
+    """The ids as tensors of the Open Inference Protocol."""
+    return Asked(jagged({"user": [[one] for one in IDS]}))
+
+
+def post_infer(body: bytes) -> bytes:
+    head = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n"
+    return head % len(body) + body
+
+
+def post_binary(body: bytes) -> bytes:
+    """With the length of a right one's JSON, whatever the body."""
+    length = infer().binary_body()[1][LENGTH_HEADER]
+    head = "POST /v2/models/m/infer HTTP/1.1\r\nHost: h\r\n"
+    head += f"{LENGTH_HEADER}: {length}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def call_infer(message: bytes) -> bytes:
+    return grpc_call(message, b"/inference.GRPCInferenceService/ModelInfer")
+
+
+def call_predict(message: bytes) -> bytes:
+    return grpc_call(message, b"/predictor.Predictor/Predict")
+
+
+def infer_messages() -> list[bytes]:
+    raw, typed = (infer().message("m", is_raw=is_raw) for is_raw in (True, False))
+    asked = Asked(infer().inputs, ("user",), "an id").message("m", is_raw=True)
+    return [one.SerializeToString() for one in (raw, typed, asked)]
+
+
+def predictions() -> list[bytes]:
+    bags = {"user": [[one] for one in IDS]}
+    weights = {"user": [[1.0]] * len(IDS)}
+    requests = (
+        prediction_request(("user",), bags),
+        prediction_request(("user",), bags, weights),
+        prediction_request(("user",), bags, dtype="<i4"),
+    )
+    return [one.SerializeToString() for one in requests]
 
 
 def heads() -> list[bytes]:
@@ -112,6 +157,7 @@ def kinds(rows: np.ndarray) -> list[Kind]:
     """All kinds; ``rows`` are what the server's table holds."""
     values = rows[list(IDS)]
     as_json = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
+    flat_json = orjson.dumps(values.reshape(-1), option=orjson.OPT_SERIALIZE_NUMPY)
     as_bytes = values.astype("<f4").tobytes()
     return [
         Kind("HTTP/1.1 requests", False, heads(), bytes, as_json),
@@ -119,4 +165,8 @@ def kinds(rows: np.ndarray) -> list[Kind]:
         Kind("protobuf bodies", False, messages(), post_protobuf, as_bytes),
         Kind("HTTP/2 connections", True, connections(), bytes, as_bytes),
         Kind("gRPC messages", True, messages(), grpc_call, as_bytes),
+        Kind("infer JSON", False, [infer().json_body()], post_infer, flat_json),
+        Kind("infer binary", False, [infer().binary_body()[0]], post_binary, as_bytes),
+        Kind("infer messages", True, infer_messages(), call_infer, as_bytes),
+        Kind("predictor messages", True, predictions(), call_predict, as_bytes),
     ]

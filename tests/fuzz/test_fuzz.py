@@ -52,5 +52,5 @@ def test_what_is_expected_is_of_the_ids() -> None:
     rows = table()
     expected = {kind.expected for kind in kinds(rows)}
     assert rows[list(IDS)].astype("<f4").tobytes() in expected
-    assert len(expected) == 2
+    assert len(expected) == 3
     assert not np.array_equal(rows[IDS[0]], rows[IDS[1]])

@@ -155,8 +155,9 @@ GRPC = ((b"content-type", b"application/grpc"), (b"te", b"trailers"))
 
 
 def grpc_head(method: bytes, *more: Header) -> bytes:
-    """The header block of a call; ``method`` is such as b"Embed"."""
-    return head(b"POST", b"/embedserve.v1.EmbeddingService/" + method, *GRPC, *more)
+    """The header block of a call; ``method`` is such as b"Embed", or a whole path."""
+    path = method if method[:1] == b"/" else b"/embedserve.v1.EmbeddingService/" + method
+    return head(b"POST", path, *GRPC, *more)
 
 
 def message(payload: bytes, is_compressed: bool = False) -> bytes:

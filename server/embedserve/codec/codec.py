@@ -90,7 +90,7 @@ INFER = Codec(
     body_answers.encode_pieces,
     body_answers.encode_now,
     lambda body: "",
-    lambda body: (0, 0),
+    bodies.sizes_of,
     encode_error=body_answers.encode_error,
     head_bytes=body_answers.head_bytes,
 )
@@ -110,6 +110,7 @@ def infer_binary(json_bytes: int) -> Codec:
         limit="body_bytes_max",
         decode=partial(bodies.decode_request, json_bytes=json_bytes),
         decode_now=partial(bodies.decode_now, json_bytes=json_bytes),
+        sizes_of=partial(bodies.sizes_of, json_bytes=json_bytes),
     )
 
 
@@ -121,7 +122,7 @@ INFER_MESSAGE = Codec(
     message_answers.encode_pieces,
     message_answers.encode_now,
     messages.model_of,
-    lambda body: (0, 0),
+    messages.sizes_of,
 )
 """ModelInferRequest and ModelInferResponse."""
 INFER_STREAMED = replace(

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from server.open_inference import LENGTH_HEADER, Asked, Input, jagged
 from server.strategies import bags_of_ids, weights_or_none
 
 from embedserve.codec import json_codec, protobuf_codec
+from embedserve.codec.open_inference import bodies, messages
 from embedserve.codec.protobuf_codec import NOW_FIELDS_MAX
 from embedserve_proto import embedding_pb2 as pb
 
@@ -31,9 +33,44 @@ def test_of_a_message_it_is_what_it_holds(ids: list[int], lengths: list[int], is
     assert protobuf_codec.sizes_of(message.SerializeToString()) == (len(lengths), len(ids))
 
 
+@given(
+    bags=bags_of_ids(),
+    padded=st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), max_size=3),
+)
+def test_of_the_open_inference_protocol_it_is_what_shapes_say(
+    bags: dict[str, list[list[int]]], padded: list[list[int]]
+) -> None:
+    inputs = jagged(bags)
+    inputs += [Input("more", "INT64", padded)] if padded else []
+    asked = Asked(inputs)
+    flat = [bag for feature in (*bags.values(), padded) for bag in feature]
+    expected = len(flat), sum(map(len, flat))
+    assert bodies.sizes_of(asked.json_body()) == expected
+    body, headers = asked.binary_body()
+    assert bodies.sizes_of(body, int(headers[LENGTH_HEADER])) == expected
+    for is_raw in (True, False):
+        message = asked.message("shop", is_raw=is_raw).SerializeToString()
+        assert messages.sizes_of(message) == expected
+
+
+@pytest.mark.parametrize("size", [-1, 2**62])
+def test_shapes_that_say_too_much_are_no_more_than_the_body(size: int) -> None:
+    asked = Asked([Input("f.ids", "INT64", [1], [size])])
+    for sizes_of, body in (
+        (bodies.sizes_of, asked.json_body()),
+        (messages.sizes_of, asked.message("shop", is_raw=True).SerializeToString()),
+    ):
+        assert sizes_of(body) == (0, len(body) if size > 0 else 0)
+
+
 @given(st.binary(max_size=200))
 def test_of_garbage_it_is_nothing_that_breaks(body: bytes) -> None:
-    for sizes_of in (protobuf_codec.sizes_of, json_codec.sizes_of):
+    for sizes_of in (
+        protobuf_codec.sizes_of,
+        json_codec.sizes_of,
+        bodies.sizes_of,
+        messages.sizes_of,
+    ):
         bags, ids = sizes_of(body)
         assert 0 <= bags <= len(body)
         assert 0 <= ids <= len(body)

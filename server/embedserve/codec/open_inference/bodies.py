@@ -24,6 +24,7 @@ from embedserve.codec.open_inference.tensors import (
     BYTES,
     DTYPES,
     Data,
+    count,
     lookup_request,
     wrong,
 )
@@ -71,7 +72,18 @@ class _Body(msgspec.Struct, gc=False):
     id: str = ""
 
 
+class _Sized(msgspec.Struct, gc=False):
+    name: str
+    shape: list[_Size]
+
+
+class _Sizes(msgspec.Struct, gc=False):
+    inputs: list[_Sized]
+
+
 _DECODER = msgspec.json.Decoder(_Body)
+_SIZES_DECODER = msgspec.json.Decoder(_Sizes)
+COUNTED_INPUTS_MAX = 4096
 _ARRAY_CODES = {"INT64": "q", "INT32": "i", "FP32": "d"}
 
 
@@ -99,6 +111,20 @@ def decode_request(
     request = _decode(body, model, limits, json_bytes, len(body))
     assert request is not None  # there is no more text than bytes
     return request
+
+
+def sizes_of(body: bytes, json_bytes: int | None = None) -> tuple[int, int]:
+    """(bags, ids) that the shapes of a request say; (0, 0) of what is none, or has over
+    COUNTED_INPUTS_MAX inputs. Values are passed over."""
+    head = body if json_bytes is None else body[:json_bytes]
+    if head.count(b"shape") > COUNTED_INPUTS_MAX:
+        return 0, 0
+    try:
+        inputs = _SIZES_DECODER.decode(head).inputs
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return 0, 0
+    bags, ids = count([(one.name, one.shape) for one in inputs])
+    return min(bags, len(body)), min(ids, len(body))
 
 
 def _decode(

@@ -25,6 +25,7 @@ from embedserve.codec.open_inference.tensors import (
     BYTES,
     DTYPES,
     Data,
+    count,
     lookup_request,
     wrong,
 )
@@ -62,6 +63,9 @@ VERSION_TAG = tag_of(number_of(_Request, "model_version"), LENGTH_DELIMITED)
 REQUEST_ID_TAG = tag_of(number_of(_Request, "id"), LENGTH_DELIMITED)
 OUTPUTS_TAG = tag_of(number_of(_Request, "outputs"), LENGTH_DELIMITED)
 RAW_TAG = tag_of(number_of(_Request, "raw_input_contents"), LENGTH_DELIMITED)
+NAME_TAG = tag_of(number_of(_InputMessage, "name"), LENGTH_DELIMITED)
+SHAPE_TAG = tag_of(number_of(_InputMessage, "shape"), LENGTH_DELIMITED)
+SHAPE_BYTES_MAX = 40
 CONTENTS_TAG = tag_of(number_of(_InputMessage, "contents"), LENGTH_DELIMITED)
 CONTENTS = {
     "INT64": "int64_contents",
@@ -168,6 +172,28 @@ def model_of(body: bytes) -> str:
         pass
     model, version = named[MODEL_TAG], named[VERSION_TAG]
     return f"{model}@{version}" if version else model
+
+
+def sizes_of(body: bytes) -> tuple[int, int]:
+    """(bags, ids) that the shapes of a ModelInferRequest say; (0, 0) of what is none, or has over
+    NOW_FIELDS_MAX fields."""
+    inputs = []
+    try:
+        taken, _ = take_out(body, {INPUTS_TAG: "inputs"}, NOW_FIELDS_MAX)
+        fields_left = NOW_FIELDS_MAX
+        for one in taken.get("inputs", ()):
+            name, sizes = "", b""
+            for tag, _, start, end in islice(fields(bytes(one)), fields_left):
+                fields_left -= 1
+                if tag == NAME_TAG:
+                    name = bytes(one[start:end]).decode(errors="replace")
+                elif tag == SHAPE_TAG and end - start <= SHAPE_BYTES_MAX:
+                    sizes = bytes(one[start:end])
+            inputs.append((name, read_varints(sizes).tolist()))
+    except (TooManyFieldsError, IndexError, ValueError):
+        return 0, 0
+    bags, ids = count(inputs)
+    return min(bags, len(body)), min(ids, len(body))
 
 
 def _parse(body: bytes) -> pb.ModelInferRequest:

@@ -364,3 +364,18 @@ def _wrong_lengths(features: Mapping[str, _Feature]) -> InvalidRequestError:
         if total != one.ids.shape[0]:
             return wrong(one.lengths, f"adds up to {total}, but {one.ids} has {one.ids.shape[0]}")
     raise AssertionError("lengths are wrong, but none of them")
+
+
+def count(inputs: Iterable[tuple[str, Sequence[int]]]) -> tuple[int, int]:
+    """(bags, ids) that inputs of these names and shapes have; whether they do is not known yet."""
+    bags = ids = 0
+    for name, shape in inputs:
+        elements = prod(shape[:2]) if min(shape[:2], default=-1) >= 0 else 0
+        if name.endswith(".lengths"):
+            bags += elements
+        elif name.endswith(".ids"):
+            ids += elements
+        elif len(shape) == 2 and not name.endswith(".weights"):
+            bags += shape[0]
+            ids += elements
+    return bags, ids
