@@ -13,6 +13,7 @@ import pytest
 from hostile import frames as f
 from hostile.conftest import MakePeer, Victim, victim_and_neighbour
 from hostile.victim import ROWS
+from server.open_inference import Asked, jagged
 
 from embedserve.config import DEFAULT_LIMITS
 from embedserve_proto import embedding_pb2 as pb
@@ -26,18 +27,20 @@ victim, neighbour = victim_and_neighbour("defaults")
 
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
-RESOURCE_EXHAUSTED = 8
+INVALID_ARGUMENT, RESOURCE_EXHAUSTED = 3, 8
 VALUES = 130_000
 """Nearly as many as one request may have."""
 USER = b"\x12\x04user"
 """The key."""
 
 
-def post(victim: Victim, body: bytes, kind: str, **headers: str) -> tuple[int, dict[str, str]]:
+def post(
+    victim: Victim, body: bytes, kind: str, url: str = "/embed", **headers: str
+) -> tuple[int, dict[str, str]]:
     """(status, error) of one request."""
     client = http.client.HTTPConnection("127.0.0.1", victim.http_port, timeout=50)
     try:
-        client.request("POST", "/embed", body, {"Content-Type": kind, **headers})
+        client.request("POST", url, body, {"Content-Type": kind, **headers})
         answer = client.getresponse()
         content = answer.read()
         return answer.status, {} if answer.status == 200 else json.loads(content)["error"]
@@ -154,6 +157,25 @@ def test_unknown_keys_are_not_remembered(victim: Victim) -> None:
         body = pb.EmbedRequest(keys=keys, ids=[1], lengths=[1] * len(keys)).SerializeToString()
         assert len(body) > 3 * MIB
         assert post(victim, body, PROTOBUF)[0] == 400
+
+
+@pytest.mark.growth(96 << 10)
+def test_forms_that_are_always_others_are_not_remembered(
+    victim: Victim, grpc_peer: MakePeer
+) -> None:
+    """Requests of the Open Inference Protocol with other names and examples each time: what is
+    kept of their forms is bounded. The neighbour's own are answered meanwhile, as everywhere."""
+    peer = grpc_peer()
+    path = b"/inference.GRPCInferenceService/ModelInfer"
+    for at in range(300):
+        names = [f"{at}-{number}-{'x' * 30}" for number in range(40)]
+        asked = Asked(jagged({name: [[1]] * (at % 50 + 1) for name in names}))
+        body, headers = asked.binary_body()
+        url = "/v2/models/m/infer"
+        assert post(victim, body, "application/octet-stream", url=url, **headers)[0] == 400
+        stream = 2 * at + 1
+        peer.send(f.call(stream, asked.message("m", is_raw=True).SerializeToString(), path))
+        assert peer.answer(stream).grpc_status == INVALID_ARGUMENT
 
 
 def test_decoding_counts_for_the_deadline(victim: Victim) -> None:
