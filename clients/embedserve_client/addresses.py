@@ -1,25 +1,39 @@
 """Where a server is, in whatever form one writes it: the REST and the gRPC clients take the same.
 
 "127.0.0.1:8001", "http://127.0.0.1:8001" and "https://host" mean the same to either, port 80 or 443
-where none is given; a gRPC client takes gRPC's own targets, too ("dns:///host:8001", "unix:/path").
+where none is given, and so does "unix:/path", a Unix socket on the same host; a gRPC client takes
+gRPC's own targets, too ("dns:///host:8001").
 """
 
 import re
 from urllib.parse import SplitResult, urlsplit
 
 PORTS = {"http": 80, "https": 443}
+UNIX = re.compile(r"unix:(?://(?=/)|(?!//))(.+)", re.IGNORECASE)
+"""As gRPC writes it: "unix:path", "unix:/path" or "unix:///path"."""
+OF_UNIX = "http://localhost"
 GRPCS_OWN = re.compile(r"(dns|unix|unix-abstract|vsock|ipv4|ipv6|xds|passthrough):", re.IGNORECASE)
 
 
 def base_url_of(address: str) -> str:
     """For httpx: with "http://" where no scheme is given. ValueError for another scheme."""
-    url = address if "://" in address else f"http://{address}"
+    if unix_path_of(address) is not None:
+        return OF_UNIX
+    is_url = "://" in address or address.lower() == "unix:"
+    url = address if is_url else f"http://{address}"
     parts = _split("base_url", url, address)
     if parts.scheme not in PORTS:
         raise ValueError(
-            f"base_url: {address!r} does not start with http:// or https://, and is no HOST:PORT"
+            f"base_url: {address!r} does not start with http://, https:// or unix:, and is no "
+            "HOST:PORT"
         )
     return url
+
+
+def unix_path_of(address: str) -> str | None:
+    """Of the Unix socket that an address names; None where it names none."""
+    found = UNIX.fullmatch(address)
+    return found and found[1]
 
 
 def target_of(address: str) -> tuple[str, bool]:

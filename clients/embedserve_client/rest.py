@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 
 import httpx
 
-from embedserve_client.addresses import base_url_of
+from embedserve_client.addresses import base_url_of, unix_path_of
 from embedserve_client.batch import Features, Weights
 from embedserve_client.errors import EmbedServeClientError
 from embedserve_client.models import ModelInfo, ModelList
@@ -30,7 +30,8 @@ DEFAULT_CONNECTIONS_MAX = 64
 class EmbedClient:
     """Lookups over REST; safe to share between threads.
 
-    base_url: such as "http://127.0.0.1:8000", or "127.0.0.1:8000" for the same.
+    base_url: such as "http://127.0.0.1:8000", or "127.0.0.1:8000" for the same; "unix:/path" is a
+        server's Unix socket.
     timeout_s: of calls that give none; None waits for ever. The server gets it as a deadline;
         on this side it limits connecting, sending and every wait for data, each alone.
     retries: how often a call that found the server overloaded or unavailable is made again, after
@@ -56,9 +57,12 @@ class EmbedClient:
     ) -> None:
         self._calls = RestCalls(timeout_s)
         self._retries = check_retries(retries)
+        limits, path = _limits(connections_max), unix_path_of(base_url)
+        if path is not None and transport is None:
+            transport = httpx.HTTPTransport(uds=path, limits=limits)
         self._http = httpx.Client(
             base_url=base_url_of(base_url),
-            limits=_limits(connections_max),
+            limits=limits,
             transport=transport,
             headers=headers_of(token),
             verify=tls_context(ca, certificate),
@@ -143,9 +147,12 @@ class AsyncEmbedClient:
     ) -> None:
         self._calls = RestCalls(timeout_s)
         self._retries = check_retries(retries)
+        limits, path = _limits(connections_max), unix_path_of(base_url)
+        if path is not None and transport is None:
+            transport = httpx.AsyncHTTPTransport(uds=path, limits=limits)
         self._http = httpx.AsyncClient(
             base_url=base_url_of(base_url),
-            limits=_limits(connections_max),
+            limits=limits,
             transport=transport,
             headers=headers_of(token),
             verify=tls_context(ca, certificate),

@@ -37,7 +37,8 @@ class GrpcEmbedClient:
     """Lookups over gRPC; safe to share between threads.
 
     target: such as "127.0.0.1:8001", or "http://127.0.0.1:8001" for the same; with "https://" the
-        channel is encrypted, by the system's certificates unless there are credentials.
+        channel is encrypted, by the system's certificates unless there are credentials;
+        "unix:/path" is a server's Unix socket.
     timeout_s: of calls that give none; None waits for ever.
     retries: how often a call (not a stream) that found the server overloaded or unavailable is made
         again, after what the server asks to wait and a random pause, within its timeout.

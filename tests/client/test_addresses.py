@@ -6,7 +6,7 @@ import pytest
 from client.fake import FakeModel
 
 from embedserve_client import EmbedClient, GrpcEmbedClient
-from embedserve_client.addresses import base_url_of, target_of
+from embedserve_client.addresses import base_url_of, target_of, unix_path_of
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,7 @@ from embedserve_client.addresses import base_url_of, target_of
         ("HTTP://Host:8000", "HTTP://Host:8000", ("host:8000", False)),
         ("[::1]:8000", "http://[::1]:8000", ("[::1]:8000", False)),
         ("http://[::1]:8000", "http://[::1]:8000", ("[::1]:8000", False)),
+        ("unix:/run/embed", "http://localhost", ("unix:/run/embed", False)),
     ],
 )
 def test_an_address_is_taken_by_both(address: str, base_url: str, target: object) -> None:
@@ -36,7 +37,30 @@ def test_grpcs_own_targets_are_left_to_it(target: str) -> None:
     assert target_of(target) == (target, False)
 
 
-@pytest.mark.parametrize("address", ["ftp://host:8000", "http://", "http://host:port", "", ":8000"])
+@pytest.mark.parametrize(
+    ("address", "path"),
+    [
+        ("unix:/run/embed", "/run/embed"),
+        ("unix:///run/embed", "/run/embed"),
+        ("unix:run/embed", "run/embed"),
+        ("Unix:/run/a:b c", "/run/a:b c"),
+        ("unix://host/run", None),
+        ("unix:", None),
+        ("http://unix:80", None),
+        ("host:80", None),
+    ],
+)
+def test_a_unix_socket_is_told_by_its_path(address: str, path: str | None) -> None:
+    assert unix_path_of(address) == path
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("ftp://host:8000", "http://", "http://host:port", "", ":8000"),
+        *("unix:", "unix://host/run", "unix-abstract:embed"),
+    ],
+)
 def test_what_is_no_address_of_a_rest_server_is_named(address: str) -> None:
     with pytest.raises(ValueError, match="base_url: "):
         EmbedClient(address)
