@@ -7,6 +7,7 @@ which makes a flag, an EMBEDSERVE_* variable and a TOML key of it (cli.py).
 from __future__ import annotations
 
 import ipaddress
+import os
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -105,6 +106,15 @@ class ServeSettings:
         "127.0.0.1",
         "Address of the management port. On a loopback address it asks for no token and takes no "
         "TLS; any other needs --tokens.",
+    )
+    http_uds: str = setting(
+        "",
+        "Path of a Unix socket that takes, from callers on this host, what the HTTP port takes, "
+        "without TLS. Default: none.",
+    )
+    grpc_uds: str = setting("", "The same beside the gRPC port. Default: none.")
+    uds_mode: str = setting(
+        "600", "Octal mode of the files of both: who may write may connect, 660 for a group."
     )
     grpc_server: str = setting(
         "native",
@@ -217,6 +227,10 @@ class ServeSettings:
     limits: Limits = field(default_factory=Limits)
 
 
+UDS_PATH_BYTES_MAX = 107
+"""What the kernel has room for."""
+UDS_MODE_MAX = 0o777
+UDS_MODE_DIGITS_MAX = 4
 HANG_S_MIN = 2.0
 """Workers give a sign of life every half second."""
 OPENTELEMETRY = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
@@ -243,6 +257,7 @@ def check_settings(settings: ServeSettings) -> None:
         )
     _check_security(settings)
     _check_traces(settings)
+    _check_unix_sockets(settings)
     check_device(settings, settings.devices)
 
 
@@ -308,15 +323,45 @@ def _check_security(settings: ServeSettings) -> None:
             "only: give tls_cert and tls_key, too"
         )
     has_more = settings.tls_cert or settings.tokens or settings.management_port >= 0
+    has_more = has_more or settings.http_uds or settings.grpc_uds
     if settings.grpc_server == "grpcio" and has_more:
         raise ValueError(
             "grpc_server is 'grpcio', which is there to compare with and has neither TLS nor "
-            "tokens, and no management port: use native"
+            "tokens, no management port and no Unix sockets: use native"
         )
     if settings.management_port >= 0 and not settings.tokens and not is_loopback(settings):
         raise ValueError(
             f"management_host is {settings.management_host!r}, which others than this host reach: "
             "give tokens, too, or use 127.0.0.1"
+        )
+
+
+def uds_mode(settings: ServeSettings) -> int:
+    """Of the files of Unix sockets. ValueError for what is no mode."""
+    mode = settings.uds_mode
+    if not mode or len(mode) > UDS_MODE_DIGITS_MAX or mode.strip("01234567"):
+        raise ValueError(f"uds_mode is {mode!r}, expected octal digits such as 600")
+    if int(mode, 8) > UDS_MODE_MAX:
+        raise ValueError(f"uds_mode is {mode!r}, expected {UDS_MODE_MAX:o} at most")
+    return int(mode, 8)
+
+
+def _check_unix_sockets(settings: ServeSettings) -> None:
+    uds_mode(settings)
+    for name in ("http_uds", "grpc_uds"):
+        path = getattr(settings, name)
+        nbytes = len(os.fsencode(path))
+        if nbytes > UDS_PATH_BYTES_MAX:
+            raise ValueError(
+                f"{name} is {path!r}, {nbytes} bytes: the path of a Unix socket has at most "
+                f"{UDS_PATH_BYTES_MAX}"
+            )
+        if "\0" in path:
+            raise ValueError(f"{name} is {path!r}, which is no path")
+    if settings.http_uds and settings.http_uds == settings.grpc_uds:
+        raise ValueError(
+            f"http_uds and grpc_uds are both {settings.http_uds!r}: either takes all protocols, "
+            "give one of them"
         )
 
 

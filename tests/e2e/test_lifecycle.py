@@ -124,8 +124,15 @@ def test_a_server_that_loads_lives_and_is_not_ready(
 ) -> None:
     store = tmp_path / "store"
     store.mkdir()
-    with waiting(tmp_path / "log", store, "--model", "m", "--workers", workers) as server:
+    uds = tmp_path / "http.sock"
+    options = ("--model", "m", "--workers", workers, "--http-uds", uds)
+    with waiting(tmp_path / "log", store, *options) as server:
         assert status(server.http + "/health/ready") == 503
+        with (
+            EmbedClient(f"unix:{uds}") as client,
+            pytest.raises(Unavailable, match="the models are being loaded"),
+        ):
+            client.embed({"user": [[1]]}, model="m")
         assert status(server.http + "/models/m/embed", b'{"features": {"user": [[1]]}}') == 503
         with grpc.insecure_channel(server.grpc) as channel:
             health = HealthStub(channel).Check(HealthCheckRequest(), timeout=60)
@@ -139,12 +146,16 @@ def test_a_server_that_loads_lives_and_is_not_ready(
             shutil.copytree(published / "m", store / ".m")
             (store / ".m").rename(store / "m")
             until(lambda: status(server.http + "/health/ready") == 200)
-            with EmbedClient(server.http) as client:
-                values = client.embed({"user": [[1, 2]]}).values
-            np.testing.assert_allclose(values, (weight[1] + weight[2])[None].numpy(), rtol=1e-6)
+            for address in (server.http, f"unix:{uds}"):
+                with EmbedClient(address) as client:
+                    values = client.embed({"user": [[1, 2]]}).values
+                expected = (weight[1] + weight[2])[None].numpy()
+                np.testing.assert_allclose(values, expected, rtol=1e-6)
+            assert f"REST {server.http} and unix:{uds} (docs" in server.log.read_text()
         server.process.terminate()
         assert server.process.wait(timeout=60) == (0 if workers == 1 else 130)
         assert status(server.http + "/health/live") == 0
+        assert not uds.exists()
 
 
 def refused(*commands: tuple[object, ...]) -> list[str]:

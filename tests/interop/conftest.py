@@ -32,9 +32,20 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Serves until the last of these tests has ended."""
-    limits = ("--request-values-max", 1_000_000)  # JSON of megabytes
-    with running(store, tmp_path_factory.mktemp("server") / "log", *limits) as server:
+    log = tmp_path_factory.mktemp("server") / "log"
+    options = ("--request-values-max", 1_000_000)  # JSON of megabytes
+    with running(store, log, *options, "--http-uds", uds_of(log)) as server:
         yield server
+
+
+def uds_of(log: Path) -> Path:
+    return log.with_name("http.sock")
+
+
+@pytest.fixture(scope="session")
+def uds(server: Running) -> Path:
+    """Its Unix socket."""
+    return uds_of(server.log)
 
 
 @pytest.fixture(scope="session")

@@ -77,6 +77,15 @@ def test_embed(curl: Curl, path: str) -> None:
     assert_answers([answer.body], [asked])
 
 
+@pytest.mark.parametrize("asked", [lookup(1), large_answer(), large_request()])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_unix_socket(uds: Path, version: str, asked: Lookup) -> None:
+    curl = Curl(version, "http://localhost")
+    answer = curl.post("/embed", asked.body, PROTOBUF, "--unix-socket", str(uds))
+    assert answer.status == 200
+    assert_answers([answer.body], [asked])
+
+
 @pytest.mark.parametrize("asked", [large_answer(), large_request()], ids=["answer", "request"])
 def test_bodies_of_megabytes(curl: Curl, asked: Lookup) -> None:
     answer = curl.post("/embed", asked.body, PROTOBUF)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -100,14 +100,19 @@ async def serving(
     grpc_server: str = "native",
     management_host: str = "",
     labels: str = "",
+    unix: Sequence[str] = (),
+    tls: tuple[str, str] = ("", ""),
 ) -> AsyncIterator[Live]:
-    """Serves what ``exchange`` answers until the block ends, then drains."""
+    """Serves what ``exchange`` answers until the block ends, then drains; ``unix`` are paths of
+    sockets, ``tls`` those of a certificate and its key."""
     settings = ServeSettings(store="", drain_s=drain_s, grpc_server=grpc_server, labels=labels)
+    settings = replace(settings, tls_cert=tls[0], tls_key=tls[1])
     management = None
     if management_host:
         management = ("127.0.0.1", 0)
         settings = replace(settings, management_port=0, management_host=management_host)
-    ports = claim_ports("127.0.0.1", 0, 0, management)
+    sockets = [(path, 0o600, "Unix") for path in unix]
+    ports = claim_ports("127.0.0.1", 0, 0, management, sockets)
     ready, stop = asyncio.Event(), asyncio.Event()
     running = asyncio.create_task(serve_until(stop, exchange, settings, ports, ready.set))
     await asyncio.wait_for(ready.wait(), 10)

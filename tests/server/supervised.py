@@ -2,6 +2,7 @@
 
 Its arguments are WORKERS DRAIN_S LOOKUP_S HANG_S FILE. Prints its ports when ready; a worker that
 starts says so, and one that gets SIGUSR1 hangs. While FILE exists workers fail, with what it says.
+It listens on a Unix socket beside that, FILE.sock, too.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
     logging.basicConfig(level=logging.INFO)
     faulthandler.enable()
     settings = ServeSettings(store="", drain_s=drain_s, workers=workers)
-    ports = claim_ports("127.0.0.1", 0, 0).share()
+    unix = [(f"{failure}.sock", 0o600, "HTTP")]
+    ports = claim_ports("127.0.0.1", 0, 0, unix=unix).share()
     slots = Slots(workers, cells_per_worker(1, COLUMNS_MIN))
 
     def run_worker(index: int, channel: socket.socket) -> int:
@@ -67,9 +69,18 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
         return 0
 
     try:
-        Supervisor(run_worker, slots, drain_s, hang_s, lambda: "tables are cut off").run()
+        Supervisor(
+            run_worker,
+            slots,
+            drain_s,
+            hang_s,
+            lambda: "tables are cut off",
+            on_stop=ports.remove_files,
+        ).run()
     except WorkerFailedError as error:
         sys.exit(f"failed: {error}")
+    finally:
+        ports.close()
     heavy = [name for name in ("torch", "grpc", "uvloop") if name in sys.modules]
     print("imported:", *heavy, flush=True)
 

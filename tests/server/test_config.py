@@ -65,3 +65,25 @@ def test_traces_go_to_a_url(endpoint: str) -> None:
     check_settings(replace(PLAIN, otlp_endpoint="https://collector:4318/otlp", trace_share=1))
     with pytest.raises(ValueError, match="trace_share is 1, but traces go nowhere"):
         check_settings(replace(PLAIN, trace_share=1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (replace(PLAIN, http_uds="/" + "a" * 107), "http_uds is '/a.*', 108 bytes: .* at most 107"),
+        (replace(PLAIN, grpc_uds="\u00e4" * 54), "grpc_uds is '.*', 108 bytes: .* at most 107"),
+        (replace(PLAIN, http_uds="a\0b"), "http_uds is 'a.x00b', which is no path"),
+        (replace(PLAIN, http_uds="a", grpc_uds="a"), "http_uds and grpc_uds are both 'a'"),
+        (replace(PLAIN, uds_mode="rw"), "uds_mode is 'rw', expected octal digits such as 600"),
+        (replace(PLAIN, uds_mode="-600"), "uds_mode is '-600', expected octal digits"),
+        (replace(PLAIN, uds_mode="1777"), "uds_mode is '1777', expected 777 at most"),
+        (replace(PLAIN, grpc_uds="a", grpc_server="grpcio"), "grpc_server is 'grpcio', .* no Unix"),
+    ],
+)
+def test_unix_sockets_that_cannot_be(settings: ServeSettings, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}"):
+        check_settings(settings)
+
+
+def test_unix_sockets_that_can_be() -> None:
+    check_settings(replace(PLAIN, http_uds="/" + "a" * 106, grpc_uds="b", uds_mode="0660"))

@@ -36,11 +36,15 @@ def say_ready_to_serve(
         scheme = "https" if settings.tls_cert and not is_loopback(settings) else "http"
         pages = f"{scheme}://{bracketed(settings.management_host)}:{ports.management}"
     say(
-        f"ready after {seconds:.1f} s: {count}REST {base} (docs at {pages}/docs), "
-        f"gRPC {host}:{ports.grpc}"
+        f"ready after {seconds:.1f} s: {count}REST {base}{_and_unix(settings.http_uds)} "
+        f"(docs at {pages}/docs), gRPC {host}:{ports.grpc}{_and_unix(settings.grpc_uds)}"
     )
     say("try:")
     print(f"  {curl_line(base, models[0], curl_options(settings))}", flush=True)
+
+
+def _and_unix(path: str) -> str:
+    return f" and unix:{path}" if path else ""
 
 
 def curl_options(settings: ServeSettings) -> str:

@@ -2,13 +2,17 @@
 
 A claimed port listens: of two servers that start together the second is refused. Ports that
 workers share are claimed as well, then held without listening: each worker listens for itself once
-it is warm.
+it is warm. Unix sockets cannot be bound twice: workers listen on the same ones, where callers wait
+until one of them takes connections.
 """
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+
+from embedserve.processes.socket_files import SocketFile, listen_at
 
 BACKLOG = 4096
 
@@ -27,9 +31,12 @@ class Ports:
     management_socket: socket.socket | None = None
     are_shared: bool = False
     """Whether other processes of this server listen on them, too."""
+    unix: tuple[SocketFile, ...] = ()
+    """Sockets that take what both ports take, from callers on this host."""
 
     @property
     def sockets(self) -> list[socket.socket]:
+        """Of the ports."""
         found = [self.http_socket, self.grpc_socket, self.management_socket]
         return [one for one in found if one is not None]
 
@@ -38,16 +45,20 @@ class Ports:
         self.grpc_socket.close()
         return f"{bracketed(self.host)}:{self.grpc}"
 
+    def remove_files(self) -> None:
+        """No caller finds Unix sockets from now on; only in the process that claimed them."""
+        for one in self.unix:
+            one.remove()
+
     def close(self) -> None:
-        for sock in self.sockets:
-            sock.close()
+        _close(self.sockets, self.unix)
 
     def share(self) -> SharedPorts:
         """The same ports, held for workers; connections are refused from now on until one of
         them listens."""
         held = tuple(map(_hold, self.sockets))
-        self.close()
-        return SharedPorts(self.host, self.http, self.grpc, self.management, held)
+        _close(self.sockets, ())
+        return SharedPorts(self.host, self.http, self.grpc, self.management, held, self.unix)
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ class SharedPorts:
     grpc: int
     management: int
     held: tuple[socket.socket, ...]
+    unix: tuple[SocketFile, ...] = ()
 
     def bind(self) -> Ports:
         """The same ports with sockets of this worker's own, which it makes listen.
@@ -72,17 +84,27 @@ class SharedPorts:
         """
         http, grpc, *more = map(_bind_shared, self.held)
         management = more[0] if more else None
-        return Ports(self.host, self.http, self.grpc, http, grpc, self.management, management, True)
+        numbers = (self.http, self.grpc)
+        return Ports(self.host, *numbers, http, grpc, self.management, management, True, self.unix)
+
+    def remove_files(self) -> None:
+        """As that of Ports."""
+        for one in self.unix:
+            one.remove()
 
     def close(self) -> None:
-        for sock in self.held:
-            sock.close()
+        _close(self.held, self.unix)
 
 
 def claim_ports(
-    host: str, http_port: int, grpc_port: int, management: tuple[str, int] | None = None
+    host: str,
+    http_port: int,
+    grpc_port: int,
+    management: tuple[str, int] | None = None,
+    unix: Sequence[tuple[str, int, str]] = (),
 ) -> Ports:
-    """Listens on both ports, and on that of ``management``, a host and a port.
+    """Listens on both ports, on that of ``management``, a host and a port, and at each path of
+    ``unix``, with the mode of its file and what it is called in errors.
 
     Raises:
         OSError: one of them is in use, or the address is not this host's; names it.
@@ -90,16 +112,25 @@ def claim_ports(
     wanted = [(host, http_port, "HTTP"), (host, grpc_port, "gRPC")]
     wanted += [] if management is None else [(*management, "management")]
     sockets: list[socket.socket] = []
+    files: list[SocketFile] = []
     try:
         for one in wanted:
             sockets.append(_listen(*one))  # noqa: PERF401  those before are closed
+        for path, mode, protocol in unix:
+            files.append(listen_at(path, mode, protocol))
     except OSError:
-        for sock in sockets:
-            sock.close()
+        _close(sockets, files)
         raise
     http, grpc, *more = sockets
-    ports = Ports(host, _port(http), _port(grpc), http, grpc)
+    ports = Ports(host, _port(http), _port(grpc), http, grpc, unix=tuple(files))
     return replace(ports, management=_port(*more), management_socket=more[0]) if more else ports
+
+
+def _close(sockets: Iterable[socket.socket], files: Iterable[SocketFile]) -> None:
+    for sock in sockets:
+        sock.close()
+    for file in files:
+        file.close()
 
 
 def _port(sock: socket.socket) -> int:

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from embedserve.config import ServeSettings, check_settings
+from embedserve.config import ServeSettings, check_settings, uds_mode
 from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import columns_most
 from embedserve.metrics.slots import Slot, Slots
@@ -87,7 +87,9 @@ def _check_files(settings: ServeSettings) -> None:
 def _claimed(settings: ServeSettings) -> Ports:
     management = (settings.management_host, settings.management_port)
     asked = management if settings.management_port >= 0 else None
-    return claim_ports(settings.host, settings.http_port, settings.grpc_port, asked)
+    paths = [(settings.http_uds, "HTTP"), (settings.grpc_uds, "gRPC")]
+    unix = [(path, uds_mode(settings), protocol) for path, protocol in paths if path]
+    return claim_ports(settings.host, settings.http_port, settings.grpc_port, asked, unix)
 
 
 def _serve_alone(settings: ServeSettings, start_s: float) -> None:
@@ -197,7 +199,14 @@ def _serve_workers(settings: ServeSettings, start_s: float) -> None:
         together = Together(numbers, adopt)
         hang_s = settings.worker_hang_s
         supervisor = Supervisor(
-            run_worker, slots, settings.drain_s, hang_s, find_damage, together, end_front
+            run_worker,
+            slots,
+            settings.drain_s,
+            hang_s,
+            find_damage,
+            together,
+            on_ready=end_front,
+            on_stop=ports.remove_files,
         )
         supervisor.run()
 

@@ -193,7 +193,8 @@ async def serve_until(
         await grpcio_server.start()
         await wires[0].listen([ports.http_socket])
     else:
-        await wires[0].listen([ports.http_socket, ports.grpc_socket])
+        unix = [one.sock for one in ports.unix]
+        await wires[0].listen([ports.http_socket, ports.grpc_socket, *unix])
     if ports.management_socket is not None:
         await wires[1].listen([ports.management_socket])
     traces = exchange.observer.traces
@@ -212,6 +213,7 @@ async def serve_until(
         task.cancel()
     logger.info("draining: answering what was accepted, for at most %g s", settings.drain_s)
     exchange.models.not_ready = DRAINING
+    ports.remove_files()
     drains = [wire.drain(settings.drain_s) for wire in wires]
     if grpcio_server is not None:
         drains.append(grpcio_server.drain(settings.drain_s))

@@ -87,6 +87,7 @@ class Supervisor:
         find_damage: Callable[[], str] = str,
         together: Together | None = None,
         on_ready: Callable[[], None] = lambda: None,
+        on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -95,8 +96,10 @@ class Supervisor:
                 there is no file.
             together: decides when workers move to other versions.
             on_ready: told when a worker is ready.
+            on_stop: called before the workers are told to end.
         """
         self._on_ready = on_ready
+        self._on_stop = on_stop
         self._together = together
         if together is not None:
             together.send, together.end = self._send_to, self._end
@@ -319,6 +322,7 @@ class Supervisor:
     def _drain(self) -> None:
         """Stops all workers, which answer what they accepted; kills those that do not end."""
         self._is_stopping = True
+        self._on_stop()
         self._signal_all(signal.SIGTERM)
         kill_at_s = time.monotonic() + self._drain_s + KILL_AFTER_S
         is_killed = False

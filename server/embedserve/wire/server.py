@@ -11,7 +11,8 @@ import os
 import random
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from embedserve.wire.http2.uploads import Uploads
 from embedserve.wire.router import Router
 from embedserve.wire.tls.certificates import Certificates
 from embedserve.wire.tls.handshake import Handshake, Handshakes
+from embedserve.wire.unix_listener import UnixListener
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +79,7 @@ class WireServer:
         self._grown_bytes = 0  # since the connections were looked at
         self._log = QuietLog(logger)
         self._connections: dict[Connection, float] = {}  # and when they are to retire
-        self._listening: list[tuple[asyncio.Server, socket.socket]] = []
+        self._listening: list[tuple[asyncio.Server | UnixListener, socket.socket]] = []
         self._checking: asyncio.TimerHandle | None = None
         self._is_empty = asyncio.Event()
         self._is_draining = False
@@ -97,10 +99,17 @@ class WireServer:
         self._uvicorn_config.load()
 
     async def listen(self, sockets: Sequence[socket.socket]) -> None:
-        """Takes connections of all ``sockets``, which are bound; each of any protocol."""
+        """Takes connections of all ``sockets``, which are bound; each of any protocol. Unix sockets
+        listen already, and have no TLS."""
         loop = asyncio.get_running_loop()
         for sock in sockets:
-            server = await loop.create_server(self._new_connection, sock=sock, backlog=BACKLOG)
+            server: asyncio.Server | UnixListener
+            make = self._maker_for(sock)
+            if sock.family == socket.AF_UNIX:
+                server = UnixListener(sock, make)
+                server.start()
+            else:
+                server = await loop.create_server(make, sock=sock, backlog=BACKLOG)
             self._listening.append((server, sock))
         self._check()
 
@@ -129,8 +138,9 @@ class WireServer:
             self._checking.cancel()
 
     async def _accept_waiting(self, listening: socket.socket) -> None:
-        """Takes the connections that the kernel has taken: their clients may have sent requests."""
-        while True:
+        """Takes the connections that the kernel has taken: their clients may have sent requests.
+        No more than wait at once: to a socket that workers share they go on to come."""
+        for _ in range(BACKLOG):
             try:
                 sock, _ = listening.accept()
             except BlockingIOError:
@@ -141,12 +151,16 @@ class WireServer:
                 logger.warning("connections that wait are refused: %s", error)
                 return
             loop = asyncio.get_running_loop()
-            await loop.connect_accepted_socket(self._new_connection, sock)
+            await loop.connect_accepted_socket(self._maker_for(listening), sock)
 
-    def _new_connection(self) -> asyncio.Protocol:
-        if self._certificates is None:
-            return NewConnection(self)
-        context = self._certificates.context
+    def _maker_for(self, listening: socket.socket) -> Callable[[], asyncio.Protocol]:
+        """What makes the connections that come to it."""
+        if self._certificates is None or listening.family == socket.AF_UNIX:
+            return partial(NewConnection, self)
+        return partial(self._new_handshake, self._certificates)
+
+    def _new_handshake(self, certificates: Certificates) -> asyncio.Protocol:
+        context = certificates.context
         return Handshake(self, self._handshakes, context, lambda: NewConnection(self))
 
     def http1(self) -> Http1Connection:

@@ -38,9 +38,14 @@ class Supervised:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         return [int(pid) for pid in children.split()]
 
-    async def post(self) -> int:
+    @property
+    def socket_file(self) -> Path:
+        return Path(f"{self.failure}.sock")
+
+    async def post(self, uds: str | None = None) -> int:
         """The status of one embed request, over a connection of its own."""
-        async with httpx.AsyncClient(timeout=WAIT_S_MAX, verify=False) as client:
+        transport = httpx.AsyncHTTPTransport(uds=uds, verify=False)
+        async with httpx.AsyncClient(timeout=WAIT_S_MAX, transport=transport) as client:
             return (await client.post(f"{self.url}/embed", content=BODY)).status_code
 
     async def metric(self, name: str) -> float:
@@ -123,10 +128,28 @@ async def test_all_workers_serve_and_stop_on_sigterm(tmp_path: Path) -> None:
     assert output.count("draining") == 3
 
 
+async def test_workers_share_a_unix_socket_and_one_that_ends_is_missed_by_nobody(
+    tmp_path: Path,
+) -> None:
+    async with supervised(tmp_path) as server:
+        uds = str(server.socket_file)
+        assert await asyncio.gather(*(server.post(uds) for _ in range(20))) == [200] * 20
+        os.kill(server.worker_pids()[0], signal.SIGSTOP)  # others take what it does not
+        assert await asyncio.gather(*(server.post(uds) for _ in range(20))) == [200] * 20
+        os.kill(server.worker_pids()[0], signal.SIGKILL)
+        assert await asyncio.gather(*(server.post(uds) for _ in range(20))) == [200] * 20
+        assert server.socket_file.exists()
+        server.process.terminate()
+        status, output = await server.ended()
+    assert (status, "Traceback" in output) == (0, False)
+    assert not server.socket_file.exists()
+
+
 async def test_what_was_accepted_is_answered_on_ctrl_c(tmp_path: Path) -> None:
     """A terminal sends SIGINT to the supervisor and to every worker."""
     async with supervised(tmp_path, lookup_s=1.5) as server:
-        posts = [asyncio.create_task(server.post()) for _ in range(10)]
+        ways = (None, str(server.socket_file))
+        posts = [asyncio.create_task(server.post(way)) for way in ways for _ in range(5)]
         queued, taken = "embedserve_queue_requests", "embedserve_queue_wait_seconds_count"
         async with asyncio.timeout(WAIT_S_MAX):
             while await server.metric(queued) + await server.metric(taken) < len(posts):  # noqa: ASYNC110

@@ -1,0 +1,134 @@
+"""Unix sockets that a server listens on, by their files: made, told from stale ones, and removed.
+
+A file is replaced only where it is a socket that nobody listens on, as a server that was killed
+leaves it behind. Its folder is locked meanwhile, so that of two servers that start together one
+has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+BACKLOG = 4096
+LOCK_S_MAX = 1.0
+"""How long others, who make and remove such files in a moment, may keep the folder locked."""
+LOCK_POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class SocketFile:
+    """A Unix socket that listens, and its file.
+
+    Attributes:
+        owner_pid: the process that made it, which alone removes the file; those that it forks
+            listen on the same socket.
+    """
+
+    path: str
+    sock: socket.socket
+    device: int
+    inode: int
+    owner_pid: int
+
+    def remove(self) -> None:
+        """Nobody finds the way here from now on; who has connected is accepted all the same. Of
+        the file of another, as that of the next server, nothing is touched."""
+        if os.getpid() != self.owner_pid:
+            return
+        with contextlib.suppress(OSError), _locked(_folder_of(self.path)):
+            found = os.lstat(self.path)
+            if (found.st_dev, found.st_ino) == (self.device, self.inode):
+                os.unlink(self.path)
+
+    def close(self) -> None:
+        self.remove()  # while the socket is open: its inode is nobody else's
+        self.sock.close()
+
+
+def listen_at(path: str, mode: int, protocol: str) -> SocketFile:
+    """Listens at ``path``, a file that then has ``mode``; errors name it by its ``protocol``.
+
+    Raises:
+        OSError: a server listens there, the file is no socket, or the folder is missing or not
+            ours to write to.
+    """
+    try:
+        with _locked(_folder_of(path)):
+            _clear(path)
+            return _bind(path, mode)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(f"cannot listen on unix:{path} ({protocol}): {reason}") from error
+
+
+def _bind(path: str, mode: int) -> SocketFile:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        os.fchmod(sock.fileno(), mode)  # before there is a file: it never lets in more
+        sock.bind(path)
+        os.chmod(path, mode)  # what the umask took of it
+        sock.listen(BACKLOG)
+        found = os.lstat(path)
+    except OSError:
+        sock.close()
+        raise
+    return SocketFile(path, sock, found.st_dev, found.st_ino, os.getpid())
+
+
+def _clear(path: str) -> None:
+    """Removes a socket that nobody listens on; raises OSError for whatever else is there."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise OSError("a file is there that is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EPROTOTYPE):  # which tell that it is used
+                raise
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def _folder_of(path: str) -> str:
+    return os.path.dirname(path) or "."
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Within, no other server makes or removes sockets in ``folder``."""
+    try:
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise OSError(f"there is no folder {folder}") from error
+    try:
+        end_s = time.monotonic() + LOCK_S_MAX
+        while not _is_locked(held):
+            if time.monotonic() > end_s:
+                raise OSError(f"another process keeps the folder {folder} locked")
+            time.sleep(LOCK_POLL_S)
+        yield
+    finally:
+        os.close(held)
+
+
+def _is_locked(folder: int) -> bool:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
