@@ -21,7 +21,7 @@ from embedserve.metrics.caller_metrics import CALLERS_MAX, OTHERS
 from embedserve.metrics.histogram import COUNT_BUCKETS, LOOKUP_SECONDS_BUCKETS, SECONDS_BUCKETS
 from embedserve.metrics.metrics import OUTCOMES, PROTOCOLS, Metrics
 from embedserve.metrics.tls import HANDSHAKE_OUTCOMES
-from embedserve.processes.memory import memory_bytes_max, memory_parts
+from embedserve.processes.memory import CONNECTION_TLS_BYTES, memory_bytes_max, memory_parts
 from embedserve.terminal.sizes import human_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,7 +71,11 @@ def settings_page() -> str:
     parts.append(MEMORY_HEAD)
     rows = [(human_bytes(size), what) for what, size in memory_parts(DEFAULT_LIMITS).items()]
     total = human_bytes(memory_bytes_max(DEFAULT_LIMITS))
-    parts.append(_table(("at most", ""), [*rows, (f"**{total}**", "in all, for one model")]))
+    rows.append((f"**{total}**", "in all, for one model"))
+    over_tls = human_bytes(memory_bytes_max(DEFAULT_LIMITS, has_tls=True))
+    each = human_bytes(CONNECTION_TLS_BYTES)
+    rows.append((f"**{over_tls}**", f"in all, where connections are over TLS: {each} more each"))
+    parts.append(_table(("at most", ""), rows))
     return _joined(parts)
 
 

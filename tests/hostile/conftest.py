@@ -7,17 +7,19 @@ and soon, and the server keeps neither the memory nor the sockets.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import pytest
+from certificates import Authority
 from hostile.neighbour import Neighbour, anonymous_kib, open_sockets
 from hostile.peer import GREETING, Peer
 from hostile.victim import table
@@ -36,12 +38,17 @@ FORGET_S_MAX = 15.0
 
 @dataclass(frozen=True)
 class Victim:
-    """The server's ports and process."""
+    """The server's ports and process.
+
+    Attributes:
+        root: over TLS, the file of who signed its certificate.
+    """
 
     http_port: int
     grpc_port: int
     pid: int
     log: Path
+    root: str = ""
 
 
 @pytest.fixture(scope="session")
@@ -78,18 +85,27 @@ def running_victim(log: Path, *arguments: str) -> Iterator[Victim]:
             process.kill()
 
 
-def victim_and_neighbour(*limits: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def victim_and_neighbour(
+    *limits: str, has_tls: bool = False
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Fixtures of those names: a server with such limits, which a module that assigns them has for
     itself, and its neighbour."""
 
     @pytest.fixture(scope="session")
     def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
-        with running_victim(tmp_path_factory.mktemp("hostile") / "log", *limits) as victim:
-            yield victim
+        folder, arguments, root = tmp_path_factory.mktemp("hostile"), list(limits), ""
+        if has_tls:
+            authority = Authority()
+            root = str(folder / "root.pem")
+            Path(root).write_bytes(authority.root)
+            arguments += map(str, authority.sign("server").write(folder, "server"))
+        with running_victim(folder / "log", *arguments) as victim:
+            yield replace(victim, root=root)
 
     @pytest.fixture(scope="session")
     def neighbour(victim: Victim, rows: np.ndarray) -> Iterator[Neighbour]:
-        with Neighbour(victim.http_port, victim.grpc_port, victim.pid, rows) as neighbour:
+        ports = victim.http_port, victim.grpc_port
+        with Neighbour(*ports, victim.pid, rows, victim.root) as neighbour:
             yield neighbour
 
     return victim, neighbour
@@ -112,7 +128,7 @@ class Bounds:
     """
 
     def __init__(self, victim: Victim, neighbour: Neighbour, growth_kib_max: int) -> None:
-        self.peers: list[Peer] = []
+        self.peers: list[Peer | socket.socket] = []
         self._victim = victim
         self._neighbour = neighbour
         self._growth_kib_max = growth_kib_max
@@ -203,8 +219,9 @@ def peers_of(port: int, bounds: Bounds) -> MakePeer:
         acknowledges: bool = True,
         receive_buffer: int | None = None,
     ) -> Peer:
-        bounds.peers.append(Peer(port, greeting, acknowledges, receive_buffer))
-        return bounds.peers[-1]
+        peer = Peer(port, greeting, acknowledges, receive_buffer)
+        bounds.peers.append(peer)
+        return peer
 
     return connect
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import multiprocessing
+import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -76,10 +77,13 @@ class Seen:
 class Neighbour:
     """Runs as a context; a failure is kept and told, and ends nothing."""
 
-    def __init__(self, http_port: int, grpc_port: int, pid: int, rows: np.ndarray) -> None:
+    def __init__(
+        self, http_port: int, grpc_port: int, pid: int, rows: np.ndarray, root: str = ""
+    ) -> None:
+        """``root``: the file of whose certificates it trusts, over TLS."""
         context = multiprocessing.get_context("spawn")
         self._channel, self._theirs = context.Pipe()
-        arguments = (http_port, grpc_port, pid, rows, self._theirs)
+        arguments = (http_port, grpc_port, pid, rows, root, self._theirs)
         self._process = context.Process(target=_run, args=arguments)
 
     def __enter__(self) -> Self:
@@ -108,11 +112,17 @@ class Neighbour:
 
 
 def _run(
-    http_port: int, grpc_port: int, pid: int, rows: np.ndarray, channel: Connection[Seen, str]
+    http_port: int,
+    grpc_port: int,
+    pid: int,
+    rows: np.ndarray,
+    root: str,
+    channel: Connection[Seen, str],
 ) -> None:
     """Until the channel ends. What is asked is answered after a round that began later."""
     seen, asked, pause_s = Seen(), "", REST_S
-    for health_s, embed_s, failure in _rounds(http_port, grpc_port, rows):
+    tls = ssl.create_default_context(cafile=root) if root else None
+    for health_s, embed_s, failure in _rounds(http_port, grpc_port, rows, tls):
         seen.rounds += 1
         seen.health_s_max = max(seen.health_s_max, health_s)
         seen.embed_s_max = max(seen.embed_s_max, embed_s)
@@ -136,13 +146,18 @@ Round = tuple[float, float, str]
 """Seconds until health was answered, and until an embed was; what was wrong, or ""."""
 
 
-def _rounds(http_port: int, grpc_port: int, rows: np.ndarray) -> Iterator[Round]:
+def _rounds(
+    http_port: int, grpc_port: int, rows: np.ndarray, tls: ssl.SSLContext | None
+) -> Iterator[Round]:
     """One after the other."""
     number = 0
     while True:
-        health = http.client.HTTPConnection("127.0.0.1", http_port, timeout=20)
+        if tls is None:
+            health = http.client.HTTPConnection("127.0.0.1", http_port, timeout=20)
+        else:
+            health = http.client.HTTPSConnection("127.0.0.1", http_port, timeout=20, context=tls)
         try:
-            with closing(health), closing(Peer(grpc_port)) as peer:
+            with closing(health), closing(Peer(grpc_port, tls=tls)) as peer:
                 for stream in range(1, 2 * REFRESH_STREAMS, 2):
                     yield _round(health, peer, stream, number, rows)
                     number += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import select
 import socket
+import ssl
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -66,12 +67,16 @@ class Peer:
         greeting: bytes = GREETING,
         acknowledges: bool = True,
         receive_buffer: int | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.sock = socket.socket()
         if receive_buffer is not None:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self.sock.connect(("127.0.0.1", port))
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls is not None:
+            self.sock.settimeout(WAIT_S_MAX)
+            self.sock = tls.wrap_socket(self.sock, server_hostname="localhost")
         self.sock.setblocking(False)
         self.answers: dict[int, Answer] = {}
         self.others: list[Frame] = []
@@ -183,7 +188,9 @@ class Peer:
     def _read(self) -> None:
         try:
             received = self.sock.recv(READ_BYTES)
-        except BlockingIOError:
+            while isinstance(self.sock, ssl.SSLSocket) and (left := self.sock.pending()):
+                received += self.sock.recv(left)
+        except (BlockingIOError, ssl.SSLWantReadError):
             return
         except ConnectionError:
             received = b""

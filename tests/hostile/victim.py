@@ -1,7 +1,8 @@
 """The process that the hostile tests attack: the whole server over a table in numpy, without torch.
 
 Prints its two ports when ready. Its limits are those that its argument names, if any: "defaults"
-of a server that is told none, "narrow" of one with little memory for connections.
+of a server that is told none, "narrow" of one with little memory for connections. Two arguments
+more are its certificate and key: both ports then take TLS.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class TableEngine(FakeEngine):
         return sums
 
 
-async def serve(limits: Limits) -> None:
+async def serve(limits: Limits, certificate: str = "", key: str = "") -> None:
     """Until SIGTERM; prints the ports once they take requests."""
-    settings = ServeSettings(store="", limits=limits)
+    settings = ServeSettings(store="", limits=limits, tls_cert=certificate, tls_key=key)
     ports = claim_ports("127.0.0.1", 0, 0)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -74,4 +75,4 @@ async def serve(limits: Limits) -> None:
 
 if __name__ == "__main__":
     named = {"": LIMITS, "defaults": DEFAULT_LIMITS, "narrow": NARROW}
-    uvloop.run(serve(named["".join(sys.argv[1:])]))
+    uvloop.run(serve(named["".join(sys.argv[1:2])], *sys.argv[2:]))

@@ -14,6 +14,9 @@ from embedserve.wire.server import LOOK_BYTES
 
 CONNECTION_BYTES = 16 << 10
 """Of a connection that holds nothing."""
+CONNECTION_TLS_BYTES = 64 << 10
+"""What one over TLS has more: 20 KiB as it begins, and the buffers that large requests and answers
+have made OpenSSL's grow to."""
 ID_BYTES = 8 + 4
 """An id and its weight."""
 STRING_BYTES = 88
@@ -29,7 +32,7 @@ READ_BYTES_PER_VALUE = 128
 """Of a value of JSON, or a string, as Python has it."""
 
 
-def memory_parts(limits: Limits) -> dict[str, int]:
+def memory_parts(limits: Limits, has_tls: bool = False) -> dict[str, int]:
     """Bytes by what takes them, beside the tables and what an idle server has."""
     values_max = limits.request_output_bytes_max // 4
     lone_ids = 2 * ID_BYTES * limits.request_ids_max  # as they came, and joined to a batch
@@ -48,12 +51,14 @@ def memory_parts(limits: Limits) -> dict[str, int]:
         "the queue of a model": 2 * (ID_BYTES + STRING_BYTES) * limits.queue_ids_max,
         "its batches": lone_ids + 2 * limits.request_output_bytes_max + batch,
     }
+    if has_tls:
+        parts["TLS of connections"] = CONNECTION_TLS_BYTES * limits.connections_max
     return parts | {"freed between what is in use": int(FREED_SHARE * sum(parts.values()))}
 
 
-def memory_bytes_max(limits: Limits) -> int:
+def memory_bytes_max(limits: Limits, has_tls: bool = False) -> int:
     """Their sum, for one model."""
-    return sum(memory_parts(limits).values())
+    return sum(memory_parts(limits, has_tls).values())
 
 
 @dataclass(frozen=True)
@@ -107,5 +112,5 @@ def server_memory(rows: Rows, settings: ServeSettings, hot: float = 1.0) -> Serv
         rows=versions * held,
         processes=settings.workers * PROCESS_BYTES,
         work=WORK_BYTES,
-        clients=settings.workers * memory_bytes_max(settings.limits),
+        clients=settings.workers * memory_bytes_max(settings.limits, bool(settings.tls_cert)),
     )

@@ -1,0 +1,187 @@
+"""Handshakes and records of clients that want the server's time or memory, over TLS."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+import subprocess
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+from hostile.conftest import Bounds, Victim, victim_and_neighbour
+from hostile.peer import WAIT_S_MAX
+from hostile.victim import NARROW
+
+from embedserve.processes.memory import CONNECTION_BYTES, CONNECTION_TLS_BYTES, FREED_SHARE
+from embedserve.wire.tls.handshake import HANDSHAKE_BYTES
+
+victim, neighbour = victim_and_neighbour("narrow", has_tls=True)
+
+CONNECTIONS = NARROW.connections_max - 100
+HANDSHAKES = 1000
+BURSTS = 3
+UPDATES = 200
+SLACK_KIB = 8 << 10
+"""Of the interpreter and malloc, whatever the number of connections."""
+
+
+def growth_kib(connection_bytes: int) -> int:
+    return SLACK_KIB + int((1 + FREED_SHARE) * CONNECTIONS * connection_bytes) // 1024
+
+
+@pytest.fixture
+def tls(victim: Victim) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=victim.root)
+
+
+Connect = Callable[[], socket.socket]
+
+
+@pytest.fixture
+def connect(victim: Victim, unharmed: Bounds) -> Connect:
+    """Opens a connection, which ends with the test."""
+
+    def connect() -> socket.socket:
+        sock = socket.create_connection(("127.0.0.1", victim.http_port), WAIT_S_MAX)
+        unharmed.peers.append(sock)
+        return sock
+
+    return connect
+
+
+def hello(tls: ssl.SSLContext) -> bytes:
+    outgoing = ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        tls.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost").do_handshake()
+    return outgoing.read()
+
+
+def wait_for_end(sock: socket.socket) -> bytes:
+    """All that comes until the server ends the connection."""
+    parts = []
+    try:
+        while part := sock.recv(1 << 16):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
+@pytest.mark.growth(growth_kib(CONNECTION_BYTES + HANDSHAKE_BYTES))
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=["nothing", "half a hello", "a hello alone"])
+def test_handshakes_that_never_end(connect: Connect, tls: ssl.SSLContext, share: float) -> None:
+    """Of each the server makes its keys and its signature where a whole hello comes."""
+    sockets = [connect() for _ in range(CONNECTIONS)]
+    for sock in sockets:
+        data = hello(tls)
+        sock.sendall(data[: int(share * len(data))])
+    if share == 1:
+        for sock in sockets:
+            assert sock.recv(1 << 16)
+
+
+def test_a_thousand_handshakes_in_a_row(victim: Victim, tls: ssl.SSLContext) -> None:
+    """Each is whole, and all that its client wants: those who are connected are answered beside."""
+    for _ in range(HANDSHAKES):
+        sock = socket.create_connection(("127.0.0.1", victim.http_port), WAIT_S_MAX)
+        with tls.wrap_socket(sock, server_hostname="localhost") as one:
+            assert one.version() == "TLSv1.3"
+
+
+@pytest.mark.growth(growth_kib(CONNECTION_BYTES + HANDSHAKE_BYTES))
+def test_bursts_of_hellos(connect: Connect, tls: ssl.SSLContext) -> None:
+    """A hello costs its client nothing, and the server a signature."""
+    data = hello(tls)
+    for _ in range(BURSTS):
+        sockets = [connect() for _ in range(CONNECTIONS)]
+        for sock in sockets:
+            sock.sendall(data)
+        for sock in sockets:
+            assert sock.recv(1 << 16)
+            # RST, so that what it holds goes now
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [b"\x00" * 4096, b"\x16\x03\x03\x40\x00" + bytes(0x4000), b"\x17\x03\x03\x00\x10" + bytes(16)],
+    ids=["zeros", "a handshake record", "a record that cannot be decrypted"],
+)
+def test_garbage_after_the_hello(connect: Connect, tls: ssl.SSLContext, more: bytes) -> None:
+    for _ in range(50):
+        sock = connect()
+        sock.sendall(hello(tls) + more)
+        wait_for_end(sock)
+
+
+def test_half_closed_within_the_handshake(connect: Connect, tls: ssl.SSLContext) -> None:
+    for _ in range(50):
+        sock = connect()
+        sock.sendall(hello(tls))
+        sock.shutdown(socket.SHUT_WR)
+        wait_for_end(sock)
+
+
+@pytest.mark.growth(growth_kib(CONNECTION_BYTES + CONNECTION_TLS_BYTES))
+def test_connections_that_have_been_used_and_stay(connect: Connect, tls: ssl.SSLContext) -> None:
+    """OpenSSL keeps what buffers a large record took."""
+    body = b'{"features": {"user": [[1]]}}'.ljust(40_000)
+    head = b"POST /embed HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\n"
+    with ExitStack() as kept:
+        for _ in range(CONNECTIONS):
+            one = kept.enter_context(tls.wrap_socket(connect(), server_hostname="localhost"))
+            one.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            assert one.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
+
+class Openssl:
+    """``openssl s_client``, which is told by letters what to do."""
+
+    def __init__(self, victim: Victim, *options: str) -> None:
+        address = f"127.0.0.1:{victim.http_port}"
+        self.process = subprocess.Popen(
+            ["openssl", "s_client", "-connect", address, "-CAfile", victim.root, *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def __enter__(self) -> Openssl:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def say(self, letter: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(letter + b"\n")
+        self.process.stdin.flush()
+
+    def wait_for(self, text: bytes) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if text in line:
+                return
+        raise AssertionError(f"openssl did not say {text!r}")
+
+
+def test_renegotiation_is_refused(victim: Victim) -> None:
+    """A client of TLS 1.2 could ask for handshake after handshake on one connection."""
+    with Openssl(victim, "-tls1_2") as client:
+        client.wait_for(b"Verify return code: 0")
+        client.say(b"R")
+        client.wait_for(b"RENEGOTIATING")
+        client.wait_for(b"no renegotiation")
+
+
+def test_new_keys_over_and_over(victim: Victim) -> None:
+    """TLS 1.3 has a client ask for new keys of both sides as often as it likes."""
+    with Openssl(victim, "-tls1_3") as client:
+        client.wait_for(b"Verify return code: 0")
+        for _ in range(UPDATES):
+            client.say(b"K")
+            client.wait_for(b"KEYUPDATE")
