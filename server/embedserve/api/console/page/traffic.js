@@ -7,6 +7,7 @@ const TABLE = "embedserve_table_lookups_total";
 const RANK = "embedserve_rank_lookups_total";
 const UNKNOWN = "embedserve_unknown_ids_total";
 const IDS = "embedserve_feature_ids_total";
+const SLOW_MAX = 10;
 const STAGES = ["read", "queue", "lookup", "encode", "write"];
 
 /** Of servers that count them. */
@@ -70,8 +71,8 @@ export function showSlow({ seconds: within, requests }) {
   if (!requests.length) {
     return fill("slow", element("p", { class: "hint" }, `None longer than --slow-ms in the last ${number(within / 60)} minutes.`));
   }
-  const rows = requests.map((one) => [
-    one.when.replace("T", " ").replace("+00:00", ""),
+  const rows = requests.slice(0, SLOW_MAX).map((one) => [
+    one.when.slice(11, 19),
     one.model ? `${one.model} ${one.version ?? ""}` : "–",
     `${one.examples ?? "–"} / ${one.ids ?? "–"}`,
     one.outcome,
@@ -79,7 +80,7 @@ export function showSlow({ seconds: within, requests }) {
     longestStage(one),
     one.request_id,
   ]);
-  const headings = ["ended (UTC)", "model", ["examples / ids", "number"], "outcome", ["took", "number"], "most of it", "request id"];
+  const headings = ["ended (UTC)", "model", ["examples / ids", "number"], "outcome", ["took", "number"], ["most of it", "number"], "request id"];
   fill("slow", table("Slowest requests", headings, rows));
 }
 
