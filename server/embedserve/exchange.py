@@ -27,6 +27,7 @@ from embedserve.errors import (
     EmbedServeError,
     EngineError,
     OverloadedError,
+    RateLimitedError,
 )
 from embedserve.metrics.metrics import Metrics, ProtocolMetrics
 from embedserve.metrics.quiet_log import QuietLog
@@ -117,6 +118,11 @@ class Call(ObservedCaller):
         """That the client has shown."""
         return None
 
+    @property
+    def may_be_late(self) -> bool:
+        """Whether its refusal may wait, and keep nobody but its client waiting."""
+        return True
+
     @abstractmethod
     def write_answer(self, parts: Parts, nbytes: int, told: Told | None = None) -> None:
         """Writes the encoded answer, ``nbytes`` in all, and what is ``told`` of its request."""
@@ -185,6 +191,10 @@ class Call(ObservedCaller):
         self.asked.metrics.refused(outcome, message, end_s - self.start_s, lambda: seen().fields())
         write(observer.told_of_error(self, end_s))
 
+    def refuse_if_waiting(self, error: EmbedServeError) -> None:
+        if self.is_waiting:
+            self.refuse(error)
+
     def fail(self) -> None:
         """Refuses for the error that is being handled, which nobody foresaw."""
         log, named = self.asked.metrics.log, lambda: {"request_id": self.request_id.decode()}
@@ -241,17 +251,31 @@ class Exchange:
 
     def admit(self, call: Call, authorization: bytes | None) -> bool:
         """Whether ``call`` with such a header may be asked, which is to be known once its head has
-        come: of each one, where there is ``access``. One that may not is refused."""
+        come: of each one, where there is ``access``. One that may not is refused, or is to be: its
+        body is then nobody's."""
         assert self.access is not None
         try:
-            self.access.admit(call, authorization)
-        except EmbedServeError as error:
-            call.refuse(error)
+            error = self.access.admit(call, authorization)
+            if error is None:
+                return True
+            if isinstance(error, RateLimitedError) and call.may_be_late:
+                self._refuse_in_time(call, authorization, error)
+            else:
+                call.refuse(error)
         except Exception:
             call.fail()
-        else:
-            return True
         return False
+
+    def _refuse_in_time(
+        self, call: Call, authorization: bytes | None, error: RateLimitedError
+    ) -> None:
+        """At once, or later where its client is refused very often."""
+        assert self.access is not None
+        wait_s = self.access.refusal_wait_s(call, authorization)
+        if wait_s:
+            asyncio.get_running_loop().call_later(wait_s, call.refuse_if_waiting, error)
+        else:
+            call.refuse(error)
 
     def ask(self, call: Call, body: bytes) -> None:
         """Has ``call`` answered, refused or failed; now or when its batch ends. Never raises."""

@@ -33,6 +33,10 @@ UNKNOWN = "(unknown)"
 """Under which those are counted whom nobody knows. No name that a grant may have."""
 BEARER = b"bearer "
 RETRY_S_MAX = 60
+REFUSALS_PER_S = 200
+"""That a client is told at once, for its limits; it asks again, and what is over that waits."""
+REFUSALS_BURST_S = 0.5
+REFUSAL_WAIT_S_MAX = 1.0
 CERTIFICATE = "embedserve.certificate"
 """The name by which transports tell their client's, and scopes of ASGI."""
 
@@ -72,10 +76,12 @@ class Client:
     __slots__ = (
         "_active_max",
         "_burst_s",
+        "_crowded",
         "_free_s",
         "_interval_s",
-        "_may_embed",
+        "_over_rate",
         "_refusal",
+        "_refused_s",
         "active",
         "grant",
         "models",
@@ -86,6 +92,7 @@ class Client:
         self.active = 0
         self.outcomes: Counter[str] = Counter()
         self._free_s = 0.0  # when all that it asked so far is paid at its rate
+        self._refused_s = 0.0  # as _free_s, of its refusals at their rate
         self._refusal: Callable[[], EmbedServeError] | None = None
         self.take(grant)
 
@@ -93,6 +100,10 @@ class Client:
         """What it may from now on."""
         self.grant = grant
         self.models = grant.models
+        self._crowded = RateLimitedError(
+            f"{grant.name!r} has {grant.concurrent} requests under way, which is its limit"
+        )
+        self._over_rate: dict[int, RateLimitedError] = {}  # by when to come again
         self._interval_s = 1 / grant.requests_per_second
         self._burst_s = max(0.0, BURST_S - self._interval_s)
 
@@ -109,21 +120,22 @@ class Client:
         may_embed = self._refusal is None and "embed" in grant.roles
         self._active_max = grant.concurrent if may_embed else 0
 
-    def enter(self, now_s: float) -> None:
+    def enter(self, now_s: float) -> EmbedServeError | None:
         """Begins an embed request, ``now_s`` by perf_counter, which leave ends.
 
-        Raises:
-            UnauthenticatedError: expired or revoked.
-            PermissionDeniedError: its role is another.
-            RateLimitedError: over its rate, or too many are under way.
+        Returns:
+            Why not, where it may not: UnauthenticatedError (expired or revoked), PermissionDenied-
+            Error (its role is another), or RateLimitedError (over its rate, or too many are under
+            way), which is the same for many and never raised: refusing them costs little.
         """
         if self.active >= self._active_max:
-            raise self._why_not()
+            return self._why_not()
         if self._free_s <= now_s:
             self._free_s = now_s + self._interval_s
-        else:
-            self._pay_ahead(now_s)
+        elif (error := self._pay_ahead(now_s)) is not None:
+            return error
         self.active += 1
+        return None
 
     def leave(self, outcome: str) -> None:
         """Ends one as ``outcome``."""
@@ -135,19 +147,30 @@ class Client:
             return self._refusal()
         if "embed" not in self.grant.roles:
             return PermissionDeniedError(f"{self.grant.name!r} may not embed")
-        return RateLimitedError(
-            f"{self.grant.name!r} has {self.active} requests under way, which is its limit"
-        )
+        return self._crowded
+
+    def refusal_wait_s(self, now_s: float) -> float:
+        """How long another refusal for its limits is to wait.
+
+        Who asks again as soon as it was refused takes more of the server's time by what is refused
+        than by what is answered; so it waits, and others have that time.
+        """
+        free_s = max(self._refused_s, now_s)
+        wait_s = free_s - now_s - REFUSALS_BURST_S
+        if wait_s >= REFUSAL_WAIT_S_MAX:
+            return REFUSAL_WAIT_S_MAX
+        self._refused_s = free_s + 1 / REFUSALS_PER_S
+        return max(0.0, wait_s)
 
     def check_role(self, roles: frozenset[str], pays: bool) -> None:
-        """Raises as enter, where it has none of ``roles``; else ``pays`` for a request."""
+        """Raises what enter says, where it has none of ``roles``; else ``pays`` for a request."""
         if self._refusal is not None:
             raise self._refusal()
         if not roles & self.grant.roles:
             wanted = " or ".join(sorted(roles))
             raise PermissionDeniedError(f"{self.grant.name!r} is no {wanted}")
-        if pays:
-            self._pay_ahead(perf_counter())
+        if pays and (error := self._pay_ahead(perf_counter())) is not None:
+            raise RateLimitedError(error.message, retry_after_s=error.retry_after_s)
 
     def check_model(self, asked: str, default: str) -> None:
         """Raises PermissionDeniedError for a model that it may not ask, be there one or not.
@@ -162,17 +185,23 @@ class Client:
         if name and name not in self.models:
             raise PermissionDeniedError(f"{self.grant.name!r} may not ask model {name!r}", "model")
 
-    def _pay_ahead(self, now_s: float) -> None:
-        """Pays for a request by its rate, where those before may not be paid yet."""
+    def _pay_ahead(self, now_s: float) -> RateLimitedError | None:
+        """Pays for a request by its rate, where those before may not be paid yet; else says why
+        not."""
         free_s = max(self._free_s, now_s)
         wait_s = free_s - now_s - self._burst_s
-        if wait_s > 0:
-            raise RateLimitedError(
-                f"{self.grant.name!r} is over its {self.grant.requests_per_second:g} requests a "
-                "second",
-                retry_after_s=min(RETRY_S_MAX, math.ceil(wait_s)),
+        if wait_s <= 0:
+            self._free_s = free_s + self._interval_s
+            return None
+        retry_after_s = min(RETRY_S_MAX, math.ceil(wait_s))
+        error = self._over_rate.get(retry_after_s)
+        if error is None:
+            rate = f"{self.grant.requests_per_second:g} requests a second"
+            error = RateLimitedError(
+                f"{self.grant.name!r} is over its {rate}", retry_after_s=retry_after_s
             )
-        self._free_s = free_s + self._interval_s
+            self._over_rate[retry_after_s] = error
+        return error
 
 
 class Access:
@@ -215,27 +244,31 @@ class Access:
             if key.expires_s <= now_s:
                 del self._known[key]
 
-    def admit(self, call: Asking, authorization: bytes | None) -> None:
-        """Begins a request of ``call``, whose client it then has.
+    def admit(self, call: Asking, authorization: bytes | None) -> EmbedServeError | None:
+        """Begins a request of ``call``, whose client it then has; or says why not.
 
         Args:
             authorization: its header; b"" where there were several, None where there was none.
-
-        Raises:
-            UnauthenticatedError: nobody knows who asks.
-            PermissionDeniedError, RateLimitedError: as Client.enter.
         """
-        outcomes = self._of_unknown
-        try:
-            client = self._known.get(call.certificate if authorization is None else authorization)
-            if client is None:
+        client = self._known.get(call.certificate if authorization is None else authorization)
+        if client is None:
+            try:
                 client = self._find(authorization, call.certificate)
-            outcomes = client.outcomes
-            client.enter(call.start_s)
-        except EmbedServeError as error:
-            outcomes[error.code] += 1
-            raise
-        call.client = client
+            except UnauthenticatedError as unknown:
+                self._of_unknown[unknown.code] += 1
+                return unknown
+        error = client.enter(call.start_s)
+        if error is None:
+            call.client = client
+        else:
+            client.outcomes[error.code] += 1
+        return error
+
+    def refusal_wait_s(self, call: Asking, authorization: bytes | None) -> float:
+        """How long the refusal of ``call`` for a limit, which admit has said, is to wait."""
+        key = call.certificate if authorization is None else authorization
+        client = self._known.get(key)
+        return 0.0 if client is None else client.refusal_wait_s(call.start_s)
 
     def names(self) -> Collection[str]:
         """Of all clients, and of those whom nobody knows."""
@@ -262,8 +295,8 @@ class Access:
         *,
         pays: bool = True,
     ) -> None:
-        """Raises as admit, where who asks has none of ``roles``; else it ``pays`` for a request by
-        its rate."""
+        """Raises what admit says, where who asks has none of ``roles``; else it ``pays`` for a
+        request by its rate."""
         self._find(authorization, certificate).check_role(roles, pays)
 
     def _find(self, authorization: bytes | None, certificate: Certificate | None) -> Client:

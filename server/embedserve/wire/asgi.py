@@ -66,6 +66,10 @@ class AsgiCall(Call):
         loop = asyncio.get_running_loop()
         self.answered: asyncio.Future[tuple[int, Headers, Parts, int]] = loop.create_future()
 
+    @property
+    def may_be_late(self) -> bool:
+        return False  # while it waits, what is read says that its client went away
+
     def header(self, name: bytes) -> bytes | None:
         return one_header(self._scope["headers"], name)
 

@@ -47,6 +47,10 @@ class Http1Call(Call):
     def certificate(self) -> Certificate | None:
         return self._connection.certificate
 
+    @property
+    def may_be_late(self) -> bool:
+        return not self._connection.is_last  # whose body may still come
+
     def header(self, name: bytes) -> bytes | None:
         return self._form.header(self._head, name)
 
@@ -66,7 +70,11 @@ class Http1Call(Call):
 
 
 class Http1Connection(UvicornConnection):
-    """uvicorn's connection with a short way for embed requests."""
+    """uvicorn's connection with a short way for embed requests.
+
+    Attributes:
+        is_last: the next answer is the last.
+    """
 
     def __init__(
         self, exchange: Exchange, forms: HeadForms, registry: Registry, **uvicorns: Any
@@ -78,7 +86,7 @@ class Http1Connection(UvicornConnection):
         self._call: Http1Call | None = None  # that is read or answered
         self._body = Pieces()
         self._missing_bytes = 0
-        self._is_last = False  # of this connection's answers
+        self.is_last = False
         self._unread: Unread | None = None
 
     def data_received(self, data: bytes) -> None:
@@ -126,10 +134,10 @@ class Http1Connection(UvicornConnection):
 
     def _admit_early(self, call: Http1Call, authorization: bytes | None) -> bool:
         """Of a request that is refused no body is waited for: its answer is the last."""
-        is_last, self._is_last = self._is_last, True
+        is_last, self.is_last = self.is_last, True
         if not self.exchange.admit(call, authorization):
             return False
-        self._is_last = is_last
+        self.is_last = is_last
         return True
 
     def _read_more(self, data: bytes) -> None:
@@ -157,7 +165,7 @@ class Http1Connection(UvicornConnection):
             more: lines of further headers.
             nbytes: of all ``parts``.
         """
-        is_last = self._is_last or (self._is_draining and not self._held)
+        is_last = self.is_last or (self._is_draining and not self._held)
         if is_last:
             more += b"connection: close\r\n"
         head = b"%bcontent-type: %b\r\ncontent-length: %d\r\n%b\r\n" % (
@@ -206,7 +214,7 @@ class Http1Connection(UvicornConnection):
             if now_s - call.start_s > REQUEST_S_MAX:
                 self._missing_bytes = 0
                 self._body = Pieces()
-                self._is_last = True
+                self.is_last = True
                 call.refuse(late_request())
         else:
             super().check_time(now_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from embedserve.access.access import one_header
 from embedserve.codec.codec import BINARY, INFER, JSON, PROTOBUF, Codec, infer_binary
@@ -19,6 +20,9 @@ from embedserve.tracing.request_id import REQUEST_ID, Told, told_id
 from embedserve.types import Parts
 
 Headers = list[tuple[bytes, bytes]]
+EncodeError = Callable[[EmbedServeError], bytes]
+ERRORS_MAX = 16
+"""Whose answers are remembered."""
 JSON_LENGTH = b"inference-header-content-length"
 """Of a body of the Open Inference Protocol that has tensors behind its JSON."""
 LENGTH_DIGITS_MAX = 19
@@ -193,17 +197,25 @@ def refused_early(
 
 
 def error_answer(
-    error: EmbedServeError,
-    told: Told,
-    encode: Callable[[EmbedServeError], bytes] = JSON.encode_error,
+    error: EmbedServeError, told: Told, encode: EncodeError = JSON.encode_error
 ) -> tuple[Headers, bytes]:
     """(headers but for the length, body) of ``error``, in the JSON shape that its route has, with
     what is ``told`` of the request."""
-    headers = [(b"content-type", JSON.content_type), *told]
-    if error.http_status == 401:
+    kind = type(error)
+    headers, body = _error_answer(kind, error.message, error.field, error.retry_after_s, encode)  # type: ignore[arg-type]  # a class has a hash
+    return [*headers, *told], body
+
+
+@lru_cache(ERRORS_MAX)
+def _error_answer(
+    kind: type[EmbedServeError], message: str, field: str, retry_after_s: int, encode: EncodeError
+) -> tuple[Headers, bytes]:
+    """While a queue is full, or a caller over its rate, many are told the same."""
+    headers = [(b"content-type", JSON.content_type)]
+    if kind.http_status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if error.http_status == 405:
+    if kind.http_status == 405:
         headers.append((b"allow", b"POST"))
-    if error.retry_after_s:
-        headers.append((b"retry-after", b"%d" % error.retry_after_s))
-    return headers, encode(error)
+    if retry_after_s:
+        headers.append((b"retry-after", b"%d" % retry_after_s))
+    return headers, encode(kind(message, field))

@@ -28,17 +28,24 @@ from embedserve.wire.stream_call import StreamCall
 
 
 class RestCall(StreamCall):
-    """An embed request, from its header block to its answer."""
+    """An embed request, from its header block to its answer.
 
-    __slots__ = ("_body",)
+    Attributes:
+        is_refused: now, or soon: its body is not wanted.
+    """
+
+    __slots__ = ("_body", "is_refused")
 
     def __init__(
         self, asked: Asked, exchange: Exchange, headers: Mapping[bytes, bytes], stream: Stream
     ) -> None:
         super().__init__(asked, exchange, headers, stream)
         self._body = Pieces()
+        self.is_refused = False
 
     def receive(self, data: bytes, is_end: bool) -> None:
+        if self.is_refused:
+            return
         body = self._body
         if not self.has_size(body.nbytes + len(data), is_whole=False):
             return
@@ -115,6 +122,7 @@ def open_embed(
     def open_call(stream: Stream) -> Handler:
         call = RestCall(asked, exchange, by_name, stream)
         if exchange.access is not None and not exchange.admit(call, authorization):
+            call.is_refused = True
             return call
         size = stream.missing_bytes
         if (size is None or call.has_size(size, is_whole=True)) and exchange.models.is_closed:

@@ -12,6 +12,9 @@ from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, late_reque
 from embedserve.tracing.request_id import Told
 from embedserve.wire.http2.stream import Stream
 
+LATE_STREAMS_MAX = 16
+"""Of a connection whose refusals wait."""
+
 
 class StreamCall(Call):
     """The handler of its stream; subclasses read the request and write its answer."""
@@ -32,6 +35,11 @@ class StreamCall(Call):
     @property
     def certificate(self) -> Certificate | None:
         return self._stream.connection.certificate
+
+    @property
+    def may_be_late(self) -> bool:
+        """Others may share the connection, which has but so many streams."""
+        return len(self._stream.connection.streams) <= LATE_STREAMS_MAX
 
     def header(self, name: bytes) -> bytes | None:
         return self._headers.get(name)

@@ -239,7 +239,7 @@ class UvicornConnection(HttpToolsProtocol):
             return
         path = getattr(self, "url", b"").partition(b"?")[0].decode("latin-1")
         headers, body = error_answer(error, told, error_encoder(path))
-        headers += [(b"connection", b"close"), (b"content-length", b"%d" % len(body))]
+        headers = [*headers, (b"connection", b"close"), (b"content-length", b"%d" % len(body))]
         head = STATUS_LINES[error.http_status] + lines_of(headers)
         self.transport.write(head + b"\r\n" + body)
         self.linger()

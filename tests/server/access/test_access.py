@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 from server.access.clocks import Clocks
 
-from embedserve.access.access import KNOWN_MAX, UNKNOWN, Access, Certificate, Client, certificate_of
+from embedserve.access.access import (
+    KNOWN_MAX,
+    REFUSAL_WAIT_S_MAX,
+    REFUSALS_BURST_S,
+    REFUSALS_PER_S,
+    UNKNOWN,
+    Access,
+    Certificate,
+    Client,
+    certificate_of,
+)
 from embedserve.access.grants import new_token
 from embedserve.errors import (
     EmbedServeError,
@@ -58,7 +68,9 @@ class Tokens:
         return self.ask(Asking(f"Bearer {token}"))
 
     def ask(self, asking: Asking) -> Asking:
-        self.access.admit(asking, asking.authorization)
+        error = self.access.admit(asking, asking.authorization)
+        if error is not None:
+            raise error
         return asking
 
     def refusal(self, authorization: str | None, certificate: Certificate | None = None) -> str:
@@ -162,6 +174,18 @@ async def test_a_rate_gives_a_second_at_once_and_then_what_it_says(
     with pytest.raises(RateLimitedError) as raised:
         tokens.admit(some)
     assert raised.value.retry_after_s == 1
+
+
+async def test_refusals_wait_once_they_are_very_many(tokens: Tokens) -> None:
+    client = tokens.admit(await tokens.add("x", requests_per_second=1)).client
+    assert client is not None
+    at_once = int(REFUSALS_BURST_S * REFUSALS_PER_S)
+    waits_s = [client.refusal_wait_s(1000.0) for _ in range(2 * REFUSALS_PER_S)]
+    assert waits_s[:at_once] == [0.0] * at_once
+    assert 0 < waits_s[at_once + 1] <= 2 / REFUSALS_PER_S
+    assert waits_s == sorted(waits_s)
+    assert waits_s[-1] == REFUSAL_WAIT_S_MAX
+    assert client.refusal_wait_s(1010.0) == 0.0
 
 
 async def test_models(tokens: Tokens) -> None:

@@ -8,6 +8,7 @@ import ssl
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import grpc
@@ -21,7 +22,7 @@ from server.predictions import prediction_request
 from server.raw_http import OurServer, chunked, our_server, post, read_answer
 from server.waiting import until
 
-from embedserve.access.access import Access
+from embedserve.access.access import REFUSALS_BURST_S, REFUSALS_PER_S, Access
 from embedserve.access.grants import hash_of
 from embedserve.config import Limits
 from embedserve.exchange import Exchange
@@ -217,6 +218,60 @@ async def test_over_its_rate_or_its_concurrency(live: Live, engine: FakeEngine) 
     assert (await first).status_code == 200
     assert (await live.http.post("/embed", content=BODY, headers=one)).status_code == 200
     await until(lambda: not any(client.active for client in clients.values()))
+
+
+REFUSALS = int(REFUSALS_BURST_S * REFUSALS_PER_S) + 40
+WAITED_S_MIN = 39 / REFUSALS_PER_S
+
+
+async def test_who_is_refused_very_often_is_told_later_over_http1(server: OurServer) -> None:
+    """And the connection, which waits, is as good as before."""
+    reader, writer = await server.open()
+    start_s = perf_counter()
+    statuses = []
+    for _ in range(1 + REFUSALS):
+        writer.write(post(BODY, *line_of("es_slow")))
+        statuses.append((await read_answer(reader))[0])
+    assert statuses == [200] + [429] * REFUSALS
+    assert perf_counter() - start_s >= WAITED_S_MIN
+    writer.write(post(BODY, *line_of("es_right")))
+    assert (await read_answer(reader))[0] == 200
+
+
+async def test_who_is_refused_very_often_is_told_later_over_http2(server: OurServer) -> None:
+    """A body that comes meanwhile is asked of nobody."""
+    client = Http2Client(*await server.open())
+    start_s = perf_counter()
+    answers = [
+        await client.request("POST", "/embed", BODY, {"authorization": "Bearer es_slow"})
+        for _ in range(1 + REFUSALS)
+    ]
+    assert [one.status for one in answers] == [200] + [429] * REFUSALS
+    assert perf_counter() - start_s >= WAITED_S_MIN
+    assert server.outcomes() == {"OK": 1, "RESOURCE_EXHAUSTED": REFUSALS}
+
+
+async def test_who_is_refused_very_often_is_told_later_over_grpc(live: Live) -> None:
+    start_s = perf_counter()
+    codes = [
+        await code_of(live.stub.Embed(REQUEST, metadata=metadata_of("es_slow")))
+        for _ in range(1 + REFUSALS)
+    ]
+    assert codes == ["OK"] + ["RESOURCE_EXHAUSTED"] * REFUSALS
+    assert perf_counter() - start_s >= WAITED_S_MIN
+    assert live.outcomes("grpc") == {"OK": 1, "RESOURCE_EXHAUSTED": REFUSALS}
+
+
+async def test_clients_that_go_before_they_are_told_are_forgotten(server: OurServer) -> None:
+    count = 2 * REFUSALS
+    writers = [(await server.open())[1] for _ in range(count)]
+    for writer in writers:
+        writer.write(post(BODY, *line_of("es_slow")))
+    await until(lambda: server.outcomes().get("RESOURCE_EXHAUSTED", 0) >= 1)
+    for writer in writers:
+        writer.transport.abort()
+    await until(lambda: not server.wire.connections)
+    assert server.outcomes().keys() <= {"OK", "RESOURCE_EXHAUSTED", "CANCELLED"}
 
 
 async def test_management(live: Live) -> None:

@@ -76,6 +76,13 @@ class OneMessage:
         return message
 
 
+class Unwanted:
+    """The body of a call that is refused, now or soon."""
+
+    def receive(self, data: bytes, is_end: bool) -> None:
+        """Takes no message."""
+
+
 class EmbedCall(StreamCall):
     """An Embed call, from its header block to its answer: the handler of its stream. It is refused
     before its message comes while its model's queue is full."""
@@ -92,8 +99,9 @@ class EmbedCall(StreamCall):
     ) -> None:
         super().__init__(asked, exchange, headers, stream)
         self._encoding = encoding
-        self._message: OneMessage | None = None
+        self._message: OneMessage | Unwanted | None = None
         if exchange.access is not None and not exchange.admit(self, headers.get(b"authorization")):
+            self._message = Unwanted()
             return
         if exchange.models.is_closed:
             exchange.refuse_early(self)
