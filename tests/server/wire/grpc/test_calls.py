@@ -24,7 +24,7 @@ from embedserve.config import Limits
 from embedserve.errors import DRAINING
 from embedserve.exchange import REQUEST_S_MAX, Asked, Exchange
 from embedserve.wire.grpc.calls import MessageStream
-from embedserve.wire.grpc.embed_stream import EmbedStream
+from embedserve.wire.grpc.embed_stream import DRAIN_STREAM_S, EmbedStream
 from embedserve.wire.grpc.messages import framed
 from embedserve.wire.grpc.service import SERVICE_NAME, GrpcService
 from embedserve.wire.http2.frames import ErrorCode
@@ -315,11 +315,13 @@ async def test_a_drain_answers_what_a_stream_took_and_ends_it(
     peer.send(peer.headers(1, head(STREAM), is_end=False), data(1, framed(MESSAGE)))
     await until(lambda: held.lookups)
     peer.connection.start_drain()
+    peer.send(data(1, framed(MESSAGE)))  # it was on its way
+    peer.connection.check_time(perf_counter() + DRAIN_STREAM_S + 1)
     peer.send(data(1, framed(MESSAGE)))
     assert 1 not in peer.ends
     held.release()
     await peer.ended(1)
-    assert len(peer.messages(1)) == 1
+    assert len(peer.messages(1)) == 2
     assert peer.status(1) == (14, "draining before the stop")
     assert peer.ends[1][b"retry-after"] == b"1"
 
