@@ -289,8 +289,9 @@ class Exchange:
             if request is None:
                 self._decode_later(call, body)
             else:
-                if call.client is not None and call.client.models is not None:
-                    call.client.check_model(request.model, self.models.default_model)
+                client = call.client
+                if client is not None and client.models is not None:
+                    client.check_model(request.model, self.models.default_model)
                 self.models.enqueue(request, call)
         except EmbedServeError as error:
             call.refuse(error)

@@ -69,30 +69,34 @@ class Client:
 
     Attributes:
         models: that it may ask; None: all.
-        active: requests under way.
+        active: embed requests under way.
+        active_max: of them; 0 where it may ask none.
+        free_s: when all that it asked so far is paid at its rate (perf_counter).
+        interval_s: that each request pays.
         outcomes: how many requests ended how, since they were counted.
     """
 
     __slots__ = (
-        "_active_max",
         "_burst_s",
         "_crowded",
-        "_free_s",
-        "_interval_s",
         "_over_rate",
         "_refusal",
         "_refused_s",
         "active",
+        "active_max",
+        "free_s",
         "grant",
+        "interval_s",
         "models",
         "outcomes",
     )
 
     def __init__(self, grant: Grant) -> None:
         self.active = 0
+        self.active_max = 0.0
+        self.free_s = 0.0
         self.outcomes: Counter[str] = Counter()
-        self._free_s = 0.0  # when all that it asked so far is paid at its rate
-        self._refused_s = 0.0  # as _free_s, of its refusals at their rate
+        self._refused_s = 0.0  # as free_s, of its refusals at their rate
         self._refusal: Callable[[], EmbedServeError] | None = None
         self.take(grant)
 
@@ -104,11 +108,11 @@ class Client:
             f"{grant.name!r} has {grant.concurrent} requests under way, which is its limit"
         )
         self._over_rate: dict[int, RateLimitedError] = {}  # by when to come again
-        self._interval_s = 1 / grant.requests_per_second
-        self._burst_s = max(0.0, BURST_S - self._interval_s)
+        self.interval_s = 1 / grant.requests_per_second
+        self._burst_s = max(0.0, BURST_S - self.interval_s)
 
     def look_at_time(self, now_s: float) -> None:
-        """Whether it may ask now (Unix seconds), which enter then knows."""
+        """Whether it may ask now (Unix seconds), which active_max then says."""
         grant, name = self.grant, self.grant.name
         if grant.revoked:
             self._refusal = lambda: UnauthenticatedError(f"the token of {name!r} was revoked")
@@ -118,36 +122,29 @@ class Client:
         else:
             self._refusal = None
         may_embed = self._refusal is None and "embed" in grant.roles
-        self._active_max = grant.concurrent if may_embed else 0
+        self.active_max = grant.concurrent if may_embed else 0
 
-    def enter(self, now_s: float) -> EmbedServeError | None:
-        """Begins an embed request, ``now_s`` by perf_counter, which leave ends.
+    def why_not(self, now_s: float) -> EmbedServeError | None:
+        """Pays ahead for an embed request (``now_s`` by perf_counter); else says why it may not
+        begin one.
 
         Returns:
-            Why not, where it may not: UnauthenticatedError (expired or revoked), PermissionDenied-
-            Error (its role is another), or RateLimitedError (over its rate, or too many are under
-            way), which is the same for many and never raised: refusing them costs little.
+            UnauthenticatedError (expired or revoked), PermissionDeniedError (its role is another),
+            or RateLimitedError (over its rate, or too many are under way), which is the same for
+            many and never raised: refusing them costs little.
         """
-        if self.active >= self._active_max:
-            return self._why_not()
-        if self._free_s <= now_s:
-            self._free_s = now_s + self._interval_s
-        elif (error := self._pay_ahead(now_s)) is not None:
-            return error
-        self.active += 1
-        return None
-
-    def leave(self, outcome: str) -> None:
-        """Ends one as ``outcome``."""
-        self.active -= 1
-        self.outcomes[outcome] += 1
-
-    def _why_not(self) -> EmbedServeError:
+        if self.active < self.active_max:
+            return self._pay_ahead(now_s)
         if self._refusal is not None:
             return self._refusal()
         if "embed" not in self.grant.roles:
             return PermissionDeniedError(f"{self.grant.name!r} may not embed")
         return self._crowded
+
+    def leave(self, outcome: str) -> None:
+        """Ends one as ``outcome``."""
+        self.active -= 1
+        self.outcomes[outcome] += 1
 
     def refusal_wait_s(self, now_s: float) -> float:
         """How long another refusal for its limits is to wait.
@@ -163,7 +160,7 @@ class Client:
         return max(0.0, wait_s)
 
     def check_role(self, roles: frozenset[str], pays: bool) -> None:
-        """Raises what enter says, where it has none of ``roles``; else ``pays`` for a request."""
+        """Raises what why_not says, where it has none of ``roles``; else ``pays`` for a request."""
         if self._refusal is not None:
             raise self._refusal()
         if not roles & self.grant.roles:
@@ -188,10 +185,10 @@ class Client:
     def _pay_ahead(self, now_s: float) -> RateLimitedError | None:
         """Pays for a request by its rate, where those before may not be paid yet; else says why
         not."""
-        free_s = max(self._free_s, now_s)
+        free_s = max(self.free_s, now_s)
         wait_s = free_s - now_s - self._burst_s
         if wait_s <= 0:
-            self._free_s = free_s + self._interval_s
+            self.free_s = free_s + self.interval_s
             return None
         retry_after_s = min(RETRY_S_MAX, math.ceil(wait_s))
         error = self._over_rate.get(retry_after_s)
@@ -257,12 +254,15 @@ class Access:
             except UnauthenticatedError as unknown:
                 self._of_unknown[unknown.code] += 1
                 return unknown
-        error = client.enter(call.start_s)
-        if error is None:
-            call.client = client
-        else:
+        now_s = call.start_s
+        if client.free_s <= now_s and client.active < client.active_max:
+            client.free_s = now_s + client.interval_s
+        elif (error := client.why_not(now_s)) is not None:
             client.outcomes[error.code] += 1
-        return error
+            return error
+        client.active += 1
+        call.client = client
+        return None
 
     def refusal_wait_s(self, call: Asking, authorization: bytes | None) -> float:
         """How long the refusal of ``call`` for a limit, which admit has said, is to wait."""
