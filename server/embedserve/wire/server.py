@@ -157,10 +157,11 @@ class WireServer:
         """What makes the connections that come to it."""
         if self._certificates is None or listening.family == socket.AF_UNIX:
             return partial(NewConnection, self)
-        return partial(self._new_handshake, self._certificates)
+        return self._new_handshake
 
-    def _new_handshake(self, certificates: Certificates) -> asyncio.Protocol:
-        context = certificates.context
+    def _new_handshake(self) -> asyncio.Protocol:
+        assert self._certificates is not None
+        context = self._certificates.context
         return Handshake(self, self._handshakes, context, lambda: NewConnection(self))
 
     def http1(self) -> Http1Connection:
