@@ -27,7 +27,6 @@ from embedserve.errors import (
     EmbedServeError,
     EngineError,
     OverloadedError,
-    RateLimitedError,
 )
 from embedserve.metrics.metrics import Metrics, ProtocolMetrics
 from embedserve.metrics.quiet_log import QuietLog
@@ -191,7 +190,14 @@ class Call(ObservedCaller):
         self.asked.metrics.refused(outcome, message, end_s - self.start_s, lambda: seen().fields())
         write(observer.told_of_error(self, end_s))
 
-    def refuse_if_waiting(self, error: EmbedServeError) -> None:
+    def deny(self, error: EmbedServeError, wait_s: float) -> None:
+        """Refuses what has not been asked, now or in ``wait_s``."""
+        if wait_s:
+            asyncio.get_running_loop().call_later(wait_s, self._refuse_if_waiting, error)
+        else:
+            self.refuse(error)
+
+    def _refuse_if_waiting(self, error: EmbedServeError) -> None:
         if self.is_waiting:
             self.refuse(error)
 
@@ -248,34 +254,6 @@ class Exchange:
         self._unflushed: list[Writer] = []
         self._on_room: list[Callable[[], None]] = []
         models.call_back(self.flush, self._has_room)
-
-    def admit(self, call: Call, authorization: bytes | None) -> bool:
-        """Whether ``call`` with such a header may be asked, which is to be known once its head has
-        come: of each one, where there is ``access``. One that may not is refused, or is to be: its
-        body is then nobody's."""
-        assert self.access is not None
-        try:
-            error = self.access.admit(call, authorization)
-            if error is None:
-                return True
-            if isinstance(error, RateLimitedError) and call.may_be_late:
-                self._refuse_in_time(call, authorization, error)
-            else:
-                call.refuse(error)
-        except Exception:
-            call.fail()
-        return False
-
-    def _refuse_in_time(
-        self, call: Call, authorization: bytes | None, error: RateLimitedError
-    ) -> None:
-        """At once, or later where its client is refused very often."""
-        assert self.access is not None
-        wait_s = self.access.refusal_wait_s(call, authorization)
-        if wait_s:
-            asyncio.get_running_loop().call_later(wait_s, call.refuse_if_waiting, error)
-        else:
-            call.refuse(error)
 
     def ask(self, call: Call, body: bytes) -> None:
         """Has ``call`` answered, refused or failed; now or when its batch ends. Never raises."""

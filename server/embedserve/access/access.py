@@ -63,6 +63,13 @@ class Asking(Protocol):
     @property
     def certificate(self) -> Certificate | None: ...
 
+    @property
+    def may_be_late(self) -> bool:
+        """Whether its refusal may wait, and keep nobody but its client waiting."""
+
+    def deny(self, error: EmbedServeError, wait_s: float) -> None:
+        """Takes why it is refused, which it is to be told in so many seconds."""
+
 
 class Client:
     """Who asks, by name; goes on while the file is read again.
@@ -241,8 +248,9 @@ class Access:
             if key.expires_s <= now_s:
                 del self._known[key]
 
-    def admit(self, call: Asking, authorization: bytes | None) -> EmbedServeError | None:
-        """Begins a request of ``call``, whose client it then has; or says why not.
+    def admit(self, call: Asking, authorization: bytes | None) -> bool:
+        """Whether ``call`` may be asked, which is to be known once its head has come. It then has
+        its client; one that may not is denied, and its body is nobody's.
 
         Args:
             authorization: its header; b"" where there were several, None where there was none.
@@ -253,22 +261,19 @@ class Access:
                 client = self._find(authorization, call.certificate)
             except UnauthenticatedError as unknown:
                 self._of_unknown[unknown.code] += 1
-                return unknown
+                call.deny(unknown, 0.0)
+                return False
         now_s = call.start_s
         if client.free_s <= now_s and client.active < client.active_max:
             client.free_s = now_s + client.interval_s
         elif (error := client.why_not(now_s)) is not None:
             client.outcomes[error.code] += 1
-            return error
+            is_often = isinstance(error, RateLimitedError) and call.may_be_late
+            call.deny(error, client.refusal_wait_s(now_s) if is_often else 0.0)
+            return False
         client.active += 1
         call.client = client
-        return None
-
-    def refusal_wait_s(self, call: Asking, authorization: bytes | None) -> float:
-        """How long the refusal of ``call`` for a limit, which admit has said, is to wait."""
-        key = call.certificate if authorization is None else authorization
-        client = self._known.get(key)
-        return 0.0 if client is None else client.refusal_wait_s(call.start_s)
+        return True
 
     def names(self) -> Collection[str]:
         """Of all clients, and of those whom nobody knows."""

@@ -118,7 +118,8 @@ class EmbedEndpoint:
         call = AsgiCall(asked, start_s, self._exchange, scope)
         try:
             authorization = call.header(b"authorization")
-            if self._exchange.access is None or self._exchange.admit(call, authorization):
+            access = self._exchange.access
+            if access is None or access.admit(call, authorization):
                 self._exchange.ask(call, await self._read_body(asked.codec, receive))
             await self._answer(call, receive, send)
         except EmbedServeError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
-from embedserve.access.access import Certificate
+from embedserve.access.access import Access, Certificate
 from embedserve.errors import EmbedServeError
 from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, late_request
 from embedserve.tracing.request_id import Told
@@ -117,11 +117,14 @@ class Http1Connection(UvicornConnection):
         missing = length - (len(data) - body_start)
         if missing < 0:
             self.hold(data[missing:])
-        if self.exchange.access is not None:
+        access = self.exchange.access
+        if access is not None:
             gap = form.authorization
             authorization = None if gap is None else data[gap]
-            admit = self.exchange.admit if missing <= 0 else self._admit_early
-            if not admit(call, authorization):
+            if missing > 0:
+                if not self._admit_early(access, call, authorization):
+                    return
+            elif not access.admit(call, authorization):
                 return
         if missing == 0:
             self.exchange.ask(call, data[body_start:])
@@ -132,10 +135,10 @@ class Http1Connection(UvicornConnection):
         else:
             self.exchange.ask(call, data[body_start:missing])
 
-    def _admit_early(self, call: Http1Call, authorization: bytes | None) -> bool:
+    def _admit_early(self, access: Access, call: Http1Call, authorization: bytes | None) -> bool:
         """Of a request that is refused no body is waited for: its answer is the last."""
         is_last, self.is_last = self.is_last, True
-        if not self.exchange.admit(call, authorization):
+        if not access.admit(call, authorization):
             return False
         self.is_last = is_last
         return True

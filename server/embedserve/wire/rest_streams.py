@@ -121,7 +121,8 @@ def open_embed(
 
     def open_call(stream: Stream) -> Handler:
         call = RestCall(asked, exchange, by_name, stream)
-        if exchange.access is not None and not exchange.admit(call, authorization):
+        access = exchange.access
+        if access is not None and not access.admit(call, authorization):
             call.is_refused = True
             return call
         size = stream.missing_bytes

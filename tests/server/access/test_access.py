@@ -43,6 +43,10 @@ class Asking:
         self.certificate = certificate
         self.client: Client | None = None
         self.start_s = perf_counter()
+        self.may_be_late = True
+
+    def deny(self, error: EmbedServeError, wait_s: float) -> None:
+        raise error
 
 
 class Tokens:
@@ -68,9 +72,7 @@ class Tokens:
         return self.ask(Asking(f"Bearer {token}"))
 
     def ask(self, asking: Asking) -> Asking:
-        error = self.access.admit(asking, asking.authorization)
-        if error is not None:
-            raise error
+        assert self.access.admit(asking, asking.authorization)
         return asking
 
     def refusal(self, authorization: str | None, certificate: Certificate | None = None) -> str:

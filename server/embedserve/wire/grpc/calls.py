@@ -100,7 +100,8 @@ class EmbedCall(StreamCall):
         super().__init__(asked, exchange, headers, stream)
         self._encoding = encoding
         self._message: OneMessage | Unwanted | None = None
-        if exchange.access is not None and not exchange.admit(self, headers.get(b"authorization")):
+        access = exchange.access
+        if access is not None and not access.admit(self, headers.get(b"authorization")):
             self._message = Unwanted()
             return
         if exchange.models.is_closed:

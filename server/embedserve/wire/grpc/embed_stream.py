@@ -119,7 +119,8 @@ class EmbedStream(MessageStream):
     def take(self, message: bytes) -> None:
         request = StreamedRequest(self._asked, self)
         self._requests.append(request)
-        if self.exchange.access is None or self.exchange.admit(request, self._authorization):
+        access = self.exchange.access
+        if access is None or access.admit(request, self._authorization):
             self.exchange.ask(request, message)
         if request.queue is not None:
             self.reserve(request, request.queue.model.answer_bytes(request.request))
