@@ -12,7 +12,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 TORCHREC := 1.8.0
 
-.PHONY: install serve test lint types contracts pytest test-gpu hostile fuzz soak swaps swaps-killed proto docs format bench bench-peers bench-large clean
+.PHONY: install serve test lint types contracts pytest test-gpu hostile fuzz soak swaps swaps-killed proto docs lock format bench bench-peers bench-large clean
 
 install: $(INSTALLED)
 
@@ -92,6 +92,11 @@ proto: install
 # too; a test compares them.
 docs: install
 	PYTHONPATH=server:model_store:clients:proto $(BIN)/python docs/generate.py
+
+# The versions and hashes of all that an image has; deploy/lock.sh says where it looks for them.
+lock: install
+	$(BIN)/python -m pip install --quiet uv
+	UV=$(BIN)/uv deploy/lock.sh
 
 # Needs two cores, and wrk, h2load and redis-benchmark. Peers that are not installed are left out.
 bench: $(VENV)/.installed-bench

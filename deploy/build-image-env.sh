@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Makes the virtual environment of an image: builds the tree's wheel and installs it with
-# PyTorch and TorchRec for the variant. Where packages come from is left to pip's own settings
+# Makes the virtual environment of an image: the packages of deploy/locks/VARIANT.txt, each by its
+# hash, and the tree's own wheel. Takes out what no server reads, and lists what is left in
+# PREFIX/sbom.cdx.json (CycloneDX). Where packages come from is left to pip's own settings
 # (pip.conf, PIP_EXTRA_INDEX_URL). It never writes into SOURCE and never updates an environment.
 #
 # --dry-run prints the commands and runs none; WITH_DEPENDENCIES=no installs the wheel alone;
@@ -8,6 +9,7 @@
 set -euo pipefail
 
 usage="usage: build-image-env.sh [--dry-run] cpu|cuda PREFIX SOURCE"
+locks=$(cd "$(dirname "$0")/locks" && pwd -P)
 
 fail() {
     echo "build-image-env.sh: $*" >&2
@@ -21,33 +23,53 @@ run() {
 }
 
 install() {
-    run "$prefix/bin/python" -m pip install "$@"
+    run "$prefix/bin/python" -m pip install --no-deps "$@"
 }
 
-# pip takes PyTorch's CUDA build for the CPU one where its index has no other.
+# --no-deps: the lock has all, and torchrec's wheel asks for the CUDA build of FBGEMM.
+install_lock() {
+    install --require-hashes --requirement "$locks/$variant.txt"
+}
+
+# pip takes another build of PyTorch where the lock was made so.
 check_torch() {
     run "$prefix/bin/python" -c "import sys, torch
 built = 'cuda' if torch.version.cuda else 'cpu'
 if built != '$variant':
-    sys.exit(f'PyTorch {torch.__version__} is built for {built}, VARIANT is $variant: '
-             'point PIP_EXTRA_INDEX_URL at the $variant wheels of PyTorch')"
+    sys.exit(f'PyTorch {torch.__version__} is built for {built}, VARIANT is $variant')"
 }
 
-# --no-deps on torchrec leaves its needs to the cpu extra; the import shows that none is missing.
-install_cpu() {
-    install "$source[server,remote,cpu]"
-    check_torch
-    install --no-deps torchrec==1.8.0
-    run "$prefix/bin/python" -c "import torchrec"
-}
-
-install_cuda() {
-    install "$source[server,remote,cuda]"
-    check_torch
+# hatchling, which makes the wheel, and cyclonedx-py stay out of the environment.
+make_tools() {
+    run "${PYTHON:-python3}" -m venv "$tools"
+    run "$tools/bin/python" -m pip install --no-deps --require-hashes --requirement "$locks/build.txt"
 }
 
 install_wheel() {
-    install --no-deps "$source"
+    run "$tools/bin/python" -m pip wheel --no-deps --no-build-isolation \
+        --wheel-dir "$tools/wheels" "$source"
+    install --no-index --find-links "$tools/wheels" embedserve
+}
+
+# PyTorch's own tests, the headers to compile against it and the largest of others' tests (some
+# packages import their own) are not read by a server. What is left is seen to import.
+slim() {
+    local site
+    site=$(echo "$prefix"/lib/python3*/site-packages)
+    run rm -rf "$site"/torch/{include,share,test}
+    run find "$site" -path "$site/torch/bin/*" -type f ! -name torch_shm_manager -delete
+    run find "$site"/{mpmath,networkx,numpy,sympy} -type d -name tests -prune -exec rm -rf "{}" +
+    check_torch
+    run "$prefix/bin/python" -c "import torchrec.distributed, s3fs"
+}
+
+remove_pip() {
+    run "$prefix/bin/python" -m pip --quiet uninstall --yes pip
+}
+
+list_packages() {
+    run "$tools/bin/cyclonedx-py" environment --output-reproducible \
+        --output-file "$prefix/sbom.cdx.json" "$prefix/bin/python"
 }
 
 dry_run=no
@@ -65,10 +87,17 @@ esac
 [ -f "$source/pyproject.toml" ] || fail "SOURCE $source holds no pyproject.toml"
 source=$(cd "$source" && pwd -P) # pip takes a bare name for a package of its index
 case ${WITH_DEPENDENCIES:-yes} in
-    yes) install_env=install_$variant ;;
-    no) install_env=install_wheel ;;
+    yes) has_dependencies=yes ;;
+    no) has_dependencies=no ;;
     *) fail "WITH_DEPENDENCIES is \"$WITH_DEPENDENCIES\", it must be yes or no" ;;
 esac
 
+tools=$(mktemp -d)
+trap 'rm -rf "$tools"' EXIT
+make_tools
 run "${PYTHON:-python3}" -m venv "$prefix"
-"$install_env"
+if [ "$has_dependencies" = yes ]; then install_lock; fi
+install_wheel
+if [ "$has_dependencies" = yes ]; then slim; fi
+remove_pip
+list_packages

@@ -1,9 +1,12 @@
-"""build-image-env.sh builds the wheel and names what each variant needs, outside Docker.
+"""build-image-env.sh builds the wheel and installs what the locks name, outside Docker.
 
-The real run leaves the dependencies out; it takes hatchling from pip's index.
+The real run leaves the dependencies out; it takes hatchling and cyclonedx-py from pip's index. With
+them all it is a run of minutes: -m soak.
 """
 
+import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import Distribution
@@ -11,19 +14,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from running_servers import free_port
 
 from .conftest import DEPLOY, ROOT
 
 SCRIPT = DEPLOY / "build-image-env.sh"
+LOCKS = DEPLOY / "locks"
+BUILD_S_MAX = 300
+WHOLE_S_MAX = 1800
 
 
-def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str | Path, timeout_s: float = BUILD_S_MAX, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [SCRIPT, *arguments],
         env={**os.environ, "PYTHON": sys.executable, **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout_s,
     )
 
 
@@ -72,6 +83,16 @@ def test_the_packages_say_that_they_are_typed(files: set[str], package: str) -> 
     assert {f"{package}/__init__.py", f"{package}/py.typed"} <= files
 
 
+def test_the_list_of_packages_has_the_server_and_no_pip(installed: Distribution) -> None:
+    prefix = Path(str(installed.locate_file(""))).parents[2]
+    listed = json.loads((prefix / "sbom.cdx.json").read_text())
+    assert listed["bomFormat"] == "CycloneDX"
+    purls = {one["purl"] for one in listed["components"]}
+    assert f"pkg:pypi/embedserve@{installed.version}" in purls
+    assert not any(purl.startswith("pkg:pypi/pip@") for purl in purls)
+    assert not list(prefix.glob("lib/python3.*/site-packages/pip"))
+
+
 def test_the_command_is_installed(installed: Distribution, pyproject: dict[str, Any]) -> None:
     scripts = installed.entry_points.select(group="console_scripts")
     assert {script.name: script.value for script in scripts} == pyproject["project"]["scripts"]
@@ -80,15 +101,42 @@ def test_the_command_is_installed(installed: Distribution, pyproject: dict[str, 
     assert os.access(command, os.X_OK)
 
 
-def test_the_variants_install_their_extras(tmp_path: Path, pyproject: dict[str, Any]) -> None:
+def pinned(lock: str) -> dict[str, str]:
+    """Versions by package; each has a hash."""
+    found: dict[str, str] = {}
+    for entry in re.split(r"\n(?=\w)", (LOCKS / f"{lock}.txt").read_text())[1:]:
+        name, version = entry.split()[0].split("==")
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), name
+        found[canonicalize_name(name)] = version
+    return found
+
+
+@pytest.mark.parametrize("variant", ["cpu", "cuda"])
+def test_the_locks_have_what_the_project_asks_for(variant: str, pyproject: dict[str, Any]) -> None:
+    """Where this fails, pyproject.toml has changed: run make lock."""
     extras = pyproject["project"]["optional-dependencies"]
-    (torchrec,) = [need for need in extras["cuda"] if need.startswith("torchrec")]
-    cpu = run("--dry-run", "cpu", tmp_path / "env", ROOT).stdout
-    assert f"pip install {ROOT}\\[server\\,remote\\,cpu\\]" in cpu
-    assert f"pip install --no-deps {torchrec}\n" in cpu.replace(" \n", "\n")
-    cuda = run("--dry-run", "cuda", tmp_path / "env", ROOT).stdout
-    assert f"pip install {ROOT}\\[server\\,remote\\,cuda\\]" in cuda
-    assert "--no-deps" not in cuda
+    versions = pinned(variant)
+    wanted = [*pyproject["project"]["dependencies"], *extras["server"], *extras["remote"]]
+    for line in [*wanted, *extras[variant]]:
+        need = Requirement(line)
+        assert need.specifier.contains(versions[canonicalize_name(need.name)]), line
+    assert versions["torchrec"] == "1.8.0"
+    assert versions["torch"].endswith("+cpu") == (variant == "cpu")
+    assert ("fbgemm-gpu" in versions) == (variant == "cuda")
+
+
+def test_the_locks_name_no_place() -> None:
+    for lock in LOCKS.glob("*.txt"):
+        assert "//" not in lock.read_text()
+        assert "index" not in lock.read_text()
+
+
+@pytest.mark.parametrize("variant", ["cpu", "cuda"])
+def test_the_variants_install_their_locks(variant: str, tmp_path: Path) -> None:
+    steps = run("--dry-run", variant, tmp_path / "env", ROOT).stdout
+    assert f"pip install --no-deps --require-hashes --requirement {LOCKS}/{variant}.txt" in steps
+    assert f"--require-hashes --requirement {LOCKS}/build.txt" in steps
+    assert "cyclonedx-py environment" in steps
 
 
 def test_a_dry_run_makes_nothing(tmp_path: Path) -> None:
@@ -125,3 +173,31 @@ def test_an_unknown_with_dependencies_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert 'WITH_DEPENDENCIES is "maybe"' in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.soak
+def test_the_whole_environment_serves_the_demo(tmp_path: Path) -> None:
+    """All packages of the lock, without what slim takes out of them."""
+    prefix = tmp_path / "env"
+    done = run("cpu", prefix, ROOT, timeout_s=WHOLE_S_MAX)
+    assert done.returncode == 0, done.stderr
+    nbytes = sum(path.lstat().st_size for path in prefix.rglob("*"))
+    assert nbytes < 1.1e9, nbytes
+    listed = json.loads((prefix / "sbom.cdx.json").read_text())
+    versions = {canonicalize_name(one["name"]): one["version"] for one in listed["components"]}
+    assert pinned("cpu").items() <= versions.items()
+
+    def embedserve(*words: str | Path) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run([prefix / "bin" / "embedserve", *words], timeout=WHOLE_S_MAX)
+
+    store = tmp_path / "store"
+    assert embedserve("demo", store).returncode == 0
+    port = free_port()
+    ports = ("--http-port", str(port), "--grpc-port", "0")
+    with subprocess.Popen([prefix / "bin" / "embedserve", "serve", store, *ports]) as server:
+        try:
+            while embedserve("health", "--ready", "--http-port", str(port)).returncode:
+                assert server.poll() is None
+        finally:
+            server.terminate()
+        assert server.wait(60) == 0

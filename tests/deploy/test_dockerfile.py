@@ -6,6 +6,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from typer.testing import CliRunner
+
+from embedserve.commands.cli import app
+
 from .conftest import DEPLOY, ROOT, Rendered
 
 Instructions = list[list[str]]
@@ -26,14 +30,14 @@ def runtime(dockerfile: Instructions) -> Instructions:
     return dockerfile[start:]
 
 
-def test_base_images_carry_a_tag_of_their_own(dockerfile: Instructions) -> None:
+def test_base_images_are_pinned_by_release_and_digest(dockerfile: Instructions) -> None:
     defaults = dict(
         words[0].split("=", 1) for words in arguments(dockerfile, "ARG") if "=" in words[0]
     )
     images = [value for name, value in defaults.items() if name.endswith("_IMAGE")]
     assert len(images) == 2
     for image in images:
-        assert re.search(r":(?!latest)[\w.-]+$", image), image
+        assert re.search(r":\d+\.\d+\.\d+[\w.-]*@sha256:[0-9a-f]{64}$", image), image
     assert "latest" not in json.dumps(dockerfile)
 
 
@@ -45,6 +49,7 @@ def test_there_is_a_base_for_each_variant_the_script_takes(
         "base-cpu": "${CPU_IMAGE}",
         "base-cuda": "${CUDA_IMAGE}",
         "build": "base-${VARIANT}",
+        "sbom": "scratch",
         "runtime": "base-${VARIANT}",
     }
     for stage in ("base-cpu", "base-cuda"):
@@ -94,6 +99,19 @@ def test_the_image_starts_what_the_deployment_starts(
     (command,) = arguments(dockerfile, "CMD")
     assert json.loads(" ".join(entrypoint)) == list(pyproject["project"]["scripts"])
     assert json.loads(" ".join(command)) == [*cpu.container["args"], "/store"]
+
+
+def test_the_healthcheck_is_a_command_of_ours(dockerfile: Instructions) -> None:
+    (check,) = arguments(runtime(dockerfile), "HEALTHCHECK")
+    program, command = json.loads(" ".join(check[check.index("CMD") + 1 :]))
+    assert program == "embedserve"
+    assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+
+
+def test_the_list_of_packages_is_the_environments(dockerfile: Instructions) -> None:
+    script = (DEPLOY / "build-image-env.sh").read_text()
+    assert ["--from=build", "/opt/embedserve/sbom.cdx.json", "/"] in arguments(dockerfile, "COPY")
+    assert '"$prefix/sbom.cdx.json"' in script
 
 
 def test_exposed_ports_are_the_deployments(dockerfile: Instructions, cpu: Rendered) -> None:

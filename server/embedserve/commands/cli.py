@@ -403,6 +403,31 @@ def admin(
 
 
 @app.command()
+def health(
+    host: Annotated[
+        str, typer.Option(envvar="EMBEDSERVE_HOST", help="As serve has it.")
+    ] = "127.0.0.1",
+    http_port: Annotated[
+        int, typer.Option(envvar="EMBEDSERVE_HTTP_PORT", help="As serve has it.")
+    ] = 8000,
+    tls_cert: Annotated[
+        str, typer.Option(envvar="EMBEDSERVE_TLS_CERT", help="Where serve has it: ask over TLS.")
+    ] = "",
+    ready: Annotated[
+        bool, typer.Option("--ready", help="Not only live: every model is loaded.")
+    ] = False,
+) -> None:
+    """End with 0 where the server on this host answers; for the healthcheck of a container."""
+    from embedserve.commands.health import check_health
+
+    try:
+        check_health(host, http_port, bool(tls_cert), ready)
+    except ConnectionError as error:  # one_line_errors imports the store, which takes longer
+        typer.echo(f"embedserve: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+@app.command()
 def shadow(
     url: Annotated[str, typer.Argument(help="Of a server, such as http://localhost:8000.")],
 ) -> None:
