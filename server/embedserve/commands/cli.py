@@ -469,6 +469,19 @@ def prune(
 
 
 @app.command()
+def delete(
+    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
+    model: Annotated[str, typer.Argument(help="Name of the model.")],
+    version: Annotated[int, typer.Argument(help="A number: what an alias names stays.")],
+) -> None:
+    """Remove one version of a model, unless it is the newest, or has an alias, or is open."""
+    with one_line_errors():
+        from embedserve.commands.delete import delete as run
+
+        run(store, model, version)
+
+
+@app.command()
 def token(
     name: Annotated[str, typer.Argument(help="Who will have it.")],
     models: Annotated[str, typer.Option(help="Models that it may ask: a,b. Default: all.")] = "",

@@ -1,0 +1,12 @@
+"""`embedserve delete`: removes one version of a model."""
+
+from __future__ import annotations
+
+from embedserve.terminal.console import say
+from embedserve_store import remove_version
+
+
+def delete(store: str, model: str, version: int) -> None:
+    """Raises StoreError as remove_version does."""
+    remove_version(store, model, version)
+    say(f"{model}: removed version {version}")
