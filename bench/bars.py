@@ -9,6 +9,7 @@ from typing import Any
 from measure import Row
 
 OURS, BEFORE, TRITON = "embedserve", "embedserve before", "Triton"
+INFER = "embedserve, Open Inference"
 ONE_BODY = "protobuf, one body"
 """Ours over HTTP/1, asked as gRPC is: by h2load, which repeats one request."""
 AT_ONCE = {"64 x 1": (64, 1), "8 x 8": (8, 8)}
@@ -104,6 +105,12 @@ def _small(label: str, rows: Rows, reference: Mapping[str, float]) -> Iterator[B
         p99, p50 = rows.get("p99_ms", OURS, way), rows.get("p50_ms", OURS, way)
         yield Bar(f"{label}: {way}, p99 / p50", _ratio(p99, p50), most=2.5)
     yield from _small_grpc(label, rows)
+    for way, said, at in (
+        ("binary", "64 x 1", (64, 1)),
+        *(("gRPC", said, at) for said, at in AT_ONCE.items()),
+    ):
+        ratio = _ratio(rows.rate(INFER, way, *at), rows.rate(TRITON, way, *at))
+        yield Bar(f"{label}: Open Inference {way} {said} / Triton {way}", ratio, 2)
     for way in ("JSON", "protobuf"):
         before = _ratio(rows.rate(OURS, way), rows.rate(BEFORE, way))
         yield Bar(f"{label}: {way} / the server before", before, 0.97)
@@ -172,6 +179,9 @@ def _large(label: str, rows: Rows, reference: Mapping[str, float]) -> Iterator[B
     binary, triton = (rows.get("p50_ms", TRITON, way, 1) for way in ("binary", "gRPC"))
     yield Bar(f"{label}: Triton's p50 / ours, protobuf", _ratio(binary, ours), 2.0)
     yield Bar(f"{label}: Triton's p50 / ours, gRPC", _ratio(triton, grpc), 2.0)
+    for way in ("binary", "gRPC"):
+        times = (rows.get("p50_ms", server, way, 1) for server in (TRITON, INFER))
+        yield Bar(f"{label}: Triton's p50 / ours, Open Inference {way}", _ratio(*times), 1)
     for http1 in ("protobuf", ONE_BODY):
         ratio = _ratio(grpc, rows.get("p50_ms", OURS, http1, 1))
         yield Bar(f"{label}: gRPC, p50 / HTTP/1 {http1}", ratio, most=1.1)

@@ -1,7 +1,7 @@
 """The server's own time for a request of `small`: without sockets, without load, without kernel.
 
-Over its own interfaces, the Open Inference Protocol (every F.ids and F.lengths, all keys as
-outputs) and TorchRec's predictor.
+Over its own interfaces, the Open Inference Protocol (every F.ids and F.lengths; `pooled` is asked
+for) and TorchRec's predictor.
 
     python bench/own_time.py [--times 5] [--tokens] [CHECKOUT ...] [--only JSON gRPC]
 
@@ -35,13 +35,8 @@ from pathlib import Path
 from load import GRPC_HEADERS, framed
 from servers.base import Way
 from servers.embedserve import GRPC, JSON, MESSAGE, OURS, EmbedServe
-from servers.open_inference import (
-    Tensor,
-    binary_request,
-    grpc_request,
-    head_length,
-    json_request,
-)
+from servers.embedserve_infer import EmbedServeInfer
+from servers.open_inference import infer_ways
 from workloads import Request, Workload, workload
 
 CONNECTIONS = 64
@@ -50,14 +45,6 @@ WARM_ROUNDS = 50
 TURNS = 4
 """Of the event loop, after which a batch is answered and written."""
 SHAPE = workload("small", "uniform")
-INFER_PATH = f"/v2/models/{SHAPE.tables.name}/infer"
-INFER_JSON = Way("infer JSON", "http", INFER_PATH)
-INFER_BINARY = Way("infer binary", "http", INFER_PATH)
-INFER_GRPC = Way("infer gRPC", "grpc", "/inference.GRPCInferenceService/ModelInfer")
-PREDICT = Way("predict", "grpc", "/predictor.Predictor/Predict")
-WAYS = {
-    way.name: way for way in (JSON, MESSAGE, GRPC, INFER_JSON, INFER_BINARY, INFER_GRPC, PREDICT)
-}
 WINDOW_MAX = 2**31 - 1
 
 
@@ -95,57 +82,43 @@ def greeting() -> bytes:
     return frames.PREFACE + settings + frames.window_update(0, WINDOW_MAX - 65_535)
 
 
-def body_of(way: Way, work: Workload, request: Request) -> bytes:
-    """``request`` as it is asked over ``way``."""
-    if way is PREDICT:
-        return predict_request(request)
-    if way is INFER_JSON:
-        return json_request(tensors_of(work, request))
-    if way is INFER_BINARY:
-        return binary_request(tensors_of(work, request))
-    if way is INFER_GRPC:
-        return grpc_request(work.tables.name, tensors_of(work, request))
-    return EmbedServe().body(way, work, request)
+class Predictor(EmbedServe):
+    """Asked as TorchRec's own client asks."""
+
+    def body(self, way: Way, workload: Workload, request: Request) -> bytes:
+        from embedserve_proto.predictor_pb2 import PredictionRequest, SparseFeatures
+
+        bags = SparseFeatures(
+            num_features=len(request.lengths),
+            lengths=request.lengths.astype("<i4").tobytes(),
+            values=request.ids.astype("<i8").tobytes(),
+        )
+        asked = PredictionRequest(batch_size=request.examples, id_list_features=bags)
+        return asked.SerializeToString()
 
 
-def predict_request(request: Request) -> bytes:
-    from embedserve_proto.predictor_pb2 import PredictionRequest, SparseFeatures
-
-    bags = SparseFeatures(
-        num_features=len(request.lengths),
-        lengths=request.lengths.astype("<i4").tobytes(),
-        values=request.ids.astype("<i8").tobytes(),
-    )
-    return PredictionRequest(batch_size=request.examples, id_list_features=bags).SerializeToString()
+OWN, INFER = EmbedServe(), EmbedServeInfer()
+WAYS: dict[str, tuple[EmbedServe, Way]] = {
+    **{way.name: (OWN, way) for way in (JSON, MESSAGE, GRPC)},
+    **{f"infer {way.name}": (INFER, way) for way in infer_ways(SHAPE.tables.name)},
+    "predict": (Predictor(), Way("predict", "grpc", "/predictor.Predictor/Predict")),
+}
 
 
-def tensors_of(work: Workload, request: Request) -> list[Tensor]:
-    """F.ids and F.lengths of each feature."""
-    tensors, start = [], 0
-    for feature, lengths in zip(work.tables.features, request.lengths, strict=True):
-        end = start + int(lengths.sum())
-        tensors.append(Tensor(f"{feature}.ids", request.ids[start:end].astype("<i8")))
-        tensors.append(Tensor(f"{feature}.lengths", lengths.astype("<i4")))
-        start = end
-    return tensors
-
-
-def over_http1(way: Way, bodies: list[bytes]) -> Iterator[bytes]:
+def over_http1(server: EmbedServe, way: Way, bodies: list[bytes]) -> Iterator[bytes]:
     """One request after the other, the same for all connections."""
     for body in cycle(bodies):
         head = [f"POST {way.path} HTTP/1.1", "Host: localhost:8000"]
-        head += [f"{name}: {value}" for name, value in way.headers.items()]
-        if way.name == INFER_BINARY.name:
-            head.append(f"Inference-Header-Content-Length: {head_length(body)}")
+        head += [f"{name}: {value}" for name, value in server.headers(way, body).items()]
         yield "\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
-def over_http2(way: Way, bodies: list[bytes]) -> Iterator[bytes]:
+def over_http2(server: EmbedServe, way: Way, bodies: list[bytes]) -> Iterator[bytes]:
     from embedserve.wire.http2.frames import DATA, END_HEADERS, END_STREAM, HEADERS, head
     from embedserve.wire.http2.header_blocks import encode
 
     headers = {":method": "POST", ":scheme": "http", ":path": way.path, ":authority": "localhost"}
-    headers |= GRPC_HEADERS | dict(way.headers)
+    headers |= GRPC_HEADERS | server.headers(way, bodies[0])
     block = encode((name.encode(), value.encode()) for name, value in headers.items())
     for stream, body in zip(count(1, 2), cycle(bodies), strict=False):
         message = framed(body)
@@ -169,8 +142,8 @@ def tokens(is_asked: bool) -> Iterator[tuple[str, dict[str, str]]]:
         yield file.name, {"authorization": f"Bearer {token}"}
 
 
-async def best_us(way: Way, is_asked: bool) -> float:
-    """Of one request over ``way``, by somebody who says who they are where that ``is_asked``."""
+async def best_us(name: str, is_asked: bool) -> float:
+    """Of one request over that way, by somebody who says who they are where that ``is_asked``."""
     import torch
 
     from embedserve.api.management import management_app
@@ -184,7 +157,8 @@ async def best_us(way: Way, is_asked: bool) -> float:
     work = SHAPE
     work.tables.make()
     engine = restore(ModelStore(work.tables.store).load(work.tables.name), "cpu:1")
-    bodies = [body_of(way, work, request) for request in work.requests[:100]]
+    asked, way = WAYS[name]
+    bodies = [asked.body(way, work, request) for request in work.requests[:100]]
     with ThreadPoolExecutor(2) as executor, tokens(is_asked) as (file, headers):
         settings = ServeSettings(store="", tokens=file) if file else ServeSettings(store="")
         exchange = build_exchange({work.tables.name: engine}, settings, executor)
@@ -198,7 +172,7 @@ async def best_us(way: Way, is_asked: bool) -> float:
             if way.protocol == "grpc":
                 connection.data_received(greeting())
         over = over_http2 if way.protocol == "grpc" else over_http1
-        requests = over(replace(way, headers={**way.headers, **headers}), bodies)
+        requests = over(asked, replace(way, headers={**way.headers, **headers}), bodies)
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -217,12 +191,12 @@ async def best_us(way: Way, is_asked: bool) -> float:
     return best_s / CONNECTIONS * 1e6
 
 
-def measured_us(way: Way, checkout: Path, is_asked: bool) -> float:
+def measured_us(name: str, checkout: Path, is_asked: bool) -> float:
     """By a process of its own."""
     asked = ["--tokens"] if is_asked else []
     return float(
         subprocess.run(
-            [sys.executable, "-W", "ignore", __file__, "--way", way.name, *asked],
+            [sys.executable, "-W", "ignore", __file__, "--way", name, *asked],
             check=True,
             stdout=subprocess.PIPE,
             env={**os.environ, **EmbedServe(checkout=checkout).environment()},
@@ -242,18 +216,18 @@ def main() -> None:
     if chosen.way:
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
-        print(asyncio.run(best_us(WAYS[chosen.way], chosen.tokens)))
+        print(asyncio.run(best_us(chosen.way, chosen.tokens)))
         return
     checkouts = [*chosen.checkouts, OURS]
     cases = [(one, False) for one in checkouts] + [(OURS, True)] * chosen.tokens
-    for way in [WAYS[name] for name in chosen.only or WAYS]:
+    for name in chosen.only or WAYS:
         found: dict[tuple[Path, bool], list[float]] = {case: [] for case in cases}
         for _ in range(chosen.times):
             for case in cases:
-                found[case].append(measured_us(way, *case))
+                found[case].append(measured_us(name, *case))
         for (checkout, is_asked), all_us in found.items():
             shown = f"{checkout}{' with a token' if is_asked else ''}"
-            print(f"{way.name:12} {shown}: best {min(all_us):.2f}, worst of the bests "
+            print(f"{name:12} {shown}: best {min(all_us):.2f}, worst of the bests "
                   f"{max(all_us):.2f} us", flush=True)  # fmt: skip
 
 

@@ -32,6 +32,7 @@ from measure import Row, measure
 from servers.base import Server
 from servers.constants import ConstantGrpc, ConstantHttp, ConstantProtocol
 from servers.embedserve import EmbedServe, EmbedServeBefore, EmbedServeGrpcio
+from servers.embedserve_infer import EmbedServeInfer
 from servers.peers import peers
 from workloads import workload
 
@@ -63,6 +64,7 @@ QUICK = {
 QUICK_SERVERS = {
     "embedserve",
     "embedserve before",
+    "embedserve, Open Inference",
     "constant reply, JSON",
     "constant reply, protobuf",
     "constant reply, bare protocol",
@@ -81,6 +83,7 @@ def all_servers(against: Path | None) -> list[Server]:
         ConstantGrpc("uvloop"),
         EmbedServe(),
         *([EmbedServeBefore(against)] if against else []),
+        EmbedServeInfer(),
         EmbedServeGrpcio(),
         *peers(),
     ]

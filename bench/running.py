@@ -128,13 +128,18 @@ def _post(way: Way, body: bytes, headers: dict[str, str]) -> bytes:
 def _call(way: Way, body: bytes) -> bytes:
     import grpc
 
-    answer: bytes
+    end = time.monotonic() + MODEL_READY_S_MAX
     options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(f"127.0.0.1:{PORT + 1}", options=options) as channel:
-        if way.protocol == "grpc-stream":
-            (answer,) = channel.stream_stream(way.path)(
-                iter([body]), wait_for_ready=True, timeout=60
-            )
-        else:
-            answer = channel.unary_unary(way.path)(body, wait_for_ready=True, timeout=60)
-        return answer
+        while True:
+            try:
+                if way.protocol != "grpc-stream":
+                    one: bytes = channel.unary_unary(way.path)(body, timeout=60)
+                    return one
+                (answer,) = channel.stream_stream(way.path)(iter([body]), timeout=60)
+                return answer  # type: ignore[no-any-return]
+            except grpc.RpcError as error:
+                is_early = error.code() is grpc.StatusCode.UNAVAILABLE
+                if not is_early or time.monotonic() > end:
+                    raise RuntimeError(f"{way.path}: {error}") from error
+                time.sleep(0.2)

@@ -15,6 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import orjson
 
+from servers.base import Way
+
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+HEAD_LENGTH = "Inference-Header-Content-Length"
 DATATYPES = {np.dtype("<i8"): "INT64", np.dtype("<i4"): "INT32"}
 HEAD_END = b'"binary_data_output":true}}'
 
@@ -30,9 +34,40 @@ class Tensor:
         return {"name": self.name, "shape": self.values.shape, "datatype": datatype}
 
 
-def json_request(tensors: Sequence[Tensor]) -> bytes:
+def infer_ways(model: str) -> tuple[Way, Way, Way]:
+    """The three forms."""
+    path = f"/v2/models/{model}/infer"
+    return (
+        Way("JSON", "http", path, {"Content-Type": "application/json"}),
+        Way("binary", "http", path, {"Content-Type": "application/octet-stream"}),
+        Way("gRPC", "grpc", INFER),
+    )
+
+
+def infer_body(way: Way, model: str, tensors: Sequence[Tensor], output: str = "") -> bytes:
+    """Asks for ``output``, or for all where that is ""."""
+    if way.name == "JSON":
+        return json_request(tensors, output)
+    if way.name == "binary":
+        return binary_request(tensors, output)
+    return grpc_request(model, tensors, output)
+
+
+def infer_headers(way: Way, body: bytes) -> dict[str, str]:
+    if way.name != "binary":
+        return dict(way.headers)
+    return {**way.headers, HEAD_LENGTH: str(head_length(body))}
+
+
+def infer_values(way: Way, answer: bytes) -> np.ndarray:
+    """float32, of the only output."""
+    read = {"JSON": json_values, "binary": binary_values, "gRPC": grpc_values}[way.name]
+    return read(answer)
+
+
+def json_request(tensors: Sequence[Tensor], output: str = "") -> bytes:
     inputs = [{**tensor.head, "data": tensor.values.ravel().tolist()} for tensor in tensors]
-    return orjson.dumps({"inputs": inputs})
+    return orjson.dumps({"inputs": inputs, **_outputs(output)})
 
 
 def json_values(answer: bytes) -> np.ndarray:
@@ -41,14 +76,19 @@ def json_values(answer: bytes) -> np.ndarray:
     return np.array(output["data"], np.float32).reshape(output["shape"])
 
 
-def binary_request(tensors: Sequence[Tensor]) -> bytes:
+def binary_request(tensors: Sequence[Tensor], output: str = "") -> bytes:
     """JSON, and the tensors' bytes behind it."""
     inputs = [
         {**tensor.head, "parameters": {"binary_data_size": tensor.values.nbytes}}
         for tensor in tensors
     ]
-    head = orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}})
+    parameters = {"binary_data_output": True}
+    head = orjson.dumps({"inputs": inputs, **_outputs(output), "parameters": parameters})
     return head + b"".join(tensor.values.tobytes() for tensor in tensors)
+
+
+def _outputs(output: str) -> dict[str, object]:
+    return {"outputs": [{"name": output}]} if output else {}
 
 
 def head_length(body: bytes) -> int:
@@ -74,13 +114,15 @@ def binary_answer(answer: bytes) -> tuple[int, np.ndarray]:
     return int(head["model_version"]), values
 
 
-def grpc_request(model: str, tensors: Sequence[Tensor]) -> bytes:
+def grpc_request(model: str, tensors: Sequence[Tensor], output: str = "") -> bytes:
     message = _field(1, model.encode())
     for tensor in tensors:
         shape = b"".join(map(_varint, tensor.values.shape))
         datatype = DATATYPES[tensor.values.dtype]
         head = _field(1, tensor.name.encode()) + _field(2, datatype.encode()) + _field(3, shape)
         message += _field(5, head)
+    if output:
+        message += _field(6, _field(1, output.encode()))
     return message + b"".join(_field(7, tensor.values.tobytes()) for tensor in tensors)
 
 

@@ -14,26 +14,14 @@ import numpy as np
 from workloads import CACHE, Request, Workload
 
 from servers.base import HERE, Server, Way, environment_folder, is_installed, make_environment
-from servers.open_inference import (
-    Tensor,
-    binary_request,
-    binary_values,
-    grpc_request,
-    grpc_values,
-    head_length,
-    json_request,
-    json_values,
-)
+from servers.open_inference import Tensor, infer_body, infer_headers, infer_values, infer_ways
 
 SCRIPTS = HERE / "scripts"
 # The wheel's Python stub is built for numpy 1: with numpy 2 it gives tensors strides of 0.
 PACKAGES = ("nvidia-pytriton==0.7.0", "torch==2.13.0", "numpy==1.26.4")
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 MODEL = "pooled"
-PATH = f"/v2/models/{MODEL}/infer"
-INFER = "/inference.GRPCInferenceService/ModelInfer"
 LOAD = "/inference.GRPCInferenceService/RepositoryModelLoad"
-HEAD_LENGTH = "Inference-Header-Content-Length"
 
 CONFIG = """\
 backend: "python"
@@ -50,11 +38,7 @@ version_policy {{ specific {{ versions: [ {version} ] }} }}
 
 class Triton(Server):
     name = "Triton"
-    ways = (
-        Way("JSON", "http", PATH, {"Content-Type": "application/json"}),
-        Way("binary", "http", PATH, {"Content-Type": "application/octet-stream"}),
-        Way("gRPC", "grpc", INFER),
-    )
+    ways = infer_ways(MODEL)
 
     def __init__(self, instances: int = 1, batching: str = "") -> None:
         self.instances = instances
@@ -102,22 +86,13 @@ class Triton(Server):
         }
 
     def body(self, way: Way, workload: Workload, request: Request) -> bytes:
-        tensors = tensors_of(request)
-        if way.name == "JSON":
-            return json_request(tensors)
-        if way.name == "binary":
-            return binary_request(tensors)
-        return grpc_request(MODEL, tensors)
+        return infer_body(way, MODEL, tensors_of(request))
 
     def headers(self, way: Way, body: bytes) -> dict[str, str]:
-        if way.name != "binary":
-            return dict(way.headers)
-        return {**way.headers, HEAD_LENGTH: str(head_length(body))}
+        return infer_headers(way, body)
 
     def values(self, way: Way, workload: Workload, answer: bytes) -> np.ndarray:
-        read = {"JSON": json_values, "binary": binary_values, "gRPC": grpc_values}[way.name]
-        values: np.ndarray = read(answer)[0]
-        return values
+        return infer_values(way, answer)
 
     def _repository(self, workload: Workload) -> Path:
         """A model repository for the workload's tables."""

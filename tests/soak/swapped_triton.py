@@ -25,16 +25,16 @@ import grpc
 import numpy as np
 from servers.open_inference import (
     binary_answer,
-    binary_request,
     grpc_answer,
     grpc_load,
-    grpc_request,
-    head_length,
+    infer_body,
+    infer_headers,
 )
-from servers.triton import HEAD_LENGTH, INFER, LOAD, MODEL, PATH, Triton, add_version, tensors_of
+from servers.triton import LOAD, MODEL, Triton, add_version, tensors_of
 from soak.swapped import DIM, TABLES, Asking, Codec, Swapped, row_values
 from workloads import Request as Jagged
 
+_, BINARY, GRPC = Triton.ways
 JOINED = "joined.npy"
 """As bench/servers/scripts/pooling.py has it, which imports torch."""
 
@@ -46,18 +46,15 @@ def jagged(ids: Sequence[np.ndarray]) -> Jagged:
 
 
 def encode_rest(ids: Sequence[np.ndarray]) -> bytes:
-    return binary_request(tensors_of(jagged(ids)))
+    return infer_body(BINARY, MODEL, tensors_of(jagged(ids)))
 
 
 def encode_grpc(ids: Sequence[np.ndarray]) -> bytes:
-    return grpc_request(MODEL, tensors_of(jagged(ids)))
+    return infer_body(GRPC, MODEL, tensors_of(jagged(ids)))
 
 
 def headers(message: bytes) -> Mapping[str, str]:
-    return {
-        "Content-Type": "application/octet-stream",
-        HEAD_LENGTH: str(head_length(message)),
-    }
+    return infer_headers(BINARY, message)
 
 
 def decode_rest(body: bytes) -> tuple[int, np.ndarray]:
@@ -75,9 +72,9 @@ class TritonSwapped(Swapped):
 
     rest = Codec(encode_rest, decode_rest, headers)
     grpc = Codec(encode_grpc, decode_grpc)
-    method = INFER
+    method = GRPC.path
     ready_path = "/v2/health/ready"
-    askings = (Asking(PATH, b"", is_followed=True),)
+    askings = (Asking(BINARY.path, b"", is_followed=True),)
 
     def __init__(self, folder: Path, chosen: argparse.Namespace) -> None:
         self._repository = folder / "repository"

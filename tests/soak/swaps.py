@@ -196,7 +196,8 @@ class Swaps:
             before, now = now, before if is_rollback else following
             await self._move(now)
             if number % CANARY_EVERY == CANARY_EVERY // 2:
-                self._server.move_canary(versions[number % len(versions)])
+                canary = versions[number % len(versions)]
+                await asyncio.to_thread(self._server.move_canary, canary)
             for task in asking:
                 if task.done():
                     task.result()

@@ -1,0 +1,42 @@
+"""embedserve, asked by the Open Inference Protocol: the bodies that tritonclient sends."""
+
+from __future__ import annotations
+
+import numpy as np
+from workloads import Request, Workload
+
+from servers.base import Way
+from servers.embedserve import EmbedServe
+from servers.open_inference import Tensor, infer_body, infer_headers, infer_values, infer_ways
+
+OUTPUT = "pooled"
+"""The values of all features as one tensor, which is what Triton is asked for."""
+
+
+class EmbedServeInfer(EmbedServe):
+    """Each feature's ids and lengths are tensors."""
+
+    name = "embedserve, Open Inference"
+
+    def prepare(self, workload: Workload, port: int) -> None:
+        self.ways = infer_ways(workload.tables.name)
+
+    def body(self, way: Way, workload: Workload, request: Request) -> bytes:
+        return infer_body(way, workload.tables.name, tensors_of(workload, request), OUTPUT)
+
+    def headers(self, way: Way, body: bytes) -> dict[str, str]:
+        return infer_headers(way, body)
+
+    def values(self, way: Way, workload: Workload, answer: bytes) -> np.ndarray:
+        return infer_values(way, answer)
+
+
+def tensors_of(work: Workload, request: Request) -> list[Tensor]:
+    """F.ids and F.lengths of each feature."""
+    tensors, start = [], 0
+    for feature, lengths in zip(work.tables.features, request.lengths, strict=True):
+        end = start + int(lengths.sum())
+        tensors.append(Tensor(f"{feature}.ids", request.ids[start:end].astype("<i8")))
+        tensors.append(Tensor(f"{feature}.lengths", lengths.astype("<i4")))
+        start = end
+    return tensors
