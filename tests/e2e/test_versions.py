@@ -18,6 +18,7 @@ from e2e.test_following import DIM, FOLLOW, STEP, publish_next, wait_until
 from running_servers import Running, free_port, running
 
 from embedserve.commands.admin import ask_server
+from embedserve.commands.running_server import RunningServer
 from embedserve.commands.shadow import show_shadows
 from embedserve_client import EmbedClient, GrpcEmbedClient, InvalidRequest
 from embedserve_proto import embedding_pb2 as pb
@@ -140,13 +141,13 @@ def test_a_canary_has_its_share_and_gives_it_back(
 def test_a_version_in_the_shadow_is_compared(
     server: Running, store: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    show_shadows(server.http)
+    show_shadows(RunningServer(server.http))
     assert "no version runs in the shadow of another" in capfd.readouterr().out
     set_alias(store, "m", "canary", 2, shadow=100)
 
     def compared() -> str:
         assert ask(server) == 1
-        show_shadows(server.http)
+        show_shadows(RunningServer(server.http))
         return capfd.readouterr().out
 
     wait_until(lambda: "canary version 2 against 1: " in compared())
@@ -176,32 +177,32 @@ def test_an_administrator_loads_and_unloads(
     management_port = free_port()
     options = ("--model", "m@1", "--workers", workers)
     with running(store, tmp_path / "log", *options, management_port=management_port) as server:
-        management = f"http://127.0.0.1:{management_port}"
-        ask_server(management, "load", "m@3", None)
+        management = RunningServer(f"http://127.0.0.1:{management_port}")
+        ask_server(management, "load", "m@3")
         assert "m@3 is answered by version 3" in capfd.readouterr().err
         assert {ask(server, "m@3") for _ in range(20)} == {3}
         assert {ask(server) for _ in range(20)} == {1}
         for model, problem in (("m@9", "version 9 does not exist"), ("x", "model cannot be read")):
             with pytest.raises(ConnectionError, match=problem):
-                ask_server(management, "load", model, None)
-        ask_server(management, "unload", "m@1", None)
+                ask_server(management, "load", model)
+        ask_server(management, "unload", "m@1")
         assert {ask(server) for _ in range(20)} == {3}
         with pytest.raises(ConnectionError, match="nothing else is served"):
-            ask_server(management, "unload", "m@3", None)
-        ask_server(management, "reload", "", None)
+            ask_server(management, "unload", "m@3")
+        ask_server(management, "reload", "")
         if workers > 1:  # one that starts anew has what the others have
             os.kill(int(children(server.process.pid)[0]), signal.SIGKILL)
             wait_until(lambda: "is ready again" in server.log.read_text())
             assert {ask(server) for _ in range(40)} == {3}
         body = json.dumps({"model": "m@1"})
         for headers in ({"Content-Type": "text/plain"}, {}):
-            answer = httpx.post(f"{management}/admin/load", content=body, headers=headers)
+            answer = httpx.post(f"{management.url}/admin/load", content=body, headers=headers)
             assert answer.status_code == 415
         for port in (server.http, f"http://{server.grpc}"):
             answer = httpx.post(f"{port}/admin/load", json={"model": "m@1"})
             assert answer.status_code == 404
         with pytest.raises(ConnectionError, match="ask the port of --management-port"):
-            ask_server(server.http, "load", "m@1", None)
+            ask_server(RunningServer(server.http), "load", "m@1")
 
 
 def children(pid: int) -> list[str]:

@@ -6,17 +6,25 @@ that needs it. What a person did wrong is one line on stderr and exit status 1, 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from embedserve import __version__
+from embedserve.commands.one_line_errors import one_line_errors
 from embedserve.commands.serve_options import with_settings_as_options
-from embedserve.config import Limits, ServeSettings
+from embedserve.commands.server_commands import (
+    Ca,
+    Cert,
+    Key,
+    TokenFile,
+    admin,
+    health,
+    serve,
+    shadow,
+    token,
+)
 
 app = typer.Typer(
     name="embedserve",
@@ -50,22 +58,6 @@ def _root(
     ] = False,
 ) -> None:
     """Serves the embedding tables of trained TorchRec models."""
-
-
-def serve(**values: Any) -> None:
-    """Serve the models of a store over REST and gRPC.
-
-    A setting is a flag, a variable such as EMBEDSERVE_HTTP_PORT or a key of the TOML file
-    such as http_port; the first of these wins.
-    """
-    values.pop("config")
-    limits = Limits(**{f.name: values.pop(f.name) for f in fields(Limits)})
-    values["model"] = tuple(values["model"] or ())
-    settings = ServeSettings(**values, limits=limits)
-    with one_line_errors():
-        from embedserve.processes.serve import serve as run
-
-        run(settings)
 
 
 app.command()(with_settings_as_options(serve))
@@ -250,10 +242,14 @@ def plan(
     from_metrics: Annotated[
         str | None,
         typer.Option(
-            help="Of a server of this version, such as http://localhost:8000: the plan that "
-            "balances what it was asked."
+            help="Of a server of this version, http://HOST:PORT, https://HOST:PORT or unix:PATH: "
+            "the plan that balances what it was asked."
         ),
     ] = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
+    token_file: TokenFile = None,
     cache: Cache = None,
     kubernetes: Annotated[
         bool,
@@ -271,7 +267,13 @@ def plan(
     with one_line_errors():
         from embedserve.commands.plan import PlanOptions, plan_tables, plan_version
         from embedserve.commands.pod_patch import PodOptions
+        from embedserve.commands.running_server import server_at
 
+        asked = None
+        if from_metrics is not None:
+            asked = server_at(from_metrics, ca, cert, key, token_file)
+        elif ca or cert or key or token_file:
+            raise ValueError("--ca, --cert, --key and --token-file are of --from-metrics")
         pod = PodOptions(workers, tables, follow, hot_percent / 100) if kubernetes else None
         options = PlanOptions(
             world_size,
@@ -280,7 +282,7 @@ def plan(
             device_memory,
             device_type,
             output,
-            from_metrics,
+            asked,
             pod,
         )
         if model:
@@ -383,62 +385,6 @@ def alias(
 
 
 @app.command()
-def admin(
-    url: Annotated[str, typer.Argument(help="Of a server's management port.")],
-    action: Annotated[str, typer.Argument(help="load, unload or reload.", metavar="<action>")],
-    model: Annotated[str, typer.Argument(help="NAME, NAME@VERSION or NAME@ALIAS.")] = "",
-    token_file: Annotated[
-        Path | None, typer.Option(help="File with the token, where the server asks for one.")
-    ] = None,
-) -> None:
-    """Load or unload a version of a running server, or have it look at its store now."""
-    with one_line_errors():
-        from embedserve.commands.admin import ask_server
-
-        if action not in ("load", "unload", "reload"):
-            raise ValueError(f"action is {action!r}, expected load, unload or reload")
-        if bool(model) == (action == "reload"):
-            raise ValueError(f"{action} takes {'no model' if model else 'the name of a model'}")
-        ask_server(url, action, model, token_file)
-
-
-@app.command()
-def health(
-    host: Annotated[
-        str, typer.Option(envvar="EMBEDSERVE_HOST", help="As serve has it.")
-    ] = "127.0.0.1",
-    http_port: Annotated[
-        int, typer.Option(envvar="EMBEDSERVE_HTTP_PORT", help="As serve has it.")
-    ] = 8000,
-    tls_cert: Annotated[
-        str, typer.Option(envvar="EMBEDSERVE_TLS_CERT", help="Where serve has it: ask over TLS.")
-    ] = "",
-    ready: Annotated[
-        bool, typer.Option("--ready", help="Not only live: every model is loaded.")
-    ] = False,
-) -> None:
-    """End with 0 where the server on this host answers; for the healthcheck of a container."""
-    from embedserve.commands.health import check_health
-
-    try:
-        check_health(host, http_port, bool(tls_cert), ready)
-    except ConnectionError as error:  # one_line_errors imports the store, which takes longer
-        typer.echo(f"embedserve: {error}", err=True)
-        raise typer.Exit(1) from error
-
-
-@app.command()
-def shadow(
-    url: Annotated[str, typer.Argument(help="Of a server, such as http://localhost:8000.")],
-) -> None:
-    """Show how versions in the shadow of others would have answered otherwise."""
-    with one_line_errors():
-        from embedserve.commands.shadow import show_shadows
-
-        show_shadows(url)
-
-
-@app.command()
 def note(
     store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
     model: Annotated[str, typer.Argument(help="Name of the model.")],
@@ -481,44 +427,5 @@ def delete(
         run(store, model, version)
 
 
-@app.command()
-def token(
-    name: Annotated[str, typer.Argument(help="Who will have it.")],
-    models: Annotated[str, typer.Option(help="Models that it may ask: a,b. Default: all.")] = "",
-    roles: Annotated[str, typer.Option(help="embed, admin, or both.")] = "embed",
-    expires: Annotated[
-        str,
-        typer.Option(help="2027-01-31, or 90d: so many days from now. Default: never."),
-    ] = "",
-    requests_per_second: Annotated[
-        float | None, typer.Option(help="Of each process. Default: no limit.")
-    ] = None,
-    concurrent: Annotated[
-        int | None, typer.Option(help="Requests under way, of each process. Default: no limit.")
-    ] = None,
-) -> None:
-    """Make a token: its line for the file of serve --tokens goes to stdout, the token to stderr.
-
-    Nothing keeps the token itself: give it to who asks now.
-    """
-    with one_line_errors():
-        from embedserve.commands.token import make_token
-
-        make_token(name, models, roles, expires, requests_per_second, concurrent)
-
-
-@contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turns the errors that a person can mend into one line and exit status 1."""
-    from embedserve_store.errors import StoreError
-
-    try:
-        yield
-    except (StoreError, OSError, ValueError) as error:
-        if isinstance(error, ValueError) and type(error) is not ValueError:
-            raise
-        typer.echo(f"embedserve: {error}", err=True)
-        raise typer.Exit(1) from error
-    except KeyboardInterrupt:
-        typer.echo("embedserve: interrupted", err=True)
-        raise typer.Exit(130) from None
+for command in (admin, health, shadow, token):
+    app.command()(command)

@@ -8,7 +8,7 @@ from typing import Any
 
 from embedserve.commands.plan_view import show_plan
 from embedserve.terminal.aligned_columns import grid, out, show, write
-from embedserve.terminal.console import printable
+from embedserve.terminal.printable import printable
 from embedserve.terminal.sizes import human_bytes
 from embedserve.terminal.stores import opened
 from embedserve_store.format.id_rule import IdRule

@@ -9,8 +9,9 @@ from itertools import islice
 
 from prometheus_client.samples import Sample
 
+from embedserve.commands.running_server import RunningServer
 from embedserve.commands.server_metrics import read_samples
-from embedserve.terminal.console import printable
+from embedserve.terminal.printable import printable
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_version import ModelVersion
@@ -52,16 +53,16 @@ class Measured:
         return len(self.held_bytes)
 
 
-def measured_of(url: str, version: ModelVersion) -> Measured:
-    """What the server at ``url`` has read of ``version``, whatever names it is served by.
+def measured_of(server: RunningServer, version: ModelVersion) -> Measured:
+    """What ``server`` has read of ``version``, whatever names it is served by.
 
     Raises:
-        ConnectionError, ValueError: as read_samples.
+        ConnectionError, OSError, ValueError: as read_samples.
         StoreError: the server serves no such version, or one of other tables, counts none of
             this, or has read nothing yet.
     """
     manifest = version.manifest
-    samples = read_samples(url, NAMES)
+    url, samples = server.url, read_samples(server, NAMES)
     aliases = _aliases(samples, url, manifest.model, str(manifest.version))
     counts = _counts(samples, url, manifest.model, aliases)
     by_table = {name: n for (name,), n in counts[TABLE_LOOKUPS].items()}

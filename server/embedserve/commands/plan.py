@@ -18,6 +18,7 @@ from embedserve.commands.measured_reads import Measured, measured_of
 from embedserve.commands.plan_from_metrics import Asked, propose, show_balance
 from embedserve.commands.plan_view import count_ranks, show_plan
 from embedserve.commands.pod_patch import PodOptions, PodRows, pod_patch
+from embedserve.commands.running_server import RunningServer
 from embedserve.commands.sharding import parse_sharding
 from embedserve.terminal.console import console, say
 from embedserve.terminal.sizes import human_bytes, parse_bytes
@@ -49,7 +50,7 @@ class PlanOptions:
     device_memory: str | None = None
     device_type: str = "cpu"
     output: Path | None = None
-    from_metrics: str | None = None
+    from_metrics: RunningServer | None = None
     pod: PodOptions | None = None
     """Where there is one, what a pod of the plan needs is printed in place of the plan."""
 

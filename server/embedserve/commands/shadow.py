@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from prometheus_client.samples import Sample
 
+from embedserve.commands.running_server import RunningServer
 from embedserve.commands.server_metrics import read_samples
 from embedserve.terminal.aligned_columns import grid, plain, show, write
 
@@ -39,16 +40,17 @@ class Shadows:
             self.counts[comparison][key] = sample.value
 
 
-def show_shadows(url: str) -> None:
+def show_shadows(server: RunningServer) -> None:
     """Prints how each version in a shadow differs, key by key.
 
     Raises:
-        ConnectionError: the server cannot be asked.
-        ValueError: ``url`` is none, or what answers is no embedserve.
+        ConnectionError, OSError, ValueError: as read_samples.
     """
-    shadows = Shadows(read_samples(url, [PREFIX]))
+    shadows = Shadows(read_samples(server, [PREFIX]))
     if not shadows.counts:
-        write(f"{url}: no version runs in the shadow of another (embedserve alias … --shadow)")
+        write(
+            f"{server.url}: no version runs in the shadow of another (embedserve alias … --shadow)"
+        )
     for (model, alias, version, against), counts in shadows.counts.items():
         batches = {
             outcome: int(counts.get(("batches", outcome), 0))

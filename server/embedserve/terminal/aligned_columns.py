@@ -9,7 +9,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from embedserve.terminal.console import printable
+from embedserve.terminal.printable import printable
 
 WIDTH_MAX = 10_000
 

@@ -16,6 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from embedserve.terminal.printable import printable
 from embedserve.terminal.sizes import human_bytes
 from embedserve_store import Progress as TableProgress
 
@@ -25,11 +26,6 @@ console = Console(stderr=True)
 def say(line: str) -> None:
     """A line for a person, as it is: never wrapped or coloured, so that it can be copied."""
     console.print(printable(line), soft_wrap=True, highlight=False, markup=False)
-
-
-def printable(text: str) -> str:
-    """``text``, which may come from files, with what would move the cursor shown as its number."""
-    return "".join(one if one.isprintable() else f"\\x{ord(one):02x}" for one in text)
 
 
 def hush_torch() -> None:

@@ -11,8 +11,8 @@ import pytest
 from certificates import Authority
 from running_servers import free_port
 from server.fake_engine import FakeEngine
-from server.live import make_exchange
-from server.raw_http import OurServer, our_server
+from server.live import make_exchange, serving
+from server.raw_http import our_server
 from typer.testing import CliRunner
 
 from embedserve.commands.cli import app
@@ -25,23 +25,27 @@ def exchange(engine: FakeEngine, executor: ThreadPoolExecutor) -> Exchange:
     return make_exchange(engine, executor=executor)
 
 
-async def told(server: OurServer, *options: str, **settings: str) -> tuple[int, str]:
+async def told(port: int, *options: str, **settings: str) -> tuple[int, str]:
     """(exit status, what it said) of the command, with the server's settings as variables."""
-    variables = {"EMBEDSERVE_HTTP_PORT": str(server.port), "EMBEDSERVE_HOST": "0.0.0.0", **settings}
+    variables = {"EMBEDSERVE_HTTP_PORT": str(port), "EMBEDSERVE_HOST": "0.0.0.0", **settings}
     done = await asyncio.to_thread(CliRunner().invoke, app, ["health", *options], env=variables)
     return done.exit_code, done.output
 
 
-async def test_it_tells_who_lives_from_who_is_ready(exchange: Exchange) -> None:
-    async with our_server(exchange) as server:
-        assert await told(server) == (0, "")
-        assert await told(server, "--ready") == (0, "")
-        exchange.models.not_ready = "draining"
-        assert await told(server) == (0, "")
-        status, said = await told(server, "--ready")
-    assert status == 1
-    assert "/health/ready answered 503" in said
-    assert len(said.splitlines()) == 1
+async def test_it_tells_who_lives_from_who_is_ready(exchange: Exchange, tmp_path: Path) -> None:
+    path = str(tmp_path / "http.sock")
+    async with serving(exchange, unix=[path]) as live:
+        at: dict[int, dict[str, str]] = {live.http_port: {}, 1: {"EMBEDSERVE_HTTP_UDS": path}}
+        for port, more in at.items():
+            exchange.models.not_ready = ""
+            assert await told(port, **more) == (0, "")
+            assert await told(port, "--ready", **more) == (0, "")
+            exchange.models.not_ready = "draining"
+            assert await told(port, **more) == (0, "")
+            status, said = await told(port, "--ready", **more)
+            assert status == 1
+            assert "/health/ready: answered 503: draining" in said
+            assert len(said.splitlines()) == 1
 
 
 async def test_over_tls_and_where_clients_need_certificates(
@@ -52,18 +56,31 @@ async def test_over_tls_and_where_clients_need_certificates(
     files = TlsFiles(*pair)
     root = tmp_path / "root.pem"
     root.write_bytes(authority.root)
+    over_tls = {"EMBEDSERVE_TLS_CERT": files.certificate}
     for used in (files, replace(files, client_ca=str(root))):
         async with our_server(exchange, Certificates(used)) as server:
-            assert await told(server, EMBEDSERVE_TLS_CERT=files.certificate) == (0, "")
-            status, said = await told(server)
-            assert (status, "answered 400" in said) == (1, True)
+            assert await told(server.port, **over_tls) == (0, "")
+            status, said = await told(server.port)
+            assert (status, "answered 400: this port takes TLS only" in said) == (1, True)
+            status, said = await told(server.port, "--ready", **over_tls)
+            assert status == int(bool(used.client_ca))
+            assert ("it wants a certificate" in said) == bool(used.client_ca)
     async with our_server(exchange) as server:
-        status, said = await told(server, EMBEDSERVE_TLS_CERT=files.certificate)
+        status, said = await told(server.port, **over_tls)
     assert status == 1
     assert "SSL" in said
 
 
-def test_where_nobody_listens() -> None:
-    done = CliRunner().invoke(app, ["health", "--http-port", str(free_port())])
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--http-port", str(free_port())], "Connection refused"),
+        (["--http-uds", "/nowhere/http.sock"], "unix:/nowhere/http.sock: /health/live: [Errno 2]"),
+        (["--host", "?"], "url is 'http://?:8000', expected such as"),
+    ],
+)
+def test_where_nobody_listens(options: list[str], why: str) -> None:
+    done = CliRunner().invoke(app, ["health", *options])
     assert done.exit_code == 1
-    assert "Connection refused" in done.output
+    assert why in done.output
+    assert len(done.output.splitlines()) == 1

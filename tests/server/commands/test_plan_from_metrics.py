@@ -4,57 +4,26 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
+from server.answering import answering, page
 from server.fake_engine import make_request
 from server.fake_models import served_of
 from typer.testing import CliRunner, Result
 
 from embedserve.batching.join import join, to_model_order
 from embedserve.commands.cli import app
+from embedserve.commands.running_server import RunningServer
 from embedserve.commands.server_metrics import read_samples
 from embedserve.metrics.metrics import Metrics
 from embedserve.types import ModelInfo
 from embedserve_store import ModelStore
 
-Answer = Callable[[BaseHTTPRequestHandler], None]
 DRIP_S = 0.02
-
-
-@contextmanager
-def answering(answer: Answer) -> Iterator[str]:
-    """A server on a free port, which answers every GET so."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            answer(self)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def page(text: str) -> Answer:
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(200)
-        handler.end_headers()
-        handler.wfile.write(text.encode())
-
-    return answer
 
 
 @pytest.fixture
@@ -141,7 +110,7 @@ def test_where_nobody_answers_it_is_said(store: Path, tmp_path: Path) -> None:
     with answering(page("")) as url:
         pass
     for wrong, message in (
-        (url, "its metrics cannot be read: [Errno 111] Connection refused"),
+        (url, "/metrics: [Errno 111] Connection refused"),
         ("ftp://localhost", "url is 'ftp://localhost', expected such as http://localhost:8000"),
     ):
         result = run(store, "--from-metrics", wrong)
@@ -175,14 +144,14 @@ def test_a_page_that_does_not_end_is_given_up() -> None:
             handler.wfile.write(b"embedserve_workers 1.0\n" * 1000)
 
     for answer, timeout_s, message in (
-        (silent, 0.5, "they are not all there after 0.5 s|timed out"),
-        (dripping, 0.5, "they are not all there after 0.5 s"),
-        (endless, 20.0, "they are over 1000000 bytes"),
+        (silent, 0.5, "the answer is not all there after 0.5 s|timed out"),
+        (dripping, 0.5, "the answer is not all there after 0.5 s"),
+        (endless, 20.0, "it answers with over 1000000 bytes"),
     ):
         is_over.clear()
         with answering(answer) as url:
             try:
                 with pytest.raises(ConnectionError, match=f"{url}: .*({message})"):
-                    read_samples(url, ["embedserve_"], timeout_s, bytes_max=1_000_000)
+                    read_samples(RunningServer(url), ["embedserve_"], timeout_s, 1_000_000)
             finally:
                 is_over.set()

@@ -1,0 +1,143 @@
+"""The commands that run a server, and those that ask one that runs (running_server.py).
+
+Imports nothing heavy at the top, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from embedserve.commands.one_line_errors import one_line_errors
+from embedserve.config import Limits, ServeSettings
+
+Ca = Annotated[
+    Path | None,
+    typer.Option(help="PEM file of whom to trust with https://. Default: the system's."),
+]
+Cert = Annotated[
+    Path | None,
+    typer.Option(help="PEM file of the certificate to show with https://, if one is wanted."),
+]
+Key = Annotated[
+    Path | None, typer.Option(help="PEM file of its key. Default: in the file of --cert.")
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with the token, where the server asks for one. Default: the variable "
+        "EMBEDSERVE_TOKEN, if any."
+    ),
+]
+ADDRESS = "http://HOST:PORT, https://HOST:PORT or unix:PATH."
+
+
+def serve(**values: Any) -> None:
+    """Serve the models of a store over REST and gRPC.
+
+    A setting is a flag, a variable such as EMBEDSERVE_HTTP_PORT or a key of the TOML file
+    such as http_port; the first of these wins.
+    """
+    values.pop("config")
+    limits = Limits(**{f.name: values.pop(f.name) for f in fields(Limits)})
+    values["model"] = tuple(values["model"] or ())
+    settings = ServeSettings(**values, limits=limits)
+    with one_line_errors():
+        from embedserve.processes.serve import serve as run
+
+        run(settings)
+
+
+def admin(
+    url: Annotated[str, typer.Argument(help=f"Of a server's management port: {ADDRESS}")],
+    action: Annotated[str, typer.Argument(help="load, unload or reload.", metavar="<action>")],
+    model: Annotated[str, typer.Argument(help="NAME, NAME@VERSION or NAME@ALIAS.")] = "",
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Load or unload a version of a running server, or have it look at its store now."""
+    with one_line_errors():
+        from embedserve.commands.admin import ask_server
+        from embedserve.commands.running_server import server_at
+
+        if action not in ("load", "unload", "reload"):
+            raise ValueError(f"action is {action!r}, expected load, unload or reload")
+        if bool(model) == (action == "reload"):
+            raise ValueError(f"{action} takes {'no model' if model else 'the name of a model'}")
+        ask_server(server_at(url, ca, cert, key, token_file), action, model)
+
+
+def health(
+    host: Annotated[
+        str, typer.Option(envvar="EMBEDSERVE_HOST", help="As serve has it.")
+    ] = "127.0.0.1",
+    http_port: Annotated[
+        int, typer.Option(envvar="EMBEDSERVE_HTTP_PORT", help="As serve has it.")
+    ] = 8000,
+    http_uds: Annotated[
+        str,
+        typer.Option(
+            envvar="EMBEDSERVE_HTTP_UDS",
+            help="Where serve has it: ask there, where no certificate is wanted.",
+        ),
+    ] = "",
+    tls_cert: Annotated[
+        str, typer.Option(envvar="EMBEDSERVE_TLS_CERT", help="Where serve has it: ask over TLS.")
+    ] = "",
+    ready: Annotated[
+        bool, typer.Option("--ready", help="Not only live: every model is loaded.")
+    ] = False,
+) -> None:
+    """End with 0 where the server on this host answers; for a container's healthcheck or probe."""
+    from embedserve.commands.health import check_health, own_server
+
+    try:
+        check_health(own_server(host, http_port, bool(tls_cert), http_uds), ready)
+    except (OSError, ValueError) as error:  # one_line_errors imports the store, which takes longer
+        typer.echo(f"embedserve: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def shadow(
+    url: Annotated[str, typer.Argument(help=f"Of a server: {ADDRESS}")],
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Show how versions in the shadow of others would have answered otherwise."""
+    with one_line_errors():
+        from embedserve.commands.running_server import server_at
+        from embedserve.commands.shadow import show_shadows
+
+        show_shadows(server_at(url, ca, cert, key, token_file))
+
+
+def token(
+    name: Annotated[str, typer.Argument(help="Who will have it.")],
+    models: Annotated[str, typer.Option(help="Models that it may ask: a,b. Default: all.")] = "",
+    roles: Annotated[str, typer.Option(help="embed, admin, or both.")] = "embed",
+    expires: Annotated[
+        str,
+        typer.Option(help="2027-01-31, or 90d: so many days from now. Default: never."),
+    ] = "",
+    requests_per_second: Annotated[
+        float | None, typer.Option(help="Of each process. Default: no limit.")
+    ] = None,
+    concurrent: Annotated[
+        int | None, typer.Option(help="Requests under way, of each process. Default: no limit.")
+    ] = None,
+) -> None:
+    """Make a token: its line for the file of serve --tokens goes to stdout, the token to stderr.
+
+    Nothing keeps the token itself: give it to who asks now.
+    """
+    with one_line_errors():
+        from embedserve.commands.token import make_token
+
+        make_token(name, models, roles, expires, requests_per_second, concurrent)

@@ -1,0 +1,198 @@
+"""Commands that ask a server: one way to write where it is, and what it is shown."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+from certificates import Authority
+from server.answering import Answer, answering, page
+from server.fake_engine import FakeEngine
+from server.live import make_exchange, serving
+from server.raw_http import our_server
+from typer.testing import CliRunner
+
+from embedserve.access.access import Access
+from embedserve.access.grants import new_token
+from embedserve.commands import running_server
+from embedserve.commands.cli import app
+from embedserve.commands.running_server import TOKEN_BYTES_MAX, TOKEN_VARIABLE, RunningServer
+from embedserve.exchange import Exchange
+from embedserve.wire.tls.certificates import Certificates, TlsFiles
+from embedserve_client import addresses
+
+NO_SHADOW = "no version runs in the shadow of another"
+BYTES_MAX = 1 << 20
+
+
+@pytest.fixture
+def exchange(engine: FakeEngine, executor: ThreadPoolExecutor) -> Exchange:
+    return make_exchange(engine, executor=executor)
+
+
+async def told(command: str, *arguments: object, **variables: str) -> tuple[int, str]:
+    """(exit status, what it said)"""
+    run = CliRunner().invoke
+    words = [command, *map(str, arguments)]
+    done = await asyncio.to_thread(run, app, words, env=variables)
+    return done.exit_code, done.output
+
+
+def ask(server: RunningServer) -> bytes:
+    return server.ask("/metrics", timeout_s=5, bytes_max=BYTES_MAX)
+
+
+async def test_a_server_is_named_in_each_form(exchange: Exchange, tmp_path: Path) -> None:
+    path = tmp_path / "http.sock"
+    async with serving(exchange, unix=[str(path)]) as live:
+        at = f"127.0.0.1:{live.http_port}"
+        for url in (at, f"http://{at}", f"HTTP://{at}/", f"unix:{path}", f"unix://{path}"):
+            # A proxy that the environment names is not asked.
+            status, said = await told("shadow", url, http_proxy="http://127.0.0.1:1")
+            assert (status, said) == (0, f"{url}: {NO_SHADOW} (embedserve alias … --shadow)\n")
+        wrong = f"http://{at}/below"
+        status, said = await told("admin", wrong, "reload")
+    assert status == 1
+    assert f"{wrong}: /admin/reload: answered 404: POST /below/admin/reload: Not Found" in said
+    assert "ask the port of --management-port" in said
+
+
+def test_a_unix_socket_is_named_as_the_clients_do() -> None:
+    assert running_server.UNIX == addresses.UNIX
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("ftp://host", "http://", "http://host:port", "http://host:0", "", "unix:"),
+        *("http://host/?a=b", "http://host/#a", "unix://host/path", "http://[::1"),
+    ],
+)
+def test_what_is_no_address_is_said(url: str) -> None:
+    done = CliRunner().invoke(app, ["shadow", url])
+    assert done.exit_code == 1
+    assert f"embedserve: url is {url!r}, expected such as http://localhost:8000" in done.output
+
+
+def test_a_password_is_not_repeated() -> None:
+    done = CliRunner().invoke(app, ["shadow", "http://me:secret@host"])
+    assert done.exit_code == 1
+    assert "url names a user" in done.output
+    assert "secret" not in done.output
+
+
+async def test_over_tls_each_side_is_shown_who_the_other_is(
+    exchange: Exchange, tmp_path: Path
+) -> None:
+    authority = Authority()
+    certificate, key = authority.sign("server").write(tmp_path, "server")
+    client, client_key = authority.sign("client").write(tmp_path, "client")
+    root, both = tmp_path / "root.pem", tmp_path / "both.pem"
+    root.write_bytes(authority.root)
+    both.write_bytes(client.read_bytes() + client_key.read_bytes())
+    certificates = Certificates(TlsFiles(str(certificate), str(key), str(root)))
+    trusting = ("--ca", root)
+    async with our_server(exchange, certificates) as server:
+        url = f"https://localhost:{server.port}"
+        for shown in (("--cert", client, "--key", client_key), ("--cert", both)):
+            status, said = await told("shadow", url, *trusting, *shown)
+            assert (status, NO_SHADOW in said) == (0, True), said
+        wrong: dict[tuple[object, ...], str] = {
+            (): "its certificate is not trusted: ",
+            trusting: f"{url}: /metrics: it wants a certificate (--cert, --key)",
+            (*trusting, "--cert", client, "--key", key): f"cert {client} and key {key} are no pair",
+            (*trusting, "--key", key): "but of no certificate: give --cert, too",
+            ("--ca", key): f"ca {key} holds no certificates",
+            ("--ca", tmp_path / "none"): f"No such file or directory: '{tmp_path / 'none'}'",
+        }
+        for options, why in wrong.items():
+            status, said = await told("shadow", url, *options)
+            assert (status, why in said, len(said.splitlines())) == (1, True, 1), said
+        plain = url.replace("https", "http")
+        status, said = await told("shadow", plain)
+        assert (status, "this port takes TLS only: use https://" in said) == (1, True)
+    status, said = await told("shadow", plain, *trusting)
+    assert (status, "without TLS: --ca, --cert and --key are of https://" in said) == (1, True)
+
+
+async def test_a_token_comes_from_a_file_or_a_variable(
+    engine: FakeEngine, executor: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    token, sha256 = new_token()
+    tokens, file = tmp_path / "tokens", tmp_path / "token"
+    tokens.write_text(f'{{"name": "ops", "sha256": "{sha256}", "roles": ["admin"]}}\n')
+    file.write_text(f"{token}\n")
+    exchange = make_exchange(engine, executor=executor, access=Access(str(tokens)))
+    async with our_server(exchange) as server:
+        url = f"127.0.0.1:{server.port}"
+        assert (await told("shadow", url, "--token-file", file))[0] == 0
+        assert (await told("shadow", url, **{TOKEN_VARIABLE: token}))[0] == 0
+        # The file is meant where there are both.
+        assert (await told("shadow", url, "--token-file", file, **{TOKEN_VARIABLE: "x"}))[0] == 0
+        for wrong in ("", new_token()[0]):
+            status, said = await told("shadow", url, **{TOKEN_VARIABLE: wrong})
+            assert status == 1
+            assert "/metrics: answered 401: " in said
+            assert "(--token-file, or the variable EMBEDSERVE_TOKEN)" in said
+            assert not wrong or wrong not in said
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        b"",
+        b" \n",
+        b"two secrets",
+        b"secret\r\nX: y",
+        b"secret\xff",
+        b"s" * TOKEN_BYTES_MAX + b"ecret",
+    ],
+)
+def test_what_is_no_token_is_refused_and_not_repeated(found: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_bytes(found)
+    done = CliRunner().invoke(app, ["shadow", "localhost:1", "--token-file", str(file)])
+    assert done.exit_code == 1
+    assert f"{file} holds no token, which is one word" in done.output
+    assert "secret" not in done.output
+
+
+def test_a_server_shows_no_token_of_its_own() -> None:
+    assert "secret" not in repr(RunningServer("localhost", token="secret"))
+
+
+def test_a_redirect_is_not_followed() -> None:
+    asked: list[BaseHTTPRequestHandler] = []
+    with (
+        answering(asked.append) as elsewhere,
+        answering(page("", 302, Location=elsewhere)) as url,
+        pytest.raises(ConnectionError, match=r"/metrics: answered 302$"),
+    ):
+        ask(RunningServer(url, token="secret"))
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (page("half", Content_Length="9"), "IncompleteRead"),
+        (page("\x1b[2J" * 1000, 500), r"answered 500: \\x1b\[2J"),
+        (page("[" * 100_000, 500), r"answered 500: \[\["),
+        (page("x" * (BYTES_MAX + 1)), f"it answers with over {BYTES_MAX} bytes"),
+        (lambda handler: handler.wfile.write(b"220 smtp\r\n\r\n"), "220 smtp"),
+    ],
+)
+def test_what_a_stranger_answers_is_one_line(answer: Answer, message: str) -> None:
+    with answering(answer) as url, pytest.raises(ConnectionError, match=message) as caught:
+        ask(RunningServer(url))
+    assert str(caught.value).isprintable()
+    assert str(caught.value).startswith(f"{url}: /metrics: ")
+
+
+def test_what_is_of_a_server_needs_one() -> None:
+    done = CliRunner().invoke(app, ["plan", "store", "shop", "--ca", "root.pem"])
+    assert done.exit_code == 1
+    assert "--ca, --cert, --key and --token-file are of --from-metrics" in done.output
