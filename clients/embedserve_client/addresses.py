@@ -13,6 +13,8 @@ UNIX = re.compile(r"unix:(?://(?=/)|(?!//))(.+)", re.IGNORECASE)
 """As gRPC writes it: "unix:path", "unix:/path" or "unix:///path"."""
 OF_UNIX = "http://localhost"
 GRPCS_OWN = re.compile(r"(dns|unix|unix-abstract|vsock|ipv4|ipv6|xds|passthrough):", re.IGNORECASE)
+OF_SEVERAL = re.compile(r"(dns|ipv4|ipv6):", re.IGNORECASE)
+"""gRPC's own targets that may stand for several servers."""
 
 
 def base_url_of(address: str) -> str:
@@ -47,6 +49,11 @@ def target_of(address: str) -> tuple[str, bool]:
         raise ValueError(f"target: {address!r} has a path, which gRPC has no use for")
     host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
     return f"{host}:{parts.port or PORTS[parts.scheme]}", parts.scheme == "https"
+
+
+def names_several(target: str) -> bool:
+    """Whether a gRPC target may be several servers, over which calls are to be spread."""
+    return OF_SEVERAL.match(target) is not None
 
 
 def _split(argument: str, url: str, address: str) -> SplitResult:

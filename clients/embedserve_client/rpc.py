@@ -38,12 +38,15 @@ class GrpcEmbedClient:
 
     target: such as "127.0.0.1:8001", or "http://127.0.0.1:8001" for the same; with "https://" the
         channel is encrypted, by the system's certificates unless there are credentials;
-        "unix:/path" is a server's Unix socket.
+        "unix:/path" is a server's Unix socket. Calls take turns over all servers that one of gRPC's
+        own targets names, such as "dns:///embedserve-headless:8001" and
+        "ipv4:10.0.0.1:8001,10.0.0.2:8001"; a stream stays with one.
     timeout_s: of calls that give none; None waits for ever.
     retries: how often a call (not a stream) that found the server overloaded or unavailable is made
         again, after what the server asks to wait and a random pause, within its timeout.
     receive_bytes_max: the largest answer taken.
-    credentials: of a TLS channel, in place of ``ca`` and ``certificate``.
+    credentials: of a TLS channel, in place of ``ca`` and ``certificate``. One of these has gRPC's
+        own targets, too, asked over TLS.
     token: says who asks, where the server wants to know.
     ca: a PEM file of whom to trust with https://, in place of the system's authorities.
     certificate: PEM files of the client's own and its key, where the server wants one.
@@ -256,7 +259,7 @@ class AsyncGrpcEmbedClient:
 
 def _open_channel(flavour: Any, target: str, receive_bytes_max: int, credentials: Any) -> Any:
     """A channel of grpc or of grpc.aio, which name the functions alike."""
-    options = channel_options(receive_bytes_max)
+    options = channel_options(receive_bytes_max, target)
     target, is_encrypted = target_of(target)
     if is_encrypted and credentials is None:
         credentials = grpc.ssl_channel_credentials()

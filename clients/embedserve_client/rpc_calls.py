@@ -10,23 +10,29 @@ from typing import Any
 
 import grpc
 
+from embedserve_client.addresses import names_several
 from embedserve_client.errors import EmbedServeClientError, error_from
 
 RECONNECT_MS = 100
 RECONNECT_MS_MAX = 5000
+ROUND_ROBIN = '{"loadBalancingConfig": [{"round_robin": {}}]}'
+"""A service config: calls take turns over all servers that answer. grpc by itself keeps to one."""
 _FAILED_WRITE = "Internal error from Core"
 # Between looks for the status that follows a failed write, which came within 10 ms.
 _PAUSES_S = (0.0, 0.001, 0.01, 0.1)
 
 
-def channel_options(receive_bytes_max: int) -> list[tuple[str, int]]:
+def channel_options(receive_bytes_max: int, target: str) -> list[tuple[str, int | str]]:
     """grpc refuses answers over 4 MiB by itself, less than 512 examples may take; and it waits a
     second and more before it connects again, in which all calls fail."""
-    return [
+    options: list[tuple[str, int | str]] = [
         ("grpc.max_receive_message_length", receive_bytes_max),
         ("grpc.initial_reconnect_backoff_ms", RECONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", RECONNECT_MS_MAX),
     ]
+    if names_several(target):
+        options.append(("grpc.service_config", ROUND_ROBIN))
+    return options
 
 
 @contextmanager

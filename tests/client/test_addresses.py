@@ -6,7 +6,7 @@ import pytest
 from client.fake import FakeModel
 
 from embedserve_client import EmbedClient, GrpcEmbedClient
-from embedserve_client.addresses import base_url_of, target_of, unix_path_of
+from embedserve_client.addresses import base_url_of, names_several, target_of, unix_path_of
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,23 @@ def test_an_address_is_taken_by_both(address: str, base_url: str, target: object
 )
 def test_grpcs_own_targets_are_left_to_it(target: str) -> None:
     assert target_of(target) == (target, False)
+
+
+@pytest.mark.parametrize(
+    ("target", "is_several"),
+    [
+        ("dns:///host:8001", True),
+        ("DNS:host:8001", True),
+        ("ipv4:1.2.3.4:5,6.7.8.9:5", True),
+        ("ipv6:[::1]:5", True),
+        ("host:8001", False),
+        ("https://host", False),
+        ("unix:/run/embed", False),
+        ("xds:///embed", False),
+    ],
+)
+def test_targets_that_are_several_servers_are_told(target: str, is_several: bool) -> None:
+    assert names_several(target) == is_several
 
 
 @pytest.mark.parametrize(

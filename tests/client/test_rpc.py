@@ -1,16 +1,20 @@
 """What only gRPC has: message sizes and channels."""
 
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import grpc
 import numpy as np
 import pytest
-from client.fake import pooled
+from client.fake import FakeModel, grpc_server, pooled
 
 from embedserve_client import GrpcEmbedClient, ServerError, TooLarge, Unavailable
 
 # 6 floats an example: just over the 4 MiB that grpc takes by itself.
 LARGE_BATCH = 4 * 2**20 // (6 * 4) + 1
+ASKED_S_MAX = 30
 
 
 def test_answers_over_grpcs_own_limit_are_taken(grpc_target: str) -> None:
@@ -61,3 +65,35 @@ def test_credentials_make_a_tls_channel(grpc_target: str) -> None:
         pytest.raises(Unavailable),
     ):
         client.embed({"user": [1]})
+
+
+def test_calls_take_turns_over_the_servers_of_a_target() -> None:
+    """One that stops is left out, and one that comes again is asked again."""
+    models = FakeModel(), FakeModel()
+    with ExitStack() as first, grpc_server(models[1]) as other:
+        target = first.enter_context(grpc_server(models[0]))
+        with GrpcEmbedClient(f"ipv4:{target},{other}", retries=5) as client:
+            ask_until_all_were_asked(client, models)
+            for _ in range(20):
+                client.embed({"user": [1]})
+            counts = [len(model.requests) for model in models]
+            assert min(counts) >= 8
+            first.close()
+            for _ in range(20):
+                client.embed({"user": [1]})
+            assert len(models[1].requests) == counts[1] + 20
+            with grpc_server(models[0], int(target.rpartition(":")[2])):
+                ask_until_all_were_asked(client, models)
+
+
+def ask_until_all_were_asked(client: GrpcEmbedClient, models: Sequence[FakeModel]) -> None:
+    before = [len(model.requests) for model in models]
+    end_s = time.monotonic() + ASKED_S_MAX
+    while any(len(one.requests) == n for one, n in zip(models, before, strict=True)):
+        client.embed({"user": [1]})
+        assert time.monotonic() < end_s
+
+
+def test_a_name_is_asked_for_its_addresses(grpc_target: str) -> None:
+    with GrpcEmbedClient(f"dns:///{grpc_target}") as client:
+        assert client.embed({"user": [1]}).batch_size == 1

@@ -19,6 +19,7 @@ from server.waiting import until
 from embedserve.config import Limits
 from embedserve.wire.connections import Connection, Http2Transport
 from embedserve.wire.http1 import Http1Connection
+from embedserve_client import AsyncGrpcEmbedClient
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
@@ -65,6 +66,31 @@ async def test_calls_over_several_ages(server: OurServer, stub: EmbeddingService
         await asyncio.gather(*asking)
     assert len(met) >= AGES
     await until(lambda: not of_kind(server, Http2Transport) & met)
+
+
+async def test_our_client_over_two_servers_loses_no_call(
+    engine: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    """Both retire its connections again and again, and calls take turns over them."""
+    exchanges = [make_exchange(one, executor=executor) for one in (engine, FakeEngine())]
+    async with our_server(exchanges[0]) as one, our_server(exchanges[1]) as other:
+        target = f"ipv4:127.0.0.1:{one.port},127.0.0.1:{other.port}"
+        async with AsyncGrpcEmbedClient(target, timeout_s=ANSWER_S_MAX) as client:
+
+            async def embed() -> None:
+                for _ in range(CALLS):
+                    await client.embed({"user": [1]})
+
+            for _ in range(AGES):
+                asking = [asyncio.create_task(embed()) for _ in range(4)]
+                await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=0.01)
+                for server in (one, other):
+                    for connection in of_kind(server, Http2Transport):
+                        connection.retire()
+                await asyncio.gather(*asking)
+    counts = [each.metrics.protocols["grpc"].outcomes["OK"] for each in exchanges]
+    assert sum(counts) == AGES * 4 * CALLS
+    assert min(counts) > CALLS
 
 
 async def test_a_stream_keeps_its_connection_until_its_client_ends_it(
