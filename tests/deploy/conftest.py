@@ -78,6 +78,11 @@ def tls() -> Rendered:
 
 
 @pytest.fixture(scope="session")
+def mtls() -> Rendered:
+    return render("overlays/mtls")
+
+
+@pytest.fixture(scope="session")
 def kserve() -> Rendered:
     return render("overlays/kserve")
 
@@ -87,7 +92,7 @@ def publish() -> Rendered:
     return render("publish")
 
 
-@pytest.fixture(params=["cpu", "gpu", "s3", "tls"])
+@pytest.fixture(params=["cpu", "gpu", "s3", "tls", "mtls"])
 def rendered(request: pytest.FixtureRequest) -> Rendered:
     found: Rendered = request.getfixturevalue(request.param)
     return found

@@ -18,7 +18,7 @@ import yaml
 
 from .conftest import Rendered, render
 
-OVERLAYS = ("cpu", "gpu", "s3", "tls", "kserve")
+OVERLAYS = ("cpu", "gpu", "s3", "tls", "mtls", "kserve")
 KINDS = {"ServingRuntime", "InferenceService", "ServiceMonitor", "PrometheusRule"}
 Schemas = dict[tuple[str, str], dict[str, Any]]
 

@@ -1,10 +1,13 @@
 """The rendered manifests are valid and agree with each other."""
 
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
+
+from embedserve.commands.health import TIMEOUT_S
 
 from .conftest import DEPLOY, Rendered
 
@@ -141,7 +144,12 @@ def test_the_service_adds_nothing_to_the_environment(rendered: Rendered) -> None
         ("readinessProbe", "/health/ready"),
     ],
 )
-def test_probes_ask_the_http_port(rendered: Rendered, probe: str, path: str) -> None:
+def test_probes_ask_the_server(rendered: Rendered, probe: str, path: str) -> None:
+    if "EMBEDSERVE_TLS_CLIENT_CA" in settings(rendered):
+        more = ["--ready"] if path == "/health/ready" else []
+        assert rendered.container[probe]["exec"] == {"command": ["embedserve", "health", *more]}
+        assert "httpGet" not in rendered.container[probe]
+        return
     scheme = {"scheme": "HTTPS"} if "EMBEDSERVE_TLS_CERT" in settings(rendered) else {}
     assert rendered.container[probe]["httpGet"] == {"path": path, "port": "http", **scheme}
     assert "http" in container_ports(rendered)
@@ -180,7 +188,7 @@ def test_the_container_has_no_rights_it_does_not_need(rendered: Rendered) -> Non
     assert pod["automountServiceAccountToken"] is False
 
 
-@pytest.mark.parametrize("rendered", ["cpu", "gpu", "tls"], indirect=True)
+@pytest.mark.parametrize("rendered", ["cpu", "gpu", "tls", "mtls"], indirect=True)
 def test_the_store_is_the_claim_and_read_only(rendered: Rendered) -> None:
     volumes = {volume["name"]: volume for volume in rendered.pod["volumes"]}
     mounts = {mount["mountPath"]: mount for mount in rendered.container["volumeMounts"]}
@@ -245,9 +253,7 @@ def test_the_headless_service_has_the_pods_own_addresses(rendered: Rendered) -> 
 
 def test_a_store_without_models_is_waited_for(rendered: Rendered) -> None:
     assert settings(rendered)["EMBEDSERVE_WAIT"] == "true"
-    # Neither may end a pod that waits, or pulls and loads for hours.
-    for probe in ("startupProbe", "livenessProbe"):
-        assert rendered.container[probe]["httpGet"]["path"] == "/health/live"
+    # Neither may end a pod that waits, or pulls and loads for hours: test_probes_ask_the_server.
 
 
 def test_the_network_policy_lets_in_the_containers_ports(rendered: Rendered) -> None:
@@ -273,3 +279,23 @@ def test_the_tls_overlay_mounts_what_the_server_is_told_of(cpu: Rendered, tls: R
     assert endpoint["scheme"] == "https"
     assert endpoint["tlsConfig"]["ca"]["secret"]["name"] == "embedserve-tls"
     assert endpoint["tlsConfig"]["serverName"] == "embedserve"
+
+
+def test_the_mtls_overlay_asks_for_certificates_and_probes_from_within(
+    tls: Rendered, mtls: Rendered
+) -> None:
+    more = dict(settings(mtls).items() - settings(tls).items())
+    assert more.pop("EMBEDSERVE_TLS_CLIENT_CA") == "/tls/ca.crt"
+    (name, path), *others = more.items()
+    assert (name, others) == ("EMBEDSERVE_HTTP_UDS", [])
+    folders = {mount["mountPath"]: mount for mount in mtls.container["volumeMounts"]}
+    assert "readOnly" not in folders[str(Path(path).parent)]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert mtls.container[probe]["timeoutSeconds"] > TIMEOUT_S  # of the command itself
+    (endpoint,) = mtls.one("ServiceMonitor")["spec"]["endpoints"]
+    config = endpoint["tlsConfig"]
+    assert endpoint["scheme"] == "https"
+    assert config["cert"]["secret"]["name"] == config["keySecret"]["name"]
+    shared = ("serverName", "ca")
+    (of_tls,) = tls.one("ServiceMonitor")["spec"]["endpoints"]
+    assert [config[key] for key in shared] == [of_tls["tlsConfig"][key] for key in shared]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import yaml
 from certificates import Authority, Pair
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
@@ -22,6 +23,8 @@ from running_servers import Running, free_port, run_command, running
 from embedserve_client import EmbedClient, GrpcEmbedClient, Unauthenticated
 
 HERE = Path(__file__).parent
+OVERLAY = Path(__file__).parents[2] / "deploy" / "kubernetes" / "overlays" / "mtls"
+PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 PASSWORD = b"changeit"
 
 
@@ -31,7 +34,7 @@ class Secured:
 
     Attributes:
         token: of a caller who may ask the model.
-        folder: NAME.pem and NAME.key of each client, root.pem, clients.pem.
+        folder: NAME.pem and NAME.key of each client, root.pem, clients.pem, http.sock.
     """
 
     server: Running
@@ -101,7 +104,7 @@ def secured(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     )
     options += ("--tls-client-ca", folder / "clients.pem")
     log = folder / "log"
-    more = ("--tokens", tokens, "--workers", 2)
+    more = ("--tokens", tokens, "--workers", 2, "--http-uds", folder / "http.sock")
     with running(store, log, *options, *more, management_port=free_port()) as server:
         yield Secured(server, folder, token, expired, authority)
     said = log.read_text()
@@ -205,3 +208,23 @@ def test_our_clients(secured: Secured) -> None:
             assert client.embed(features, model=MODEL).values.shape == (1, 72)
         with make(url, ca=ca, certificate=certificate) as client, pytest.raises(Unauthenticated):
             client.embed(features, model=MODEL)
+
+
+def test_the_probes_of_kubernetes_pass_without_a_certificate(secured: Secured) -> None:
+    """Those of the overlay mtls, as kubelet runs them; over the port readiness is not told."""
+    deployment = yaml.safe_load((OVERLAY / "deployment.yaml").read_text())
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    environment = {
+        "EMBEDSERVE_HOST": "0.0.0.0",
+        "EMBEDSERVE_HTTP_PORT": secured.server.http.rpartition(":")[2],
+        "EMBEDSERVE_TLS_CERT": secured.pair("server")[0],
+    }
+    commands = [container[probe]["exec"]["command"][1:] for probe in PROBES]
+    assert commands == [["health"], ["health"], ["health", "--ready"]]
+    for command in commands:
+        uds = {"EMBEDSERVE_HTTP_UDS": str(secured.folder / "http.sock")}
+        done = run_command(*command, environment=environment | uds)
+        assert (done.returncode, done.stderr) == (0, "")
+        done = run_command(*command, environment=environment)
+        is_ready = "--ready" in command
+        assert (done.returncode, "it wants a certificate" in done.stderr) == (is_ready, is_ready)
