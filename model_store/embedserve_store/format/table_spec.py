@@ -17,6 +17,8 @@ from embedserve_store.format.id_rule import ROW_NUMBERS, IdRule
 from embedserve_store.format.json_fields import typed
 
 DTYPES = ("float32", "float16", "int8", "int4")
+CODES_MAX = {"int8": 255, "int4": 15}
+"""The largest code of each quantized dtype."""
 POOLINGS = ("sum", "mean", "none")
 """none: an EmbeddingCollection's, one row for each id; all tables of a model or none have it."""
 SCALE_BIAS_BYTES = 4

@@ -1,23 +1,25 @@
 """The parity gate: are these the vectors that were trained, as closely as their dtype allows?
 
 Compares answers to a version's goldens with the rows as stored (sharply: only the order of the
-additions may differ) and with the source model (within what rounding to the dtype may cost).
-The publisher asks before a version appears, a server before it is ready. Never imports torch.
+additions may differ, and on GPUs what FBGEMM rounds int8 and int4 values to) and with the source
+model (within what rounding to the dtype may cost, too). The publisher asks before a version
+appears, a server before it is ready. Never imports torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest import Manifest
-from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.format.table_spec import CODES_MAX, TableSpec
 from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.goldens.goldens_file import Bags, Goldens
-from embedserve_store.goldens.hand_pooling import pool, stored_rows
+from embedserve_store.goldens.hand_pooling import RowsOf, pool, stored_rows
 
 SUMS_TOLERANCE = 1e-5
 """Relative to the largest magnitude of a golden answer: float32 sums in another order."""
@@ -48,8 +50,7 @@ class _Rounding:
 _ROUNDING = {
     "float32": _Rounding(0.0, 0.0),
     "float16": _Rounding(_HALF, _HALF_MIN),
-    "int8": _Rounding.of_codes(255),
-    "int4": _Rounding.of_codes(15),
+    **{dtype: _Rounding.of_codes(codes) for dtype, codes in CODES_MAX.items()},
 }
 
 
@@ -60,32 +61,40 @@ def check_answers(
     manifest: Manifest,
     tables: TablesFile,
     where: str,
+    *,
+    in_half: bool = False,
 ) -> None:
     """Compares ``answers`` to the goldens' bags with both answers that they must match.
 
     Args:
         numbers: int64 [n], the rows that the bags' ids mean.
         where: the version, for errors.
+        in_half: values of int8 and int4 rows may be rounded to float16 before they are added up, as
+            FBGEMM's CUDA kernels round them (vecn.cuh: one multiply-add in half precision); those
+            of other rows may not.
 
     Raises:
         StoreError: an answer is another than the published one, or further from the source
             model's than its dtype explains; names the key.
     """
-    scales = _largest_per_key(goldens.stored_answers, goldens.bags, manifest)
+    bags = goldens.bags
+    bounds = SUMS_TOLERANCE * _largest_per_key(goldens.stored_answers, bags, manifest)
+    if in_half:
+        bounds = bounds + _added_up(bags, numbers, manifest, partial(_half_bounds, tables))
     _compare(
         answers,
         goldens.stored_answers,
-        SUMS_TOLERANCE * scales,
+        bounds,
         manifest,
-        goldens.bags,
+        bags,
         f"{where}: the vectors of {{}} are not the published ones",
     )
     _compare(
         answers,
         goldens.source_answers,
-        SUMS_TOLERANCE * scales + _rounding(goldens.bags, numbers, manifest, tables),
+        bounds + _added_up(bags, numbers, manifest, partial(_storing_bounds, tables)),
         manifest,
-        goldens.bags,
+        bags,
         f"{where}: the vectors of {{}} are not the source model's, even for their dtype",
     )
 
@@ -136,17 +145,31 @@ def _largest_per_key(
     return scales
 
 
-def _rounding(
-    bags: Bags, numbers: NDArray[np.int64], manifest: Manifest, tables: TablesFile
+def _added_up(
+    bags: Bags, numbers: NDArray[np.int64], manifest: Manifest, bounds_of: RowsOf
 ) -> NDArray[np.float32]:
-    """How far from the source's the answers may be, for storing rows in their dtypes."""
-
-    def row_bounds(table: TableSpec, wanted: NDArray[np.int64]) -> NDArray[np.float32]:
-        rounding = _ROUNDING[table.dtype]
-        rows = stored_rows(tables, table, wanted)
-        largest = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
-        bounds = np.float32(_MARGIN) * (largest * rounding.relative + rounding.floor)
-        return np.broadcast_to(bounds, rows.shape).astype(np.float32)
-
+    """How far off answers may be where each value of a row may be as far off as ``bounds_of``."""
     weights = None if bags.weights is None else np.abs(bags.weights)
-    return pool(manifest, Bags(bags.ids, bags.lengths, weights), numbers, row_bounds)
+    return pool(manifest, Bags(bags.ids, bags.lengths, weights), numbers, bounds_of)
+
+
+def _storing_bounds(
+    tables: TablesFile, table: TableSpec, wanted: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """How far from the source's values those of rows ``wanted`` may be, for being stored in their
+    dtype."""
+    rounding = _ROUNDING[table.dtype]
+    rows = stored_rows(tables, table, wanted)
+    largest = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
+    bounds = np.float32(_MARGIN) * (largest * rounding.relative + rounding.floor)
+    return np.broadcast_to(bounds, rows.shape).astype(np.float32)
+
+
+def _half_bounds(
+    tables: TablesFile, table: TableSpec, wanted: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """How far from the stored values of rows ``wanted`` they are once rounded to float16."""
+    rows = stored_rows(tables, table, wanted)
+    if table.dtype not in CODES_MAX:
+        return np.zeros_like(rows)
+    return np.abs(rows) * np.float32(_HALF) + np.float32(_HALF_MIN)

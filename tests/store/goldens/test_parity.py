@@ -9,22 +9,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from half import rows_in_half
 from torchrec import EmbeddingBagCollection
 
 from embedserve_store.errors import StoreError
-from embedserve_store.format.table_spec import DTYPES
+from embedserve_store.format.table_spec import CODES_MAX, DTYPES, TableSpec
 from embedserve_store.goldens.goldens_file import Goldens
-from embedserve_store.goldens.hand_pooling import row_numbers
+from embedserve_store.goldens.hand_pooling import pool, row_numbers
 from embedserve_store.goldens.parity import check_answers
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.publishing.publish import publish
 
 
-def check(version: ModelVersion, answers: np.ndarray, goldens: Goldens | None = None) -> None:
+def check(
+    version: ModelVersion,
+    answers: np.ndarray,
+    goldens: Goldens | None = None,
+    *,
+    is_in_half: bool = False,
+) -> None:
     goldens = goldens or version.goldens()
     numbers = row_numbers(goldens.bags, version.translator)
-    check_answers(answers, goldens, numbers, version.manifest, version.tables, "here")
+    manifest, tables = version.manifest, version.tables
+    check_answers(answers, goldens, numbers, manifest, tables, "here", in_half=is_in_half)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,3 +87,56 @@ def test_a_vector_that_is_not_a_number_is_caught(version: ModelVersion) -> None:
     answers[3, 40] = np.nan
     with pytest.raises(StoreError, match="the vectors of 'tag' are not"):
         check(version, answers)
+
+
+def in_half(version: ModelVersion) -> np.ndarray:
+    """What FBGEMM's CUDA kernels answer to the goldens."""
+
+    def rows_of(table: TableSpec, numbers: np.ndarray) -> np.ndarray:
+        rows = version.tables.rows(table.name)[numbers]
+        return rows_in_half(rows, table.dtype, table.embedding_dim)
+
+    bags = version.goldens().bags
+    return pool(version.manifest, bags, row_numbers(bags, version.translator), rows_of)
+
+
+@pytest.mark.parametrize("dtype", CODES_MAX)
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e2])
+@pytest.mark.parametrize("is_weighted", [False, True], ids=["plain", "weighted"])
+def test_on_gpus_quantized_values_may_be_rounded_to_float16(
+    make_ebc: Callable[..., EmbeddingBagCollection],
+    tmp_path: Path,
+    dtype: str,
+    scale: float,
+    is_weighted: bool,
+) -> None:
+    ebc = make_ebc(is_weighted=is_weighted)
+    with torch.no_grad():
+        for bag in ebc.embedding_bags.values():
+            bag.weight.copy_(torch.randn_like(bag.weight) * scale)
+            bag.weight[::3] += 10 * scale
+    publish(ebc, tmp_path, model="m", dtype=dtype)
+    version = LocalStore(tmp_path).load("m")
+    stored, answers = version.goldens().stored_answers, in_half(version)
+    assert 1e-5 < np.abs(answers - stored).max() / np.abs(stored).max() < 1e-3
+    check(version, answers, is_in_half=True)
+    check(version, stored, is_in_half=True)
+    with pytest.raises(StoreError, match="are not the published ones"):
+        check(version, answers)
+    for wrong in (answers * np.float32(1.01), np.roll(answers, 1, axis=0)):
+        with pytest.raises(StoreError, match="are not the published ones"):
+            check(version, wrong, is_in_half=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_on_gpus_float_rows_are_held_to_what_they_are_elsewhere(
+    ebc: EmbeddingBagCollection, tmp_path: Path, dtype: str
+) -> None:
+    """One table beside two of int8: half a float16 step is too much for its answers alone."""
+    publish(ebc, tmp_path, model="m", dtype={"user": dtype, "item": "int8", "tag": "int8"})
+    version = LocalStore(tmp_path).load("m")
+    answers = in_half(version)
+    check(version, answers, is_in_half=True)
+    answers[:, :16] *= np.float32(1 + 2**-11)
+    with pytest.raises(StoreError, match="the vectors of 'user' are not the published ones"):
+        check(version, answers, is_in_half=True)
