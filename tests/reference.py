@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from half import rows_in_half
 from torch import nn
 
 from embedserve_store import Manifest, ModelVersion
@@ -81,12 +82,11 @@ def sample(version: ModelVersion, batch_size: int = 7) -> dict[str, list[list[in
     return random_bags(np.random.default_rng(5), rows, batch_size)
 
 
-def stored_rows(version: ModelVersion) -> dict[str, np.ndarray]:
-    """Every table of ``version`` as float32, dequantized by hand."""
+def stored_rows(version: ModelVersion, *, in_half: bool = False) -> dict[str, np.ndarray]:
+    """Every table of ``version`` as float32, dequantized by hand; ``in_half`` as on GPUs."""
+    dequantize = rows_in_half if in_half else dequantize_rows
     return {
-        table.name: dequantize_rows(
-            version.tables.rows(table.name), table.dtype, table.embedding_dim
-        )
+        table.name: dequantize(version.tables.rows(table.name), table.dtype, table.embedding_dim)
         for table in version.manifest.tables
     }
 

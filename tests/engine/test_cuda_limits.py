@@ -1,23 +1,152 @@
-"""What FBGEMM's CUDA kernels make of rows: told without a GPU."""
+"""What FBGEMM's CUDA kernels make of rows, and which they cannot serve: told without a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
+    IntNBitTableBatchedEmbeddingBagsCodegen,
+)
 from half import rows_in_half
+from pooled import collection
+from reference import assert_same, stored_rows
+from torchrec import PoolingType
+from torchrec.modules.embedding_configs import data_type_to_sparse_type
 
+from embedserve.engine.bind import bind_rows
+from embedserve.engine.cuda_limits import check_half_range
 from embedserve.engine.engine import Engine
 from embedserve.engine.script import EAGER, Compiled
-from embedserve_store import ModelVersion, StoreError, TableSpec
-from embedserve_store.format.table_spec import CODES_MAX
+from embedserve.engine.sharded import shard
+from embedserve_store import (
+    ModelStore,
+    ModelVersion,
+    StoreError,
+    TableSpec,
+    publish,
+)
+from embedserve_store.format.table_spec import CODES_MAX, DTYPES
 from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.goldens.hand_pooling import pool
+from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES
 
 Publish = Callable[..., ModelVersion]
+
+SHARDING = {
+    "movie": "column_wise",
+    "genre": "column_wise",
+    "user": "row_wise",
+    "recent": "data_parallel",
+}
+
+
+class Kernel(IntNBitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
+    """FBGEMM's kernel of rows that are padded as on a GPU, in this host's memory: what is copied
+    for a GPU is looked up on the CPU."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(
+            [
+                (
+                    one.name,
+                    one.local_rows,
+                    one.local_cols,
+                    data_type_to_sparse_type(one.data_type),
+                    EmbeddingLocation.HOST,
+                )
+                for one in config.embedding_tables
+            ],
+            device="cpu",
+            row_alignment=ROW_ALIGNMENT_BYTES["cuda"],
+            output_dtype=SparseType.FP32,
+        )
+
+    def initialize_weights(self) -> None:
+        super().initialize_weights()
+        self.weights_dev = self.weights_host
+
+
+class Sharded:
+    """A sharded module on GPUs, as far as it is given rows: kernels with their tables."""
+
+    def __init__(self, version: ModelVersion) -> None:
+        on_cpu = shard(version, version.plan, "cpu", is_weighted=False).module
+        self._configs = {Kernel(config): config for config in on_cpu.tbes_configs().values()}
+
+    def tbes_configs(self) -> dict[Kernel, Any]:
+        return self._configs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_find_rows_that_are_padded_to_16_bytes(published: Publish, dtype: str) -> None:
+    version = published(dtype=dtype, sharding=SHARDING, world_size=2)
+    sharded = Sharded(version)
+    bind_rows(sharded, version, "cuda")
+    tables = stored_rows(version)
+    found = 0
+    for kernel, config in sharded.tbes_configs().items():
+        most = max(one.local_rows for one in config.embedding_tables)
+        ids: list[int] = []
+        lengths: list[int] = []
+        for one in config.embedding_tables:
+            ids += range(one.local_rows)
+            lengths += [1] * one.local_rows + [0] * (most - one.local_rows)
+        offsets = np.cumsum([0, *lengths])
+        values = kernel(torch.tensor(ids), torch.from_numpy(offsets)).numpy()
+        for one in config.embedding_tables:
+            row, column = one.local_metadata.shard_offsets
+            rows = tables[one.name][row : row + one.local_rows, column : column + one.local_cols]
+            of_table, values = np.split(values, [one.local_cols], axis=1)
+            assert_same(of_table[: one.local_rows], rows)
+            found += rows.size
+    assert found == sum(table.size for table in tables.values())
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (0, 40_000, "row 37 has the scale 156.875 and the bias 0"),
+        (60_000, 70_000, "row 37 has the scale 39.2188 and the bias 60000"),
+    ],
+)
+def test_a_row_that_float16_cannot_hold_is_refused_on_gpus_alone(
+    tmp_path: Path, low: float, high: float, said: str
+) -> None:
+    torch.manual_seed(3)
+    source = collection(
+        [
+            ("user", 50, 32, ["user"], PoolingType.SUM),
+            ("movie", 20, 16, ["movie"], PoolingType.SUM),
+        ]
+    )
+    with torch.no_grad():
+        source.embedding_bags["user"].weight[37] = torch.linspace(low, high, 32)
+    result = publish(source, tmp_path, model="m", dtype="int8", sharding="row_wise", world_size=2)
+    version = ModelStore(tmp_path).load("m", result.version)
+    rows = rows_in_half(version.tables.rows("user"), "int8", 32)
+    assert np.flatnonzero(~np.isfinite(rows).all(axis=1)).tolist() == [37]
+    with pytest.raises(StoreError, match=f"table 'user': {said}"):
+        bind_rows(Sharded(version), version, "cuda")
+
+
+@pytest.mark.parametrize("dtype", CODES_MAX)
+def test_scales_of_128_and_up_overflow(dtype: str) -> None:
+    """127.9375 is the float16 before 128."""
+    table = TableSpec("t", 3, 4, ("f",), "sum", dtype)
+    heads = np.array([[1, 0], [127.9375, -5], [128, 0]], "<f2").view(np.uint8)
+    rows = np.hstack((heads, np.zeros((3, table.row_bytes - 4), np.uint8)))
+    finite = np.isfinite(rows_in_half(rows, dtype, 4)).all(axis=1)
+    assert finite.tolist() == [True, True, False]
+    check_half_range(heads[:2], table, 0)
+    with pytest.raises(StoreError, match="table 't': row 102 has the scale 128 and the bias 0"):
+        check_half_range(heads, table, 100)
 
 
 class OnGpu(Engine):

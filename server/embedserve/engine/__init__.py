@@ -2,5 +2,5 @@
 
 sharded.py (unpooled.py for an EmbeddingCollection) builds the DistributedModelParallel, bind.py
 gives it its rows, script.py compiles it (trace.py down to tensor operations), engine.py answers,
-restore.py puts them together.
+restore.py puts them together. cuda_limits.py tells which tables GPUs cannot serve.
 """

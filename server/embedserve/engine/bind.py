@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 
+from embedserve.engine.cuda_limits import check_half_range
 from embedserve.engine.kernel_rows import Rows
-from embedserve_store.format.table_spec import SCALE_BIAS_BYTES, row_bytes
+from embedserve_store.format.table_spec import CODES_MAX, SCALE_BIAS_BYTES, row_bytes
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES
 
@@ -106,21 +107,37 @@ def _copy_columns(kernel: Any, mapped: torch.Tensor, config: Any, version: Model
     offsets = [0, *ends[:-1]]
     rows = torch.empty(ends[-1], dtype=torch.uint8)
     for parts, start, end in zip(shards, offsets, ends, strict=True):
-        _copy(parts, rows[start:end].view(len(parts[0]), -1))
+        target = rows[start:end].view(len(parts[0]), -1)
+        for block in _blocks(target):
+            _copy_block(parts, target, block)
     _point(kernel, rows, offsets)
     return rows.numel()
 
 
 def _copy_to_gpu(kernel: Any, mapped: torch.Tensor, config: Any, version: ModelVersion) -> None:
-    """Copies a kernel's shards to its GPU, each row padded to 16 bytes as CUDA kernels read it."""
+    """Copies a kernel's shards to its GPU, each row padded to 16 bytes as CUDA kernels read it.
+
+    Raises:
+        StoreError: a row that these kernels cannot dequantize.
+    """
     alignment = ROW_ALIGNMENT_BYTES["cuda"]
+    specs = {table.name: table for table in version.manifest.tables}
     kernel.initialize_weights()
-    for parts, offset in zip(
-        _shard_rows(config, mapped, version), kernel.weights_physical_offsets, strict=True
+    for shard_config, parts, offset in zip(
+        config.embedding_tables,
+        _shard_rows(config, mapped, version),
+        kernel.weights_physical_offsets,
+        strict=True,
     ):
         rows, bytes_a_row = len(parts[0]), sum(part.shape[1] for part in parts)
         pitch = -(-bytes_a_row // alignment) * alignment
-        _copy(parts, kernel.weights_dev[offset : offset + rows * pitch].view(rows, pitch))
+        target = kernel.weights_dev[offset : offset + rows * pitch].view(rows, pitch)
+        spec, first_row = specs[shard_config.name], shard_config.local_metadata.shard_offsets[0]
+        for block in _blocks(target):
+            if spec.dtype in CODES_MAX:
+                heads = parts[0][block, :SCALE_BIAS_BYTES].numpy()
+                check_half_range(heads, spec, first_row + block.start)
+            _copy_block(parts, target, block)
 
 
 def _shard_rows(
@@ -144,15 +161,16 @@ def _shard_rows(
         yield whole[:, :head], whole[:, first:last]
 
 
-def _copy(parts: tuple[torch.Tensor, ...], target: torch.Tensor) -> None:
-    """Copies ``parts`` side by side into the rows of ``target``, whose padding stays.
-
-    In blocks: torch first makes a copy of its own of what it pads on its way to a GPU.
-    """
+def _blocks(target: torch.Tensor) -> Iterator[slice]:
+    """The rows of ``target`` in blocks: torch first makes a copy of its own of what it pads on its
+    way to a GPU."""
     step = max(1, COPY_BLOCK_BYTES // target.shape[1])
-    for row in range(0, len(target), step):
-        column = 0
-        for part in parts:
-            block = part[row : row + step]
-            target[row : row + step, column : column + block.shape[1]].copy_(block)
-            column += block.shape[1]
+    return (slice(row, row + step) for row in range(0, len(target), step))
+
+
+def _copy_block(parts: tuple[torch.Tensor, ...], target: torch.Tensor, block: slice) -> None:
+    """Copies ``parts`` side by side into the rows ``block`` of ``target``, whose padding stays."""
+    column = 0
+    for part in parts:
+        target[block, column : column + part.shape[1]].copy_(part[block])
+        column += part.shape[1]

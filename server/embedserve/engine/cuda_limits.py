@@ -1,0 +1,37 @@
+"""Which tables FBGEMM's CUDA kernels cannot serve, though its CPU kernels can, told by name.
+
+The bounds are those of its sources: nothing here asks a GPU, and none has confirmed them yet.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve_store.errors import StoreError
+from embedserve_store.format.table_spec import CODES_MAX, TableSpec
+
+SCALE_FACTOR = 512
+"""By which a row's scale is multiplied in float16 (FBGEMM's vecn.cuh)."""
+HALF_MAX = float(np.finfo(np.float16).max)
+
+
+def check_half_range(heads: NDArray[np.uint8], table: TableSpec, first_row: int) -> None:
+    """Raises StoreError for a row of int8 or int4 that CUDA's kernels would make infinite: they
+    multiply its scale, and compute its values, in float16.
+
+    Args:
+        heads: uint8 [n, 4], the scale and bias of each row from ``first_row`` of ``table`` on.
+    """
+    pairs = np.ascontiguousarray(heads).view("<f2").astype(np.float32)
+    scale, bias = pairs[:, 0], pairs[:, 1]
+    largest = np.maximum(np.abs(bias), np.abs(bias + scale * CODES_MAX[table.dtype]))
+    wrong = np.flatnonzero((scale * SCALE_FACTOR > HALF_MAX) | (largest > HALF_MAX))
+    if wrong.size:
+        row = int(wrong[0])
+        raise StoreError(
+            f"table {table.name!r}: row {first_row + row} has the scale {scale[row]:g} and the "
+            f"bias {bias[row]:g}: FBGEMM's CUDA kernels dequantize {table.dtype} in float16, where "
+            f"{SCALE_FACTOR} times the scale and every value is {HALF_MAX:g} at most; publish it "
+            "as float32, or serve it on the CPU"
+        )
