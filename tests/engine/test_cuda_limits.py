@@ -173,8 +173,10 @@ def test_an_engine_on_gpus_may_round_what_one_on_the_cpu_may_not(
     version = published(dtype=dtype)
     compiled = [Compiled(not_asked, EAGER)] * 2
     engine = OnGpu(version, version.plan, "cuda", compiled)
+    assert engine.waits_for_device
     engine.warm_up()
     engine.check()
     on_cpu = OnGpu(version, version.plan, "cpu", compiled)
+    assert not on_cpu.waits_for_device
     with pytest.raises(StoreError, match="are not the published ones"):
         on_cpu.warm_up()

@@ -74,15 +74,15 @@ class Batcher:
         """
         Args:
             executor: runs batches that are too large for the event loop's thread.
-            threads: as many pieces a large batch is cut into; the executor has more, for another
-                batch beside it.
+            threads: as many pieces a large batch is cut into, but for an engine that waits for its
+                device; the executor has more, for another batch beside it.
         """
         self.on_answered: Callable[[], None] = _do_nothing
         self.on_full: Callable[[], None] = _do_nothing
         self.on_room: Callable[[], None] = _do_nothing
         self.shadow: Shadow | None = None
         self.model = model
-        self._threads = threads if model.is_pooled else 1
+        self._threads = threads if model.is_pooled and not engine.waits_for_device else 1
         self._engine = engine
         self._limits = limits
         self._metrics = metrics
@@ -91,7 +91,8 @@ class Batcher:
         self._log = QuietLog(logger)
         self._loop: asyncio.AbstractEventLoop | None = None
         metrics.count_queue = self._count_queue
-        self._inline_bytes_max = limits.inline_bytes_max
+        # 0: every batch has work, and none is inline.
+        self._inline_bytes_max = 0 if engine.waits_for_device else limits.inline_bytes_max
         self._share_examples = int(SOURCE_SHARE * limits.queue_examples_max)
         self._share_ids = int(SOURCE_SHARE * limits.queue_ids_max)
         bags_bytes = BAG_BYTES * len(model.features)
@@ -102,7 +103,7 @@ class Batcher:
             Lane(model, limits, self._work_bytes) for _ in range(2)
         ]
         # What cannot be told to be large waits here.
-        self._first = self._small if limits.inline_bytes_max else self._large
+        self._first = self._small if self._inline_bytes_max else self._large
         self._is_scheduled = False
         self._on_retired: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None

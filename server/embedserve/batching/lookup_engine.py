@@ -8,7 +8,15 @@ import numpy as np
 
 
 class LookupEngine(Protocol):
-    """One restored version of a model; engine/engine.py has the real one."""
+    """One restored version of a model; engine/engine.py has the real one.
+
+    Attributes:
+        waits_for_device: a lookup is another device's work, for which the thread that asks waits:
+            none is made on the event loop's thread, and none is cut into pieces, as that device
+            does one at a time.
+    """
+
+    waits_for_device: bool
 
     def lookup(
         self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None

@@ -45,6 +45,7 @@ class Engine:
         translator: turns callers' ids into the row numbers that lookups take.
         plan: as restored, which is not the stored one where ``replanned``.
         device_type: cpu or cuda.
+        waits_for_device: as batching.lookup_engine.LookupEngine has it: on GPUs a lookup is theirs.
         compiled: the lookup, and of a pooled model the one with weights.
         lookup_kind: how they run, the slower of both: one of script.KINDS.
     """
@@ -56,6 +57,7 @@ class Engine:
         self.translator: IdTranslator = version.translator
         self.plan = plan
         self.device_type = device_type
+        self.waits_for_device = device_type == "cuda"
         self.compiled = tuple(compiled)
         self.lookup_kind = max((one.kind for one in compiled), key=KINDS.index)
         self.replanned = plan is not version.plan

@@ -70,6 +70,25 @@ async def test_a_large_batch_is_cut_for_all_threads(engine: FakeEngine) -> None:
     assert metrics.version.lookup_seconds.samples()[0][-1] == ("+Inf", 1)
 
 
+@pytest.mark.parametrize("limits", [INLINE, IN_THREAD])
+async def test_an_engine_that_waits_for_its_device_gets_whole_batches_beside_the_event_loop(
+    engine: FakeEngine, limits: Limits
+) -> None:
+    engine.waits_for_device = True
+    with ThreadPoolExecutor(3) as executor:
+        metrics = ModelMetrics(engine.model)
+        batcher = Batcher(engine, engine.model, limits, metrics, executor, threads=3)
+        alone = await submit(batcher, engine.request(USER))
+        all_bags: list[Bags] = [{"user": [[i], [i, i]]} for i in range(4)]
+        requests = [engine.request(bags) for bags in all_bags]
+        results = await asyncio.gather(*(submit(batcher, request) for request in requests))
+    found = [(lookup.batch_size, lookup.is_inline) for lookup in engine.lookups]
+    assert found == [(1, False), (8, False)]
+    for bags, result in zip([USER, *all_bags], [alone, *results], strict=True):
+        assert np.array_equal(result.values, engine.expected(bags))
+        assert not result.more
+
+
 async def test_a_piece_that_fails_fails_its_batch(engine: FakeEngine) -> None:
     engine.failure = RuntimeError("of one piece")
     with ThreadPoolExecutor(2) as executor:
