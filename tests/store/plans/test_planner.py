@@ -246,6 +246,17 @@ def test_a_whole_plan_is_checked_and_taken() -> None:
         make_plan(tables, sharding=plan, device_memory_bytes=25_599)
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", ["row_wise", "column_wise", "table_wise"])
+def test_a_table_of_one_shard_is_looked_up_whole(device_type: str, kind: str) -> None:
+    """Without adding up what ranks have, for which FBGEMM asks NVML how GPUs are linked."""
+    tables = (table("t", 100),)
+    plan = make_plan(tables, sharding=kind, world_size=1, device_type=device_type)
+    given = to_torchrec(plan, device_type)
+    assert plan.tables["t"].sharding_type == kind
+    assert (given["t"].sharding_type, given["t"].ranks) == ("table_wise", [0])
+
+
 def test_torchrec_is_given_one_copy_of_a_data_parallel_table_on_rank_0() -> None:
     tables = (table("t", 100), table("one", 100))
     sharding = {"t": "data_parallel", "one": "column_wise"}
