@@ -38,10 +38,12 @@ class Limits:
     request_values_max: int = limit(
         131_072,
         "Values of one request that are read one by one: of JSON its commas and opening brackets "
-        "are counted, of protobuf its keys, strings and what is not packed.",
+        "are counted, of protobuf its keys, strings and what is not packed, of Arrow its strings.",
     )
     request_text_bytes_max: int = limit(
-        4 * MIB, "Bytes of one request's JSON, or of a protobuf message beside its numbers."
+        4 * MIB,
+        "Bytes of one request's JSON, of a protobuf message beside its numbers, or of Arrow's "
+        "strings.",
     )
     request_output_bytes_max: int = limit(64 * MIB, "Bytes of one answer's float32 values.")
     batch_ids_max: int = limit(

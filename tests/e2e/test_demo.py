@@ -14,13 +14,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from documents import ROOT, Block, blocks
 from e2e.demo_server import Demo
 from reference import assert_same, pooled
 from running_servers import Running, run_command, run_warm_command
+from server.arrow_streams import ARROW, read_answer, said_in, stream_of, vectors
 
 from embedserve_client import EmbedClient, GrpcEmbedClient
 from embedserve_store import ModelStore
@@ -95,6 +98,17 @@ def test_the_printed_curl_works_as_pasted(server: Running) -> None:
     answer = json.loads(done.stdout)
     assert answer["length_per_key"] == [32, 32, 16, 64]
     assert len(answer["values"]) == 2
+
+
+def test_arrow_gives_the_same_bytes(server: Running) -> None:
+    body = stream_of(pa.table(FEATURES))
+    answer = httpx.post(f"{server.http}/embed", content=body, headers={"content-type": ARROW})
+    table = read_answer(answer.raise_for_status().content)
+    with EmbedClient(server.http) as rest:
+        expected = rest.embed(FEATURES)
+    assert vectors(table["values"]).tobytes() == expected.values.tobytes()
+    assert said_in(table)["keys"] == list(TABLE_OF)
+    assert said_in(table)["unknown_ids"] == expected.unknown_ids
 
 
 def test_result_becomes_a_keyed_tensor(server: Running) -> None:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import orjson
+import pyarrow as pa
 from hostile import frames as f
 from hostile.neighbour import embed_request
+from server.arrow_streams import ARROW, columns_of, stream_of
 from server.open_inference import LENGTH_HEADER, Asked, jagged
 from server.predictions import prediction_request
 
@@ -50,6 +52,10 @@ def post_protobuf(body: bytes) -> bytes:
     return post(body, "application/x-protobuf")
 
 
+def post_arrow(body: bytes) -> bytes:
+    return post(body, ARROW)
+
+
 def grpc_call(message: bytes, method: bytes = b"Embed") -> bytes:
     """A whole connection with one call, whatever the message."""
     return f.PREFACE + f.settings() + f.call(1, message, method)
@@ -79,6 +85,17 @@ def messages() -> list[bytes]:
         packed.SerializeToString(),
         weighted.SerializeToString(),
         one_by_one + b"\x20\1" * len(ids),
+    ]
+
+
+def streams() -> list[bytes]:
+    ids = {"user": [[one] for one in IDS]}
+    weights = {"user": [[1.0]] * len(IDS)}
+    return [
+        stream_of(columns_of(ids)),
+        stream_of(columns_of(ids, weights), rows=1),
+        stream_of(pa.table({"user": pa.array(IDS, pa.uint16())})),
+        stream_of(columns_of(ids, layout=pa.large_list), options={"columns": "values"}),
     ]
 
 
@@ -163,6 +180,7 @@ def kinds(rows: np.ndarray) -> list[Kind]:
         Kind("HTTP/1.1 requests", False, heads(), bytes, as_json),
         Kind("JSON bodies", False, json_bodies(), post_json, as_json),
         Kind("protobuf bodies", False, messages(), post_protobuf, as_bytes),
+        Kind("Arrow bodies", False, streams(), post_arrow, as_bytes),
         Kind("HTTP/2 connections", True, connections(), bytes, as_bytes),
         Kind("gRPC messages", True, messages(), grpc_call, as_bytes),
         Kind("infer JSON", False, [infer().json_body()], post_infer, flat_json),

@@ -9,10 +9,12 @@ import http.client
 import json
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hostile import frames as f
 from hostile.conftest import MakePeer, Victim, victim_and_neighbour
 from hostile.victim import ROWS
+from server.arrow_streams import ARROW, columns_of, stream_of
 from server.open_inference import Asked, jagged
 
 from embedserve.config import DEFAULT_LIMITS
@@ -57,6 +59,26 @@ def length_delimited(tag: int, value: bytes) -> bytes:
     return bytes([tag]) + pb.EmbedRequest(ids_bytes=value).SerializeToString()[1:]
 
 
+def one_bag(ids: int) -> bytes:
+    """As a stream; the last id is in no table."""
+    values = np.zeros(ids, np.int64)
+    values[-1] = -1
+    return stream_of(pa.table({"user": pa.ListArray.from_arrays([0, ids], values)}))
+
+
+def many_batches(count: int) -> bytes:
+    """Of one example each."""
+    table = columns_of({"user": [[1]]})
+    one, start = stream_of(table), table.schema.serialize().size
+    end = len(one) - 8
+    return one[:start] + one[start:end] * count
+
+
+def bags_of_no_bytes() -> bytes:
+    rows = pa.array([[]] * 65_536, pa.list_(pa.int64(), 0))
+    return stream_of(pa.table({f"f{at}": rows for at in range(4096)}))
+
+
 TOO_MUCH = {
     "JSON, 15 million ids": (JSON, of(b'"user":[%b1]' % (b"1," * 15_000_000))),
     "JSON, 4 million ids": (JSON, of(b'"user":[%b1]' % (b"1," * 4_000_000))),
@@ -80,6 +102,10 @@ TOO_MUCH = {
         USER + length_delimited(0x32, bytes(24 * MIB)) + b"\x3a\x04\1\0\0\0",
     ),
     "protobuf, a key of 30 MB": (PROTOBUF, length_delimited(0x12, b"a" * BODY_MIB * MIB)),
+    "Arrow, 3 million ids": (ARROW, one_bag(3 << 20)),
+    "Arrow, a string of 20 MB": (ARROW, stream_of(pa.table({"user": ["a" * 20 * MIB]}))),
+    "Arrow, 100,000 record batches": (ARROW, many_batches(100_000)),
+    "Arrow, 268 million bags of no bytes": (ARROW, bags_of_no_bytes()),
 }
 
 
@@ -133,6 +159,18 @@ ALLOWED = {
         200,
     ),
     "protobuf, the largest answer": (PROTOBUF, one_id_a_bag(65_536), 200),
+    "Arrow, a million ids": (ARROW, one_bag(MIB), 400),
+    "Arrow, strings": (
+        ARROW,
+        stream_of(pa.table({"user": [[str(one) for one in range(VALUES)] + ["a"]]})),
+        400,
+    ),
+    "Arrow, as many record batches as may be": (ARROW, many_batches(900), 200),
+    "Arrow, the largest answer, by key": (
+        ARROW,
+        stream_of(pa.table({"user": np.arange(65_536) % ROWS}), options={"columns": "keys"}),
+        200,
+    ),
 }
 
 

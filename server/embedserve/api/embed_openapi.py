@@ -156,13 +156,15 @@ def _post(
             "operationId": operation,
             "summary": summary,
             "description": "Protobuf bodies and answers are the EmbedRequest and EmbedResponse "
-            "of the gRPC service.",
+            "of the gRPC service; Arrow's are streams of record batches whose columns are "
+            "features, and vectors.",
             "parameters": [*parameters, *_HEADERS],
             "requestBody": {
                 "required": True,
                 "content": {
                     "application/json": json | ({"examples": examples} if examples else {}),
                     "application/x-protobuf": _BINARY,
+                    "application/vnd.apache.arrow.stream": _BINARY,
                 },
             },
             "responses": {
@@ -174,6 +176,7 @@ def _post(
                             "schema": {"$ref": "#/components/schemas/EmbedResponse"}
                         },
                         "application/x-protobuf": _BINARY,
+                        "application/vnd.apache.arrow.stream": _BINARY,
                     },
                 }
             }

@@ -127,7 +127,7 @@ def _of_wrong_type(
     request: LookupRequest, feature: str, lengths: np.ndarray, start: int, position: int
 ) -> InvalidRequestError:
     """Of the id at ``position`` of a feature, whose first is at ``start`` of all."""
-    example, place = _place_in(lengths, position)
+    example, place = place_in(lengths, position)
     field = f"features.{feature}[{example}][{place}]"
     are_strings = feature in request.string_features
     expected = "integers of 64 bits" if are_strings else "strings"
@@ -223,11 +223,11 @@ def check_weights(request: LookupRequest) -> None:
 
 def _place(request: LookupRequest, position: int) -> tuple[int, int, int]:
     """(feature, example, place in the bag) of the id at ``position``."""
-    bag, place = _place_in(request.lengths, position)
+    bag, place = place_in(request.lengths, position)
     return bag // request.batch_size, bag % request.batch_size, place
 
 
-def _place_in(lengths: np.ndarray, position: int) -> tuple[int, int]:
+def place_in(lengths: np.ndarray, position: int) -> tuple[int, int]:
     """(bag, place in it) of the id at ``position``."""
     ends = np.cumsum(lengths, dtype=np.int64)
     bag = int(np.searchsorted(ends, position, side="right"))

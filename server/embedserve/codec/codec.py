@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from embedserve.codec import json_codec, predictor_codec, protobuf_codec
+from embedserve.codec.arrow import answers as arrow_answers
+from embedserve.codec.arrow import requests as arrow_requests
 from embedserve.codec.open_inference import bodies, body_answers, message_answers, messages
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, RequestTooLargeError
@@ -81,6 +83,17 @@ PROTOBUF = Codec(
     protobuf_codec.model_of,
     protobuf_codec.sizes_of,
 )
+ARROW = Codec(
+    b"application/vnd.apache.arrow.stream",
+    "body_bytes_max",
+    arrow_requests.decode_request,
+    arrow_requests.decode_now,
+    arrow_answers.encode_pieces,
+    arrow_answers.encode_now,
+    lambda body: "",
+    arrow_requests.sizes_of,
+)
+"""Streams of columns."""
 
 INFER = Codec(
     b"application/json",

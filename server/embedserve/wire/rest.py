@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from embedserve.access.access import one_header
-from embedserve.codec.codec import BINARY, INFER, JSON, PROTOBUF, Codec, infer_binary
+from embedserve.codec.codec import ARROW, BINARY, INFER, JSON, PROTOBUF, Codec, infer_binary
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.exchange import Asked
 from embedserve.metrics.metrics import ProtocolMetrics
@@ -26,6 +26,8 @@ ERRORS_MAX = 16
 JSON_LENGTH = b"inference-header-content-length"
 """Of a body of the Open Inference Protocol that has tensors behind its JSON."""
 LENGTH_DIGITS_MAX = 19
+NAMED = (PROTOBUF, ARROW)
+"""What a content type has to name; other bodies are read as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +93,16 @@ def check_method(method: str) -> None:
 
 
 def codec_of(path: str, content_type: bytes, json_length: bytes) -> Codec:
-    """Of a body: JSON unless its content type is protobuf; of the Open Inference Protocol with
-    tensors behind it where ``json_length`` is not empty.
+    """Of a body: JSON unless its content type is protobuf or Arrow; of the Open Inference Protocol
+    with tensors behind it where ``json_length`` is not empty.
 
     Raises:
         InvalidRequestError: that is no length.
     """
     if path.startswith("/v2/"):
         return infer_codec(json_length) if json_length else INFER
-    return PROTOBUF if content_type.lower().startswith(PROTOBUF.content_type) else JSON
+    kind = content_type.lower()
+    return next((one for one in NAMED if kind.startswith(one.content_type)), JSON)
 
 
 def infer_codec(json_length: bytes) -> Codec:
@@ -116,8 +119,8 @@ def infer_codec(json_length: bytes) -> Codec:
 def read_headers(route: Route, headers: Headers, metrics: ProtocolMetrics) -> Asked:
     """What ``headers`` (names in lower case) ask of ``route``.
 
-    JSON unless the content type is protobuf; answered in the format of Accept, or else of the
-    request. X-Timeout-Ms is how long the caller waits for the answer.
+    JSON unless the content type is protobuf or Arrow; answered in the format of Accept, or else of
+    the request. X-Timeout-Ms is how long the caller waits for the answer.
 
     Raises:
         InvalidRequestError: X-Timeout-Ms is not a positive number, or
@@ -147,10 +150,7 @@ def read_headers(route: Route, headers: Headers, metrics: ProtocolMetrics) -> As
         codec = infer_codec(json_length) if json_length else INFER
         return Asked(route.model, codec, INFER, wanted_s, metrics, has_id)
     codec = codec_of("", content_type, b"")
-    wants_protobuf = PROTOBUF.content_type in accept or (
-        codec is PROTOBUF and JSON.content_type not in accept
-    )
-    answer_codec = PROTOBUF if wants_protobuf else JSON
+    answer_codec = next((one for one in (*NAMED, JSON) if one.content_type in accept), codec)
     return Asked(route.model, codec, answer_codec, wanted_s, metrics, has_id)
 
 

@@ -1,0 +1,385 @@
+"""A stream of columns as a LookupRequest.
+
+Offsets, lengths and bitmaps are checked before anything is read by them, those of all columns at
+once. Several record batches are one request, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress, pairwise
+
+import numpy as np
+
+from embedserve.batching.checks import check_feature_count, place_in
+from embedserve.codec.arrow.columns import IN_ONE, PLAIN, Column, Options, Schema, TakesLongError
+from embedserve.codec.arrow.stream import Batch, read_batches, read_schema
+from embedserve.codec.strings import FEW, merge
+from embedserve.codec.version_name import with_version
+from embedserve.config import DEFAULT_LIMITS, Limits
+from embedserve.errors import InvalidRequestError, RequestTooLargeError
+from embedserve.types import LookupRequest, Output
+
+_INT64, _INT32, _FLOAT32 = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
+_UINT8 = np.dtype("u1")
+INT64_MAX = 2**63 - 1
+BUFFERS_EACH, OFFSETS_AT, VALUES_AT = 4, 1, 3
+"""Of lists of numbers: how many buffers each has, and which of them."""
+NOW_BAGS_MAX = 262_144
+"""Of columns that are read on the event loop's thread, in about a millisecond."""
+NOW_TEXT_BYTES_MAX = 64 << 10
+"""Of strings that are read there."""
+
+
+def decode_now(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
+    """As decode_request, or None where that would take long."""
+    try:
+        return _decode(body, model, limits, is_now=True)
+    except TakesLongError:
+        return None
+
+
+def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS) -> LookupRequest:
+    """The request that the stream in ``body`` is, to ``model`` ("" for the default model).
+
+    Raises:
+        InvalidRequestError: it is none, or its columns are no batch of jagged ids.
+        RequestTooLargeError: it has more than ``limits`` allow, told before it is read.
+    """
+    return _decode(body, model, limits, is_now=False)
+
+
+def _decode(body: bytes, model: str, limits: Limits, *, is_now: bool) -> LookupRequest:
+    schema, at = read_schema(body, limits, is_now=is_now)
+    check_feature_count("features", len(schema.features), limits)
+    batches = read_batches(body, at, schema, limits, is_now=is_now)
+    request = None
+    if schema.ids_dtype is not None and len(batches) == 1:
+        request = _quick(body, model, schema, batches[0], limits)
+    if request is None:
+        bags = _Bags(body, schema, limits, is_now)
+        for batch in batches:
+            bags.add(batch)
+        request = bags.request(model)
+    if schema.options is not PLAIN:
+        _want(request, schema.options, limits)
+    return request
+
+
+def _quick(
+    body: bytes, model: str, schema: Schema, batch: Batch, limits: Limits
+) -> LookupRequest | None:
+    """The request in a batch as most callers give it, of lists of integers alone; None for one of
+    many bags, and one with nulls or anything wrong."""
+    rows, dtype = batch.rows, schema.ids_dtype
+    assert dtype is not None
+    if batch.nulls or rows * len(schema.columns) > NOW_BAGS_MAX:
+        return None
+    nbytes = (rows + 1) * _INT32.itemsize
+    if min(batch.sizes[OFFSETS_AT::BUFFERS_EACH]) < nbytes:
+        return None
+    joined = b"".join([body[at : at + nbytes] for at in batch.starts[OFFSETS_AT::BUFFERS_EACH]])
+    offsets = np.frombuffer(joined, _INT32).reshape(-1, rows + 1)
+    lengths = offsets[:, 1:] - offsets[:, :-1]
+    if offsets.min() < 0 or lengths.min() < 0:
+        return None
+    starts, ends = offsets[:, 0].tolist(), offsets[:, -1].tolist()
+    if sum(ends) - sum(starts) > limits.request_ids_max:
+        return None
+    view, width = memoryview(body), dtype.itemsize
+    ids = []
+    for at, size, count, start, end in zip(
+        batch.starts[VALUES_AT::BUFFERS_EACH],
+        batch.sizes[VALUES_AT::BUFFERS_EACH],
+        batch.lengths[1::2].tolist(),
+        starts,
+        ends,
+        strict=True,
+    ):
+        if end > count or end * width > size:
+            return None
+        ids.append(view[at + start * width : at + end * width])
+    integers = np.frombuffer(b"".join(ids), dtype).astype(_INT64, copy=False)
+    return LookupRequest(model, schema.features, integers, lengths.reshape(-1), None, rows)
+
+
+def _want(request: LookupRequest, options: Options, limits: Limits) -> None:
+    """Has ``request`` answered as ``options`` say."""
+    request.output_dtype = options.output_dtype
+    if options.version:
+        request.model = with_version(request.model, options.version)
+    if options.output_keys or options.columns != IN_ONE:
+        check_feature_count("output_keys", len(options.output_keys), limits)
+        request.output = Output(options.output_keys, form=options.columns)
+
+
+class _Bags:
+    """What record batches hold of each column, one batch after the other."""
+
+    def __init__(self, body: bytes, schema: Schema, limits: Limits, is_now: bool) -> None:
+        self._body = body
+        self._schema = schema
+        self._limits = limits
+        self._is_now = is_now
+        self._lengths: list[np.ndarray] = []
+        self._numbers: list[list[np.ndarray]] = [[] for _ in schema.columns]
+        self._strings: list[list[str]] = [[] for _ in schema.columns]
+        self._ids = self._texts = self._text_bytes = 0
+
+    def add(self, batch: Batch) -> None:
+        schema = self._schema
+        self._check_bags(batch)
+        offsets = self._offsets(batch)
+        lengths = np.diff(offsets)
+        counts = batch.lengths[schema.value_nodes]
+        if offsets.min() < 0 or lengths.min() < 0 or (offsets[:, -1] > counts).any():
+            raise _wrong_offsets(schema, offsets, counts)
+        starts, ends = offsets[:, 0].tolist(), offsets[:, -1].tolist()
+        self._check_ids(starts, ends)
+        for at, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            self._add_column(at, batch, start, end, lengths[at])
+        for feature, at in schema.weights.items():
+            _check_weights(batch, schema.columns[at], lengths[at], lengths[feature])
+        self._lengths.append(lengths)
+
+    def _add_column(self, at: int, batch: Batch, start: int, end: int, lengths: np.ndarray) -> None:
+        column = self._schema.columns[at]
+        values, dtype = column.values, column.values.dtype
+        if dtype is not None:
+            _check_buffer(batch, column, column.value_buffer + 1, end * dtype.itemsize)
+        keep = None
+        if batch.nulls or not values.buffers:
+            keep = self._without_nulls(batch, column, lengths, start, end)
+        if values.offsets is not None:
+            self._strings[at] += self._read_strings(batch, column, start, end, keep, lengths)
+        elif dtype is not None:
+            first = batch.starts[column.value_buffer + 1] + start * dtype.itemsize
+            numbers = np.frombuffer(self._body, dtype, end - start, first)
+            numbers = numbers if keep is None else numbers[keep]
+            if values.name == "uint64":
+                _check_sign(batch, column, numbers, lengths)
+            self._numbers[at].append(numbers)
+
+    def _check_bags(self, batch: Batch) -> None:
+        bags = len(self._schema.columns) * (batch.first + batch.rows)
+        if self._is_now and bags > NOW_BAGS_MAX:
+            raise TakesLongError
+        bags_max = self._limits.body_bytes_max // _INT32.itemsize
+        if bags > bags_max:
+            raise RequestTooLargeError(
+                f"features has {bags} bags, the limit is {bags_max}: as many as a body has room "
+                "for lengths of int32 (--body-bytes-max)",
+                "features",
+            )
+
+    def _offsets(self, batch: Batch) -> np.ndarray:
+        """int32 or int64 [columns, rows + 1], where among a column's values each bag begins, and
+        the last one ends; as they came."""
+        rows = batch.rows
+        found = []
+        for column in self._schema.columns:
+            dtype = column.offsets
+            if dtype is None:
+                found.append(np.arange(rows + 1) * column.size)
+            else:
+                _check_buffer(batch, column, column.buffer + 1, (rows + 1) * dtype.itemsize)
+                start = batch.starts[column.buffer + 1]
+                found.append(np.frombuffer(self._body, dtype, rows + 1, start))
+        return np.concatenate(found).reshape(len(found), rows + 1)
+
+    def _check_ids(self, starts: Sequence[int], ends: Sequence[int]) -> None:
+        features = len(self._schema.features)
+        self._ids += sum(ends[:features]) - sum(starts[:features])
+        if self._ids > self._limits.request_ids_max:
+            raise RequestTooLargeError(
+                f"features has {self._ids} ids, {self._limits.said('request_ids_max')}", "features"
+            )
+
+    def _without_nulls(
+        self, batch: Batch, column: Column, lengths: np.ndarray, start: int, end: int
+    ) -> np.ndarray | None:
+        """bool [end - start], which values are in bags that are not null; None where all are. The
+        lengths of null ones are then 0.
+
+        Raises:
+            InvalidRequestError: a value in a bag is null.
+        """
+        keep = None
+        is_one_each = column.value_node == column.node
+        if (batch.nulls and batch.nulls[column.node]) or (
+            is_one_each and not column.values.buffers
+        ):
+            is_valid = self._valid(batch, column, column.buffer, 0, batch.rows, is_one_each)
+            keep = np.repeat(is_valid, lengths)
+            lengths[~is_valid] = 0
+        if not is_one_each and (not column.values.buffers or batch.nulls[column.value_node]):
+            is_value = self._valid(batch, column, column.value_buffer, start, end, True)
+            is_value = is_value if keep is None else is_value[keep]
+            if not is_value.all():
+                raise _wrong_value(batch, column, lengths, int(is_value.argmin()), "is null")
+        return keep
+
+    def _valid(
+        self, batch: Batch, column: Column, buffer: int, start: int, end: int, of_values: bool
+    ) -> np.ndarray:
+        """bool [end - start], which are not null by the bitmap in ``buffer``."""
+        if of_values and not column.values.buffers:
+            return np.zeros(end - start, bool)
+        first = start // 8
+        nbytes = (end + 7) // 8
+        _check_buffer(batch, column, buffer, nbytes)
+        octets = np.frombuffer(self._body, _UINT8, nbytes - first, batch.starts[buffer] + first)
+        bits = np.unpackbits(octets, bitorder="little")
+        return bits[start - 8 * first : end - 8 * first].astype(bool)
+
+    def _read_strings(
+        self,
+        batch: Batch,
+        column: Column,
+        start: int,
+        end: int,
+        keep: np.ndarray | None,
+        lengths: np.ndarray,
+    ) -> list[str]:
+        dtype, buffer = column.values.offsets, column.value_buffer
+        assert dtype is not None
+        if start == end:  # there need be no offsets then
+            return []
+        _check_buffer(batch, column, buffer + 1, (end + 1) * dtype.itemsize)
+        at = batch.starts[buffer + 1] + start * dtype.itemsize
+        offsets = np.frombuffer(self._body, dtype, end - start + 1, at)
+        first, last = int(offsets[0]), int(offsets[-1])
+        if offsets.min() < 0 or (offsets[1:] < offsets[:-1]).any():
+            raise column.wrong("has strings whose offsets are negative, or fall")
+        _check_buffer(batch, column, buffer + 2, last)
+        self._check_texts(column, end - start, last - first)
+        data = self._body[batch.starts[buffer + 2] + first : batch.starts[buffer + 2] + last]
+        found = [data[one:next_one] for one, next_one in pairwise((offsets - first).tolist())]
+        if keep is not None:
+            found = list(compress(found, keep.tolist()))
+        try:
+            return [one.decode() for one in found]
+        except UnicodeDecodeError as error:
+            at = found.index(error.object)
+            raise _wrong_value(batch, column, lengths, at, f"is not UTF-8: {error}") from error
+
+    def _check_texts(self, column: Column, count: int, nbytes: int) -> None:
+        """Counts strings before they are read."""
+        self._texts += count
+        self._text_bytes += nbytes
+        if self._is_now and (self._texts > FEW or self._text_bytes > NOW_TEXT_BYTES_MAX):
+            raise TakesLongError
+        for what, found, limit in (
+            ("strings", self._texts, "request_values_max"),
+            ("bytes of strings", self._text_bytes, "request_text_bytes_max"),
+        ):
+            if found > getattr(self._limits, limit):
+                raise RequestTooLargeError(
+                    f"{column.field} and those before have {found} {what}, "
+                    f"{self._limits.said(limit)}",
+                    column.field,
+                )
+
+    def request(self, model: str) -> LookupRequest:
+        """Of all that was added."""
+        schema = self._schema
+        if not self._lengths:
+            raise InvalidRequestError("features has no examples: an empty batch", "features")
+        features = len(schema.features)
+        of_batches = [one[:features] for one in self._lengths]
+        lengths = of_batches[0] if len(of_batches) == 1 else np.concatenate(of_batches, axis=1)
+        ids = _joined(self._numbers[:features], _INT64)
+        request = LookupRequest(
+            model,
+            schema.features,
+            ids,
+            lengths.astype(_INT32, copy=False).reshape(-1),
+            self._weights(lengths) if schema.weights and ids.size else None,
+            lengths.shape[1],
+        )
+        if any(schema.is_string):
+            strings = [one for of_feature in self._strings[:features] for one in of_feature]
+            counts = lengths.sum(axis=1, dtype=np.int64).tolist()
+            request.ids, request.strings = merge(
+                ids, strings, schema.features, schema.is_string, counts
+            )
+            request.string_features = frozenset(compress(schema.features, schema.is_string))
+        return request
+
+    def _weights(self, lengths: np.ndarray) -> np.ndarray:
+        """float32, of each id; 1 where its feature has none."""
+        given = self._schema.weights
+        return _joined(
+            [
+                self._numbers[given[at]]
+                if at in given
+                else [np.ones(int(of_feature.sum(dtype=np.int64)), _FLOAT32)]
+                for at, of_feature in enumerate(lengths)
+            ],
+            _FLOAT32,
+        )
+
+
+def _joined(numbers: Sequence[Sequence[np.ndarray]], dtype: np.dtype) -> np.ndarray:
+    """Those of all columns, one after the other; always a copy, which is aligned."""
+    of_all = [one for of_column in numbers for one in of_column]
+    with np.errstate(over="ignore"):  # a weight that is infinite is refused as such
+        return np.concatenate([np.empty(0, dtype), *of_all], dtype=dtype, casting="unsafe")
+
+
+def _check_buffer(batch: Batch, column: Column, buffer: int, nbytes: int) -> None:
+    """Raises InvalidRequestError unless a buffer of ``column`` has so many bytes."""
+    if batch.sizes[buffer] < nbytes:
+        raise column.wrong(
+            f"has a buffer of {batch.sizes[buffer]} bytes where its {batch.rows} bags need {nbytes}"
+        )
+
+
+def _check_sign(batch: Batch, column: Column, ids: np.ndarray, lengths: np.ndarray) -> None:
+    is_large = ids > INT64_MAX
+    if is_large.any():
+        at = int(is_large.argmax())
+        raise _wrong_value(batch, column, lengths, at, f"is {ids[at]}: ids are at most 2^63 - 1")
+
+
+def _check_weights(batch: Batch, column: Column, lengths: np.ndarray, of_ids: np.ndarray) -> None:
+    is_other = lengths != of_ids
+    if is_other.any():
+        at = int(is_other.argmax())
+        raise column.wrong(f"has {lengths[at]} weights for {of_ids[at]} ids", batch.first + at)
+
+
+def _wrong_offsets(schema: Schema, offsets: np.ndarray, counts: np.ndarray) -> InvalidRequestError:
+    """Which is the first that cannot be."""
+    for column, own, count in zip(schema.columns, offsets, counts.tolist(), strict=True):
+        is_wrong = (own < 0) | (own > count)
+        is_wrong[1:] |= own[1:] < own[:-1]
+        if is_wrong.any():
+            at = int(is_wrong.argmax())
+            return column.wrong(
+                f"has {own[at]} for offset {at}: offsets rise from 0 to the {count} values at most"
+            )
+    raise AssertionError("offsets are wrong, but none of them")
+
+
+def _wrong_value(
+    batch: Batch, column: Column, lengths: np.ndarray, position: int, problem: str
+) -> InvalidRequestError:
+    """Of the value at ``position`` of what a batch's bags of these lengths hold."""
+    bag, place = place_in(lengths, position)
+    return column.wrong(problem, batch.first + bag, place)
+
+
+def sizes_of(body: bytes) -> tuple[int, int]:
+    """(bags, ids) of a stream, as its schema and batches say; (0, 0) of what is none, or has more
+    batches or a larger schema than are read at once."""
+    bags = ids = 0
+    try:
+        schema, at = read_schema(body, DEFAULT_LIMITS, is_now=True)
+        features = len(schema.features)
+        for batch in read_batches(body, at, schema, DEFAULT_LIMITS, is_now=True):
+            bags += features * batch.rows
+            ids += int(batch.lengths[schema.value_nodes[:features]].clip(0, len(body)).sum())
+    except (InvalidRequestError, RequestTooLargeError, TakesLongError):
+        return 0, 0
+    return min(bags, len(body)), min(ids, len(body))

@@ -1,0 +1,280 @@
+"""A stream's messages: its schema, and where in the body its record batches have what.
+
+    continuation (4 bytes of 0xff), int32 bytes of metadata, metadata, body; again and again
+
+Nothing of a batch is read here but its positions, and these are checked against the body: what they
+point at is there, and no byte of it twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from embedserve.codec.arrow.columns import KNOWN_BYTES_MAX, Schema, TakesLongError, schemas
+from embedserve.codec.arrow.flatbuffers import (
+    INT16,
+    INT32,
+    INT64,
+    MALFORMED,
+    UINT8,
+    Number,
+    Table,
+    Value,
+    root,
+    write,
+)
+from embedserve.codec.arrow.schema import malformed, parse
+from embedserve.config import Limits
+from embedserve.errors import InvalidRequestError, RequestTooLargeError
+
+CONTINUATION = b"\xff\xff\xff\xff"
+END = CONTINUATION + bytes(INT32.size)
+"""Of a stream."""
+FILE_MAGIC = b"ARROW1"
+HEAD_BYTES = len(END)
+BATCH_PIECES = 8
+"""A record batch costs as much as so many columns of one."""
+PIECES_MAX, NOW_PIECES_MAX = 8200, 512
+"""Such columns and batches of a stream, and of one that is read on that thread."""
+
+# fields of the tables Message and RecordBatch (arrow/format/Message.fbs)
+VERSION, HEADER_KIND, HEADER, BODY_BYTES = 0, 1, 2, 3
+ROWS, NODES, BUFFERS, COMPRESSION = 0, 1, 2, 3
+SCHEMA, RECORD_BATCH = 1, 3
+KINDS = (
+    "nothing",
+    "a schema",
+    "a dictionary batch",
+    "a record batch",
+    "a tensor",
+    "a sparse tensor",
+)
+V4, V5 = 3, 4
+CODECS = ("LZ4", "ZSTD")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One of a stream.
+
+    Attributes:
+        kind: of its header, SCHEMA or RECORD_BATCH.
+        start, end: where its body lies in the stream; the next message begins at ``end``.
+    """
+
+    kind: int
+    header: Table
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Where a record batch has what.
+
+    Attributes:
+        rows: 1 or more.
+        first: of its rows among those of all batches.
+        lengths: int64 [nodes].
+        nulls: of each node; empty where there are none.
+        starts, sizes: of each buffer, in bytes; within the stream.
+    """
+
+    rows: int
+    first: int
+    lengths: np.ndarray
+    nulls: list[int]
+    starts: list[int]
+    sizes: list[int]
+
+
+def read_message(body: bytes, at: int) -> Message | None:
+    """The one that begins at ``at``; None at the end of the stream.
+
+    Raises:
+        InvalidRequestError: there is none, or one that is of no use here.
+    """
+    if at == len(body):
+        return None
+    head = body[at : at + HEAD_BYTES]
+    if len(head) < HEAD_BYTES or not head.startswith(CONTINUATION):
+        raise malformed(_not_a_message(at, head))
+    start = at + HEAD_BYTES + INT32.unpack_from(head, len(CONTINUATION))[0]
+    if head == END:
+        if start < len(body):
+            raise malformed(f"{len(body) - start} bytes follow its end")
+        return None
+    if not at < start <= len(body):
+        raise malformed(f"the message at byte {at} overruns the {len(body)} bytes of it")
+    try:
+        return _message(body[at + HEAD_BYTES : start], at, start, len(body))
+    except MALFORMED as error:
+        raise malformed(f"the message at byte {at} cannot be read: {error}") from error
+
+
+def _not_a_message(at: int, head: bytes) -> str:
+    if head.startswith(FILE_MAGIC):
+        return "it is a file (Feather): send a stream (pyarrow: ipc.new_stream)"
+    if head.startswith(CONTINUATION):
+        return f"it ends within the message at byte {at}"
+    return f"a message at byte {at} begins with 0x{head[:4].hex()}, not with 0x{CONTINUATION.hex()}"
+
+
+def _message(metadata: bytes, at: int, start: int, nbytes: int) -> Message:
+    """Whose body comes from ``start`` on, of a stream of ``nbytes``."""
+    table = root(metadata)
+    version, kind = table.number(VERSION, INT16), table.number(HEADER_KIND, UINT8)
+    if version not in (V4, V5):
+        raise ValueError(f"its version is {version}, expected {V4} or {V5}")
+    if kind not in (SCHEMA, RECORD_BATCH):
+        raise malformed(
+            f"the message at byte {at} is {KINDS[kind] if kind < len(KINDS) else kind}, expected "
+            "a schema and record batches"
+        )
+    header, size = table.table(HEADER), table.number(BODY_BYTES, INT64)
+    if header is None or not 0 <= size <= nbytes - start:
+        raise ValueError(f"it says that {size} bytes follow, of which there are {nbytes - start}")
+    return Message(kind, header, start, start + size)
+
+
+def read_schema(body: bytes, limits: Limits, *, is_now: bool) -> tuple[Schema, int]:
+    """(the columns, where the record batches begin).
+
+    Raises:
+        InvalidRequestError: the stream does not begin with a schema that can be read.
+        RequestTooLargeError: it has more columns than ``limits`` allow.
+        TakesLongError: and that ``is_now``.
+    """
+    head = body[:HEAD_BYTES]
+    size = INT32.unpack_from(head, len(CONTINUATION))[0] if len(head) == HEAD_BYTES else 0
+    is_short = 0 < size <= KNOWN_BYTES_MAX - HEAD_BYTES
+    known = schemas.known.get(body[: HEAD_BYTES + size]) if is_short else None
+    if known is not None:
+        return known, HEAD_BYTES + size
+    if is_now and size > KNOWN_BYTES_MAX:
+        raise TakesLongError
+    message = read_message(body, 0)
+    if message is None or message.kind != SCHEMA:
+        raise malformed("it does not begin with a schema")
+    schema = parse(message.header, limits, is_now=is_now)
+    if message.start == message.end:
+        schemas.remember(body[: message.end], schema)
+    return schema, message.end
+
+
+def read_batches(
+    body: bytes, at: int, schema: Schema, limits: Limits, *, is_now: bool
+) -> list[Batch]:
+    """Those that have rows.
+
+    Raises:
+        InvalidRequestError: one that cannot be read.
+        RequestTooLargeError: there are too many, or more rows of them than ``limits`` allow.
+        TakesLongError: and that ``is_now``.
+    """
+    found: list[Batch] = []
+    rows = pieces = 0
+    columns = len(schema.columns) + BATCH_PIECES
+    pieces_max = NOW_PIECES_MAX if is_now else max(PIECES_MAX, columns)
+    while message := read_message(body, at):
+        pieces += columns
+        if pieces > pieces_max:
+            raise TakesLongError if is_now else _too_many_batches(pieces // columns)
+        if message.kind != RECORD_BATCH:
+            raise malformed(f"the message at byte {at} is another schema")
+        batch = _read_batch(message, schema, rows, limits)
+        if batch is not None:
+            rows += batch.rows
+            found.append(batch)
+        at = message.end
+    return found
+
+
+def _too_many_batches(count: int) -> RequestTooLargeError:
+    return RequestTooLargeError(
+        f"body has {count} record batches of so many columns, the limit is {count - 1}: send fewer "
+        "(pyarrow: combine_chunks)",
+        "body",
+    )
+
+
+def _read_batch(message: Message, schema: Schema, first: int, limits: Limits) -> Batch | None:
+    """The batch in ``message``; None for one without rows."""
+    try:
+        return _batch(message, schema, first, limits)
+    except MALFORMED as error:
+        raise malformed(f"a record batch cannot be read: {error}") from error
+
+
+def _batch(message: Message, schema: Schema, first: int, limits: Limits) -> Batch | None:
+    table = message.header
+    compression = table.table(COMPRESSION)
+    if compression is not None:
+        codec = compression.number(0, UINT8)
+        name = CODECS[codec] if codec < len(CODECS) else codec
+        raise InvalidRequestError(
+            f"body has a record batch that is compressed by {name}: send it as it is", "body"
+        )
+    rows = table.number(ROWS, INT64)
+    nodes, buffers = table.pairs(NODES), table.pairs(BUFFERS)
+    if (len(nodes), len(buffers)) != (schema.nodes, schema.buffers) or rows < 0:
+        raise ValueError(
+            f"it has {rows} rows, {len(nodes)} nodes and {len(buffers)} buffers, of its columns "
+            f"there are {schema.nodes} and {schema.buffers}"
+        )
+    if first + rows > limits.request_examples_max:
+        raise RequestTooLargeError(
+            f"features has {first + rows} examples, {limits.said('request_examples_max')}",
+            "features",
+        )
+    if not rows:
+        return None
+    lengths, nulls = nodes[:, 0], nodes[:, 1]
+    _check_places(schema, buffers, message.end - message.start)
+    if nodes.min() < 0 or (nulls > lengths).any():
+        raise ValueError("a node has a negative length, or more nulls than values")
+    is_wrong = lengths[schema.own_nodes] != rows
+    if is_wrong.any():
+        column = schema.columns[int(is_wrong.argmax())]
+        raise column.wrong(f"has {lengths[column.node]} examples, its record batch {rows}")
+    starts, sizes = buffers[:, 0], buffers[:, 1]
+    return Batch(
+        rows,
+        first,
+        lengths,
+        nulls.tolist() if nulls.any() else [],
+        (starts + message.start).tolist(),
+        sizes.tolist(),
+    )
+
+
+def _check_places(schema: Schema, buffers: np.ndarray, nbytes: int) -> None:
+    """Raises ValueError or InvalidRequestError unless ``buffers``, int64 [n, 2], are within the
+    ``nbytes`` of their body, and no byte is in two of them."""
+    if not len(buffers):
+        return
+    starts, sizes = buffers[:, 0], buffers[:, 1]
+    ends = starts + sizes  # past the largest number they are negative
+    if buffers.min() < 0 or ends.min() < 0 or ends.max() > nbytes:
+        at = int(((starts < 0) | (sizes < 0) | (sizes > nbytes - starts)).argmax())
+        raise schema.at_buffer(at).wrong(
+            f"has a buffer of {sizes[at]} bytes at {starts[at]}, of {nbytes} of its record batch"
+        )
+    total = int(sizes.sum())
+    if total > nbytes:
+        raise ValueError(f"its buffers overlap: they have {total} bytes, of {nbytes}")
+
+
+def message_of(kind: int, header: Value, body_bytes: int) -> bytes:
+    """A message of a stream, but for its body."""
+    metadata = write(
+        {
+            VERSION: Number(INT16, V5),
+            HEADER_KIND: Number(UINT8, kind),
+            HEADER: header,
+            BODY_BYTES: Number(INT64, body_bytes),
+        }
+    )
+    return CONTINUATION + INT32.pack(len(metadata)) + metadata

@@ -1,0 +1,87 @@
+"""Streams of columns as Arrow's own library writes them, and reads answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from server.fake_engine import Bags, Weights
+
+from embedserve_proto import embedding_pb2 as pb
+
+ARROW = "application/vnd.apache.arrow.stream"
+Layout = Callable[[Any], Any]
+"""The type of a column by that of its values."""
+
+
+def columns_of(
+    bags: Bags,
+    weights: Weights | None = None,
+    *,
+    layout: Layout = pa.list_,
+    ids: Any = None,
+    weight: Any = None,
+) -> Any:
+    """A table of these features: ids are int64, and weights float32, where nothing else is said."""
+    arrays = {name: pa.array(one, layout(ids or pa.int64())) for name, one in bags.items()}
+    for name, one in (weights or {}).items():
+        arrays[f"{name}.weights"] = pa.array(one, layout(weight or pa.float32()))
+    return pa.table(arrays)
+
+
+def stream_of(
+    table: Any, *, rows: int | None = None, options: Mapping[str, str] | None = None
+) -> bytes:
+    """``table`` in batches of so many ``rows``; ``options`` as metadata."""
+    if options is not None:
+        table = table.replace_schema_metadata({f"embedserve.{k}": v for k, v in options.items()})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=rows)
+    body: bytes = sink.getvalue().to_pybytes()
+    return body
+
+
+def read_answer(body: bytes) -> Any:
+    """The table that an answer is, whose arrays are right to their last byte."""
+    with pa.ipc.open_stream(body) as reader:
+        table = reader.read_all()
+    table.validate(full=True)
+    return table
+
+
+def said_in(table: Any) -> dict[str, Any]:
+    """What the metadata of an answer says."""
+    said = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
+    assert all(key.startswith("embedserve.") for key in said)
+    said = {key.removeprefix("embedserve."): value for key, value in said.items()}
+    return {key: value if key == "model" else json.loads(value) for key, value in said.items()}
+
+
+def vectors(column: Any) -> np.ndarray:
+    """[n, dim], of a column of fixed-size lists, or of lists of them."""
+    array = column.combine_chunks()
+    if not pa.types.is_fixed_size_list(array.type):
+        array = array.flatten()
+    flat: np.ndarray = array.flatten().to_numpy()
+    return flat.reshape(len(array), array.type.list_size)
+
+
+def message_of(bags: Bags, weights: Weights | None = None) -> pb.EmbedRequest:
+    """The same as protobuf; features that have strings are named by ``string_keys``."""
+    request = pb.EmbedRequest(keys=list(bags))
+    for name, of_feature in bags.items():
+        flat = [one for bag in of_feature for one in bag]
+        request.lengths.extend(map(len, of_feature))
+        if any(isinstance(one, str) for one in flat):
+            request.string_keys.append(name)
+            request.string_ids.extend(flat)
+        else:
+            request.ids.extend(flat)
+        if weights:
+            given = weights.get(name, [[1.0] * len(bag) for bag in of_feature])
+            request.weights.extend(one for bag in given for one in bag)
+    return request

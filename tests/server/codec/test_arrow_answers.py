@@ -1,0 +1,113 @@
+"""Answers as columns: what Arrow's library reads is what there was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from server.arrow_streams import read_answer, said_in, vectors
+from server.fake_engine import model_info
+from server.fake_models import unpooled_info
+
+from embedserve.codec.codec import ARROW
+from embedserve.codec.open_inference.answers import NOW_BYTES_MAX
+from embedserve.types import LookupResult, ModelInfo, Output
+
+POOLED, UNPOOLED = model_info(), unpooled_info()
+BY_KEY = Output(form="keys")
+KEYS = {"user": slice(0, 4), "movie": slice(4, 7), "tag": slice(7, 9)}
+
+
+def values_of(examples: int, dtype: str = "float32") -> np.ndarray:
+    return np.arange(9 * examples, dtype=dtype).reshape(examples, 9)
+
+
+def encoded(result: LookupResult) -> bytes:
+    """At once where that is quick; and always the same in pieces."""
+    in_pieces = b"".join(ARROW.encode(result))
+    now = ARROW.encode_now(result)
+    if now is not None:
+        assert b"".join(now[0]) == in_pieces
+        assert now[1] == len(in_pieces)
+    return in_pieces
+
+
+def said_of(model: ModelInfo, **more: object) -> Mapping[str, object]:
+    return {
+        "model": model.name,
+        "version": model.version,
+        "keys": list(model.keys),
+        "length_per_key": list(model.length_per_key),
+        **more,
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("examples", [1, 2, 3, 5])
+@pytest.mark.parametrize("cut", [1, 9])
+def test_one_column_has_the_vectors_of_all_keys(examples: int, dtype: str, cut: int) -> None:
+    values = values_of(examples, dtype)
+    for _ in range(2):  # the second finds what the first has kept
+        result = LookupResult(POOLED, values)
+        if cut < examples:
+            result = LookupResult(POOLED, values[:cut], more=[values[cut:]])
+        table = read_answer(encoded(result))
+        assert table.column_names == ["values"]
+        assert vectors(table["values"]).dtype == dtype
+        assert np.array_equal(vectors(table["values"]), values)
+        assert said_in(table) == said_of(POOLED)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("examples", [1, 2, 5])
+def test_a_column_for_each_key(examples: int, dtype: str) -> None:
+    values = values_of(examples, dtype)
+    result = LookupResult(POOLED, values, output=BY_KEY)
+    halves = LookupResult(POOLED, values[:1], more=[values[1:]], output=BY_KEY)
+    for one in (result, result, halves):
+        table = read_answer(encoded(one))
+        assert table.column_names == list(KEYS)
+        for key, columns in KEYS.items():
+            assert np.array_equal(vectors(table[key]), values[:, columns])
+        assert said_in(table) == said_of(POOLED)
+
+
+@pytest.mark.parametrize("form", [None, BY_KEY])
+def test_some_keys_and_unknown_ids(form: Output | None) -> None:
+    part = POOLED.with_keys(("tag", "user"))
+    values = values_of(2)[:, [0, 1, 2, 3, 7, 8]]
+    result = LookupResult(part, np.ascontiguousarray(values), {"tag": 3}, output=form)
+    table = read_answer(encoded(result))
+    found = [vectors(column) for column in table.columns]
+    assert np.array_equal(np.concatenate(found, axis=1), values)
+    assert said_in(table) == said_of(part, unknown_ids={"tag": 3})
+    again = read_answer(encoded(LookupResult(part, np.ascontiguousarray(values), output=form)))
+    assert said_in(again) == said_of(part)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("form", [None, BY_KEY])
+def test_lists_of_vectors_of_an_unpooled_model(form: Output | None, dtype: str) -> None:
+    lengths = np.array([[2, 0, 1], [0, 0, 0], [1, 1, 1], [2, 0, 1]], np.int32)
+    lengths = lengths[: len(UNPOOLED.keys)]
+    values = np.arange(4 * lengths.sum(), dtype=dtype).reshape(-1, 4)
+    result = LookupResult(UNPOOLED, values, None, lengths, output=form)
+    table = read_answer(encoded(result))
+    assert table.column_names == list(UNPOOLED.keys)
+    ends = lengths.sum(axis=1).cumsum()
+    for key, own, rows in zip(UNPOOLED.keys, lengths, np.split(values, ends[:-1]), strict=True):
+        assert [len(one) for one in table[key].to_pylist()] == own.tolist()
+        assert np.array_equal(vectors(table[key]), rows)
+    assert said_in(table) == said_of(UNPOOLED)
+
+
+def test_values_are_not_copied_and_never_take_long_but_by_key() -> None:
+    values = values_of(NOW_BYTES_MAX // 36 + 1)
+    encoded_now = ARROW.encode_now(LookupResult(POOLED, values))
+    assert encoded_now is not None
+    assert any(np.shares_memory(np.asarray(one), values) for one in encoded_now[0])
+    assert ARROW.encode_now(LookupResult(POOLED, values, output=BY_KEY)) is None
+    large = LookupResult(POOLED, values, output=BY_KEY)
+    table = read_answer(b"".join(ARROW.encode(large)))
+    assert np.array_equal(vectors(table["movie"]), values[:, 4:7])

@@ -1,0 +1,203 @@
+"""Columns are read as the EmbedRequest with the same bags, in whatever layout they come."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from server.arrow_streams import columns_of, message_of, stream_of
+from server.fake_engine import Bags, Weights
+from server.strategies import bags_of_ids, weights_or_none
+
+from embedserve.codec import protobuf_codec
+from embedserve.codec.arrow import requests
+from embedserve.codec.arrow.columns import KNOWN_BYTES_MAX, KNOWN_MAX, schemas
+from embedserve.config import DEFAULT_LIMITS
+from embedserve.errors import InvalidRequestError
+from embedserve.types import LookupRequest
+
+INTEGERS = [getattr(pa, f"{sign}int{bits}")() for sign in ("", "u") for bits in (8, 16, 32, 64)]
+
+
+def assert_reads(body: bytes, bags: Bags, weights: Weights | None = None) -> LookupRequest:
+    """Asserts that ``body`` is read as a message of these."""
+    read = requests.decode_request(body)
+    expected = protobuf_codec.decode_request(message_of(bags, weights).SerializeToString())
+    assert (read.features, read.batch_size) == (expected.features, expected.batch_size)
+    for name in ("ids", "lengths", "weights"):
+        one, other = getattr(read, name), getattr(expected, name)
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.dtype == other.dtype
+            assert one.tolist() == other.tolist()
+    assert read.string_features == expected.string_features
+    return read
+
+
+@given(
+    data=st.data(),
+    layout=st.sampled_from([pa.list_, pa.large_list]),
+    ids=st.sampled_from(INTEGERS),
+    rows=st.integers(1, 5),
+)
+def test_lists_in_one_batch_or_several(
+    data: st.DataObject, layout: Any, ids: Any, rows: int
+) -> None:
+    bags = data.draw(bags_of_ids())
+    weights = data.draw(weights_or_none(bags)) or {}
+    weights = {name: one for name, one in weights.items() if data.draw(st.booleans())}
+    table = columns_of(bags, weights, layout=layout, ids=ids)
+    body = stream_of(table, rows=rows)
+    read = assert_reads(body, bags, weights)
+    now = requests.decode_now(body, "", DEFAULT_LIMITS)
+    assert now is not None
+    assert now.ids.tolist() == read.ids.tolist()
+    assert requests.sizes_of(body) == (read.lengths.size, read.ids.size)
+
+
+@given(data=st.data(), start=st.integers(0, 2))
+def test_slices_and_nulls(data: st.DataObject, start: int) -> None:
+    """Values outside a slice, and those that a null bag has room for, are nobody's."""
+    bags = data.draw(bags_of_ids())
+    examples = len(next(iter(bags.values())))
+    is_null = {name: data.draw(st.lists(st.booleans(), min_size=examples, max_size=examples))
+               for name in bags}  # fmt: skip
+    arrays = {}
+    for name, of_feature in bags.items():
+        padded = [[5, 6]] * start + of_feature + [[7]]
+        whole = pa.array(padded, pa.list_(pa.int64()))
+        mask = pa.array([True] * start + is_null[name] + [False])
+        nulled = pa.ListArray.from_arrays(whole.offsets, whole.values, mask=mask)
+        arrays[name] = nulled.slice(start, examples)
+    left = {
+        name: [[] if null else bag for bag, null in zip(of, is_null[name], strict=True)]
+        for name, of in bags.items()
+    }
+    assert_reads(stream_of(pa.table(arrays)), left)
+
+
+STRINGS: Bags = {"tag": [["drama", ""], [], ["映画"]], "user": [[1], [2, 3], []]}
+
+
+@pytest.mark.parametrize("text", [pa.string(), pa.large_string()])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_strings_beside_integers(text: Any, rows: int) -> None:
+    tags = pa.array([["x"], *STRINGS["tag"]], pa.list_(text)).slice(1)
+    body = stream_of(pa.table({"tag": tags, "user": STRINGS["user"]}), rows=rows)
+    read = assert_reads(body, STRINGS)
+    assert read.strings is not None
+    assert {read.strings[int(one)] for one in read.ids[:3]} == {"drama", "", "映画"}
+
+
+@pytest.mark.parametrize(
+    ("array", "bags"),
+    [
+        (pa.array([7, None, 9]), [[7], [], [9]]),
+        (pa.array(["a", None, "b"]), [["a"], [], ["b"]]),
+        (pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int32(), 2)), [[1, 2], [], [3, 4]]),
+        (pa.array([[], [], []], pa.list_(pa.int32(), 0)), [[], [], []]),
+        (pa.array([["a", None], None, ["b", "c"]], pa.list_(pa.string())), None),
+        (pa.array([[], None, []]), [[], [], []]),
+        (pa.nulls(3), [[], [], []]),
+        (pa.array([[2**63 - 1], [0], []], pa.list_(pa.uint64())), [[2**63 - 1], [0], []]),
+    ],
+    ids=str,
+)
+def test_layouts(array: Any, bags: list[list[Any]] | None) -> None:
+    table = pa.table({"user": array, "movie": [[5], [], [6, 7]]})
+    if bags is None:
+        with pytest.raises(InvalidRequestError, match=r"features.user\[0\]\[1\] is null"):
+            requests.decode_request(stream_of(table))
+        return
+    for rows in (1, 3):
+        assert_reads(stream_of(table, rows=rows), {"user": bags, "movie": [[5], [], [6, 7]]})
+
+
+@pytest.mark.parametrize("weight", [pa.float16(), pa.float32(), pa.float64()])
+@pytest.mark.parametrize("layout", [pa.list_, pa.large_list, lambda of: pa.list_(of, 2)])
+def test_weights_of_any_width(weight: Any, layout: Any) -> None:
+    bags: Bags = {"movie": [[5, 6], [7, 8]], "user": [[1, 2], [3, 4]]}
+    weights: Weights = {"user": [[0.5, -2.0], [1.5, 0.0]]}
+    table = columns_of(bags, layout=layout)
+    table = table.add_column(0, "user.weights", pa.array(weights["user"], layout(weight)))
+    assert_reads(stream_of(table), bags, weights)
+
+
+def test_columns_of_pandas_and_polars() -> None:
+    bags: Bags = {"user": [[1, 2], [], [3]], "movie": [[4], [5], [6]]}
+    frame = pd.DataFrame(bags)
+    frame["movie"] = [4, 5, 6]
+    assert_reads(stream_of(pa.Table.from_pandas(frame)), bags)
+    other = pl.DataFrame({"user": bags["user"], "movie": [4, 5, 6], "tag": [["a"], [], ["b"]]})
+    sink = io.BytesIO()
+    other.write_ipc_stream(sink, compat_level=pl.CompatLevel.oldest())
+    assert_reads(sink.getvalue(), bags | {"tag": [["a"], [], ["b"]]})
+    sink = io.BytesIO()
+    other.write_ipc_stream(sink)
+    with pytest.raises(InvalidRequestError, match=r"compat_level"):
+        requests.decode_request(sink.getvalue())
+
+
+def test_empty_batches_between_others() -> None:
+    table = columns_of({"user": [[1], [2]]})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        none = pa.RecordBatch.from_pydict({"user": []}, schema=table.schema)
+        for one in (none, *table.to_batches(max_chunksize=1), none):
+            writer.write_batch(one)
+    assert_reads(sink.getvalue().to_pybytes(), {"user": [[1], [2]]})
+
+
+def test_a_stream_may_end_without_its_mark() -> None:
+    body = stream_of(columns_of({"user": [[1], [2]]}))
+    assert body.endswith(b"\xff\xff\xff\xff\0\0\0\0")
+    assert_reads(body[:-8], {"user": [[1], [2]]})
+
+
+def test_what_is_wanted_of_the_answer() -> None:
+    table = columns_of({"user": [[1]]})
+    options = {"version": "3", "output_dtype": "float16", "output_keys": '["user", "tag"]'}
+    read = requests.decode_request(stream_of(table, options=options), "shop")
+    assert (read.model, read.output_dtype) == ("shop@3", "float16")
+    assert read.output is not None
+    assert read.output.keys == ("user", "tag")
+    plain = requests.decode_request(stream_of(table.replace_schema_metadata({"pandas": "{"})))
+    assert (plain.model, plain.output_dtype, plain.output) == ("", "float32", None)
+
+
+def test_schemas_are_remembered_and_few_of_them() -> None:
+    schemas.known.clear()
+    bodies = [stream_of(columns_of({f"f{i}": [[i]]})) for i in range(3 * KNOWN_MAX)]
+    for i, body in enumerate(bodies):
+        for _ in range(2):
+            assert_reads(body, {f"f{i}": [[i]]})
+    assert 0 < len(schemas.known) <= KNOWN_MAX
+    many = columns_of({f"{'x' * 200}{i}": [[1]] for i in range(400)})
+    assert requests.decode_request(stream_of(many)).ids.size == 400
+    assert max(map(len, schemas.known)) <= KNOWN_BYTES_MAX
+
+
+def test_what_takes_long_is_left_to_the_thread() -> None:
+    """Many columns, batches, bags or strings; the schema, once it is known, is no more of them."""
+    body = stream_of(columns_of({f"f{i}": [[1]] for i in range(200)}))
+    assert requests.decode_now(body, "", DEFAULT_LIMITS) is None
+    assert requests.sizes_of(body) == (0, 0)
+    assert_reads(body, {f"f{i}": [[1]] for i in range(200)})
+    assert requests.decode_now(body, "", DEFAULT_LIMITS) is not None
+    assert requests.sizes_of(body) == (200, 200)
+    for table, rows in (
+        (columns_of({"user": [[1]] * 100}), 1),
+        (pa.table({f"f{i}": pa.array(np.zeros(60_000, np.int8)) for i in range(5)}), None),
+        (pa.table({"user": ["a"] * 3000}), None),
+        (pa.table({"user": ["a" * 70_000]}), None),
+    ):
+        body = stream_of(table, rows=rows)
+        assert requests.decode_now(body, "", DEFAULT_LIMITS) is None
+        assert requests.decode_request(body).batch_size == table.num_rows

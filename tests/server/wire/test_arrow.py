@@ -1,0 +1,177 @@
+"""POST /embed in Arrow: answered as protobuf and JSON are, and refused in the one JSON shape."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pytest
+from server.arrow_streams import (
+    ARROW,
+    columns_of,
+    message_of,
+    read_answer,
+    said_in,
+    stream_of,
+    vectors,
+)
+from server.fake_engine import Bags, FakeEngine, Weights
+from server.fake_models import ruled_info, unpooled_info
+from server.live import JSON, PROTOBUF, Live, live_server
+
+from embedserve.config import Limits
+from embedserve_proto import embedding_pb2 as pb
+
+BAGS: Bags = {"tag": [[1], [2, 3], []], "user": [[4], [], [6]]}
+WEIGHTS: Weights = {"tag": [[0.5], [1.0, -2.0], []]}
+COLUMNS = {"user": slice(0, 4), "movie": slice(4, 7), "tag": slice(7, 9)}
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+async def live(engine: FakeEngine) -> AsyncIterator[Live]:
+    limits = Limits(body_bytes_max=20_000, request_examples_max=8)
+    others = FakeEngine(unpooled_info()), FakeEngine(ruled_info())
+    async with live_server(engine, *others, limits=limits) as live:
+        yield live
+
+
+async def ask(live: Live, body: bytes, path: str = "/embed", **headers: str) -> httpx.Response:
+    return await live.http.post(path, content=body, headers={"content-type": ARROW, **headers})
+
+
+async def by_protobuf(live: Live, path: str, request: pb.EmbedRequest) -> pb.EmbedResponse:
+    headers = {"content-type": PROTOBUF}
+    answer = await live.http.post(path, content=request.SerializeToString(), headers=headers)
+    assert answer.status_code == 200, answer.text
+    return pb.EmbedResponse.FromString(answer.content)
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@pytest.mark.parametrize("rows", [1, 3])
+async def test_an_answer_is_that_of_protobuf(
+    live: Live, engine: FakeEngine, rows: int, weights: Weights | None
+) -> None:
+    body = stream_of(columns_of(BAGS, weights), rows=rows)
+    expected = await by_protobuf(live, "/embed", message_of(BAGS, weights))
+    for path in ("/embed", "/models/shop/embed"):
+        answer = await ask(live, body, path)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"] == ARROW
+        assert int(answer.headers["content-length"]) == len(answer.content)
+        table = read_answer(answer.content)
+        assert vectors(table["values"]).tobytes() == expected.values
+        assert said_in(table)["keys"] == list(expected.keys)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+async def test_a_column_for_each_of_some_keys(live: Live, engine: FakeEngine, dtype: str) -> None:
+    options = {"columns": "keys", "output_keys": '["tag", "user"]', "output_dtype": dtype}
+    table = read_answer((await ask(live, stream_of(columns_of(BAGS), options=options))).content)
+    assert table.column_names == ["user", "tag"]
+    expected = engine.expected(BAGS).astype(dtype)
+    for key in ("user", "tag"):
+        assert np.array_equal(vectors(table[key]), expected[:, COLUMNS[key]])
+
+
+@pytest.mark.parametrize("accept", [JSON, PROTOBUF, ARROW])
+async def test_any_form_of_answer_to_any_form_of_request(
+    live: Live, engine: FakeEngine, accept: str
+) -> None:
+    bodies = {
+        ARROW: stream_of(columns_of(BAGS)),
+        PROTOBUF: message_of(BAGS).SerializeToString(),
+        JSON: None,
+    }
+    for kind, body in bodies.items():
+        headers = {"content-type": kind, "accept": accept}
+        sent: dict[str, Any] = {"json": {"features": BAGS}} if body is None else {"content": body}
+        answer = await live.http.post("/embed", headers=headers, **sent)
+        assert (answer.status_code, answer.headers["content-type"]) == (200, accept)
+        if accept == JSON:
+            values = np.array(answer.json()["values"], np.float32)
+        elif accept == PROTOBUF:
+            message = pb.EmbedResponse.FromString(answer.content)
+            values = np.frombuffer(message.values, "<f4").reshape(3, -1)
+        else:
+            values = vectors(read_answer(answer.content)["values"])
+        assert np.array_equal(values, engine.expected(BAGS))
+
+
+async def test_strings_and_unknown_ids(live: Live) -> None:
+    bags: Bags = {"tag": [["drama", "none"], [], ["映画"]], "user": [[-1], [5], [0, 0]]}
+    path = "/models/ruled/embed"
+    answer = await ask(live, stream_of(columns_of({"user": bags["user"]}).append_column(
+        "tag", pa.array(bags["tag"]))), path)  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    expected = await by_protobuf(live, path, message_of(bags))
+    table = read_answer(answer.content)
+    assert vectors(table["values"]).tobytes() == expected.values
+    assert said_in(table)["unknown_ids"] == dict(expected.unknown_ids) == {"tag": 1, "user": 1}
+
+
+async def test_lists_of_an_unpooled_model(live: Live) -> None:
+    bags: Bags = {"last": [[1, 2], []], "item": [[5], [6, 7]]}
+    path = "/models/sequence/embed"
+    table = read_answer((await ask(live, stream_of(columns_of(bags)), path)).content)
+    expected = await by_protobuf(live, path, message_of(bags))
+    assert table.column_names == list(expected.keys)
+    joined = np.concatenate([vectors(table[key]) for key in table.column_names])
+    assert joined.tobytes() == expected.values
+    lengths = [len(bag) for key in table.column_names for bag in table[key].to_pylist()]
+    assert lengths == list(expected.lengths)
+
+
+WRONG = {
+    "an id": (
+        stream_of(columns_of({"user": [[1], [2, 99]]})),
+        *(400, "features.user[1][1]", "is 99: ids of 'user' are row numbers from 0 to 6"),
+    ),
+    "a feature": (
+        stream_of(columns_of({"film": [[1]]})),
+        *(400, "features.film", "film"),
+    ),
+    "a weight": (
+        stream_of(columns_of({"user": [[1]]}, {"user": [[float("nan")]]})),
+        *(400, "weights.user[0][0]", "is nan: weights are finite numbers"),
+    ),
+    "a key": (
+        stream_of(columns_of({"user": [[1]]}), options={"output_keys": '["film"]'}),
+        *(400, "output_keys[0]", "has no such key"),
+    ),
+    "a version": (
+        stream_of(columns_of({"user": [[1]]}), options={"version": "4"}),
+        *(404, "version", "4"),
+    ),
+    "no Arrow": (b"{}", 400, "body", "body is not an Arrow stream"),
+    "many examples": (
+        stream_of(columns_of({"user": [[1]] * 9})),
+        *(413, "features", "--request-examples-max"),
+    ),
+    "a large body": (bytes(20_001), 413, "body", "--body-bytes-max"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+async def test_what_is_wrong_is_said_with_field_and_value(live: Live, name: str) -> None:
+    body, status, field, said = WRONG[name]
+    answer = await ask(live, body)
+    assert (answer.status_code, answer.headers["content-type"]) == (status, JSON)
+    error = answer.json()["error"]
+    assert error["field"] == field
+    assert said in error["message"]
+
+
+async def test_it_is_described(live: Live) -> None:
+    described = (await live.http.get("/openapi.json")).json()
+    for path in ("/embed", "/models/{model}/embed"):
+        post = described["paths"][path]["post"]
+        assert ARROW in post["requestBody"]["content"]
+        assert ARROW in post["responses"]["200"]["content"]
