@@ -71,6 +71,12 @@ class Limits:
         "Bytes that the connections of a process hold, in all: requests that have not come whole, "
         "and answers that clients have not read; past it those with most are cut.",
     )
+    shared_memory_regions_max: int = limit(
+        256, "Regions of shared memory that are registered at once; by one token, half of them."
+    )
+    shared_memory_bytes_max: int = limit(
+        1024 * MIB, "Bytes of all these regions; of those of one token, half of them."
+    )
     delay_ms_max: float = limit(
         0.0, "How long a lone request waits for company, for GPUs; 0: it does not."
     )
@@ -117,6 +123,12 @@ class ServeSettings:
     grpc_uds: str = setting("", "The same beside the gRPC port. Default: none.")
     uds_mode: str = setting(
         "600", "Octal mode of the files of both: who may write may connect, 660 for a group."
+    )
+    shared_memory: str = setting(
+        "",
+        "What the names of files in /dev/shm begin with that callers may have ids read from and "
+        "answers written to, by the Open Inference Protocol: such as /ranker-, or / for any. Needs "
+        "one worker, and ports that this host alone reaches. Default: off.",
     )
     grpc_server: str = setting(
         "native",
@@ -278,12 +290,12 @@ def why_fixed(settings: ServeSettings, device_type: str) -> str:
     return ""
 
 
-def is_loopback(settings: ServeSettings) -> bool:
-    """Whether the management port is reached from this host alone."""
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this host alone."""
     try:
-        return ipaddress.ip_address(settings.management_host).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return settings.management_host == "localhost"
+        return host == "localhost"
 
 
 def _check_traces(settings: ServeSettings) -> None:
@@ -331,9 +343,10 @@ def _check_security(settings: ServeSettings) -> None:
             "grpc_server is 'grpcio', which is there to compare with and has neither TLS nor "
             "tokens, no management port and no Unix sockets: use native"
         )
-    if settings.management_port >= 0 and not settings.tokens and not is_loopback(settings):
+    host = settings.management_host
+    if settings.management_port >= 0 and not settings.tokens and not is_loopback(host):
         raise ValueError(
-            f"management_host is {settings.management_host!r}, which others than this host reach: "
+            f"management_host is {host!r}, which others than this host reach: "
             "give tokens, too, or use 127.0.0.1"
         )
 

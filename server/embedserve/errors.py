@@ -46,6 +46,13 @@ class UnknownModelError(EmbedServeError):
     http_status = 404
 
 
+class UnknownRegionError(EmbedServeError):
+    """A region of shared memory that its caller has not registered."""
+
+    code = "NOT_FOUND"
+    http_status = 404
+
+
 class RefusedError(EmbedServeError):
     """What an operator asked for cannot be as things are."""
 

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from embedserve.access.access import Access, Certificate
 from embedserve.batching.split import own
-from embedserve.codec.codec import Codec
+from embedserve.codec.codec import Codec, Decode, DecodeNow
 from embedserve.errors import (
     INTERNAL,
     DeadlineExceededError,
@@ -31,6 +31,7 @@ from embedserve.errors import (
 from embedserve.metrics.metrics import Metrics, ProtocolMetrics
 from embedserve.metrics.quiet_log import QuietLog
 from embedserve.models.served_models import ServedModels
+from embedserve.shared_memory.regions import EVERYBODY, NONE, SharedMemory
 from embedserve.tracing.observed import ObservedCaller
 from embedserve.tracing.observer import Observer
 from embedserve.tracing.request_id import Told
@@ -49,6 +50,8 @@ LARGE_ANSWER_BYTES = 64 << 10
 """Told to who looks after what is not read; smaller ones find room in a socket."""
 ROUTING_KEY = b"x-routing-key"
 """The header of who is to be answered by the same version each time, where several share."""
+ORIGIN = b"origin"
+"""The header that browsers send with what a page asks of another site."""
 TURN_S = 0.0001
 """Left to the event loop between two pieces of a large answer: it would wait for the interpreter's
 lock for five milliseconds each time it needs it."""
@@ -111,6 +114,12 @@ class Call(ObservedCaller):
         """Where it comes from, such as its connection, which tells callers apart that have no
         names."""
         return self
+
+    @property
+    def owner(self) -> str:
+        """The name that it asks by, of whom its regions of shared memory are."""
+        client = self.client
+        return EVERYBODY if client is None else client.grant.name
 
     @property
     def certificate(self) -> Certificate | None:
@@ -233,6 +242,7 @@ class Exchange:
         metrics: of the process; by protocol in ``metrics.protocols``.
         access: who may ask; None: everybody.
         observer: tells where the time of requests went.
+        shared_memory: in which tensors may lie; None: there is none.
     """
 
     def __init__(
@@ -241,9 +251,11 @@ class Exchange:
         metrics: Metrics,
         access: Access | None = None,
         observer: Observer | None = None,
+        shared_memory: SharedMemory | None = None,
     ) -> None:
         self.models = models
         self.access = access
+        self.shared_memory = shared_memory
         self.metrics = metrics
         self.observer = observer or Observer()
         self._on_large_answer: list[Callable[[int], None]] = []
@@ -263,7 +275,10 @@ class Exchange:
                 self.models.check_open(asked.model, body, asked.codec, is_quick=True)
             if call.deadline_s != _NEVER:
                 _check_deadline(call)
-            request = asked.codec.decode_now(body, asked.model, self.limits)
+            if self.shared_memory is None:
+                request = asked.codec.decode_now(body, asked.model, self.limits)
+            else:
+                request = self._decoders(call)[0](body, asked.model, self.limits)
             if request is None:
                 self._decode_later(call, body)
             else:
@@ -278,11 +293,12 @@ class Exchange:
 
     def _decode_later(self, call: Call, body: bytes) -> None:
         asked = call.asked
+        _, decode_whole = self._decoders(call)
 
         def decode() -> LookupRequest:
             if self.models.is_full:  # since it waits
                 self.models.check_open(asked.model, body, asked.codec)
-            return asked.codec.decode(body, asked.model, self.limits)
+            return decode_whole(body, asked.model, self.limits)
 
         def enqueue(request: LookupRequest) -> None:
             if call.client is not None:
@@ -291,6 +307,15 @@ class Exchange:
             call.was_queued()
 
         self._do_aside(call, "body", len(body), decode, enqueue)
+
+    def _decoders(self, call: Call) -> tuple[DecodeNow, Decode]:
+        """Of its body. What it says to lie in shared memory is looked for in its owner's regions; a
+        page of any site, which a browser shows, has none."""
+        codec, shared = call.asked.codec, self.shared_memory
+        if shared is None or codec.in_regions is None:
+            return codec.decode_now, codec.decode
+        is_page = call.header(ORIGIN) is not None
+        return codec.in_regions(NONE if is_page else shared.of(call.owner))
 
     def encode_later(self, call: Call, result: LookupResult) -> None:
         """Has ``call`` told the encoded ``result``, which takes long to encode.

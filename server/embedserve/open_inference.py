@@ -13,6 +13,10 @@ from embedserve.exchange import Exchange
 from embedserve.types import ModelInfo
 
 
+def server_metadata(exchange: Exchange) -> dict[str, Any]:
+    return description.server(has_shared_memory=exchange.shared_memory is not None)
+
+
 def served(exchange: Exchange, name: str, version: str = "") -> ModelInfo:
     """Raises UnknownModelError if it is not."""
     return exchange.models.model(versioned(name, version))

@@ -23,6 +23,7 @@ from embedserve.metrics.slots import Slot
 from embedserve.models.served_models import ServedModels
 from embedserve.processes.ports import claim_ports
 from embedserve.processes.server import serve_until
+from embedserve.shared_memory.regions import SharedMemory
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
 IN_THREAD = Limits(inline_bytes_max=0)
@@ -39,6 +40,7 @@ def make_exchange(
     default_model: str | None = None,
     slot: Slot | None = None,
     access: Access | None = None,
+    shared_memory: SharedMemory | None = None,
 ) -> Exchange:
     """What server.build_exchange makes of restored engines; the first is the default."""
     limits = limits or Limits()
@@ -50,7 +52,8 @@ def make_exchange(
         for engine in engines
     }
     default = engines[0].model.name if default_model is None else default_model
-    return Exchange(ServedModels(batchers, default, limits), metrics, access)
+    models = ServedModels(batchers, default, limits)
+    return Exchange(models, metrics, access, shared_memory=shared_memory)
 
 
 @dataclass

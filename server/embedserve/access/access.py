@@ -299,10 +299,17 @@ class Access:
         roles: frozenset[str],
         *,
         pays: bool = True,
-    ) -> None:
-        """Raises what admit says, where who asks has none of ``roles``; else it ``pays`` for a
-        request by its rate."""
-        self._find(authorization, certificate).check_role(roles, pays)
+    ) -> str:
+        """The name of who asks, which ``pays`` for a request by its rate. Raises what admit says,
+        where it has none of ``roles``."""
+        client = self._find(authorization, certificate)
+        client.check_role(roles, pays)
+        return client.grant.name
+
+    def may_embed(self, name: str) -> bool:
+        """Whether there is such a client, and it may ask for vectors now."""
+        client = self._clients.get(name)
+        return client is not None and client.active_max > 0
 
     def _find(self, authorization: bytes | None, certificate: Certificate | None) -> Client:
         key: bytes | Certificate | None

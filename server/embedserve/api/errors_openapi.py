@@ -20,7 +20,7 @@ STATUSES = {
     "400": "The request can never be answered: field and value are named.",
     "401": "The server does not know who asks: no token, or a wrong one.",
     "403": "Who asks may not ask that.",
-    "404": "No model of that name.",
+    "404": "No model, or region of shared memory, of that name.",
     "409": "It cannot be as things are: the reason is said.",
     "413": "Over a limit on one request, which is named.",
     "415": "The body is compressed, or of a type that is not taken.",

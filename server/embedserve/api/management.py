@@ -21,6 +21,7 @@ from embedserve.api.console.routes import add_console
 from embedserve.api.guard import Guard, error_response
 from embedserve.api.openapi import describe_routes, operation_id
 from embedserve.api.plan import Plan, plan_of
+from embedserve.api.shared_memory import shared_memory_routes
 from embedserve.api.slow import add_slow
 from embedserve.codec.model_description import describe
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, InvalidRequestError
@@ -115,9 +116,14 @@ class Info(BaseModel):
 
 
 def health_app(exchange: Exchange) -> FastAPI:
-    """The FastAPI application of ports whose management is at another one."""
+    """The FastAPI application of ports whose management is at another one: callers are told of
+    health, and of their shared memory."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     _add_health(app, exchange)
+    if exchange.shared_memory is not None:
+        app.include_router(shared_memory_routes(exchange, exchange.shared_memory))
+        if exchange.access is not None:
+            app.add_middleware(Guard, access=exchange.access)
     _add_error_shape(app)
     return app
 
@@ -181,6 +187,8 @@ def management_app(
         return model_of(served.model(model))
 
     app.include_router(open_inference.routes(exchange))
+    if exchange.shared_memory is not None:
+        app.include_router(shared_memory_routes(exchange, exchange.shared_memory))
     add_slow(app, exchange)
     add_console(app, served, labels or {})
     if operator is not None:

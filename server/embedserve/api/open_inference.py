@@ -7,9 +7,8 @@ from __future__ import annotations
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
-from embedserve.codec.open_inference import description
 from embedserve.exchange import Exchange
-from embedserve.open_inference import metadata, repository, served, statistics
+from embedserve.open_inference import metadata, repository, served, server_metadata, statistics
 
 
 class Live(BaseModel):
@@ -117,7 +116,7 @@ def routes(exchange: Exchange) -> APIRouter:
     @router.get("")
     async def server() -> Server:
         """What runs here."""
-        return Server.model_validate(description.server())
+        return Server.model_validate(server_metadata(exchange))
 
     @router.get("/models/stats")
     async def statistics_of_all() -> Statistics:

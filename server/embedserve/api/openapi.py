@@ -12,6 +12,7 @@ from embedserve.api.embed_openapi import EMBED_SCHEMAS, embed_paths
 from embedserve.api.errors_openapi import ERROR_SCHEMAS, error_responses, is_infer
 from embedserve.api.guard import ANYBODY, roles_of
 from embedserve.api.infer_openapi import INFER_SCHEMAS, infer_paths
+from embedserve.api.shared_memory import PREFIX as SHARED_MEMORY
 from embedserve.exchange import Exchange
 
 Schema = dict[str, Any]
@@ -76,6 +77,9 @@ def _statuses(path: str) -> tuple[str, ...]:
         statuses += ["400", "404", "409", "415"]
     if path == "/v2/repository/index":
         statuses.append("400")
+    if path.startswith(SHARED_MEMORY):
+        statuses += ["403", *(["400", "409", "413"] if path.endswith("/register") else [])]
+        statuses += ["404"] if path.endswith("}/status") else []
     return tuple(statuses)
 
 

@@ -1,4 +1,8 @@
-"""The codecs by name: each a pair of pure functions, with the content type of its bytes."""
+"""The codecs by name: each a pair of pure functions, with the content type of its bytes.
+
+Tensors that lie in shared memory are read and written here, too, through the regions that requests
+are decoded with: they are as the bytes of a body.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,11 @@ from embedserve.codec.arrow import requests as arrow_requests
 from embedserve.codec.open_inference import bodies, body_answers, message_answers, messages
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, RequestTooLargeError
+from embedserve.shared_memory.region import Regions
 from embedserve.types import Encoded, LookupRequest, LookupResult, Parts
+
+Decode = Callable[[bytes, str, Limits], LookupRequest]
+DecodeNow = Callable[[bytes, str, Limits], LookupRequest | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,12 +41,14 @@ class Codec:
         encode_streamed_error: an error as a stream answers it in a request's place.
         head_bytes: of an answer in pieces those of its JSON, which a header tells; 0 where all of
             it is JSON. None of forms that have no such answers.
+        in_regions: (decode_now, decode) of requests whose tensors may lie in regions of shared
+            memory, these. None of forms that have none.
     """
 
     content_type: bytes
     limit: str
-    decode: Callable[[bytes, str, Limits], LookupRequest]
-    decode_now: Callable[[bytes, str, Limits], LookupRequest | None]
+    decode: Decode
+    decode_now: DecodeNow
     encode: Callable[[LookupResult], Iterable[bytes | memoryview]]
     encode_now: Callable[[LookupResult], Encoded | None]
     model_of: Callable[[bytes], str]
@@ -46,6 +56,7 @@ class Codec:
     encode_error: Callable[[EmbedServeError], bytes] = json_codec.encode_error
     encode_streamed_error: Callable[[EmbedServeError], bytes] = protobuf_codec.encode_error
     head_bytes: Callable[[Parts], int] | None = None
+    in_regions: Callable[[Regions], tuple[DecodeNow, Decode]] | None = None
 
     def bytes_max(self, limits: Limits) -> int:
         """Of a body."""
@@ -95,6 +106,21 @@ ARROW = Codec(
 )
 """Streams of columns."""
 
+
+def _bodies_in(regions: Regions, json_bytes: int | None = None) -> tuple[DecodeNow, Decode]:
+    return (
+        partial(bodies.decode_now, json_bytes=json_bytes, regions=regions),
+        partial(bodies.decode_request, json_bytes=json_bytes, regions=regions),
+    )
+
+
+def _messages_in(regions: Regions) -> tuple[DecodeNow, Decode]:
+    return (
+        partial(messages.decode_now, regions=regions),
+        partial(messages.decode_request, regions=regions),
+    )
+
+
 INFER = Codec(
     b"application/json",
     "request_text_bytes_max",
@@ -106,6 +132,7 @@ INFER = Codec(
     bodies.sizes_of,
     encode_error=body_answers.encode_error,
     head_bytes=body_answers.head_bytes,
+    in_regions=_bodies_in,
 )
 """The Open Inference Protocol's JSON; its answers may have values in binary behind it."""
 BINARY = b"application/octet-stream"
@@ -124,6 +151,7 @@ def infer_binary(json_bytes: int) -> Codec:
         decode=partial(bodies.decode_request, json_bytes=json_bytes),
         decode_now=partial(bodies.decode_now, json_bytes=json_bytes),
         sizes_of=partial(bodies.sizes_of, json_bytes=json_bytes),
+        in_regions=partial(_bodies_in, json_bytes=json_bytes),
     )
 
 
@@ -136,6 +164,7 @@ INFER_MESSAGE = Codec(
     message_answers.encode_now,
     messages.model_of,
     messages.sizes_of,
+    in_regions=_messages_in,
 )
 """ModelInferRequest and ModelInferResponse."""
 INFER_STREAMED = replace(

@@ -33,8 +33,9 @@ def say_ready_to_serve(
     count = f"{settings.workers} workers, " if settings.workers > 1 else ""
     pages = base
     if ports.management >= 0:
-        scheme = "https" if settings.tls_cert and not is_loopback(settings) else "http"
-        pages = f"{scheme}://{bracketed(settings.management_host)}:{ports.management}"
+        behind = settings.management_host
+        scheme = "https" if settings.tls_cert and not is_loopback(behind) else "http"
+        pages = f"{scheme}://{bracketed(behind)}:{ports.management}"
     say(
         f"ready after {seconds:.1f} s: {count}REST {base}{_and_unix(settings.http_uds)} "
         f"(docs at {pages}/docs), gRPC {host}:{ports.grpc}{_and_unix(settings.grpc_uds)}"

@@ -36,6 +36,7 @@ from embedserve.processes.loading_front import fronted
 from embedserve.processes.moves import Together
 from embedserve.processes.ports import Ports, SharedPorts, claim_ports
 from embedserve.processes.supervisor import Supervisor
+from embedserve.shared_memory.settings import check_shared_memory
 from embedserve.terminal.console import hush_torch
 from embedserve.terminal.log_lines import JsonLines, TextLines
 from embedserve.terminal.sigterm import sigterm_interrupts
@@ -61,6 +62,7 @@ def serve(settings: ServeSettings) -> None:
     """
     start_s = time.perf_counter()
     check_settings(settings)
+    check_shared_memory(settings)
     set_up_logging(settings.log_level, settings.log_format)
     _check_files(settings)
     with sigterm_interrupts():  # until models are loaded; the first process of a container needs it

@@ -32,6 +32,7 @@ from embedserve.processes.example_request import example_features
 from embedserve.processes.loading import restore_one
 from embedserve.processes.ports import Ports
 from embedserve.processes.rollout import Restored, Rollout
+from embedserve.shared_memory.regions import SharedMemory
 from embedserve.tracing.observer import Observer, Traces
 from embedserve.types import ModelInfo
 from embedserve.wire.grpc.service import GrpcService
@@ -97,7 +98,9 @@ def build_exchange(
     metrics.callers.callers = access
     traces = _traces(settings)
     observer = Observer(settings.slow_ms, tells_times=settings.server_timing, traces=traces)
-    return Exchange(ServedModels(batchers, default, settings.limits), metrics, access, observer)
+    prefix, served = settings.shared_memory, ServedModels(batchers, default, settings.limits)
+    shared = SharedMemory(prefix, settings.limits) if prefix else None
+    return Exchange(served, metrics, access, observer, shared)
 
 
 def _traces(settings: ServeSettings) -> Traces | None:
@@ -208,6 +211,8 @@ async def serve_until(
     ]
     if access is not None:
         looking.append(asyncio.create_task(_look_at_time(access)))
+    if exchange.shared_memory is not None:
+        looking.append(asyncio.create_task(_look_at_regions(exchange.shared_memory, access)))
     await stop.wait()
     for task in looking:
         task.cancel()
@@ -218,6 +223,8 @@ async def serve_until(
     if grpcio_server is not None:
         drains.append(grpcio_server.drain(settings.drain_s))
     await asyncio.gather(*drains)
+    if exchange.shared_memory is not None:
+        exchange.shared_memory.close()
     if traces is not None:
         await asyncio.to_thread(traces.stop)
     logger.info("stopped")
@@ -238,7 +245,7 @@ def _wires(
         return [WireServer(exchange, app, certificates)]
     service = GrpcService(exchange, has_management=False)
     wire = WireServer(exchange, health_app(exchange), certificates, service)
-    asks = not is_loopback(settings)
+    asks = not is_loopback(settings.management_host)
     management = WireServer(
         exchange,
         management_app(exchange, operator, labels, asks=asks),
@@ -259,6 +266,13 @@ async def _look_at_time(access: Access) -> None:
     while True:
         await asyncio.sleep(LOOK_AT_TIME_S)
         access.look_at_time()
+
+
+async def _look_at_regions(shared: SharedMemory, access: Access | None) -> None:
+    may_ask = None if access is None else access.may_embed
+    while True:
+        await asyncio.sleep(LOOK_AT_TIME_S)
+        shared.look(may_ask)
 
 
 def stop_or_end(stop: asyncio.Event, number: int) -> None:

@@ -28,6 +28,7 @@ STATUSES = {
     "EngineError": (500, "INTERNAL"),
     "InvalidRequestError": (400, "INVALID_ARGUMENT"),
     "UnknownModelError": (404, "NOT_FOUND"),
+    "UnknownRegionError": (404, "NOT_FOUND"),
     "RequestTooLargeError": (413, "RESOURCE_EXHAUSTED"),
     "UnauthenticatedError": (401, "UNAUTHENTICATED"),
     "PermissionDeniedError": (403, "PERMISSION_DENIED"),

@@ -384,7 +384,7 @@ async def test_sizes_that_overrun_the_body(live: Live) -> None:
         ('"data": {}', "not an inference request"),
         ('"name": "x"', "has neither data nor a binary_data_size"),
         ('"data": [1, 2], "parameters": {"binary_data_size": 16}', "send one"),
-        ('"parameters": {"shared_memory_region": "a"}', "has neither data"),
+        ('"parameters": {"shared_memory_region": "a"}', "does not use (--shared-memory)"),
     ],
 )
 async def test_data_that_is_none(live: Live, values: str, said: str) -> None:

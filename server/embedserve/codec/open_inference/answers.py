@@ -7,7 +7,7 @@ sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from embedserve.codec.version_name import with_version
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
+from embedserve.shared_memory.place import Place
 from embedserve.types import LookupRequest, LookupResult, ModelInfo, Output
 
 POOLED = "pooled"
@@ -27,7 +28,10 @@ REQUEST_ID_CHARACTERS_MAX = 1024
 OTHERS_MAX = 64
 """Outputs that are asked for in another form, JSON or binary, than most."""
 NOW_BYTES_MAX = 1 << 20
-"""Of values that are put in another order on the event loop's thread, in under a millisecond."""
+"""Of values that are put in another order, or into shared memory, on the event loop's thread, in
+about a millisecond."""
+PLACES_MAX = 64
+"""Outputs of a request that are asked for in shared memory; they wait with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ class Form:
         has_keys: keys are asked for, too; all of the answer's.
         is_binary: of most outputs, in REST; of gRPC all are raw.
         others: the names of those that are not as most.
+        places: of those that are to lie in shared memory, by name; None: none is.
     """
 
     request_id: str = ""
@@ -47,6 +52,10 @@ class Form:
     has_keys: bool = True
     is_binary: bool = False
     others: frozenset[str] = frozenset()
+    places: Mapping[str, Place] | None = None
+
+    def place(self, name: str) -> Place | None:
+        return None if self.places is None else self.places.get(name)
 
 
 def set_output(
@@ -56,12 +65,14 @@ def set_output(
     are_binary: Sequence[bool],
     is_binary: bool,
     limits: Limits,
+    places: Mapping[str, Place] | None = None,
 ) -> None:
     """Has ``request`` answered with its id and the outputs of these names, all keys where there are
     none.
 
     Args:
         are_binary: of each of ``names``; ``is_binary`` is of all where there are none.
+        places: of those of ``names`` that are to lie in shared memory.
 
     Raises:
         InvalidRequestError: the id is too long, or `pooled` is named twice.
@@ -92,7 +103,13 @@ def set_output(
             f"the limit is {OTHERS_MAX}",
             "outputs",
         )
-    form = Form(request_id, has_pooled, bool(keys), most, frozenset(others))
+    if places is not None and len(places) > PLACES_MAX:
+        raise RequestTooLargeError(
+            f"outputs: {len(places)} are to lie in shared memory, the limit is {PLACES_MAX}: "
+            f"ask for {POOLED!r}",
+            "outputs",
+        )
+    form = Form(request_id, has_pooled, bool(keys), most, frozenset(others), places)
     request.output = Output(keys, "outputs", has_pooled, form)
 
 
@@ -151,6 +168,9 @@ class Tensor:
     columns: slice | None = None
     rows: slice | None = None
 
+    def nbytes(self, itemsize: int) -> int:
+        return self.shape[0] * self.shape[1] * itemsize
+
     def pieces(self, result: LookupResult) -> Iterator[np.ndarray]:
         """Its values, C-contiguous; of several pieces one after the other."""
         for values in (result.values, *result.more):
@@ -192,9 +212,31 @@ def _rows_of(result: LookupResult) -> list[Tensor]:
     return tensors
 
 
+def write_placed(tensors: Sequence[Tensor], result: LookupResult, form: Form) -> None:
+    """Puts the values of those of ``tensors`` that are to lie in shared memory there.
+
+    Raises:
+        InvalidRequestError: one has more bytes than it may have there, and none is written; or a
+            region is gone.
+    """
+    if form.places is None:
+        return
+    placed = [(one, form.places[one.name]) for one in tensors if one.name in form.places]
+    for one, place in placed:
+        nbytes = one.nbytes(result.values.itemsize)
+        if nbytes > place.nbytes:
+            raise InvalidRequestError(
+                f"output {one.name!r} has {nbytes} bytes, and its shared_memory_byte_size is "
+                f"{place.nbytes}",
+                f"outputs.{one.name}",
+            )
+    for one, place in placed:
+        place.write(values.data for values in one.pieces(result))
+
+
 def is_quick(result: LookupResult, form: Form) -> bool:
     """Whether its values are written as bytes in about a millisecond."""
-    if result.more or result.lengths is not None:
+    if result.more or result.lengths is not None or form.places is not None:
         return result.values.nbytes <= NOW_BYTES_MAX and not result.more
     return (
         result.values.nbytes <= NOW_BYTES_MAX
@@ -214,7 +256,7 @@ def are_in_order(result: LookupResult, form: Form) -> bool:
 
 def start_key(kind: str, result: LookupResult, form: Form) -> tuple[object, ...] | None:
     """By what the description of its outputs is kept with the model; None where it is not kept."""
-    if result.more or result.lengths is not None or form.others:
+    if result.more or result.lengths is not None or form.others or form.places is not None:
         return None
     if form.has_pooled and form.has_keys:
         return None

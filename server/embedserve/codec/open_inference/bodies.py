@@ -19,6 +19,7 @@ from embedserve.codec.open_inference.answers import (
     set_output_dtype,
 )
 from embedserve.codec.open_inference.known_bodies import forms
+from embedserve.codec.open_inference.places import find_place, read_placed
 from embedserve.codec.open_inference.strings import read_strings
 from embedserve.codec.open_inference.tensors import (
     BYTES,
@@ -33,12 +34,20 @@ from embedserve.codec.open_inference.tensors import (
 )
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
+from embedserve.shared_memory.place import Place
+from embedserve.shared_memory.region import Regions
 from embedserve.types import LookupRequest
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
-class _InputParameters(msgspec.Struct, gc=False):
+class _Placed(msgspec.Struct, gc=False):
+    shared_memory_region: str | None = None
+    shared_memory_byte_size: _Size | None = None
+    shared_memory_offset: _Size = 0
+
+
+class _InputParameters(_Placed, gc=False):
     binary_data_size: _Size | None = None
 
 
@@ -50,7 +59,7 @@ class _Input(msgspec.Struct, gc=False):
     parameters: _InputParameters | None = None
 
 
-class _OutputParameters(msgspec.Struct, gc=False):
+class _OutputParameters(_Placed, gc=False):
     binary_data: bool | None = None
     classification: int = 0
 
@@ -88,28 +97,37 @@ _ARRAY_CODES = {"INT64": "q", "INT32": "i", "FP32": "d"}
 
 
 def decode_now(
-    body: bytes, model: str, limits: Limits, json_bytes: int | None = None
+    body: bytes,
+    model: str,
+    limits: Limits,
+    json_bytes: int | None = None,
+    regions: Regions | None = None,
 ) -> LookupRequest | None:
     """As decode_request, or None where that would take long: of numbers in binary it never does."""
     if (len(body) if json_bytes is None else json_bytes) > NOW_BYTES_MAX:
         return None
-    return _decode(body, model, limits, json_bytes, NOW_BYTES_MAX)
+    return _decode(body, model, limits, json_bytes, regions, is_now=True)
 
 
 def decode_request(
-    body: bytes, model: str, limits: Limits, json_bytes: int | None = None
+    body: bytes,
+    model: str,
+    limits: Limits,
+    json_bytes: int | None = None,
+    regions: Regions | None = None,
 ) -> LookupRequest:
     """The request in ``body``, to ``model``.
 
     Args:
         json_bytes: of the JSON that ``body`` begins with; None: all of it.
+        regions: of shared memory that the caller has; None: the server has none.
 
     Raises:
         InvalidRequestError: it is no request of the protocol, or not a batch of jagged ids.
         RequestTooLargeError: it has more than ``limits`` allow, told before it is read.
     """
-    request = _decode(body, model, limits, json_bytes, len(body))
-    assert request is not None  # there is no more text than bytes
+    request = _decode(body, model, limits, json_bytes, regions, is_now=False)
+    assert request is not None  # it may take long
     return request
 
 
@@ -128,9 +146,15 @@ def sizes_of(body: bytes, json_bytes: int | None = None) -> tuple[int, int]:
 
 
 def _decode(
-    body: bytes, model: str, limits: Limits, json_bytes: int | None, text_bytes_max: int
+    body: bytes,
+    model: str,
+    limits: Limits,
+    json_bytes: int | None,
+    regions: Regions | None,
+    *,
+    is_now: bool,
 ) -> LookupRequest | None:
-    """None where strings in binary have over ``text_bytes_max``."""
+    """None where it is to be done now, and strings or shared memory would take long."""
     if json_bytes is not None:
         known = forms.read(body, json_bytes, model, limits)
         if known is not None:
@@ -142,7 +166,7 @@ def _decode(
         parsed = _DECODER.decode(head)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise _problem(error) from error
-    tensors = _tensors(parsed.inputs, rest, limits, text_bytes_max)
+    tensors = _tensors(parsed.inputs, rest, limits, regions, is_now=is_now)
     if tensors is None:
         return None
     request = lookup_request(model, tensors, limits)
@@ -151,21 +175,43 @@ def _decode(
     if parsed.outputs:
         names = [one.name for one in parsed.outputs]
         are_binary = [_is_binary(one, is_binary) for one in parsed.outputs]
-        set_output(request, parsed.id, names, are_binary, is_binary, limits)
+        places = _places(parsed.outputs, regions)
+        set_output(request, parsed.id, names, are_binary, is_binary, limits, places)
     else:
         set_output(request, parsed.id, (), (), is_binary, limits)
     set_output_dtype(request, parameters.output_dtype)
-    if len(rest) and not parsed.id and _is_plain(parsed.inputs, request):
+    if len(rest) and not parsed.id and _is_plain(parsed, request):
         forms.remember(head, request, lambda marked: _sizes_of_same(marked, parsed))
     return request
 
 
-def _is_plain(inputs: list[_Input], request: LookupRequest) -> bool:
-    """Whether they are F.ids and then F.lengths of each feature, integers in binary."""
+def _is_plain(parsed: _Body, request: LookupRequest) -> bool:
+    """Whether its inputs are F.ids and then F.lengths of each feature, integers in binary, and
+    nothing lies in shared memory, which is its caller's alone."""
     names = [f"{name}.{part}" for name in request.features for part in ("ids", "lengths")]
-    are_binary = all(one.parameters and one.data is None for one in inputs)
-    has_strings = bool(request.string_features)
-    return are_binary and not has_strings and [one.name for one in inputs] == names
+    are_binary = all(one.data is None and not _is_placed(one) for one in parsed.inputs)
+    is_other = bool(request.string_features) or any(map(_is_placed, parsed.outputs))
+    return are_binary and not is_other and [one.name for one in parsed.inputs] == names
+
+
+def _is_placed(one: _Input | _Output) -> bool:
+    """Whether it is to lie in shared memory."""
+    told = one.parameters
+    return told is not None and (
+        told.shared_memory_region is not None or told.shared_memory_byte_size is not None
+    )
+
+
+def _place(tensor: Input | str, one: _Input | _Output, regions: Regions | None) -> Place:
+    told = one.parameters
+    assert told is not None  # it says that it is to lie in shared memory
+    region, byte_size = told.shared_memory_region, told.shared_memory_byte_size
+    return find_place(tensor, region, byte_size, told.shared_memory_offset, regions)
+
+
+def _places(outputs: list[_Output], regions: Regions | None) -> dict[str, Place] | None:
+    """Of those that are to lie in shared memory."""
+    return {one.name: _place(one.name, one, regions) for one in outputs if _is_placed(one)} or None
 
 
 def _sizes_of_same(head: bytes, parsed: _Body) -> list[tuple[int, int]] | None:
@@ -205,14 +251,25 @@ def _cut(body: bytes, json_bytes: int | None, limits: Limits) -> tuple[bytes, me
 
 
 def _tensors(
-    inputs: list[_Input], rest: memoryview, limits: Limits, text_bytes_max: int
+    inputs: list[_Input],
+    rest: memoryview,
+    limits: Limits,
+    regions: Regions | None,
+    *,
+    is_now: bool,
 ) -> list[Input] | None:
+    """None as _decode."""
     tensors, position = [], 0
     text_bytes = 0
+    placed: list[tuple[Input, Place]] = []
     for one in inputs:
         tensor = Input(one.name, one.datatype, one.shape, b"")
         size = None if one.parameters is None else one.parameters.binary_data_size
-        if size is None:
+        if _is_placed(one):
+            if one.data is not None or size is not None:
+                raise wrong(tensor, "has data, and is to lie in shared memory: send one")
+            placed.append((tensor, _place(tensor, one, regions)))
+        elif size is None:
             tensor.data = _from_json(tensor, one.data)
         elif one.data is not None:
             raise wrong(tensor, "has data and a binary_data_size: send one")
@@ -228,7 +285,7 @@ def _tensors(
             position = end
             if one.datatype == BYTES:
                 text_bytes += size
-                if text_bytes > text_bytes_max:
+                if is_now and text_bytes > NOW_BYTES_MAX:
                     return None
                 _check_text(text_bytes, limits)
                 count_max, limit = limits.request_values_max, limits.said("request_values_max")
@@ -240,7 +297,8 @@ def _tensors(
             f"add up to {position}",
             "body",
         )
-    return tensors
+    is_read = not placed or read_placed(placed, limits, is_now=is_now)
+    return tensors if is_read else None
 
 
 def _check_text(nbytes: int, limits: Limits) -> None:
@@ -306,4 +364,6 @@ def _is_binary(output: _Output, is_binary: bool) -> bool:
             f"outputs: {output.name[:200]!r} asks for a classification, which there is none of",
             "outputs",
         )
+    if _is_placed(output):
+        return False
     return is_binary if parameters.binary_data is None else parameters.binary_data

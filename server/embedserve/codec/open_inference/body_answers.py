@@ -23,15 +23,19 @@ from embedserve.codec.open_inference.answers import (
     keep_start,
     start_key,
     tensors_of,
+    write_placed,
 )
+from embedserve.codec.open_inference.places import BYTE_SIZE, OFFSET, REGION
 from embedserve.errors import EmbedServeError
+from embedserve.shared_memory.place import Place
 from embedserve.types import Encoded, LookupResult, Parts, with_size
 
 
 def encode_now(result: LookupResult) -> Encoded | None:
     """As encode_pieces, or None where that would take long."""
-    form, _ = form_of(result)
-    if form.is_binary and not form.others:
+    form, output = form_of(result)
+    are_placed = form.places is not None and len(form.places) == len(output.keys) + form.has_pooled
+    if are_placed or (form.is_binary and not form.others):
         return with_size([*_encode(result, form)]) if is_quick(result, form) else None
     if result.values.size > NOW_VALUES_MAX or result.more:
         return None
@@ -54,8 +58,9 @@ def _encode(result: LookupResult, form: Form) -> Iterator[bytes | memoryview]:
     tensors = None
     if described is None:
         tensors = tensors_of(result, form, result.output)
+        write_placed(tensors, result, form)
         if not any(_in_binary(one, form) for one in tensors):
-            yield from _all_json(head, tensors, result)
+            yield from _all_json(head, tensors, result, form)
             return
         described = _described(tensors, result, form)
         keep_start(result.model, key, described)
@@ -104,20 +109,36 @@ def _described(tensors: list[Tensor], result: LookupResult, form: Form) -> bytes
     for one in tensors:
         start = _start(one, itemsize)
         if _in_binary(one, form):
-            size = one.shape[0] * one.shape[1] * itemsize
+            size = one.nbytes(itemsize)
             outputs.append(b'%b,"parameters":{"binary_data_size":%d}}' % (start, size))
+        elif (place := form.place(one.name)) is not None:
+            outputs.append(start + _place_told(place, one.nbytes(itemsize)) + b"}")
         else:
             outputs.append(start + b"".join(_values(one, result)) + b"}")
     return b',"outputs":[' + b",".join(outputs) + b"]}"
 
 
-def _all_json(head: bytes, tensors: list[Tensor], result: LookupResult) -> Iterator[bytes]:
+def _all_json(
+    head: bytes, tensors: list[Tensor], result: LookupResult, form: Form
+) -> Iterator[bytes]:
+    itemsize = result.values.itemsize
     before = head + b',"outputs":['
-    for one in tensors:
-        yield before + _start(one, result.values.itemsize)
+    for at, one in enumerate(tensors):
+        before += (b"," if at else b"") + _start(one, itemsize)
+        place = form.place(one.name)
+        if place is not None:
+            before += _place_told(place, one.nbytes(itemsize)) + b"}"
+            continue
+        yield before
         yield from _values(one, result)
-        before = b"},"
-    yield b"}]}"
+        before = b"}"
+    yield before + b"]}"
+
+
+def _place_told(place: Place, nbytes: int) -> bytes:
+    """The parameters of an output that lies in shared memory, so many bytes of it."""
+    told = {REGION: place.region.name, OFFSET: place.offset, BYTE_SIZE: nbytes}
+    return b',"parameters":' + orjson.dumps(told)
 
 
 def _values(tensor: Tensor, result: LookupResult) -> Iterator[bytes]:

@@ -14,12 +14,15 @@ from embedserve.types import ComingVersion, ModelInfo, split_name
 
 PLATFORM = "torchrec"
 EXTENSIONS = ("binary_tensor_data", "model_repository", "statistics")
+SHARED_MEMORY = "system_shared_memory"
+"""An extension of servers that have it."""
 _NS_PER_S = 1_000_000_000
 _ANY = -1
 
 
-def server() -> dict[str, Any]:
-    return {"name": "embedserve", "version": __version__, "extensions": list(EXTENSIONS)}
+def server(*, has_shared_memory: bool) -> dict[str, Any]:
+    extensions = [*EXTENSIONS, SHARED_MEMORY] if has_shared_memory else [*EXTENSIONS]
+    return {"name": "embedserve", "version": __version__, "extensions": extensions}
 
 
 def model(info: ModelInfo, versions: Iterable[int]) -> dict[str, Any]:

@@ -16,12 +16,16 @@ from embedserve.codec.open_inference.answers import (
     keep_start,
     start_key,
     tensors_of,
+    write_placed,
 )
+from embedserve.codec.open_inference.places import BYTE_SIZE, OFFSET, REGION
 from embedserve.codec.protobuf_fields import LENGTH_DELIMITED, number_of, tag_of, varint
 from embedserve.errors import EmbedServeError
+from embedserve.shared_memory.place import Place
 from embedserve.types import Encoded, LookupResult, Output, with_size
 from embedserve_proto import open_inference_pb2 as pb
 
+_OutputMessage = pb.ModelInferResponse.InferOutputTensor
 JOIN_BYTES_MAX = 64 << 10
 """Of an answer that is joined at once: it would be anyway, to be written."""
 ID_TAG = bytes([tag_of(number_of(pb.ModelInferResponse, "id"), LENGTH_DELIMITED)])
@@ -39,7 +43,8 @@ def encode_now(result: LookupResult) -> Encoded | None:
     if not is_quick(result, form):
         return None
     values = result.values
-    if result.lengths is None and len(values) == 1 and not result.more and not output.has_all:
+    is_one = result.lengths is None and len(values) == 1 and not result.more
+    if is_one and not output.has_all and form.places is None:
         # What most answers are: the vectors of a key lie together, and are not copied twice.
         parts: list[bytes | memoryview] = [_head(result, form)]
         described, starts, _ = _described_once(result, form, output)
@@ -58,9 +63,13 @@ def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
     """The pieces of any answer, none of which takes long to make."""
     form, output = form_of(result)
     described, starts, tensors = _described_once(result, form, output)
+    write_placed(tensors, result, form)
     yield _head(result, form) + described
+    placed = form.places or ()
     for start, one in zip(starts, tensors, strict=True):
         yield start
+        if one.name in placed:
+            continue
         for values in one.pieces(result):
             yield values.data
 
@@ -74,7 +83,8 @@ def _described_once(
     made = None if key is None else result.model.answer_starts.get(key)
     if made is None:
         tensors = tensors_of(result, form, output)
-        made = _described(tensors, result), [_raw_start(one, result) for one in tensors], tensors
+        starts = [_raw_start(one, result, form) for one in tensors]
+        made = _described(tensors, result, form), starts, tensors
         keep_start(result.model, key, made)
     described: tuple[bytes, list[bytes], list[Tensor]] = made
     return described
@@ -102,18 +112,30 @@ def _head(result: LookupResult, form: Form) -> bytes:
     return head
 
 
-def _described(tensors: Sequence[Tensor], result: LookupResult) -> bytes:
+def _described(tensors: Sequence[Tensor], result: LookupResult, form: Form) -> bytes:
     datatype = DATATYPES[result.values.itemsize]
     outputs = [
         pb.ModelInferResponse.InferOutputTensor(name=one.name, datatype=datatype, shape=one.shape)
         for one in tensors
     ]
+    if form.places is not None:
+        for one, output in zip(tensors, outputs, strict=True):
+            if (place := form.place(one.name)) is not None:
+                _tell_place(output, place, one.nbytes(result.values.itemsize))
     return pb.ModelInferResponse(outputs=outputs).SerializeToString()
 
 
-def _raw_start(tensor: Tensor, result: LookupResult) -> bytes:
-    size = tensor.shape[0] * tensor.shape[1] * result.values.itemsize
-    return RAW_OUTPUT_TAG + varint(size)
+def _tell_place(output: _OutputMessage, place: Place, nbytes: int) -> None:
+    parameters = output.parameters
+    parameters[REGION].string_param = place.region.name
+    parameters[OFFSET].int64_param = place.offset
+    parameters[BYTE_SIZE].int64_param = nbytes
+
+
+def _raw_start(tensor: Tensor, result: LookupResult, form: Form) -> bytes:
+    """Of one in shared memory nothing follows: clients expect an entry for each output."""
+    is_placed = form.place(tensor.name) is not None
+    return RAW_OUTPUT_TAG + varint(0 if is_placed else tensor.nbytes(result.values.itemsize))
 
 
 def encode_streamed_now(result: LookupResult) -> Encoded | None:

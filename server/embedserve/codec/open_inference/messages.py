@@ -20,6 +20,7 @@ from embedserve.codec.open_inference.answers import (
     versioned,
 )
 from embedserve.codec.open_inference.known_messages import FORM_INPUTS_MAX, Form, forms
+from embedserve.codec.open_inference.places import is_placed, place_in, read_placed
 from embedserve.codec.open_inference.strings import read_strings, text_of
 from embedserve.codec.open_inference.tensors import (
     BYTES,
@@ -44,6 +45,8 @@ from embedserve.codec.protobuf_fields import (
 )
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
+from embedserve.shared_memory.place import Place
+from embedserve.shared_memory.region import Regions
 from embedserve.types import LookupRequest
 from embedserve_proto import open_inference_pb2 as pb
 
@@ -86,7 +89,9 @@ _CONTENTS_TAGS = {
 _Contents = dict[str, list[memoryview]]
 
 
-def decode_now(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
+def decode_now(
+    body: bytes, model: str, limits: Limits, regions: Regions | None = None
+) -> LookupRequest | None:
     """As decode_request, or None where that would take long: of raw numbers it never does."""
     known = forms.read(body, limits)
     if known is not None:
@@ -94,8 +99,8 @@ def decode_now(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
     small_bytes = min(SMALL_BYTES, limits.request_values_max, limits.request_text_bytes_max)
     if len(body) <= small_bytes:
         message = _parse(body)
-        request = _request(message, message.raw_input_contents, None, limits)
-        _remember(body, message, request, limits)
+        request = _request(message, message.raw_input_contents, None, limits, regions, is_now=True)
+        _remember(body, message, message.raw_input_contents, request, limits)
         return request
     try:
         raw, rest = _take_raw(body, min(NOW_FIELDS_MAX, limits.request_values_max))
@@ -104,28 +109,40 @@ def decode_now(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
     if sum(map(len, rest)) > small_bytes:
         return None
     message = _parse(b"".join(rest))
-    is_text = [one.datatype == BYTES for one in message.inputs]
+    is_text = [one.datatype == BYTES for one in message.inputs if not is_placed(one.parameters)]
     text_bytes = sum(len(one) for one, is_one in zip(raw, is_text, strict=False) if is_one)
     if text_bytes > NOW_BYTES_MAX:
         return None
-    request = _request(message, raw, None, limits)
-    _remember(body, message, request, limits)
+    request = _request(message, raw, None, limits, regions, is_now=True)
+    _remember(body, message, raw, request, limits)
     return request
 
 
 def _remember(
-    body: bytes, message: pb.ModelInferRequest, request: LookupRequest, limits: Limits
+    body: bytes,
+    message: pb.ModelInferRequest,
+    raw: Sequence[bytes | memoryview],
+    request: LookupRequest | None,
+    limits: Limits,
 ) -> None:
+    """If all is raw: what lies in shared memory is its caller's alone, and of no form."""
+    if request is None or any(one.parameters for one in message.outputs):
+        return
     inputs = len(message.inputs)
-    is_plain = inputs == 2 * len(request.features) and not request.string_features
+    is_plain = len(raw) == inputs == 2 * len(request.features) and not request.string_features
     if is_plain and inputs <= FORM_INPUTS_MAX:
         model = message.model_name, message.model_version
         outputs = [one.name for one in message.outputs]
         forms.remember(body, Form(model, request.model, request.features, outputs), limits)
 
 
-def decode_request(body: bytes, model: str, limits: Limits) -> LookupRequest:
+def decode_request(
+    body: bytes, model: str, limits: Limits, regions: Regions | None = None
+) -> LookupRequest:
     """The ModelInferRequest in ``body``, which names its model itself.
+
+    Args:
+        regions: of shared memory that the caller has; None: the server has none.
 
     Raises:
         InvalidRequestError: it is none, or not a batch of jagged ids.
@@ -155,7 +172,10 @@ def decode_request(body: bytes, model: str, limits: Limits) -> LookupRequest:
             message.inputs.add().MergeFromString(of_input)
         except DecodeError as error:
             raise _malformed(error) from error
-    return _request(message, raw, [contents for contents, _ in inputs], limits)
+    of_inputs = [contents for contents, _ in inputs]
+    request = _request(message, raw, of_inputs, limits, regions, is_now=False)
+    assert request is not None  # it may take long
+    return request
 
 
 def model_of(body: bytes) -> str:
@@ -267,38 +287,54 @@ def _request(
     raw: Sequence[bytes | memoryview],
     contents: Sequence[_Contents] | None,
     limits: Limits,
-) -> LookupRequest:
-    """The request of ``message``.
+    regions: Regions | None,
+    *,
+    is_now: bool,
+) -> LookupRequest | None:
+    """The request of ``message``; None where it is to be made now, and would take long.
 
     Args:
         raw: its raw_input_contents.
         contents: of each input, which the message has not; None: it has them.
     """
-    inputs = message.inputs
-    if raw and len(raw) != len(inputs):
+    are_placed = [is_placed(one.parameters) for one in message.inputs]
+    if raw and len(raw) != are_placed.count(False):
         raise InvalidRequestError(
-            f"raw_input_contents has {len(raw)} entries for {len(inputs)} inputs",
+            f"raw_input_contents has {len(raw)} entries for {are_placed.count(False)} inputs",
             "raw_input_contents",
         )
-    tensors = []
-    for at, one in enumerate(inputs):
+    tensors: list[Input] = []
+    placed: list[tuple[Input, Place]] = []
+    left = iter(raw)
+    for at, one in enumerate(message.inputs):
         tensor = Input(one.name, one.datatype, one.shape[:], b"")
-        if not raw:
+        tensors.append(tensor)
+        has_contents = one.HasField("contents") or (contents is not None and bool(contents[at]))
+        if are_placed[at]:
+            if has_contents:
+                raise wrong(tensor, "has contents, and is to lie in shared memory: send one")
+            placed.append((tensor, place_in(one.parameters, tensor, regions)))
+        elif not raw:
             if contents is not None:
                 tensor.data = _from_contents(tensor, contents[at], limits)
             else:
                 tensor.data = _from_message(tensor, one)
-        elif one.HasField("contents") or (contents is not None and contents[at]):
+        elif has_contents:
             raise wrong(tensor, "has contents, but there are raw_input_contents: send one")
-        elif one.datatype == BYTES:
-            tensor.data = _raw_strings(tensor, raw[at], limits)
         else:
-            tensor.data = raw[at]
-        tensors.append(tensor)
+            data = next(left)
+            tensor.data = _raw_strings(tensor, data, limits) if one.datatype == BYTES else data
+    if placed and not read_placed(placed, limits, is_now=is_now):
+        return None
     request = lookup_request(versioned(message.model_name, message.model_version), tensors, limits)
     outputs = message.outputs
     names = [one.name for one in outputs] if outputs else ()
-    set_output(request, message.id, names, (True,) * len(names), True, limits)
+    places = {
+        one.name: place_in(one.parameters, one.name, regions)
+        for one in outputs
+        if is_placed(one.parameters)
+    }
+    set_output(request, message.id, names, (True,) * len(names), True, limits, places or None)
     if message.parameters and "output_dtype" in message.parameters:
         set_output_dtype(request, message.parameters["output_dtype"].string_param)
     return request

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError, Message
 
-from embedserve.codec.open_inference import description
 from embedserve.errors import EmbedServeError, InvalidRequestError, UnknownModelError
 from embedserve.exchange import Exchange
-from embedserve.open_inference import metadata, repository, served, statistics
+from embedserve.open_inference import metadata, repository, served, server_metadata, statistics
+from embedserve.shared_memory.regions import SharedMemory
 from embedserve_proto import open_inference_pb2 as pb
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
@@ -28,6 +28,8 @@ class OpenInferenceService:
     Attributes:
         health, management: by name; each takes a message and gives the answer, or raises
             EmbedServeError. Health is for anybody.
+        shared_memory: the same, of whoever asks, whose name comes before the message; none where
+            there is no shared memory.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -43,6 +45,8 @@ class OpenInferenceService:
             "ModelStatistics": self._statistics,
             "RepositoryIndex": self._repository,
         }
+        shared = exchange.shared_memory
+        self.shared_memory = {} if shared is None else SharedMemoryCalls(shared).calls
 
     def _live(self, message: bytes) -> bytes:
         return pb.ServerLiveResponse(live=True).SerializeToString()
@@ -59,7 +63,7 @@ class OpenInferenceService:
         return pb.ModelReadyResponse(ready=self._exchange.models.is_ready).SerializeToString()
 
     def _server(self, message: bytes) -> bytes:
-        return _written(description.server(), pb.ServerMetadataResponse())
+        return _written(server_metadata(self._exchange), pb.ServerMetadataResponse())
 
     def _model(self, message: bytes) -> bytes:
         asked = _read(message, pb.ModelMetadataRequest)
@@ -75,6 +79,41 @@ class OpenInferenceService:
         asked = _read(message, pb.RepositoryIndexRequest)
         models = repository(self._exchange, only_ready=asked.ready)
         return _written({"models": models}, pb.RepositoryIndexResponse())
+
+
+class SharedMemoryCalls:
+    """Of Triton's extension: regions of shared memory are told, registered and unregistered.
+
+    Attributes:
+        calls: by name; each takes the name of who asks, and a message.
+    """
+
+    def __init__(self, shared: SharedMemory) -> None:
+        self._shared = shared
+        self.calls: dict[str, Callable[[str, bytes], bytes]] = {
+            "SystemSharedMemoryStatus": self._status,
+            "SystemSharedMemoryRegister": self._register,
+            "SystemSharedMemoryUnregister": self._unregister,
+        }
+
+    def _status(self, owner: str, message: bytes) -> bytes:
+        asked = _read(message, pb.SystemSharedMemoryStatusRequest)
+        told = pb.SystemSharedMemoryStatusResponse()
+        for one in self._shared.status(owner, asked.name):
+            status = told.regions[one.name]
+            status.name, status.key = one.name, one.key
+            status.offset, status.byte_size = one.offset, one.byte_size
+        return told.SerializeToString()
+
+    def _register(self, owner: str, message: bytes) -> bytes:
+        asked = _read(message, pb.SystemSharedMemoryRegisterRequest)
+        self._shared.register(owner, asked.name, asked.key, asked.offset, asked.byte_size)
+        return pb.SystemSharedMemoryRegisterResponse().SerializeToString()
+
+    def _unregister(self, owner: str, message: bytes) -> bytes:
+        asked = _read(message, pb.SystemSharedMemoryUnregisterRequest)
+        self._shared.unregister(owner, asked.name)
+        return pb.SystemSharedMemoryUnregisterResponse().SerializeToString()
 
 
 def _read(message: bytes, kind: type[M]) -> M:

@@ -13,6 +13,7 @@ from embedserve.codec.codec import INFER_MESSAGE, INFER_STREAMED, PREDICT, PROTO
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.exchange import Asked, Exchange
 from embedserve.models.served_models import ServedModels
+from embedserve.shared_memory.regions import EVERYBODY
 from embedserve.tracing.request_id import REQUEST_ID, told_id
 from embedserve.types import ModelInfo
 from embedserve.wire.grpc import health, open_inference, reflection
@@ -81,6 +82,8 @@ class GrpcService:
         self.open_inference = open_inference.OpenInferenceService(exchange)
         for name, function in self.open_inference.health.items():
             self._methods[_path(open_inference.SERVICE_NAME, name)] = self._unary(function)
+        for name, of_owner in self.open_inference.shared_memory.items():
+            self._methods[_path(open_inference.SERVICE_NAME, name)] = self._owned(of_owner)
         if not has_management:
             return
         for name, function in (("ListModels", self.list_models), ("GetModel", self.get_model)):
@@ -160,12 +163,30 @@ class GrpcService:
                 try:
                     access.check(authorization, stream.connection.certificate, roles, pays=pays)
                 except EmbedServeError as error:
-                    told = encode(told_id(headers.get(REQUEST_ID)))
-                    stream.send_head(error_block(error) + told, is_end=True)
-                    return ENDED
+                    return _denied(stream, error, headers)
                 return opened(stream)
 
             return open_if_right
+
+        return open_call
+
+    def _owned(self, function: Callable[[str, bytes], bytes]) -> Method:
+        """``function`` of who asks, which is to have a name where there is access, for which it
+        pays."""
+        access = self._exchange.access
+
+        def open_call(encoding: bytes, asked: Asked, headers: HeadersByName) -> Open:
+            def open_of_owner(stream: Stream) -> Handler:
+                owner, authorization = EVERYBODY, headers.get(b"authorization")
+                try:
+                    if access is not None:
+                        certificate = stream.connection.certificate
+                        owner = access.check(authorization, certificate, EMBEDDERS)
+                except EmbedServeError as error:
+                    return _denied(stream, error, headers)
+                return self._unary(partial(function, owner))(encoding, asked, headers)(stream)
+
+            return open_of_owner
 
         return open_call
 
@@ -187,6 +208,12 @@ class GrpcService:
 
 def _message(models: ServedModels, model: ModelInfo) -> embedding_pb2.Model:
     return protobuf_codec.model_message(model, models.status(model))
+
+
+def _denied(stream: Stream, error: EmbedServeError, headers: HeadersByName) -> Handler:
+    told = encode(told_id(headers.get(REQUEST_ID)))
+    stream.send_head(error_block(error) + told, is_end=True)
+    return ENDED
 
 
 def _path(service: str, method: str) -> bytes:

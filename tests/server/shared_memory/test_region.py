@@ -1,0 +1,193 @@
+"""A region of shared memory: what it may be opened of, and what becomes of its file meanwhile."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embedserve.errors import InvalidRequestError
+from embedserve.shared_memory.place import Place
+from embedserve.shared_memory.region import FOLDER, Region, open_region
+
+BYTES = bytes(range(100))
+Open = Callable[..., Region]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "ids"
+    path.write_bytes(BYTES)
+    return path
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    regions: list[Region] = []
+
+    def open_one(key: str = "/ids", offset: int = 10, byte_size: int = 50) -> Region:
+        regions.append(open_region("mine", key, offset, byte_size, "/", str(tmp_path)))
+        return regions[-1]
+
+    yield open_one
+    for one in regions:
+        one.close()
+
+
+def test_what_lies_there_is_read_and_written(file: Path, opened: Open) -> None:
+    region = opened()
+    assert (region.name, region.key, region.offset, region.byte_size) == ("mine", "/ids", 10, 50)
+    assert region.read(5, 20) == BYTES[15:35]
+    region.write(48, memoryview(b"ab"))
+    assert file.read_bytes() == BYTES[:58] + b"ab" + BYTES[60:]
+    assert opened("ids", 0, 100).read(0, 100) == file.read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_values_of_several_pieces_follow_one_another(
+    file: Path, opened: Open, dtype: type[np.floating]
+) -> None:
+    place = Place(opened(), 4, 46)
+    pieces = [np.full((2, 3), 1.5, dtype), np.zeros((0, 3), dtype), np.full((1, 3), -2, dtype)]
+    place.write(one.data for one in pieces)
+    values = b"".join(one.tobytes() for one in pieces)
+    assert file.read_bytes() == BYTES[:14] + values + BYTES[14 + len(values) :]
+    assert place.read() == file.read_bytes()[14:60]
+
+
+def test_what_was_read_stays_as_it_was(file: Path, opened: Open) -> None:
+    read = opened().read(0, 50)
+    file.write_bytes(bytes(100))
+    assert read == BYTES[10:60]
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", "/", ".", "/.", "..", "/..", "../ids", "a/b", "/a/b", "//ids", "ids/", "i\0ds", "i\nds"],
+)
+def test_a_key_is_the_name_of_a_file(opened: Open, file: Path, key: str) -> None:
+    with pytest.raises(InvalidRequestError, match="it is no name of a file in /dev/shm") as caught:
+        opened(key)
+    assert caught.value.field == "key"
+
+
+@pytest.mark.parametrize("key", ["k" * 256, "/" + "ä" * 128])
+def test_a_key_is_no_longer_than_a_name_may_be(opened: Open, key: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^key is '.{64}…': it has over 255 bytes$"):
+        opened(key)
+
+
+def test_a_key_begins_as_it_is_to(file: Path) -> None:
+    folder = str(file.parent)
+    for key in ("ids", "/ids"):
+        open_region("mine", key, 0, 1, "/id", folder).close()
+        with pytest.raises(InvalidRequestError, match="does not begin with '/ranker-'"):
+            open_region("mine", key, 0, 1, "/ranker-", folder)
+
+
+def socket_at(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: None, "No such file or directory"),
+        (lambda path: path.symlink_to("ids"), "it is a link"),
+        (lambda path: path.symlink_to("/dev/null"), "it is a link"),
+        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: os.mkfifo(path), "it is no regular file"),
+        (socket_at, "No such device or address"),
+        (lambda path: path.hardlink_to(path.with_name("ids")), "its file has 2 names, not 1"),
+    ],
+)
+def test_only_a_regular_file_of_one_name_is_opened(
+    opened: Open, file: Path, make: Callable[[Path], None], said: str
+) -> None:
+    make(file.with_name("other"))
+    descriptors = os.listdir("/proc/self/fd")
+    with pytest.raises(InvalidRequestError, match=f"^key is 'other': {said}"):
+        opened("other", 0, 1)
+    assert os.listdir("/proc/self/fd") == descriptors
+
+
+def test_whoever_has_a_lease_of_a_file_is_not_waited_for() -> None:
+    """The kernel would wait for 45 s."""
+    path = Path(FOLDER) / f"embedserve-test-{os.getpid()}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    try:
+        os.ftruncate(descriptor, 100)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        with pytest.raises(InvalidRequestError, match="Resource temporarily unavailable"):
+            open_region("mine", path.name, 0, 100)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        open_region("mine", path.name, 0, 100).close()
+    finally:
+        os.close(descriptor)
+        path.unlink()
+        signal.signal(signal.SIGIO, before)
+
+
+def test_a_range_ends_in_the_file(opened: Open, file: Path) -> None:
+    assert opened("ids", 99, 1).read(0, 1) == BYTES[99:]
+    for offset, byte_size in ((0, 101), (100, 1), (2**64, 1)):
+        said = f"^offset and byte_size end at {offset + byte_size}, but 'ids' has 100 bytes$"
+        with pytest.raises(InvalidRequestError, match=said):
+            opened("ids", offset, byte_size)
+
+
+def test_a_file_that_is_cut_is_an_error_and_no_signal(opened: Open, file: Path) -> None:
+    region = opened()
+    os.truncate(file, 30)
+    assert region.read(0, 20) == BYTES[10:30]
+    said = "region 'mine': its file was cut to 30 bytes, and is asked for up to 31$"
+    with pytest.raises(InvalidRequestError, match=said):
+        region.read(0, 21)
+    with pytest.raises(InvalidRequestError, match=said):
+        region.write(0, memoryview(bytes(21)))
+    assert file.read_bytes() == BYTES[:30]
+
+
+def test_a_file_that_was_removed_is_an_error(opened: Open, file: Path) -> None:
+    region = opened()
+    before = region.is_unlinked
+    file.unlink()
+    assert (before, region.is_unlinked) == (False, True)
+    with pytest.raises(InvalidRequestError, match=r"region 'mine': its file was removed$"):
+        region.read(0, 1)
+    with pytest.raises(InvalidRequestError, match=r"region 'mine': its file was removed$"):
+        region.write(0, memoryview(b"a"))
+
+
+def test_where_there_is_no_room_it_is_said_why(opened: Open, file: Path) -> None:
+    region = opened()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (15, limits[1]))
+        with pytest.raises(InvalidRequestError, match=r"region 'mine': File too large$"):
+            region.write(10, memoryview(b"a"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_it_is_closed_once_nobody_uses_it(opened: Open, file: Path) -> None:
+    region = opened()
+    with region.opened(50) as descriptor:
+        region.close()
+        assert os.fstat(descriptor).st_size == 100
+        with pytest.raises(InvalidRequestError, match=r"it is not registered any more$"):
+            region.read(0, 1)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    other = os.open(file, os.O_RDONLY)  # takes its number
+    region.close()
+    os.close(other)

@@ -1,0 +1,41 @@
+"""Where a server may use shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from embedserve.config import ServeSettings, check_settings
+from embedserve.shared_memory.settings import check_shared_memory
+
+PLAIN = ServeSettings(store="store")
+SHARED = replace(PLAIN, shared_memory="/ranker-")
+ELSEWHERE = replace(SHARED, management_port=0, management_host="10.0.0.5", tokens="tokens")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (replace(PLAIN, shared_memory="ranker-"), "shared_memory is 'ranker-', expected a slash"),
+        (replace(PLAIN, shared_memory="/a/b"), "shared_memory is '/a/b', expected a slash"),
+        (replace(PLAIN, shared_memory="/\0"), r"shared_memory is '/.x00', expected a slash"),
+        (replace(SHARED, host="0.0.0.0"), "shared_memory is '/ranker-', but host is '0.0.0.0'"),
+        (replace(SHARED, host="::"), "shared_memory is '/ranker-', but host is '::', which other"),
+        (ELSEWHERE, "shared_memory is '/ranker-', but management_host is '10.0.0.5', which"),
+        (replace(SHARED, workers=2), "shared_memory is '/ranker-', but workers is 2, and what one"),
+        (replace(SHARED, grpc_server="grpcio"), "shared_memory is '/ranker-', but grpc_server is"),
+    ],
+)
+def test_where_it_may_not_be(settings: ServeSettings, said: str) -> None:
+    check_settings(settings)
+    with pytest.raises(ValueError, match=f"^{said}"):
+        check_shared_memory(settings)
+    check_shared_memory(replace(settings, shared_memory=""))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_where_it_may_be(host: str) -> None:
+    check_shared_memory(replace(SHARED, host=host, grpc_uds="grpc.sock"))
+    check_shared_memory(replace(PLAIN, shared_memory="/", host=host))
+    check_shared_memory(replace(SHARED, management_port=0, tokens="tokens"))
