@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from interop.lookups import DIMS, MODEL, ROWS, TABLES
+from interop.lookups import DIMS, MODEL, ROWS, SHARED_MEMORY, TABLES
 from running_servers import Running, run_warm_command, running
 from safetensors.numpy import save_file
 
@@ -34,7 +34,8 @@ def server(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
     """Serves until the last of these tests has ended."""
     log = tmp_path_factory.mktemp("server") / "log"
     options = ("--request-values-max", 1_000_000)  # JSON of megabytes
-    with running(store, log, *options, "--http-uds", uds_of(log)) as server:
+    here = ("--http-uds", uds_of(log), "--shared-memory", SHARED_MEMORY)
+    with running(store, log, *options, *here) as server:
         yield server
 
 

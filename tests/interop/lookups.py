@@ -17,6 +17,8 @@ import numpy as np
 from embedserve_proto import embedding_pb2 as pb
 
 MODEL = "shop"
+SHARED_MEMORY = "/embedserve-interop-"
+"""What keys of regions begin with."""
 SERVICE = "embedserve.v1.EmbeddingService"
 ROWS = {"user": 500, "movie": 300}
 DIMS = {"user": 8, "movie": 64}

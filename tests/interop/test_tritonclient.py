@@ -1,10 +1,11 @@
-"""NVIDIA's tritonclient over REST and gRPC, sync, async and streaming, in binary and in JSON: what
-it is answered is what /embed answers, to the bit."""
+"""NVIDIA's tritonclient over REST and gRPC, sync, async and streaming, in binary, in JSON and by
+shared memory: what it is answered is what /embed answers, to the bit."""
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 import subprocess
 from typing import Any
 
@@ -12,7 +13,16 @@ import httpx
 import numpy as np
 import pytest
 from interop.drivers import HERE, python_programs
-from interop.lookups import DIMS, MODEL, WRONG, WRONG_FIELD, Lookup, large_answer, lookups
+from interop.lookups import (
+    DIMS,
+    MODEL,
+    SHARED_MEMORY,
+    WRONG,
+    WRONG_FIELD,
+    Lookup,
+    large_answer,
+    lookups,
+)
 from running_servers import Running
 
 from embedserve_proto import open_inference_pb2 as pb
@@ -47,6 +57,8 @@ def told(server: Running) -> dict[str, Any]:
         "model": MODEL,
         "asked": [*asked, as_asked(large_answer(), len(ASKED))],
         "wrong": [asked[0], as_asked(WRONG, 1), asked[1]],
+        "placed": [as_asked(one, at) for at, one in placed()],
+        "key": f"{SHARED_MEMORY}{os.getpid()}",
     }
     done = subprocess.run(
         [str(python), str(HERE / "tritonclient" / "client.py")],
@@ -62,6 +74,12 @@ def told(server: Running) -> dict[str, Any]:
 
 def as_asked(one: Lookup, at: int) -> dict[str, Any]:
     return {"bags": one.bags, "outputs": OUTPUTS[at % len(OUTPUTS)], "id": f"request {at}"}
+
+
+def placed() -> list[tuple[int, Lookup]]:
+    """Those that name their outputs, with their positions; of the last `pooled` has 5.8 MB."""
+    named = [(at, one) for at, one in enumerate(ASKED) if OUTPUTS[at % len(OUTPUTS)]]
+    return [*named, (OUTPUTS.index(["pooled"]), large_answer())]
 
 
 def expected_of(one: Lookup, outputs: list[str]) -> dict[str, np.ndarray]:
@@ -87,6 +105,23 @@ def test_every_form_is_answered_as_embed_is(told: dict[str, Any], form: str) -> 
     assert len(answers) == len(asked)
     for at, (answer, one) in enumerate(zip(answers, asked, strict=True)):
         check(answer, one, at)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_shared_memory(told: dict[str, Any], protocol: str) -> None:
+    shared = told["shared"][protocol]
+    assert len(shared["answers"]) == len(placed()) == 10
+    for answer, (at, one) in zip(shared["answers"], placed(), strict=True):
+        check(answer, one, at)
+    regions = shared["regions"]
+    of_each = regions if protocol == "http" else [*regions["regions"].values()]
+    assert {(one["name"], int(one["byte_size"])) for one in of_each} == {
+        ("ids", 8 << 20),
+        ("vectors", 8 << 20),
+    }
+    assert all(one["key"].startswith(SHARED_MEMORY) for one in of_each)
+    assert "is registered already" in shared["again"]
+    assert shared["left"] == ([] if protocol == "http" else {})
 
 
 def test_embed_answers_the_same(server: Running) -> None:

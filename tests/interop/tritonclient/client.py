@@ -18,10 +18,12 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.grpc.aio as triton_grpc_aio
 import tritonclient.http as triton_http
 import tritonclient.http.aio as triton_http_aio
+import tritonclient.utils.shared_memory as shared_memory
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 WAIT_S_MAX = 60
+REGION_BYTES = 8 << 20
 
 
 def inputs_of(kind: Any, bags: dict[str, Any], **options: Any) -> list[Any]:
@@ -167,6 +169,70 @@ def over_a_stream(target: str, model: str, asked: list[dict[str, Any]]) -> list[
     return answers
 
 
+def by_shared_memory(
+    kind: Any, target: str, model: str, asked: list[dict[str, Any]], key: str
+) -> dict[str, Any]:
+    """Ids from one region, and vectors to another; what was told of the regions."""
+    ids, vectors = (
+        shared_memory.create_shared_memory_region(name, f"{key}-{name}", REGION_BYTES)
+        for name in ("ids", "vectors")
+    )
+    try:
+        with kind.InferenceServerClient(target) as client:
+            client.unregister_system_shared_memory()
+            for name in ("ids", "vectors"):
+                client.register_system_shared_memory(name, f"{key}-{name}", REGION_BYTES)
+            options: dict[str, bool] = {} if kind is triton_http else {"as_json": True}
+            regions = client.get_system_shared_memory_status(**options)
+            answers = [asked_in_memory(kind, client, model, one, ids, vectors) for one in asked]
+            try:
+                client.register_system_shared_memory("ids", f"{key}-ids", REGION_BYTES)
+                again = ""
+            except InferenceServerException as error:
+                again = error.message()
+            client.unregister_system_shared_memory("ids")
+            client.unregister_system_shared_memory("vectors")
+            left = client.get_system_shared_memory_status(**options)
+    finally:
+        shared_memory.destroy_shared_memory_region(ids)
+        shared_memory.destroy_shared_memory_region(vectors)
+    return {"answers": answers, "regions": regions, "again": again, "left": left}
+
+
+def asked_in_memory(
+    kind: Any, client: Any, model: str, asked: dict[str, Any], ids: Any, vectors: Any
+) -> dict[str, Any]:
+    """All inputs one behind the other in a region, and so all outputs."""
+    inputs, offset = [], 0
+    for feature, bags in asked["bags"].items():
+        of_bags = np.array([one for bag in bags for one in bag], np.int64)
+        lengths = np.array([len(bag) for bag in bags], np.int32)
+        for part, values, datatype in (("ids", of_bags, "INT64"), ("lengths", lengths, "INT32")):
+            if values.nbytes:
+                shared_memory.set_shared_memory_region(ids, [values], offset=offset)
+            one = kind.InferInput(f"{feature}.{part}", list(values.shape), datatype)
+            one.set_shared_memory("ids", values.nbytes, offset=offset)
+            inputs.append(one)
+            offset += values.nbytes
+    room = REGION_BYTES // len(asked["outputs"])
+    outputs, offsets = [], {}
+    for at, name in enumerate(asked["outputs"]):
+        offsets[name] = at * room
+        outputs.append(kind.InferRequestedOutput(name))
+        outputs[-1].set_shared_memory("vectors", room, offset=offsets[name])
+    result = client.infer(model, inputs, outputs=outputs, request_id=asked["id"])
+    response = result.get_response()
+    fields = ("model_name", "model_version", "id")
+    said = [response[one] if kind is triton_http else getattr(response, one) for one in fields]
+    answer: dict[str, Any] = dict(zip(("model", "version", "id"), said, strict=True), outputs={})
+    for name, start in offsets.items():
+        output = result.get_output(name)
+        shape = output["shape"] if isinstance(output, dict) else list(output.shape)
+        values = shared_memory.get_contents_as_numpy(vectors, np.float32, shape, offset=start)
+        answer["outputs"][name] = [list(shape), encoded(values)]
+    return answer
+
+
 def described(http: str, grpc: str, model: str) -> dict[str, Any]:
     """Health, metadata, statistics and the index, of both."""
     with (
@@ -245,6 +311,10 @@ def main() -> None:
             },
             "streamed": over_a_stream(grpc, model, given["wrong"]),
             "described": described(http, grpc, model),
+            "shared": {
+                "http": by_shared_memory(triton_http, http, model, given["placed"], given["key"]),
+                "grpc": by_shared_memory(triton_grpc, grpc, model, given["placed"], given["key"]),
+            },
             "errors": errors(http, grpc, model, asked[0]["bags"]),
             "field_numbers": field_numbers(),
         },
