@@ -33,6 +33,6 @@ def check_health(server: RunningServer, is_ready: bool) -> None:
     """
     try:
         server.ask(READY if is_ready else LIVE, timeout_s=TIMEOUT_S, bytes_max=BYTES_MAX)
-    except CertificateWantedError:
+    except CertificateWantedError as error:
         if is_ready:
-            raise
+            raise ConnectionError(f"{error}: ask its Unix socket (--http-uds)") from error

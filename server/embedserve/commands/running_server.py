@@ -95,7 +95,7 @@ class RunningServer:
             status, said = _within(timeout_s, exchange)
         except (OSError, ValueError, http.client.HTTPException) as error:
             if isinstance(error, ssl.SSLError) and "CERTIFICATE_REQUIRED" in (error.reason or ""):
-                wanted = f"{self.url}: {path}: it wants a certificate (--cert, --key)"
+                wanted = f"{self.url}: {path}: it wants a certificate"
                 raise CertificateWantedError(wanted) from error
             raise ConnectionError(f"{self.url}: {path}: {_reason(error)}") from error
         if not 200 <= status < 300:

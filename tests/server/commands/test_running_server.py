@@ -102,7 +102,7 @@ async def test_over_tls_each_side_is_shown_who_the_other_is(
             assert (status, NO_SHADOW in said) == (0, True), said
         wrong: dict[tuple[object, ...], str] = {
             (): "its certificate is not trusted: ",
-            trusting: f"{url}: /metrics: it wants a certificate (--cert, --key)",
+            trusting: f"{url}: /metrics: it wants a certificate",
             (*trusting, "--cert", client, "--key", key): f"cert {client} and key {key} are no pair",
             (*trusting, "--key", key): "but of no certificate: give --cert, too",
             ("--ca", key): f"ca {key} holds no certificates",
