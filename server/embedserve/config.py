@@ -181,7 +181,9 @@ class ServeSettings:
         "", "Folder for what is pulled from a remote store. Default: ~/.cache/embedserve."
     )
     devices: str = setting(
-        "auto", "cuda, cpu:N for N ranks in memory, or auto: GPUs, else what the plan has."
+        "auto",
+        "cuda; cpu, as many ranks in memory as the plan has; cpu:N, so many; or auto: GPUs where "
+        "they hold all models, else cpu.",
     )
     strict_plan: bool = setting(
         False, "Refuse to start where the stored plan does not fit the host."

@@ -211,7 +211,7 @@ class ModelInfo:
     @cached_property
     def bytes_per_rank(self) -> tuple[int, ...]:
         """Table bytes of each rank."""
-        return tuple(self.plan.served_bytes_per_rank(self.tables))
+        return tuple(self.plan.served_bytes_per_rank(self.tables, self.device_type))
 
     @cached_property
     def features(self) -> tuple[str, ...]:

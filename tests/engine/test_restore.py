@@ -25,8 +25,9 @@ from torchrec.distributed.planner import ParameterConstraints
 from warm_python import PYTHON, run_warm
 from writable import writable
 
+from embedserve.engine.cuda_limits import check_fits_cuda
 from embedserve.engine.engine import Engine
-from embedserve.engine.restore import check_fits_cuda, resolve_devices, restore
+from embedserve.engine.restore import restore
 from embedserve.engine.script import EAGER, SCRIPTED, TRACED
 from embedserve_store import ModelVersion, Plan, Shard, StoreError, TablePlan, TableSpec, publish
 from embedserve_store.goldens.goldens_file import Goldens
@@ -342,21 +343,6 @@ def test_a_model_that_cannot_be_scripted_runs_eagerly(
     bags = sample(version)
     ids, lengths = to_kjt(bags, version.manifest.features)
     assert_same(engine.lookup(ids, lengths), expected(source_rows(ebc), version.manifest, bags))
-
-
-@pytest.mark.parametrize("devices", ["cpu", "cpu:0", "cpu:-1", "gpu", "", "cuda:1"])
-def test_unknown_devices_are_named(devices: str) -> None:
-    with pytest.raises(ValueError, match=f"devices is '{devices}'"):
-        resolve_devices(devices, 1)
-
-
-def test_auto_takes_the_stored_ranks_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert resolve_devices("auto", 4) == ("cpu", 4)
-    with pytest.raises(ValueError, match="no CUDA GPU"):
-        resolve_devices("cuda", 4)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert resolve_devices("auto", 4) == resolve_devices("cuda", 4) == ("cuda", 2)
 
 
 def test_tables_past_int32_are_refused_on_cuda(published: Publish) -> None:

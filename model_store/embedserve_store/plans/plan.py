@@ -73,9 +73,11 @@ class Plan:
         """
         return self._bytes_per_rank(tables, device_type, lambda plan: plan.shards)
 
-    def served_bytes_per_rank(self, tables: Sequence[TableSpec]) -> list[int]:
+    def served_bytes_per_rank(
+        self, tables: Sequence[TableSpec], device_type: str = "cpu"
+    ) -> list[int]:
         """As bytes_per_rank, of a server."""
-        return self._bytes_per_rank(tables, "cpu", lambda plan: plan.served_shards)
+        return self._bytes_per_rank(tables, device_type, lambda plan: plan.served_shards)
 
     def _bytes_per_rank(
         self,

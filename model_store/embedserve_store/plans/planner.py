@@ -34,7 +34,6 @@ from embedserve_store.plans.sharding_types import why_not
 __all__ = [
     "Constraints",
     "Sharding",
-    "check_gpu_memory",
     "draft_plan",
     "from_torchrec",
     "make_plan",
@@ -119,14 +118,6 @@ def plan_under(
     plan = _search(tables, constraints, world_size, device_type, device_memory_bytes)
     check_fits(plan, tables, _memory(device_type, plan, device_memory_bytes), device_type)
     return plan
-
-
-def check_gpu_memory(plan: Plan, tables: Sequence[TableSpec]) -> None:
-    """Raises InvalidModelError where a rank's tables are larger than its GPU's memory.
-
-    A rank whose GPU is not on this host is not checked.
-    """
-    check_fits(plan, tables, gpu_memory_bytes(), "cuda")
 
 
 def gpu_memory_bytes() -> list[int]:

@@ -2,5 +2,6 @@
 
 sharded.py (unpooled.py for an EmbeddingCollection) builds the DistributedModelParallel, bind.py
 gives it its rows, script.py compiles it (trace.py down to tensor operations), engine.py answers,
-restore.py puts them together. cuda_limits.py tells which tables GPUs cannot serve.
+restore.py puts them together. gpus.py tells whether tables can go to this host's GPUs, and
+cuda_limits.py which ones.
 """

@@ -9,11 +9,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.errors import StoreError
+from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import CODES_MAX, TableSpec
+from embedserve_store.plans.plan import Plan
 
+ROWS_MAX = 2**31 - 1
+"""torchrec casts ids to int32."""
 SCALE_FACTOR = 512
 """By which a row's scale is multiplied in float16 (FBGEMM's vecn.cuh)."""
 HALF_MAX = float(np.finfo(np.float16).max)
+
+
+def check_fits_cuda(manifest: Manifest, plan: Plan) -> None:
+    """Raises StoreError for tables of more rows than ids can name on CUDA, and for those that
+    ``plan`` keeps out of a GPU's memory."""
+    for name, constraints in plan.constraints.items():
+        constraints.check_on_gpu(f"table {name!r}")
+    for table in manifest.tables:
+        if table.num_embeddings > ROWS_MAX:
+            raise StoreError(
+                f"table {table.name!r} has {table.num_embeddings} rows: on CUDA torchrec casts "
+                f"ids to int32, so tables have at most {ROWS_MAX} rows; serve it on the CPU"
+            )
 
 
 def check_half_range(heads: NDArray[np.uint8], table: TableSpec, first_row: int) -> None:

@@ -1,16 +1,25 @@
-"""Restores an engine from a published version: devices, plan, shards, TorchScript, warm-up."""
+"""Restores an engine from a published version: devices, plan, shards, TorchScript, warm-up.
+
+Of several versions the devices are settled first, for all of them together.
+"""
 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from embedserve.engine.bind import mapped_rows
+from embedserve.engine.cuda_limits import check_fits_cuda
 from embedserve.engine.engine import Engine
+from embedserve.engine.gpus import (
+    ON_GPUS,
+    Gpus,
+    check_room,
+    gpus_for,
+    resolve_devices,
+    why_unusable,
+)
 from embedserve.engine.script import (
     EAGER,
     TRACED,
@@ -26,11 +35,50 @@ from embedserve_store.format.id_rule import ROW_NUMBERS
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
-from embedserve_store.plans.planner import check_gpu_memory, plan_under
+from embedserve_store.plans.planner import plan_under
 
 logger = logging.getLogger(__name__)
 
-CUDA_ROWS_MAX = 2**31 - 1
+
+def settle_devices(
+    devices: str,
+    versions: Mapping[str, ModelVersion],
+    gpus: Gpus,
+    *,
+    strict_plan: bool = False,
+) -> str:
+    """What ``devices`` means for all of ``versions``, by the name that each is served by: of "auto"
+    it is "cuda" where this host's GPUs hold them beside each other, else "cpu", and the log says
+    what is against the GPUs that there are. Others stay as they are.
+
+    Raises:
+        ValueError: ``devices`` is "cuda", and they cannot.
+    """
+    if devices not in ON_GPUS:
+        return devices
+    why = _why_not_on_gpus(versions, gpus, strict_plan)
+    if not why:
+        return "cuda"
+    if devices == "cuda":
+        raise ValueError(f"devices is 'cuda', but {why}")
+    if gpus != Gpus():
+        logger.warning("tables stay in this host's memory, no GPU is used: %s", why)
+    return "cpu"
+
+
+def _why_not_on_gpus(versions: Mapping[str, ModelVersion], gpus: Gpus, strict_plan: bool) -> str:
+    """Why not all of ``versions`` can be there beside each other; "" where they can."""
+    if why := why_unusable(gpus):
+        return why
+    try:
+        held = {
+            name: _held(version, _plan_on_gpus(version, gpus, strict_plan))
+            for name, version in versions.items()
+        }
+        check_room(held, gpus)
+    except StoreError as error:
+        return str(error)
+    return ""
 
 
 def restore(
@@ -46,8 +94,9 @@ def restore(
     """The engine of ``version``, warm and checked against its goldens.
 
     Args:
-        devices: "cpu:N" (N ranks in this host's memory), "cuda" (one rank on each GPU), or
-            "auto": cuda where there is a GPU, else as many CPU ranks as the stored plan has.
+        devices: "cpu:N" (N ranks in this host's memory), "cpu" (as many as the stored plan has),
+            "cuda" (one rank on each GPU), or "auto": cuda where there are GPUs that can be used,
+            else cpu.
         strict_plan: refuse, instead of planning anew, where the stored plan is for another
             number of ranks.
         is_eager: look up by the forward of the DistributedModelParallel, as torchrec has it,
@@ -63,12 +112,17 @@ def restore(
         StoreError: the version cannot be served on these devices, or answers wrongly.
         ValueError: ``devices`` is not one of the above.
     """
-    device_type, world_size = resolve_devices(devices, version.plan.world_size)
+    gpus = gpus_for(devices)
+    device_type, world_size = resolve_devices(devices, version.plan.world_size, gpus)
     if device_type == "cuda":
-        check_fits_cuda(version.manifest, version.plan)
-    plan = _plan_for(version, device_type, world_size, strict_plan)
-    if device_type == "cuda":
-        check_gpu_memory(plan, version.manifest.tables)
+        plan = _plan_on_gpus(version, gpus, strict_plan)
+        check_room({str(version.path): _held(version, plan)}, gpus)
+    else:
+        plan = _plan_for(version, device_type, world_size, strict_plan)
+    if plan is not version.plan:
+        logger.warning(
+            "%s: planned anew under the stored constraints", _difference(version, world_size)
+        )
     compiled = None if before is None else _compiled_before(before, version, plan, device_type)
     if compiled is None and not may_compile:
         raise StoreError(
@@ -150,49 +204,34 @@ def _lookups(
     return [TensorLookup(one, features, keys, dims, device) for one in models]
 
 
-def resolve_devices(devices: str, stored_world_size: int) -> tuple[str, int]:
-    """("cpu" or "cuda", number of ranks) of a ``devices`` setting.
-
-    Raises:
-        ValueError: not "auto", "cpu:N" or "cuda", or cuda where there is no GPU.
-    """
-    if match := re.fullmatch(r"cpu:([1-9]\d{0,3})", devices):
-        return "cpu", int(match[1])
-    if devices not in ("auto", "cuda"):
-        raise ValueError(f"devices is {devices!r}, expected auto, cuda or cpu:N (such as cpu:2)")
-    gpus = torch.cuda.device_count()
-    if devices == "cuda" and not gpus:
-        raise ValueError("devices is 'cuda', but PyTorch finds no CUDA GPU on this host")
-    return ("cuda", gpus) if gpus else ("cpu", stored_world_size)
+def _plan_on_gpus(version: ModelVersion, gpus: Gpus, strict_plan: bool) -> Plan:
+    """Raises StoreError where there is none that CUDA's kernels can serve."""
+    check_fits_cuda(version.manifest, version.plan)
+    return _plan_for(version, "cuda", gpus.count, strict_plan)
 
 
-def check_fits_cuda(manifest: Manifest, plan: Plan) -> None:
-    """Raises StoreError for tables whose ids CUDA would truncate, as torchrec casts them to int32,
-    and for those that ``plan`` keeps out of a GPU's memory."""
-    for name, constraints in plan.constraints.items():
-        constraints.check_on_gpu(f"table {name!r}")
-    for table in manifest.tables:
-        if table.num_embeddings > CUDA_ROWS_MAX:
-            raise StoreError(
-                f"table {table.name!r} has {table.num_embeddings} rows: on CUDA torchrec casts "
-                f"ids to int32, so tables have at most {CUDA_ROWS_MAX} rows; serve it on the CPU"
-            )
+def _held(version: ModelVersion, plan: Plan) -> list[int]:
+    """The bytes of its tables on each GPU."""
+    return plan.served_bytes_per_rank(version.manifest.tables, "cuda")
 
 
 def _plan_for(version: ModelVersion, device_type: str, world_size: int, strict_plan: bool) -> Plan:
+    """The stored plan, or another where that is for another number of ranks."""
     stored = version.plan
     if stored.world_size == world_size:
         return stored
-    difference = (
-        f"{version.path}: the stored plan is for {stored.world_size} ranks, "
-        f"here there are {world_size}"
-    )
     if strict_plan:
-        raise StoreError(f"{difference}: refused, as strict_plan asks")
-    logger.warning("%s: planned anew under the stored constraints", difference)
+        raise StoreError(f"{_difference(version, world_size)}: refused, as strict_plan asks")
     return plan_under(
         version.manifest.tables,
         stored.constraints,
         world_size=world_size,
         device_type=device_type,
+    )
+
+
+def _difference(version: ModelVersion, world_size: int) -> str:
+    return (
+        f"{version.path}: the stored plan is for {version.plan.world_size} ranks, "
+        f"here there are {world_size}"
     )

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib import import_module
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -208,27 +208,53 @@ def _made_resident(versions: dict[str, ModelVersion], *, is_shown: bool) -> dict
     return resident
 
 
+def on_devices(
+    settings: ServeSettings, versions: dict[str, ModelVersion], *, is_shown: bool = True
+) -> ServeSettings:
+    """``settings`` for all of ``versions``: whether they go to GPUs is settled once, for what is
+    restored now and whatever comes later. Imports torch; ``is_shown`` on the console.
+
+    Raises:
+        ValueError: a setting does not fit the devices of this host.
+    """
+    with _status("importing PyTorch and TorchRec …", is_shown):
+        from embedserve.engine.gpus import gpus_for
+        from embedserve.engine.restore import settle_devices
+    devices = settle_devices(
+        settings.devices,
+        versions,
+        gpus_for(settings.devices),
+        strict_plan=settings.strict_plan,
+    )
+    check_device(settings, devices)
+    return replace(settings, devices=devices)
+
+
+def _status(what: str, is_shown: bool) -> contextlib.AbstractContextManager[object]:
+    return console.status(what) if is_shown else contextlib.nullcontext()
+
+
 def restore_all(
     settings: ServeSettings, versions: dict[str, ModelVersion], *, is_shown: bool = True
 ) -> dict[str, Engine]:
     """The warm engine of each of ``versions``, by the same names; ``is_shown`` on the console.
 
+    Args:
+        settings: as on_devices gave them.
+
     Raises:
         StoreError: a version cannot be served on these devices, or answers wrongly.
-        ValueError: a setting does not fit these devices.
+        ValueError: ``settings.devices`` is none that there is.
     """
-    status = console.status if is_shown else contextlib.nullcontext
-    with status("importing PyTorch and TorchRec …"):
-        import torch
+    import torch
 
-        import_module("embedserve.engine.restore")
     # Large batches are cut for threads of our own. torch's would spin between their turns, on
     # cores that others need.
     torch.set_num_threads(1)
     engines: dict[str, Engine] = {}
     for name, version in versions.items():
         before = next((one for one in engines.values() if _is_same_model(one, version)), None)
-        with status(f"restoring {name} version {version.manifest.version} …"):
+        with _status(f"restoring {name} version {version.manifest.version} …", is_shown):
             engines[name] = restore_one(settings, version, before)
     return engines
 
@@ -250,9 +276,8 @@ def restore_one(
     Raises:
         StoreError, ValueError: as restore_all.
     """
-    from embedserve.engine.restore import resolve_devices, restore
+    from embedserve.engine.restore import restore
 
-    check_device(settings, resolve_devices(settings.devices, version.plan.world_size)[0])
     is_eager = settings.lookup == "eager"
     return restore(
         version,

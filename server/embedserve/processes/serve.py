@@ -25,6 +25,7 @@ from embedserve.metrics.model_metrics import columns_most
 from embedserve.metrics.slots import Slot, Slots
 from embedserve.processes.announcement import say_ready_to_serve
 from embedserve.processes.loading import (
+    on_devices,
     open_folder,
     open_versions,
     open_versions_to_fork,
@@ -151,7 +152,9 @@ def _serve_here(
     for so many ``names`` of up to ``columns_max`` features or keys."""
     from embedserve.processes import server
 
-    engines = restore_all(settings, versions, is_shown=slot is None or slot.worker == 0)
+    is_shown = slot is None or slot.worker == 0
+    settings = on_devices(settings, versions, is_shown=is_shown)
+    engines = restore_all(settings, versions, is_shown=is_shown)
     threads = server.lookup_threads(settings)
     # A small batch runs beside the pieces of a large one.
     with ThreadPoolExecutor(2 * threads, thread_name_prefix="lookup") as executor:

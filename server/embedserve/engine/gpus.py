@@ -1,0 +1,128 @@
+"""The GPUs of this host: what they have free, and what keeps tables from going to them.
+
+find_gpus() asks torch once; what follows from its answers are plain functions of these. Allocates
+nothing on a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+import fbgemm_gpu  # noqa: F401  registers torch.ops.fbgemm
+import torch
+
+from embedserve_store.errors import StoreError
+
+ON_GPUS = ("auto", "cuda")
+"""Settings of devices by which tables may go to GPUs."""
+LOOKUP_OPERATOR = "fbgemm::int_nbit_split_embedding_codegen_lookup_function"
+WORK_BYTES = 256 << 20
+"""Of each GPU's memory that tables leave free for batches: a guess, as no server was measured on
+GPUs yet."""
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The GPUs that this process sees.
+
+    Attributes:
+        count: 0 where there are none.
+        free_bytes: of each, by its number; none where CUDA does not start.
+        problem: why they cannot be used, or why there are none, where that is known; else "".
+    """
+
+    count: int = 0
+    free_bytes: tuple[int, ...] = ()
+    problem: str = ""
+
+
+def gpus_for(devices: str) -> Gpus:
+    """What find_gpus finds, where a ``devices`` setting asks for GPUs; for others CUDA is not even
+    started."""
+    return find_gpus() if devices in ON_GPUS else Gpus()
+
+
+def find_gpus() -> Gpus:
+    """What torch says of the GPUs of this host. Where there are some it starts CUDA on each, which
+    takes some hundred MB of their memory."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")  # of a driver too old torch only warns
+        count = torch.cuda.device_count()
+    if not count:
+        return Gpus(problem="; ".join(_first_line(one.message) for one in said))
+    try:
+        torch.cuda.init()
+        free_bytes = tuple(torch.cuda.mem_get_info(gpu)[0] for gpu in range(count))
+        pairs = list(permutations(range(count), 2))
+        apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    except Exception as error:  # torch names no type for a driver that does not fit
+        return Gpus(count, problem=f"CUDA does not start: {_first_line(error)}")
+    return Gpus(count, free_bytes, _peer_problem(apart, len(pairs)) or _operator_problem())
+
+
+def _peer_problem(apart: Sequence[tuple[int, int]], pairs: int) -> str:
+    if not apart:
+        return ""
+    one, other = apart[0]
+    return (
+        f"GPU {one} cannot reach the memory of GPU {other} ({len(apart)} of {pairs} pairs have no "
+        "peer access), by which answers are put together: name those that can in "
+        "CUDA_VISIBLE_DEVICES, or one alone"
+    )
+
+
+def _operator_problem() -> str:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(LOOKUP_OPERATOR, "CUDA")
+    return "" if has_kernel else "FBGEMM has no CUDA kernels here: it is fbgemm-gpu-cpu"
+
+
+def _first_line(said: object) -> str:
+    return next(iter(str(said).splitlines()), "")
+
+
+def why_unusable(gpus: Gpus) -> str:
+    """Why no table can go to them; "" where they can."""
+    if gpus.count:
+        return gpus.problem
+    problem = f": {gpus.problem}" if gpus.problem else ""
+    return f"PyTorch finds no CUDA GPU on this host{problem}"
+
+
+def resolve_devices(devices: str, stored_world_size: int, gpus: Gpus) -> tuple[str, int]:
+    """("cpu" or "cuda", number of ranks) of a ``devices`` setting.
+
+    Raises:
+        ValueError: not "auto", "cpu", "cpu:N" or "cuda", or cuda where no GPU can be used.
+    """
+    if match := re.fullmatch(r"cpu:([1-9]\d{0,3})", devices):
+        return "cpu", int(match[1])
+    if devices not in ("auto", "cpu", "cuda"):
+        raise ValueError(
+            f"devices is {devices!r}, expected auto, cuda, cpu or cpu:N (such as cpu:2)"
+        )
+    why = why_unusable(gpus)
+    if devices == "cuda" and why:
+        raise ValueError(f"devices is 'cuda', but {why}")
+    if devices == "cpu" or why:
+        return "cpu", stored_world_size
+    return "cuda", gpus.count
+
+
+def check_room(held: Mapping[str, Sequence[int]], gpus: Gpus) -> None:
+    """Raises StoreError where tables do not fit into what GPUs have free.
+
+    Args:
+        held: of each version that is to be there, the bytes of its tables on each GPU.
+    """
+    for gpu, free_bytes in enumerate(gpus.free_bytes):
+        nbytes = sum(one[gpu] for one in held.values())
+        if nbytes + WORK_BYTES > free_bytes:
+            raise StoreError(
+                f"{', '.join(held)}: {nbytes:,} bytes of tables do not fit on GPU {gpu}, which has "
+                f"{free_bytes:,} free, {WORK_BYTES:,} of them for batches: use more GPUs, row_wise "
+                "sharding for the largest tables or a smaller dtype, or serve them on the CPU"
+            )

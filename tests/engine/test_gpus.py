@@ -1,0 +1,171 @@
+"""Which devices tables go to, by what is found of a host's GPUs; told without one."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+import pytest
+import torch
+
+from embedserve.engine.gpus import (
+    WORK_BYTES,
+    Gpus,
+    check_room,
+    find_gpus,
+    gpus_for,
+    resolve_devices,
+)
+from embedserve.engine.restore import settle_devices
+from embedserve_store import Manifest, ModelVersion, StoreError, TableSpec
+
+Publish = Callable[..., ModelVersion]
+
+TWO = Gpus(2, (1 << 40, 1 << 40))
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)."
+BROKEN = Gpus(2, problem=f"CUDA does not start: {TOO_OLD}")
+
+
+@pytest.mark.parametrize("devices", ["cpu:0", "cpu:-1", "gpu", "", "cuda:1"])
+def test_unknown_devices_are_named(devices: str) -> None:
+    with pytest.raises(ValueError, match=f"devices is '{devices}'"):
+        resolve_devices(devices, 1, TWO)
+
+
+def test_auto_is_the_gpus_that_can_be_used() -> None:
+    assert resolve_devices("auto", 4, TWO) == resolve_devices("cuda", 4, TWO) == ("cuda", 2)
+    assert resolve_devices("cpu", 4, TWO) == ("cpu", 4)
+    assert resolve_devices("cpu:3", 4, TWO) == ("cpu", 3)
+    for gpus, why in ((Gpus(), "no CUDA GPU on this host"), (BROKEN, TOO_OLD[:40])):
+        assert resolve_devices("auto", 4, gpus) == ("cpu", 4)
+        with pytest.raises(ValueError, match=f"devices is 'cuda', but .*{why}"):
+            resolve_devices("cuda", 4, gpus)
+
+
+def cuda(
+    monkeypatch: pytest.MonkeyPatch,
+    *free_bytes: int,
+    apart: Collection[tuple[int, int]] = (),
+    start: Callable[[], None] = lambda: None,
+) -> None:
+    """Has torch see a GPU for each of ``free_bytes``; pairs that are ``apart`` have no peer
+    access."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free_bytes))
+    monkeypatch.setattr(torch.cuda, "init", start)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free_bytes[gpu], 1 << 40))
+    monkeypatch.setattr(
+        torch.cuda, "can_device_access_peer", lambda one, other: (one, other) not in apart
+    )
+
+
+def test_free_memory_is_each_gpus_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda(monkeypatch, 30, 20)
+    assert find_gpus().free_bytes == (30, 20)
+    assert gpus_for("auto") == gpus_for("cuda") == find_gpus()
+    assert gpus_for("cpu:2") == gpus_for("cpu") == Gpus()
+
+
+def test_gpus_that_cannot_reach_each_other_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda(monkeypatch, 1, 1, 1, apart=[(0, 2), (2, 0)])
+    assert find_gpus().problem.startswith(
+        "GPU 0 cannot reach the memory of GPU 2 (2 of 6 pairs have no peer access)"
+    )
+    cuda(monkeypatch, 1, 1, 1)
+    assert "peer" not in find_gpus().problem
+
+
+def test_why_cuda_does_not_start_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError(f"{TOO_OLD}\nPlease update your GPU driver")
+
+    def count_none() -> int:
+        warnings.warn(f"CUDA initialization: {TOO_OLD}", stacklevel=1)
+        return 0
+
+    cuda(monkeypatch, 1, 1, start=fail)
+    assert find_gpus() == BROKEN
+    monkeypatch.setattr(torch.cuda, "device_count", count_none)
+    assert find_gpus() == Gpus(problem=f"CUDA initialization: {TOO_OLD}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert find_gpus() == Gpus()
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="FBGEMM has its CUDA kernels here")
+def test_kernels_that_are_not_installed_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda(monkeypatch, 1)
+    assert find_gpus().problem == "FBGEMM has no CUDA kernels here: it is fbgemm-gpu-cpu"
+
+
+def test_all_tables_of_a_gpu_count_together() -> None:
+    held = {"one": [100, 40], "other": [50, 20]}
+    check_room(held, Gpus(2, (WORK_BYTES + 150, WORK_BYTES + 60)))
+    with pytest.raises(StoreError, match=r"^one, other: 60 bytes of tables do not fit on GPU 1, "):
+        check_room(held, Gpus(2, (WORK_BYTES + 150, WORK_BYTES + 59)))
+
+
+def said_by_us(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.name.startswith("embedserve.")]
+
+
+def test_auto_leaves_gpus_that_do_not_hold_all_models(
+    published: Publish, caplog: pytest.LogCaptureFixture
+) -> None:
+    version = published(dtype="int8")
+    versions = {"one": version, "same": version}
+    (nbytes,) = version.plan.served_bytes_per_rank(version.manifest.tables, "cuda")
+    enough = Gpus(1, (WORK_BYTES + 2 * nbytes,))
+    less = Gpus(1, (WORK_BYTES + 2 * nbytes - 1,))
+    for devices in ("auto", "cuda"):
+        assert settle_devices(devices, versions, enough) == "cuda"
+        assert settle_devices(devices, {"one": version}, less) == "cuda"
+    assert not said_by_us(caplog)
+    with caplog.at_level(logging.WARNING):
+        assert settle_devices("auto", versions, less) == "cpu"
+    (said,) = said_by_us(caplog)
+    assert f"no GPU is used: one, same: {2 * nbytes:,} bytes of tables do not fit" in said
+    with pytest.raises(ValueError, match=r"'cuda', but one, same: .* do not fit on GPU 0"):
+        settle_devices("cuda", versions, less)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [
+        (Gpus(), ""),
+        (BROKEN, f"no GPU is used: CUDA does not start: {TOO_OLD}"),
+        (Gpus(problem=TOO_OLD), f"finds no CUDA GPU on this host: {TOO_OLD}"),
+    ],
+)
+def test_auto_says_why_gpus_are_left(
+    published: Publish, caplog: pytest.LogCaptureFixture, gpus: Gpus, said: str
+) -> None:
+    version = published()
+    with caplog.at_level(logging.WARNING):
+        assert settle_devices("auto", {"m": version}, gpus) == "cpu"
+    found = said_by_us(caplog)
+    assert len(found) == bool(said)
+    assert all(said in one for one in found)
+    assert settle_devices("cpu:2", {"m": version}, gpus) == "cpu:2"
+    with pytest.raises(ValueError, match="devices is 'cuda', but "):
+        settle_devices("cuda", {"m": version}, gpus)
+
+
+def test_auto_leaves_gpus_whose_kernels_do_not_serve_a_table(
+    published: Publish, caplog: pytest.LogCaptureFixture
+) -> None:
+    version = published()
+    huge = TableSpec("huge", 2**31, 64, ("f",), "sum", "int8")
+    manifest = Manifest("m", 1, (huge,), is_weighted=False)
+    with caplog.at_level(logging.WARNING):
+        settled = settle_devices("auto", {"m": replace(version, manifest=manifest)}, TWO)
+    assert settled == "cpu"
+    assert "no GPU is used: table 'huge' has 2147483648 rows: on CUDA" in caplog.text
+
+
+def test_a_strict_plan_is_for_as_many_gpus(published: Publish) -> None:
+    version = published(sharding="row_wise", world_size=2)
+    one = Gpus(1, (1 << 40,))
+    assert settle_devices("auto", {"m": version}, one) == "cuda"
+    assert settle_devices("auto", {"m": version}, one, strict_plan=True) == "cpu"
+    assert settle_devices("auto", {"m": version}, TWO, strict_plan=True) == "cuda"
