@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,25 @@ from torchrec import PoolingType
 from torchrec.modules.embedding_configs import data_type_to_sparse_type
 
 from embedserve.engine.bind import bind_rows
-from embedserve.engine.cuda_limits import check_half_range
+from embedserve.engine.cuda_limits import COLUMNS_MAX, check_columns, check_half_range
 from embedserve.engine.engine import Engine
 from embedserve.engine.script import EAGER, Compiled
 from embedserve.engine.sharded import shard
 from embedserve_store import (
+    Manifest,
     ModelStore,
     ModelVersion,
+    Plan,
+    Shard,
     StoreError,
+    TablePlan,
     TableSpec,
     publish,
 )
 from embedserve_store.format.table_spec import CODES_MAX, DTYPES
 from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.goldens.hand_pooling import pool
-from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES
+from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES, shard_bytes
 
 Publish = Callable[..., ModelVersion]
 
@@ -180,3 +185,31 @@ def test_an_engine_on_gpus_may_round_what_one_on_the_cpu_may_not(
     assert not on_cpu.waits_for_device
     with pytest.raises(StoreError, match="are not the published ones"):
         on_cpu.warm_up()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "row_bytes_max"),
+    [("float32", 8192), ("float16", 8192), ("int8", 4096), ("int4", 2048)],
+)
+def test_rows_that_cuda_kernels_have_no_room_for_are_refused(
+    dtype: str, row_bytes_max: int
+) -> None:
+    def one(*widths: int) -> tuple[Manifest, Plan]:
+        """A table, whole or divided by its columns."""
+        starts = np.cumsum((0, *widths)).tolist()
+        shards = [Shard(0, 0, 10, start, end - start) for start, end in pairwise(starts)]
+        kind = "table_wise" if len(widths) == 1 else "column_wise"
+        table = TableSpec("wide", 10, starts[-1], ("f",), "sum", dtype)
+        plan = Plan(1, {"wide": TablePlan(kind, tuple(shards))}, {})
+        return Manifest("m", 1, (table,), is_weighted=False), plan
+
+    most = COLUMNS_MAX[dtype]
+    check_columns(*one(most))
+    check_columns(*one(most, 4))
+    for widths in ((most + 4,), (4, most + 1)):
+        said = f"'wide' has {most + 4} columns on a GPU: .* serve {most} of {dtype} at most"
+        with pytest.raises(StoreError, match=said):
+            check_columns(*one(*widths))
+    manifest, plan = one(most, most + 4)
+    held = [shard_bytes(shard, manifest.tables[0], "cuda") for shard in plan.tables["wide"].shards]
+    assert held[0] == 10 * row_bytes_max < held[1]

@@ -19,7 +19,15 @@ from embedserve.engine.gpus import (
     resolve_devices,
 )
 from embedserve.engine.restore import settle_devices
-from embedserve_store import Manifest, ModelVersion, StoreError, TableSpec
+from embedserve_store import (
+    Manifest,
+    ModelVersion,
+    Plan,
+    Shard,
+    StoreError,
+    TablePlan,
+    TableSpec,
+)
 
 Publish = Callable[..., ModelVersion]
 
@@ -151,16 +159,25 @@ def test_auto_says_why_gpus_are_left(
         settle_devices("cuda", {"m": version}, gpus)
 
 
+@pytest.mark.parametrize(
+    ("rows", "dim", "said"),
+    [
+        (2**31, 64, "has 2147483648 rows: on CUDA"),
+        (10, 2052, "has 2052 columns on a GPU: FBGEMM's"),
+    ],
+)
 def test_auto_leaves_gpus_whose_kernels_do_not_serve_a_table(
-    published: Publish, caplog: pytest.LogCaptureFixture
+    published: Publish, caplog: pytest.LogCaptureFixture, rows: int, dim: int, said: str
 ) -> None:
-    version = published()
-    huge = TableSpec("huge", 2**31, 64, ("f",), "sum", "int8")
-    manifest = Manifest("m", 1, (huge,), is_weighted=False)
+    table = TableSpec("large", rows, dim, ("f",), "sum", "float32")
+    version = replace(
+        published(),
+        manifest=Manifest("m", 1, (table,), is_weighted=False),
+        plan=Plan(1, {"large": TablePlan("table_wise", (Shard(0, 0, rows, 0, dim),))}, {}),
+    )
     with caplog.at_level(logging.WARNING):
-        settled = settle_devices("auto", {"m": replace(version, manifest=manifest)}, TWO)
-    assert settled == "cpu"
-    assert "no GPU is used: table 'huge' has 2147483648 rows: on CUDA" in caplog.text
+        assert settle_devices("auto", {"m": version}, Gpus(1, (1 << 40,))) == "cpu"
+    assert f"no GPU is used: table 'large' {said}" in caplog.text
 
 
 def test_a_strict_plan_is_for_as_many_gpus(published: Publish) -> None:

@@ -15,6 +15,9 @@ from embedserve_store.plans.plan import Plan
 
 ROWS_MAX = 2**31 - 1
 """torchrec casts ids to int32."""
+COLUMNS_MAX = {"float32": 2048, "float16": 4096, "int8": 4092, "int4": 4088}
+"""Of a shard: the longest rows are 8 KiB of floats, 4 KiB of int8 and 2 KiB of int4, with scale and
+bias (the checks of FBGEMM's embedding_forward_quantized_split_nbit_host_template.cu)."""
 SCALE_FACTOR = 512
 """By which a row's scale is multiplied in float16 (FBGEMM's vecn.cuh)."""
 HALF_MAX = float(np.finfo(np.float16).max)
@@ -30,6 +33,19 @@ def check_fits_cuda(manifest: Manifest, plan: Plan) -> None:
             raise StoreError(
                 f"table {table.name!r} has {table.num_embeddings} rows: on CUDA torchrec casts "
                 f"ids to int32, so tables have at most {ROWS_MAX} rows; serve it on the CPU"
+            )
+
+
+def check_columns(manifest: Manifest, plan: Plan) -> None:
+    """Raises StoreError for tables of which ``plan`` has shards too wide for CUDA's kernels."""
+    for table in manifest.tables:
+        columns = max(shard.stored_col_count for shard in plan.tables[table.name].served_shards)
+        most = COLUMNS_MAX[table.dtype]
+        if columns > most:
+            raise StoreError(
+                f"table {table.name!r} has {columns} columns on a GPU: FBGEMM's CUDA kernels serve "
+                f"{most} of {table.dtype} at most; divide it by columns over more ranks, or serve "
+                "it on the CPU"
             )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from embedserve.engine.bind import mapped_rows
-from embedserve.engine.cuda_limits import check_fits_cuda
+from embedserve.engine.cuda_limits import check_columns, check_fits_cuda
 from embedserve.engine.engine import Engine
 from embedserve.engine.gpus import (
     ON_GPUS,
@@ -207,7 +207,9 @@ def _lookups(
 def _plan_on_gpus(version: ModelVersion, gpus: Gpus, strict_plan: bool) -> Plan:
     """Raises StoreError where there is none that CUDA's kernels can serve."""
     check_fits_cuda(version.manifest, version.plan)
-    return _plan_for(version, "cuda", gpus.count, strict_plan)
+    plan = _plan_for(version, "cuda", gpus.count, strict_plan)
+    check_columns(version.manifest, plan)
+    return plan
 
 
 def _held(version: ModelVersion, plan: Plan) -> list[int]:
