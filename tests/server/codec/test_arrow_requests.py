@@ -173,31 +173,39 @@ def test_what_is_wanted_of_the_answer() -> None:
 
 
 def test_schemas_are_remembered_and_few_of_them() -> None:
-    schemas.known.clear()
+    schemas.forget()
     bodies = [stream_of(columns_of({f"f{i}": [[i]]})) for i in range(3 * KNOWN_MAX)]
     for i, body in enumerate(bodies):
         for _ in range(2):
             assert_reads(body, {f"f{i}": [[i]]})
     assert 0 < len(schemas.known) <= KNOWN_MAX
-    many = columns_of({f"{'x' * 200}{i}": [[1]] for i in range(400)})
-    assert requests.decode_request(stream_of(many)).ids.size == 400
-    assert max(map(len, schemas.known)) <= KNOWN_BYTES_MAX
+    for i in range(8):
+        many = columns_of({f"{'x' * i}{at}": [[1]] for at in range(1000)})
+        assert requests.decode_request(stream_of(many)).ids.size == 1000
+        assert 0 < schemas.nbytes <= KNOWN_BYTES_MAX
+        assert schemas.sizes == {len(one) for one in schemas.known}
+    assert len(schemas.known) < 8
 
 
 def test_what_takes_long_is_left_to_the_thread() -> None:
-    """Many columns, batches, bags or strings; the schema, once it is known, is no more of them."""
-    body = stream_of(columns_of({f"f{i}": [[1]] for i in range(200)}))
+    """Many columns, batches, bags, ids or strings; a schema that is known is no more of them."""
+    bags: Bags = {f"f{at}": [[1]] for at in range(200)}
+    body = stream_of(columns_of(bags))
     assert requests.decode_now(body, "", DEFAULT_LIMITS) is None
     assert requests.sizes_of(body) == (0, 0)
-    assert_reads(body, {f"f{i}": [[1]] for i in range(200)})
+    assert_reads(body, bags)
     assert requests.decode_now(body, "", DEFAULT_LIMITS) is not None
     assert requests.sizes_of(body) == (200, 200)
+    weighed = pa.ListArray.from_arrays([0, 300_000], np.zeros(300_000, np.float32))
     for table, rows in (
-        (columns_of({"user": [[1]] * 100}), 1),
-        (pa.table({f"f{i}": pa.array(np.zeros(60_000, np.int8)) for i in range(5)}), None),
+        (columns_of({"user": [[1]] * 10}), 1),
+        (pa.table({f"f{at}": pa.array(np.zeros(60_000, np.int8)) for at in range(2)}), None),
+        (pa.table({"user": weighed.cast(pa.list_(pa.int8())), "user.weights": weighed}), None),
         (pa.table({"user": ["a"] * 3000}), None),
         (pa.table({"user": ["a" * 70_000]}), None),
+        (columns_of({"user": [[1]]}).replace_schema_metadata({"x": "a" * 70_000}), None),
     ):
         body = stream_of(table, rows=rows)
+        schemas.forget()
         assert requests.decode_now(body, "", DEFAULT_LIMITS) is None
         assert requests.decode_request(body).batch_size == table.num_rows

@@ -12,9 +12,11 @@ from embedserve.errors import InvalidRequestError
 
 BY_KEY, IN_ONE = "keys", "values"
 """The columns of an answer: one for each key, or one that has the vectors of all."""
-KNOWN_MAX, KNOWN_BYTES_MAX = 16, 64 << 10
-"""Schemas that are remembered, and the bytes of one."""
-_INT32 = np.dtype("<i4")
+KNOWN_MAX, KNOWN_BYTES_MAX = 16, 4 << 20
+"""Schemas that are remembered, and the bytes of all of them."""
+COLUMN_BYTES = 640
+"""Of one that is remembered, beside its schema's message."""
+_UINT64 = np.dtype("<u8")
 
 
 class TakesLongError(Exception):
@@ -68,6 +70,14 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
+class Plain:
+    """The dtypes of lists, of their ids and of their offsets."""
+
+    ids: np.dtype
+    offsets: np.dtype
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """What a caller wants of the answer."""
 
@@ -115,14 +125,14 @@ class Schema:
         return tuple(one.values.offsets is not None for one in of_features)
 
     @cached_property
-    def ids_dtype(self) -> np.dtype | None:
-        """Of all ids, where columns are lists of the same integers, with offsets of int32, and
-        there are no weights; else None."""
+    def plain(self) -> Plain | None:
+        """Of columns that are all alike lists of integers, and no weights; None of others."""
         forms = {(one.offsets, one.values.name) for one in self.columns}
-        _, name = next(iter(forms))
-        dtype = self.columns[0].values.dtype
-        is_plain = forms == {(_INT32, name)} and not self.weights and name != "uint64"
-        return dtype if is_plain else None
+        first = self.columns[0]
+        ids, offsets = first.values.dtype, first.offsets
+        if len(forms) > 1 or self.weights or ids is None or offsets is None:
+            return None
+        return None if ids == _UINT64 else Plain(ids, offsets)
 
     def at_buffer(self, buffer: int) -> Column:
         """The column that has this one."""
@@ -131,17 +141,30 @@ class Schema:
 
 
 class Schemas:
-    """Those met before, by the bytes of their messages: callers send the same over and over."""
+    """Those met before, by the bytes of their messages: callers send the same over and over.
+
+    Attributes:
+        sizes: of these messages, so that no other is looked for.
+        nbytes: that all of them take.
+    """
 
     def __init__(self) -> None:
         self.known: dict[bytes, Schema] = {}
+        self.sizes: set[int] = set()
+        self.nbytes = 0
+
+    def forget(self) -> None:
+        self.known, self.sizes, self.nbytes = {}, set(), 0
 
     def remember(self, message: bytes, schema: Schema) -> None:
-        if len(message) > KNOWN_BYTES_MAX:
+        nbytes = len(message) + COLUMN_BYTES * len(schema.columns)
+        if nbytes > KNOWN_BYTES_MAX:
             return
-        if len(self.known) >= KNOWN_MAX:
-            self.known.clear()
+        if len(self.known) >= KNOWN_MAX or self.nbytes + nbytes > KNOWN_BYTES_MAX:
+            self.forget()
         self.known[message] = schema
+        self.sizes.add(len(message))
+        self.nbytes += nbytes
 
 
 schemas = Schemas()

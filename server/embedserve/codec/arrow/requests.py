@@ -1,7 +1,7 @@
 """A stream of columns as a LookupRequest.
 
-Offsets, lengths and bitmaps are checked before anything is read by them, those of all columns at
-once. Several record batches are one request, one after the other.
+Offsets, lengths and bitmaps are checked before anything is read by them. Several record batches are
+one request, one after the other.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ _UINT8 = np.dtype("u1")
 INT64_MAX = 2**63 - 1
 BUFFERS_EACH, OFFSETS_AT, VALUES_AT = 4, 1, 3
 """Of lists of numbers: how many buffers each has, and which of them."""
-NOW_BAGS_MAX = 262_144
+NOW_BAGS_MAX, NOW_IDS_MAX = 65_536, 262_144
 """Of columns that are read on the event loop's thread, in about a millisecond."""
+QUICK_BAGS_MAX = 262_144
+"""The same, of lists of integers alone."""
 NOW_TEXT_BYTES_MAX = 64 << 10
 """Of strings that are read there."""
 
@@ -54,7 +56,7 @@ def _decode(body: bytes, model: str, limits: Limits, *, is_now: bool) -> LookupR
     check_feature_count("features", len(schema.features), limits)
     batches = read_batches(body, at, schema, limits, is_now=is_now)
     request = None
-    if schema.ids_dtype is not None and len(batches) == 1:
+    if len(batches) == 1:
         request = _quick(body, model, schema, batches[0], limits)
     if request is None:
         bags = _Bags(body, schema, limits, is_now)
@@ -71,22 +73,21 @@ def _quick(
 ) -> LookupRequest | None:
     """The request in a batch as most callers give it, of lists of integers alone; None for one of
     many bags, and one with nulls or anything wrong."""
-    rows, dtype = batch.rows, schema.ids_dtype
-    assert dtype is not None
-    if batch.nulls or rows * len(schema.columns) > NOW_BAGS_MAX:
+    rows, plain = batch.rows, schema.plain
+    if plain is None or batch.nulls or rows * len(schema.columns) > QUICK_BAGS_MAX:
         return None
-    nbytes = (rows + 1) * _INT32.itemsize
+    nbytes = (rows + 1) * plain.offsets.itemsize
     if min(batch.sizes[OFFSETS_AT::BUFFERS_EACH]) < nbytes:
         return None
     joined = b"".join([body[at : at + nbytes] for at in batch.starts[OFFSETS_AT::BUFFERS_EACH]])
-    offsets = np.frombuffer(joined, _INT32).reshape(-1, rows + 1)
+    offsets = np.frombuffer(joined, plain.offsets).reshape(-1, rows + 1)
     lengths = offsets[:, 1:] - offsets[:, :-1]
     if offsets.min() < 0 or lengths.min() < 0:
         return None
     starts, ends = offsets[:, 0].tolist(), offsets[:, -1].tolist()
     if sum(ends) - sum(starts) > limits.request_ids_max:
         return None
-    view, width = memoryview(body), dtype.itemsize
+    view, width = memoryview(body), plain.ids.itemsize
     ids = []
     for at, size, count, start, end in zip(
         batch.starts[VALUES_AT::BUFFERS_EACH],
@@ -99,8 +100,9 @@ def _quick(
         if end > count or end * width > size:
             return None
         ids.append(view[at + start * width : at + end * width])
-    integers = np.frombuffer(b"".join(ids), dtype).astype(_INT64, copy=False)
-    return LookupRequest(model, schema.features, integers, lengths.reshape(-1), None, rows)
+    integers = np.frombuffer(b"".join(ids), plain.ids).astype(_INT64, copy=False)
+    of_all = lengths.astype(_INT32, copy=False).reshape(-1)
+    return LookupRequest(model, schema.features, integers, of_all, None, rows)
 
 
 def _want(request: LookupRequest, options: Options, limits: Limits) -> None:
@@ -129,24 +131,26 @@ class _Bags:
     def add(self, batch: Batch) -> None:
         schema = self._schema
         self._check_bags(batch)
-        offsets = self._offsets(batch)
-        lengths = np.diff(offsets)
-        counts = batch.lengths[schema.value_nodes]
-        if offsets.min() < 0 or lengths.min() < 0 or (offsets[:, -1] > counts).any():
-            raise _wrong_offsets(schema, offsets, counts)
-        starts, ends = offsets[:, 0].tolist(), offsets[:, -1].tolist()
-        self._check_ids(starts, ends)
-        for at, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            self._add_column(at, batch, start, end, lengths[at])
+        lengths = np.empty((len(schema.columns), batch.rows), _INT32)
+        for at in range(len(schema.columns)):
+            self._add_column(at, batch, lengths[at])
         for feature, at in schema.weights.items():
             _check_weights(batch, schema.columns[at], lengths[at], lengths[feature])
         self._lengths.append(lengths)
 
-    def _add_column(self, at: int, batch: Batch, start: int, end: int, lengths: np.ndarray) -> None:
+    def _add_column(self, at: int, batch: Batch, lengths: np.ndarray) -> None:
+        """Writes ``lengths``, int32 [rows]."""
         column = self._schema.columns[at]
+        start, end, offsets = self._place(batch, column)
+        if at < len(self._schema.features):
+            self._count_ids(end - start)
         values, dtype = column.values, column.values.dtype
         if dtype is not None:
             _check_buffer(batch, column, column.value_buffer + 1, end * dtype.itemsize)
+        if offsets is None:
+            lengths[:] = column.size
+        else:
+            np.subtract(offsets[1:], offsets[:-1], out=lengths, casting="unsafe")
         keep = None
         if batch.nulls or not values.buffers:
             keep = self._without_nulls(batch, column, lengths, start, end)
@@ -164,36 +168,38 @@ class _Bags:
         bags = len(self._schema.columns) * (batch.first + batch.rows)
         if self._is_now and bags > NOW_BAGS_MAX:
             raise TakesLongError
-        bags_max = self._limits.body_bytes_max // _INT32.itemsize
-        if bags > bags_max:
+        bags_max = len(self._body) // _INT32.itemsize + self._limits.request_ids_max
+        if bags > bags_max:  # lists of no values, and nulls, take no bytes
             raise RequestTooLargeError(
-                f"features has {bags} bags, the limit is {bags_max}: as many as a body has room "
-                "for lengths of int32 (--body-bytes-max)",
+                f"features has {bags} bags, but {len(self._body)} bytes: of so many the limit is "
+                f"{bags_max}, an offset each beside --request-ids-max",
                 "features",
             )
 
-    def _offsets(self, batch: Batch) -> np.ndarray:
-        """int32 or int64 [columns, rows + 1], where among a column's values each bag begins, and
-        the last one ends; as they came."""
-        rows = batch.rows
-        found = []
-        for column in self._schema.columns:
-            dtype = column.offsets
-            if dtype is None:
-                found.append(np.arange(rows + 1) * column.size)
-            else:
-                _check_buffer(batch, column, column.buffer + 1, (rows + 1) * dtype.itemsize)
-                start = batch.starts[column.buffer + 1]
-                found.append(np.frombuffer(self._body, dtype, rows + 1, start))
-        return np.concatenate(found).reshape(len(found), rows + 1)
+    def _place(self, batch: Batch, column: Column) -> tuple[int, int, np.ndarray | None]:
+        """(where the values of a column begin among those that there are, where they end, where
+        each bag does, int32 or int64 [rows + 1]); None where all bags have as many."""
+        rows, count = batch.rows, int(batch.lengths[column.value_node])
+        if column.offsets is None:
+            if rows * column.size > count:
+                raise column.wrong(f"has {count} values, not {column.size} for each of {rows} bags")
+            return 0, rows * column.size, None
+        _check_buffer(batch, column, column.buffer + 1, (rows + 1) * column.offsets.itemsize)
+        start = batch.starts[column.buffer + 1]
+        offsets = np.frombuffer(self._body, column.offsets, rows + 1, start)
+        is_falling = offsets[1:] < offsets[:-1]
+        if offsets.min() < 0 or offsets.max() > count or is_falling.any():
+            raise _wrong_offsets(column, offsets, count)
+        return int(offsets[0]), int(offsets[-1]), offsets
 
-    def _check_ids(self, starts: Sequence[int], ends: Sequence[int]) -> None:
-        features = len(self._schema.features)
-        self._ids += sum(ends[:features]) - sum(starts[:features])
+    def _count_ids(self, count: int) -> None:
+        self._ids += count
         if self._ids > self._limits.request_ids_max:
             raise RequestTooLargeError(
                 f"features has {self._ids} ids, {self._limits.said('request_ids_max')}", "features"
             )
+        if self._is_now and self._ids > NOW_IDS_MAX:
+            raise TakesLongError
 
     def _without_nulls(
         self, batch: Batch, column: Column, lengths: np.ndarray, start: int, end: int
@@ -349,17 +355,14 @@ def _check_weights(batch: Batch, column: Column, lengths: np.ndarray, of_ids: np
         raise column.wrong(f"has {lengths[at]} weights for {of_ids[at]} ids", batch.first + at)
 
 
-def _wrong_offsets(schema: Schema, offsets: np.ndarray, counts: np.ndarray) -> InvalidRequestError:
+def _wrong_offsets(column: Column, offsets: np.ndarray, count: int) -> InvalidRequestError:
     """Which is the first that cannot be."""
-    for column, own, count in zip(schema.columns, offsets, counts.tolist(), strict=True):
-        is_wrong = (own < 0) | (own > count)
-        is_wrong[1:] |= own[1:] < own[:-1]
-        if is_wrong.any():
-            at = int(is_wrong.argmax())
-            return column.wrong(
-                f"has {own[at]} for offset {at}: offsets rise from 0 to the {count} values at most"
-            )
-    raise AssertionError("offsets are wrong, but none of them")
+    is_wrong = (offsets < 0) | (offsets > count)
+    is_wrong[1:] |= offsets[1:] < offsets[:-1]
+    at = int(is_wrong.argmax())
+    return column.wrong(
+        f"has {offsets[at]} for offset {at}: offsets rise from 0 to the {count} values at most"
+    )
 
 
 def _wrong_value(

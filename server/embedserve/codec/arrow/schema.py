@@ -33,7 +33,7 @@ WEIGHTS = ".weights"
 PREFIX = "embedserve."
 """Of metadata that says what is wanted of the answer; no other is looked at."""
 NAME_BYTES_MAX = 1024
-NOW_COLUMNS_MAX = 128
+NOW_COLUMNS_MAX = 32
 """Of a schema that is read on the event loop's thread, in a millisecond or two."""
 METADATA_MAX, METADATA_BYTES_MAX = 64, 64 << 10
 """Entries of a schema, and what one of ours may say."""

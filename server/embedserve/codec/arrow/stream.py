@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from embedserve.codec.arrow.columns import KNOWN_BYTES_MAX, Schema, TakesLongError, schemas
+from embedserve.codec.arrow.columns import Schema, TakesLongError, schemas
 from embedserve.codec.arrow.flatbuffers import (
     INT16,
     INT32,
@@ -34,9 +34,11 @@ END = CONTINUATION + bytes(INT32.size)
 """Of a stream."""
 FILE_MAGIC = b"ARROW1"
 HEAD_BYTES = len(END)
-BATCH_PIECES = 8
+NOW_SCHEMA_BYTES = 64 << 10
+"""Of one that is not known, and read on the event loop's thread."""
+BATCH_PIECES = 64
 """A record batch costs as much as so many columns of one."""
-PIECES_MAX, NOW_PIECES_MAX = 8200, 512
+PIECES_MAX, NOW_PIECES_MAX = 16_384, 512
 """Such columns and batches of a stream, and of one that is read on that thread."""
 
 # fields of the tables Message and RecordBatch (arrow/format/Message.fbs)
@@ -149,11 +151,11 @@ def read_schema(body: bytes, limits: Limits, *, is_now: bool) -> tuple[Schema, i
     """
     head = body[:HEAD_BYTES]
     size = INT32.unpack_from(head, len(CONTINUATION))[0] if len(head) == HEAD_BYTES else 0
-    is_short = 0 < size <= KNOWN_BYTES_MAX - HEAD_BYTES
-    known = schemas.known.get(body[: HEAD_BYTES + size]) if is_short else None
+    end = HEAD_BYTES + size
+    known = schemas.known.get(body[:end]) if end in schemas.sizes else None
     if known is not None:
-        return known, HEAD_BYTES + size
-    if is_now and size > KNOWN_BYTES_MAX:
+        return known, end
+    if is_now and size > NOW_SCHEMA_BYTES:
         raise TakesLongError
     message = read_message(body, 0)
     if message is None or message.kind != SCHEMA:
