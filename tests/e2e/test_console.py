@@ -316,3 +316,14 @@ def test_lookups_are_shown_with_how_uneven_they_are(page: Page, demo: Demo) -> N
     assert "rows/s read share 0 48 3 KiB/s 75 % 1 16 1 KiB/s 25 %" in lookups
     assert "rank 0 48 3 KiB/s 75 % rank 1 16 1 KiB/s 25 %" in lookups
     assert "busiest rank is asked 1.50 times as much as the mean" in lookups
+
+
+@pytest.mark.parametrize(("path", "shown"), [("/docs", ".opblock"), ("/redoc", "[data-item-id]")])
+def test_the_openapi_pages_are_drawn_without_other_hosts(
+    page: Page, demo: Demo, path: str, shown: str
+) -> None:
+    page.open(demo.server.http + path)
+    page.until(f"document.querySelectorAll({json.dumps(shown)}).length > 20")
+    blocked = [one for one in page.errors if "Content Security Policy" in one]
+    assert page.errors == blocked
+    assert all("cdn.redoc.ly" in one for one in blocked), blocked

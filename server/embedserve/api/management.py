@@ -20,6 +20,7 @@ from embedserve.api.console.labels import Labels
 from embedserve.api.console.routes import add_console
 from embedserve.api.guard import Guard, error_response
 from embedserve.api.openapi import describe_routes, operation_id
+from embedserve.api.openapi_pages import OpenApiPages
 from embedserve.api.plan import Plan, plan_of
 from embedserve.api.shared_memory import shared_memory_routes
 from embedserve.api.slow import add_slow
@@ -193,6 +194,7 @@ def management_app(
     add_console(app, served, labels or {})
     if operator is not None:
         add_admin(app, operator)
+    app.add_middleware(OpenApiPages)
     if asks and exchange.access is not None:
         app.add_middleware(Guard, access=exchange.access)
     _add_error_shape(app)

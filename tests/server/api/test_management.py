@@ -194,10 +194,17 @@ async def test_requests_and_answers_are_what_the_openapi_document_says(
     validate((await rest.get("/models")).json(), "Models", described)
 
 
-async def test_the_docs_page_shows_the_document(rest: httpx.AsyncClient) -> None:
-    answer = await rest.get("/docs")
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+async def test_a_page_shows_the_document_and_loads_nothing_from_elsewhere(
+    rest: httpx.AsyncClient, path: str
+) -> None:
+    answer = await rest.get(path)
     assert answer.headers["content-type"].startswith("text/html")
     assert "/openapi.json" in answer.text
+    rules = answer.headers["content-security-policy"].split("; ")
+    assert {"default-src 'self'", "img-src 'self' data:"} <= set(rules)
+    assert "http" not in " ".join(rules)
+    assert "content-security-policy" not in (await rest.get("/models")).headers
 
 
 async def test_each_operation_has_a_name_of_its_own_that_stays(rest: httpx.AsyncClient) -> None:

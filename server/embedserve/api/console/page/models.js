@@ -43,8 +43,8 @@ export function showModels(models, defaultModel, between) {
 
 function answersOf(model) {
   const parts = [];
-  if (model.share) parts.push(`${number(model.share)} % of requests`);
-  if (model.shadow) parts.push(`shadow of ${number(model.shadow)} %`);
+  if (model.share) parts.push(`${number(model.share)}\u00a0% of requests`);
+  if (model.shadow) parts.push(`shadow of ${number(model.shadow)}\u00a0%`);
   if (model.leaving.length) parts.push(`after ${model.leaving.join(", ")}, which leaves`);
   return parts.join(", ") || "when asked";
 }
