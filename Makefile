@@ -12,7 +12,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 TORCHREC := 1.8.0
 
-.PHONY: install serve test lint types contracts pytest test-gpu hostile fuzz soak swaps swaps-killed proto docs lock format bench bench-peers bench-large clean
+.PHONY: install serve test lint types contracts pytest test-gpu gpu-check hostile fuzz soak swaps swaps-killed proto docs lock format bench bench-peers bench-large clean
 
 install: $(INSTALLED)
 
@@ -59,6 +59,11 @@ pytest: install
 
 test-gpu: install
 	$(BIN)/python -m pytest -q -m gpu tests/engine
+
+# Whether lookups on the GPUs are right, and how fast, until the first wrong answer; of CPU ranks:
+# CHECK="--devices cpu:2 --quick".
+gpu-check: install
+	PYTHONPATH=server:model_store:clients:proto:tests:bench $(BIN)/python -W ignore bench/gpu_check.py $(CHECK)
 
 # What each hostile act costs a neighbour, with the server on a core of its own.
 hostile: install

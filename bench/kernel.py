@@ -2,7 +2,8 @@
 
     python bench/kernel.py [WORKLOAD]
 
-All on one thread, in rounds that take turns; medians in milliseconds.
+All on one thread, in rounds that take turns; medians in milliseconds. bench/gpu_check.py asks
+for the same on GPUs.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ if TYPE_CHECKING:
 ROUNDS = 15
 
 
-def measure(work: Workload) -> dict[str, float]:
-    """{"kernel": ms, "engine": ms, "copy": ms}"""
+def measure(work: Workload, devices: str = "cpu:1", rounds: int = ROUNDS) -> dict[str, float]:
+    """{"kernel": ms, "engine": ms, "copy": ms}; the engine on ``devices``, cpu:1 or cuda, the
+    kernel on the first of these, the copy in this host's memory."""
     import torch
 
     torch.set_num_threads(1)
     candidates = {
-        "kernel": _kernel(work),
-        "engine": _engine(work),
+        "kernel": _kernel(work, devices.split(":")[0]),
+        "engine": _engine(work, devices),
         "copy": _copy(work),
     }
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     requests = len(work.requests)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, look_up in candidates.items():
             start = time.perf_counter()
             for number in range(requests):
@@ -45,50 +47,41 @@ def measure(work: Workload) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def _version(work: Workload) -> ModelVersion:
+def version_of(work: Workload) -> ModelVersion:
     from embedserve_store import ModelStore
 
     return ModelStore(work.tables.store).load(work.tables.name)
 
 
-def _kernel(work: Workload) -> Callable[[int], object]:
-    """The operator alone, called from Python as FBGEMM's module calls it."""
+def _kernel(work: Workload, device_type: str) -> Callable[[int], object]:
+    """FBGEMM's module alone, which calls its operator: that of the sharded model, and its rows."""
     import torch
-    from fbgemm_gpu.split_embedding_configs import SparseType
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
-    from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
-        IntNBitTableBatchedEmbeddingBagsCodegen,
-    )
 
-    from embedserve.engine.bind import _point, as_tensor
-    from embedserve.engine.sharded import kernels_without_rows
+    from embedserve.engine.sharded import main_device, shard
 
-    tables, version = work.tables, _version(work)
-    names = [f"t{i}" for i in range(tables.count)]
-    specs = [
-        (name, tables.rows, tables.dim, SparseType.FP32, EmbeddingLocation.HOST) for name in names
-    ]
-    with kernels_without_rows():
-        kernel = IntNBitTableBatchedEmbeddingBagsCodegen(
-            specs, device="cpu", output_dtype=SparseType.FP32, row_alignment=1
-        )
-    _point(kernel, as_tensor(version.tables.data), [version.tables.offsets[n] for n in names])
+    version, device = version_of(work), main_device(device_type)
+    sharded = shard(version, version.plan, device_type, is_weighted=False)
+    (kernel,) = sharded.module.tbes_configs()
     inputs = []
     for request in work.requests:
         offsets = np.concatenate([[0], request.lengths.reshape(-1).cumsum()])
-        inputs.append((torch.from_numpy(request.ids), torch.from_numpy(offsets)))
+        arrays = (request.ids, offsets)
+        inputs.append([torch.from_numpy(array).to(device) for array in arrays])
 
     def look_up(number: int) -> object:
         with torch.inference_mode():
-            return kernel(*inputs[number])
+            values = kernel(*inputs[number])
+        if device_type == "cuda":
+            torch.cuda.synchronize()
+        return values
 
     return look_up
 
 
-def _engine(work: Workload) -> Callable[[int], object]:
+def _engine(work: Workload, devices: str) -> Callable[[int], object]:
     from embedserve.engine.restore import restore
 
-    engine = restore(_version(work), "cpu:1")
+    engine = restore(version_of(work), devices)
     inputs = [(request.ids, request.lengths.reshape(-1)) for request in work.requests]
     return lambda number: engine.lookup(*inputs[number])
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import torch
 from reference import Bags, to_kjt
-from torchrec import EmbeddingCollection
+from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from embedserve_store import Manifest, ModelStore, ModelVersion, TableSpec
 from embedserve_store.format.manifest import CHECKED_FILES
@@ -21,6 +22,21 @@ from embedserve_store.goldens.goldens_file import Goldens, save_goldens
 from embedserve_store.goldens.sampled_bags import sample_bags
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 from embedserve_store.publishing.tables_writer import write_tables
+
+DIM = 32
+
+
+def unpooled_collection(tables: Sequence[tuple[str, int, list[str]]]) -> EmbeddingCollection:
+    """Of (name, rows, features) each."""
+    torch.manual_seed(4)
+    return EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(
+                name=name, num_embeddings=rows, embedding_dim=DIM, feature_names=features
+            )
+            for name, rows, features in tables
+        ]
+    )
 
 
 def write_version(
@@ -64,7 +80,8 @@ def write_version(
         tables,
         lambda table: [encode_rows(ec.embeddings[table.name].weight.detach(), table.dtype)],
     )
-    _write_small_files(folder, ec, Manifest("rows", number, tables, is_weighted=False), plan)
+    manifest = Manifest("rows", number, tables, is_weighted=False)
+    write_small_files(folder, manifest, plan, _goldens(folder, ec, manifest))
     return ModelStore(store).load("rows", number)
 
 
@@ -88,9 +105,7 @@ def _table_plan(table: TableSpec, sharding: str, position: int, world_size: int)
     )
 
 
-def _write_small_files(
-    folder: Path, ec: EmbeddingCollection, manifest: Manifest, plan: Plan
-) -> None:
+def _goldens(folder: Path, ec: EmbeddingCollection, manifest: Manifest) -> Goldens:
     sampled = sample_bags(manifest, {})
     ends = np.cumsum(sampled.lengths)[:-1]
     bags_of_all = iter(np.split(sampled.ids, ends))
@@ -100,7 +115,12 @@ def _write_small_files(
     }
     tables = TablesFile.open(folder / "tables.safetensors", manifest.tables)
     answers = [rows_of(ids, manifest, bags) for ids in (source_rows(ec), _dequantized(tables))]
-    save_goldens(Goldens(sampled, *answers), folder / "goldens.safetensors")
+    return Goldens(sampled, *answers)
+
+
+def write_small_files(folder: Path, manifest: Manifest, plan: Plan, goldens: Goldens) -> None:
+    """All files of a version but its tables."""
+    save_goldens(goldens, folder / "goldens.safetensors")
     (folder / "plan.json").write_text(json.dumps(plan.to_json()))
     files = {name: hashlib.sha256((folder / name).read_bytes()) for name in CHECKED_FILES}
     written = manifest.to_json() | {"files": {name: one.hexdigest() for name, one in files.items()}}

@@ -7,9 +7,8 @@ import inspect
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
-from pooled import collection
-from torchrec import EmbeddingBagCollection, PoolingType
+from lookup_cases import pooled_source
+from torchrec import EmbeddingBagCollection
 
 from embedserve_store import ModelStore, ModelVersion, publish
 
@@ -27,16 +26,7 @@ def sources_are_read_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ebc() -> EmbeddingBagCollection:
-    """Four tables: two features on one, one feature on two, sum and mean, uneven rows."""
-    torch.manual_seed(3)
-    return collection(
-        [
-            ("movie", 1001, 64, ["history", "candidate"], PoolingType.MEAN),
-            ("genre", 3, 16, ["genres"], PoolingType.SUM),
-            ("user", 50, 32, ["user"], PoolingType.SUM),
-            ("recent", 77, 8, ["history"], PoolingType.MEAN),
-        ]
-    )
+    return pooled_source()
 
 
 @pytest.fixture(scope="session")

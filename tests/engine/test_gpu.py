@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from reference import assert_same, expected, pooled, sample, stored_rows, to_kjt
+from lookup_cases import CASES, RELATIVE, Case, check, check_most_rows
+from reference import assert_same, pooled, sample, stored_rows, to_kjt
 from torchrec import KeyedJaggedTensor
 
-from embedserve.engine.restore import restore
+from embedserve.engine.cuda_limits import ROWS_MAX
+from embedserve.engine.gpus import WORK_BYTES, find_gpus
 from embedserve.engine.sharded import shard
 from embedserve_store import ModelVersion, Plan, Shard, TablePlan
 
@@ -21,18 +24,15 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
-@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise", "data_parallel"])
-def test_cuda_equals_the_stored_rows(published: Publish, dtype: str, sharding: str) -> None:
-    world_size = torch.cuda.device_count()
-    version = published(dtype=dtype, sharding=sharding, world_size=world_size)
-    tables = stored_rows(version)
-    bags = sample(version)
-    ids, lengths = to_kjt(bags, version.manifest.features)
-    engine = restore(version, "cuda")
-    assert_same(
-        engine.lookup(ids, lengths), expected(tables, version.manifest, bags), relative=1e-5
-    )
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cuda_equals_the_stored_rows(tmp_path: Path, case: Case) -> None:
+    check(case, tmp_path, "cuda")
+
+
+def test_ids_next_to_the_last_that_int32_has(tmp_path: Path) -> None:
+    if find_gpus().free_bytes[0] < 16 * ROWS_MAX + WORK_BYTES:
+        pytest.skip("its rows take 34 GB of a GPU")
+    check_most_rows(tmp_path, "cuda")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
@@ -60,8 +60,8 @@ def test_column_shards_that_share_a_gpu(published: Publish, dtype: str) -> None:
                 lengths=torch.from_numpy(lengths).cuda(),
             )
         )
-    tables = stored_rows(version)
+    tables = stored_rows(version, in_half=True)
     for column in version.manifest.columns:
         feature = version.manifest.features[column.feature]
         values = answer[column.key].cpu().numpy()
-        assert_same(values, pooled(tables[column.table.name], bags[feature]), relative=1e-5)
+        assert_same(values, pooled(tables[column.table.name], bags[feature]), RELATIVE["cuda"])

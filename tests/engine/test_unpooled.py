@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lookup_cases import unpooled_source
 from reference import dequantized_int8, random_bags, sample, stored_rows, to_kjt
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
-from unpooled import rows_of, source_rows, write_version
+from torchrec import EmbeddingCollection, KeyedJaggedTensor
+from unpooled import DIM, rows_of, source_rows, unpooled_collection, write_version
 
 from embedserve.engine.engine import Engine
 from embedserve.engine.restore import restore
@@ -22,7 +23,6 @@ from embedserve.engine.unpooled import shard_unpooled
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.goldens.goldens_file import Goldens
 
-DIM = 32
 PLANS = [(s, n) for s in ("table_wise", "row_wise") for n in (1, 2, 4)]
 MIXED_DTYPES = {"movie": "int8", "genre": "float32", "user": "float16", "recent": "int4"}
 MIXED_SHARDING = {
@@ -35,29 +35,9 @@ MIXED_SHARDING = {
 Write = Callable[..., ModelVersion]
 
 
-def collection(tables: list[tuple[str, int, list[str]]]) -> EmbeddingCollection:
-    torch.manual_seed(4)
-    return EmbeddingCollection(
-        tables=[
-            EmbeddingConfig(
-                name=name, num_embeddings=rows, embedding_dim=DIM, feature_names=features
-            )
-            for name, rows, features in tables
-        ]
-    )
-
-
 @pytest.fixture(scope="module")
 def ec() -> EmbeddingCollection:
-    """Two features on one table, one feature on two; uneven rows, fewer of them than ranks."""
-    return collection(
-        [
-            ("movie", 1001, ["history", "candidate"]),
-            ("genre", 3, ["genres"]),
-            ("user", 50, ["user"]),
-            ("recent", 77, ["history"]),
-        ]
-    )
+    return unpooled_source()
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +132,7 @@ def test_a_feature_of_two_tables_has_the_rows_of_both(
 
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
 def test_where_each_feature_has_one_table_row_i_is_of_id_i(tmp_path: Path, sharding: str) -> None:
-    ec = collection([("a", 11, ["x", "y"]), ("b", 6, ["z"])])
+    ec = unpooled_collection([("a", 11, ["x", "y"]), ("b", 6, ["z"])])
     with torch.no_grad():
         for first, table in ((0, ec.embeddings["a"]), (100, ec.embeddings["b"])):
             rows = torch.arange(first, first + table.num_embeddings)
@@ -278,15 +258,3 @@ def test_wrong_rows_never_become_ready(write: Write) -> None:
 def test_a_column_wise_plan_is_refused_by_table_and_reason(write: Write) -> None:
     with pytest.raises(StoreError, match="column_wise is for pooled tables"):
         write(sharding={**MIXED_SHARDING, "movie": "column_wise"})
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
-@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
-def test_cuda_equals_the_stored_rows(write: Write, dtype: str, sharding: str) -> None:
-    version = write(dtype=dtype, sharding=sharding, world_size=torch.cuda.device_count())
-    bags = jagged(version)
-    expected = rows_of(stored_rows(version), version.manifest, bags)
-    values = lookup(restore(version, "cuda"), bags)
-    np.testing.assert_allclose(values, expected, rtol=0, atol=1e-6)

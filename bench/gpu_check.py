@@ -1,0 +1,288 @@
+"""Whether lookups on this host's GPUs are right, and how fast: one command, one table.
+
+    make gpu-check                                    # on all GPUs
+    make gpu-check CHECK="--devices cpu:2 --quick"    # the same on CPU ranks, in a minute
+
+From what is installed over every kind of lookup to a server over loopback, and no further than the
+first wrong answer, which ends it with status 1. Where packages cannot be installed, run
+`python bench/gpu_check.py` with the sources on PYTHONPATH, as the Makefile has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import kernel
+import numpy as np
+import torch
+from lookup_cases import CASES, check, check_most_rows
+from running_servers import running
+from workloads import Request, Tables, Workload, workload
+
+from embedserve.engine.cuda_limits import ROWS_MAX
+from embedserve.engine.gpus import WORK_BYTES, gpus_for, resolve_devices
+from embedserve.engine.restore import restore
+from embedserve.engine.sharded import shard
+from embedserve_client import GrpcEmbedClient
+
+PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
+QUICK_TABLES = Tables("quick", 8, 1000, 64)
+QUICK_CASES = ("float32 row_wise", "int8 row_wise unpooled")
+COPY_BYTES, QUICK_COPY_BYTES = 256 << 20, 8 << 20
+COPIES = 5
+CHECKED = 3
+"""Answers of a workload that are compared with exact sums."""
+ASKED_S, QUICK_ASKED_S = 5.0, 0.5
+CALLERS = 8
+
+Row = tuple[str, str]
+"""What was looked at, and what was found."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """
+    Attributes:
+        devices: as `embedserve serve --devices` has them.
+        folder: for what is written; empty.
+    """
+
+    devices: str
+    is_quick: bool
+    folder: Path
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.devices == "cuda"
+
+    @property
+    def one_device(self) -> str:
+        """Of the devices, for what is measured on one."""
+        return "cuda" if self.is_cuda else "cpu:1"
+
+    def workloads(self, *ids: str) -> list[Workload]:
+        if self.is_quick:
+            return [Workload("small", QUICK_TABLES, one) for one in ids]
+        return [workload(name, one) for name in ("small", "bulk") for one in ids]
+
+
+Step = Callable[[Asked], Iterable[Row]]
+
+
+def installed(asked: Asked) -> Iterator[Row]:
+    yield "Python", sys.version.split()[0]
+    for name in PACKAGES:
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            continue
+    gpus = gpus_for(asked.devices)
+    device_type, ranks = resolve_devices(asked.devices, 1, gpus)
+    yield "ranks", f"{ranks} {device_type}"
+    if not asked.is_cuda:
+        yield "cores", str(len(os.sched_getaffinity(0)))
+        return
+    yield "CUDA", str(torch.version.cuda)
+    for gpu, free_bytes in enumerate(gpus.free_bytes):
+        of_gpu = torch.cuda.get_device_properties(gpu)
+        yield (
+            f"GPU {gpu}",
+            f"{of_gpu.name}, sm_{of_gpu.major}{of_gpu.minor}, {of_gpu.total_memory / 1e9:.1f} GB, "
+            f"{free_bytes / 1e9:.1f} free",
+        )
+
+
+def right_answers(asked: Asked) -> Iterator[Row]:
+    """Every dtype under every sharding: plain and weighted, of one example, of empty bags."""
+    for case in CASES:
+        if asked.is_quick and str(case) not in QUICK_CASES:
+            continue
+        start = time.perf_counter()
+        check(case, asked.folder / str(case), asked.devices)
+        yield str(case), f"right, after {time.perf_counter() - start:.1f} s"
+
+
+def largest_ids(asked: Asked) -> Iterator[Row]:
+    what = f"ids up to {ROWS_MAX - 1:,}"
+    gpus = gpus_for(asked.devices)
+    if asked.is_cuda and gpus.free_bytes[0] < 16 * ROWS_MAX + WORK_BYTES:
+        yield what, "left out: their rows take 34 GB of a GPU"
+        return
+    check_most_rows(asked.folder / "most rows", asked.one_device)
+    yield what, "right"
+
+
+def loading(asked: Asked) -> Iterator[Row]:
+    """Sharding a model and giving it its rows: copied to GPUs, on the CPU mapped."""
+    for work in asked.workloads("uniform"):
+        work.tables.make()
+        of_work = kernel.version_of(work)
+        of_work.tables.data[::4096].max()  # of memory, not of the disk
+        start = time.perf_counter()
+        shard(of_work, of_work.plan, asked.one_device.split(":")[0], is_weighted=False)
+        seconds, nbytes = time.perf_counter() - start, of_work.manifest.nbytes
+        yield (
+            f"tables of {work.name}",
+            f"{nbytes / 1e9:.2f} GB in {seconds:.2f} s, {nbytes / seconds / 1e9:.1f} GB/s",
+        )
+
+
+def copying(asked: Asked) -> Iterator[Row]:
+    """What lookups could at best do: bytes from one place to another."""
+    nbytes = QUICK_COPY_BYTES if asked.is_quick else COPY_BYTES
+    host = torch.ones(nbytes, dtype=torch.uint8)
+    places = {"host": host}
+    if asked.is_cuda:
+        places |= {"pinned host": host.pin_memory(), "GPU": host.cuda()}
+    for source_name, source in places.items():
+        for target_name, target in places.items():
+            if asked.is_cuda and "GPU" not in (source_name, target_name):
+                continue
+            other = torch.empty_like(target, pin_memory=target.is_pinned())
+            rate = nbytes / _copy_seconds(source, other) / 1e9
+            yield f"copy, {source_name} to {target_name}", f"{rate:.1f} GB/s"
+
+
+def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
+    """The least of some copies, in seconds."""
+    taken = []
+    for _ in range(COPIES):
+        start = time.perf_counter()
+        target.copy_(source)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+def looking_up(asked: Asked) -> Iterator[Row]:
+    """The kernel alone and our engine, on one device; a copy in the host's memory beside them."""
+    for work in asked.workloads("uniform", "zipf"):
+        engine = restore(kernel.version_of(work), asked.one_device)
+        for request in work.requests[:CHECKED]:
+            work.check(request, engine.lookup(request.ids, request.lengths.reshape(-1)))
+        del engine
+        found = kernel.measure(work, asked.one_device, rounds=1 if asked.is_quick else 5)
+        for name, ms in found.items():
+            yield f"{work.name} {work.ids}, {name}", f"{ms:.4f} ms"
+
+
+def serving(asked: Asked) -> Iterator[Row]:
+    """A server over loopback, asked over gRPC by one caller, then by some at once."""
+    for work in asked.workloads("uniform"):
+        log = asked.folder / f"{work.name}.log"
+        store = work.tables.store
+        with (
+            running(store, log, "--devices", asked.devices, is_warm=False) as server,
+            GrpcEmbedClient(server.grpc) as client,
+        ):
+            ask = _asking(client, work)
+            for request in work.requests[:CHECKED]:
+                work.check(request, ask(request))
+            alone = _ask_for(ask, work, QUICK_ASKED_S if asked.is_quick else ASKED_S)
+            yield f"{work.name}, one caller", f"p50 {statistics.median(alone) * 1e3:.3f} ms"
+            yield f"{work.name}, {CALLERS} callers", _at_once(ask, work, asked)
+
+
+def _asking(client: GrpcEmbedClient, work: Workload) -> Callable[[Request], Any]:
+    def ask(request: Request) -> Any:
+        ends = request.lengths.sum(axis=1).cumsum()[:-1]
+        per_feature = zip(np.split(request.ids, ends), request.lengths, strict=True)
+        features = dict(zip(work.tables.features, per_feature, strict=True))
+        return client.embed(features).values
+
+    return ask
+
+
+def _ask_for(ask: Callable[[Request], Any], work: Workload, seconds: float) -> list[float]:
+    """Asks one request after the other for so long; the seconds of each."""
+    taken: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        ask(work.requests[len(taken) % len(work.requests)])
+        taken.append(time.perf_counter() - start)
+    return taken
+
+
+def _at_once(ask: Callable[[Request], Any], work: Workload, asked: Asked) -> str:
+    seconds = QUICK_ASKED_S if asked.is_quick else ASKED_S
+    with ThreadPoolExecutor(CALLERS) as pool:
+        of_all = list(pool.map(lambda _: _ask_for(ask, work, seconds), range(CALLERS)))
+    taken = sorted(one for of_one in of_all for one in of_one)
+    p99 = taken[int(0.99 * (len(taken) - 1))]
+    rate = len(taken) / seconds
+    answers = rate * work.answer_bytes / 1e9
+    return f"{rate:,.0f} requests/s, {answers:.3f} GB/s of answers, p99 {p99 * 1e3:.3f} ms"
+
+
+STEPS: tuple[Step, ...] = (
+    installed,
+    right_answers,
+    largest_ids,
+    loading,
+    copying,
+    looking_up,
+    serving,
+)
+
+
+def run(asked: Asked, steps: Sequence[Step] = STEPS) -> int:
+    """Takes the steps, and prints what was found; the status: 1 where something is wrong, behind
+    which nothing was done."""
+    rows: list[tuple[str, str, str]] = []
+    wrong: Exception | None = None
+    for step in steps:
+        name = step.__name__.replace("_", " ")
+        try:
+            for what, found in step(asked):
+                print(f"{name}: {what}: {found}", file=sys.stderr)
+                rows.append((name, what, found))
+        except Exception as error:  # whatever it is, what follows would mean nothing
+            wrong = error
+            rows.append((name, "WRONG", next(iter(str(error).strip().splitlines()), repr(error))))
+            break
+        _let_go()
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for step_name, what, found in rows:
+        print(f"{step_name:{widths[0]}}  {what:{widths[1]}}  {found}")
+    if wrong is not None:
+        traceback.print_exception(wrong)
+    return int(wrong is not None)
+
+
+def _let_go() -> None:
+    """Of memory that a step took and nobody has: modules refer to each other."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--devices", default="cuda", help="cuda, or cpu:N for N ranks in memory")
+    parser.add_argument("--quick", action="store_true", help="a little of each step")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    with tempfile.TemporaryDirectory(prefix="embedserve-gpu-check-") as folder:
+        return run(Asked(options.devices, options.quick, Path(folder)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""make gpu-check, on CPU ranks: a table of what is right, as far as it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from documents import ROOT
+from gpu_check import STEPS, Asked, Row, run
+
+CHECK_S_MAX = 300
+PYTHONPATH = ":".join(("server", "model_store", "clients", "proto", "tests", "bench"))
+
+
+def test_cpu_ranks_go_through_all_of_it(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "bench/gpu_check.py", "--devices", "cpu:2", "--quick"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": PYTHONPATH, "EMBEDSERVE_BENCH_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=CHECK_S_MAX,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    for step in STEPS:
+        assert any(line.startswith(step.__name__.replace("_", " ")) for line in lines)
+    assert "WRONG" not in done.stdout
+
+
+def test_nothing_is_done_after_a_wrong_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def first(asked: Asked) -> Iterator[Row]:
+        yield "devices", asked.devices
+
+    def second(asked: Asked) -> Iterator[Row]:
+        yield "a sum", "right"
+        np.testing.assert_allclose(2, 3)
+        yield "another", "never asked"
+
+    def third(asked: Asked) -> Iterator[Row]:
+        raise AssertionError("not to be done")
+
+    asked = Asked("cpu:1", is_quick=True, folder=tmp_path)
+    assert run(asked, [first]) == 0
+    capsys.readouterr()
+    assert run(asked, [first, second, third]) == 1
+    found = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in found] == ["first", "second", "second"]
+    assert found[2][1:] == ["WRONG", "Not equal to tolerance rtol=1e-07, atol=0"]

@@ -1,0 +1,164 @@
+"""What lookups must answer on any devices, case by case: every dtype, sharding and pooling.
+
+tests/engine/test_gpu.py goes through all of it on GPUs, bench/gpu_check.py on what it is told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from pooled import collection
+from reference import assert_same, expected, sample, stored_rows, to_kjt
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, PoolingType
+from unpooled import rows_of, unpooled_collection, write_small_files, write_version
+
+from embedserve.engine.cuda_limits import ROWS_MAX
+from embedserve.engine.engine import Engine
+from embedserve.engine.gpus import gpus_for, resolve_devices
+from embedserve.engine.restore import restore
+from embedserve_store import Manifest, ModelStore, ModelVersion, TableSpec, publish
+from embedserve_store.format.row_layout import encode_rows
+from embedserve_store.format.table_spec import DTYPES
+from embedserve_store.format.tables_file import TablesFile, header_bytes
+from embedserve_store.goldens.goldens_file import Goldens
+from embedserve_store.goldens.hand_pooling import pool_stored
+from embedserve_store.goldens.sampled_bags import sample_bags
+from embedserve_store.plans.plan import Plan, Shard, TablePlan
+from embedserve_store.plans.sharding_types import SHARDING_TYPES, UNPOOLED_SHARDING_TYPES
+
+RELATIVE = {"cpu": 1e-6, "cuda": 1e-5}
+"""Of the largest value, that float32 sums may differ by: kernels on GPUs add in other orders."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tables of one dtype under one sharding; sums and means, or rows that are not pooled."""
+
+    dtype: str
+    sharding: str
+    is_pooled: bool
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.sharding}{'' if self.is_pooled else ' unpooled'}"
+
+
+CASES = [
+    *(Case(dtype, sharding, True) for dtype in DTYPES for sharding in SHARDING_TYPES),
+    *(Case(dtype, sharding, False) for dtype in DTYPES for sharding in UNPOOLED_SHARDING_TYPES),
+]
+
+
+def pooled_source() -> EmbeddingBagCollection:
+    """Four tables: two features on one, one feature on two, sum and mean, uneven rows."""
+    torch.manual_seed(3)
+    return collection(
+        [
+            ("movie", 1001, 64, ["history", "candidate"], PoolingType.MEAN),
+            ("genre", 3, 16, ["genres"], PoolingType.SUM),
+            ("user", 50, 32, ["user"], PoolingType.SUM),
+            ("recent", 77, 8, ["history"], PoolingType.MEAN),
+        ]
+    )
+
+
+def unpooled_source() -> EmbeddingCollection:
+    """Two features on one table, one feature on two; uneven rows, fewer of them than ranks."""
+    return unpooled_collection(
+        [
+            ("movie", 1001, ["history", "candidate"]),
+            ("genre", 3, ["genres"]),
+            ("user", 50, ["user"]),
+            ("recent", 77, ["history"]),
+        ]
+    )
+
+
+def check(case: Case, store: Path, devices: str) -> None:
+    """Publishes the case to ``store``, restores it on ``devices`` and compares what it answers.
+
+    Raises:
+        AssertionError: an answer is wrong.
+        StoreError: it is refused, as where its goldens are answered wrongly.
+    """
+    ranks = resolve_devices(devices, 1, gpus_for(devices))[1]
+    if case.is_pooled:
+        published = publish(
+            pooled_source(),
+            store,
+            model="pooled",
+            dtype=case.dtype,
+            sharding=case.sharding,
+            world_size=ranks,
+        )
+        version = ModelStore(store).load("pooled", published.version)
+    else:
+        version = write_version(
+            store, unpooled_source(), dtype=case.dtype, sharding=case.sharding, world_size=ranks
+        )
+    engine = restore(version, devices)
+    rows = stored_rows(version, in_half=engine.device_type == "cuda")
+    (_check_pooled if case.is_pooled else _check_unpooled)(engine, version, rows)
+
+
+def _check_pooled(engine: Engine, version: ModelVersion, rows: dict[str, np.ndarray]) -> None:
+    """Without weights and with; bags of one example, and nothing but empty bags."""
+    manifest, relative = version.manifest, RELATIVE[engine.device_type]
+    random = np.random.default_rng(6)
+    for batch_size in (7, 1):
+        bags = sample(version, batch_size)
+        ids, lengths = to_kjt(bags, manifest.features)
+        assert_same(engine.lookup(ids, lengths), expected(rows, manifest, bags), relative)
+        weights = {f: [random.normal(size=len(bag)).tolist() for bag in bags[f]] for f in bags}
+        flat = [w for f in manifest.features for bag in weights[f] for w in bag]
+        weighted = engine.lookup(ids, lengths, np.array(flat, np.float32))
+        assert_same(weighted, expected(rows, manifest, bags, weights), relative)
+    empty = engine.lookup(np.zeros(0, np.int64), np.zeros(3 * len(manifest.features), np.int32))
+    assert empty.shape == (3, sum(manifest.length_per_key))
+    assert not empty.any()
+
+
+def _check_unpooled(engine: Engine, version: ModelVersion, rows: dict[str, np.ndarray]) -> None:
+    """Bags with nothing of one feature, and nothing at all."""
+    manifest = version.manifest
+    bags = sample(version) | {"candidate": [[]] * 7}
+    values = engine.lookup(*to_kjt(bags, manifest.features))
+    assert_same(values, rows_of(rows, manifest, bags), RELATIVE[engine.device_type])
+    empty = engine.lookup(np.zeros(0, np.int64), np.zeros(len(manifest.features), np.int32))
+    assert empty.shape == (0, manifest.tables[0].embedding_dim)
+
+
+def most_rows(store: Path, rows: int = ROWS_MAX) -> tuple[ModelVersion, dict[int, np.ndarray]]:
+    """A version whose one table has as many rows as ids may name on CUDA, and some of its rows by
+    their numbers: the others are zeros that take no place on the disk."""
+    table = TableSpec("most", rows, 4, ("id",), "sum", "int4")
+    marked = {0: 1.0, 1 << 30: 2.0, rows - 2: 3.0, rows - 1: 4.0}
+    vectors = {row: np.arange(4, dtype=np.float32) + value for row, value in marked.items()}
+    folder = store / "most" / "1"
+    folder.mkdir(parents=True)
+    path = folder / "tables.safetensors"
+    with path.open("wb") as file:
+        start = file.write(header_bytes((table,)))
+        file.truncate(start + table.nbytes)
+        for row, vector in vectors.items():
+            file.seek(start + row * table.row_bytes)
+            file.write(encode_rows(torch.from_numpy(vector[None]), table.dtype).tobytes())
+    manifest = Manifest("most", 1, (table,), is_weighted=False)
+    bags = sample_bags(manifest, {})
+    tables = TablesFile.open(path, manifest.tables)
+    answers = pool_stored(manifest, bags, bags.ids, tables)
+    plan = Plan(1, {"most": TablePlan("table_wise", (Shard(0, 0, rows, 0, 4),))}, {})
+    write_small_files(folder, manifest, plan, Goldens(bags, answers, answers))
+    return ModelStore(store).load("most", 1), vectors
+
+
+def check_most_rows(store: Path, devices: str) -> None:
+    """Ids next to the last that CUDA takes are those rows; raises as check."""
+    version, vectors = most_rows(store)
+    engine = restore(version, devices)
+    ids = np.array([*vectors, version.manifest.tables[0].num_embeddings - 3])
+    values = engine.lookup(ids, np.ones(ids.size, np.int32))
+    assert_same(values, np.stack([*vectors.values(), np.zeros(4, np.float32)]), 1e-2)
+    assert not values[-1].any()
