@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 
 import numpy as np
+import polars as pl
 import pytest
 from server.arrow_streams import read_answer, said_in, vectors
 from server.fake_engine import model_info
@@ -71,6 +73,15 @@ def test_a_column_for_each_key(examples: int, dtype: str) -> None:
         for key, columns in KEYS.items():
             assert np.array_equal(vectors(table[key]), values[:, columns])
         assert said_in(table) == said_of(POOLED)
+
+
+def test_polars_reads_them() -> None:
+    values = values_of(3)
+    whole = pl.read_ipc_stream(io.BytesIO(encoded(LookupResult(POOLED, values))))
+    assert np.array_equal(whole["values"].to_numpy(), values)
+    by_key = pl.read_ipc_stream(io.BytesIO(encoded(LookupResult(POOLED, values, output=BY_KEY))))
+    assert by_key["movie"].dtype == pl.Array(pl.Float32, 3)
+    assert np.array_equal(by_key["movie"].to_numpy(), values[:, 4:7])
 
 
 @pytest.mark.parametrize("form", [None, BY_KEY])

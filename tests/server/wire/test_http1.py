@@ -17,6 +17,7 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from server.arrow_streams import ARROW, columns_of, stream_of
 from server.fake_engine import FakeEngine, model_info
 from server.live import IN_THREAD, PROTOBUF, make_exchange
 from server.raw_http import (
@@ -104,6 +105,7 @@ def _has_looked_up(engine: FakeEngine, count: int) -> bool:
     return len(engine.lookups) == count
 
 
+STREAM = stream_of(columns_of({"user": [[1], [2, 3]]}))
 PLAIN_REQUESTS = {
     "json": (BODY, [], "/embed"),
     "several examples": (OTHER, [], "/embed"),
@@ -115,6 +117,8 @@ PLAIN_REQUESTS = {
         [f"Content-Type: {PROTOBUF}", "Accept: application/json"],
         "/embed",
     ),
+    "arrow": (STREAM, [f"Content-Type: {ARROW}"], "/embed"),
+    "not arrow": (b"{", [f"Content-Type: {ARROW}"], "/embed"),
     "in time": (BODY, ["X-Timeout-Ms: 20000"], "/embed"),
     "too late": (BODY, ["X-Timeout-Ms: 1e-9"], "/embed"),
     "no row": (BAD, [], "/embed"),

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
+from server.arrow_streams import ARROW, columns_of, stream_of
 from server.fake_engine import Bags, FakeEngine
 from server.http2_client import Http2Client, http2_client
 from server.live import PROTOBUF, Live, live_server
@@ -33,6 +34,7 @@ async def client(live: Live, request: pytest.FixtureRequest) -> AsyncIterator[Ht
         yield client
 
 
+STREAM = stream_of(columns_of({"user": [[1], [2, 3]]}))
 CASES: dict[str, tuple[str, str, bytes, dict[str, str]]] = {
     "json": ("POST", "/embed", BODY, {}),
     "named model": ("POST", "/models/shop/embed", BODY, {}),
@@ -44,6 +46,8 @@ CASES: dict[str, tuple[str, str, bytes, dict[str, str]]] = {
         MESSAGE,
         {"content-type": PROTOBUF, "accept": "application/json"},
     ),
+    "arrow": ("POST", "/embed", STREAM, {"content-type": ARROW}),
+    "not arrow": ("POST", "/embed", b"{", {"content-type": ARROW}),
     "nothing": ("POST", "/embed", b"", {}),
     "not json": ("POST", "/embed", b"{", {}),
     "no row": ("POST", "/embed", b'{"features": {"user": [[99]]}}', {}),
