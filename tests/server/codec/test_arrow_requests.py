@@ -18,7 +18,7 @@ from server.strategies import bags_of_ids, weights_or_none
 
 from embedserve.codec import protobuf_codec
 from embedserve.codec.arrow import requests
-from embedserve.codec.arrow.columns import KNOWN_BYTES_MAX, KNOWN_MAX, schemas
+from embedserve.codec.arrow.columns import KNOWN_BYTES_MAX, KNOWN_MAX, MESSAGE_BYTES_MAX, schemas
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.errors import InvalidRequestError
 from embedserve.types import LookupRequest
@@ -185,6 +185,10 @@ def test_schemas_are_remembered_and_few_of_them() -> None:
         assert 0 < schemas.nbytes <= KNOWN_BYTES_MAX
         assert schemas.sizes == {len(one) for one in schemas.known}
     assert len(schemas.known) < 8
+    large = columns_of({"user": [[1]]}).replace_schema_metadata({"x": "a" * MESSAGE_BYTES_MAX})
+    before = list(schemas.known)
+    assert_reads(stream_of(large), {"user": [[1]]})
+    assert list(schemas.known) == before
 
 
 def test_what_takes_long_is_left_to_the_thread() -> None:

@@ -12,8 +12,8 @@ from embedserve.errors import InvalidRequestError
 
 BY_KEY, IN_ONE = "keys", "values"
 """The columns of an answer: one for each key, or one that has the vectors of all."""
-KNOWN_MAX, KNOWN_BYTES_MAX = 16, 4 << 20
-"""Schemas that are remembered, and the bytes of all of them."""
+KNOWN_MAX, KNOWN_BYTES_MAX, MESSAGE_BYTES_MAX = 16, 4 << 20, 1 << 20
+"""Schemas that are remembered, the bytes of all of them, and of the message of one."""
 COLUMN_BYTES = 640
 """Of one that is remembered, beside its schema's message."""
 _UINT64 = np.dtype("<u8")
@@ -158,7 +158,7 @@ class Schemas:
 
     def remember(self, message: bytes, schema: Schema) -> None:
         nbytes = len(message) + COLUMN_BYTES * len(schema.columns)
-        if nbytes > KNOWN_BYTES_MAX:
+        if len(message) > MESSAGE_BYTES_MAX or nbytes > KNOWN_BYTES_MAX:
             return
         if len(self.known) >= KNOWN_MAX or self.nbytes + nbytes > KNOWN_BYTES_MAX:
             self.forget()
