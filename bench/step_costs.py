@@ -18,7 +18,7 @@ from workloads import workload
 
 from embedserve.batching.join import join, to_model_order
 from embedserve.batching.split import split
-from embedserve.codec import json_codec, protobuf_codec
+from embedserve.codec import json_codec, protobuf_answers, protobuf_codec
 from embedserve.types import Batch, LookupRequest, LookupResult
 from embedserve_store import ModelStore
 
@@ -85,7 +85,7 @@ def measure() -> dict[str, float]:
     joined_and_split(1)
     results = joined_and_split(BATCH)
     found["JSON encoded"] = best_us(lambda i: json_codec.encode_now(results[i % BATCH]))
-    found["protobuf encoded"] = best_us(lambda i: protobuf_codec.encode_now(results[i % BATCH]))
+    found["protobuf encoded"] = best_us(lambda i: protobuf_answers.encode_now(results[i % BATCH]))
     return found
 
 

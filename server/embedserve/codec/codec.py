@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from embedserve.codec import json_codec, predictor_codec, protobuf_codec
+from embedserve.codec import json_codec, predictor_codec, protobuf_answers, protobuf_codec
 from embedserve.codec.arrow import answers as arrow_answers
 from embedserve.codec.arrow import requests as arrow_requests
 from embedserve.codec.open_inference import bodies, body_answers, message_answers, messages
@@ -54,7 +54,7 @@ class Codec:
     model_of: Callable[[bytes], str]
     sizes_of: Callable[[bytes], tuple[int, int]]
     encode_error: Callable[[EmbedServeError], bytes] = json_codec.encode_error
-    encode_streamed_error: Callable[[EmbedServeError], bytes] = protobuf_codec.encode_error
+    encode_streamed_error: Callable[[EmbedServeError], bytes] = protobuf_answers.encode_error
     head_bytes: Callable[[Parts], int] | None = None
     in_regions: Callable[[Regions], tuple[DecodeNow, Decode]] | None = None
 
@@ -89,8 +89,8 @@ PROTOBUF = Codec(
     "body_bytes_max",
     protobuf_codec.decode_request,
     protobuf_codec.decode_now,
-    protobuf_codec.encode_pieces,
-    protobuf_codec.encode_now,
+    protobuf_answers.encode_pieces,
+    protobuf_answers.encode_now,
     protobuf_codec.model_of,
     protobuf_codec.sizes_of,
 )

@@ -11,7 +11,7 @@ from server.fake_models import unpooled_info
 
 from embedserve.codec.codec import JSON, PROTOBUF, Codec
 from embedserve.codec.json_codec import NOW_VALUES_MAX, PIECE_VALUES
-from embedserve.codec.protobuf_codec import NOW_LENGTHS_MAX
+from embedserve.codec.protobuf_answers import NOW_LENGTHS_MAX
 from embedserve.types import LookupResult
 from embedserve_proto import embedding_pb2 as pb
 

@@ -14,12 +14,8 @@ from server.fake_engine import FakeEngine, make_request, model_info
 from server.fake_models import ruled_info, unpooled_info
 from server.strategies import bags_of, bags_of_ids, weights_or_none
 
-from embedserve.codec.protobuf_codec import (
-    decode_request,
-    encode_error,
-    encode_now,
-    model_message,
-)
+from embedserve.codec.protobuf_answers import encode_error, encode_now, model_message
+from embedserve.codec.protobuf_codec import decode_request
 from embedserve.codec.protobuf_heads import HEADS_MAX, heads
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, OverloadedError

@@ -8,7 +8,7 @@ from functools import partial
 from google.protobuf.message import DecodeError
 
 from embedserve.access.access import Access, headers_by_name, one_header
-from embedserve.codec import protobuf_codec
+from embedserve.codec import protobuf_answers
 from embedserve.codec.codec import INFER_MESSAGE, INFER_STREAMED, PREDICT, PROTOBUF, Codec
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.exchange import Asked, Exchange
@@ -207,7 +207,7 @@ class GrpcService:
 
 
 def _message(models: ServedModels, model: ModelInfo) -> embedding_pb2.Model:
-    return protobuf_codec.model_message(model, models.status(model))
+    return protobuf_answers.model_message(model, models.status(model))
 
 
 def _denied(stream: Stream, error: EmbedServeError, headers: HeadersByName) -> Handler:
