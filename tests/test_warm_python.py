@@ -33,11 +33,11 @@ def test_it_is_a_child_with_its_own_arguments_folder_and_environment(tmp_path: P
 
 def test_torch_is_imported_and_nothing_runs_beside_it() -> None:
     code = (
-        "import os, sys; print('torch' in sys.modules, 'grpc' in sys.modules, "
+        "import os, sys; print('torch' in sys.modules, "
         "os.listdir('/proc/self/task') == [str(os.getpid())], len(os.listdir('/proc/self/fd')))"
     )
     done = run_warm([*PYTHON, "-c", code], timeout=TIMEOUT_S)
-    assert done.stdout == "True False True 4\n"  # three, and that of the folder
+    assert done.stdout == "True True 4\n"  # three, and that of the folder
 
 
 @pytest.mark.parametrize(
@@ -79,3 +79,27 @@ def test_modules_and_scripts_run_as_main(tmp_path: Path) -> None:
 def test_another_python_is_refused() -> None:
     with pytest.raises(ValueError, match="is not run by"):
         run_warm(["python", "-c", "pass"], timeout=TIMEOUT_S)
+
+
+def test_what_it_starts_is_warm_too_where_that_is_asked() -> None:
+    of_child = "import os, sys; print('torch' in sys.modules, os.getppid(), flush=True)"
+    code = (
+        "import os, subprocess, sys\n"
+        f"subprocess.run([sys.executable, '-W', 'ignore', '-c', {of_child!r}], check=True)\n"
+        "subprocess.run(['echo', 'another'], check=True)\n"
+        "print(os.getpid())"
+    )
+    for is_warm in (True, False):
+        done = run_warm([*PYTHON, "-c", code], timeout=TIMEOUT_S, has_warm_children=is_warm)
+        *said, pid = done.stdout.splitlines()
+        assert said == [f"{is_warm} {pid}", "another"], done.stderr
+
+
+def test_it_may_lead_a_session() -> None:
+    code = "import os; print(os.getsid(0) == os.getpid())"
+    for is_session in (True, False):
+        command = [*PYTHON, "-c", code]
+        with WarmPopen(
+            command, start_new_session=is_session, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.communicate(timeout=TIMEOUT_S)[0] == f"{is_session}\n"

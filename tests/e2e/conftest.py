@@ -18,5 +18,5 @@ def demo(
     folder = made_once("demo", make_demo)
     log = tmp_path_factory.mktemp("demo-server") / "log"
     labels = folder / "store" / "movies.labels.json"
-    with running(folder / "store", log, "--labels", labels, is_warm=False) as server:
+    with running(folder / "store", log, "--labels", labels) as server:
         yield Demo(folder, server)

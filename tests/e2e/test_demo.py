@@ -9,7 +9,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,9 @@ import torch
 from documents import ROOT, Block, blocks
 from e2e.demo_server import Demo
 from reference import assert_same, pooled
-from running_servers import Running, run_command, run_warm_command
+from running_servers import COMMAND_S_MAX, Running, run_command, run_warm_command
 from server.arrow_streams import ARROW, read_answer, said_in, stream_of, vectors
+from warm_python import PYTHON, run_warm
 
 from embedserve_client import EmbedClient, GrpcEmbedClient
 from embedserve_store import ModelStore
@@ -196,8 +196,8 @@ def test_the_documents_curls_are_answered_as_they_say(
 def test_the_documents_python_runs_as_pasted(
     server: Running, folder: Path, block: Block, printed: Block
 ) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", to(server, block.text)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    command = [*PYTHON, "-c", to(server, block.text)]
+    done = run_warm(command, cwd=folder, timeout=COMMAND_S_MAX)
     assert done.returncode == 0, done.stderr
     if printed.language == "text":
         assert re.fullmatch(pattern_of(printed.text), without_fractions(done.stdout))
