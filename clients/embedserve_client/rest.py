@@ -57,15 +57,16 @@ class EmbedClient:
     ) -> None:
         self._calls = RestCalls(timeout_s)
         self._retries = check_retries(retries)
-        limits, path = _limits(connections_max), unix_path_of(base_url)
+        limits, path, url = _limits(connections_max), unix_path_of(base_url), base_url_of(base_url)
+        tls = tls_context(url, ca, certificate)
         if path is not None and transport is None:
-            transport = httpx.HTTPTransport(uds=path, limits=limits)
+            transport = httpx.HTTPTransport(uds=path, limits=limits, verify=tls)
         self._http = httpx.Client(
-            base_url=base_url_of(base_url),
+            base_url=url,
             limits=limits,
             transport=transport,
             headers=headers_of(token),
-            verify=tls_context(ca, certificate),
+            verify=tls,
         )
 
     def embed(
@@ -147,15 +148,16 @@ class AsyncEmbedClient:
     ) -> None:
         self._calls = RestCalls(timeout_s)
         self._retries = check_retries(retries)
-        limits, path = _limits(connections_max), unix_path_of(base_url)
+        limits, path, url = _limits(connections_max), unix_path_of(base_url), base_url_of(base_url)
+        tls = tls_context(url, ca, certificate)
         if path is not None and transport is None:
-            transport = httpx.AsyncHTTPTransport(uds=path, limits=limits)
+            transport = httpx.AsyncHTTPTransport(uds=path, limits=limits, verify=tls)
         self._http = httpx.AsyncClient(
-            base_url=base_url_of(base_url),
+            base_url=url,
             limits=limits,
             transport=transport,
             headers=headers_of(token),
-            verify=tls_context(ca, certificate),
+            verify=tls,
         )
 
     async def embed(

@@ -23,8 +23,11 @@ def headers_of(token: str | None) -> dict[str, str]:
     return {AUTHORIZATION: f"Bearer {token}"}
 
 
-def tls_context(ca: str | None, certificate: Files | None) -> ssl.SSLContext:
-    """For httpx: trusts ``ca`` alone, or the system's authorities where it is None."""
+def tls_context(url: str, ca: str | None, certificate: Files | None) -> ssl.SSLContext:
+    """For httpx: trusts ``ca`` alone, or the system's authorities where it is None. These take some
+    20 ms to be read, so that without https:// in ``url`` it trusts nobody."""
+    if ca is None and certificate is None and not url.lower().startswith("https:"):
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context = ssl.create_default_context(cafile=ca)
     if certificate is not None:
         context.load_cert_chain(*certificate)
