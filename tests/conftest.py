@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from filelock import FileLock
-from trained import Trained, read_trained, train
+from warm_python import PYTHON, run_warm
+
+if TYPE_CHECKING:
+    from trained import Trained
 
 with suppress(ModuleNotFoundError):  # on a host that has what the GPU tests need and no more
     from hypothesis import HealthCheck, settings
@@ -21,6 +26,19 @@ with suppress(ModuleNotFoundError):  # on a host that has what the GPU tests nee
     settings.load_profile("any speed")
 
 MadeOnce = Callable[[str, Callable[[Path], None]], Path]
+WARM_S_MAX = 300
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What torch, the other modules and the tests themselves are made of stays to the end, and is
+    looked through for garbage no more: that takes half a second each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")
@@ -48,9 +66,16 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
 @pytest.fixture(scope="session")
 def trained_by(made_once: MadeOnce) -> Callable[[int], Trained]:
     """trained_by(2): what two processes trained."""
+    from trained import read_trained, train  # torch, which who starts the tests need not import
 
     def trained(world_size: int) -> Trained:
         folder = made_once(f"trained-by-{world_size}", lambda folder: train(folder, world_size))
         return read_trained(folder, world_size)
 
     return cache(trained)
+
+
+@pytest.fixture(scope="session")
+def warm() -> None:
+    """Warm Python has started: those seconds are no test's own."""
+    assert run_warm([*PYTHON, "-c", ""], timeout=WARM_S_MAX).returncode == 0

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import uvloop
+from server.exchanges import make_exchange
 from server.fake_engine import FakeEngine, model_info
-from server.live import make_exchange
 
 from embedserve.config import DEFAULT_LIMITS, Limits, ServeSettings
 from embedserve.processes.ports import claim_ports

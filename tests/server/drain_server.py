@@ -12,8 +12,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import uvloop
+from server.exchanges import IN_THREAD, make_exchange
 from server.fake_engine import FakeEngine
-from server.live import IN_THREAD, make_exchange
 
 from embedserve.config import ServeSettings
 from embedserve.exchange import Exchange

@@ -1,59 +1,41 @@
-"""Exchanges over fake engines, and the whole server on free loopback ports in the test's loop."""
+"""The whole server on free loopback ports in the test's loop, over fake engines."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import grpc
 import httpx
 from server.channels import OWN_CONNECTION
+from server.exchanges import IN_THREAD, make_exchange
 from server.fake_engine import FakeEngine
 
-from embedserve.access.access import Access
-from embedserve.batching.batcher import Batcher
 from embedserve.config import Limits, ServeSettings
 from embedserve.exchange import Exchange
-from embedserve.metrics.metrics import Metrics
-from embedserve.metrics.slots import Slot
-from embedserve.models.served_models import ServedModels
 from embedserve.processes.ports import claim_ports
 from embedserve.processes.server import serve_until
-from embedserve.shared_memory.regions import SharedMemory
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
-IN_THREAD = Limits(inline_bytes_max=0)
-"""Every batch runs in the thread, where a fake engine may be slow."""
+__all__ = [
+    "GRPC_SERVERS",
+    "IN_THREAD",
+    "JSON",
+    "PROTOBUF",
+    "Live",
+    "free_port",
+    "live_server",
+    "make_exchange",
+    "serving",
+]
+
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 GRPC_SERVERS = ("native", "grpcio")
-
-
-def make_exchange(
-    *engines: FakeEngine,
-    executor: Executor,
-    limits: Limits | None = None,
-    default_model: str | None = None,
-    slot: Slot | None = None,
-    access: Access | None = None,
-    shared_memory: SharedMemory | None = None,
-) -> Exchange:
-    """What server.build_exchange makes of restored engines; the first is the default."""
-    limits = limits or Limits()
-    metrics = Metrics([engine.model for engine in engines], slot)
-    batchers = {
-        engine.model.served_as: Batcher(
-            engine, engine.model, limits, metrics.models[engine.model.served_as], executor
-        )
-        for engine in engines
-    }
-    default = engines[0].model.name if default_model is None else default_model
-    models = ServedModels(batchers, default, limits)
-    return Exchange(models, metrics, access, shared_memory=shared_memory)
 
 
 @dataclass
@@ -122,7 +104,9 @@ async def serving(
     target = f"127.0.0.1:{ports.grpc}"
     channel = grpc.aio.insecure_channel(target, options=OWN_CONNECTION)
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports.http}") as http:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{ports.http}", verify=False
+        ) as http:
             stub = EmbeddingServiceStub(channel)
             yield Live(
                 exchange, ports.http, target, http, channel, stub, running, stop, ports.management

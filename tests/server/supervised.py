@@ -28,8 +28,8 @@ def serve(
     channel: socket.socket, slot: Slot, ports: SharedPorts, settings: ServeSettings, lookup_s: float
 ) -> None:
     import uvloop
+    from server.exchanges import IN_THREAD, make_exchange
     from server.fake_engine import FakeEngine
-    from server.live import IN_THREAD, make_exchange
 
     from embedserve.processes import worker
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
+from server.async_popen import AsyncPopen, start_python
 from server.channels import OWN_CONNECTION
 from server.live import GRPC_SERVERS
-from server.python import environment
 
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
@@ -28,6 +27,7 @@ BODY = b'{"features": {"user": [1]}}'
 REQUEST = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1])
 START_S_MAX = 20
 STOP_S_MAX = 20
+pytestmark = pytest.mark.usefixtures("warm")
 
 
 @pytest.fixture(params=GRPC_SERVERS)
@@ -40,7 +40,7 @@ def grpc_server(request: pytest.FixtureRequest) -> str:
 class Process:
     """A server in a process of its own, and clients of it."""
 
-    process: asyncio.subprocess.Process
+    process: AsyncPopen
     target: str
     http: httpx.AsyncClient
     channel: grpc.aio.Channel
@@ -65,23 +65,14 @@ class Process:
 async def server_process(
     grpc_server: str, lookup_s: float, drain_s: float = 10
 ) -> AsyncIterator[Process]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(SCRIPT),
-        str(lookup_s),
-        str(drain_s),
-        grpc_server,
-        env=environment(),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
+    process = await start_python(SCRIPT, lookup_s, drain_s, grpc_server)
     try:
         line = await asyncio.wait_for(process.stdout.readline(), START_S_MAX)
         http_port, grpc_port = line.split()
         url = f"http://127.0.0.1:{int(http_port)}"
         target = f"127.0.0.1:{int(grpc_port)}"
         async with (
-            httpx.AsyncClient(base_url=url, timeout=30) as http,
+            httpx.AsyncClient(base_url=url, timeout=30, verify=False) as http,
             grpc.aio.insecure_channel(target, options=OWN_CONNECTION) as channel,
         ):
             yield Process(process, target, http, channel)
@@ -141,7 +132,7 @@ async def statuses_until_refused(server: Process) -> list[int]:
     statuses = []
     with contextlib.suppress(httpx.TransportError):
         while True:
-            async with httpx.AsyncClient(base_url=server.http.base_url) as fresh:
+            async with httpx.AsyncClient(base_url=server.http.base_url, verify=False) as fresh:
                 statuses.append((await fresh.get("/health/ready")).status_code)
     return statuses
 

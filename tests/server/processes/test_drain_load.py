@@ -32,6 +32,7 @@ LOOKUP_S = 0.002
 ANSWERS_MIN = 200
 """Before the drain, of all kinds together."""
 CLIENT_S_MAX = 30
+pytestmark = pytest.mark.usefixtures("warm")
 
 TOLD = ("draining before the stop", "Connection refused", "GOAWAY")
 

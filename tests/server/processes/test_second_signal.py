@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
+import subprocess
 
 import pytest
-from server.python import environment
+from server.async_popen import start_python
 
 SCRIPT = """
 import asyncio, signal
@@ -26,25 +26,20 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 async def test_the_second_signal_ends_the_process(second: signal.Signals) -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-c", SCRIPT),
-        env=environment(),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    process = await start_python("-c", SCRIPT, stderr=subprocess.STDOUT)
     try:
-        assert process.stdout is not None
         async with asyncio.timeout(60):
             assert await process.stdout.readline() == b"started\n"
             process.send_signal(signal.SIGTERM)
             assert await process.stdout.readline() == b"draining\n"
             process.send_signal(second)
-            _, logged = await process.communicate()
+            status, logged = await process.ended()
     finally:
         if process.returncode is None:
             process.kill()
-    assert process.returncode == 128 + second
-    assert f"ended at once by a second {second.name}" in logged.decode()
+        await process.wait()
+    assert status == 128 + second
+    assert f"ended at once by a second {second.name}" in logged

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,18 +15,19 @@ from pathlib import Path
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server.python import environment
+from server.async_popen import AsyncPopen, start_python
 
 SCRIPT = Path(__file__).parents[1] / "supervised.py"
 BODY = b'{"features": {"user": [1]}}'
 WAIT_S_MAX = 20
+pytestmark = pytest.mark.usefixtures("warm")
 
 
 @dataclass
 class Supervised:
     """A supervisor with its workers, in processes of their own."""
 
-    process: asyncio.subprocess.Process
+    process: AsyncPopen
     http_port: int
     failure: Path
 
@@ -66,7 +67,6 @@ class Supervised:
 
     async def until_line(self, wanted: str) -> list[str]:
         """What it prints up to a line that begins so."""
-        assert self.process.stdout is not None
         lines: list[str] = []
         async with asyncio.timeout(WAIT_S_MAX):
             while not lines or not lines[-1].startswith(wanted):
@@ -78,22 +78,22 @@ class Supervised:
     async def ended(self) -> tuple[int, str]:
         """(exit status, what it still printed and logged)."""
         async with asyncio.timeout(WAIT_S_MAX):
-            output, _ = await self.process.communicate()
-        assert self.process.returncode is not None
-        return self.process.returncode, output.decode()
+            return await self.process.ended()
 
 
 async def start(
-    tmp_path: Path, workers: int, drain_s: float = 10, lookup_s: float = 0, hang_s: float = 0
+    tmp_path: Path,
+    workers: int,
+    drain_s: float = 10,
+    lookup_s: float = 0,
+    hang_s: float = 0,
+    is_warm: bool = True,
 ) -> Supervised:
     failure = tmp_path / "failure"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(SCRIPT),
-        *map(str, (workers, drain_s, lookup_s, hang_s, failure)),
-        env=environment(),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
+    process = await start_python(
+        *(SCRIPT, workers, drain_s, lookup_s, hang_s, failure),
+        is_warm=is_warm,
+        stderr=subprocess.STDOUT,
         start_new_session=True,
     )
     return Supervised(process, 0, failure)
@@ -101,10 +101,15 @@ async def start(
 
 @asynccontextmanager
 async def supervised(
-    tmp_path: Path, workers: int = 2, drain_s: float = 10, lookup_s: float = 0, hang_s: float = 0
+    tmp_path: Path,
+    workers: int = 2,
+    drain_s: float = 10,
+    lookup_s: float = 0,
+    hang_s: float = 0,
+    is_warm: bool = True,
 ) -> AsyncIterator[Supervised]:
     """Ready; whatever is left of it at the end is killed."""
-    server = await start(tmp_path, workers, drain_s, lookup_s, hang_s)
+    server = await start(tmp_path, workers, drain_s, lookup_s, hang_s, is_warm)
     try:
         server.http_port = int((await server.until_line("ready"))[-1].split()[1])
         yield server
@@ -116,7 +121,7 @@ async def supervised(
 
 
 async def test_all_workers_serve_and_stop_on_sigterm(tmp_path: Path) -> None:
-    async with supervised(tmp_path, workers=3) as server:
+    async with supervised(tmp_path, workers=3, is_warm=False) as server:
         assert len(server.worker_pids()) == 3
         assert await asyncio.gather(*(server.post() for _ in range(40))) == [200] * 40
         assert await server.metric("embedserve_workers") == 3
