@@ -52,7 +52,8 @@ def ask(server: Running, model: str = "", routing_key: str = "", **body: Any) ->
     """The version that answers over REST, whose rows the answer has."""
     path = f"/models/{model}/embed" if model else "/embed"
     headers = {"X-Routing-Key": routing_key} if routing_key else {}
-    answer = httpx.post(server.http + path, json={"features": FEATURES} | body, headers=headers)
+    sent = {"features": FEATURES} | body
+    answer = httpx.post(server.http + path, json=sent, headers=headers, verify=False)
     answer.raise_for_status()
     said = answer.json()
     assert said["values"] == [[said["version"] * STEP + 7.0] * (3 * DIM)]
@@ -87,7 +88,9 @@ def test_a_request_names_its_version(server: Running, stub: EmbeddingServiceStub
 
 
 def test_a_version_that_is_not_served_is_named(server: Running, stub: EmbeddingServiceStub) -> None:
-    answer = httpx.post(f"{server.http}/embed", json={"features": FEATURES, "version": 3})
+    answer = httpx.post(
+        f"{server.http}/embed", json={"features": FEATURES, "version": 3}, verify=False
+    )
     assert answer.status_code == 404
     said = "version is '3': of m this server has 1 (stable), 2 (canary)"
     assert answer.json()["error"] == {"code": "NOT_FOUND", "message": said, "field": "version"}
@@ -100,12 +103,12 @@ def test_a_version_that_is_not_served_is_named(server: Running, stub: EmbeddingS
 
 
 def test_both_are_described(server: Running, stub: EmbeddingServiceStub) -> None:
-    models = httpx.get(f"{server.http}/models").json()["models"]
+    models = httpx.get(f"{server.http}/models", verify=False).json()["models"]
     assert [(one["version"], one["alias"]) for one in models] == [(1, "stable"), (2, "canary")]
     messages = stub.ListModels(pb.ListModelsRequest()).models
     assert [(one.version, one.alias) for one in messages] == [(1, "stable"), (2, "canary")]
-    assert httpx.get(f"{server.http}/models/m@canary").json()["version"] == 2
-    assert httpx.get(f"{server.http}/models/m").json()["version"] == 1
+    assert httpx.get(f"{server.http}/models/m@canary", verify=False).json()["version"] == 2
+    assert httpx.get(f"{server.http}/models/m", verify=False).json()["version"] == 1
 
 
 def test_a_canary_has_its_share_and_gives_it_back(
@@ -126,7 +129,7 @@ def test_a_canary_has_its_share_and_gives_it_back(
     counts = Counter(call(stub) for _ in range(400))
     assert set(counts) == {1, 3}
     assert 60 < counts[3] < 180
-    metrics = httpx.get(f"{server.http}/metrics").text
+    metrics = httpx.get(f"{server.http}/metrics", verify=False).text
     for alias, version in (("stable", 1), ("canary", 3)):
         labels = f'alias="{alias}",model="m",version="{version}"'
         assert f"embedserve_queue_wait_seconds_count{{{labels}}}" in metrics
@@ -196,10 +199,12 @@ def test_an_administrator_loads_and_unloads(
             assert {ask(server) for _ in range(40)} == {3}
         body = json.dumps({"model": "m@1"})
         for headers in ({"Content-Type": "text/plain"}, {}):
-            answer = httpx.post(f"{management.url}/admin/load", content=body, headers=headers)
+            answer = httpx.post(
+                f"{management.url}/admin/load", content=body, headers=headers, verify=False
+            )
             assert answer.status_code == 415
         for port in (server.http, f"http://{server.grpc}"):
-            answer = httpx.post(f"{port}/admin/load", json={"model": "m@1"})
+            answer = httpx.post(f"{port}/admin/load", json={"model": "m@1"}, verify=False)
             assert answer.status_code == 404
         with pytest.raises(ConnectionError, match="ask the port of --management-port"):
             ask_server(RunningServer(server.http), "load", "m@1")

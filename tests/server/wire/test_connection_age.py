@@ -116,7 +116,9 @@ async def test_a_stream_keeps_its_connection_until_its_client_ends_it(
 
 @pytest.mark.parametrize("path", ["/embed", "/models"])
 async def test_http1_is_told_with_an_answer(server: OurServer, path: str) -> None:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{server.port}", verify=False
+    ) as client:
 
         async def asked() -> httpx.Response:
             if path == "/models":
