@@ -25,7 +25,8 @@ from hostile.peer import Peer
 from embedserve_proto import embedding_pb2 as pb
 
 PAUSE_S = 0.005
-REST_S = 0.2
+REST_S = 20.0
+"""Between two rounds while no test runs: the server ends connections that are idle for 75 s."""
 ROUND_S_MAX = 30.0
 REFRESH_STREAMS = 1000
 BEGIN, SEEN = "begin", "seen"
