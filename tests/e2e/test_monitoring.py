@@ -18,6 +18,7 @@ from documents import ROOT
 from e2e.demo_server import make_demo
 from running_servers import STOPPED_S_MAX, free_port, running
 
+from embedserve.access.grants import new_token
 from embedserve_client import EmbedClient, GrpcEmbedClient
 
 MONITORING = ROOT / "deploy" / "monitoring"
@@ -46,11 +47,13 @@ def prometheus(
     """A client of a Prometheus that scrapes a server, which is asked all the while."""
     folder = tmp_path_factory.mktemp("monitoring")
     store = made_once("demo", make_demo) / "store"
+    token = make_token(folder / "tokens")
+    options = ("--follow", "latest", "--tokens", folder / "tokens")
     with (
-        running(store, folder / "log", "--follow", "latest") as server,
-        EmbedClient(server.http) as rest,
-        GrpcEmbedClient(server.grpc) as grpc,
-        scraped(folder, server.http.removeprefix("http://")) as client,
+        running(store, folder / "log", *options) as server,
+        EmbedClient(server.http, token=token) as rest,
+        GrpcEmbedClient(server.grpc, token=token) as grpc,
+        scraped(folder, server.http.removeprefix("http://"), token) as client,
     ):
 
         def ask(_: object) -> None:
@@ -61,13 +64,22 @@ def prometheus(
         yield client
 
 
+def make_token(tokens: Path) -> str:
+    """Of a caller who may see the metrics, too; the file is made."""
+    token, sha256 = new_token()
+    grant = {"name": "ranker", "sha256": sha256, "roles": ["embed", "admin"]}
+    tokens.write_text(json.dumps(grant))
+    return token
+
+
 @contextmanager
-def scraped(folder: Path, target: str) -> Iterator[httpx.Client]:
+def scraped(folder: Path, target: str, token: str) -> Iterator[httpx.Client]:
     """Prometheus as prometheus.yaml has it, but once a second and of ``target``."""
     config = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(MONITORING / name) for name in config["rule_files"]]
     config["scrape_configs"][0]["static_configs"] = [{"targets": [target], "labels": POD}]
+    config["scrape_configs"][0]["authorization"] = {"credentials": token}
     path, port = folder / "prometheus.yaml", free_port()
     path.write_text(yaml.safe_dump(config))
     command = ["prometheus", f"--config.file={path}", f"--storage.tsdb.path={folder / 'series'}"]
