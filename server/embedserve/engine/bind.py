@@ -108,8 +108,8 @@ def _copy_columns(kernel: Any, mapped: torch.Tensor, config: Any, version: Model
     rows = torch.empty(ends[-1], dtype=torch.uint8)
     for parts, start, end in zip(shards, offsets, ends, strict=True):
         target = rows[start:end].view(len(parts[0]), -1)
-        for block in _blocks(target):
-            _copy_block(parts, target, block)
+        for start_row, count in _blocks(target):
+            _copy_block(parts, target, start_row, count)
     _point(kernel, rows, offsets)
     return rows.numel()
 
@@ -131,13 +131,14 @@ def _copy_to_gpu(kernel: Any, mapped: torch.Tensor, config: Any, version: ModelV
     ):
         rows, bytes_a_row = len(parts[0]), sum(part.shape[1] for part in parts)
         pitch = -(-bytes_a_row // alignment) * alignment
-        target = kernel.weights_dev[offset : offset + rows * pitch].view(rows, pitch)
+        target = kernel.weights_dev.narrow(0, offset, rows * pitch).view(rows, pitch)
         spec, first_row = specs[shard_config.name], shard_config.local_metadata.shard_offsets[0]
-        for block in _blocks(target):
+        stored = version.tables.rows(spec.name)[first_row : first_row + rows]
+        for start, count in _blocks(target):
             if spec.dtype in CODES_MAX:
-                heads = parts[0][block, :SCALE_BIAS_BYTES].numpy()
-                check_half_range(heads, spec, first_row + block.start)
-            _copy_block(parts, target, block)
+                heads = stored[start : start + count, :SCALE_BIAS_BYTES]
+                check_half_range(heads, spec, first_row + start)
+            _copy_block(parts, target, start, count)
 
 
 def _shard_rows(
@@ -161,16 +162,20 @@ def _shard_rows(
         yield whole[:, :head], whole[:, first:last]
 
 
-def _blocks(target: torch.Tensor) -> Iterator[slice]:
-    """The rows of ``target`` in blocks: torch first makes a copy of its own of what it pads on its
-    way to a GPU."""
+def _blocks(target: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """(first, count) of the rows of ``target`` in blocks: torch first makes a copy of its own of
+    what it pads on its way to a GPU."""
+    rows = len(target)
     step = max(1, COPY_BLOCK_BYTES // target.shape[1])
-    return (slice(row, row + step) for row in range(0, len(target), step))
+    return ((row, min(step, rows - row)) for row in range(0, rows, step))
 
 
-def _copy_block(parts: tuple[torch.Tensor, ...], target: torch.Tensor, block: slice) -> None:
-    """Copies ``parts`` side by side into the rows ``block`` of ``target``, whose padding stays."""
+def _copy_block(
+    parts: tuple[torch.Tensor, ...], target: torch.Tensor, start: int, count: int
+) -> None:
+    """Copies ``parts`` side by side into ``count`` rows of ``target``, whose padding stays."""
+    block = target.narrow(0, start, count)
     column = 0
     for part in parts:
-        target[block, column : column + part.shape[1]].copy_(part[block])
+        block.narrow(1, column, part.shape[1]).copy_(part.narrow(0, start, count))
         column += part.shape[1]
