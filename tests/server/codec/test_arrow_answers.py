@@ -12,8 +12,8 @@ from server.arrow_streams import read_answer, said_in, vectors
 from server.fake_engine import model_info
 from server.fake_models import unpooled_info
 
+from embedserve.codec.arrow.answers import NOW_KEYS_MAX, NOW_VECTORS_MAX
 from embedserve.codec.codec import ARROW
-from embedserve.codec.open_inference.answers import NOW_BYTES_MAX
 from embedserve.types import LookupResult, ModelInfo, Output
 
 POOLED, UNPOOLED = model_info(), unpooled_info()
@@ -114,11 +114,18 @@ def test_lists_of_vectors_of_an_unpooled_model(form: Output | None, dtype: str) 
 
 
 def test_values_are_not_copied_and_never_take_long_but_by_key() -> None:
-    values = values_of(NOW_BYTES_MAX // 36 + 1)
-    encoded_now = ARROW.encode_now(LookupResult(POOLED, values))
-    assert encoded_now is not None
-    assert any(np.shares_memory(np.asarray(one), values) for one in encoded_now[0])
-    assert ARROW.encode_now(LookupResult(POOLED, values, output=BY_KEY)) is None
+    values = values_of(NOW_VECTORS_MAX // 3 + 1)
+    now = ARROW.encode_now(LookupResult(POOLED, values))
+    assert now is not None
+    assert any(np.shares_memory(np.asarray(one), values) for one in now[0])
     large = LookupResult(POOLED, values, output=BY_KEY)
+    assert ARROW.encode_now(large) is None
     table = read_answer(b"".join(ARROW.encode(large)))
     assert np.array_equal(vectors(table["movie"]), values[:, 4:7])
+    assert ARROW.encode_now(LookupResult(POOLED, values[:-1], output=BY_KEY)) is not None
+    few = model_info(features={f"f{at}": (2, 1) for at in range(NOW_KEYS_MAX)})
+    many = model_info(features={f"f{at}": (2, 1) for at in range(NOW_KEYS_MAX + 1)})
+    for model, is_now in ((few, True), (many, False)):
+        one = LookupResult(model, np.zeros((1, len(model.keys)), np.float32), output=BY_KEY)
+        assert (ARROW.encode_now(one) is not None) is is_now
+        assert read_answer(encoded(one)).column_names == list(model.keys)

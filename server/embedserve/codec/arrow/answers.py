@@ -39,7 +39,7 @@ from embedserve.codec.arrow.stream import (
     SCHEMA,
     message_of,
 )
-from embedserve.codec.open_inference.answers import Form, Tensor, is_quick, keep_start, tensors_of
+from embedserve.codec.open_inference.answers import Form, Tensor, keep_start, tensors_of
 from embedserve.types import Encoded, LookupResult, Output, with_size
 
 VALUES = "values"
@@ -52,6 +52,9 @@ _DTYPES: Mapping[int, np.dtype] = {4: np.dtype("<f4"), 2: np.dtype("<f2")}
 _INT32 = np.dtype("<i4")
 NOW_KEYS_MAX = 64
 """Whose columns are described on the event loop's thread, in a millisecond."""
+NOW_LENGTHS_MAX = 262_144
+NOW_VECTORS_MAX, NOW_BYTES_MAX = 16_384, 8 << 20
+"""That are copied there: each takes 20 ns or so, and 14 bytes a nanosecond."""
 _ALL_KEYS, _OUTPUT = Form(), Output()
 Piece = bytes | memoryview
 
@@ -91,10 +94,8 @@ class _Body:
 def encode_now(result: LookupResult) -> Encoded | None:
     """(a stream in pieces, their bytes): of the plain form, whose values are not copied, always;
     else None where it would take long."""
-    if _is_by_key(result):
-        is_short = len(result.model.keys) <= NOW_KEYS_MAX
-        if not is_short or not is_quick(result, _ALL_KEYS):
-            return None
+    if _is_by_key(result) and not _is_quick(result):
+        return None
     return with_size([*encode_pieces(result)])
 
 
@@ -111,6 +112,18 @@ def _is_by_key(result: LookupResult) -> bool:
     if result.lengths is not None:
         return True
     return result.output is not None and result.output.form == BY_KEY
+
+
+def _is_quick(result: LookupResult) -> bool:
+    """Whether its columns are described, and its values copied, in a millisecond or so."""
+    keys = len(result.model.keys)
+    if keys > NOW_KEYS_MAX:
+        return False
+    if result.lengths is not None:  # whose rows are written as they lie
+        return result.lengths.size <= NOW_LENGTHS_MAX
+    values = [result.values, *result.more]
+    vectors, nbytes = keys * sum(map(len, values)), sum(one.nbytes for one in values)
+    return vectors <= NOW_VECTORS_MAX and nbytes <= NOW_BYTES_MAX
 
 
 def _body(result: LookupResult) -> _Body:
