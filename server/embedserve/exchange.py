@@ -421,10 +421,11 @@ def _check_deadline(call: Call) -> None:
 
 def _encode(call: Call, result: LookupResult) -> Encoded:
     """In a thread; not to its end where the client went away."""
-    parts = []
+    parts: list[bytes | memoryview] = []
     for part in call.asked.answer_codec.encode(result):
+        if parts:
+            time.sleep(TURN_S)
         parts.append(part)
         if not call.is_waiting:
             break
-        time.sleep(TURN_S)
     return with_size(parts)

@@ -20,10 +20,6 @@ class Place:
     offset: int
     nbytes: int
 
-    def read(self) -> bytes:
-        """Raises InvalidRequestError, as Region.read."""
-        return self.region.read(self.offset, self.nbytes)
-
     def write(self, pieces: Iterable[memoryview]) -> None:
         """One after the other, not more than ``nbytes``. Raises InvalidRequestError, as
         Region.write."""

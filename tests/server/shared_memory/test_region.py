@@ -59,7 +59,6 @@ def test_values_of_several_pieces_follow_one_another(
     place.write(one.data for one in pieces)
     values = b"".join(one.tobytes() for one in pieces)
     assert file.read_bytes() == BYTES[:14] + values + BYTES[14 + len(values) :]
-    assert place.read() == file.read_bytes()[14:60]
 
 
 def test_what_was_read_stays_as_it_was(file: Path, opened: Open) -> None:

@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 from server.fake_engine import Bags, FakeEngine
-from server.fake_models import ruled_info, unpooled_info
+from server.fake_models import model_info, ruled_info, unpooled_info
 from server.live import Live, make_exchange, serving
 from server.open_inference import LENGTH_HEADER, Input, jagged
 from server.openapi import validate
@@ -385,22 +385,31 @@ async def test_an_unpooled_models_rows(live: Live, memory: Memory, infer: Infer)
         assert np.array_equal(memory.values((place[0], rows.nbytes)), rows.ravel())
 
 
-@pytest.mark.parametrize("keys", [("pooled",), tuple(COLUMNS)])
 async def test_much_is_read_and_written_beside_the_event_loop(
-    live: Live, engine: FakeEngine, memory: Memory, keys: tuple[str, ...]
+    executor: ThreadPoolExecutor, memory: Memory
 ) -> None:
-    """More than is read or written at once: 1.4 MB of ids and lengths, 1.1 MB of vectors."""
-    examples = 30_000
-    ids = (np.arange(examples) % 5).tolist()
-    bags: Bags = {"user": [[one] * 4 for one in ids], "tag": [[one] for one in ids]}
-    some = {name: of_feature[:10] for name, of_feature in bags.items()}
-    expected = np.tile(engine.expected(some), (examples // 10, 1))
-    inputs = jagged(bags)
-    placed = Placed(inputs, dict(enumerate(memory.put(inputs))), places_of(expected, keys))
-    await register(live, memory)
-    for infer in (as_json, as_message):
-        check(memory, placed, await infer(live, placed), expected)
-        memory.vectors.write_bytes(bytes(VECTORS_OFFSET + VECTORS_BYTES))
+    """More than is at once: 2.4 MB of ids, nearly all padding, and 1.6 MB of vectors."""
+    engine = FakeEngine(model_info("wide", {"user": (7, 2048), "tag": (5, 2048)}))
+    numbers = range(100)
+    bags: Bags = {"user": [[one % 7] for one in numbers], "tag": [[one % 5] for one in numbers]}
+    expected = engine.expected(bags)
+    inputs = [
+        Input(name, "INT64", [[*bag, *[-1] * 1500] for bag in of_feature])
+        for name, of_feature in bags.items()
+    ]
+    ins = dict(enumerate(memory.put(inputs)))
+    nbytes = expected.nbytes // 2
+    halves: dict[str, tuple[int, int] | None] = {"tag": (nbytes, nbytes), "user": (0, nbytes)}
+    whole: dict[str, tuple[int, int] | None] = {"pooled": (0, 2 * nbytes)}
+    async with serving(exchange_over(engine, executor, memory)) as live:
+        await register(live, memory)
+        for infer in (as_json, as_message):
+            await infer(live, Placed(inputs, ins, whole), "wide")
+            read = memory.values((0, expected.nbytes))
+            assert np.array_equal(read, expected.ravel())
+            await infer(live, Placed(inputs, ins, halves), "wide")
+            read = memory.values((0, expected.nbytes))
+            assert np.array_equal(read, np.stack(np.split(expected, 2, axis=1)).ravel())
 
 
 async def test_answers_of_several_pieces(

@@ -5,7 +5,7 @@ What is read is a copy, which the rest of the codec treats as what came in a bod
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from embedserve.codec.open_inference.strings import read_strings
 from embedserve.codec.open_inference.tensors import BYTES, NAME_CHARACTERS_MAX, Tensor, shown
@@ -30,6 +30,7 @@ NOW_TEXT_BYTES_MAX = 64 << 10
 """Of them, of strings."""
 NOW_TENSORS_MAX = 128
 _Parameters = Mapping[str, pb.InferParameter]
+_PlacedTensor = tuple[Tensor, Place]
 
 
 def find_place(
@@ -87,7 +88,7 @@ def place_in(parameters: _Parameters, tensor: Tensor | str, regions: Regions | N
     return find_place(tensor, region, byte_size, offset, regions)
 
 
-def read_placed(placed: Sequence[tuple[Tensor, Place]], limits: Limits, *, is_now: bool) -> bool:
+def read_placed(placed: Sequence[_PlacedTensor], limits: Limits, *, is_now: bool) -> bool:
     """Gives each tensor its data; False where that would take long and is to be done ``is_now``:
     then none has any.
 
@@ -111,8 +112,28 @@ def read_placed(placed: Sequence[tuple[Tensor, Place]], limits: Limits, *, is_no
     if is_now and (is_much or text_bytes > NOW_TEXT_BYTES_MAX):
         return False
     count_max, limit = limits.request_values_max, limits.said("request_values_max")
-    for tensor, place in placed:
-        data = place.read()
-        is_text = tensor.datatype == BYTES
-        tensor.data = read_strings(tensor, memoryview(data), count_max, limit) if is_text else data
+    for run in _runs(placed):
+        (_, first), (_, last) = run[0], run[-1]
+        data = memoryview(first.region.read(first.offset, last.offset + last.nbytes - first.offset))
+        for tensor, place in run:
+            start = place.offset - first.offset
+            of_tensor = data[start : start + place.nbytes]
+            is_text = tensor.datatype == BYTES
+            tensor.data = (
+                read_strings(tensor, of_tensor, count_max, limit) if is_text else of_tensor
+            )
     return True
+
+
+def _runs(placed: Sequence[_PlacedTensor]) -> Iterator[list[_PlacedTensor]]:
+    """Those that lie one behind the other, as most callers have them, to be read at once."""
+    run: list[_PlacedTensor] = []
+    for one in placed:
+        if run:
+            before, place = run[-1][1], one[1]
+            end = before.offset + before.nbytes
+            if place.region is not before.region or place.offset != end:
+                yield run
+                run = []
+        run.append(one)
+    yield run
