@@ -174,6 +174,11 @@ def test_serving_a_missing_store_is_one_line(tmp_path: Path) -> None:
     check_one_line(embedserve("serve", tmp_path / "nowhere"), str(tmp_path / "nowhere"))
 
 
+def test_shared_memory_where_others_reach_the_ports_is_one_line(tmp_path: Path) -> None:
+    told = embedserve("serve", tmp_path, "--host", "0.0.0.0", "--shared-memory", "/ranker-")
+    check_one_line(told, "shared_memory is '/ranker-', but host is '0.0.0.0'", "use 127.0.0.1")
+
+
 def test_serving_an_empty_store_is_one_line(tmp_path: Path) -> None:
     check_one_line(embedserve("serve", tmp_path), str(tmp_path), "no model")
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import resource
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +157,31 @@ def test_a_file_that_is_cut_is_an_error_and_no_signal(opened: Open, file: Path) 
     with pytest.raises(InvalidRequestError, match=said):
         region.write(0, memoryview(bytes(21)))
     assert file.read_bytes() == BYTES[:30]
+
+
+def test_a_file_that_is_cut_again_and_again_while_it_is_used(opened: Open, file: Path) -> None:
+    """A mapping would end the process."""
+    nbytes = 1 << 20
+    file.write_bytes(bytes(nbytes))
+    region, values = opened("ids", 0, nbytes), memoryview(b"a" * nbytes)
+    is_over = threading.Event()
+
+    def cut() -> None:
+        while not is_over.is_set():
+            os.truncate(file, 0)
+            os.truncate(file, nbytes)
+
+    with ThreadPoolExecutor(1) as executor:
+        cutting = executor.submit(cut)
+        for _ in range(300):
+            with contextlib.suppress(InvalidRequestError):
+                region.write(0, values)
+            with contextlib.suppress(InvalidRequestError):
+                assert len(region.read(0, nbytes)) == nbytes
+        is_over.set()
+        cutting.result()
+    region.write(0, values)
+    assert region.read(0, nbytes) == values
 
 
 def test_a_file_that_was_removed_is_an_error(opened: Open, file: Path) -> None:
