@@ -23,7 +23,7 @@ run() {
 }
 
 install() {
-    run "$prefix/bin/python" -m pip install --no-deps "$@"
+    run env "PIP_PYTHON=$prefix/bin/python" "$tools/bin/python" -m pip install --no-deps "$@"
 }
 
 # --no-deps: the lock has all, and torchrec's wheel asks for the CUDA build of FBGEMM.
@@ -39,10 +39,11 @@ if built != '$variant':
     sys.exit(f'PyTorch {torch.__version__} is built for {built}, VARIANT is $variant')"
 }
 
-# hatchling, which makes the wheel, and cyclonedx-py stay out of the environment.
+# pip, hatchling, which makes the wheel, and cyclonedx-py stay out of the environment.
 make_tools() {
     run "${PYTHON:-python3}" -m venv "$tools"
-    run "$tools/bin/python" -m pip install --no-deps --require-hashes --requirement "$locks/build.txt"
+    run "$tools/bin/python" -m pip install --no-compile --no-deps \
+        --require-hashes --requirement "$locks/build.txt"
 }
 
 install_wheel() {
@@ -61,10 +62,6 @@ slim() {
     run find "$site"/{mpmath,networkx,numpy,sympy} -type d -name tests -prune -exec rm -rf "{}" +
     check_torch
     run "$prefix/bin/python" -c "import torchrec.distributed, s3fs"
-}
-
-remove_pip() {
-    run "$prefix/bin/python" -m pip --quiet uninstall --yes pip
 }
 
 list_packages() {
@@ -95,9 +92,8 @@ esac
 tools=$(mktemp -d)
 trap 'rm -rf "$tools"' EXIT
 make_tools
-run "${PYTHON:-python3}" -m venv "$prefix"
+run "${PYTHON:-python3}" -m venv --without-pip "$prefix"
 if [ "$has_dependencies" = yes ]; then install_lock; fi
 install_wheel
 if [ "$has_dependencies" = yes ]; then slim; fi
-remove_pip
 list_packages
