@@ -145,10 +145,12 @@ def python_programs(name: str) -> Path:
 
 
 def _install_for_python(folder: Path, sources: Sequence[Path]) -> None:
-    options = ("--quiet", "--disable-pip-version-check", "--requirement", sources[0])
+    """By the pip of this environment; compiled is what is imported, as it is."""
+    python = (sys.executable, "-m")
+    options = ("--quiet", "--disable-pip-version-check", "--no-compile")
     for command in (
-        (sys.executable, "-m", "venv", folder),
-        (folder / "bin" / "python", "-m", "pip", "install", *options),
+        (*python, "venv", "--without-pip", folder),
+        (*python, "pip", "--python", folder, "install", *options, "--requirement", sources[0]),
     ):
         done = subprocess.run(
             [*map(str, command)], capture_output=True, text=True, timeout=BUILD_S_MAX
