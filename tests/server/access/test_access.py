@@ -86,6 +86,17 @@ def tokens(tmp_path: Path) -> Tokens:
     return Tokens(tmp_path)
 
 
+async def test_who_may_ask_for_vectors_now(tokens: Tokens) -> None:
+    await tokens.add("ranker")
+    await tokens.add("lost", revoked=True)
+    await tokens.add("late", expires="2020-01-01")
+    await tokens.add("boss", roles=["admin"])
+    names = ("ranker", "lost", "late", "boss", "nobody")
+    assert [name for name in names if tokens.access.may_embed(name)] == ["ranker"]
+    await tokens.write("")
+    assert not tokens.access.may_embed("ranker")
+
+
 async def test_each_wrong_token_has_its_answer(tokens: Tokens) -> None:
     right = await tokens.add("right")
     expired = await tokens.add("late", expires="2020-01-01")
