@@ -170,8 +170,13 @@ def check_one_line(done: subprocess.CompletedProcess[str], *parts: str) -> None:
         assert part in line
 
 
+ANY_PORTS = ("--http-port", "0", "--grpc-port", "0")
+"""The ports are claimed before the store is read."""
+
+
 def test_serving_a_missing_store_is_one_line(tmp_path: Path) -> None:
-    check_one_line(embedserve("serve", tmp_path / "nowhere"), str(tmp_path / "nowhere"))
+    done = embedserve("serve", tmp_path / "nowhere", *ANY_PORTS)
+    check_one_line(done, str(tmp_path / "nowhere"))
 
 
 def test_shared_memory_where_others_reach_the_ports_is_one_line(tmp_path: Path) -> None:
@@ -180,7 +185,7 @@ def test_shared_memory_where_others_reach_the_ports_is_one_line(tmp_path: Path) 
 
 
 def test_serving_an_empty_store_is_one_line(tmp_path: Path) -> None:
-    check_one_line(embedserve("serve", tmp_path), str(tmp_path), "no model")
+    check_one_line(embedserve("serve", tmp_path, *ANY_PORTS), str(tmp_path), "no model")
 
 
 def test_inspecting_a_missing_store_is_one_line(tmp_path: Path) -> None:
