@@ -1,7 +1,7 @@
 """Settings as frozen values with units in their names, and the limits that they set.
 
 Each setting is written once, here, with its default and its sentence for the command line,
-which makes a flag, an EMBEDSERVE_* variable and a TOML key of it (cli.py).
+which makes a flag, an EMBEDSERVE_* variable and a TOML key of it (commands/serve_options.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line: what there is to do with stores and servers, as commands.
+"""The command line: all commands, and those that make versions.
 
 Imports nothing heavy at the top, so that --help answers at once; torch comes with the command
 that needs it. What a person did wrong is one line on stderr and exit status 1, no traceback.
@@ -25,6 +25,16 @@ from embedserve.commands.server_commands import (
     shadow,
     token,
 )
+from embedserve.commands.store_commands import (
+    Cache,
+    alias,
+    delete,
+    diff,
+    inspect_store,
+    note,
+    prune,
+    verify,
+)
 
 app = typer.Typer(
     name="embedserve",
@@ -39,15 +49,6 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"embedserve {__version__}")
         raise typer.Exit
-
-
-Cache = Annotated[
-    Path | None,
-    typer.Option(
-        envvar="EMBEDSERVE_CACHE",
-        help="Folder for what is pulled from a remote store. Default: ~/.cache/embedserve.",
-    ),
-]
 
 
 @app.callback()
@@ -291,141 +292,6 @@ def plan(
             plan_tables(Path(source), options)
 
 
-@app.command(name="inspect")
-def inspect_store(
-    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
-    model: Annotated[str, typer.Argument(help="Show one model's versions.")] = "",
-    version: Annotated[
-        str, typer.Argument(help="Show the tables and plan of a version, or of an alias.")
-    ] = "",
-    cache: Cache = None,
-) -> None:
-    """Show what a store, a model or a version holds."""
-    with one_line_errors():
-        from embedserve.commands.inspect import inspect as run
-
-        run(store, model, version, cache)
-
-
-@app.command()
-def verify(
-    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
-    version: Annotated[str | None, typer.Argument(help="Or an alias. Default: the newest.")] = None,
-    cache: Cache = None,
-) -> None:
-    """Reread a version and check every byte against its checksums."""
-    with one_line_errors():
-        from embedserve.commands.verify import verify as run
-
-        run(store, model, version, cache)
-
-
-@app.command()
-def diff(
-    versions: Annotated[
-        list[str],
-        typer.Argument(
-            help="STORE MODEL A B for two versions of a model, or STORE/MODEL/VERSION two times; "
-            "a store is a folder or a URL, a version a number or an alias.",
-        ),
-    ],
-    cache: Cache = None,
-) -> None:
-    """Show what differs between two versions: tables, rows and how far they moved.
-
-    Ends with status 1 where callers would notice: keys, their order, widths or tables, pooling, id
-    rules or weights.
-    """
-    with one_line_errors():
-        from embedserve.commands.diff import diff as run
-
-        is_same_layout = run(versions, cache)
-    if not is_same_layout:
-        raise typer.Exit(1)
-
-
-@app.command()
-def alias(
-    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
-    name: Annotated[str, typer.Argument(help="Of the alias: show its history.")] = "",
-    version: Annotated[str, typer.Argument(help="Move it there: a number, or another alias.")] = "",
-    why: Annotated[str, typer.Option(help="Kept with the change.")] = "",
-    share: Annotated[
-        float,
-        typer.Option(
-            help="Percent of the requests that name the model and no version: servers that follow "
-            "the alias answer them with this version, and the others with the one they name first."
-        ),
-    ] = 0.0,
-    shadow: Annotated[
-        float,
-        typer.Option(
-            help="Percent of those servers' other batches: they look them up in this version, too, "
-            "and compare (embedserve shadow)."
-        ),
-    ] = 0.0,
-    remove: Annotated[bool, typer.Option("--remove", help="Remove the alias.")] = False,
-    cache: Cache = None,
-) -> None:
-    """Show, move or remove a model's aliases: names for versions, such as stable."""
-    with one_line_errors():
-        from embedserve.commands.alias import change_alias, show_aliases
-
-        if remove and version:
-            raise ValueError(f"--remove takes no version, found {version!r}")
-        for flag, given in (("--why", why), ("--share", share), ("--shadow", shadow)):
-            if given and not (remove or version):
-                raise ValueError(f"{flag} is of a change: say the version that the alias moves to")
-        if remove or version:
-            change_alias(store, model, name, version or None, why, share, shadow)
-        else:
-            show_aliases(store, model, name, cache)
-
-
-@app.command()
-def note(
-    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
-    version: Annotated[str, typer.Argument(help="A number, or an alias for what it means now.")],
-    text: Annotated[str, typer.Argument(help="What inspect is to show of this version.")],
-) -> None:
-    """Keep a note beside a version, which itself never changes."""
-    with one_line_errors():
-        from embedserve.commands.note import note as run
-
-        run(store, model, version, text)
-
-
-@app.command()
-def prune(
-    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
-    keep: Annotated[int, typer.Option(help="The newest versions, so many, stay.", min=1)],
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be removed.")
-    ] = False,
-) -> None:
-    """Remove old versions of a model, but those that an alias names or a server has open."""
-    with one_line_errors():
-        from embedserve.commands.prune import prune as run
-
-        run(store, model, keep, dry_run)
-
-
-@app.command()
-def delete(
-    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
-    version: Annotated[int, typer.Argument(help="A number: what an alias names stays.")],
-) -> None:
-    """Remove one version of a model, unless it is the newest, or has an alias, or is open."""
-    with one_line_errors():
-        from embedserve.commands.delete import delete as run
-
-        run(store, model, version)
-
-
-for command in (admin, health, shadow, token):
+app.command(name="inspect")(inspect_store)
+for command in (verify, diff, alias, note, prune, delete, admin, health, shadow, token):
     app.command()(command)
