@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Container, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from random import random
 
 import numpy as np
@@ -88,13 +89,13 @@ class Shadow:
             differences = compare(
                 requests, values, unknown_counts, served, self._engine, self._model
             )
-            self._metrics.add(differences)
+            count = partial(self._metrics.add, differences)
         except Exception as error:
-            self._metrics.count("failed")
+            count = partial(self._metrics.count, "failed")
             kind = f"{self._model.served_as} cannot be compared with version {served.version}"
             self._log.say(logging.WARNING, kind, f"{type(error).__name__}: {error}")
-        finally:
-            self._is_busy = False
+        self._is_busy = False
+        count()  # whoever sees it may have the next batch compared
 
 
 def compare(
