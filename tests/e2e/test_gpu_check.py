@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,19 +10,19 @@ import numpy as np
 import pytest
 from documents import ROOT
 from gpu_check import STEPS, Asked, Row, run
+from warm_python import PYTHON, run_warm
 
 CHECK_S_MAX = 300
 PYTHONPATH = ":".join(("server", "model_store", "clients", "proto", "tests", "bench"))
 
 
 def test_cpu_ranks_go_through_all_of_it(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "bench/gpu_check.py", "--devices", "cpu:2", "--quick"],
+    done = run_warm(
+        [*PYTHON, ROOT / "bench" / "gpu_check.py", "--devices", "cpu:2", "--quick"],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": PYTHONPATH, "EMBEDSERVE_BENCH_CACHE": str(tmp_path)},
-        capture_output=True,
-        text=True,
         timeout=CHECK_S_MAX,
+        has_warm_children=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
