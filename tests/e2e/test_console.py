@@ -78,6 +78,8 @@ def test_the_demo_is_asked_by_keys_alone(page: Page, demo: Demo) -> None:
     tab_to(page, "ids-2")
     page.write("Action, Sci-Fi")
     page.press("Enter")
+    # The answer to all three: each Enter asks.
+    page.until("document.querySelectorAll('.vector').length === 3")
     page.until("document.querySelectorAll('.nearest').length === 2")
     with EmbedClient(demo.server.http) as client:
         right = client.embed(

@@ -1,7 +1,9 @@
 """Runs some of a version's batches on another version, too, and compares the answers.
 
-Off the answering path: in a thread of the lowest priority, once the callers of a batch have theirs,
-one batch at a time; what comes meanwhile is not compared. Nothing of it reaches a caller.
+Off the answering path: in a thread, once the callers of a batch have theirs, one batch at a time;
+what comes meanwhile is not compared. Nothing of it reaches a caller. The thread has the priority of
+all others: one that gives way on a busy core does so with the interpreter's lock, for which the
+event loop then waits tens of milliseconds.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -67,7 +65,7 @@ class ServedModels:
         self._routes = Routes([], {})
         self._shares: dict[str, float] = {}
         self._shadows: dict[str, float] = {}
-        self._shadow_thread = ThreadPoolExecutor(1, "shadow", initializer=_be_last)
+        self._shadow_thread = ThreadPoolExecutor(1, "shadow")
         self._only: Batcher | None = None
         self.default_model = default_model
         self.limits = limits
@@ -295,11 +293,6 @@ class ServedModels:
             + limits.said("request_output_bytes_max"),
             "features",
         )
-
-
-def _be_last() -> None:
-    """Has this thread, and no other, run where nothing else wants to."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def _check_any(batchers: Sequence[Batcher], check: Callable[[Batcher], None]) -> None:

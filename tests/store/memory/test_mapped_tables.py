@@ -1,9 +1,8 @@
-"""Tables are brought into memory, by a thread that gives way."""
+"""Tables are brought into memory."""
 
 from __future__ import annotations
 
 import mmap
-import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from embedserve_store.memory.mapped_tables import NICE, PIECE_BYTES, populate
+from embedserve_store.memory.mapped_tables import PIECE_BYTES, populate
 
 SIZE = 2 * PIECE_BYTES + 100 * mmap.PAGESIZE
 
@@ -54,20 +53,3 @@ def test_what_does_not_fit_is_not_read(tmp_path: Path) -> None:
 
 def test_no_tables() -> None:
     populate(version_of(np.empty(0, np.uint8)), 1 << 30)
-
-
-class Seen:
-    """An array that tells who reads it."""
-
-    nbytes = 1
-
-    def __getitem__(self, pages: slice) -> NDArray[np.uint8]:
-        self.nice = os.getpriority(os.PRIO_PROCESS, 0)
-        return np.zeros(1, np.uint8)
-
-
-def test_the_reader_gives_way() -> None:
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    data = Seen()
-    populate(version_of(data), 1 << 30)
-    assert (data.nice, os.getpriority(os.PRIO_PROCESS, 0)) == (NICE, before)
