@@ -12,7 +12,7 @@ from hostile import frames as f
 from hostile.conftest import Victim, victim_and_neighbour
 from hostile.neighbour import embed_request
 from hostile.peer import GREETING
-from hostile.test_cost import VALUES, of, one_id_a_bag
+from hostile.test_cost import VALUES, Make, of, one_id_a_bag
 from hostile.victim import NARROW
 
 from embedserve.processes.memory import FREED_SHARE, memory_bytes_max
@@ -40,23 +40,29 @@ MANY_BAGS = of(b'"user":[%b[1]]' % (b"[]," * (VALUES // 2 - 1)))
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 CHUNK = b"10000\r\n" + b" " * 65536 + b"\r\n"
 STREAMS = range(1, 2 * 128, 2)
-KINDS: dict[str, bytes] = {
-    "JSON answers that are not read": post(MANY_BAGS, JSON),
-    "such answers to chunks": post(
+KINDS: dict[str, Make] = {
+    "JSON answers that are not read": lambda: post(MANY_BAGS, JSON),
+    "such answers to chunks": lambda: post(
         b"%x\r\n%b\r\n0\r\n\r\n" % (len(MANY_BAGS), MANY_BAGS), JSON, CHUNKED
     ),
-    "protobuf answers that are not read": post(
+    "protobuf answers that are not read": lambda: post(
         one_id_a_bag(65_536), PROTOBUF + b"\r\nAccept: application/x-protobuf"
     ),
-    "bodies that do not come whole": post(bytes(BODY_BYTES - 1), PROTOBUF, nbytes=BODY_BYTES),
-    "chunks that do not come whole": post(CHUNK * 400, PROTOBUF, CHUNKED),
-    "heads that do not come whole": b"GET / HTTP/1.1\r\nHost: h\r\n"
-    + b"".join(b"x-%d: %b\r\n" % (i, b"v" * 150) for i in range(90)),
-    "pipelines": post(b'{"features": {"user": [1]}}', JSON) * 1000,
-    "streams that do not end": GREETING
-    + b"".join(f.headers(i, f.grpc_head(b"Embed"), end=False) for i in STREAMS),
-    "messages that do not come whole": GREETING
-    + b"".join(f.call(i, embed_request(range(500)))[:-1000] for i in STREAMS[:1]),
+    "bodies that do not come whole": lambda: post(
+        bytes(BODY_BYTES - 1), PROTOBUF, nbytes=BODY_BYTES
+    ),
+    "chunks that do not come whole": lambda: post(CHUNK * 400, PROTOBUF, CHUNKED),
+    "heads that do not come whole": lambda: (
+        b"GET / HTTP/1.1\r\nHost: h\r\n"
+        + b"".join(b"x-%d: %b\r\n" % (i, b"v" * 150) for i in range(90))
+    ),
+    "pipelines": lambda: post(b'{"features": {"user": [1]}}', JSON) * 1000,
+    "streams that do not end": lambda: (
+        GREETING + b"".join(f.headers(i, f.grpc_head(b"Embed"), end=False) for i in STREAMS)
+    ),
+    "messages that do not come whole": lambda: (
+        GREETING + b"".join(f.call(i, embed_request(range(500)))[:-1000] for i in STREAMS[:1])
+    ),
 }
 
 
@@ -72,12 +78,14 @@ class Attack:
     def __init__(self, names: Iterable[str], port: int) -> None:
         self._left: dict[socket.socket, memoryview] = {}
         self._awaited: list[socket.socket] = []
-        for name in [one for one in names for _ in range(CONNECTIONS.get(one, 40))]:
-            sock = socket.create_connection(("127.0.0.1", port))
-            sock.setblocking(False)
-            self._left[sock] = memoryview(KINDS[name])
-            if name in ANSWERED:
-                self._awaited.append(sock)
+        for name in names:
+            sent = memoryview(KINDS[name]())
+            for _ in range(CONNECTIONS.get(name, 40)):
+                sock = socket.create_connection(("127.0.0.1", port))
+                sock.setblocking(False)
+                self._left[sock] = sent
+                if name in ANSWERED:
+                    self._awaited.append(sock)
         self._sockets = list(self._left)
 
     def send(self) -> None:

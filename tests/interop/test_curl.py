@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,10 @@ class Curl:
         return self(path, "--header", f"content-type: {content_type}", *options, body=body)
 
 
+def small() -> Lookup:
+    return lookup(1)
+
+
 @pytest.fixture(params=list(VERSIONS))
 def curl(each_port: str, request: pytest.FixtureRequest) -> Curl:
     return Curl(request.param, f"http://{each_port}")
@@ -77,17 +82,19 @@ def test_embed(curl: Curl, path: str) -> None:
     assert_answers([answer.body], [asked])
 
 
-@pytest.mark.parametrize("asked", [lookup(1), large_answer(), large_request()])
+@pytest.mark.parametrize("make", [small, large_answer, large_request])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_unix_socket(uds: Path, version: str, asked: Lookup) -> None:
+def test_a_unix_socket(uds: Path, version: str, make: Callable[[], Lookup]) -> None:
+    asked = make()
     curl = Curl(version, "http://localhost")
     answer = curl.post("/embed", asked.body, PROTOBUF, "--unix-socket", str(uds))
     assert answer.status == 200
     assert_answers([answer.body], [asked])
 
 
-@pytest.mark.parametrize("asked", [large_answer(), large_request()], ids=["answer", "request"])
-def test_bodies_of_megabytes(curl: Curl, asked: Lookup) -> None:
+@pytest.mark.parametrize("make", [large_answer, large_request])
+def test_bodies_of_megabytes(curl: Curl, make: Callable[[], Lookup]) -> None:
+    asked = make()
     answer = curl.post("/embed", asked.body, PROTOBUF)
     assert answer.status == 200
     assert_answers([answer.body], [asked])

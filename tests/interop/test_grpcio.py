@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
@@ -177,8 +177,9 @@ def test_compressed_requests_are_read(
     assert list(stream) == [one.answer for one in asked]
 
 
-@pytest.mark.parametrize("asked", [large_answer(), large_request()], ids=["answer", "request"])
-def test_messages_of_megabytes(stub: EmbeddingServiceStub, asked: Lookup) -> None:
+@pytest.mark.parametrize("make", [large_answer, large_request])
+def test_messages_of_megabytes(stub: EmbeddingServiceStub, make: Callable[[], Lookup]) -> None:
+    asked = make()
     assert max(len(asked.body), len(asked.values.tobytes())) > 2_500_000
     for _ in range(3):
         assert_answers(stub, asked)
