@@ -9,7 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
-from server.python import run_python
+from server.python import run_python, run_warm_python
 from typer.testing import CliRunner, Result
 
 from embedserve import __version__
@@ -41,7 +41,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 def embedserve(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", "embedserve", *arguments)
+    return run_warm_python("-m", "embedserve", *arguments)
 
 
 @pytest.mark.parametrize("command", [(), ("serve",), ("publish",), ("inspect",), ("demo",)])
