@@ -126,10 +126,7 @@ def scrapes(server: Running) -> Iterator[str]:
 def test_a_worker_killed_under_load_loses_what_it_held_and_comes_back(
     store: Path, tmp_path: Path
 ) -> None:
-    with (
-        running(store, tmp_path / "log", "--workers", 2, is_warm=False) as server,
-        Load(server) as load,
-    ):
+    with running(store, tmp_path / "log", "--workers", 2) as server, Load(server) as load:
         load.until(500)
         first, second = worker_pids(server)
         before: dict[str, float] = {}
@@ -151,7 +148,11 @@ def test_a_worker_killed_under_load_loses_what_it_held_and_comes_back(
 
 
 def test_sigterm_drains_all_workers(store: Path, tmp_path: Path) -> None:
-    with running(store, tmp_path / "log", "--workers", 2) as server, Load(server) as load:
+    """Of a server that is started as from a shell: each worker imports torch for itself."""
+    with (
+        running(store, tmp_path / "log", "--workers", 2, is_warm=False) as server,
+        Load(server) as load,
+    ):
         load.until(500)
         server.process.terminate()
         load.join()
