@@ -8,6 +8,7 @@ the while, over the Service and through nginx and HAProxy before it.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from interop.proxies import Ports, Proxy, haproxy, haproxy_of, nginx
+from interop.proxies import START_S_MAX, Ports, Proxy, haproxy, haproxy_of, nginx
 from interop.test_proxy_restart import ANSWERED, OPTIONS, Load, rest, stream, unary
 from running_servers import Running, free_port, running
 
@@ -62,6 +63,13 @@ class Service:
             folder=folder, http=self.ports.http, grpc=self.ports.grpc, **pods
         )
 
+    def wait_for_admin(self) -> None:
+        """HAProxy listens on its ports a moment before its socket is there."""
+        end = time.monotonic() + START_S_MAX
+        while not self._admin.exists():
+            assert time.monotonic() < end, "HAProxy makes no socket"
+            time.sleep(0.01)
+
     def set_ready(self, pod: str, is_ready: bool) -> None:
         for port in ("http", "grpc"):
             with socket.socket(socket.AF_UNIX) as admin:
@@ -81,6 +89,7 @@ def pods() -> dict[str, Ports]:
 def service(tmp_path: Path, pods: dict[str, Ports]) -> Iterator[Service]:
     service = Service(tmp_path, pods)
     with haproxy_of(tmp_path, service.config, service.ports):
+        service.wait_for_admin()
         service.set_ready("a", is_ready=False)
         service.set_ready("b", is_ready=False)
         yield service
