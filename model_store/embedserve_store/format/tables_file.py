@@ -109,6 +109,11 @@ class TablesFile:
             opened=FileState.of(path),
         )
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether ``data`` is the file's, and no copy."""
+        return self.opened is not None
+
     def check_unchanged(self) -> None:
         """Raises StoreError where the mapped file was changed in place.
 

@@ -22,6 +22,7 @@ from embedserve.metrics.model_metrics import columns_of
 from embedserve.processes.threads import in_thread
 from embedserve.types import ComingVersion, ModelInfo, now_iso, split_name
 from embedserve_store import ModelVersion, StoreError
+from embedserve_store.memory.mapped_tables import let_go
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +220,9 @@ class Rollout:
 
     def _forget(self, name: str) -> None:
         if name in self._prepared:
-            _let_go([self._prepared.pop(name)])
+            prepared = self._prepared.pop(name)
+            _let_go([prepared.engine, prepared.version])
+            del prepared
         metrics = self._metrics.models.get(name)
         if metrics is not None:
             metrics.found_s, metrics.is_refused = None, False
@@ -236,4 +239,11 @@ def _is_of(name: str, model: str) -> bool:
 
 def _let_go(held: list[object]) -> None:
     """Empties ``held``, the last to hold what is in it, in a thread: to unmap takes long."""
-    Thread(target=held.clear, name="let go", daemon=True).start()
+    Thread(target=_empty, args=(held,), name="let go", daemon=True).start()
+
+
+def _empty(held: list[object]) -> None:
+    while held:
+        one = held.pop()
+        if isinstance(one, ModelVersion):
+            let_go(one)

@@ -131,8 +131,7 @@ def build_rollout(
         for one in rollout.engines.values():
             if why := why_fixed(settings, cast("Engine", one).device_type):
                 raise StoreError(f"what is served changes at a start only: {why}")
-        if version.tables.opened is not None:
-            populate(version, available_bytes())
+        populate(version, available_bytes())
         beside = [cast("Engine", one) for one in rollout.engines.values()]
         engine = restore_one(settings, version, cast("Engine | None", before), beside, say_warming)
         if before is None or not engine.shares_programs(cast("Engine", before)):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mapped import map_tables, mapped_kb
 from server.callers import submit_to
 from server.fake_engine import Bags, FakeEngine, make_request, model_info
 from server.gate import Gate
@@ -27,6 +28,8 @@ from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.processes.rollout import Restored, Rollout
 from embedserve.types import ModelInfo
 from embedserve_store import Manifest, ModelVersion, StoreError
+from embedserve_store.format.tables_file import TablesFile
+from embedserve_store.memory.mapped_tables import populate
 
 USER: Bags = {"user": [[1, 2]]}
 IN_THREAD = Limits(inline_bytes_max=0)
@@ -39,10 +42,13 @@ def engine_of(number: int) -> FakeEngine:
     return FakeEngine(replace(info, manifest=manifest), seed=number)
 
 
-def version_of(manifest: Manifest) -> ModelVersion:
+COPIED = TablesFile(Path("tables"), np.empty(0, np.uint8), {}, {})
+
+
+def version_of(manifest: Manifest, tables: TablesFile = COPIED) -> ModelVersion:
     """What a rollout asks of a version: what it is, and where it lies."""
     path = Path(f"store/shop/{manifest.version}")
-    return ModelVersion(path, manifest, plan=None, tables=None, id_maps={})  # type: ignore[arg-type]
+    return ModelVersion(path, manifest, plan=None, tables=tables, id_maps={})  # type: ignore[arg-type]
 
 
 def nothing(number: int) -> None:
@@ -145,6 +151,19 @@ async def test_what_it_leaves_is_let_go(moving: Moving) -> None:
     gc.collect()  # of asyncio's futures
     await until(lambda: engine() is None)
     await moving.check(8)
+
+
+async def test_its_rows_are_let_go_in_pieces(moving: Moving, tmp_path: Path) -> None:
+    """Not all at once, as where they are unmapped, which stops all who map memory meanwhile."""
+    tables = map_tables(tmp_path / "rows", 1 << 20)
+    version = version_of(moving.engines[8].model.manifest, tables)
+    populate(version, 1 << 30)
+    for number, one in ((8, version), (9, moving.version(9))):
+        await moving.rollout.prepare("shop", one)
+        assert mapped_kb(tmp_path / "rows") == 1 << 10
+        assert moving.rollout.switch("shop", number)
+    await until(lambda: not mapped_kb(tmp_path / "rows"))
+    await moving.check(9)
 
 
 @pytest.mark.parametrize(

@@ -1,55 +1,61 @@
-"""Tables are brought into memory."""
+"""Tables are brought into memory, and let go."""
 
 from __future__ import annotations
 
 import mmap
-import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from mapped import map_tables, mapped_kb
 
-from embedserve_store.memory.mapped_tables import PIECE_BYTES, populate
+from embedserve_store.format.tables_file import TablesFile
+from embedserve_store.memory.mapped_tables import PIECE_BYTES, let_go, populate
 
 SIZE = 2 * PIECE_BYTES + 100 * mmap.PAGESIZE
 
 
-def rows_of(path: Path, start: int = 0) -> NDArray[np.uint8]:
-    path.write_bytes(bytes(SIZE + start))
-    with path.open("rb") as file:
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return np.frombuffer(mapping, np.uint8, SIZE, offset=start)
-
-
-def version_of(data: Any) -> Any:
-    return SimpleNamespace(tables=SimpleNamespace(data=data))
-
-
-def mapped_kb(path: Path) -> int:
-    maps = Path("/proc/self/smaps").read_text()
-    of_file = maps[maps.index(str(path)) :]
-    found = re.search(r"Rss: +(\d+) kB", of_file)
-    assert found
-    return int(found[1])
+def version_of(tables: TablesFile) -> Any:
+    return SimpleNamespace(tables=tables)
 
 
 @pytest.mark.parametrize("start", [0, 16], ids=["by the kernel", "as before Linux 5.14"])
 def test_pages_are_mapped(tmp_path: Path, start: int) -> None:
     """The kernel refuses what starts within a page, as an older one refuses all."""
-    data = rows_of(tmp_path / "rows", start)
+    tables = map_tables(tmp_path / "rows", SIZE, start)
     assert mapped_kb(tmp_path / "rows") == 0
-    populate(version_of(data), 2 * SIZE)
+    populate(version_of(tables), 2 * SIZE)
     assert mapped_kb(tmp_path / "rows") >= SIZE // 1024
 
 
 def test_what_does_not_fit_is_not_read(tmp_path: Path) -> None:
-    data = rows_of(tmp_path / "rows")
-    populate(version_of(data), 2 * SIZE - 1)
+    tables = map_tables(tmp_path / "rows", SIZE)
+    populate(version_of(tables), 2 * SIZE - 1)
     assert mapped_kb(tmp_path / "rows") == 0
 
 
-def test_no_tables() -> None:
-    populate(version_of(np.empty(0, np.uint8)), 1 << 30)
+def test_what_was_let_go_may_still_be_read(tmp_path: Path) -> None:
+    tables = map_tables(tmp_path / "rows", SIZE)
+    populate(version_of(tables), 2 * SIZE)
+    let_go(version_of(tables))
+    assert mapped_kb(tmp_path / "rows") == 0
+    assert not tables.data.any()
+
+
+def test_a_copy_is_kept(tmp_path: Path) -> None:
+    """Let go, it would be zeros."""
+    memory = mmap.mmap(-1, SIZE)
+    memory[:1] = b"1"
+    data = np.frombuffer(memory, np.uint8)
+    tables = replace(map_tables(tmp_path / "rows", SIZE), data=data, opened=None)
+    let_go(version_of(tables))
+    assert data[0] == ord("1")
+
+
+def test_no_tables(tmp_path: Path) -> None:
+    tables = replace(map_tables(tmp_path / "rows", SIZE), data=np.empty(0, np.uint8))
+    populate(version_of(tables), 1 << 30)
+    let_go(version_of(tables))

@@ -1,0 +1,29 @@
+"""Tables mapped from a file, and how much of it a process has mapped."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from pathlib import Path
+
+import numpy as np
+
+from embedserve_store.format.tables_file import FileState, TablesFile
+
+
+def map_tables(path: Path, nbytes: int, start: int = 0) -> TablesFile:
+    """No table of ``nbytes`` zeros, from byte ``start`` of ``path`` on."""
+    path.write_bytes(bytes(start + nbytes))
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    data = np.frombuffer(mapping, np.uint8, nbytes, offset=start)
+    return TablesFile(path, data, {}, {}, FileState.of(path))
+
+
+def mapped_kb(path: Path) -> int:
+    """Of ``path``, by this process."""
+    maps = Path("/proc/self/smaps").read_text()
+    of_file = maps[maps.index(str(path)) :]
+    found = re.search(r"Rss: +(\d+) kB", of_file)
+    assert found
+    return int(found[1])
