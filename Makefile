@@ -55,7 +55,7 @@ contracts: install
 # tests start it some hundreds of times.
 pytest: install
 	deploy/install-debian-packages.sh
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not soak" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not soak" -n auto --dist loadfile --no-loadscope-reorder
 
 test-gpu: install
 	$(BIN)/python -m pytest -q -m gpu tests/engine

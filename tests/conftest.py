@@ -29,6 +29,13 @@ MadeOnce = Callable[[str, Callable[[Path], None]], Path]
 WARM_S_MAX = 300
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """For -n auto: one more than there are cores, as tests wait for the servers that they start; at
+    most 4, each of which may take 4 GB."""
+    return min(4, len(os.sched_getaffinity(0)) + 1)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What torch, the other modules and the tests themselves are made of stays to the end, and is

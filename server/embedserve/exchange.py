@@ -12,13 +12,13 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from embedserve.access.access import Access, Certificate
+from embedserve.aside import Aside
 from embedserve.batching.split import own
 from embedserve.codec.codec import Codec, Decode, DecodeNow
 from embedserve.errors import (
@@ -26,7 +26,6 @@ from embedserve.errors import (
     DeadlineExceededError,
     EmbedServeError,
     EngineError,
-    OverloadedError,
 )
 from embedserve.metrics.metrics import Metrics, ProtocolMetrics
 from embedserve.metrics.quiet_log import QuietLog
@@ -39,13 +38,9 @@ from embedserve.types import Encoded, LookupRequest, LookupResult, Parts, with_s
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 REQUEST_S_MAX = 30.0
 """How long the body of one request may take to come."""
 _NEVER = float("inf")
-ASIDE_BYTES_MAX = 256 << 20
-"""Of large bodies and answers that wait to be decoded or encoded, all together; a lone one is
-always taken."""
 LARGE_ANSWER_BYTES = 64 << 10
 """Told to who looks after what is not read; smaller ones find room in a socket."""
 ROUTING_KEY = b"x-routing-key"
@@ -260,8 +255,7 @@ class Exchange:
         self.observer = observer or Observer()
         self._on_large_answer: list[Callable[[int], None]] = []
         self.limits = models.limits
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="codec")
-        self._aside_bytes = 0
+        self._aside = Aside()
         self._log = QuietLog(logger)
         self._unflushed: list[Writer] = []
         self._on_room: list[Callable[[], None]] = []
@@ -306,7 +300,7 @@ class Exchange:
             self.models.enqueue(request, call)
             call.was_queued()
 
-        self._do_aside(call, "body", len(body), decode, enqueue)
+        self._aside.do(call, "body", len(body), decode, enqueue)
 
     def _decoders(self, call: Call) -> tuple[DecodeNow, Decode]:
         """Of its body. What it says to lie in shared memory is looked for in its owner's regions; a
@@ -327,43 +321,7 @@ class Exchange:
         result.more = [own(piece) for piece in result.more]
         nbytes = result.values.nbytes + sum(piece.nbytes for piece in result.more)
         encode = partial(_encode, call, result)
-        self._do_aside(call, "answer", nbytes, encode, lambda encoded: call.write(*encoded))
-
-    def _do_aside(
-        self, call: Call, what: str, nbytes: int, work: Callable[[], T], go_on: Callable[[T], None]
-    ) -> None:
-        """Has ``work`` done in a thread, which the event loop shares the interpreter with, and
-        ``go_on`` called with what it made, unless the client went away meanwhile.
-
-        Raises:
-            OverloadedError: too much waits for that already.
-        """
-        if self._aside_bytes and self._aside_bytes + nbytes > ASIDE_BYTES_MAX:
-            raise OverloadedError(
-                f"{what} has {nbytes} bytes, and {self._aside_bytes} of other large requests and "
-                "answers wait to be read and written"
-            )
-        self._aside_bytes += nbytes
-
-        def work_if_wanted() -> T | None:
-            return work() if call.is_waiting else None
-
-        def done(made: asyncio.Future[T | None]) -> None:
-            self._aside_bytes -= nbytes
-            if not call.is_waiting:
-                made.exception()  # asked for, or asyncio would log it
-                return
-            try:
-                result = made.result()
-                assert result is not None  # it was wanted to the end
-                go_on(result)
-            except EmbedServeError as error:
-                call.refuse(error)
-            except Exception:
-                call.fail()
-
-        loop = asyncio.get_running_loop()
-        loop.run_in_executor(self._thread, work_if_wanted).add_done_callback(done)
+        self._aside.do(call, "answer", nbytes, encode, lambda encoded: call.write(*encoded))
 
     def refuse_early(self, call: Call) -> None:
         """Refuses ``call`` before its body has come if its queue is full; for while one is."""

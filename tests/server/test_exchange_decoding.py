@@ -17,7 +17,7 @@ from server.live import make_exchange
 from server.recording_call import BODY, RecordingCall, ask, asked, expect_internal, fail, outcomes
 from server.waiting import until
 
-from embedserve import exchange as exchange_module
+from embedserve import aside
 from embedserve.codec import json_codec, protobuf_codec
 from embedserve.codec.codec import JSON, PROTOBUF, Codec
 from embedserve.config import Limits
@@ -118,7 +118,7 @@ async def test_a_deadline_that_passes_meanwhile_is_told(
 async def test_no_more_than_so_many_bytes_wait_to_be_decoded(
     exchange: Exchange, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange_module, "ASIDE_BYTES_MAX", 2 * len(LARGE))
+    monkeypatch.setattr(aside, "ASIDE_BYTES_MAX", 2 * len(LARGE))
     waiting = [ask_large(exchange, held(gate)) for _ in range(2)]
     over = ask_large(exchange, held(gate))
     assert isinstance(over.error, OverloadedError)
@@ -135,7 +135,7 @@ async def test_no_more_than_so_many_bytes_wait_to_be_decoded(
 async def test_a_lone_request_is_decoded_however_large_it_is(
     exchange: Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange_module, "ASIDE_BYTES_MAX", 1)
+    monkeypatch.setattr(aside, "ASIDE_BYTES_MAX", 1)
     call = ask_large(exchange, JSON)
     await until(lambda: call.told)
     assert outcomes(exchange) == {"OK": 1}

@@ -15,7 +15,7 @@ from server.live import make_exchange
 from server.recording_call import RecordingCall, ask, asked, expect_internal, fail, outcomes
 from server.waiting import until
 
-from embedserve import exchange as exchange_module
+from embedserve import aside
 from embedserve.codec import json_codec
 from embedserve.codec.codec import JSON, Codec
 from embedserve.errors import OverloadedError
@@ -97,7 +97,7 @@ async def test_no_more_than_so_many_bytes_wait_to_be_encoded(
     exchange: Exchange, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nbytes = EXAMPLES * 9 * 4
-    monkeypatch.setattr(exchange_module, "ASIDE_BYTES_MAX", nbytes)
+    monkeypatch.setattr(aside, "ASIDE_BYTES_MAX", nbytes)
     waiting = ask_large(exchange, held(gate))
     await until(lambda: gate.threads)
     over = ask_large(exchange, held(gate))

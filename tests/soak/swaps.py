@@ -51,6 +51,8 @@ REQUESTS = 64
 MEMORY_EVERY = 10
 """Switches."""
 READY_S_MAX = 300.0
+BEGIN_S = 2.0
+"""Until wrk and the server have got used to each other."""
 SWITCH_S_MAX = 120.0
 AFTER_S = 0.2
 """Past the first answer of the next version, in which a wait counts as one of the switch."""
@@ -182,6 +184,7 @@ class Swaps:
             await self._move(version)
             await _until(lambda: version in self._rest[0].right.values())  # noqa: B023
         wrk = await self._start_wrk()
+        await asyncio.sleep(BEGIN_S)
         self.seen.waits.clear()
         self.switches.clear()
         self.start_s = monotonic()

@@ -16,7 +16,7 @@ from embedserve_store.model_version import ModelVersion
 SHARE = 1 / 2
 """Of the memory that is available: what is larger is read as it is asked for."""
 MADV_POPULATE_READ = 22  # of linux/mman.h, which mmap lacks
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 32 << 20
 """Mapped or let go by one call, in which others wait that map memory."""
 RESTS = 3
 """As long as a piece took of a core, so many times over, the core is left to those who answer."""

@@ -37,10 +37,6 @@ logger = logging.getLogger(__name__)
 LookedUp = tuple[np.ndarray | EmbedServeError, float]
 """The values of a batch, or what to answer instead; and the seconds it took."""
 
-OPEN_SHARE = 7 / 8
-"""Of its limits; a queue that was full and holds less takes requests again."""
-SOURCE_SHARE = 1 / 2
-"""Of its limits, that one source may hold: it cannot have all others refused."""
 BAG_BYTES = 16
 """As many bytes of rows are read in the time that a bag takes to be joined."""
 FAILED = "the lookup failed; the server's log says why"
@@ -93,15 +89,15 @@ class Batcher:
         metrics.count_queue = self._count_queue
         # 0: every batch has work, and none is inline.
         self._inline_bytes_max = 0 if engine.waits_for_device else limits.inline_bytes_max
-        self._share_examples = int(SOURCE_SHARE * limits.queue_examples_max)
-        self._share_ids = int(SOURCE_SHARE * limits.queue_ids_max)
         bags_bytes = BAG_BYTES * len(model.features)
         self._bytes_per_example = model.answer_bytes_per_example + bags_bytes
         self._bytes_per_id = model.answer_bytes_per_id + 4 * max(model.length_per_key)
         self._work_bytes = partial(_work_bytes, self._bytes_per_example, self._bytes_per_id)
-        self._small, self._large = self._lanes = [
-            Lane(model, limits, self._work_bytes) for _ in range(2)
-        ]
+        queue = f"the queue of {model.name!r}"
+        of_large = " for large requests" if self._inline_bytes_max else ""
+        self._small = Lane(queue, model, limits, self._work_bytes)
+        self._large = Lane(queue + of_large, model, limits, self._work_bytes)
+        self._lanes = (self._small, self._large)
         # What cannot be told to be large waits here.
         self._first = self._small if self._inline_bytes_max else self._large
         self._is_scheduled = False
@@ -123,8 +119,8 @@ class Batcher:
         lane = self._large if work_bytes > self._inline_bytes_max else self._small
         if (
             lane.full
-            or lane.examples + examples > self._share_examples
-            or lane.ids + ids > self._share_ids
+            or lane.examples + examples > lane.share_examples
+            or lane.ids + ids > lane.share_ids
         ):
             self._check_room(request, lane, caller.source)
         if self._loop is None:
@@ -172,13 +168,13 @@ class Batcher:
 
         Asked before a request is decoded: refusing the many that come meanwhile costs little.
         """
-        _check_open(self._first)
+        self._first.check_open()
 
     def check_open_for(self, bags: int, ids: int) -> None:
         """As check_open, for a request of about so many: raises while its lane is full."""
         examples = max(bags // len(self.model.features) - 1, 0)  # JSON has brackets around bags
         is_large = self._work_bytes(examples, ids) > self._inline_bytes_max
-        _check_open(self._large if is_large else self._first)
+        (self._large if is_large else self._first).check_open()
 
     def note_damage(self) -> None:
         """What find_damage has found is of the version that answers."""
@@ -197,46 +193,14 @@ class Batcher:
         return ""
 
     def _check_room(self, request: LookupRequest, lane: Lane, source: object) -> None:
-        """Raises OverloadedError where there is none. A lone request always has room: what one may
-        hold is limited elsewhere."""
-        _check_open(lane)
-        limits, examples, ids = self._limits, request.batch_size, request.ids.size
-        queue = self._queue_name(lane)
-        held_examples, held_ids = lane.held_by(source)
-        for what, held, more, share in (
-            ("examples", held_examples, examples, self._share_examples),
-            ("ids", held_ids, ids, self._share_ids),
-        ):
-            if held and held + more > share:
-                raise OverloadedError(
-                    f"{queue} holds {held} {what} of this connection, {more} more pass its share "
-                    f"of {share}"
-                )
-        for what, held, more, most in (
-            ("examples", lane.examples, examples, limits.queue_examples_max),
-            ("ids", lane.ids, ids, limits.queue_ids_max),
-        ):
-            if held and held + more > most:
-                if not self._has_room(lane):
-                    self._close(lane, queue)
-                raise OverloadedError(
-                    f"{queue} holds {held} {what}, {more} more pass its limit of {most}"
-                )
-
-    def _close(self, lane: Lane, queue: str) -> None:
-        lane.full = f"{queue} is full: it holds {lane.examples} examples and {lane.ids} ids"
-        self.on_full()
-
-    def _has_room(self, lane: Lane) -> bool:
-        """Whether an eighth of ``lane`` is free: what is refused then is refused for its size."""
-        return (
-            lane.examples <= OPEN_SHARE * self._limits.queue_examples_max
-            and lane.ids <= OPEN_SHARE * self._limits.queue_ids_max
-        )
-
-    def _queue_name(self, lane: Lane) -> str:
-        for_large = "" if lane is self._first else " for large requests"
-        return f"the queue of {self.model.name!r}{for_large}"
+        """Raises OverloadedError where there is none."""
+        was_open = not lane.full
+        try:
+            lane.check_room(request.batch_size, request.ids.size, source)
+        except OverloadedError:
+            if lane.full and was_open:
+                self.on_full()
+            raise
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
         """Has the next batch start, for which a lane is ready: soon, or once its first request
@@ -315,8 +279,7 @@ class Batcher:
         return callers
 
     def _open_again(self, lane: Lane) -> None:
-        if lane.full and self._has_room(lane):
-            lane.full = ""
+        if lane.full and lane.open_again():
             self.on_room()
 
     def _join(self, callers: list[Caller]) -> tuple[list[Caller], Batch | None]:
@@ -440,8 +403,3 @@ class Batcher:
 def _work_bytes(bytes_per_example: int, bytes_per_id: int, examples: int, ids: int) -> int:
     """Of rows read and values written."""
     return examples * bytes_per_example + ids * bytes_per_id
-
-
-def _check_open(lane: Lane) -> None:
-    if lane.full:
-        raise OverloadedError(lane.full)

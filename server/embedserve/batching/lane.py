@@ -12,8 +12,13 @@ from collections.abc import Callable
 from embedserve.batching.caller import Caller
 from embedserve.batching.fair_queue import GONE_MIN, FairQueue
 from embedserve.config import Limits
-from embedserve.errors import DeadlineExceededError
+from embedserve.errors import DeadlineExceededError, OverloadedError
 from embedserve.types import LookupRequest, ModelInfo
+
+OPEN_SHARE = 7 / 8
+"""Of its limits; a queue that was full and holds less takes requests again."""
+SOURCE_SHARE = 1 / 2
+"""Of its limits, that one source may hold: it cannot have all others refused."""
 
 
 class Lane:
@@ -26,6 +31,8 @@ class Lane:
         examples, ids: of all that wait; who puts a caller adds its request's.
         full: why no more may wait, from when it was full until an eighth is free; "" otherwise.
         is_working: a batch of this lane is looked up in a thread: the next one waits.
+        share_examples, share_ids: what one source may hold. While no more than these wait in all
+            there is room, and nothing to check.
     """
 
     __slots__ = (
@@ -33,6 +40,8 @@ class Lane:
         "_bytes_per_example",
         "_bytes_per_id",
         "_ids_max",
+        "_limits",
+        "_name",
         "_output_bytes_max",
         "_withdrawn",
         "_work_bytes",
@@ -41,12 +50,22 @@ class Lane:
         "full",
         "ids",
         "is_working",
+        "share_examples",
+        "share_ids",
     )
 
     def __init__(
-        self, model: ModelInfo, limits: Limits, work_bytes: Callable[[int, int], int]
+        self, name: str, model: ModelInfo, limits: Limits, work_bytes: Callable[[int, int], int]
     ) -> None:
-        """``work_bytes`` of so many examples and ids is what sources share fairly."""
+        """
+        Args:
+            name: of the queue, in refusals.
+            work_bytes: of so many examples and ids, is what sources share fairly.
+        """
+        self._name = name
+        self._limits = limits
+        self.share_examples = int(SOURCE_SHARE * limits.queue_examples_max)
+        self.share_ids = int(SOURCE_SHARE * limits.queue_ids_max)
         self.examples = self.ids = 0
         self.full = ""
         self.is_working = False
@@ -58,6 +77,52 @@ class Lane:
         self._bytes_per_id = model.answer_bytes_per_id
         self._ids_max = limits.batch_ids_max
         self._output_bytes_max = limits.batch_output_bytes_max
+
+    def check_open(self) -> None:
+        """Raises OverloadedError while the lane is full."""
+        if self.full:
+            raise OverloadedError(self.full)
+
+    def check_room(self, examples: int, ids: int, source: object) -> None:
+        """Raises OverloadedError where so many more of ``source`` have no room; the lane may be
+        full then. A lone request always has room: what one may hold is limited elsewhere."""
+        self.check_open()
+        held_examples, held_ids = self.held_by(source)
+        for what, held, more, share in (
+            ("examples", held_examples, examples, self.share_examples),
+            ("ids", held_ids, ids, self.share_ids),
+        ):
+            if held and held + more > share:
+                raise OverloadedError(
+                    f"{self._name} holds {held} {what} of this connection, {more} more pass its "
+                    f"share of {share}"
+                )
+        for what, held, more, most in (
+            ("examples", self.examples, examples, self._limits.queue_examples_max),
+            ("ids", self.ids, ids, self._limits.queue_ids_max),
+        ):
+            if held and held + more > most:
+                if not self._has_room():
+                    self.full = (
+                        f"{self._name} is full: it holds {self.examples} examples and "
+                        f"{self.ids} ids"
+                    )
+                raise OverloadedError(
+                    f"{self._name} holds {held} {what}, {more} more pass its limit of {most}"
+                )
+
+    def open_again(self) -> bool:
+        """Has one that was full take requests where it may; whether it does."""
+        if self._has_room():
+            self.full = ""
+        return not self.full
+
+    def _has_room(self) -> bool:
+        """Whether an eighth is free: what is refused then is refused for its size."""
+        return (
+            self.examples <= OPEN_SHARE * self._limits.queue_examples_max
+            and self.ids <= OPEN_SHARE * self._limits.queue_ids_max
+        )
 
     def withdraw(self, caller: Caller) -> None:
         """``caller``, whose queue is None and who still has its request, waits no more."""

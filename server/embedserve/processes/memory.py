@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from embedserve.aside import ASIDE_BYTES_MAX
 from embedserve.config import Limits, ServeSettings
-from embedserve.exchange import ASIDE_BYTES_MAX
 from embedserve.wire.server import LOOK_BYTES
 
 CONNECTION_BYTES = 16 << 10
