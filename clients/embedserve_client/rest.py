@@ -1,12 +1,12 @@
 """The REST clients: protobuf inside HTTP, over a pool of kept-alive connections.
 
-They send what `rest_calls` makes and let it read the answer; nothing else happens here.
+They send the calls that `rest_calls` makes, let it read the answers, and try again; nothing else
+happens here.
 """
 
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -14,9 +14,10 @@ import httpx
 
 from embedserve_client.addresses import base_url_of, unix_path_of
 from embedserve_client.batch import Features, Weights
+from embedserve_client.calls import Call, Question, Steps, httpx_errors
 from embedserve_client.errors import EmbedServeClientError
 from embedserve_client.models import ModelInfo, ModelList
-from embedserve_client.rest_calls import Call, RestCalls, httpx_errors
+from embedserve_client.rest_calls import RestCalls
 from embedserve_client.result import EmbedResult, OutputDType
 from embedserve_client.retries import Tries, check_retries
 from embedserve_client.security import Files, headers_of, tls_context
@@ -41,6 +42,9 @@ class EmbedClient:
     token: says who asks, where the server wants to know.
     ca: a PEM file of whom to trust with https://, in place of the system's authorities.
     certificate: PEM files of the client's own and its key, where the server wants one.
+    shared_memory: of a server on the same host, what its --shared-memory says, such as "/ranker-":
+        large lookups then have their ids read from files of /dev/shm, and vectors written there.
+        Close the client, which removes them. Results are views of such a file while they are held.
     """
 
     def __init__(
@@ -54,8 +58,9 @@ class EmbedClient:
         token: str | None = None,
         ca: str | None = None,
         certificate: Files | None = None,
+        shared_memory: str | None = None,
     ) -> None:
-        self._calls = RestCalls(timeout_s)
+        self._calls = RestCalls(timeout_s, shared_memory)
         self._retries = check_retries(retries)
         limits, path, url = _limits(connections_max), unix_path_of(base_url), base_url_of(base_url)
         tls = tls_context(url, ca, certificate)
@@ -87,7 +92,7 @@ class EmbedClient:
         output_keys: those that the answer is to have; none: all of the model.
         routing_key: who asks, answered by the same version each time where several share the model.
         """
-        return self._send(
+        return self._answer(
             self._calls.embed(
                 features, weights, model, timeout_s, output_dtype, output_keys, routing_key
             )
@@ -95,15 +100,16 @@ class EmbedClient:
 
     def models(self) -> ModelList:
         """Every served model."""
-        return self._send(self._calls.models())
+        return self._answer(self._calls.models())
 
     def model(self, name: str) -> ModelInfo:
         """One served model; UnknownModel if there is none of that name."""
-        return self._send(self._calls.model(name))
+        return self._answer(self._calls.model(name))
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections, and removes what is in shared memory."""
         self._http.close()
+        self._calls.close()
 
     def __enter__(self) -> Self:
         return self
@@ -116,19 +122,36 @@ class EmbedClient:
     ) -> None:
         self.close()
 
-    def _send(self, call: Call[T]) -> T:
-        tries = Tries(self._retries, call.timeout_s)
+    def _answer(self, question: Question[T]) -> T:
+        tries, left_s = Tries(self._retries, question.timeout_s), question.timeout_s
         while True:
             try:
-                with httpx_errors():
-                    response = self._http.request(**call.arguments())
-                return call.result(response)
+                return self._walk(question.steps(left_s))
             except EmbedServeClientError as error:
                 pause_s = tries.pause_s(error)
                 if pause_s is None:
                     raise
             time.sleep(pause_s)
-            call = replace(call, timeout_s=tries.left_s())
+            left_s = tries.left_s()
+
+    def _walk(self, steps: Steps[T]) -> T:
+        try:
+            call = next(steps)
+            while True:
+                try:
+                    answer = self._send(call)
+                except BaseException as error:
+                    call = steps.throw(error)
+                else:
+                    call = steps.send(answer)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def _send(self, call: Call[T]) -> T:
+        with httpx_errors():
+            response = self._http.request(**call.arguments())
+        return call.result(response)
 
 
 class AsyncEmbedClient:
@@ -145,8 +168,9 @@ class AsyncEmbedClient:
         token: str | None = None,
         ca: str | None = None,
         certificate: Files | None = None,
+        shared_memory: str | None = None,
     ) -> None:
-        self._calls = RestCalls(timeout_s)
+        self._calls = RestCalls(timeout_s, shared_memory)
         self._retries = check_retries(retries)
         limits, path, url = _limits(connections_max), unix_path_of(base_url), base_url_of(base_url)
         tls = tls_context(url, ca, certificate)
@@ -178,7 +202,7 @@ class AsyncEmbedClient:
         output_keys: those that the answer is to have; none: all of the model.
         routing_key: who asks, answered by the same version each time where several share the model.
         """
-        return await self._send(
+        return await self._answer(
             self._calls.embed(
                 features, weights, model, timeout_s, output_dtype, output_keys, routing_key
             )
@@ -186,15 +210,16 @@ class AsyncEmbedClient:
 
     async def models(self) -> ModelList:
         """Every served model."""
-        return await self._send(self._calls.models())
+        return await self._answer(self._calls.models())
 
     async def model(self, name: str) -> ModelInfo:
         """One served model; UnknownModel if there is none of that name."""
-        return await self._send(self._calls.model(name))
+        return await self._answer(self._calls.model(name))
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections, and removes what is in shared memory."""
         await self._http.aclose()
+        self._calls.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -207,19 +232,36 @@ class AsyncEmbedClient:
     ) -> None:
         await self.close()
 
-    async def _send(self, call: Call[T]) -> T:
-        tries = Tries(self._retries, call.timeout_s)
+    async def _answer(self, question: Question[T]) -> T:
+        tries, left_s = Tries(self._retries, question.timeout_s), question.timeout_s
         while True:
             try:
-                with httpx_errors():
-                    response = await self._http.request(**call.arguments())
-                return call.result(response)
+                return await self._walk(question.steps(left_s))
             except EmbedServeClientError as error:
                 pause_s = tries.pause_s(error)
                 if pause_s is None:
                     raise
             await asyncio.sleep(pause_s)
-            call = replace(call, timeout_s=tries.left_s())
+            left_s = tries.left_s()
+
+    async def _walk(self, steps: Steps[T]) -> T:
+        try:
+            call = next(steps)
+            while True:
+                try:
+                    answer = await self._send(call)
+                except BaseException as error:
+                    call = steps.throw(error)
+                else:
+                    call = steps.send(answer)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    async def _send(self, call: Call[T]) -> T:
+        with httpx_errors():
+            response = await self._http.request(**call.arguments())
+        return call.result(response)
 
 
 def _limits(connections_max: int) -> httpx.Limits:

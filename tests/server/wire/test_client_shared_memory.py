@@ -1,0 +1,363 @@
+"""Our own clients with shared memory, of a whole server: what they are answered is what they are
+answered without."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from server.fake_engine import FakeEngine
+from server.fake_models import model_info, ruled_info, unpooled_info
+from server.live import Live, make_exchange, serving
+from server.waiting import until
+
+from embedserve.config import Limits
+from embedserve.shared_memory.regions import EVERYBODY, SharedMemory
+from embedserve_client import (
+    AsyncEmbedClient,
+    EmbedClient,
+    EmbedResult,
+    InvalidRequest,
+    TooLarge,
+    UnknownModel,
+)
+
+PREFIX = f"/embedserve-test-{os.getpid()}-"
+INFER = "/v2/models/wide/infer"
+REGISTER = "register"
+EMBED = "/embed"
+FEATURES = {"user": (7, 1024), "tag": (5, 1024)}
+"""8 KiB of vectors an example."""
+EXAMPLES = 70
+
+
+class Client:
+    """Either client, asked alike; keeps the paths that it asked."""
+
+    def __init__(self, live: Live, *, is_async: bool, **options: Any) -> None:
+        self.paths: list[str] = []
+        kind: Any = AsyncEmbedClient if is_async else EmbedClient
+        transport = Told(self.paths) if not is_async else AsyncTold(self.paths)
+        address = f"127.0.0.1:{live.http_port}"
+        self._client = kind(address, transport=transport, **options)
+
+    async def embed(self, features: Any, **options: Any) -> EmbedResult:
+        if isinstance(self._client, AsyncEmbedClient):
+            return await self._client.embed(features, **options)
+        result: EmbedResult = await asyncio.to_thread(self._client.embed, features, **options)
+        return result
+
+    async def close(self) -> None:
+        if isinstance(self._client, AsyncEmbedClient):
+            await self._client.close()
+        else:
+            self._client.close()
+
+
+class Told(httpx.HTTPTransport):
+    def __init__(self, paths: list[str]) -> None:
+        super().__init__()
+        self._paths = paths
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        self._paths.append(short(request.url.path))
+        return super().handle_request(request)
+
+
+class AsyncTold(httpx.AsyncHTTPTransport):
+    def __init__(self, paths: list[str]) -> None:
+        super().__init__()
+        self._paths = paths
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self._paths.append(short(request.url.path))
+        return await super().handle_async_request(request)
+
+
+def short(path: str) -> str:
+    """Without the name of a region."""
+    return REGISTER if path.endswith(f"/{REGISTER}") else path
+
+
+def files() -> list[Path]:
+    return list(Path("/dev/shm").glob(f"{PREFIX[1:]}*"))
+
+
+@pytest.fixture
+def wide() -> FakeEngine:
+    return FakeEngine(model_info("wide", FEATURES))
+
+
+@pytest.fixture
+async def live(wide: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[Live]:
+    others = FakeEngine(ruled_info()), FakeEngine(unpooled_info())
+    shared = SharedMemory(PREFIX, Limits())
+    exchange = make_exchange(wide, *others, executor=executor, shared_memory=shared)
+    async with serving(exchange) as live:
+        yield live
+    assert files() == []
+
+
+@pytest.fixture(params=["sync", "async"])
+async def client(live: Live, request: pytest.FixtureRequest) -> AsyncIterator[Client]:
+    client = Client(live, is_async=request.param == "async", shared_memory=PREFIX)
+    yield client
+    await client.close()
+    assert files() == []
+    assert not live.exchange.shared_memory or not live.exchange.shared_memory.status(EVERYBODY)
+
+
+def bags(seed: int, examples: int = EXAMPLES) -> dict[str, list[list[int]]]:
+    random = np.random.default_rng(seed)
+    return {
+        feature: [random.integers(0, rows, random.integers(0, 4)).tolist() for _ in range(examples)]
+        for feature, (rows, _) in FEATURES.items()
+    }
+
+
+async def test_vectors_are_those_of_the_model(client: Client, wide: FakeEngine) -> None:
+    for number in range(4):
+        result = await client.embed(bags(number))
+        assert np.array_equal(result.values, wide.expected(bags(number)))
+        assert (result.model, result.version) == ("wide", wide.model.version)
+        assert (result.keys, result.length_per_key) == (("user", "tag"), (1024, 1024))
+        assert np.array_equal(result["tag"], wide.expected(bags(number))[:, 1024:])
+        del result  # a region is free again
+    assert client.paths == [REGISTER, EMBED, INFER, INFER, INFER]
+    assert len(files()) == 1
+
+
+def weighted(of_bags: dict[str, list[list[int]]]) -> dict[str, list[list[float]]]:
+    return {"tag": [[0.5 + one for one in bag] for bag in of_bags["tag"]]}
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"model": "wide"},
+    {"model": "wide@7"},
+    {"output_dtype": "float16"},
+    {"routing_key": "user 7"},
+    {"weights": weighted(bags(3))},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+async def test_every_option_is_as_without(
+    live: Live, client: Client, options: dict[str, Any]
+) -> None:
+    plain = Client(live, is_async=True)
+    wanted = await plain.embed(bags(3), **options)
+    for _ in range(2):
+        result = await client.embed(bags(3), **options)
+        assert result.values.dtype == wanted.values.dtype
+        assert np.array_equal(result.values, wanted.values)
+        assert (result.model, result.version) == (wanted.model, wanted.version)
+        assert (result.keys, result.unknown_ids) == (wanted.keys, wanted.unknown_ids)
+    assert client.paths[-1].endswith("/infer")
+    await plain.close()
+
+
+async def test_a_request_without_a_feature_and_arrays(client: Client, wide: FakeEngine) -> None:
+    tags = np.arange(EXAMPLES) % 5
+    for _ in range(2):
+        result = await client.embed({"tag": tags})
+    expected = wide.expected({"tag": [[one] for one in tags.tolist()]})
+    assert np.array_equal(result.values, expected)
+    assert client.paths[-1] == INFER
+
+
+async def test_results_stay_while_others_are_asked_for(client: Client, wide: FakeEngine) -> None:
+    held = [await client.embed(bags(number)) for number in range(20)]
+    for number, result in enumerate(held):
+        assert np.array_equal(result.values, wide.expected(bags(number)))
+    assert client.paths.count(INFER) > 2
+
+
+async def test_many_at_once(client: Client, wide: FakeEngine) -> None:
+    await client.embed(bags(0))
+    for _ in range(3):
+        results = await asyncio.gather(*(client.embed(bags(number)) for number in range(8)))
+        for number, result in enumerate(results):
+            assert np.array_equal(result.values, wide.expected(bags(number)))
+        del results, result
+    assert client.paths.count(INFER) >= 4
+    assert len(files()) <= 8
+
+
+async def test_a_larger_request_has_a_larger_file(client: Client, wide: FakeEngine) -> None:
+    for examples in (EXAMPLES, EXAMPLES, 5 * EXAMPLES, 5 * EXAMPLES, 5 * EXAMPLES):
+        result = await client.embed(bags(1, examples))
+        assert np.array_equal(result.values, wide.expected(bags(1, examples)))
+        del result
+    assert client.paths == [REGISTER, EMBED, INFER, REGISTER, EMBED, INFER, INFER]
+    assert [one.stat().st_size for one in files()] == [4 << 20]
+
+
+async def test_a_server_that_starts_again_is_told_again(
+    live: Live, client: Client, wide: FakeEngine
+) -> None:
+    await client.embed(bags(0))
+    await client.embed(bags(0))
+    shared = live.exchange.shared_memory
+    assert shared is not None
+    shared.unregister(EVERYBODY)
+    client.paths.clear()
+    for number in range(3):
+        result = await client.embed(bags(number))
+        assert np.array_equal(result.values, wide.expected(bags(number)))
+        del result
+    assert client.paths == [INFER, EMBED, REGISTER, EMBED, INFER]
+
+
+async def test_errors_are_those_of_embed(live: Live, client: Client) -> None:
+    wrong = {"user": [[1]] * EXAMPLES, "tag": [[1]] * (EXAMPLES - 1) + [[5]]}
+    await client.embed(bags(0))
+    with pytest.raises(InvalidRequest, match="69") as caught:
+        await client.embed(wrong)
+    assert caught.value.field == "features.tag[69][0]"
+    assert client.paths[-2:] == [INFER, EMBED]
+    with pytest.raises(UnknownModel, match="'films'"):
+        await client.embed(bags(0), model="films")
+    with pytest.raises(InvalidRequest, match="output_dtype: 'float8' is not"):
+        await client.embed(bags(0), output_dtype="float8")
+    with pytest.raises(TooLarge, match="the limit is"):
+        await client.embed({"user": np.zeros(Limits().request_examples_max + 1, np.int64)})
+
+
+async def test_what_goes_without(live: Live, client: Client) -> None:
+    plain = Client(live, is_async=True)
+    strings = {"tag": [["drama"], ["映画", "nothing"]] * 3000}
+    for options in (
+        {"features": {"user": [[1]]}},
+        {"features": bags(0), "output_keys": ["tag"]},
+        {"features": strings, "model": "ruled"},
+    ):
+        for _ in range(2):
+            result, wanted = await client.embed(**options), await plain.embed(**options)
+            assert np.array_equal(result.values, wanted.values)
+            assert (result.keys, result.unknown_ids) == (wanted.keys, wanted.unknown_ids)
+    assert set(client.paths) == {REGISTER, EMBED}
+    await plain.close()
+
+
+async def test_rows_of_a_model_that_is_not_pooled(live: Live, client: Client) -> None:
+    plain = Client(live, is_async=True)
+    items = {"item": [[1, 2], [5, 99], []] * 2000, "last": [[3], [], [4]] * 2000}
+    wanted = await plain.embed(items, model="sequence")
+    for _ in range(2):
+        result = await client.embed(items, model="sequence")
+        assert result.unknown_ids == wanted.unknown_ids != {}
+        assert (result.keys, len(result.values)) == (wanted.keys, len(wanted.values))
+        for key in wanted.keys:
+            assert np.array_equal(result[key].values, wanted[key].values)
+            assert np.array_equal(result[key].lengths, wanted[key].lengths)
+    assert client.paths[-1] == "/v2/models/sequence/infer"
+    await plain.close()
+
+
+async def test_unknown_ids_are_counted(live: Live, client: Client) -> None:
+    plain = Client(live, is_async=True)
+    users = {"user": [[-1, 5], [7]] * 3000}
+    wanted = await plain.embed(users, model="ruled")
+    for _ in range(2):
+        result = await client.embed(users, model="ruled")
+        assert result.unknown_ids == wanted.unknown_ids != {}
+        assert np.array_equal(result.values, wanted.values)
+    assert client.paths[-1] == "/v2/models/ruled/infer"
+    await plain.close()
+
+
+async def test_versions_that_share_a_model(executor: ThreadPoolExecutor) -> None:
+    """Of different widths; what each answers has its own keys."""
+    engines = []
+    for alias, number, features in (
+        ("stable", 7, FEATURES),
+        ("canary", 8, {"user": (7, 512), "tag": (5, 2048), "day": (3, 64)}),
+    ):
+        info = model_info("wide", features)
+        manifest = replace(info.manifest, version=number)
+        named = replace(info, manifest=manifest, named=f"wide@{alias}")
+        engines.append(FakeEngine(named, seed=number))
+    shared = SharedMemory(PREFIX, Limits())
+    exchange = make_exchange(*engines, executor=executor, shared_memory=shared)
+    async with serving(exchange) as live:
+        client = Client(live, is_async=True, shared_memory=PREFIX)
+        for alias, engine in (("stable", 0), ("canary", 1)) * 3:
+            result = await client.embed(bags(5), model=f"wide@{alias}")
+            assert result.version == engines[engine].model.version
+            assert result.keys == engines[engine].model.keys
+            assert np.array_equal(result.values, engines[engine].expected(bags(5)))
+            del result
+        assert client.paths.count("/v2/models/wide@canary/infer") >= 2
+        await client.close()
+
+
+async def test_a_call_that_is_cancelled_takes_its_region_with_it(
+    executor: ThreadPoolExecutor, wide: FakeEngine
+) -> None:
+    """The server may yet write to it."""
+    shared, limits = SharedMemory(PREFIX, Limits()), Limits(inline_bytes_max=0)
+    exchange = make_exchange(wide, executor=executor, limits=limits, shared_memory=shared)
+    async with serving(exchange) as live:
+        client = Client(live, is_async=True, shared_memory=PREFIX)
+        await client.embed(bags(0))
+        wide.hold()
+        asked = asyncio.create_task(client.embed(bags(1)))
+        await until(lambda: len(wide.lookups) == 2)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert files() == []
+        wide.release()
+        for number in (2, 3):
+            result = await client.embed(bags(number))
+            assert np.array_equal(result.values, wide.expected(bags(number)))
+        assert client.paths == [REGISTER, EMBED, INFER, REGISTER, EMBED, INFER]
+        await client.close()
+
+
+Refusing = tuple[Callable[[], SharedMemory | None], str]
+REFUSING: dict[str, Refusing] = {
+    "none": (lambda: None, "the server has no shared memory: it is started with --shared-memory"),
+    "another": (
+        lambda: SharedMemory("/another-", Limits()),
+        "it does not begin with '/another-' \\(--shared-memory\\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("of_server", REFUSING)
+async def test_a_server_that_has_none_or_another(
+    executor: ThreadPoolExecutor, wide: FakeEngine, of_server: str
+) -> None:
+    make, said = REFUSING[of_server]
+    exchange = make_exchange(wide, executor=executor, shared_memory=make())
+    async with serving(exchange) as live:
+        client = Client(live, is_async=True, shared_memory=PREFIX)
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match=f"^shared_memory is '{PREFIX}': .*{said}"):
+                await client.embed({"user": [[1]]})
+        assert files() == []
+        await client.close()
+
+
+async def test_where_the_server_has_no_room_lookups_go_without(
+    executor: ThreadPoolExecutor, wide: FakeEngine
+) -> None:
+    limits = Limits(shared_memory_bytes_max=(1 << 20) + 1)
+    shared = SharedMemory(PREFIX, limits)
+    exchange = make_exchange(wide, executor=executor, limits=limits, shared_memory=shared)
+    async with serving(exchange) as live:
+        client = Client(live, is_async=True, shared_memory=PREFIX)
+        held = [await client.embed(bags(number)) for number in range(6)]
+        for number, result in enumerate(held):
+            assert np.array_equal(result.values, wide.expected(bags(number)))
+        assert client.paths.count(INFER) == 1
+        await client.close()
