@@ -1,0 +1,96 @@
+"""Asks a server of the Open Inference Protocol by KServe's own clients, over REST and gRPC.
+
+Runs in an environment of its own, which has kserve and none of this project. Takes what to ask as
+JSON from stdin, and writes what came as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import sys
+from typing import Any
+
+import numpy as np
+from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest
+from kserve.inference_client import RESTConfig
+
+
+def request_of(model: str, asked: dict[str, Any], *, is_binary: bool) -> InferRequest:
+    """F.ids and F.lengths of each feature."""
+    inputs = []
+    for feature, bags in asked["bags"].items():
+        ids = np.array([one for bag in bags for one in bag], np.int64)
+        lengths = np.array([len(bag) for bag in bags], np.int32)
+        for part, values, datatype in (("ids", ids, "INT64"), ("lengths", lengths, "INT32")):
+            one = InferInput(f"{feature}.{part}", list(values.shape), datatype)
+            one.set_data_from_numpy(values, binary_data=is_binary)
+            inputs.append(one)
+    return InferRequest(model_name=model, infer_inputs=inputs, request_id=asked["id"])
+
+
+def told(response: Any) -> dict[str, Any]:
+    """The outputs as float32 bytes, and what else was answered."""
+    outputs = {}
+    for one in response.outputs:
+        values = one.as_numpy()
+        assert values.dtype == np.float32, values.dtype
+        outputs[one.name] = [list(values.shape), base64.b64encode(values.tobytes()).decode()]
+    return {
+        "model": response.model_name,
+        "version": response.model_version,
+        "id": response.id,
+        "outputs": outputs,
+    }
+
+
+async def over_rest(url: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
+    client = InferenceRESTClient(RESTConfig(protocol="v2"))
+    answers = {}
+    for name, is_binary in (("REST, JSON", False), ("REST, binary", True)):
+        answers[name] = [
+            told(await client.infer(url, request_of(model, one, is_binary=is_binary), model))
+            for one in given["asked"]
+        ]
+    ready = [await client.is_server_live(url), await client.is_server_ready(url)]
+    ready += [await client.is_model_ready(url, one) for one in (model, "nothing")]
+    wrong = request_of(model, given["wrong"], is_binary=True)
+    error = await said(client.infer(url, wrong, model))
+    await client.close()
+    return {"answers": answers, "ready": ready, "error": error}
+
+
+async def over_grpc(target: str, model: str, given: dict[str, Any]) -> dict[str, Any]:
+    client = InferenceGRPCClient(target)
+    answers = {}
+    for name, is_raw in (("gRPC, typed", False), ("gRPC, raw", True)):
+        answers[name] = [
+            told(await client.infer(request_of(model, one, is_binary=is_raw)))
+            for one in given["asked"]
+        ]
+    ready = [await client.is_server_live(), await client.is_server_ready()]
+    ready += [await client.is_model_ready(one) for one in (model, "nothing")]
+    error = await said(client.infer(request_of(model, given["wrong"], is_binary=True)))
+    await client.close()
+    return {"answers": answers, "ready": ready, "error": error}
+
+
+async def said(asked: Any) -> str:
+    """What it raises."""
+    try:
+        await asked
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+async def main() -> None:
+    given = json.load(sys.stdin)
+    rest = await over_rest(given["http"], given["model"], given)
+    grpc = await over_grpc(given["grpc"], given["model"], given)
+    json.dump({"REST": rest, "gRPC": grpc}, sys.stdout)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
