@@ -5,6 +5,7 @@ tests/engine/test_gpu.py goes through all of it on GPUs, bench/gpu_check.py on w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,6 +116,7 @@ def _check_pooled(engine: Engine, version: ModelVersion, rows: dict[str, np.ndar
         flat = [w for f in manifest.features for bag in weights[f] for w in bag]
         weighted = engine.lookup(ids, lengths, np.array(flat, np.float32))
         assert_same(weighted, expected(rows, manifest, bags, weights), relative)
+        _check_half(engine, ids, lengths)
     empty = engine.lookup(np.zeros(0, np.int64), np.zeros(3 * len(manifest.features), np.int32))
     assert empty.shape == (3, sum(manifest.length_per_key))
     assert not empty.any()
@@ -126,8 +128,15 @@ def _check_unpooled(engine: Engine, version: ModelVersion, rows: dict[str, np.nd
     bags = sample(version) | {"candidate": [[]] * 7}
     values = engine.lookup(*to_kjt(bags, manifest.features))
     assert_same(values, rows_of(rows, manifest, bags), RELATIVE[engine.device_type])
+    _check_half(engine, *to_kjt(bags, manifest.features))
     empty = engine.lookup(np.zeros(0, np.int64), np.zeros(len(manifest.features), np.int32))
     assert empty.shape == (0, manifest.tables[0].embedding_dim)
+
+
+def _check_half(engine: Engine, ids: np.ndarray, lengths: np.ndarray) -> None:
+    rounded = engine.lookup(ids, lengths, in_half=True)
+    assert rounded.dtype == np.float16
+    np.testing.assert_array_equal(rounded, engine.to_float16(engine.lookup(ids, lengths)))
 
 
 def most_rows(store: Path, rows: int = ROWS_MAX) -> tuple[ModelVersion, dict[int, np.ndarray]]:
@@ -136,7 +145,13 @@ def most_rows(store: Path, rows: int = ROWS_MAX) -> tuple[ModelVersion, dict[int
     table = TableSpec("most", rows, 4, ("id",), "sum", "int4")
     marked = {0: 1.0, 1 << 30: 2.0, rows - 2: 3.0, rows - 1: 4.0}
     vectors = {row: np.arange(4, dtype=np.float32) + value for row, value in marked.items()}
-    folder = store / "most" / "1"
+    return mostly_zeros(store, table, vectors), vectors
+
+
+def mostly_zeros(store: Path, table: TableSpec, vectors: Mapping[int, np.ndarray]) -> ModelVersion:
+    """A version of ``table`` alone, all of whose rows but ``vectors`` (float32 [dim], by their
+    numbers) are zeros that take no place on the disk."""
+    folder = store / table.name / "1"
     folder.mkdir(parents=True)
     path = folder / "tables.safetensors"
     with path.open("wb") as file:
@@ -145,13 +160,14 @@ def most_rows(store: Path, rows: int = ROWS_MAX) -> tuple[ModelVersion, dict[int
         for row, vector in vectors.items():
             file.seek(start + row * table.row_bytes)
             file.write(encode_rows(torch.from_numpy(vector[None]), table.dtype).tobytes())
-    manifest = Manifest("most", 1, (table,), is_weighted=False)
+    manifest = Manifest(table.name, 1, (table,), is_weighted=False)
     bags = sample_bags(manifest, {})
     tables = TablesFile.open(path, manifest.tables)
     answers = pool_stored(manifest, bags, bags.ids, tables)
-    plan = Plan(1, {"most": TablePlan("table_wise", (Shard(0, 0, rows, 0, 4),))}, {})
+    shard = Shard(0, 0, table.num_embeddings, 0, table.embedding_dim)
+    plan = Plan(1, {table.name: TablePlan("table_wise", (shard,))}, {})
     write_small_files(folder, manifest, plan, Goldens(bags, answers, answers))
-    return ModelStore(store).load("most", 1), vectors
+    return ModelStore(store).load(table.name, 1)
 
 
 def check_most_rows(store: Path, devices: str) -> None:

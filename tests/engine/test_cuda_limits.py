@@ -158,7 +158,11 @@ class OnGpu(Engine):
     """An engine whose lookups answer as FBGEMM's CUDA kernels do."""
 
     def lookup(
-        self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None
+        self,
+        ids: np.ndarray,
+        lengths: np.ndarray,
+        weights: np.ndarray | None = None,
+        in_half: bool = False,
     ) -> np.ndarray:
         def rows_of(table: TableSpec, numbers: np.ndarray) -> np.ndarray:
             rows = self._version.tables.rows(table.name)[numbers]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lookup_cases import CASES, RELATIVE, Case, check, check_most_rows
@@ -13,6 +16,7 @@ from torchrec import KeyedJaggedTensor
 
 from embedserve.engine.cuda_limits import ROWS_MAX
 from embedserve.engine.gpus import WORK_BYTES, find_gpus
+from embedserve.engine.restore import restore
 from embedserve.engine.sharded import shard
 from embedserve_store import ModelVersion, Plan, Shard, TablePlan
 
@@ -33,6 +37,22 @@ def test_ids_next_to_the_last_that_int32_has(tmp_path: Path) -> None:
     if find_gpus().free_bytes[0] < 16 * ROWS_MAX + WORK_BYTES:
         pytest.skip("its rows take 34 GB of a GPU")
     check_most_rows(tmp_path, "cuda")
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+def test_batches_that_a_gpu_has_at_once(published: Publish, sharding: str) -> None:
+    version = published(sharding=sharding, world_size=torch.cuda.device_count())
+    engine = restore(version, "cuda")
+    features = version.manifest.features
+    requests: list[Any] = [to_kjt(sample(version, size), features) for size in (1, 7, 100, 1000)]
+    expected = [engine.lookup(*one) for one in requests]
+
+    def is_right(number: int) -> bool:
+        which = number % len(requests)
+        return np.array_equal(engine.lookup(*requests[which]), expected[which])
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(is_right, range(400)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])

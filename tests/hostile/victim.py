@@ -45,7 +45,11 @@ class TableEngine(FakeEngine):
         self.table = table()
 
     def lookup(
-        self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None
+        self,
+        ids: np.ndarray,
+        lengths: np.ndarray,
+        weights: np.ndarray | None = None,
+        in_half: bool = False,
     ) -> np.ndarray:
         if (lengths == 1).all():
             return np.take(self.table, ids, axis=0)

@@ -39,6 +39,7 @@ class Lookup:
     weights: np.ndarray | None
     batch_size: int
     is_inline: bool
+    in_half: bool = False
 
 
 class FakeEngine:
@@ -85,11 +86,15 @@ class FakeEngine:
         self._may_go_on.set()
 
     def lookup(
-        self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None
+        self,
+        ids: np.ndarray,
+        lengths: np.ndarray,
+        weights: np.ndarray | None = None,
+        in_half: bool = False,
     ) -> np.ndarray:
         bags = lengths.reshape(len(self.model.features), -1)
         is_inline = threading.current_thread() is threading.main_thread()
-        self.lookups.append(Lookup(ids, lengths, weights, bags.shape[1], is_inline))
+        self.lookups.append(Lookup(ids, lengths, weights, bags.shape[1], is_inline, in_half))
         if not is_inline and not self._may_go_on.wait(HOLD_S_MAX):
             raise TimeoutError("nobody released the fake engine")
         time.sleep(self.delay_s)
@@ -108,7 +113,8 @@ class FakeEngine:
                 blocks.append(np.stack(pooled))
             else:
                 blocks += [self.tables[table.name][ids[s]] for s in slices]
-        return np.ascontiguousarray(np.concatenate(blocks, axis=1 if self.model.is_pooled else 0))
+        values = np.ascontiguousarray(np.concatenate(blocks, axis=1 if self.model.is_pooled else 0))
+        return self.to_float16(values) if in_half else values
 
     def check(self) -> None:
         """Raises ``damage``, if it was set."""

@@ -46,6 +46,16 @@ def let_go(version: ModelVersion) -> None:
         _madvise(piece, mmap.MADV_DONTNEED)
 
 
+def let_go_of(rows: NDArray[np.uint8]) -> None:
+    """Has no page that lies whole in ``rows``, a range of a mapped file, mapped any more; they may
+    still be read."""
+    data = rows.reshape(-1)
+    start = -data.ctypes.data % mmap.PAGESIZE
+    end = data.nbytes - (data.ctypes.data + data.nbytes) % mmap.PAGESIZE
+    if end > start:
+        _madvise(data[start:end], mmap.MADV_DONTNEED)
+
+
 def _pieces(tables: TablesFile) -> Iterator[NDArray[np.uint8]]:
     for start in range(0, tables.data.nbytes if tables.is_mapped else 0, PIECE_BYTES):
         began = time.thread_time()

@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 LookedUp = tuple[np.ndarray | EmbedServeError, float]
 """The values of a batch, or what to answer instead; and the seconds it took."""
 
+AT_ONCE = 2
+"""Batches that an engine which waits for its device is given: one may be copied there, or back,
+while the other is looked up."""
 BAG_BYTES = 16
 """As many bytes of rows are read in the time that a bag takes to be joined."""
 FAILED = "the lookup failed; the server's log says why"
@@ -78,7 +81,8 @@ class Batcher:
         self.on_room: Callable[[], None] = _do_nothing
         self.shadow: Shadow | None = None
         self.model = model
-        self._threads = threads if model.is_pooled and not engine.waits_for_device else 1
+        self._waits = engine.waits_for_device
+        self._threads = threads if model.is_pooled and not self._waits else 1
         self._engine = engine
         self._limits = limits
         self._metrics = metrics
@@ -88,15 +92,16 @@ class Batcher:
         self._loop: asyncio.AbstractEventLoop | None = None
         metrics.count_queue = self._count_queue
         # 0: every batch has work, and none is inline.
-        self._inline_bytes_max = 0 if engine.waits_for_device else limits.inline_bytes_max
+        self._inline_bytes_max = 0 if self._waits else limits.inline_bytes_max
         bags_bytes = BAG_BYTES * len(model.features)
         self._bytes_per_example = model.answer_bytes_per_example + bags_bytes
         self._bytes_per_id = model.answer_bytes_per_id + 4 * max(model.length_per_key)
         self._work_bytes = partial(_work_bytes, self._bytes_per_example, self._bytes_per_id)
         queue = f"the queue of {model.name!r}"
         of_large = " for large requests" if self._inline_bytes_max else ""
-        self._small = Lane(queue, model, limits, self._work_bytes)
-        self._large = Lane(queue + of_large, model, limits, self._work_bytes)
+        at_once = AT_ONCE if self._waits else 1
+        self._small = Lane(queue, model, limits, self._work_bytes, at_once)
+        self._large = Lane(queue + of_large, model, limits, self._work_bytes, at_once)
         self._lanes = (self._small, self._large)
         # What cannot be told to be large waits here.
         self._first = self._small if self._inline_bytes_max else self._large
@@ -235,7 +240,7 @@ class Batcher:
         self._retire_if_idle(on_retired)
 
     def _retire_if_idle(self, on_retired: Callable[[], None]) -> None:
-        if not any(lane.requests or lane.is_working for lane in self._lanes):
+        if not any(lane.requests or lane.under_way for lane in self._lanes):
             self._on_retired = None
             del self._engine  # whoever still holds this object does not hold the rows
             on_retired()
@@ -308,11 +313,15 @@ class Batcher:
         if not self._is_large(batch):
             self._finish(callers, batch, [self._look_up(batch)])
             return
-        lane.is_working = True
+        lane.begin()
+        in_half = self._waits and self._all_want_half(callers)
         # The kernel uses one thread, so that a piece for each makes use of all.
         pieces = cut(batch, len(self.model.features), self._threads)
         looking_up = asyncio.gather(
-            *(loop.run_in_executor(self._executor, self._look_up, piece) for piece in pieces)
+            *(
+                loop.run_in_executor(self._executor, self._look_up, piece, in_half)
+                for piece in pieces
+            )
         )
         looking_up.add_done_callback(
             lambda done: self._finish_in_loop(loop, lane, callers, batch, done.result())
@@ -326,16 +335,22 @@ class Batcher:
         batch: Batch,
         looked_up: list[LookedUp],
     ) -> None:
-        lane.is_working = False
+        lane.end()
         self._finish(callers, batch, looked_up)
         self._go_on(loop)
 
-    def _look_up(self, batch: Batch) -> LookedUp:
+    def _all_want_half(self, callers: Sequence[Caller]) -> bool:
+        """Whether nobody needs the float32 values, which a shadow would be compared with."""
+        return self.shadow is None and all(
+            caller.request.output_dtype == "float16" for caller in callers
+        )
+
+    def _look_up(self, batch: Batch, in_half: bool = False) -> LookedUp:
         """The values, or what to answer instead; and the seconds it took."""
         start = perf_counter()
         values: np.ndarray | EmbedServeError
         try:
-            values = self._engine.lookup(batch.ids, batch.lengths, batch.weights)
+            values = self._engine.lookup(batch.ids, batch.lengths, batch.weights, in_half)
             values = in_request_order(values, batch, self.model)
         except Exception:
             self._say_failed(f"lookup of {batch.ids.size} ids in {batch.batch_size} examples")
@@ -363,7 +378,7 @@ class Batcher:
             if caller.is_waiting:  # its client may have gone meanwhile
                 caller.answer(result)
         self.on_answered()
-        if self.shadow is not None:
+        if self.shadow is not None and pieces[0].dtype == np.float32:
             requests = [caller.request for caller in callers]
             self.shadow.offer(requests, pieces, batch.unknown_counts, self.model)
 

@@ -22,7 +22,7 @@ SOURCE_SHARE = 1 / 2
 
 
 class Lane:
-    """Callers that wait, and whether a batch of them is being looked up. Times are perf_counter
+    """Callers that wait, and how many batches of them are being looked up. Times are perf_counter
     seconds.
 
     Attributes:
@@ -30,12 +30,14 @@ class Lane:
             waits until taken or withdrawn: its queue is None then.
         examples, ids: of all that wait; who puts a caller adds its request's.
         full: why no more may wait, from when it was full until an eighth is free; "" otherwise.
-        is_working: a batch of this lane is looked up in a thread: the next one waits.
+        under_way: batches of this lane that are looked up in threads.
+        is_working: these are as many as may be: the next one waits.
         share_examples, share_ids: what one source may hold. While no more than these wait in all
             there is room, and nothing to check.
     """
 
     __slots__ = (
+        "_at_once",
         "_backlog",
         "_bytes_per_example",
         "_bytes_per_id",
@@ -52,15 +54,22 @@ class Lane:
         "is_working",
         "share_examples",
         "share_ids",
+        "under_way",
     )
 
     def __init__(
-        self, name: str, model: ModelInfo, limits: Limits, work_bytes: Callable[[int, int], int]
+        self,
+        name: str,
+        model: ModelInfo,
+        limits: Limits,
+        work_bytes: Callable[[int, int], int],
+        at_once: int = 1,
     ) -> None:
         """
         Args:
             name: of the queue, in refusals.
             work_bytes: of so many examples and ids, is what sources share fairly.
+            at_once: batches that may be looked up in threads.
         """
         self._name = name
         self._limits = limits
@@ -68,7 +77,9 @@ class Lane:
         self.share_ids = int(SOURCE_SHARE * limits.queue_ids_max)
         self.examples = self.ids = 0
         self.full = ""
+        self.under_way = 0
         self.is_working = False
+        self._at_once = at_once
         self.callers: deque[Caller] = deque()
         self._backlog = FairQueue()  # those that were before them, and too many for a batch
         self._withdrawn = 0  # still among the callers
@@ -138,6 +149,15 @@ class Lane:
     def requests(self) -> int:
         """Callers that wait."""
         return len(self.callers) + len(self._backlog) - self._withdrawn
+
+    def begin(self) -> None:
+        """A batch is looked up in a thread, until ``end``."""
+        self.under_way += 1
+        self.is_working = self.under_way >= self._at_once
+
+    def end(self) -> None:
+        self.under_way -= 1
+        self.is_working = False
 
     def is_ready(self) -> bool:
         """Whether a batch may be taken: one that all have left is empty."""

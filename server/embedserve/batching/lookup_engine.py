@@ -12,14 +12,18 @@ class LookupEngine(Protocol):
 
     Attributes:
         waits_for_device: a lookup is another device's work, for which the thread that asks waits:
-            none is made on the event loop's thread, and none is cut into pieces, as that device
-            does one at a time.
+            none is made on the event loop's thread, none is cut into pieces, and the device is
+            given the next one before it is done with the last.
     """
 
     waits_for_device: bool
 
     def lookup(
-        self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None
+        self,
+        ids: np.ndarray,
+        lengths: np.ndarray,
+        weights: np.ndarray | None = None,
+        in_half: bool = False,
     ) -> np.ndarray: ...
 
     def to_float16(self, values: np.ndarray) -> np.ndarray: ...

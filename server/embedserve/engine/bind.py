@@ -2,7 +2,7 @@
 
 On CPU a kernel is pointed into the mapping, so that ranks, models and processes share the pages
 and resharding moves nothing; only column shards, which are no range of the file, are copied. On
-CUDA everything is copied to its device. Never writes to the mapping.
+CUDA everything is copied to its device (staging.py). Never writes to the mapping.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ import numpy as np
 import torch
 from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 
-from embedserve.engine.cuda_limits import check_half_range
 from embedserve.engine.kernel_rows import Rows
-from embedserve_store.format.table_spec import CODES_MAX, SCALE_BIAS_BYTES, row_bytes
+from embedserve.engine.staging import RowCopy, copy_all
+from embedserve_store.format.table_spec import SCALE_BIAS_BYTES, row_bytes
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES
 
 logger = logging.getLogger(__name__)
-
-COPY_BLOCK_BYTES = 64 << 20
 
 
 def bind_rows(
@@ -35,13 +33,17 @@ def bind_rows(
 
     Column shards are no range of the file: on CPU too they are copied, and only they. torchrec
     gives column_wise tables kernels of their own.
+
+    Raises:
+        StoreError: a row that CUDA's kernels cannot dequantize.
     """
+    if device_type != "cpu":
+        copy_all(gpu_copies(sharded, version), str(version.path))
+        return
     mapped = as_tensor(version.tables.data)
     copied_bytes = 0
     for kernel, config in sharded.tbes_configs().items():
-        if device_type != "cpu":
-            _copy_to_gpu(kernel, mapped, config, version)
-        elif any(_is_column_shard(one) for one in config.embedding_tables):
+        if any(_is_column_shard(one) for one in config.embedding_tables):
             copied_bytes += _copy_columns(kernel, mapped, config, version)
         else:
             offsets = [start for start, _, _ in byte_ranges(config, version)]
@@ -103,42 +105,56 @@ def _is_column_shard(shard_config: Any) -> bool:
 def _copy_columns(kernel: Any, mapped: torch.Tensor, config: Any, version: ModelVersion) -> int:
     """Gives a CPU ``kernel`` its shards in memory of its own; returns its bytes."""
     shards = list(_shard_rows(config, mapped, version))
-    ends = list(accumulate(sum(part.numel() for part in parts) for parts in shards))
-    offsets = [0, *ends[:-1]]
-    rows = torch.empty(ends[-1], dtype=torch.uint8)
-    for parts, start, end in zip(shards, offsets, ends, strict=True):
-        target = rows[start:end].view(len(parts[0]), -1)
-        for start_row, count in _blocks(target):
-            _copy_block(parts, target, start_row, count)
+    sizes = [sum(part.numel() for part in parts) for parts in shards]
+    offsets = [0, *accumulate(sizes)]
+    rows = torch.empty(offsets.pop(), dtype=torch.uint8)
+    for shard_config, parts, start, size in zip(
+        config.embedding_tables, shards, offsets, sizes, strict=True
+    ):
+        target = rows[start : start + size].view(len(parts[0]), -1)
+        _row_copy(shard_config, parts, target, version).fill(target, 0)
     _point(kernel, rows, offsets)
     return rows.numel()
 
 
-def _copy_to_gpu(kernel: Any, mapped: torch.Tensor, config: Any, version: ModelVersion) -> None:
-    """Copies a kernel's shards to its GPU, each row padded to 16 bytes as CUDA kernels read it.
+def gpu_copies(
+    sharded: ShardedQuantEmbeddingBagCollection, version: ModelVersion
+) -> list[list[RowCopy]]:
+    """What each GPU's kernels are to be given; allocates its memory, where each row is padded to 16
+    bytes, as CUDA's kernels read it."""
+    mapped, alignment = as_tensor(version.tables.data), ROW_ALIGNMENT_BYTES["cuda"]
+    of_devices: dict[torch.device, list[RowCopy]] = {}
+    for kernel, config in sharded.tbes_configs().items():
+        kernel.initialize_weights()
+        copies = of_devices.setdefault(kernel.weights_dev.device, [])
+        for shard_config, parts, offset in zip(
+            config.embedding_tables,
+            _shard_rows(config, mapped, version),
+            kernel.weights_physical_offsets,
+            strict=True,
+        ):
+            rows, bytes_a_row = len(parts[0]), sum(part.shape[1] for part in parts)
+            pitch = -(-bytes_a_row // alignment) * alignment
+            target = kernel.weights_dev.narrow(0, offset, rows * pitch).view(rows, pitch)
+            copies.append(_row_copy(shard_config, parts, target, version))
+    return list(of_devices.values())
 
-    Raises:
-        StoreError: a row that these kernels cannot dequantize.
-    """
-    alignment = ROW_ALIGNMENT_BYTES["cuda"]
-    specs = {table.name: table for table in version.manifest.tables}
-    kernel.initialize_weights()
-    for shard_config, parts, offset in zip(
-        config.embedding_tables,
-        _shard_rows(config, mapped, version),
-        kernel.weights_physical_offsets,
-        strict=True,
-    ):
-        rows, bytes_a_row = len(parts[0]), sum(part.shape[1] for part in parts)
-        pitch = -(-bytes_a_row // alignment) * alignment
-        target = kernel.weights_dev.narrow(0, offset, rows * pitch).view(rows, pitch)
-        spec, first_row = specs[shard_config.name], shard_config.local_metadata.shard_offsets[0]
-        stored = version.tables.rows(spec.name)[first_row : first_row + rows]
-        for start, count in _blocks(target):
-            if spec.dtype in CODES_MAX:
-                heads = stored[start : start + count, :SCALE_BIAS_BYTES]
-                check_half_range(heads, spec, first_row + start)
-            _copy_block(parts, target, start, count)
+
+def _row_copy(
+    shard_config: Any,
+    parts: tuple[torch.Tensor, ...],
+    target: torch.Tensor,
+    version: ModelVersion,
+) -> RowCopy:
+    tables, first_row = version.tables, shard_config.local_metadata.shard_offsets[0]
+    return RowCopy(
+        table=tables.tables[shard_config.name],
+        first_row=first_row,
+        stored=tables.rows(shard_config.name)[first_row : first_row + len(target)],
+        is_mapped=tables.is_mapped,
+        parts=parts,
+        target=target,
+    )
 
 
 def _shard_rows(
@@ -160,22 +176,3 @@ def _shard_rows(
         column = shard_config.local_metadata.shard_offsets[1]
         first, last = (row_bytes(dtype, c) for c in (column, column + shard_config.local_cols))
         yield whole[:, :head], whole[:, first:last]
-
-
-def _blocks(target: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """(first, count) of the rows of ``target`` in blocks: torch first makes a copy of its own of
-    what it pads on its way to a GPU."""
-    rows = len(target)
-    step = max(1, COPY_BLOCK_BYTES // target.shape[1])
-    return ((row, min(step, rows - row)) for row in range(0, rows, step))
-
-
-def _copy_block(
-    parts: tuple[torch.Tensor, ...], target: torch.Tensor, start: int, count: int
-) -> None:
-    """Copies ``parts`` side by side into ``count`` rows of ``target``, whose padding stays."""
-    block = target.narrow(0, start, count)
-    column = 0
-    for part in parts:
-        block.narrow(1, column, part.shape[1]).copy_(part.narrow(0, start, count))
-        column += part.shape[1]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from embedserve.engine.device_batches import DeviceBatches
 from embedserve.engine.script import KINDS, Compiled
 from embedserve.engine.sharded import main_device
 from embedserve_store.errors import StoreError
@@ -64,7 +65,15 @@ class Engine:
         self._version = version
         self._lookup = compiled[0].lookup
         self._weighted_lookup = compiled[1].lookup if self.manifest.is_pooled else None
-        self._device = main_device(device_type)
+        self._on_gpus: DeviceBatches | None = None
+        if device_type == "cuda":
+            self._on_gpus = DeviceBatches(
+                self.manifest,
+                main_device(device_type),
+                plan.world_size,
+                self._lookup,
+                self._weighted_lookup,
+            )
         self._golden: _Golden | None = None
         self._means = [c for c in self.manifest.columns if c.table.pooling == "mean"]
 
@@ -78,7 +87,11 @@ class Engine:
         return [one.program for one in self.compiled] == [one.program for one in before.compiled]
 
     def lookup(
-        self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None
+        self,
+        ids: np.ndarray,
+        lengths: np.ndarray,
+        weights: np.ndarray | None = None,
+        in_half: bool = False,
     ) -> np.ndarray:
         """The rows of ``ids``, pooled where the model pools.
 
@@ -87,26 +100,26 @@ class Engine:
             lengths: int32 [F * B], in the order of ``manifest.features``, sum n.
             weights: float32 [n], or None to count every id once. A mean divides the weighted
                 sum by the number of ids, as FBGEMM does. None for an unpooled model.
+            in_half: float16 is wanted, which GPUs round to before they send it.
 
         Returns:
             float32 [B, sum(manifest.length_per_key)], its columns in ``manifest.keys`` order.
             Of an unpooled model [N, dim]: for each of ``manifest.keys`` one row for each id of
             its feature, in their order. Where each feature has one table, row i is of ids[i].
+            As ``to_float16`` rounds where ``in_half``.
         """
+        look_up = self._lookup if weights is None else self._weighted_lookup
+        if look_up is None:
+            raise ValueError("rows that are not pooled have no weights")
+        if self._on_gpus is not None:
+            return self._on_gpus.lookup(ids, lengths, weights, in_half=in_half)
         with torch.inference_mode():
-            on_device = torch.from_numpy(ids).to(self._device)
-            lengths_on_device = torch.from_numpy(lengths).to(self._device)
-            if weights is None:
-                answer = self._lookup(on_device, lengths_on_device, None)
-            elif self._weighted_lookup is None:
-                raise ValueError("rows that are not pooled have no weights")
-            else:
-                weights_on_device = torch.from_numpy(weights).to(self._device)
-                answer = self._weighted_lookup(on_device, lengths_on_device, weights_on_device)
-            values: np.ndarray = answer.cpu().numpy()
+            flat = None if weights is None else torch.from_numpy(weights)
+            answer = look_up(torch.from_numpy(ids), torch.from_numpy(lengths), flat)
+            values: np.ndarray = answer.numpy()
         if self._means:
             self._divide_means(values, lengths)
-        return values
+        return self.to_float16(values) if in_half else values
 
     def to_float16(self, values: np.ndarray) -> np.ndarray:
         """``values`` rounded; past 65504 infinite. numpy takes thirty times as long."""

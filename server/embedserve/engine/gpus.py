@@ -20,9 +20,10 @@ from embedserve_store.errors import StoreError
 ON_GPUS = ("auto", "cuda")
 """Settings of devices by which tables may go to GPUs."""
 LOOKUP_OPERATOR = "fbgemm::int_nbit_split_embedding_codegen_lookup_function"
-WORK_BYTES = 256 << 20
-"""Of each GPU's memory that tables leave free for batches: a guess, as no server was measured on
-GPUs yet."""
+WORK_BYTES = 512 << 20
+"""Of each GPU's memory that tables leave free for batches: two at once that are as large as the
+limits let one request be by themselves, whose values a GPU has up to four times (as looked up, in
+order, what they are divided by, rounded). No server was measured on GPUs yet."""
 
 
 @dataclass(frozen=True)

@@ -193,15 +193,15 @@ def _lookups(
     DistributedModelParallel wraps, from which they are compiled, or over the whole of it."""
     features, keys = version.manifest.features, version.manifest.keys
     dims = version.manifest.length_per_key
-    device = main_device(device_type)
+    device, on_gpu = main_device(device_type), device_type == "cuda"
     if not version.manifest.is_pooled:
         unpooled = shard_unpooled(version, plan, device_type)
         sharded = unpooled if is_eager else unpooled.module
-        return [RowLookup(sharded, features, keys, dims[0], device)]
+        return [RowLookup(sharded, features, keys, dims[0], device, takes_offsets=on_gpu)]
     plain = shard(version, plan, device_type, is_weighted=False)
     weighted = shard(version, plan, device_type, is_weighted=True, rows_of=plain)
     models = (plain, weighted) if is_eager else (plain.module, weighted.module)
-    return [TensorLookup(one, features, keys, dims, device) for one in models]
+    return [TensorLookup(one, features, keys, dims, device, takes_offsets=on_gpu) for one in models]
 
 
 def _plan_on_gpus(version: ModelVersion, gpus: Gpus, strict_plan: bool) -> Plan:

@@ -20,7 +20,7 @@ from torchrec.fx import Tracer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from embedserve.engine.kernel_rows import Rows, kernels_of, stood_in_for, take_rows
-from embedserve.engine.trace import trace, with_inputs
+from embedserve.engine.trace import id_dtype, trace, with_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -28,17 +28,22 @@ KERNEL = "IntNBitTableBatchedEmbeddingBagsCodegen"
 
 Lookup = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """(ids int64 [n], lengths int32 [F * B], weights float32 [n] or None) -> float32 [B, sum(dims)],
-or, of an unpooled model, [N, dim]: for each key one row for each id of its feature."""
+or, of an unpooled model, [N, dim]: for each key one row for each id of its feature. One that takes
+offsets is given these in place of the lengths, int32 [F * B + 1], and ids as int32: as kernels on
+GPUs read them, so that nothing has to be made of them there."""
 
 
 @torch.fx.wrap
 def _to_kjt(
     keys: list[str],
     ids: torch.Tensor,
-    lengths: torch.Tensor,
+    bags: torch.Tensor,
     weights: torch.Tensor | None,
+    takes_offsets: bool,
 ) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(keys=keys, values=ids, lengths=lengths, weights=weights)
+    if takes_offsets:
+        return KeyedJaggedTensor(keys=keys, values=ids, offsets=bags, weights=weights)
+    return KeyedJaggedTensor(keys=keys, values=ids, lengths=bags, weights=weights)
 
 
 TRACED, SCRIPTED, EAGER = "traced", "scripted", "eager"
@@ -63,10 +68,13 @@ class TensorLookup(nn.Module):
         keys: Sequence[str],
         dims: Sequence[int],
         device: torch.device,
+        *,
+        takes_offsets: bool = False,
     ) -> None:
         super().__init__()
         self.sharded = sharded
         self.features = list(features)
+        self.takes_offsets = takes_offsets
         starts, self.width = self._answer_to_nothing(device)
         pieces = [(starts[key], dim) for key, dim in zip(keys, dims, strict=True)]
         self.pieces = _joined(pieces)
@@ -78,18 +86,20 @@ class TensorLookup(nn.Module):
     def _answer_to_nothing(self, device: torch.device) -> tuple[dict[str, int], int]:
         """Where the columns of each key begin in torchrec's answer, and how many it has. torchrec
         creates its input and output modules at the first call, on its device."""
-        ids = torch.zeros(0, dtype=torch.int64, device=device)
-        lengths = torch.zeros(len(self.features), dtype=torch.int32, device=device)
+        features, takes_offsets = self.features, self.takes_offsets
+        ids = torch.zeros(0, dtype=id_dtype(takes_offsets), device=device)
+        bags = torch.zeros(len(features) + takes_offsets, dtype=torch.int32, device=device)
         weights = torch.zeros(0, device=device)
         with torch.inference_mode():
-            answer = self.sharded(_to_kjt(self.features, ids, lengths, weights))
+            answer = self.sharded(_to_kjt(features, ids, bags, weights, takes_offsets))
         ends = list(accumulate(answer.length_per_key()))
         return dict(zip(answer.keys(), [0, *ends], strict=False)), ends[-1]
 
     def forward(
-        self, ids: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None
+        self, ids: torch.Tensor, bags: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        values: torch.Tensor = self.sharded(_to_kjt(self.features, ids, lengths, weights)).values()
+        kjt = _to_kjt(self.features, ids, bags, weights, self.takes_offsets)
+        values: torch.Tensor = self.sharded(kjt).values()
         if self.pieces == [(0, self.width)]:
             return values
         if self.has_gaps:
@@ -130,28 +140,33 @@ class RowLookup(nn.Module):
         keys: Sequence[str],
         dim: int,
         device: torch.device,
+        *,
+        takes_offsets: bool = False,
     ) -> None:
         super().__init__()
         self.sharded = sharded
         self.features = list(features)
+        self.takes_offsets = takes_offsets
         self.keys = list(keys)
         self.dim = dim
         # One id for each feature also makes torchrec create its input and output modules.
-        ids = torch.zeros(len(features), dtype=torch.int64, device=device)
-        lengths = torch.ones(len(features), dtype=torch.int32, device=device)
+        ids = torch.zeros(len(features), dtype=id_dtype(takes_offsets), device=device)
+        bags = torch.ones(len(features), dtype=torch.int32, device=device)
+        if takes_offsets:
+            bags = torch.arange(len(features) + 1, dtype=torch.int32, device=device)
         with torch.inference_mode():
-            slices = self._slices(ids, lengths)
+            slices = self._slices(ids, bags)
         self.is_whole = _follow_one_another(slices)
         self.is_wide = slices[0].size(1) > dim
 
-    def _slices(self, ids: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
-        answer = self.sharded(_to_kjt(self.features, ids, lengths, None))
+    def _slices(self, ids: torch.Tensor, bags: torch.Tensor) -> list[torch.Tensor]:
+        answer = self.sharded(_to_kjt(self.features, ids, bags, None, self.takes_offsets))
         return [answer[key].values() for key in self.keys]
 
     def forward(
-        self, ids: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None
+        self, ids: torch.Tensor, bags: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        slices = self._slices(ids, lengths)
+        slices = self._slices(ids, bags)
         rows = _whole(slices) if self.is_whole else torch.cat(slices)
         return rows.narrow(1, 0, self.dim).contiguous() if self.is_wide else rows
 
@@ -230,7 +245,13 @@ def compile_lookup(
         warnings.simplefilter("ignore")  # of torch.jit's own deprecations
         try:
             if ranks == 1:
-                traced = trace(lookup, len(lookup.features), device, is_weighted=is_weighted)
+                traced = trace(
+                    lookup,
+                    len(lookup.features),
+                    device,
+                    is_weighted=is_weighted,
+                    takes_offsets=lookup.takes_offsets,
+                )
                 if traced is not None:
                     return _compiled(TRACED, traced, lookup, is_weighted)
             return _scripted(lookup, is_weighted)

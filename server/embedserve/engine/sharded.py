@@ -88,23 +88,38 @@ def shard(
         is_weighted: build the lookup that takes a weight for every id.
         rows_of: use the rows of this model, sharded by the same plan, instead of binding anew.
     """
-    # On CPU torchrec otherwise asks for CUDA kernels.
-    set_propogate_device(device_type == "cpu")
-    module = _meta_collection(version.manifest, is_weighted)
-    with kernels_without_rows():
-        sharded = DistributedModelParallel(
-            module=module,
-            env=ShardingEnv.from_local(world_size=plan.world_size, rank=0),
-            device=main_device(device_type),
-            plan=ShardingPlan(plan={"": to_torchrec(plan, device_type)}),
-            sharders=[_Sharder(fused_params=_fused_params())],
-            init_data_parallel=False,
-        )
+    sharded = shard_without_rows(version, plan, device_type, is_weighted=is_weighted)
     if rows_of is None:
         bind_rows(sharded.module, version, device_type)
     else:
         share_rows(sharded.module, rows_of.module)
     return sharded
+
+
+def shard_without_rows(
+    version: ModelVersion, plan: Plan, device_type: str, *, is_weighted: bool
+) -> DistributedModelParallel:
+    """As shard, but for the rows, of which its kernels have none yet."""
+    module = _meta_collection(version.manifest, is_weighted)
+    return distribute(module, plan, device_type, _Sharder(fused_params=_fused_params()))
+
+
+def distribute(
+    module: torch.nn.Module, plan: Plan, device_type: str, sharder: Any
+) -> DistributedModelParallel:
+    """``module``, of the meta device, sharded by ``plan`` over the devices of this process; without
+    rows."""
+    # On CPU torchrec otherwise asks for CUDA kernels.
+    set_propogate_device(device_type == "cpu")
+    with kernels_without_rows():
+        return DistributedModelParallel(
+            module=module,
+            env=ShardingEnv.from_local(world_size=plan.world_size, rank=0),
+            device=main_device(device_type),
+            plan=ShardingPlan(plan={"": to_torchrec(plan, device_type)}),
+            sharders=[sharder],
+            init_data_parallel=False,
+        )
 
 
 def _fused_params() -> dict[str, Any]:

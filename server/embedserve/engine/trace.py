@@ -33,10 +33,15 @@ EXAMPLES = (1, 3, 7)
 
 
 def trace(
-    lookup: nn.Module, features: int, device: torch.device, *, is_weighted: bool
+    lookup: nn.Module,
+    features: int,
+    device: torch.device,
+    *,
+    is_weighted: bool,
+    takes_offsets: bool = False,
 ) -> Traced | None:
     """The operations of ``lookup``; None where these depend on the batch. Takes weights if
-    ``is_weighted``."""
+    ``is_weighted``, and where ``takes_offsets`` these in place of lengths."""
     kernels = kernels_of(lookup)
     rows = list(map(rows_of, kernels))
     flat = tuple(tensor for one in rows for tensor in one)
@@ -51,7 +56,7 @@ def trace(
     with _without_queues(kernels), torch.no_grad():
         lookup.eval()
         for examples in EXAMPLES:
-            batch = _inputs(features, examples, device)
+            batch = _inputs(features, examples, device, takes_offsets)
             try:
                 graphs.append(_graph(function, flat + (batch if is_weighted else batch[:2])))
             except RuntimeError as error:  # an operator that cannot be traced
@@ -140,14 +145,22 @@ def _without_queues(kernels: Sequence[Any]) -> Iterator[None]:
             kernel.lxu_cache_locations_list = queue
 
 
+def id_dtype(takes_offsets: bool) -> torch.dtype:
+    """Of ids that come with offsets, and of those that come with lengths."""
+    return torch.int32 if takes_offsets else torch.int64
+
+
 def _inputs(
-    features: int, examples: int, device: torch.device
+    features: int, examples: int, device: torch.device, takes_offsets: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(ids, lengths, weights) of bags of 0 to 4 ids, all of row 0, which every table has."""
-    lengths = torch.arange(features * examples, dtype=torch.int32) * examples % 5
-    count = int(lengths.sum())
-    ids, weights = torch.zeros(count, dtype=torch.int64), torch.ones(count)
-    return ids.to(device), lengths.to(device), weights.to(device)
+    """(ids, lengths or offsets, weights) of bags of 0 to 4 ids, all of row 0, which every table
+    has."""
+    bags = torch.arange(features * examples, dtype=torch.int32) * examples % 5
+    count = int(bags.sum())
+    if takes_offsets:
+        bags = torch.nn.functional.pad(bags.cumsum(0, dtype=torch.int32), (1, 0))
+    ids, weights = torch.zeros(count, dtype=id_dtype(takes_offsets)), torch.ones(count)
+    return ids.to(device), bags.to(device), weights.to(device)
 
 
 def _operations(graph: Any) -> str:

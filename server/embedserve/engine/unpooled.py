@@ -10,33 +10,53 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
+from torch import nn
 from torchrec.distributed.fused_params import (
     FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS,
     FUSED_PARAM_REGISTER_TBE_BOOL,
 )
-from torchrec.distributed.global_settings import set_propogate_device
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.quant_embedding import (
     QuantEmbeddingCollectionSharder,
     ShardedQuantEmbeddingCollection,
 )
-from torchrec.distributed.types import BoundsCheckMode, ShardingEnv, ShardingPlan
+from torchrec.distributed.sharding.tw_sequence_sharding import InferTwSequenceEmbeddingDist
+from torchrec.distributed.types import BoundsCheckMode, ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
 from embedserve.engine.bind import bind_rows
-from embedserve.engine.sharded import DATA_TYPES, kernels_without_rows, main_device
+from embedserve.engine.sharded import DATA_TYPES, distribute
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
-from embedserve_store.plans.planner import to_torchrec
+
+
+class _AsTheyAre(nn.Module):
+    """Stands for what brings the rows of several GPUs to one."""
+
+    def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return tensors
 
 
 class _ShardedCollection(ShardedQuantEmbeddingCollection):  # type: ignore[misc]
-    """torchrec's module without its state dict, which wants a scale and bias for float rows."""
+    """torchrec's module without its state dict, which wants a scale and bias for float rows, and on
+    one GPU without asking NVML how GPUs are linked, as FBGEMM's all_to_one_device always does.
+
+    Attributes:
+        ranks: over which it is sharded.
+    """
+
+    ranks = 0
 
     def _initialize_torch_state(self, *args: Any, **kwargs: Any) -> None:
         return None
+
+    def _create_output_dist(self, device: torch.device | None = None) -> None:
+        super()._create_output_dist(device)
+        for output_dist in self._output_dists:
+            if self.ranks == 1 and isinstance(output_dist, InferTwSequenceEmbeddingDist):
+                output_dist._dist = _AsTheyAre()
 
 
 class _Sharder(QuantEmbeddingCollectionSharder):  # type: ignore[misc]
@@ -48,7 +68,9 @@ class _Sharder(QuantEmbeddingCollectionSharder):  # type: ignore[misc]
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> _ShardedCollection:
-        return _ShardedCollection(module, params, env, self.fused_params, device=device)
+        sharded = _ShardedCollection(module, params, env, self.fused_params, device=device)
+        sharded.ranks = env.world_size
+        return sharded
 
 
 def shard_unpooled(version: ModelVersion, plan: Plan, device_type: str) -> DistributedModelParallel:
@@ -61,20 +83,17 @@ def shard_unpooled(version: ModelVersion, plan: Plan, device_type: str) -> Distr
         device_type: cpu (all ranks on this host's memory, nothing copied) or cuda (rank r on
             GPU r, its rows copied there).
     """
-    # On CPU torchrec otherwise asks for CUDA kernels.
-    set_propogate_device(device_type == "cpu")
-    module = _meta_collection(version.manifest)
-    with kernels_without_rows():
-        sharded = DistributedModelParallel(
-            module=module,
-            env=ShardingEnv.from_local(world_size=plan.world_size, rank=0),
-            device=main_device(device_type),
-            plan=ShardingPlan(plan={"": to_torchrec(plan, device_type)}),
-            sharders=[_Sharder(fused_params=_fused_params())],
-            init_data_parallel=False,
-        )
+    sharded = shard_unpooled_without_rows(version, plan, device_type)
     bind_rows(sharded.module, version, device_type)
     return sharded
+
+
+def shard_unpooled_without_rows(
+    version: ModelVersion, plan: Plan, device_type: str
+) -> DistributedModelParallel:
+    """As shard_unpooled, but for the rows, of which its kernels have none yet."""
+    sharder = _Sharder(fused_params=_fused_params())
+    return distribute(_meta_collection(version.manifest), plan, device_type, sharder)
 
 
 def _fused_params() -> dict[str, Any]:

@@ -34,7 +34,11 @@ class SometimesFailing(FakeEngine):
     """Fails every 13th lookup, and takes a moment for every 7th."""
 
     def lookup(
-        self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None
+        self,
+        ids: np.ndarray,
+        lengths: np.ndarray,
+        weights: np.ndarray | None = None,
+        in_half: bool = False,
     ) -> np.ndarray:
         count = len(self.lookups) + 1
         self.failure = RuntimeError("on order") if count % 13 == 0 else None

@@ -1,0 +1,130 @@
+"""The way of a batch to GPUs and back, with the CPU as the device: the same answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lookup_cases import unpooled_source
+from pooled import collection
+from reference import sample, to_kjt
+from torchrec import PoolingType
+from unpooled import write_version
+
+from embedserve.engine.device_batches import DeviceBatches
+from embedserve.engine.gpus import LOOKUP_OPERATOR
+from embedserve.engine.restore import restore
+from embedserve.engine.script import Compiled, RowLookup, TensorLookup, compile_lookup
+from embedserve.engine.sharded import shard
+from embedserve.engine.unpooled import shard_unpooled
+from embedserve_store import ModelStore, ModelVersion, publish
+
+Publish = Callable[..., ModelVersion]
+CPU = torch.device("cpu")
+PLANS = [("table_wise", 1), ("row_wise", 2), ("column_wise", 2)]
+
+
+def compiled(version: ModelVersion) -> list[Compiled]:
+    """As for GPUs: the lookups take offsets and int32 ids."""
+    manifest, plan = version.manifest, version.plan
+    features, keys, dims = manifest.features, manifest.keys, manifest.length_per_key
+    if not manifest.is_pooled:
+        rows = shard_unpooled(version, plan, "cpu").module
+        lookups: list[Any] = [RowLookup(rows, features, keys, dims[0], CPU, takes_offsets=True)]
+    else:
+        plain = shard(version, plan, "cpu", is_weighted=False)
+        weighted = shard(version, plan, "cpu", is_weighted=True, rows_of=plain)
+        lookups = [
+            TensorLookup(one.module, features, keys, dims, CPU, takes_offsets=True)
+            for one in (plain, weighted)
+        ]
+    return [
+        compile_lookup(one, CPU, ranks=plan.world_size, is_weighted=is_weighted)
+        for one, is_weighted in zip(lookups, (False, True), strict=False)
+    ]
+
+
+def batches_of(version: ModelVersion, lookups: list[Compiled]) -> DeviceBatches:
+    weighted = lookups[1].lookup if len(lookups) > 1 else None
+    return DeviceBatches(
+        version.manifest, CPU, version.plan.world_size, lookups[0].lookup, weighted
+    )
+
+
+@pytest.mark.parametrize(("sharding", "world_size"), PLANS)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_pooled(published: Publish, dtype: str, sharding: str, world_size: int) -> None:
+    """Sums and means, without weights and with; also nothing but empty bags."""
+    version = published(dtype=dtype, sharding=sharding, world_size=world_size)
+    batches, engine = batches_of(version, compiled(version)), restore(version)
+    features = version.manifest.features
+    empty = np.zeros(0, np.int64), np.zeros(3 * len(features), np.int32)
+    for ids, lengths in (to_kjt(sample(version, 7), features), empty):
+        weights = np.random.default_rng(1).normal(size=ids.size).astype(np.float32)
+        for given in (None, weights):
+            expected = engine.lookup(ids, lengths, given)
+            values = batches.lookup(ids, lengths, given, in_half=False)
+            assert values.dtype == np.float32
+            np.testing.assert_array_equal(values, expected)
+            rounded = batches.lookup(ids, lengths, given, in_half=True)
+            assert rounded.dtype == np.float16
+            np.testing.assert_array_equal(rounded, engine.to_float16(expected))
+
+
+@pytest.mark.parametrize(("sharding", "world_size"), PLANS[:2])
+def test_rows_that_are_not_pooled(tmp_path: Path, sharding: str, world_size: int) -> None:
+    version = write_version(tmp_path, unpooled_source(), sharding=sharding, world_size=world_size)
+    batches, engine = batches_of(version, compiled(version)), restore(version)
+    ids, lengths = to_kjt(sample(version, 7), version.manifest.features)
+    values = batches.lookup(ids, lengths, None, in_half=False)
+    np.testing.assert_array_equal(values, engine.lookup(ids, lengths))
+
+
+def test_tables_on_one_device_are_looked_up_by_the_kernel_alone(tmp_path: Path) -> None:
+    """What it reads comes as it reads it: nothing is computed before. Divided by hand, as it is."""
+    tables = [("t", 101, 8, ["a"], PoolingType.SUM), ("u", 30, 16, ["b"], PoolingType.MEAN)]
+    publish(collection(tables), tmp_path, model="m")
+    version = ModelStore(tmp_path).load("m")
+    lookups = compiled(version)
+    program = lookups[0].program
+    assert program is not None
+    run: Any = program.run
+    operators = {node.kind() for node in run.graph.nodes()}
+    assert {one for one in operators if one.startswith("fbgemm")} == {LOOKUP_OPERATOR}
+    assert not any("cumsum" in one for one in operators)
+    ids, lengths = to_kjt(sample(version, 7), version.manifest.features)
+    values = batches_of(version, lookups).lookup(ids, lengths, None, in_half=False)
+    np.testing.assert_array_equal(values, restore(version).lookup(ids, lengths))
+
+
+def test_several_threads_at_once(published: Publish) -> None:
+    version = published(sharding="table_wise")
+    batches = batches_of(version, compiled(version))
+    requests: list[Any] = [
+        to_kjt(sample(version, size), version.manifest.features) for size in (1, 7, 100)
+    ]
+    expected = [batches.lookup(ids, lengths, None, in_half=False) for ids, lengths in requests]
+
+    def is_right(number: int) -> bool:
+        which = number % len(requests)
+        ids, lengths = requests[which]
+        values = batches.lookup(ids, lengths, None, in_half=False)
+        return np.array_equal(values, expected[which])
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(is_right, range(100)))
+
+
+def test_an_answer_stays_as_it_is_when_the_next_comes(published: Publish) -> None:
+    version = published(sharding="table_wise")
+    batches = batches_of(version, compiled(version))
+    ids, lengths = to_kjt(sample(version, 7), version.manifest.features)
+    values = batches.lookup(ids, lengths, None, in_half=False)
+    before = values.copy()
+    batches.lookup(np.zeros_like(ids), lengths, None, in_half=False)
+    np.testing.assert_array_equal(values, before)

@@ -1,0 +1,91 @@
+"""An engine that waits for its device is given the next batch before it has answered the last."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from server.callers import Waiting, submit
+from server.fake_engine import Bags, FakeEngine
+from server.waiting import until
+
+from embedserve.batching.batcher import AT_ONCE, Batcher
+from embedserve.config import Limits
+from embedserve.metrics.model_metrics import ModelMetrics
+
+USER: Bags = {"user": [[1, 2, 3]]}
+
+
+@pytest.fixture
+def batcher(engine: FakeEngine) -> Iterator[Batcher]:
+    engine.waits_for_device = True
+    with ThreadPoolExecutor(AT_ONCE + 1) as executor:
+        yield Batcher(engine, engine.model, Limits(), ModelMetrics(engine.model), executor)
+        engine.release()
+
+
+async def fill(batcher: Batcher, engine: FakeEngine) -> list[Waiting]:
+    """As many requests as may be looked up at once, each in a batch of its own that is held."""
+    engine.hold()
+    running: list[Waiting] = []
+    while len(running) < AT_ONCE:
+        running.append(submit(batcher, engine.request(USER)))
+        await until(lambda: len(engine.lookups) == len(running))
+    return running
+
+
+async def test_what_comes_while_it_has_as_many_as_may_be_is_one_batch(
+    engine: FakeEngine, batcher: Batcher
+) -> None:
+    running = await fill(batcher, engine)
+    waiting = [submit(batcher, engine.request(USER)) for _ in range(5)]
+    await asyncio.sleep(0.02)
+    assert [lookup.batch_size for lookup in engine.lookups] == [1] * AT_ONCE
+    assert not any(lookup.is_inline for lookup in engine.lookups)
+    engine.release()
+    for answer in [*running, *waiting]:
+        assert np.array_equal((await answer).values, engine.expected(USER))
+    assert [lookup.batch_size for lookup in engine.lookups] == [*[1] * AT_ONCE, 5]
+
+
+async def test_one_that_is_retired_is_kept_for_all_that_it_has(
+    engine: FakeEngine, batcher: Batcher
+) -> None:
+    running = await fill(batcher, engine)
+    told: list[bool] = []
+    batcher.retire(lambda: told.append(all(one.done() for one in running)))
+    assert told == []
+    engine.release()
+    await asyncio.gather(*running)
+    await until(lambda: told)
+    assert told == [True]
+
+
+async def test_it_rounds_to_float16_where_nobody_wants_more(
+    engine: FakeEngine, batcher: Batcher
+) -> None:
+    """Half the bytes come from the device then."""
+    requests = [engine.request(USER) for _ in range(4)]
+    for request in requests[:3]:
+        request.output_dtype = "float16"
+    rounded = await asyncio.gather(*(submit(batcher, one) for one in requests[:2]))
+    both = await asyncio.gather(*(submit(batcher, one) for one in requests[2:]))
+    assert [lookup.in_half for lookup in engine.lookups] == [True, False]
+    expected = engine.expected(USER)
+    for result in (*rounded, both[0]):
+        assert result.values.dtype == np.float16
+        assert np.array_equal(result.values, expected.astype(np.float16))
+    assert np.array_equal(both[1].values, expected)
+
+
+async def test_it_is_compared_with_a_shadow_as_float32(
+    engine: FakeEngine, batcher: Batcher, executor: ThreadPoolExecutor
+) -> None:
+    batcher.shadow = batcher.shadow_of(engine.model, 100, executor)
+    request = engine.request(USER)
+    request.output_dtype = "float16"
+    assert (await submit(batcher, request)).values.dtype == np.float16
+    assert not engine.lookups[0].in_half
