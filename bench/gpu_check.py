@@ -11,6 +11,7 @@ first wrong answer, which ends it with status 1. Where packages cannot be instal
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import logging
 import os
@@ -27,10 +28,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import gathering
 import kernel
 import numpy as np
 import torch
-from lookup_cases import CASES, check, check_most_rows
+from lookup_cases import CASES, check, check_most_rows, mostly_zeros
+from nvml import driver_rows
 from running_servers import running
 from workloads import Request, Tables, Workload, workload
 
@@ -39,6 +42,8 @@ from embedserve.engine.gpus import WORK_BYTES, gpus_for, resolve_devices
 from embedserve.engine.restore import restore
 from embedserve.engine.sharded import shard
 from embedserve_client import GrpcEmbedClient
+from embedserve_store import TableSpec
+from embedserve_store.memory.available_memory import available_bytes
 
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
 QUICK_TABLES = Tables("quick", 8, 1000, 64)
@@ -47,6 +52,12 @@ COPY_BYTES, QUICK_COPY_BYTES = 256 << 20, 8 << 20
 COPIES = 5
 CHECKED = 3
 """Answers of a workload that are compared with exact sums."""
+LARGE_BYTES, QUICK_LARGE_BYTES = 20 * 10**9, 10**6
+"""Of the table that is brought to a device."""
+LARGE_DIM = 64
+THREADS = (1, 2, 4)
+AT_ONCE = 8
+"""Requests of a workload that are asked from several threads."""
 ASKED_S, QUICK_ASKED_S = 5.0, 0.5
 CALLERS = 8
 
@@ -94,6 +105,7 @@ def installed(asked: Asked) -> Iterator[Row]:
     gpus = gpus_for(asked.devices)
     device_type, ranks = resolve_devices(asked.devices, 1, gpus)
     yield "ranks", f"{ranks} {device_type}"
+    yield from driver_rows()
     if not asked.is_cuda:
         yield "cores", str(len(os.sched_getaffinity(0)))
         return
@@ -142,6 +154,37 @@ def loading(asked: Asked) -> Iterator[Row]:
         )
 
 
+def a_large_table(asked: Asked) -> Iterator[Row]:
+    """From a version to a warm engine: 20 GB of zeros, which take no place on the disk."""
+    nbytes = QUICK_LARGE_BYTES if asked.is_quick else LARGE_BYTES
+    what = f"{nbytes / 1e9:g} GB of float32"
+    free_bytes = gpus_for(asked.devices).free_bytes
+    if free_bytes and free_bytes[0] < nbytes + WORK_BYTES:
+        yield what, "left out: they do not fit on a GPU"
+        return
+    table = TableSpec("large", nbytes // (4 * LARGE_DIM), LARGE_DIM, ("id",), "sum", "float32")
+    last = {table.num_embeddings - 1: np.arange(LARGE_DIM, dtype=np.float32)}
+    of_zeros = mostly_zeros(asked.folder / "large", table, last)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # what it held at most, from now on
+    start = time.perf_counter()
+    engine = restore(of_zeros, asked.one_device)
+    seconds = time.perf_counter() - start
+    values = engine.lookup(np.array(list(last)), np.ones(1, np.int32))
+    np.testing.assert_array_equal(values, np.stack(list(last.values())))
+    yield (
+        what,
+        f"warm after {seconds:.2f} s, {nbytes / seconds / 1e9:.1f} GB/s; this process held "
+        f"{_most_held() / 1e9:.2f} GB at most",
+    )
+
+
+def _most_held() -> int:
+    """Bytes of this host's memory, of mapped files too."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) << 10
+
+
 def copying(asked: Asked) -> Iterator[Row]:
     """What lookups could at best do: bytes from one place to another."""
     nbytes = QUICK_COPY_BYTES if asked.is_quick else COPY_BYTES
@@ -170,6 +213,17 @@ def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
     return min(taken)
 
 
+def gathering_rows(asked: Asked) -> Iterator[Row]:
+    """FBGEMM's kernel alone: rows of 256 bytes out of a table that no cache holds."""
+    size = gathering.QUICK if asked.is_quick else gathering.WHOLE
+    free = gpus_for(asked.devices).free_bytes or (available_bytes(),)
+    needed = 2 * size.table_bytes + size.gathered_bytes
+    if free[0] < needed:
+        yield "rows", f"left out: they need {needed / 1e9:.1f} GB, {free[0] / 1e9:.1f} are free"
+        return
+    yield from gathering.gathered(torch.device("cuda:0" if asked.is_cuda else "cpu"), size)
+
+
 def looking_up(asked: Asked) -> Iterator[Row]:
     """The kernel alone and our engine, on one device; a copy in the host's memory beside them."""
     for work in asked.workloads("uniform", "zipf"):
@@ -180,6 +234,46 @@ def looking_up(asked: Asked) -> Iterator[Row]:
         found = kernel.measure(work, asked.one_device, rounds=1 if asked.is_quick else 5)
         for name, ms in found.items():
             yield f"{work.name} {work.ids}, {name}", f"{ms:.4f} ms"
+
+
+def several_at_once(asked: Asked) -> Iterator[Row]:
+    """Our engine asked from several threads, as the server has two batches looked up at once."""
+    for work in asked.workloads("uniform"):
+        engine = restore(kernel.version_of(work), asked.one_device)
+        inputs = [(one.ids, one.lengths.reshape(-1)) for one in work.requests[:AT_ONCE]]
+        expected = [engine.lookup(*one) for one in inputs]
+        seconds = QUICK_ASKED_S if asked.is_quick else ASKED_S
+        for threads in THREADS:
+            with ThreadPoolExecutor(threads) as pool:
+                running = [
+                    pool.submit(_look_up_for, engine, inputs, expected, seconds)
+                    for _ in range(threads)
+                ]
+                taken = [one for each in running for one in each.result()]
+            rate, p50_us = len(taken) / seconds, statistics.median(taken) * 1e6
+            yield f"{work.name}, {threads} at once", f"{rate:,.0f} lookups/s, p50 {p50_us:.0f} us"
+
+
+def _look_up_for(
+    engine: Any,
+    inputs: Sequence[tuple[np.ndarray, np.ndarray]],
+    expected: Sequence[np.ndarray],
+    seconds: float,
+) -> list[float]:
+    """Looks one after the other up for so long; the seconds of each. The last is compared."""
+    taken: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        which = len(taken) % len(inputs)
+        start = time.perf_counter()
+        values = engine.lookup(*inputs[which])
+        taken.append(time.perf_counter() - start)
+    np.testing.assert_array_equal(values, expected[which])
+    return taken
+
+
+def unified_memory(asked: Asked) -> Iterator[Row]:
+    yield "quant_uvm, quant_uvm_caching", "left out: tables are served from GPUs' own memory alone"
 
 
 def serving(asked: Asked) -> Iterator[Row]:
@@ -236,8 +330,12 @@ STEPS: tuple[Step, ...] = (
     right_answers,
     largest_ids,
     loading,
+    a_large_table,
     copying,
+    gathering_rows,
     looking_up,
+    several_at_once,
+    unified_memory,
     serving,
 )
 

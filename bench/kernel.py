@@ -65,7 +65,9 @@ def _kernel(work: Workload, device_type: str) -> Callable[[int], object]:
     inputs = []
     for request in work.requests:
         offsets = np.concatenate([[0], request.lengths.reshape(-1).cumsum()])
-        arrays = (request.ids, offsets)
+        # Ids are int32 on GPUs.
+        dtype = np.int32 if device_type == "cuda" else np.int64
+        arrays = (request.ids.astype(dtype), offsets.astype(dtype))
         inputs.append([torch.from_numpy(array).to(device) for array in arrays])
 
     def look_up(number: int) -> object:

@@ -1,0 +1,136 @@
+"""FBGEMM's kernel alone over a table larger than any cache, on one device, for every dtype.
+
+All rows have 256 bytes and are the same, so that what is right is known; what is gathered is
+compared with a copy on that device. bench/gpu_check.py asks for it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
+    IntNBitTableBatchedEmbeddingBagsCodegen as Kernel,
+)
+
+from embedserve_store.format.row_layout import dequantize_rows
+from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES
+
+ROW_BYTES = 256
+COLUMNS = {"float32": 64, "float16": 128, "int8": 252, "int4": 504}
+"""Of a row of so many bytes, with scale and bias."""
+SPARSE_TYPES = {
+    "float32": SparseType.FP32,
+    "float16": SparseType.FP16,
+    "int8": SparseType.INT8,
+    "int4": SparseType.INT4,
+}
+BAG_IDS = 32
+ROW_BYTE = 1
+"""All bytes of all rows: no subnormal float32, with which CPUs take longer."""
+SCATTER = 2_654_435_761
+"""Odd: times it, modulo a power of two, is another order."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """
+    Attributes:
+        rows: of a table; a power of two.
+        bags: of 32 ids each.
+    """
+
+    rows: int
+    bags: int
+    rounds: int = 5
+
+    @property
+    def table_bytes(self) -> int:
+        return self.rows * ROW_BYTES
+
+    @property
+    def gathered_bytes(self) -> int:
+        return self.bags * BAG_IDS * ROW_BYTES
+
+
+WHOLE = Size(rows=1 << 23, bags=1 << 17)
+"""2 GiB, of which 1 GiB is gathered."""
+QUICK = Size(rows=1 << 10, bags=1 << 5, rounds=1)
+
+
+def gathered(device: torch.device, size: Size) -> Iterator[tuple[str, str]]:
+    """(what, found) of each dtype and kind of ids.
+
+    Raises:
+        AssertionError: a sum is wrong.
+    """
+    copied = 2 * size.gathered_bytes / _copy_seconds(device, size)
+    yield "a copy on the device, read and written", f"{copied / 1e9:.1f} GB/s"
+    for dtype in COLUMNS:
+        kernel = _kernel(dtype, device, size.rows)
+        for name, ids in _ids(size).items():
+            seconds = _seconds(kernel, dtype, ids.to(device), size)
+            rate = size.gathered_bytes / seconds
+            found = f"{rate / 1e9:.1f} GB/s gathered, {rate / copied:.2f} of the copy"
+            yield f"{dtype}, {name} ids", found
+
+
+def _kernel(dtype: str, device: torch.device, rows: int) -> Kernel:
+    on_gpu = device.type == "cuda"
+    location = EmbeddingLocation.DEVICE if on_gpu else EmbeddingLocation.HOST
+    kernel = Kernel(
+        [("t", rows, COLUMNS[dtype], SPARSE_TYPES[dtype], location)],
+        device=device,
+        output_dtype=SparseType.FP32,
+        row_alignment=ROW_ALIGNMENT_BYTES[device.type],
+        bounds_check_mode=BoundsCheckMode.NONE,
+    )
+    kernel.initialize_weights()
+    (kernel.weights_dev if on_gpu else kernel.weights_host).fill_(ROW_BYTE)
+    return kernel
+
+
+def _ids(size: Size) -> dict[str, torch.Tensor]:
+    """int32; "Zipf": of exponent 1, spread over the table as hashed ids are."""
+    random, count = np.random.default_rng(3), size.bags * BAG_IDS
+    ranks = np.exp(random.random(count) * np.log(size.rows)).astype(np.int64)
+    both = {
+        "uniform": random.integers(0, size.rows, count),
+        "Zipf": ranks * SCATTER % size.rows,
+    }
+    return {name: torch.from_numpy(ids.astype(np.int32)) for name, ids in both.items()}
+
+
+def _seconds(kernel: Kernel, dtype: str, ids: torch.Tensor, size: Size) -> float:
+    offsets = torch.arange(size.bags + 1, dtype=torch.int32, device=ids.device) * BAG_IDS
+    sums = kernel(ids, offsets)
+    row = dequantize_rows(np.full((1, ROW_BYTES), ROW_BYTE, np.uint8), dtype, COLUMNS[dtype])
+    # int8 and int4 are dequantized in half precision on GPUs.
+    relative = 1e-5 if dtype.startswith("float") else 2e-3
+    for one in (sums[:1], sums[-1:]):
+        np.testing.assert_allclose(one.cpu().numpy(), BAG_IDS * row, rtol=relative)
+    return _median(lambda: kernel(ids, offsets), ids.device, size.rounds)
+
+
+def _copy_seconds(device: torch.device, size: Size) -> float:
+    source = torch.ones(size.gathered_bytes, dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    return _median(lambda: target.copy_(source), device, size.rounds)
+
+
+def _median(do: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Of what ``do`` takes until it is done, in seconds."""
+    taken = []
+    for _ in range(1 + rounds):  # the first is not counted
+        start = time.perf_counter()
+        do()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
