@@ -30,6 +30,7 @@ from running_servers import command, free_port
 from soak.swapped import Request
 from soak.swapped_embedserve import ALIAS, CODEC, MODEL, publish
 
+from embedserve.errors import LOADING
 from embedserve_store import set_alias
 
 ROWS = 1000
@@ -82,7 +83,8 @@ class Server:
         return int(found[1]) if found else 0
 
     def ask(self, message: bytes) -> bytes | None:
-        """The answer over a connection of its own; None where it broke, or none was to be had."""
+        """The answer over a connection of its own; None where it broke, or none was to be had, as
+        while a server that was started anew loads its models."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=10)
         try:
             connection.request("POST", "/embed", message, EMBED)
@@ -92,6 +94,8 @@ class Server:
             return None
         finally:
             connection.close()
+        if answer.status == 503 and LOADING.encode() in body:
+            return None
         if answer.status != 200:
             raise AssertionError(f"{answer.status}: {body!r}")
         return body
