@@ -10,7 +10,6 @@ request gets exactly one answer.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -20,29 +19,22 @@ import numpy as np
 
 from embedserve.batching.caller import Caller, Taken
 from embedserve.batching.checks import find_invalid
-from embedserve.batching.join import cut, join
+from embedserve.batching.join import join
 from embedserve.batching.lane import Lane
 from embedserve.batching.lookup_engine import LookupEngine
+from embedserve.batching.lookups import FAILED, LookedUp, Lookups
 from embedserve.batching.shadow import Shadow
-from embedserve.batching.split import in_request_order, make_as_wanted, split
+from embedserve.batching.split import make_as_wanted, split
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, EngineError, OverloadedError
 from embedserve.metrics.model_metrics import ModelMetrics
-from embedserve.metrics.quiet_log import QuietLog
 from embedserve.types import Batch, LookupRequest, LookupResult, ModelInfo
-from embedserve_store.errors import StoreError
-
-logger = logging.getLogger(__name__)
-
-LookedUp = tuple[np.ndarray | EmbedServeError, float]
-"""The values of a batch, or what to answer instead; and the seconds it took."""
 
 AT_ONCE = 2
 """Batches that an engine which waits for its device is given: one may be copied there, or back,
 while the other is looked up."""
 BAG_BYTES = 16
 """As many bytes of rows are read in the time that a bag takes to be joined."""
-FAILED = "the lookup failed; the server's log says why"
 
 
 def _do_nothing() -> None:
@@ -72,34 +64,30 @@ class Batcher:
     ) -> None:
         """
         Args:
-            executor: runs batches that are too large for the event loop's thread.
-            threads: as many pieces a large batch is cut into, but for an engine that waits for its
-                device; the executor has more, for another batch beside it.
+            executor, threads: for batches that are too large for the event loop's thread, as
+                Lookups says.
         """
         self.on_answered: Callable[[], None] = _do_nothing
         self.on_full: Callable[[], None] = _do_nothing
         self.on_room: Callable[[], None] = _do_nothing
         self.shadow: Shadow | None = None
         self.model = model
-        self._waits = engine.waits_for_device
-        self._threads = threads if model.is_pooled and not self._waits else 1
-        self._engine = engine
+        self._lookups = Lookups(engine, model, executor, threads)
         self._limits = limits
         self._metrics = metrics
         self._counts = metrics.version
-        self._executor = executor
-        self._log = QuietLog(logger)
         self._loop: asyncio.AbstractEventLoop | None = None
         metrics.count_queue = self._count_queue
         # 0: every batch has work, and none is inline.
-        self._inline_bytes_max = 0 if self._waits else limits.inline_bytes_max
+        waits = engine.waits_for_device
+        self._inline_bytes_max = 0 if waits else limits.inline_bytes_max
         bags_bytes = BAG_BYTES * len(model.features)
         self._bytes_per_example = model.answer_bytes_per_example + bags_bytes
         self._bytes_per_id = model.answer_bytes_per_id + 4 * max(model.length_per_key)
         self._work_bytes = partial(_work_bytes, self._bytes_per_example, self._bytes_per_id)
         queue = f"the queue of {model.name!r}"
         of_large = " for large requests" if self._inline_bytes_max else ""
-        at_once = AT_ONCE if self._waits else 1
+        at_once = AT_ONCE if waits else 1
         self._small = Lane(queue, model, limits, self._work_bytes, at_once)
         self._large = Lane(queue + of_large, model, limits, self._work_bytes, at_once)
         self._lanes = (self._small, self._large)
@@ -186,16 +174,9 @@ class Batcher:
         self._metrics.is_damaged = True
 
     async def find_damage(self) -> str:
-        """What has become of the rows since the start, in a thread beside the batches; "" if
-        nothing has. Not asked of one that was retired."""
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(self._executor, self._engine.check)
-        except StoreError as error:
-            return str(error)
-        except Exception:
-            self._say_failed("looking whether the rows have changed")
-        return ""
+        """What has become of the rows since the start; "" if nothing has. Not asked of one that was
+        retired."""
+        return await self._lookups.find_damage()
 
     def _check_room(self, request: LookupRequest, lane: Lane, source: object) -> None:
         """Raises OverloadedError where there is none."""
@@ -242,7 +223,7 @@ class Batcher:
     def _retire_if_idle(self, on_retired: Callable[[], None]) -> None:
         if not any(lane.requests or lane.under_way for lane in self._lanes):
             self._on_retired = None
-            del self._engine  # whoever still holds this object does not hold the rows
+            del self._lookups  # whoever still holds this object does not hold the rows
             on_retired()
 
     def _stop_timer(self) -> None:
@@ -264,7 +245,7 @@ class Batcher:
         try:
             callers, batch = self._join(callers)
         except Exception:
-            self._say_failed(f"joining {len(callers)} requests")
+            self._lookups.say_failed(f"joining {len(callers)} requests")
             self._fail(callers, EngineError(FAILED))
         else:
             if batch is None:
@@ -311,51 +292,23 @@ class Batcher:
         if batch.unknown_counts is not None:
             self._counts.unknown_ids += batch.unknown_counts.sum(axis=0)
         if not self._is_large(batch):
-            self._finish(callers, batch, [self._look_up(batch)])
+            self._finish(callers, batch, [self._lookups.now(batch)])
             return
-        lane.begin()
-        in_half = self._waits and self._all_want_half(callers)
-        # The kernel uses one thread, so that a piece for each makes use of all.
-        pieces = cut(batch, len(self.model.features), self._threads)
-        looking_up = asyncio.gather(
-            *(
-                loop.run_in_executor(self._executor, self._look_up, piece, in_half)
-                for piece in pieces
-            )
-        )
-        looking_up.add_done_callback(
-            lambda done: self._finish_in_loop(loop, lane, callers, batch, done.result())
-        )
 
-    def _finish_in_loop(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        lane: Lane,
-        callers: list[Caller],
-        batch: Batch,
-        looked_up: list[LookedUp],
-    ) -> None:
-        lane.end()
-        self._finish(callers, batch, looked_up)
-        self._go_on(loop)
+        def finish(looked_up: list[LookedUp]) -> None:
+            lane.end()
+            self._finish(callers, batch, looked_up)
+            self._go_on(loop)
+
+        lane.begin()
+        in_half = self._lookups.waits_for_device and self._all_want_half(callers)
+        self._lookups.later(loop, batch, in_half, finish)
 
     def _all_want_half(self, callers: Sequence[Caller]) -> bool:
         """Whether nobody needs the float32 values, which a shadow would be compared with."""
         return self.shadow is None and all(
             caller.request.output_dtype == "float16" for caller in callers
         )
-
-    def _look_up(self, batch: Batch, in_half: bool = False) -> LookedUp:
-        """The values, or what to answer instead; and the seconds it took."""
-        start = perf_counter()
-        values: np.ndarray | EmbedServeError
-        try:
-            values = self._engine.lookup(batch.ids, batch.lengths, batch.weights, in_half)
-            values = in_request_order(values, batch, self.model)
-        except Exception:
-            self._say_failed(f"lookup of {batch.ids.size} ids in {batch.batch_size} examples")
-            values = EngineError(FAILED)
-        return values, perf_counter() - start
 
     def _finish(
         self, callers: Sequence[Caller], batch: Batch, looked_up: Sequence[LookedUp]
@@ -370,7 +323,7 @@ class Batcher:
         try:
             results = self._split(callers, batch, pieces)
         except Exception:
-            self._say_failed(f"splitting the batch of {len(callers)} requests")
+            self._lookups.say_failed(f"splitting the batch of {len(callers)} requests")
             self._fail(callers, EngineError(FAILED))
             return
         callers[0].taken.looked_up_s = perf_counter()  # of all
@@ -386,7 +339,7 @@ class Batcher:
         """Compares what the version ``served`` answers with this one, in ``percent`` of its
         batches."""
         self._counts.shadow.begin(served.version)
-        return Shadow(self._engine, self.model, percent, self._counts.shadow, executor)
+        return Shadow(self._lookups.engine, self.model, percent, self._counts.shadow, executor)
 
     def _split(
         self, callers: Sequence[Caller], batch: Batch, pieces: Sequence[np.ndarray]
@@ -397,16 +350,8 @@ class Batcher:
             if request.output is not None:
                 make_as_wanted(result, request.output)
             if request.output_dtype == "float16":
-                self._round(result)
+                self._lookups.round(result)
         return results
-
-    def _round(self, result: LookupResult) -> None:
-        result.values = self._engine.to_float16(result.values)
-        result.more = [self._engine.to_float16(piece) for piece in result.more]
-
-    def _say_failed(self, what: str) -> None:
-        kind = f"lookups of {self.model.name!r} fail"
-        self._log.say(logging.ERROR, kind, what, with_traceback=True)
 
     def _fail(self, callers: Sequence[Caller], error: EmbedServeError) -> None:
         for caller in callers:
