@@ -21,11 +21,9 @@ from embedserve.wire.http2.frames import (
     END_HEADERS,
     END_STREAM,
     FRAME_BYTES_MAX,
-    HAS_PRIORITY,
     HEAD,
     HEAD_BYTES,
     HEADERS,
-    PADDED,
     PREFACE,
     SETTINGS,
     STREAM_MASK,
@@ -33,18 +31,16 @@ from embedserve.wire.http2.frames import (
     ProtocolViolation,
     StreamError,
     violation,
-    without_padding,
 )
-from embedserve.wire.http2.header_blocks import HeaderBlocks, Headers
+from embedserve.wire.http2.header_blocks import HeaderBlocks
 from embedserve.wire.http2.receiver import STREAM_WINDOW, WINDOW_LOW, Receiver
-from embedserve.wire.http2.requests import Opened, OpenRequest, wrong_header
+from embedserve.wire.http2.request_frames import UNSENT_BYTES_MAX, RequestFrames
+from embedserve.wire.http2.requests import Opened, OpenRequest
 from embedserve.wire.http2.sender import Sender
 from embedserve.wire.http2.stream import ENDED, Handler, Stream
 from embedserve.wire.http2.uploads import Uploads
 
 STREAMS_MAX = 128
-BLOCK_BYTES_MAX = 16 << 10
-"""Of a compressed header block; past it the connection ends."""
 HEADER_LIST_BYTES_MAX = 16 << 10
 WORK_PER_TURN = 32 << 10
 """Of decoded header blocks, in bytes as HPACK counts them, and of what asks nothing: after it, some
@@ -53,8 +49,6 @@ FRAMES_PER_TURN = 512
 """Of any kind: those of as many requests as there may be at once, and more."""
 IDLE_WORK = 1024
 """Of one frame that asks nothing: the stream that a reset ends was opened for it."""
-UNSENT_BYTES_MAX = 64 << 20
-"""Of answers that a client does not read; past it its new streams are refused."""
 UNREAD_S_MAX = 30.0
 """How long an answer may wait for its client to read, or to give it a window."""
 IDLE_BYTES = 64
@@ -68,36 +62,39 @@ class Http2Connection:
     Attributes:
         sender, receiver: its halves.
         idle_work: what the client may send that asks nothing.
+        blocks: reads its header blocks.
         streams: that are open, by their number.
+        streams_max: that may be; 0 once no more are taken.
+        next_id: the lowest number that the client has not opened or passed over.
+        ended: streams that were open.
+        expected: the type that the next frame has to be of: the client's settings come first, and
+            nothing within a header block; None: any.
         certificate: that the client has shown.
-        is_begun: the preface and the client's settings have come.
         is_over: nothing is to be read any more; what is in ``sender.out`` is the last.
         has_more: bytes are left that are to be read after other connections had their turn.
     """
 
     __slots__ = (
-        "_block",
-        "_block_bytes",
-        "_block_head",
-        "_blocks",
         "_control",
-        "_ended",
         "_is_draining",
         "_left",
-        "_next_id",
         "_on_output",
         "_preface_left",
+        "_requests",
         "_resets",
-        "_streams_max",
         "_turn_left",
+        "blocks",
         "certificate",
+        "ended",
+        "expected",
         "has_more",
         "idle_work",
-        "is_begun",
         "is_over",
+        "next_id",
         "receiver",
         "sender",
         "streams",
+        "streams_max",
     )
 
     def __init__(
@@ -113,24 +110,22 @@ class Http2Connection:
         self.receiver = Receiver(self.sender.out, uploads, on_output)
         self.streams: dict[int, Stream] = {}
         self.certificate: Certificate | None = None
-        self.is_begun = False
         self.is_over = False
         self.has_more = False
         self._on_output = on_output
-        self._blocks: HeaderBlocks[Opened | str] = HeaderBlocks(open_request)
+        self.blocks: HeaderBlocks[Opened | str] = HeaderBlocks(open_request)
         self._left = b""
         self._preface_left = PREFACE
-        self._next_id = 1
-        self._ended = EndedStreams(self.sender.out)
-        self._block: list[bytes] = []  # of a header block that is not whole
-        self._block_bytes = 0
-        self._block_head = (0, 0)  # its stream and flags
+        self.next_id = 1
+        self.ended = EndedStreams(self.sender.out)
+        self.expected: int | None = SETTINGS
         self._turn_left = 0
-        self._streams_max = STREAMS_MAX  # 0 once no more are taken
+        self.streams_max = STREAMS_MAX
         self._is_draining = False
         self._resets = Allowance()
         self.idle_work = Allowance()
         self._control = ControlFrames(self)
+        self._requests = RequestFrames(self)
         self.sender.out.append(
             frames.settings(
                 (frames.SETTINGS_MAX_CONCURRENT_STREAMS, STREAMS_MAX),
@@ -164,6 +159,11 @@ class Http2Connection:
             self.receiver.top_up()
 
     @property
+    def is_begun(self) -> bool:
+        """Whether the preface and the client's settings have come."""
+        return self.expected != SETTINGS
+
+    @property
     def left_bytes(self) -> int:
         """Of what came and is to be read later."""
         return len(self._left)
@@ -193,7 +193,7 @@ class Http2Connection:
                 )
             if after > end:
                 break
-            if not self.is_begun or self._block:
+            if self.expected is not None:
                 self._check_order(kind, flags)
             try:
                 if kind == HEADERS and flags == END_HEADERS and after <= last_head:
@@ -203,11 +203,11 @@ class Http2Connection:
                 position = after
                 stream_id &= STREAM_MASK
                 if kind == DATA:
-                    self._on_data(stream_id, flags, data[start:after])
+                    self._requests.on_data(stream_id, flags, data[start:after])
                 elif kind == HEADERS:
-                    self._on_headers(stream_id, flags, data[start:after])
+                    self._requests.on_headers(stream_id, flags, data[start:after])
                 elif kind == CONTINUATION:
-                    self._on_continuation(stream_id, flags, data[start:after])
+                    self._requests.on_continuation(stream_id, flags, data[start:after])
                 else:
                     self._control.receive(kind, stream_id, flags, data[start:after])
             except StreamError as error:
@@ -222,7 +222,7 @@ class Http2Connection:
         """Opens a stream for a request that has come whole, as most do: a header block that is
         known, at data[start:after], and one frame with all of its body. Gives where that ends, or
         0 for any other request."""
-        opened = self._blocks.known.get(data[start:after])
+        opened = self.blocks.known.get(data[start:after])
         upper, lower, kind, flags, body_stream_id = HEAD.unpack_from(data, after)
         length = upper << 16 | lower
         start = after + HEAD_BYTES
@@ -231,23 +231,23 @@ class Http2Connection:
         if (
             type(opened) is not Opened
             or (opened.content_length is not None and opened.content_length != length)
-            or stream_id != self._next_id
+            or stream_id != self.next_id
             or body_stream_id != stream_id
             or flags != END_STREAM
             or kind != DATA
             or after > end
             or length > receiver.whole_bytes_max
             or length > receiver.window
-            or len(self.streams) >= self._streams_max
+            or len(self.streams) >= self.streams_max
             or self.sender.unsent_bytes > UNSENT_BYTES_MAX
         ):
             return 0
-        self._next_id = stream_id + 2
+        self.next_id = stream_id + 2
         receiver.window -= length
-        self._open(stream_id, opened, data[start:after])
+        self.open(stream_id, opened, data[start:after])
         return after
 
-    def _open(self, stream_id: int, opened: Opened, body: bytes | None) -> None:
+    def open(self, stream_id: int, opened: Opened, body: bytes | None) -> None:
         """Opens a stream; ``body`` is all of its request's, or None where that is to come."""
         stream = Stream(self, stream_id, self.sender.stream_window, self.receiver.stream_window)
         if body is None:
@@ -262,158 +262,13 @@ class Http2Connection:
                 handler.receive(body, True)
 
     def _check_order(self, kind: int, flags: int) -> None:
-        """The client's settings come first, and nothing within a header block."""
-        if not self.is_begun:
+        """Raises ProtocolViolation for another frame than is expected."""
+        if self.expected == SETTINGS:
             if kind != SETTINGS or flags & ACK:
                 raise violation("the first frame is not SETTINGS")
-            self.is_begun = True
-        if self._block and kind != CONTINUATION:
+            self.expected = None
+        elif kind != self.expected:
             raise violation("another frame within a header block")
-
-    # Requests
-
-    def _on_headers(self, stream_id: int, flags: int, payload: bytes) -> None:
-        if flags & ~END_STREAM == END_HEADERS and stream_id & 1:
-            self._on_block(stream_id, flags, payload)
-            return
-        if not stream_id & 1:
-            raise violation(f"HEADERS on stream {stream_id}, which no client opens")
-        if flags & (PADDED | HAS_PRIORITY):
-            payload = without_padding(payload, flags)
-            if flags & HAS_PRIORITY:
-                payload = self._without_priority(stream_id, payload)
-        if flags & END_HEADERS:
-            self._on_block(stream_id, flags, payload)
-        else:
-            self._block = [payload]
-            self._block_bytes = len(payload)
-            self._block_head = (stream_id, flags)
-            self._check_block()
-
-    def _without_priority(self, stream_id: int, payload: bytes) -> bytes:
-        if len(payload) < 5:
-            raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "HEADERS too short for a priority")
-        if int.from_bytes(payload[:4], "big") & STREAM_MASK == stream_id:
-            # Its block has to be read all the same, or later ones cannot be.
-            self._decode(payload[5:])
-            self._next_id = max(self._next_id, stream_id + 2)
-            raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, "a stream depends on itself")
-        return payload[5:]
-
-    def _on_continuation(self, stream_id: int, flags: int, payload: bytes) -> None:
-        if not self._block or stream_id != self._block_head[0]:
-            raise violation("CONTINUATION without its HEADERS")
-        self.spend(self.idle_work, "CONTINUATION frames")
-        self._block.append(payload)
-        self._block_bytes += len(payload)
-        self._check_block()
-        if flags & END_HEADERS:
-            block, self._block = b"".join(self._block), []
-            self._on_block(stream_id, self._block_head[1], block)
-
-    def _check_block(self) -> None:
-        if self._block_bytes > BLOCK_BYTES_MAX:
-            raise ProtocolViolation(
-                ErrorCode.ENHANCE_YOUR_CALM, f"a header block of over {BLOCK_BYTES_MAX} bytes"
-            )
-
-    def _on_block(self, stream_id: int, flags: int, block: bytes) -> None:
-        """A header block that is whole: it opens a stream, or ends a request."""
-        if stream_id < self._next_id:
-            self._on_later_block(stream_id, flags, block)
-            return
-        if stream_id != self._next_id:
-            self._ended.pass_over(self._next_id, stream_id)
-        self._next_id = stream_id + 2
-        opened = self._blocks.known.get(block)
-        if opened is None:
-            opened = self._blocks.read(block)
-            self._turn_left -= self._blocks.work
-        if len(self.streams) >= self._streams_max or self.sender.unsent_bytes > UNSENT_BYTES_MAX:
-            self.spend(self.idle_work, "streams over the limit")
-            self._ended.reset(stream_id, ErrorCode.REFUSED_STREAM)
-            return
-        if isinstance(opened, str):
-            raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, opened)
-        if not flags & END_STREAM:
-            self._open(stream_id, opened, None)
-        elif opened.content_length:
-            raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, "a body is missing")
-        else:
-            self._open(stream_id, opened, b"")
-
-    def _on_later_block(self, stream_id: int, flags: int, block: bytes) -> None:
-        """HEADERS on a stream that has begun, has ended, or was passed over."""
-        stream = self.streams.get(stream_id)
-        if stream is not None:
-            self._on_trailers(stream, flags, block)
-            return
-        self._ended.read_headers(stream_id, flags)
-        self.spend(self.idle_work, "HEADERS on streams that were reset", len(block))
-        self._decode(block)
-
-    def _decode(self, block: bytes) -> Headers:
-        headers = self._blocks.decode(block)
-        self._turn_left -= self._blocks.work
-        return headers
-
-    def _on_trailers(self, stream: Stream, flags: int, block: bytes) -> None:
-        headers = self._decode(block)
-        if stream.is_received:
-            raise StreamError(stream.id, ErrorCode.STREAM_CLOSED, "HEADERS after the request's end")
-        if not flags & END_STREAM:
-            raise StreamError(stream.id, ErrorCode.PROTOCOL_ERROR, "HEADERS within a body")
-        if any(name.startswith(b":") or wrong_header(name, value) for name, value in headers):
-            raise StreamError(stream.id, ErrorCode.PROTOCOL_ERROR, "malformed trailers")
-        self._end_body(stream)
-        stream.handler.receive(b"", True)
-
-    def _on_data(self, stream_id: int, flags: int, payload: bytes) -> None:
-        length = len(payload)
-        stream = self.streams.get(stream_id)
-        if (
-            flags == END_STREAM
-            and stream is not None
-            and length <= stream.receive_window
-            and length <= self.receiver.window
-            and not (stream.is_received or stream.held_bytes)
-            and (stream.missing_bytes is None or stream.missing_bytes == length)
-        ):
-            # A whole body: what most requests are. It is the handler's at once, and never held.
-            self.receiver.window -= length
-            stream.is_received = True
-            stream.handler.receive(payload, True)
-            return
-        self.receiver.take(length)
-        if flags & PADDED:
-            payload = without_padding(payload, flags)
-        if stream is None:
-            if not self.was_opened(stream_id):
-                raise violation(f"DATA on stream {stream_id}, which is not open")
-            if not (length and self._ended.may_come(stream_id)):
-                self.spend(self.idle_work, "DATA on streams that ended")
-            self._ended.read_data(stream_id, flags, length)
-            return
-        if stream.is_received:
-            raise StreamError(stream_id, ErrorCode.STREAM_CLOSED, "DATA after the request's end")
-        nbytes = len(payload)
-        self.receiver.hold(stream, length, nbytes)
-        if stream.missing_bytes is not None:
-            stream.missing_bytes -= nbytes
-            if stream.missing_bytes < 0:
-                raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, "more body than declared")
-        if flags & END_STREAM:
-            self._end_body(stream)
-            stream.handler.receive(payload, True)
-        else:
-            if not nbytes:
-                self.spend(self.idle_work, "empty DATA frames")
-            stream.handler.receive(payload, False)
-
-    def _end_body(self, stream: Stream) -> None:
-        if stream.missing_bytes:
-            raise StreamError(stream.id, ErrorCode.PROTOCOL_ERROR, "less body than declared")
-        stream.is_received = True
 
     def spend(self, allowance: Allowance, what: str, nbytes: int = 0) -> None:
         """Raises ProtocolViolation where the client has done ``what`` too often."""
@@ -422,9 +277,13 @@ class Http2Connection:
         if not allowance.spend(count):
             raise ProtocolViolation(ErrorCode.ENHANCE_YOUR_CALM, f"too many {what}")
 
+    def spend_turn(self, work: int) -> None:
+        """Takes so much of what a connection may do before others have their turn."""
+        self._turn_left -= work
+
     def was_opened(self, stream_id: int) -> bool:
         """Whether there is or was a stream of that number."""
-        return 0 < stream_id < self._next_id and stream_id & 1 == 1
+        return 0 < stream_id < self.next_id and stream_id & 1 == 1
 
     # Ends
 
@@ -432,13 +291,13 @@ class Http2Connection:
         """Something of ``stream`` is to be written; if that was its end, it is forgotten."""
         if stream.is_sent and stream.id in self.streams:
             if not stream.is_received:
-                self._ended.leave_unread(stream.id)
+                self.ended.leave_unread(stream.id)
             self._forget(stream)
         self._on_output()
 
     def answered(self, stream: Stream) -> None:
         """As sent, of a whole answer, which ends its stream."""
-        if stream.is_received and self._streams_max and not stream.held_bytes:
+        if stream.is_received and self.streams_max and not stream.held_bytes:
             # What most streams are: nothing is left of them.
             stream.is_sent = True
             stream.handler = ENDED
@@ -452,13 +311,13 @@ class Http2Connection:
     def cancel(self, stream: Stream, code: ErrorCode) -> None:
         if stream.id in self.streams:
             self._forget(stream)
-            self._ended.reset(stream.id, code)
+            self.ended.reset(stream.id, code)
             self._on_output()
 
     def reset_by_client(self, stream_id: int) -> None:
         """The client ended a stream."""
         self.spend(self._resets, "resets")
-        self._ended.forget(stream_id)
+        self.ended.forget(stream_id)
         stream = self.streams.get(stream_id)
         if stream is not None:
             self._forget(stream).reset()
@@ -468,7 +327,7 @@ class Http2Connection:
         self.spend(self._resets, "streams in error")
         if stream is not None:
             self._forget(stream).reset()
-        self._ended.reset(error.stream_id, error.code)
+        self.ended.reset(error.stream_id, error.code)
 
     def _forget(self, stream: Stream) -> Handler:
         """Ends a stream; gives its handler, which has it no more: handlers hold their streams, and
@@ -480,20 +339,20 @@ class Http2Connection:
             self.receiver.forget(stream)
         if stream.unsent:
             self.sender.forget(stream)
-        if not (self._streams_max or self.streams):
+        if not (self.streams_max or self.streams):
             self._finish()
         return handler
 
     def _finish(self) -> None:
         """All was answered. Whose request goes on is told so now: grpcio drops a whole answer whose
         stream is half open as the connection ends."""
-        self._ended.reset_unread()
+        self.ended.reset_unread()
         self.is_over = True
 
     def check_time(self, now_s: float) -> None:
         """Ends what takes too long; called now and then."""
         self.receiver.check_time(now_s)
-        if self._ended.check_time():
+        if self.ended.check_time():
             self._on_output()
         if self.sender.stuck_s(now_s) > UNREAD_S_MAX:
             self.end(ErrorCode.ENHANCE_YOUR_CALM, "no window for the answers")
@@ -509,7 +368,7 @@ class Http2Connection:
     def say_goaway(self) -> None:
         """Tells the client to open no more streams; those that are on their way are taken, and all
         go on."""
-        if self._streams_max and not self.is_over:  # else it was told which is the last
+        if self.streams_max and not self.is_over:  # else it was told which is the last
             self.sender.out.append(frames.goaway(MAX_STREAM_ID, ErrorCode.NO_ERROR))
             self.sender.out.append(frames.ping(DRAIN_PING))
             self._on_output()
@@ -527,10 +386,10 @@ class Http2Connection:
 
     def finish_drain(self) -> None:
         """Takes no more streams, and is over when the last has ended."""
-        if self.is_over or not self._streams_max:
+        if self.is_over or not self.streams_max:
             return
-        self._streams_max = 0
-        self.sender.out.append(frames.goaway(max(0, self._next_id - 2), ErrorCode.NO_ERROR))
+        self.streams_max = 0
+        self.sender.out.append(frames.goaway(max(0, self.next_id - 2), ErrorCode.NO_ERROR))
         if self._is_draining:
             self._drain_streams()
         if not self.streams:
@@ -540,7 +399,7 @@ class Http2Connection:
     def end(self, code: ErrorCode, reason: str = "") -> None:
         """Ends the connection now; what its streams wait for is dropped."""
         if not self.is_over:
-            self.sender.out.append(frames.goaway(max(0, self._next_id - 2), code, reason))
+            self.sender.out.append(frames.goaway(max(0, self.next_id - 2), code, reason))
         self.close()
         self._on_output()
 
@@ -556,5 +415,5 @@ class Http2Connection:
             handler.reset()
         self.receiver.close()
         self._left = b""
-        self._block = []
+        self._requests.close()
         self.has_more = False

@@ -23,11 +23,9 @@ from server.wire.http2.peer import (
     update,
 )
 
-from embedserve.wire.http2.connection import (
-    BLOCK_BYTES_MAX,
-)
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.header_blocks import encode
+from embedserve.wire.http2.request_frames import BLOCK_BYTES_MAX
 
 OK = encode([(b":status", b"200")])
 BOGUS = b"\x80"

@@ -1,0 +1,237 @@
+"""The frames that carry requests: HEADERS, CONTINUATION, DATA.
+
+A header block that is whole opens a stream, or ends one's request; what DATA carries is given to
+the stream's handler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from embedserve.wire.http2.allowance import Allowance
+from embedserve.wire.http2.ended_streams import EndedStreams
+from embedserve.wire.http2.frames import (
+    CONTINUATION,
+    END_HEADERS,
+    END_STREAM,
+    HAS_PRIORITY,
+    PADDED,
+    STREAM_MASK,
+    ErrorCode,
+    ProtocolViolation,
+    StreamError,
+    violation,
+    without_padding,
+)
+from embedserve.wire.http2.header_blocks import HeaderBlocks, Headers
+from embedserve.wire.http2.receiver import Receiver
+from embedserve.wire.http2.requests import Opened, wrong_header
+from embedserve.wire.http2.sender import Sender
+from embedserve.wire.http2.stream import Stream
+
+BLOCK_BYTES_MAX = 16 << 10
+"""Of a compressed header block; past it the connection ends."""
+UNSENT_BYTES_MAX = 64 << 20
+"""Of answers that a client does not read; past it its new streams are refused."""
+
+
+class Carrying(Protocol):
+    """What such frames act on: the connection."""
+
+    sender: Sender
+    receiver: Receiver
+    streams: dict[int, Stream]
+    streams_max: int
+    next_id: int
+    ended: EndedStreams
+    blocks: HeaderBlocks[Opened | str]
+    idle_work: Allowance
+    expected: int | None
+
+    @property
+    def open(self) -> Callable[[int, Opened, bytes | None], None]: ...
+
+    def spend(self, allowance: Allowance, what: str, nbytes: int = 0) -> None: ...
+
+    def spend_turn(self, work: int) -> None: ...
+
+    def was_opened(self, stream_id: int) -> bool: ...
+
+
+class RequestFrames:
+    """Checks such frames of one connection, and acts on them.
+
+    Raises, wherever it takes a frame:
+        ProtocolViolation: it ends the connection.
+        StreamError: it ends its stream.
+    """
+
+    __slots__ = ("_block", "_block_bytes", "_block_head", "_connection", "_idle_work", "_receiver")
+
+    def __init__(self, connection: Carrying) -> None:
+        self._connection = connection
+        self._receiver = connection.receiver
+        self._idle_work = connection.idle_work
+        self._block: list[bytes] = []  # of a header block that is not whole
+        self._block_bytes = 0
+        self._block_head = (0, 0)  # its stream and flags
+
+    def on_headers(self, stream_id: int, flags: int, payload: bytes) -> None:
+        if flags & ~END_STREAM == END_HEADERS and stream_id & 1:
+            self._on_block(stream_id, flags, payload)
+            return
+        if not stream_id & 1:
+            raise violation(f"HEADERS on stream {stream_id}, which no client opens")
+        if flags & (PADDED | HAS_PRIORITY):
+            payload = without_padding(payload, flags)
+            if flags & HAS_PRIORITY:
+                payload = self._without_priority(stream_id, payload)
+        if flags & END_HEADERS:
+            self._on_block(stream_id, flags, payload)
+        else:
+            self._block = [payload]
+            self._block_bytes = len(payload)
+            self._block_head = (stream_id, flags)
+            self._connection.expected = CONTINUATION
+            self._check_block()
+
+    def _without_priority(self, stream_id: int, payload: bytes) -> bytes:
+        if len(payload) < 5:
+            raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "HEADERS too short for a priority")
+        if int.from_bytes(payload[:4], "big") & STREAM_MASK == stream_id:
+            # Its block has to be read all the same, or later ones cannot be.
+            self._decode(payload[5:])
+            self._connection.next_id = max(self._connection.next_id, stream_id + 2)
+            raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, "a stream depends on itself")
+        return payload[5:]
+
+    def on_continuation(self, stream_id: int, flags: int, payload: bytes) -> None:
+        if not self._block or stream_id != self._block_head[0]:
+            raise violation("CONTINUATION without its HEADERS")
+        self._connection.spend(self._idle_work, "CONTINUATION frames")
+        self._block.append(payload)
+        self._block_bytes += len(payload)
+        self._check_block()
+        if flags & END_HEADERS:
+            block, self._block = b"".join(self._block), []
+            self._connection.expected = None
+            self._on_block(stream_id, self._block_head[1], block)
+
+    def _check_block(self) -> None:
+        if self._block_bytes > BLOCK_BYTES_MAX:
+            raise ProtocolViolation(
+                ErrorCode.ENHANCE_YOUR_CALM, f"a header block of over {BLOCK_BYTES_MAX} bytes"
+            )
+
+    def _on_block(self, stream_id: int, flags: int, block: bytes) -> None:
+        """A header block that is whole: it opens a stream, or ends a request."""
+        connection = self._connection
+        if stream_id < connection.next_id:
+            self._on_later_block(stream_id, flags, block)
+            return
+        if stream_id != connection.next_id:
+            connection.ended.pass_over(connection.next_id, stream_id)
+        connection.next_id = stream_id + 2
+        opened = connection.blocks.known.get(block)
+        if opened is None:
+            opened = connection.blocks.read(block)
+            connection.spend_turn(connection.blocks.work)
+        if (
+            len(connection.streams) >= connection.streams_max
+            or connection.sender.unsent_bytes > UNSENT_BYTES_MAX
+        ):
+            connection.spend(self._idle_work, "streams over the limit")
+            connection.ended.reset(stream_id, ErrorCode.REFUSED_STREAM)
+            return
+        if isinstance(opened, str):
+            raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, opened)
+        if not flags & END_STREAM:
+            connection.open(stream_id, opened, None)
+        elif opened.content_length:
+            raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, "a body is missing")
+        else:
+            connection.open(stream_id, opened, b"")
+
+    def _on_later_block(self, stream_id: int, flags: int, block: bytes) -> None:
+        """HEADERS on a stream that has begun, has ended, or was passed over."""
+        stream = self._connection.streams.get(stream_id)
+        if stream is not None:
+            self._on_trailers(stream, flags, block)
+            return
+        self._connection.ended.read_headers(stream_id, flags)
+        self._connection.spend(self._idle_work, "HEADERS on streams that were reset", len(block))
+        self._decode(block)
+
+    def _decode(self, block: bytes) -> Headers:
+        headers = self._connection.blocks.decode(block)
+        self._connection.spend_turn(self._connection.blocks.work)
+        return headers
+
+    def _on_trailers(self, stream: Stream, flags: int, block: bytes) -> None:
+        headers = self._decode(block)
+        if stream.is_received:
+            raise StreamError(stream.id, ErrorCode.STREAM_CLOSED, "HEADERS after the request's end")
+        if not flags & END_STREAM:
+            raise StreamError(stream.id, ErrorCode.PROTOCOL_ERROR, "HEADERS within a body")
+        if any(name.startswith(b":") or wrong_header(name, value) for name, value in headers):
+            raise StreamError(stream.id, ErrorCode.PROTOCOL_ERROR, "malformed trailers")
+        _end_body(stream)
+        stream.handler.receive(b"", True)
+
+    def on_data(self, stream_id: int, flags: int, payload: bytes) -> None:
+        length, receiver = len(payload), self._receiver
+        stream = self._connection.streams.get(stream_id)
+        if (
+            flags == END_STREAM
+            and stream is not None
+            and length <= stream.receive_window
+            and length <= receiver.window
+            and not (stream.is_received or stream.held_bytes)
+            and (stream.missing_bytes is None or stream.missing_bytes == length)
+        ):
+            # A whole body: what most requests are. It is the handler's at once, and never held.
+            receiver.window -= length
+            stream.is_received = True
+            stream.handler.receive(payload, True)
+            return
+        receiver.take(length)
+        if flags & PADDED:
+            payload = without_padding(payload, flags)
+        if stream is None:
+            self._on_late_data(stream_id, flags, length)
+            return
+        if stream.is_received:
+            raise StreamError(stream_id, ErrorCode.STREAM_CLOSED, "DATA after the request's end")
+        nbytes = len(payload)
+        receiver.hold(stream, length, nbytes)
+        if stream.missing_bytes is not None:
+            stream.missing_bytes -= nbytes
+            if stream.missing_bytes < 0:
+                raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, "more body than declared")
+        if flags & END_STREAM:
+            _end_body(stream)
+            stream.handler.receive(payload, True)
+        else:
+            if not nbytes:
+                self._connection.spend(self._idle_work, "empty DATA frames")
+            stream.handler.receive(payload, False)
+
+    def _on_late_data(self, stream_id: int, flags: int, length: int) -> None:
+        """DATA on a stream that is not open."""
+        connection = self._connection
+        if not connection.was_opened(stream_id):
+            raise violation(f"DATA on stream {stream_id}, which is not open")
+        if not (length and connection.ended.may_come(stream_id)):
+            connection.spend(self._idle_work, "DATA on streams that ended")
+        connection.ended.read_data(stream_id, flags, length)
+
+    def close(self) -> None:
+        """The connection is gone."""
+        self._block = []
+
+
+def _end_body(stream: Stream) -> None:
+    if stream.missing_bytes:
+        raise StreamError(stream.id, ErrorCode.PROTOCOL_ERROR, "less body than declared")
+    stream.is_received = True
