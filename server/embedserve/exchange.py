@@ -166,7 +166,7 @@ class Call(ObservedCaller):
             client = self.client
             if client is not None:
                 client.active -= 1
-                client.outcomes["OK"] += 1
+                client.answered += 1
                 self.client = None
             self.write_answer(parts, nbytes)
         asked.metrics.answered(seconds, nbytes)

@@ -80,7 +80,8 @@ class Client:
         active_max: of them; 0 where it may ask none.
         free_s: when all that it asked so far is paid at its rate (perf_counter).
         interval_s: that each request pays.
-        outcomes: how many requests ended how, since they were counted.
+        answered: requests that ended so at once, since they were counted.
+        outcomes: how many of the others ended how, since then.
     """
 
     __slots__ = (
@@ -91,6 +92,7 @@ class Client:
         "_refused_s",
         "active",
         "active_max",
+        "answered",
         "free_s",
         "grant",
         "interval_s",
@@ -102,6 +104,7 @@ class Client:
         self.active = 0
         self.active_max = 0.0
         self.free_s = 0.0
+        self.answered = 0
         self.outcomes: Counter[str] = Counter()
         self._refused_s = 0.0  # as free_s, of its refusals at their rate
         self._refusal: Callable[[], EmbedServeError] | None = None
@@ -152,6 +155,14 @@ class Client:
         """Ends one as ``outcome``."""
         self.active -= 1
         self.outcomes[outcome] += 1
+
+    def take_outcomes(self) -> Counter[str]:
+        """Requests by outcome, since the last time."""
+        outcomes, self.outcomes = self.outcomes, Counter()
+        if self.answered:
+            outcomes["OK"] += self.answered
+            self.answered = 0
+        return outcomes
 
     def refusal_wait_s(self, now_s: float) -> float:
         """How long another refusal for its limits is to wait.
@@ -281,15 +292,11 @@ class Access:
 
     def take_counts(self) -> list[tuple[str, Counter[str]]]:
         """(name, requests by outcome) of those that asked since the last time."""
-        counts = [
-            (name, client.outcomes) for name, client in self._clients.items() if client.outcomes
-        ]
+        taken = [(name, client.take_outcomes()) for name, client in self._clients.items()]
+        counts = [(name, outcomes) for name, outcomes in taken if outcomes]
         if self._of_unknown:
             counts.append((UNKNOWN, self._of_unknown))
             self._of_unknown = Counter()
-        for name, _ in counts:
-            if name != UNKNOWN:
-                self._clients[name].outcomes = Counter()
         return counts
 
     def check(
