@@ -159,8 +159,8 @@ class Call(ObservedCaller):
         self.is_waiting = False
         encoded_s = perf_counter()
         seconds = encoded_s - self.start_s
-        asked, watched_s = self.asked, self.exchange.observer.watched_s
-        if seconds >= watched_s or asked.has_id or nbytes > LARGE_ANSWER_BYTES:
+        asked, observer = self.asked, self.exchange.observer
+        if seconds >= observer.watched_s or nbytes > LARGE_ANSWER_BYTES:
             self._write_observed(parts, nbytes, encoded_s)
         else:
             client = self.client
@@ -168,7 +168,7 @@ class Call(ObservedCaller):
                 client.active -= 1
                 client.answered += 1
                 self.client = None
-            self.write_answer(parts, nbytes)
+            self.write_answer(parts, nbytes, observer.id_told(self) if asked.has_id else None)
         asked.metrics.answered(seconds, nbytes)
 
     def _write_observed(self, parts: Parts, nbytes: int, encoded_s: float) -> None:

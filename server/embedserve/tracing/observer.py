@@ -75,6 +75,11 @@ class Observer:
             told.append((SERVER_TIMING, call.times(encoded_s).server_timing()))
         return told
 
+    def id_told(self, call: ObservedCaller) -> Told:
+        """As told, of a request that gave an id and was not slow: done for each of them."""
+        given = usable_id(call.header(REQUEST_ID))
+        return [(REQUEST_ID, given)] if given else self.told(call, call.start_s)
+
     def told_of_error(self, call: ObservedCaller, end_s: float) -> Told:
         """As told, of a request that is refused: its id always."""
         self._has_id(call)
