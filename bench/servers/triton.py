@@ -92,7 +92,8 @@ class Triton(Server):
         return infer_headers(way, body)
 
     def values(self, way: Way, workload: Workload, answer: bytes) -> np.ndarray:
-        return infer_values(way, answer)
+        of_batch: np.ndarray = infer_values(way, answer)[0]  # which has one element
+        return of_batch
 
     def _repository(self, workload: Workload) -> Path:
         """A model repository for the workload's tables."""
