@@ -79,6 +79,11 @@ class GRPCInferenceServiceStub(object):
                 request_serializer=embedserve__proto_dot_open__inference__pb2.RepositoryIndexRequest.SerializeToString,
                 response_deserializer=embedserve__proto_dot_open__inference__pb2.RepositoryIndexResponse.FromString,
                 _registered_method=True)
+        self.ModelConfig = channel.unary_unary(
+                '/inference.GRPCInferenceService/ModelConfig',
+                request_serializer=embedserve__proto_dot_open__inference__pb2.ModelConfigRequest.SerializeToString,
+                response_deserializer=embedserve__proto_dot_open__inference__pb2.ModelConfigResponse.FromString,
+                _registered_method=True)
         self.SystemSharedMemoryStatus = channel.unary_unary(
                 '/inference.GRPCInferenceService/SystemSharedMemoryStatus',
                 request_serializer=embedserve__proto_dot_open__inference__pb2.SystemSharedMemoryStatusRequest.SerializeToString,
@@ -156,6 +161,13 @@ class GRPCInferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ModelConfig(self, request, context):
+        """The tensors once more, as load generators ask for them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SystemSharedMemoryStatus(self, request, context):
         """Where --shared-memory is: files of /dev/shm that tensors may lie in. Each caller has its own.
         """
@@ -222,6 +234,11 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
                     servicer.RepositoryIndex,
                     request_deserializer=embedserve__proto_dot_open__inference__pb2.RepositoryIndexRequest.FromString,
                     response_serializer=embedserve__proto_dot_open__inference__pb2.RepositoryIndexResponse.SerializeToString,
+            ),
+            'ModelConfig': grpc.unary_unary_rpc_method_handler(
+                    servicer.ModelConfig,
+                    request_deserializer=embedserve__proto_dot_open__inference__pb2.ModelConfigRequest.FromString,
+                    response_serializer=embedserve__proto_dot_open__inference__pb2.ModelConfigResponse.SerializeToString,
             ),
             'SystemSharedMemoryStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.SystemSharedMemoryStatus,
@@ -482,6 +499,33 @@ class GRPCInferenceService(object):
             '/inference.GRPCInferenceService/RepositoryIndex',
             embedserve__proto_dot_open__inference__pb2.RepositoryIndexRequest.SerializeToString,
             embedserve__proto_dot_open__inference__pb2.RepositoryIndexResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ModelConfig(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inference.GRPCInferenceService/ModelConfig',
+            embedserve__proto_dot_open__inference__pb2.ModelConfigRequest.SerializeToString,
+            embedserve__proto_dot_open__inference__pb2.ModelConfigResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,6 +29,11 @@ def metadata(exchange: Exchange, name: str, version: str = "") -> dict[str, Any]
     return description.model(info, [info.version] if version else sorted(versions))
 
 
+def configuration(exchange: Exchange, name: str, version: str = "") -> dict[str, Any]:
+    """As metadata, in the form of Triton's extension. Raises UnknownModelError."""
+    return description.configuration(served(exchange, name, version))
+
+
 def statistics(exchange: Exchange, name: str = "", version: str = "") -> list[dict[str, Any]]:
     """Of one version, of all of a model, or of all where ``name`` is empty. Raises
     UnknownModelError."""

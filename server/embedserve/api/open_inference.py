@@ -1,5 +1,5 @@
-"""The routes of the Open Inference Protocol that look nothing up: health, metadata, statistics and
-the repository's index. POST …/infer is the wire's.
+"""The routes of the Open Inference Protocol that look nothing up: health, metadata, configuration,
+statistics and the repository's index. POST …/infer is the wire's.
 """
 
 from __future__ import annotations
@@ -8,7 +8,14 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from embedserve.exchange import Exchange
-from embedserve.open_inference import metadata, repository, served, server_metadata, statistics
+from embedserve.open_inference import (
+    configuration,
+    metadata,
+    repository,
+    served,
+    server_metadata,
+    statistics,
+)
 
 
 class Live(BaseModel):
@@ -41,6 +48,26 @@ class ModelMetadata(BaseModel):
     platform: str
     inputs: list[TensorMetadata]
     outputs: list[TensorMetadata]
+
+
+class ConfiguredTensor(BaseModel):
+    name: str
+    data_type: str = Field(description="TYPE_INT64, TYPE_INT32, TYPE_STRING or TYPE_FP32.")
+    dims: list[int] = Field(description="-1: any size.")
+
+
+class ConfiguredInput(ConfiguredTensor):
+    optional: bool
+
+
+class ModelConfig(BaseModel):
+    """The tensors of a model, as much of Triton's configuration as there is to say of it."""
+
+    name: str
+    platform: str
+    max_batch_size: int = Field(description="0: shapes say how many examples there are.")
+    input: list[ConfiguredInput]
+    output: list[ConfiguredTensor]
 
 
 class ModelReady(BaseModel):
@@ -132,6 +159,16 @@ def routes(exchange: Exchange) -> APIRouter:
     async def model(model: str) -> ModelMetadata:
         """The tensors of a model."""
         return await model_version(model, "")
+
+    @router.get("/models/{model}/versions/{version}/config")
+    async def configuration_of_version(model: str, version: str) -> ModelConfig:
+        """The tensors of a version, as Triton tells of its models."""
+        return ModelConfig.model_validate(configuration(exchange, model, version))
+
+    @router.get("/models/{model}/config")
+    async def configuration_of_model(model: str) -> ModelConfig:
+        """The tensors of a model, as Triton tells of its models."""
+        return await configuration_of_version(model, "")
 
     @router.get("/models/{model}/versions/{version}/ready")
     async def model_version_ready(model: str, version: str) -> ModelReady:

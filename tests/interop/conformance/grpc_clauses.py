@@ -97,6 +97,21 @@ def statistics(asked: Asked) -> None:
     assert told.inference_count == after["inference_count"]
 
 
+def configuration(asked: Asked) -> None:
+    """the configuration names the tensors of the metadata, the same over REST and gRPC"""
+    told = asked.get(f"/v2/models/{asked.model}/config")
+    for side, tensors in (("input", "inputs"), ("output", "outputs")):
+        names = [one["name"] for one in told[side]]
+        assert names == [one["name"] for one in asked.metadata[tensors]]
+    request = pb.ModelConfigRequest(name=asked.model)
+    config = asked.stub.ModelConfig(request, timeout=ANSWER_S_MAX).config
+    assert config.name == told["name"] == asked.model
+    assert [one.name for one in config.input] == [one["name"] for one in told["input"]]
+    assert [list(map(str, one.dims)) for one in config.output] == [
+        list(map(str, one["dims"])) for one in told["output"]
+    ]
+
+
 def repository(asked: Asked) -> None:
     """the repository's index names the model as READY, the same over REST and gRPC"""
     answer = asked.http.post("/v2/repository/index")

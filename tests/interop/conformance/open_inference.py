@@ -42,6 +42,7 @@ CLAUSES: tuple[Callable[[Asked], None], ...] = (
     rpc.errors,
     rpc.stream,
     rpc.statistics,
+    rpc.configuration,
     rpc.repository,
     rest.shared_memory,
 )

@@ -19,7 +19,7 @@ import tritonclient.grpc.aio as triton_grpc_aio
 import tritonclient.http as triton_http
 import tritonclient.http.aio as triton_http_aio
 import tritonclient.utils.shared_memory as shared_memory
-from tritonclient.grpc import service_pb2
+from tritonclient.grpc import model_config_pb2, service_pb2
 from tritonclient.utils import InferenceServerException
 
 WAIT_S_MAX = 60
@@ -234,7 +234,7 @@ def asked_in_memory(
 
 
 def described(http: str, grpc: str, model: str) -> dict[str, Any]:
-    """Health, metadata, statistics and the index, of both."""
+    """Health, metadata, configuration, statistics and the index, of both."""
     with (
         triton_http.InferenceServerClient(http) as rest,
         triton_grpc.InferenceServerClient(grpc) as rpc,
@@ -255,6 +255,10 @@ def described(http: str, grpc: str, model: str) -> dict[str, Any]:
             "statistics": [
                 rest.get_inference_statistics(model),
                 rpc.get_inference_statistics(model, as_json=True),
+            ],
+            "configuration": [
+                rest.get_model_config(model),
+                rpc.get_model_config(model, as_json=True)["config"],
             ],
             "index": [
                 rest.get_model_repository_index(),
@@ -282,7 +286,7 @@ def errors(http: str, grpc: str, model: str, bags: dict[str, Any]) -> list[list[
 
 
 def field_numbers() -> dict[str, Any]:
-    """Of every message of its .proto, by full name."""
+    """Of every message of its .proto files, by full name."""
     numbers: dict[str, Any] = {}
 
     def add(message: Any) -> None:
@@ -290,8 +294,9 @@ def field_numbers() -> dict[str, Any]:
         for nested in message.nested_types:
             add(nested)
 
-    for message in service_pb2.DESCRIPTOR.message_types_by_name.values():
-        add(message)
+    for file in (service_pb2.DESCRIPTOR, model_config_pb2.DESCRIPTOR):
+        for message in file.message_types_by_name.values():
+            add(message)
     return numbers
 
 

@@ -27,7 +27,8 @@ from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 
 OPERATIONS = """
-    embed embed_model info labels_of live metrics model models plan ready slow v2_index v2_infer
+    embed embed_model info labels_of live metrics model models plan ready slow
+    v2_configuration_of_model v2_configuration_of_version v2_index v2_infer
     v2_infer_version v2_live v2_model v2_model_ready v2_model_version v2_model_version_ready
     v2_ready v2_server v2_statistics_of_all v2_statistics_of_model v2_statistics_of_version
 """

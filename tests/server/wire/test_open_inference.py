@@ -12,6 +12,7 @@ import grpc
 import httpx
 import numpy as np
 import pytest
+from google.protobuf.json_format import MessageToDict
 from server.fake_engine import Bags, FakeEngine
 from server.fake_models import model_info, ruled_info, unpooled_info
 from server.live import GRPC_SERVERS, Live, live_server
@@ -611,6 +612,30 @@ async def test_health_and_metadata_over_grpc_are_those_of_rest(live: Live) -> No
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def test_a_model_s_configuration_has_its_tensors_over_rest_and_grpc(live: Live) -> None:
+    get = live.http.get
+    told = (await get("/v2/models/shop/config")).json()
+    assert (await get("/v2/models/shop/versions/7/config")).json() == told
+    assert (told["name"], told["max_batch_size"]) == ("shop", 0)
+    of_user = {"name": "user.ids", "data_type": "TYPE_INT64", "dims": [-1], "optional": True}
+    assert of_user in told["input"]
+    assert {"name": "movie", "data_type": "TYPE_FP32", "dims": [-1, 3]} in told["output"]
+    ruled = (await get("/v2/models/ruled/config")).json()["input"]
+    assert "TYPE_STRING" in [one["data_type"] for one in ruled if one["name"] == "tag.ids"]
+    config = await stub(live).ModelConfig(pb.ModelConfigRequest(name="shop"))
+    assert MessageToDict(config.config, preserving_proto_field_name=True) == {
+        **{key: value for key, value in told.items() if value},
+        **{
+            side: [{**one, "dims": [str(size) for size in one["dims"]]} for one in told[side]]
+            for side in ("input", "output")
+        },
+    }
+    assert (await get("/v2/models/film/config")).status_code == 404
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub(live).ModelConfig(pb.ModelConfigRequest(name="shop", version="8"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
 async def test_a_server_that_drains_is_not_ready(live: Live) -> None:
     live.exchange.models.not_ready = "draining"
     for path in ("/v2/health/ready", "/v2/models/shop/ready"):
@@ -632,7 +657,8 @@ async def test_statistics_count_requests_examples_and_batches(live: Live) -> Non
     counts = told[0]["inference_stats"]
     assert (told[0]["inference_count"], told[0]["execution_count"]) == (9, 3)
     assert counts["success"]["count"] == counts["queue"]["count"] == 3
-    assert counts["compute_infer"]["count"] == 3
+    compute = [counts[f"compute_{of}"] for of in ("input", "infer", "output")]
+    assert [one["count"] for one in compute] == [3, 3, 3]
     assert counts["success"]["ns"] >= counts["compute_infer"]["ns"] > 0
     of_all = (await live.http.get("/v2/models/stats")).json()["model_stats"]
     assert [one["name"] for one in of_all] == ["shop", "ruled", "sequence"]

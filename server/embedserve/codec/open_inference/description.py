@@ -13,7 +13,7 @@ from embedserve.metrics.model_metrics import VersionMetrics
 from embedserve.types import ComingVersion, ModelInfo, split_name
 
 PLATFORM = "torchrec"
-EXTENSIONS = ("binary_tensor_data", "model_repository", "statistics")
+EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
 SHARED_MEMORY = "system_shared_memory"
 """An extension of servers that have it."""
 _NS_PER_S = 1_000_000_000
@@ -48,6 +48,24 @@ def model(info: ModelInfo, versions: Iterable[int]) -> dict[str, Any]:
     }
 
 
+def configuration(info: ModelInfo) -> dict[str, Any]:
+    """The tensors of ``info`` once more, as Triton tells of its models and as load generators ask:
+    each size, that of the batch with them, and that any input may be left out."""
+    told = model(info, [])
+    return {
+        "name": told["name"],
+        "platform": told["platform"],
+        "max_batch_size": 0,
+        "input": [{**_configured(one), "optional": True} for one in told["inputs"]],
+        "output": [_configured(one) for one in told["outputs"]],
+    }
+
+
+def _configured(tensor: Mapping[str, Any]) -> dict[str, Any]:
+    datatype = "STRING" if tensor["datatype"] == "BYTES" else tensor["datatype"]
+    return {"name": tensor["name"], "data_type": f"TYPE_{datatype}", "dims": tensor["shape"]}
+
+
 def _tensor(name: str, datatype: str, *shape: int) -> dict[str, Any]:
     return {"name": name, "datatype": datatype, "shape": list(shape)}
 
@@ -55,12 +73,13 @@ def _tensor(name: str, datatype: str, *shape: int) -> dict[str, Any]:
 def statistics(info: ModelInfo, metrics: VersionMetrics) -> dict[str, Any]:
     """What ``info`` answered since it began to, all workers together.
 
-    Requests are counted as their batch is taken: one that is refused before is none of them.
+    Requests are counted as their batch is taken: one that is refused before is none of them. All
+    counts but those of failures are of requests, as Triton's are and perf_analyzer wants.
     """
     waits, waited_ns = _total(metrics.wait_seconds)
     batches, looked_up_ns = _total(metrics.lookup_seconds)
     _, examples = metrics.batch_examples.samples()
-    nothing = {"count": 0, "ns": 0}
+    unmeasured = {"count": waits, "ns": 0}
     return {
         "name": info.name,
         "version": str(info.version),
@@ -69,11 +88,11 @@ def statistics(info: ModelInfo, metrics: VersionMetrics) -> dict[str, Any]:
         "execution_count": batches,
         "inference_stats": {
             "success": {"count": waits, "ns": waited_ns + looked_up_ns},
-            "fail": nothing,
+            "fail": {"count": 0, "ns": 0},
             "queue": {"count": waits, "ns": waited_ns},
-            "compute_input": nothing,
-            "compute_infer": {"count": batches, "ns": looked_up_ns},
-            "compute_output": nothing,
+            "compute_input": unmeasured,
+            "compute_infer": {"count": waits, "ns": looked_up_ns},
+            "compute_output": unmeasured,
         },
     }
 

@@ -14,7 +14,14 @@ from google.protobuf.message import DecodeError, Message
 
 from embedserve.errors import EmbedServeError, InvalidRequestError, UnknownModelError
 from embedserve.exchange import Exchange
-from embedserve.open_inference import metadata, repository, served, server_metadata, statistics
+from embedserve.open_inference import (
+    configuration,
+    metadata,
+    repository,
+    served,
+    server_metadata,
+    statistics,
+)
 from embedserve.shared_memory.regions import SharedMemory
 from embedserve_proto import open_inference_pb2 as pb
 
@@ -42,6 +49,7 @@ class OpenInferenceService:
             "ModelReady": self._model_ready,
             "ServerMetadata": self._server,
             "ModelMetadata": self._model,
+            "ModelConfig": self._configuration,
             "ModelStatistics": self._statistics,
             "RepositoryIndex": self._repository,
         }
@@ -69,6 +77,11 @@ class OpenInferenceService:
         asked = _read(message, pb.ModelMetadataRequest)
         told = metadata(self._exchange, asked.name, asked.version)
         return _written(told, pb.ModelMetadataResponse())
+
+    def _configuration(self, message: bytes) -> bytes:
+        asked = _read(message, pb.ModelConfigRequest)
+        told = {"config": configuration(self._exchange, asked.name, asked.version)}
+        return _written(told, pb.ModelConfigResponse())
 
     def _statistics(self, message: bytes) -> bytes:
         asked = _read(message, pb.ModelStatisticsRequest)

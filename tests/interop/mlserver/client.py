@@ -1,0 +1,87 @@
+"""Asks a server of the Open Inference Protocol as callers of MLServer do: by `mlserver infer`, and
+by its types, codecs and gRPC stub.
+
+Runs in an environment of its own, which has mlserver and none of this project. Takes what to ask as
+JSON from stdin, and writes what came as JSON.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from mlserver.codecs import NumpyCodec
+from mlserver.grpc.converters import ModelInferRequestConverter, ModelInferResponseConverter
+from mlserver.grpc.dataplane_pb2_grpc import GRPCInferenceServiceStub
+from mlserver.types import InferenceRequest, InferenceResponse
+
+INFER_S_MAX = 60
+
+
+def request_of(asked: dict[str, Any]) -> InferenceRequest:
+    """F.ids and F.lengths of each feature."""
+    inputs = []
+    for feature, bags in asked["bags"].items():
+        ids = np.array([one for bag in bags for one in bag], np.int64)
+        lengths = np.array([len(bag) for bag in bags], np.int32)
+        for part, values in (("ids", ids), ("lengths", lengths)):
+            tensor = NumpyCodec.encode_input(f"{feature}.{part}", values)
+            tensor.shape = list(values.shape)  # which it takes for a matrix
+            inputs.append(tensor)
+    return InferenceRequest(id=asked["id"], inputs=inputs)
+
+
+def told(response: InferenceResponse) -> dict[str, Any]:
+    """The outputs as float32 bytes, and what else was answered."""
+    outputs = {}
+    for one in response.outputs:
+        values = NumpyCodec.decode_output(one)
+        outputs[one.name] = [list(one.shape), base64.b64encode(values.tobytes()).decode()]
+        assert values.dtype == np.float32, values.dtype
+    return {"model": response.model_name, "id": response.id, "outputs": outputs}
+
+
+def by_command(target: str, model: str, requests: list[InferenceRequest]) -> list[dict[str, Any]]:
+    """`mlserver infer`, which answers in the order that it was answered in."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answered = Path(folder) / "requests", Path(folder) / "responses"
+        asked.write_text("".join(f"{one.model_dump_json()}\n" for one in requests))
+        command = [str(Path(sys.executable).with_name("mlserver")), "infer", "-u", target]
+        command += ["-m", model, "-i", str(asked), "-o", str(answered)]
+        subprocess.run(command, check=True, stdout=sys.stderr, timeout=INFER_S_MAX)
+        lines = answered.read_text().splitlines()
+    return [told(InferenceResponse.model_validate_json(line)) for line in lines]
+
+
+def by_stub(target: str, model: str, requests: list[InferenceRequest]) -> list[dict[str, Any]]:
+    answers = []
+    with grpc.insecure_channel(target) as channel:
+        stub = GRPCInferenceServiceStub(channel)
+        for one in requests:
+            message = ModelInferRequestConverter.from_types(one, model_name=model)
+            answer = stub.ModelInfer(message, timeout=INFER_S_MAX)
+            answers.append(told(ModelInferResponseConverter.to_types(answer)))
+    return answers
+
+
+def main() -> None:
+    given = json.load(sys.stdin)
+    requests = [request_of(one) for one in given["asked"]]
+    json.dump(
+        {
+            "command": by_command(given["http"], given["model"], requests),
+            "stub": by_stub(given["grpc"], given["model"], requests),
+        },
+        sys.stdout,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""NVIDIA's load generator, perf_analyzer, as it comes: all that it asks is answered, and it can
+tell how long requests waited and were looked up. It needs Debian's libb64-0d."""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import json
+import subprocess
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from interop.drivers import python_programs
+from interop.lookups import MODEL, ROWS
+from running_servers import Running
+
+pytestmark = pytest.mark.soak
+REQUESTS = 40
+"""That differ."""
+RUN_S_MAX = 120
+MEASUREMENT = (
+    *("--concurrency-range", "4", "--measurement-mode", "count_windows"),
+    *("--measurement-request-count", "300", "--max-trials", "3", "--stability-percentage", "999"),
+)
+
+
+@pytest.fixture(scope="module")
+def perf_analyzer() -> list[str]:
+    """Its command."""
+    programs = python_programs("perf_analyzer")
+    (runtime,) = programs.parent.glob("lib/python3*/site-packages/nvidia/cuda_runtime/lib")
+    try:
+        ctypes.CDLL("libb64.so.0d")
+    except OSError:
+        pytest.fail("libb64.so.0d is missing: install Debian's package libb64-0d", pytrace=False)
+    return ["env", f"LD_LIBRARY_PATH={runtime}", str(programs / "perf_analyzer")]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two jagged examples in each request, in the form that it reads."""
+    random = np.random.default_rng(0)
+    requests = []
+    for _ in range(REQUESTS):
+        tensors = {}
+        for feature, rows in ROWS.items():
+            lengths = random.integers(0, 5, 2) + 1
+            ids = random.integers(0, rows, lengths.sum())
+            for part, values in (("ids", ids), ("lengths", lengths)):
+                tensor = {"content": values.tolist(), "shape": [len(values)]}
+                tensors[f"{feature}.{part}"] = tensor
+        requests.append(tensors)
+    path = tmp_path_factory.mktemp("perf_analyzer") / "data.json"
+    path.write_text(json.dumps({"data": requests}))
+    return path
+
+
+@pytest.mark.parametrize("ways", [["http"], ["grpc"], ["grpc", "--streaming"]])
+def test_its_requests_are_answered_and_it_sees_where_their_time_went(
+    server: Running, perf_analyzer: list[str], data: Path, tmp_path: Path, ways: list[str]
+) -> None:
+    url = server.grpc if ways[0] == "grpc" else server.http.removeprefix("http://")
+    asked = ["-m", MODEL, "-u", url, "-i", *ways, "--input-data", str(data), *MEASUREMENT]
+    done = subprocess.run(
+        [*perf_analyzer, *asked, "-f", str(tmp_path / "told.csv")],
+        capture_output=True,
+        text=True,
+        timeout=RUN_S_MAX,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    with (tmp_path / "told.csv").open() as file:
+        (told,) = csv.DictReader(file)
+    assert float(told["Inferences/Second"]) > 0
+    assert float(told["Server Queue"]) > 0
+    assert float(told["Server Compute Infer"]) > 0
+    metrics = httpx.get(f"{server.http}/metrics").text
+    counted = [line for line in metrics.splitlines() if line.startswith("embedserve_requests_t")]
+    assert counted
+    assert all('outcome="OK"' in line for line in counted), counted
