@@ -52,8 +52,10 @@ class Client:
     async def embed(self, features: Any, **options: Any) -> EmbedResult:
         if isinstance(self._client, AsyncEmbedClient):
             return await self._client.embed(features, **options)
-        result: EmbedResult = await asyncio.to_thread(self._client.embed, features, **options)
-        return result
+        # Not what the thread returns: it holds that for a moment longer, and so its region.
+        told: list[EmbedResult] = []
+        await asyncio.to_thread(lambda: told.append(self._client.embed(features, **options)))
+        return told.pop()
 
     async def close(self) -> None:
         if isinstance(self._client, AsyncEmbedClient):
