@@ -18,19 +18,15 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
     IntNBitTableBatchedEmbeddingBagsCodegen as Kernel,
 )
+from torchrec.modules.embedding_configs import data_type_to_sparse_type
 
+from embedserve.engine.sharded import DATA_TYPES
 from embedserve_store.format.row_layout import dequantize_rows
 from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES
 
 ROW_BYTES = 256
 COLUMNS = {"float32": 64, "float16": 128, "int8": 252, "int4": 504}
 """Of a row of so many bytes, with scale and bias."""
-SPARSE_TYPES = {
-    "float32": SparseType.FP32,
-    "float16": SparseType.FP16,
-    "int8": SparseType.INT8,
-    "int4": SparseType.INT4,
-}
 BAG_IDS = 32
 ROW_BYTE = 1
 """All bytes of all rows: no subnormal float32, with which CPUs take longer."""
@@ -85,7 +81,7 @@ def _kernel(dtype: str, device: torch.device, rows: int) -> Kernel:
     on_gpu = device.type == "cuda"
     location = EmbeddingLocation.DEVICE if on_gpu else EmbeddingLocation.HOST
     kernel = Kernel(
-        [("t", rows, COLUMNS[dtype], SPARSE_TYPES[dtype], location)],
+        [("t", rows, COLUMNS[dtype], data_type_to_sparse_type(DATA_TYPES[dtype]), location)],
         device=device,
         output_dtype=SparseType.FP32,
         row_alignment=ROW_ALIGNMENT_BYTES[device.type],

@@ -29,6 +29,7 @@ from embedserve_proto import embedding_pb2 as pb
 HERE = Path(__file__).parent
 PROTO = ROOT / "proto" / "embedserve_proto" / "embedding.proto"
 BUILD_S_MAX = 300
+CLIENT_S_MAX = 120
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 GO = {
     "GO111MODULE": "off",
@@ -142,6 +143,21 @@ def python_programs(name: str) -> Path:
     """Where the programs of a Python environment of its own are, with what the folder of that name
     requires; a test that needs them is skipped where there is no package index."""
     return made(name, [HERE / name / "requirements.txt"], _install_for_python) / "bin"
+
+
+def told_by_python(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What client.py of the folder of that name writes to stdout, in such an environment; it is
+    ``given`` what to ask."""
+    done = subprocess.run(
+        [str(python_programs(name) / "python"), str(HERE / name / "client.py")],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        timeout=CLIENT_S_MAX,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers: dict[str, Any] = json.loads(done.stdout)
+    return answers
 
 
 def _install_for_python(folder: Path, sources: Sequence[Path]) -> None:

@@ -6,10 +6,12 @@ compared as a whole: model, version, keys, widths and each value.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -73,6 +75,15 @@ class Lookup:
     def values(self) -> np.ndarray:
         """float32 [B, WIDTH]"""
         return np.concatenate([_pooled(feature, self.bags[feature]) for feature in ROWS], axis=1)
+
+    @property
+    def by_feature(self) -> dict[str, np.ndarray]:
+        """float32 [B, dim] of each."""
+        starts = accumulate(DIMS.values(), initial=0)
+        return {
+            name: self.values[:, start : start + dim]
+            for (name, dim), start in zip(DIMS.items(), starts, strict=False)
+        }
 
     @cached_property
     def answer(self) -> pb.EmbedResponse:
@@ -144,6 +155,15 @@ def assert_answers(bodies: Sequence[bytes], asked: Sequence[Lookup]) -> None:
     for number, (body, one) in enumerate(zip(bodies, asked, strict=True)):
         is_right = pb.EmbedResponse.FromString(body) == one.answer
         assert is_right, f"answer {number} of {len(asked)} is wrong: {body[:80]!r}"
+
+
+def assert_outputs(outputs: dict[str, Any], expected: dict[str, np.ndarray]) -> None:
+    """Each is (shape, base64 of its float32) as expected, and there are no others."""
+    assert set(outputs) == set(expected)
+    for name, values in expected.items():
+        shape, encoded = outputs[name]
+        assert tuple(shape) == values.shape
+        assert base64.b64decode(encoded) == np.ascontiguousarray(values).tobytes()
 
 
 def unframed(data: bytes) -> list[bytes]:

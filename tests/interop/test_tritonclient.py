@@ -3,16 +3,13 @@ shared memory: what it is answered is what /embed answers, to the bit."""
 
 from __future__ import annotations
 
-import base64
-import json
 import os
-import subprocess
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from interop.drivers import HERE, python_programs
+from interop.drivers import told_by_python
 from interop.lookups import (
     DIMS,
     MODEL,
@@ -20,6 +17,7 @@ from interop.lookups import (
     WRONG,
     WRONG_FIELD,
     Lookup,
+    assert_outputs,
     large_answer,
     lookups,
 )
@@ -27,7 +25,6 @@ from running_servers import Running
 
 from embedserve_proto import open_inference_pb2 as pb
 
-CLIENT_S_MAX = 120
 FORMS = (
     "http",
     "http, JSON",
@@ -51,7 +48,6 @@ IN_PART = {f"inference.{name}" for name in ("ModelConfig", "ModelInput", "ModelO
 @pytest.fixture(scope="module")
 def told(server: Running) -> dict[str, Any]:
     """What the client was told of all that it asked."""
-    python = python_programs("tritonclient") / "python"
     asked = [as_asked(one, at) for at, one in enumerate(ASKED)]
     given = {
         "http": server.http.removeprefix("http://"),
@@ -62,16 +58,7 @@ def told(server: Running) -> dict[str, Any]:
         "placed": [as_asked(one, at) for at, one in placed()],
         "key": f"{SHARED_MEMORY}{os.getpid()}",
     }
-    done = subprocess.run(
-        [str(python), str(HERE / "tritonclient" / "client.py")],
-        input=json.dumps(given),
-        capture_output=True,
-        text=True,
-        timeout=CLIENT_S_MAX,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers: dict[str, Any] = json.loads(done.stdout)
-    return answers
+    return told_by_python("tritonclient", given)
 
 
 def as_asked(one: Lookup, at: int) -> dict[str, Any]:
@@ -85,19 +72,13 @@ def placed() -> list[tuple[int, Lookup]]:
 
 
 def expected_of(one: Lookup, outputs: list[str]) -> dict[str, np.ndarray]:
-    columns = {"user": slice(0, DIMS["user"]), "movie": slice(DIMS["user"], None)}
-    by_name = {key: one.values[:, columns[key]] for key in columns} | {"pooled": one.values}
-    return {name: by_name[name] for name in outputs or columns}
+    by_name = one.by_feature | {"pooled": one.values}
+    return {name: by_name[name] for name in outputs or one.by_feature}
 
 
 def check(answer: Any, one: Lookup, at: int) -> None:
     assert (answer["model"], answer["version"], answer["id"]) == (MODEL, "1", f"request {at}")
-    expected = expected_of(one, OUTPUTS[at % len(OUTPUTS)])
-    assert set(answer["outputs"]) == set(expected)
-    for name, values in expected.items():
-        shape, encoded = answer["outputs"][name]
-        assert tuple(shape) == values.shape
-        assert base64.b64decode(encoded) == np.ascontiguousarray(values).tobytes()
+    assert_outputs(answer["outputs"], expected_of(one, OUTPUTS[at % len(OUTPUTS)]))
 
 
 @pytest.mark.parametrize("form", FORMS)

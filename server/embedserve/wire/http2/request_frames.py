@@ -6,7 +6,6 @@ the stream's handler.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from embedserve.wire.http2.allowance import Allowance
@@ -49,8 +48,7 @@ class Carrying(Protocol):
     idle_work: Allowance
     expected: int | None
 
-    @property
-    def open(self) -> Callable[[int, Opened, bytes | None], None]: ...
+    def open(self, stream_id: int, opened: Opened, body: bytes | None) -> None: ...
 
     def spend(self, allowance: Allowance, what: str, nbytes: int = 0) -> None: ...
 
