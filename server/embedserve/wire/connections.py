@@ -300,13 +300,12 @@ class Http2Transport(asyncio.Protocol):
             self._transport.write(out.pop())
             return
         while True:
-            if sender.ready:
-                sender.pump()
+            pumped = sender.pump() if sender.ready else 0
             if not out:
                 break
             if len(out) == 1:
                 self._transport.write(out[0])
-            elif sum(map(len, out)) <= JOINED_BYTES_MAX:
+            elif pumped <= JOINED_BYTES_MAX and sum(map(len, out)) <= JOINED_BYTES_MAX:
                 self._transport.write(b"".join(out))
             else:
                 self._transport.writelines(list(out))

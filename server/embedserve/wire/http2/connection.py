@@ -25,11 +25,13 @@ from embedserve.wire.http2.frames import (
     HEAD_BYTES,
     HEADERS,
     PREFACE,
+    RUN_FRAME_BYTES_MIN,
     SETTINGS,
     STREAM_MASK,
     ErrorCode,
     ProtocolViolation,
     StreamError,
+    run_of_data,
     violation,
 )
 from embedserve.wire.http2.header_blocks import HeaderBlocks
@@ -200,16 +202,19 @@ class Http2Connection:
                     position = self._read_whole(stream_id, data, start, after, end)
                     if position:
                         continue
-                position = after
+                if kind == DATA and not flags and after - start >= RUN_FRAME_BYTES_MIN:
+                    payload, flags, position = run_of_data(data, start, after, stream_id)
+                else:
+                    payload, position = data[start:after], after
                 stream_id &= STREAM_MASK
                 if kind == DATA:
-                    self._requests.on_data(stream_id, flags, data[start:after])
+                    self._requests.on_data(stream_id, flags, payload)
                 elif kind == HEADERS:
-                    self._requests.on_headers(stream_id, flags, data[start:after])
+                    self._requests.on_headers(stream_id, flags, payload)
                 elif kind == CONTINUATION:
-                    self._requests.on_continuation(stream_id, flags, data[start:after])
+                    self._requests.on_continuation(stream_id, flags, payload)
                 else:
-                    self._control.receive(kind, stream_id, flags, data[start:after])
+                    self._control.receive(kind, stream_id, flags, payload)
             except StreamError as error:
                 self._end_stream(error)
             if self.is_over:

@@ -14,6 +14,10 @@ HEAD = struct.Struct(">BHBBI")
 """A frame's head: the upper 16 and the lower 8 bits of its length, type, flags, stream."""
 FRAME_BYTES_MAX = 16384
 """Of a payload, unless the receiver's settings allow more; ours never do."""
+RUN_FRAMES_MAX = 4
+"""Of DATA, read as one: full ones take half of a stream's window, before which more is given."""
+RUN_FRAME_BYTES_MIN = 1024
+"""Shorter ones, but for the last, are read one by one, and counted so."""
 STREAM_MASK = 0x7FFFFFFF
 WINDOW_MAX = 2**31 - 1
 WINDOW_AT_START = 65535
@@ -92,6 +96,33 @@ def without_padding(payload: bytes, flags: int) -> bytes:
     if padding >= len(payload):
         raise violation("padding as long as its frame")
     return payload[1 : len(payload) - padding]
+
+
+def run_of_data(data: bytes, start: int, after: int, stream_id: int) -> tuple[bytes, int, int]:
+    """The DATA frame without flags whose payload is data[start:after], and those of the same stream
+    right behind it that are whole: a large body comes so.
+
+    Returns:
+        their payloads as one, the flags of the last, and where it ends.
+    """
+    view = memoryview(data)
+    pieces, last_head, flags = [view[start:after]], len(data) - HEAD_BYTES, 0
+    while after <= last_head and not flags and len(pieces) < RUN_FRAMES_MAX:
+        upper, lower, kind, more_flags, number = HEAD.unpack_from(data, after)
+        start = after + HEAD_BYTES
+        end = start + (upper << 16 | lower)
+        if (
+            kind != DATA
+            or number != stream_id
+            or more_flags & ~END_STREAM
+            or end > len(data)
+            or end - start > FRAME_BYTES_MAX
+            or (end - start < RUN_FRAME_BYTES_MIN and not more_flags)
+        ):
+            break
+        pieces.append(view[start:end])
+        after, flags = end, more_flags
+    return b"".join(pieces), flags, after
 
 
 def head(length: int, kind: int, flags: int, stream_id: int) -> bytes:

@@ -183,8 +183,9 @@ class Sender:
             stream.parked_s = perf_counter()
             stream.sent_since_parked = 0
 
-    def pump(self) -> None:
-        """Frames what the windows allow, some of it: more once that was written."""
+    def pump(self) -> int:
+        """Frames what the windows allow, some of it: more once that was written. Gives how many
+        bytes."""
         left = OUT_BYTES_MAX
         while self.ready and self.window > 0 and left > 0:
             stream = self.ready.popleft()
@@ -195,6 +196,7 @@ class Sender:
                 self._has_sent(stream)
             else:
                 self._make_ready(stream)
+        return OUT_BYTES_MAX - left
 
     def keep(self) -> None:
         """Copies what has to wait, once all was framed that can be: see KEPT_BYTES_MIN."""

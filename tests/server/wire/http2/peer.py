@@ -41,12 +41,14 @@ class RecordingHandler:
         self.stream = stream
         self.holds = holds
         self.body = b""
+        self.pieces: list[int] = []  # bytes of each that it was told
         self.is_whole = False
         self.resets = self.resumes = self.drains = self.checks = 0
 
     def receive(self, data: bytes, is_end: bool) -> None:
         assert not self.is_whole
         self.body += data
+        self.pieces.append(len(data))
         self.is_whole = is_end
         if not self.holds:
             self.stream.consumed(self.stream.held_bytes)

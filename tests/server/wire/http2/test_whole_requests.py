@@ -17,8 +17,9 @@ from server.wire.http2.peer import (
 )
 
 from embedserve.wire.http2.connection import STREAMS_MAX
-from embedserve.wire.http2.frames import ErrorCode
+from embedserve.wire.http2.frames import FRAME_BYTES_MAX, ErrorCode
 from embedserve.wire.http2.header_blocks import Headers, encode
+from embedserve.wire.http2.receiver import STREAM_WINDOW
 from embedserve.wire.http2.requests import Opened
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.uploads import Uploads
@@ -27,6 +28,7 @@ OK = encode([(b":status", b"200")])
 TAIL = encode([(b"grpc-status", b"0")])
 DECLARED: Headers = [*POST, (b"content-length", b"5")]
 MALFORMED: Headers = [*POST, (b"Upper", b"case")]
+FULL = b"f" * FRAME_BYTES_MAX
 
 
 def head(peer: Peer, stream_id: int, headers: Headers = POST) -> HeadersFrame:
@@ -76,7 +78,30 @@ CASES: dict[str, Sent] = {
         *whole(peer, 21, b"12345"),
         data(21, b"67890", is_end=True),
     ],
+    "full frames": lambda peer: full(peer, data(21, b"rest", is_end=True)),
+    "full frames and an empty one": lambda peer: full(peer, data(21, b"", is_end=True)),
+    "full frames that go on": lambda peer: full(peer, data(21, b"more")),
+    "full frames, the last of another stream": lambda peer: full(peer, data(23, FULL)),
+    "full frames, the last padded": lambda peer: full(
+        peer, data(21, b"rest", is_end=True, padding=9)
+    ),
+    "full frames, the last too large": lambda peer: full(peer, data(21, FULL + b"f")),
+    "full frames and one after their end": lambda peer: full(
+        peer, data(21, FULL, is_end=True), data(21, b"more")
+    ),
+    "full frames and trailers": lambda peer: full(
+        peer, peer.headers(21, [(b"a", b"trailer")], is_end=True)
+    ),
+    "full frames, more than declared": lambda peer: [
+        head(peer, 21, DECLARED),
+        data(21, FULL),
+        data(21, FULL, is_end=True),
+    ],
 }
+
+
+def full(peer: Peer, *last: Frame) -> list[Frame]:
+    return [head(peer, 21), data(21, FULL), data(21, FULL), *last]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -124,6 +149,26 @@ def test_one_beyond_the_connections_window_ends_it() -> None:
     (ended,) = of(peer.send(*whole(peer, number, b"x" * 16384)), GoAwayFrame)
     assert ended.error_code == ErrorCode.FLOW_CONTROL_ERROR
     assert not peer.handlers[number].is_whole
+
+
+def test_full_frames_are_given_as_one_as_far_as_they_have_come() -> None:
+    peer = knowing_peer()
+    first, *others = [frame.serialize() for frame in full(peer, *[data(21, FULL)] * 2)]
+    sent = b"".join(others)
+    peer.send(first, sent[:-1])
+    assert peer.handlers[21].pieces == [3 * len(FULL)]
+    peer.send(sent[-1:], data(21, FULL), data(21, b"", is_end=True))
+    assert peer.handlers[21].pieces == [3 * len(FULL), 2 * len(FULL)]
+    assert peer.handlers[21].is_whole
+
+
+def test_full_frames_beyond_the_streams_window_end_it() -> None:
+    peer = knowing_peer()
+    peer.holds = True
+    frames = STREAM_WINDOW // len(FULL) + 1
+    answered = peer.send(head(peer, 21), *[data(21, FULL)] * frames)
+    assert resets(answered) == [(21, ErrorCode.FLOW_CONTROL_ERROR)]
+    assert peer.handlers[21].resets == 1
 
 
 def test_what_is_answered_by_its_head_is_told_no_body() -> None:
