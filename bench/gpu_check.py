@@ -120,13 +120,29 @@ def installed(asked: Asked) -> Iterator[Row]:
 
 
 def right_answers(asked: Asked) -> Iterator[Row]:
-    """Every dtype under every sharding: plain and weighted, of one example, of empty bags."""
+    """Every dtype under every sharding, over all GPUs: plain and weighted, of one example, of empty
+    bags."""
     for case in CASES:
         if asked.is_quick and str(case) not in QUICK_CASES:
             continue
         start = time.perf_counter()
         check(case, asked.folder / str(case), asked.devices)
         yield str(case), f"right, after {time.perf_counter() - start:.1f} s"
+
+
+def replicas(asked: Asked) -> Iterator[Row]:
+    """The same where each of several GPUs has all tables, of each of them."""
+    count = gpus_for(asked.devices).count
+    if count < 2:
+        yield "a copy on each GPU", "left out: there is no second GPU"
+        return
+    for case in CASES:
+        if asked.is_quick and str(case) not in QUICK_CASES:
+            continue
+        start = time.perf_counter()
+        folder = asked.folder / f"{case} replicas"
+        check(case, folder, asked.devices, gpu_layout="replicas")
+        yield f"{case}, {count} GPUs", f"right, after {time.perf_counter() - start:.1f} s"
 
 
 def largest_ids(asked: Asked) -> Iterator[Row]:
@@ -328,6 +344,7 @@ def _at_once(ask: Callable[[Request], Any], work: Workload, asked: Asked) -> str
 STEPS: tuple[Step, ...] = (
     installed,
     right_answers,
+    replicas,
     largest_ids,
     loading,
     a_large_table,

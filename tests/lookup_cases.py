@@ -5,7 +5,7 @@ tests/engine/test_gpu.py goes through all of it on GPUs, bench/gpu_check.py on w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,8 @@ from embedserve_store.goldens.sampled_bags import sample_bags
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 from embedserve_store.plans.sharding_types import SHARDING_TYPES, UNPOOLED_SHARDING_TYPES
 
+Look = Callable[..., np.ndarray]
+"""As Engine.lookup."""
 RELATIVE = {"cpu": 1e-6, "cuda": 1e-5}
 """Of the largest value, that float32 sums may differ by: kernels on GPUs add in other orders."""
 
@@ -77,14 +79,17 @@ def unpooled_source() -> EmbeddingCollection:
     )
 
 
-def check(case: Case, store: Path, devices: str) -> None:
-    """Publishes the case to ``store``, restores it on ``devices`` and compares what it answers.
+def check(case: Case, store: Path, devices: str, gpu_layout: str = "shards") -> None:
+    """Publishes the case to ``store``, restores it on ``devices`` and compares what each
+    replica answers.
 
     Raises:
         AssertionError: an answer is wrong.
         StoreError: it is refused, as where its goldens are answered wrongly.
     """
-    ranks = resolve_devices(devices, 1, gpus_for(devices))[1]
+    ranks = 1
+    if gpu_layout == "shards":
+        ranks = resolve_devices(devices, 1, gpus_for(devices))[1]
     if case.is_pooled:
         published = publish(
             pooled_source(),
@@ -99,44 +104,49 @@ def check(case: Case, store: Path, devices: str) -> None:
         version = write_version(
             store, unpooled_source(), dtype=case.dtype, sharding=case.sharding, world_size=ranks
         )
-    engine = restore(version, devices)
+    engine = restore(version, devices, gpu_layout=gpu_layout)
     rows = stored_rows(version, in_half=engine.device_type == "cuda")
-    (_check_pooled if case.is_pooled else _check_unpooled)(engine, version, rows)
+    for lookup in engine.each():
+        (_check_pooled if case.is_pooled else _check_unpooled)(lookup, engine, version, rows)
 
 
-def _check_pooled(engine: Engine, version: ModelVersion, rows: dict[str, np.ndarray]) -> None:
+def _check_pooled(
+    lookup: Look, engine: Engine, version: ModelVersion, rows: dict[str, np.ndarray]
+) -> None:
     """Without weights and with; bags of one example, and nothing but empty bags."""
     manifest, relative = version.manifest, RELATIVE[engine.device_type]
     random = np.random.default_rng(6)
     for batch_size in (7, 1):
         bags = sample(version, batch_size)
         ids, lengths = to_kjt(bags, manifest.features)
-        assert_same(engine.lookup(ids, lengths), expected(rows, manifest, bags), relative)
+        assert_same(lookup(ids, lengths), expected(rows, manifest, bags), relative)
         weights = {f: [random.normal(size=len(bag)).tolist() for bag in bags[f]] for f in bags}
         flat = [w for f in manifest.features for bag in weights[f] for w in bag]
-        weighted = engine.lookup(ids, lengths, np.array(flat, np.float32))
+        weighted = lookup(ids, lengths, np.array(flat, np.float32))
         assert_same(weighted, expected(rows, manifest, bags, weights), relative)
-        _check_half(engine, ids, lengths)
-    empty = engine.lookup(np.zeros(0, np.int64), np.zeros(3 * len(manifest.features), np.int32))
+        _check_half(lookup, engine, ids, lengths)
+    empty = lookup(np.zeros(0, np.int64), np.zeros(3 * len(manifest.features), np.int32))
     assert empty.shape == (3, sum(manifest.length_per_key))
     assert not empty.any()
 
 
-def _check_unpooled(engine: Engine, version: ModelVersion, rows: dict[str, np.ndarray]) -> None:
+def _check_unpooled(
+    lookup: Look, engine: Engine, version: ModelVersion, rows: dict[str, np.ndarray]
+) -> None:
     """Bags with nothing of one feature, and nothing at all."""
     manifest = version.manifest
     bags = sample(version) | {"candidate": [[]] * 7}
-    values = engine.lookup(*to_kjt(bags, manifest.features))
+    values = lookup(*to_kjt(bags, manifest.features))
     assert_same(values, rows_of(rows, manifest, bags), RELATIVE[engine.device_type])
-    _check_half(engine, *to_kjt(bags, manifest.features))
-    empty = engine.lookup(np.zeros(0, np.int64), np.zeros(len(manifest.features), np.int32))
+    _check_half(lookup, engine, *to_kjt(bags, manifest.features))
+    empty = lookup(np.zeros(0, np.int64), np.zeros(len(manifest.features), np.int32))
     assert empty.shape == (0, manifest.tables[0].embedding_dim)
 
 
-def _check_half(engine: Engine, ids: np.ndarray, lengths: np.ndarray) -> None:
-    rounded = engine.lookup(ids, lengths, in_half=True)
+def _check_half(lookup: Look, engine: Engine, ids: np.ndarray, lengths: np.ndarray) -> None:
+    rounded = lookup(ids, lengths, in_half=True)
     assert rounded.dtype == np.float16
-    np.testing.assert_array_equal(rounded, engine.to_float16(engine.lookup(ids, lengths)))
+    np.testing.assert_array_equal(rounded, engine.to_float16(lookup(ids, lengths)))
 
 
 def most_rows(store: Path, rows: int = ROWS_MAX) -> tuple[ModelVersion, dict[int, np.ndarray]]:

@@ -185,6 +185,12 @@ class ServeSettings:
         "cuda; cpu, as many ranks in memory as the plan has; cpu:N, so many; or auto: GPUs where "
         "they hold all models, else cpu.",
     )
+    gpu_layout: str = setting(
+        "auto",
+        "Of several GPUs: replicas, each has all models, and a batch goes to the one with the "
+        "least to do; shards, the tables are divided over them by the plan; auto: replicas where "
+        "all models fit on each, else shards.",
+    )
     strict_plan: bool = setting(
         False, "Refuse to start where the stored plan does not fit the host."
     )
@@ -252,6 +258,7 @@ HANG_S_MIN = 2.0
 OPENTELEMETRY = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 CHOICES = {
     "follow": ("none", "alias", "latest"),
+    "gpu_layout": ("auto", "replicas", "shards"),
     "grpc_server": ("native", "grpcio"),
     "lookup": ("compiled", "eager"),
     "tables": ("mapped", "resident"),

@@ -163,6 +163,8 @@ class ModelInfo:
     device_type: str
     replanned: bool
     lookup_kind: str
+    replicas: int = 1
+    """Copies of the tables, each on GPUs of its own; the plan is of one."""
     named: str = ""
     """As --model has it, NAME, NAME@VERSION or NAME@ALIAS; "" for the first."""
     example: Mapping[str, Sequence[Sequence[int | str]]] = field(default_factory=dict)

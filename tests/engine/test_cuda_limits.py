@@ -157,6 +157,9 @@ def test_scales_of_128_and_up_overflow(dtype: str) -> None:
 class OnGpu(Engine):
     """An engine whose lookups answer as FBGEMM's CUDA kernels do."""
 
+    def each(self) -> list[Callable[..., np.ndarray]]:
+        return [self.lookup]
+
     def lookup(
         self,
         ids: np.ndarray,
@@ -180,7 +183,7 @@ def test_an_engine_on_gpus_may_round_what_one_on_the_cpu_may_not(
         raise AssertionError("this engine answers itself")
 
     version = published(dtype=dtype)
-    compiled = [Compiled(not_asked, EAGER)] * 2
+    compiled = [[Compiled(not_asked, EAGER)] * 2]
     engine = OnGpu(version, version.plan, "cuda", compiled)
     assert engine.waits_for_device
     engine.warm_up()

@@ -22,6 +22,7 @@ from embedserve_store import ModelVersion, Plan, Shard, TablePlan
 
 Publish = Callable[..., ModelVersion]
 
+several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA GPU")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
@@ -33,16 +34,29 @@ def test_cuda_equals_the_stored_rows(tmp_path: Path, case: Case) -> None:
     check(case, tmp_path, "cuda")
 
 
+@several
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_each_replica_equals_the_stored_rows(tmp_path: Path, case: Case) -> None:
+    check(case, tmp_path, "cuda", gpu_layout="replicas")
+
+
 def test_ids_next_to_the_last_that_int32_has(tmp_path: Path) -> None:
     if find_gpus().free_bytes[0] < 16 * ROWS_MAX + WORK_BYTES:
         pytest.skip("its rows take 34 GB of a GPU")
     check_most_rows(tmp_path, "cuda")
 
 
-@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
-def test_batches_that_a_gpu_has_at_once(published: Publish, sharding: str) -> None:
+@pytest.mark.parametrize(
+    ("sharding", "gpu_layout"),
+    [
+        ("table_wise", "shards"),
+        ("row_wise", "shards"),
+        pytest.param("table_wise", "replicas", marks=several),
+    ],
+)
+def test_batches_that_gpus_have_at_once(published: Publish, sharding: str, gpu_layout: str) -> None:
     version = published(sharding=sharding, world_size=torch.cuda.device_count())
-    engine = restore(version, "cuda")
+    engine = restore(version, "cuda", gpu_layout=gpu_layout)
     features = version.manifest.features
     requests: list[Any] = [to_kjt(sample(version, size), features) for size in (1, 7, 100, 1000)]
     expected = [engine.lookup(*one) for one in requests]

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from embedserve.engine.gpus import (
+    REPLICAS,
+    SHARDS,
     WORK_BYTES,
     Gpus,
     check_room,
@@ -77,11 +79,11 @@ def test_free_memory_is_each_gpus_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gpus_that_cannot_reach_each_other_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda(monkeypatch, 1, 1, 1, apart=[(0, 2), (2, 0)])
-    assert find_gpus().problem.startswith(
+    assert find_gpus().apart.startswith(
         "GPU 0 cannot reach the memory of GPU 2 (2 of 6 pairs have no peer access)"
     )
     cuda(monkeypatch, 1, 1, 1)
-    assert "peer" not in find_gpus().problem
+    assert not find_gpus().apart
 
 
 def test_why_cuda_does_not_start_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +110,9 @@ def test_kernels_that_are_not_installed_are_missed(monkeypatch: pytest.MonkeyPat
 
 def test_all_tables_of_a_gpu_count_together() -> None:
     held = {"one": [100, 40], "other": [50, 20]}
-    check_room(held, Gpus(2, (WORK_BYTES + 150, WORK_BYTES + 60)))
+    check_room(held, Gpus(2, (WORK_BYTES + 150, WORK_BYTES + 60)), SHARDS)
     with pytest.raises(StoreError, match=r"^one, other: 60 bytes of tables do not fit on GPU 1, "):
-        check_room(held, Gpus(2, (WORK_BYTES + 150, WORK_BYTES + 59)))
+        check_room(held, Gpus(2, (WORK_BYTES + 150, WORK_BYTES + 59)), SHARDS)
 
 
 def said_by_us(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -126,11 +128,11 @@ def test_auto_leaves_gpus_that_do_not_hold_all_models(
     enough = Gpus(1, (WORK_BYTES + 2 * nbytes,))
     less = Gpus(1, (WORK_BYTES + 2 * nbytes - 1,))
     for devices in ("auto", "cuda"):
-        assert settle_devices(devices, versions, enough) == "cuda"
-        assert settle_devices(devices, {"one": version}, less) == "cuda"
+        assert settle_devices(devices, versions, enough) == ("cuda", REPLICAS)
+        assert settle_devices(devices, {"one": version}, less) == ("cuda", REPLICAS)
     assert not said_by_us(caplog)
     with caplog.at_level(logging.WARNING):
-        assert settle_devices("auto", versions, less) == "cpu"
+        assert settle_devices("auto", versions, less) == ("cpu", "auto")
     (said,) = said_by_us(caplog)
     assert f"no GPU is used: one, same: {2 * nbytes:,} bytes of tables do not fit" in said
     with pytest.raises(ValueError, match=r"'cuda', but one, same: .* do not fit on GPU 0"):
@@ -150,11 +152,11 @@ def test_auto_says_why_gpus_are_left(
 ) -> None:
     version = published()
     with caplog.at_level(logging.WARNING):
-        assert settle_devices("auto", {"m": version}, gpus) == "cpu"
+        assert settle_devices("auto", {"m": version}, gpus, gpu_layout=REPLICAS)[0] == "cpu"
     found = said_by_us(caplog)
     assert len(found) == bool(said)
     assert all(said in one for one in found)
-    assert settle_devices("cpu:2", {"m": version}, gpus) == "cpu:2"
+    assert settle_devices("cpu:2", {"m": version}, gpus) == ("cpu:2", "auto")
     with pytest.raises(ValueError, match="devices is 'cuda', but "):
         settle_devices("cuda", {"m": version}, gpus)
 
@@ -176,13 +178,49 @@ def test_auto_leaves_gpus_whose_kernels_do_not_serve_a_table(
         plan=Plan(1, {"large": TablePlan("table_wise", (Shard(0, 0, rows, 0, dim),))}, {}),
     )
     with caplog.at_level(logging.WARNING):
-        assert settle_devices("auto", {"m": version}, Gpus(1, (1 << 40,))) == "cpu"
+        assert settle_devices("auto", {"m": version}, Gpus(1, (1 << 40,)))[0] == "cpu"
     assert f"no GPU is used: table 'large' {said}" in caplog.text
 
 
 def test_a_strict_plan_is_for_as_many_gpus(published: Publish) -> None:
     version = published(sharding="row_wise", world_size=2)
     one = Gpus(1, (1 << 40,))
-    assert settle_devices("auto", {"m": version}, one) == "cuda"
-    assert settle_devices("auto", {"m": version}, one, strict_plan=True) == "cpu"
-    assert settle_devices("auto", {"m": version}, TWO, strict_plan=True) == "cuda"
+    assert settle_devices("auto", {"m": version}, one)[0] == "cuda"
+    assert settle_devices("auto", {"m": version}, one, strict_plan=True)[0] == "cpu"
+    settled = settle_devices("auto", {"m": version}, TWO, strict_plan=True)
+    assert settled == ("cuda", SHARDS)  # which the stored plan is of
+
+
+def test_each_gpu_has_all_models_where_that_with_the_least_free_holds_them(
+    published: Publish, caplog: pytest.LogCaptureFixture
+) -> None:
+    version = published(dtype="int8", sharding="row_wise", world_size=2)
+    versions = {"one": version, "same": version}
+    whole = 2 * sum(version.plan.served_bytes_per_rank(version.manifest.tables, "cuda"))
+    enough = Gpus(2, (1 << 40, WORK_BYTES + whole))
+    less = Gpus(2, (1 << 40, WORK_BYTES + whole - 1))
+    said = f"one, same: {whole:,} bytes of tables do not fit on GPU 1, which has "
+    said += f"{WORK_BYTES + whole - 1:,} free"
+    for devices in ("auto", "cuda"):
+        assert settle_devices(devices, versions, enough) == ("cuda", REPLICAS)
+        assert settle_devices(devices, versions, enough, gpu_layout=SHARDS) == ("cuda", SHARDS)
+        with pytest.raises(ValueError, match=f"^gpu_layout is 'replicas', but {said}.*by.*shards"):
+            settle_devices(devices, versions, less, gpu_layout=REPLICAS)
+    assert not said_by_us(caplog)
+    with caplog.at_level(logging.INFO):
+        assert settle_devices("auto", versions, less) == ("cuda", SHARDS)
+    (line,) = [one for one in said_by_us(caplog) if "planned anew" not in one]
+    assert line.startswith(f"no replicas on 2 GPUs: {said}")
+
+
+def test_gpus_that_cannot_reach_each_other_have_replicas_or_nothing(published: Publish) -> None:
+    version = published(dtype="int8", sharding="row_wise", world_size=2)
+    versions = {"m": version}
+    whole = sum(version.plan.served_bytes_per_rank(version.manifest.tables, "cuda"))
+    apart = replace(TWO, apart="GPU 0 cannot reach the memory of GPU 1")
+    for devices in ("auto", "cuda"):
+        assert settle_devices(devices, versions, apart) == ("cuda", REPLICAS)
+    with pytest.raises(ValueError, match="devices is 'cuda', but GPU 0 cannot reach"):
+        settle_devices("cuda", versions, apart, gpu_layout=SHARDS)
+    less = replace(apart, free_bytes=(WORK_BYTES + whole - 1,) * 2)
+    assert settle_devices("auto", versions, less) == ("cpu", "auto")

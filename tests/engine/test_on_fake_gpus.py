@@ -28,7 +28,6 @@ Publish = Callable[..., ModelVersion]
 
 ALIGNMENT_BYTES = 128
 """FBGEMM's kernels begin each table on a cache line."""
-GPU = torch.device("cuda:0")
 EXAMPLES = 3
 TO_ONE_GPU = (
     "fbgemm.all_to_one_device",
@@ -83,7 +82,7 @@ class Called(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.counts[str(func.overloadpacket)] += 1
         if func is torch.ops.aten._to_copy.default and result.device != args[0].device:
-            self.between[args[0].device.type, result.device.type] += 1
+            self.between[str(args[0].device), str(result.device)] += 1
         return result
 
 
@@ -104,7 +103,7 @@ def check_copies(sharded: Any, version: ModelVersion) -> None:
                 copy.target.narrow(0, first, count).copy_(block)
 
 
-def check_held(kernels: Any, version: ModelVersion) -> None:
+def check_held(kernels: Any, version: ModelVersion, first_gpu: int = 0) -> None:
     """Each GPU has its rank's rows, in as many bytes as check_room counts."""
     held: Counter[torch.device] = Counter()
     for kernel in kernels:
@@ -114,7 +113,7 @@ def check_held(kernels: Any, version: ModelVersion) -> None:
     counted = version.plan.served_bytes_per_rank(version.manifest.tables, "cuda")
     shards = sum(len(table.shards) for table in version.plan.tables.values())
     for rank, nbytes in enumerate(counted):
-        found = held.pop(torch.device("cuda", rank), 0)
+        found = held.pop(torch.device("cuda", first_gpu + rank), 0)
         assert nbytes <= found <= nbytes + ALIGNMENT_BYTES * shards
     assert not held
 
@@ -159,22 +158,58 @@ def test_rows_that_are_not_pooled_too(tmp_path: Path, sharding: str, world_size:
     check_held(sharded.module.tbes_configs(), version)
 
 
-def ask(version: ModelVersion) -> tuple[torch.Tensor, Called]:
-    """What is answered to empty bags, as float16; and what it took, of the second batch."""
+def tensors_of(module: Any) -> set[torch.device]:
+    """Devices of all that ``module`` has."""
+    own = [one for part in module.modules() for one in vars(part).values()]
+    held = [one for one in own if isinstance(one, torch.Tensor)]
+    return {one.device for one in (*held, *module.parameters(), *module.buffers())}
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise"])
+def test_a_replica_has_all_it_needs_on_its_own_gpu(published: Publish, sharding: str) -> None:
+    """Its rows are copied from the GPU of the first."""
+    version = published(dtype="int8", sharding=sharding, world_size=1)
+    with fake_gpus():
+        first = shard_without_rows(version, version.plan, "cuda", is_weighted=False)
+        gpu_copies(first.module, version)
+        with Called() as called:
+            replica, weighted = (
+                shard_without_rows(version, version.plan, "cuda", is_weighted=one, first_gpu=1)
+                for one in (False, True)
+            )
+            share_rows(replica.module, first.module)
+        share_rows(weighted.module, replica.module)
+    assert tensors_of(first.module) == {torch.device("cuda:0")}
+    kernels = list(replica.module.tbes_configs())
+    assert called.between["cuda:0", "cuda:1"] == 2 * len(kernels)  # its rows, and none of a host
+    assert not called.between["cuda:1", "cuda:0"]
+    for one in (replica, weighted):
+        assert tensors_of(one.module) == {torch.device("cuda:1")}
+        check_held(one.module.tbes_configs(), version, first_gpu=1)
+    for kernel, twin in zip(kernels, weighted.module.tbes_configs(), strict=True):
+        assert twin.weights_dev is kernel.weights_dev
+
+
+def ask(version: ModelVersion, gpu: int) -> tuple[torch.Tensor, Called]:
+    """What is answered to empty bags, as float16; and what it took, of the second batch; by the
+    replica on ``gpu``."""
     manifest, plan = version.manifest, version.plan
     features, keys, dims = manifest.features, manifest.keys, manifest.length_per_key
+    device = torch.device("cuda", gpu)
     with fake_gpus() as operators:
         if manifest.is_pooled:
-            sharded = shard_without_rows(version, plan, "cuda", is_weighted=False).module
+            sharded = shard_without_rows(
+                version, plan, "cuda", is_weighted=False, first_gpu=gpu
+            ).module
             gpu_copies(sharded, version)
-            lookup: Any = TensorLookup(sharded, features, keys, dims, GPU, takes_offsets=True)
+            lookup: Any = TensorLookup(sharded, features, keys, dims, device, takes_offsets=True)
         else:
-            sharded = shard_unpooled_without_rows(version, plan, "cuda").module
+            sharded = shard_unpooled_without_rows(version, plan, "cuda", first_gpu=gpu).module
             gpu_copies(sharded, version)
             operators.number = 1  # its first batch has an id of each feature
-            lookup = RowLookup(sharded, features, keys, dims[0], GPU, takes_offsets=True)
+            lookup = RowLookup(sharded, features, keys, dims[0], device, takes_offsets=True)
             operators.number = 0
-        batches = DeviceBatches(manifest, GPU, plan.world_size, lookup, None)
+        batches = DeviceBatches(manifest, device, plan.world_size, lookup)
         bags = EXAMPLES * len(manifest.features)
         packed = torch.zeros(bags + 1, dtype=torch.int32)
         batches.on_device(packed, bags, 0, in_half=True)
@@ -183,24 +218,29 @@ def ask(version: ModelVersion) -> tuple[torch.Tensor, Called]:
     return answer, called
 
 
-@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise"])
+@pytest.mark.parametrize(
+    ("sharding", "gpu"), [("table_wise", 0), ("row_wise", 1), ("column_wise", 1)]
+)
 def test_one_gpu_is_sent_one_buffer_and_asked_about_no_other(
-    published: Publish, sharding: str
+    published: Publish, sharding: str, gpu: int
 ) -> None:
     """Means among its tables are divided there, and what it answers is rounded there."""
     version = published(dtype="int8", sharding=sharding, world_size=1)
-    answer, called = ask(version)
-    assert (answer.device, answer.dtype) == (GPU, torch.float16)
+    answer, called = ask(version, gpu)
+    assert (answer.device, answer.dtype) == (torch.device("cuda", gpu), torch.float16)
     assert tuple(answer.shape) == (EXAMPLES, sum(version.manifest.length_per_key))
-    assert called.between == {("cpu", "cuda"): 1}
+    assert called.between == {("cpu", f"cuda:{gpu}"): 1}
     assert called.counts["fbgemm.int_nbit_split_embedding_codegen_lookup_function"] >= 1
     assert not any(called.counts[name] for name in TO_ONE_GPU)
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-def test_one_gpu_is_asked_about_no_other_for_rows_that_are_not_pooled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpu", [0, 1])
+def test_one_gpu_is_asked_about_no_other_for_rows_that_are_not_pooled(
+    tmp_path: Path, gpu: int
+) -> None:
     version = write_version(tmp_path, unpooled_source(), sharding="table_wise", world_size=1)
-    answer, called = ask(version)
-    assert (answer.device, answer.dtype) == (GPU, torch.float16)
-    assert called.between == {("cpu", "cuda"): 1}
+    answer, called = ask(version, gpu)
+    assert (answer.device, answer.dtype) == (torch.device("cuda", gpu), torch.float16)
+    assert called.between == {("cpu", f"cuda:{gpu}"): 1}
     assert not any(called.counts[name] for name in TO_ONE_GPU)

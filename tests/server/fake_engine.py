@@ -47,7 +47,7 @@ class FakeEngine:
 
     Attributes:
         tables: rows by table name.
-        waits_for_device: as of an engine on a GPU; set before a batcher has it.
+        waits_for_device, replicas: as of an engine on GPUs; set before a batcher has it.
         delay_s: how long a lookup takes.
         failure: what a lookup raises, if anything.
         damage: what a check raises, if anything.
@@ -64,6 +64,7 @@ class FakeEngine:
             for table in self.model.tables
         }
         self.waits_for_device = False
+        self.replicas = 1
         self.delay_s = 0.0
         self.failure: Exception | None = None
         self.damage: Exception | None = None

@@ -82,6 +82,7 @@ class Model(BaseModel):
     tables: list[Table]
     device: str
     bytes_per_rank: list[int]
+    replicas: int = Field(description="Copies of the tables, each on GPUs of its own; 1 on CPUs.")
     replanned: bool
     lookup: str = Field(description="How lookups run: traced, scripted or eager.")
     alias: str = Field(

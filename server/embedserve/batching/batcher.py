@@ -31,8 +31,8 @@ from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.types import Batch, LookupRequest, LookupResult, ModelInfo
 
 AT_ONCE = 2
-"""Batches that an engine which waits for its device is given: one may be copied there, or back,
-while the other is looked up."""
+"""Batches that each replica of an engine which waits for its device is given: one may be copied
+there, or back, while the other is looked up."""
 BAG_BYTES = 16
 """As many bytes of rows are read in the time that a bag takes to be joined."""
 
@@ -87,7 +87,7 @@ class Batcher:
         self._work_bytes = partial(_work_bytes, self._bytes_per_example, self._bytes_per_id)
         queue = f"the queue of {model.name!r}"
         of_large = " for large requests" if self._inline_bytes_max else ""
-        at_once = AT_ONCE if waits else 1
+        at_once = AT_ONCE * engine.replicas if waits else 1
         self._small = Lane(queue, model, limits, self._work_bytes, at_once)
         self._large = Lane(queue + of_large, model, limits, self._work_bytes, at_once)
         self._lanes = (self._small, self._large)

@@ -14,9 +14,12 @@ class LookupEngine(Protocol):
         waits_for_device: a lookup is another device's work, for which the thread that asks waits:
             none is made on the event loop's thread, none is cut into pieces, and the device is
             given the next one before it is done with the last.
+        replicas: of its rows, each of which has a device of its own and looks batches up beside
+            the others; 1 where it waits for none.
     """
 
     waits_for_device: bool
+    replicas: int
 
     def lookup(
         self,

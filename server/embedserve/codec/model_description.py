@@ -30,6 +30,7 @@ def describe(model: ModelInfo) -> dict[str, Any]:
         ],
         "device": model.device_type,
         "bytes_per_rank": list(model.bytes_per_rank),
+        "replicas": model.replicas,
         "replanned": model.replanned,
         "lookup": model.lookup_kind,
     }

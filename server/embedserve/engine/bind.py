@@ -64,10 +64,12 @@ def _point(kernel: Any, rows: torch.Tensor, offsets: list[int]) -> None:
 def share_rows(
     sharded: ShardedQuantEmbeddingBagCollection, bound: ShardedQuantEmbeddingBagCollection
 ) -> None:
-    """Points the kernels of ``sharded`` at the rows of ``bound``, their twin of the same plan."""
+    """Points the kernels of ``sharded`` at the rows of ``bound``, their twin of the same plan; one
+    that is on another GPU at a copy of them, which is made from GPU to GPU."""
     for kernel, twin in zip(sharded.tbes_configs(), bound.tbes_configs(), strict=True):
-        kernel.weights_host, kernel.host_size = twin.weights_host, twin.host_size
-        kernel.weights_dev, kernel.dev_size = twin.weights_dev, twin.dev_size
+        device = kernel.current_device
+        kernel.weights_host, kernel.host_size = twin.weights_host.to(device), twin.host_size
+        kernel.weights_dev, kernel.dev_size = twin.weights_dev.to(device), twin.dev_size
         kernel.weights_physical_offsets = twin.weights_physical_offsets
         kernel.initialize_logical_weights_placements_and_offsets()
         kernel.weight_initialized = True

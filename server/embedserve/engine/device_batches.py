@@ -35,12 +35,12 @@ class DeviceBatches:
         device: torch.device,
         ranks: int,
         lookup: Lookup,
-        weighted_lookup: Lookup | None,
+        weighted_lookup: Lookup | None = None,
     ) -> None:
         """
         Args:
             device: where batches enter and answers leave.
-            ranks: of how many GPUs streams are needed; of one where the device is the CPU.
+            ranks: of how many GPUs, from that one on, streams are needed.
             lookup, weighted_lookup: take offsets in place of lengths, and ids as int32.
         """
         self._manifest = manifest
@@ -56,9 +56,8 @@ class DeviceBatches:
         self,
         ids: np.ndarray,
         lengths: np.ndarray,
-        weights: np.ndarray | None,
-        *,
-        in_half: bool,
+        weights: np.ndarray | None = None,
+        in_half: bool = False,
     ) -> np.ndarray:
         """As Engine.lookup; float16 where ``in_half``."""
         packed = self._packed(ids, lengths, weights)
@@ -141,7 +140,7 @@ class DeviceBatches:
             streams = self._new_streams()
         try:
             with contextlib.ExitStack() as stack:
-                for stream in reversed(streams):  # GPU 0 is the current one then
+                for stream in reversed(streams):  # the device is the current one then
                     stack.enter_context(torch.cuda.stream(stream))
                 yield streams[0]
         finally:
@@ -150,7 +149,8 @@ class DeviceBatches:
     def _new_streams(self) -> list[torch.cuda.Stream]:
         """Of each GPU one, which begins once what was done there to build the model is done."""
         streams = []
-        for gpu in range(self._ranks):
+        first = self._device.index
+        for gpu in range(first, first + self._ranks):
             streams.append(torch.cuda.Stream(gpu))
             streams[-1].wait_stream(torch.cuda.default_stream(gpu))
         return streams

@@ -6,13 +6,14 @@ in and go out as numpy; torch begins and ends here. It trusts its input: the bat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from embedserve.engine.device_batches import DeviceBatches
+from embedserve.engine.replicas import Replicas
 from embedserve.engine.script import KINDS, Compiled
 from embedserve.engine.sharded import main_device
 from embedserve_store.errors import StoreError
@@ -30,12 +31,12 @@ WARM_UP_CALLS = 4
 
 @dataclass(frozen=True)
 class _Golden:
-    """The version's goldens as a lookup, and what it answered."""
+    """The version's goldens as a lookup, and what each replica answered."""
 
     numbers: np.ndarray
     lengths: np.ndarray
     weights: np.ndarray | None
-    answer: np.ndarray
+    answers: tuple[np.ndarray, ...]
 
 
 class Engine:
@@ -47,32 +48,46 @@ class Engine:
         plan: as restored, which is not the stored one where ``replanned``.
         device_type: cpu or cuda.
         waits_for_device: as batching.lookup_engine.LookupEngine has it: on GPUs a lookup is theirs.
-        compiled: the lookup, and of a pooled model the one with weights.
+        replicas: as there, too: copies of the rows, each of a plan's ranks.
+        compiled: of each replica the lookup, and of a pooled model the one with weights.
         lookup_kind: how they run, the slower of both: one of script.KINDS.
     """
 
     def __init__(
-        self, version: ModelVersion, plan: Plan, device_type: str, compiled: Sequence[Compiled]
+        self,
+        version: ModelVersion,
+        plan: Plan,
+        device_type: str,
+        compiled: Sequence[Sequence[Compiled]],
     ) -> None:
+        """
+        Args:
+            compiled: of each replica; on the CPU there is one.
+        """
         self.manifest: Manifest = version.manifest
         self.translator: IdTranslator = version.translator
         self.plan = plan
         self.device_type = device_type
         self.waits_for_device = device_type == "cuda"
-        self.compiled = tuple(compiled)
-        self.lookup_kind = max((one.kind for one in compiled), key=KINDS.index)
+        self.replicas = len(compiled)
+        self.compiled = tuple(one for replica in compiled for one in replica)
+        self.lookup_kind = max((one.kind for one in self.compiled), key=KINDS.index)
         self.replanned = plan is not version.plan
         self._version = version
-        self._lookup = compiled[0].lookup
-        self._weighted_lookup = compiled[1].lookup if self.manifest.is_pooled else None
-        self._on_gpus: DeviceBatches | None = None
+        self._lookup = self.compiled[0].lookup
+        self._weighted_lookup = self.compiled[1].lookup if self.manifest.is_pooled else None
+        self._on_gpus: Replicas | None = None
         if device_type == "cuda":
-            self._on_gpus = DeviceBatches(
-                self.manifest,
-                main_device(device_type),
-                plan.world_size,
-                self._lookup,
-                self._weighted_lookup,
+            self._on_gpus = Replicas(
+                [
+                    DeviceBatches(
+                        self.manifest,
+                        main_device(device_type, number * plan.world_size),
+                        plan.world_size,
+                        *(one.lookup for one in replica),
+                    )
+                    for number, replica in enumerate(compiled)
+                ]
             )
         self._golden: _Golden | None = None
         self._means = [c for c in self.manifest.columns if c.table.pooling == "mean"]
@@ -112,7 +127,7 @@ class Engine:
         if look_up is None:
             raise ValueError("rows that are not pooled have no weights")
         if self._on_gpus is not None:
-            return self._on_gpus.lookup(ids, lengths, weights, in_half=in_half)
+            return self._on_gpus.lookup(ids, lengths, weights, in_half)
         with torch.inference_mode():
             flat = None if weights is None else torch.from_numpy(weights)
             answer = look_up(torch.from_numpy(ids), torch.from_numpy(lengths), flat)
@@ -135,8 +150,15 @@ class Engine:
         """Of the version; StoreError: the file is no longer as it was published."""
         return self._version.goldens()
 
+    def each(self) -> list[Callable[..., np.ndarray]]:
+        """``lookup`` of each replica alone."""
+        if self._on_gpus is None:
+            return [self.lookup]
+        return [replica.lookup for replica in self._on_gpus.each]
+
     def warm_up(self) -> None:
-        """Answers the version's goldens until lookups are compiled, and compares the answers.
+        """Answers the version's goldens until lookups are compiled, and compares the answers; of
+        each replica.
 
         Raises:
             StoreError: an answer is not the published one: the rows served are not those that
@@ -151,19 +173,21 @@ class Engine:
         if self.manifest.is_pooled:
             ones = np.ones(bags.ids.size, np.float32)
             all_weights.append(ones if bags.weights is None else bags.weights)
-        for _ in range(WARM_UP_CALLS):
-            answers = [self.lookup(numbers, lengths, weights) for weights in all_weights]
-        golden = answers[0 if bags.weights is None else 1]
-        check_answers(
-            golden,
-            goldens,
-            numbers,
-            self.manifest,
-            version.tables,
-            str(version.path),
-            in_half=self.device_type == "cuda",  # as FBGEMM dequantizes there
-        )
-        self._golden = _Golden(numbers, lengths, bags.weights, golden)
+        answered = []
+        for lookup in self.each():
+            for _ in range(WARM_UP_CALLS):
+                answers = [lookup(numbers, lengths, weights) for weights in all_weights]
+            answered.append(answers[0 if bags.weights is None else 1])
+            check_answers(
+                answered[-1],
+                goldens,
+                numbers,
+                self.manifest,
+                version.tables,
+                str(version.path),
+                in_half=self.device_type == "cuda",  # as FBGEMM dequantizes there
+            )
+        self._golden = _Golden(numbers, lengths, bags.weights, tuple(answered))
 
     def check(self) -> None:
         """Sees whether what is served is still what it was when it was warmed up.
@@ -175,9 +199,10 @@ class Engine:
         golden = self._golden
         if golden is None:
             return
-        answer = self.lookup(golden.numbers, golden.lengths, golden.weights)
-        if not np.array_equal(answer, golden.answer, equal_nan=True):
-            raise StoreError(
-                f"{self._version.path}: rows have changed since the start: its goldens are "
-                "answered otherwise now"
-            )
+        for lookup, before in zip(self.each(), golden.answers, strict=True):
+            answer = lookup(golden.numbers, golden.lengths, golden.weights)
+            if not np.array_equal(answer, before, equal_nan=True):
+                raise StoreError(
+                    f"{self._version.path}: rows have changed since the start: its goldens are "
+                    "answered otherwise now"
+                )

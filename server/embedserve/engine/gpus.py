@@ -19,6 +19,15 @@ from embedserve_store.errors import StoreError
 
 ON_GPUS = ("auto", "cuda")
 """Settings of devices by which tables may go to GPUs."""
+REPLICAS, SHARDS = "replicas", "shards"
+"""Layouts of tables on several GPUs: whole on each of them, or by the plan."""
+LAYOUTS = (REPLICAS, SHARDS)
+"""The first that is possible is what gpu_layout "auto" means."""
+SMALLER = {
+    REPLICAS: "divide them by gpu_layout shards, or use a smaller dtype",
+    SHARDS: "use more GPUs, row_wise sharding for the largest tables or a smaller dtype",
+}
+"""What may have tables fit."""
 LOOKUP_OPERATOR = "fbgemm::int_nbit_split_embedding_codegen_lookup_function"
 WORK_BYTES = 512 << 20
 """Of each GPU's memory that tables leave free for batches: two at once that are as large as the
@@ -34,11 +43,13 @@ class Gpus:
         count: 0 where there are none.
         free_bytes: of each, by its number; none where CUDA does not start.
         problem: why they cannot be used, or why there are none, where that is known; else "".
+        apart: why no table can be divided over them, though each may have all; else "".
     """
 
     count: int = 0
     free_bytes: tuple[int, ...] = ()
     problem: str = ""
+    apart: str = ""
 
 
 def gpus_for(devices: str) -> Gpus:
@@ -62,7 +73,7 @@ def find_gpus() -> Gpus:
         apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
     except Exception as error:  # torch names no type for a driver that does not fit
         return Gpus(count, problem=f"CUDA does not start: {_first_line(error)}")
-    return Gpus(count, free_bytes, _peer_problem(apart, len(pairs)) or _operator_problem())
+    return Gpus(count, free_bytes, _operator_problem(), _peer_problem(apart, len(pairs)))
 
 
 def _peer_problem(apart: Sequence[tuple[int, int]], pairs: int) -> str:
@@ -71,7 +82,7 @@ def _peer_problem(apart: Sequence[tuple[int, int]], pairs: int) -> str:
     one, other = apart[0]
     return (
         f"GPU {one} cannot reach the memory of GPU {other} ({len(apart)} of {pairs} pairs have no "
-        "peer access), by which answers are put together: name those that can in "
+        "peer access), by which answers of shards are put together: name those that can in "
         "CUDA_VISIBLE_DEVICES, or one alone"
     )
 
@@ -94,7 +105,7 @@ def why_unusable(gpus: Gpus) -> str:
 
 
 def resolve_devices(devices: str, stored_world_size: int, gpus: Gpus) -> tuple[str, int]:
-    """("cpu" or "cuda", number of ranks) of a ``devices`` setting.
+    """("cpu", number of ranks) or ("cuda", number of GPUs) of a ``devices`` setting.
 
     Raises:
         ValueError: not "auto", "cpu", "cpu:N" or "cuda", or cuda where no GPU can be used.
@@ -113,17 +124,18 @@ def resolve_devices(devices: str, stored_world_size: int, gpus: Gpus) -> tuple[s
     return "cuda", gpus.count
 
 
-def check_room(held: Mapping[str, Sequence[int]], gpus: Gpus) -> None:
+def check_room(held: Mapping[str, Sequence[int]], gpus: Gpus, layout: str) -> None:
     """Raises StoreError where tables do not fit into what GPUs have free.
 
     Args:
         held: of each version that is to be there, the bytes of its tables on each GPU.
+        layout: one of LAYOUTS.
     """
     for gpu, free_bytes in enumerate(gpus.free_bytes):
         nbytes = sum(one[gpu] for one in held.values())
         if nbytes + WORK_BYTES > free_bytes:
             raise StoreError(
                 f"{', '.join(held)}: {nbytes:,} bytes of tables do not fit on GPU {gpu}, which has "
-                f"{free_bytes:,} free, {WORK_BYTES:,} of them for batches: use more GPUs, row_wise "
-                "sharding for the largest tables or a smaller dtype, or serve them on the CPU"
+                f"{free_bytes:,} free, {WORK_BYTES:,} of them for batches: {SMALLER[layout]}, or "
+                "serve them on the CPU"
             )

@@ -5,15 +5,22 @@ Of several versions the devices are settled first, for all of them together.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
+
+import torch
 
 from embedserve.engine.bind import mapped_rows
 from embedserve.engine.cuda_limits import check_columns, check_fits_cuda
 from embedserve.engine.engine import Engine
 from embedserve.engine.gpus import (
+    LAYOUTS,
     ON_GPUS,
+    REPLICAS,
+    SHARDS,
     Gpus,
     check_room,
     gpus_for,
@@ -45,46 +52,74 @@ def settle_devices(
     versions: Mapping[str, ModelVersion],
     gpus: Gpus,
     *,
+    gpu_layout: str = "auto",
     strict_plan: bool = False,
-) -> str:
-    """What ``devices`` means for all of ``versions``, by the name that each is served by: of "auto"
-    it is "cuda" where this host's GPUs hold them beside each other, else "cpu", and the log says
-    what is against the GPUs that there are. Others stay as they are.
+) -> tuple[str, str]:
+    """What ``devices`` and ``gpu_layout`` mean for all of ``versions``, by the name that each is
+    served by: of devices "auto" it is "cuda" where this host's GPUs hold them beside each other,
+    else "cpu", and the log says what is against the GPUs that there are; of the layout "auto"
+    replicas where each GPU holds all of them, else shards. Others stay as they are.
 
     Raises:
-        ValueError: ``devices`` is "cuda", and they cannot.
+        ValueError: ``devices`` is "cuda", or ``gpu_layout`` replicas and there are GPUs that can be
+            used, and they cannot hold them so.
     """
     if devices not in ON_GPUS:
-        return devices
-    why = _why_not_on_gpus(versions, gpus, strict_plan)
+        return devices, gpu_layout
+    why = why_unusable(gpus)
+    asked = "devices is 'cuda'" if devices == "cuda" else ""
     if not why:
-        return "cuda"
-    if devices == "cuda":
-        raise ValueError(f"devices is 'cuda', but {why}")
+        try:
+            return "cuda", _layout_of(versions, gpus, gpu_layout, strict_plan)
+        except StoreError as error:
+            why = str(error)
+        if gpu_layout == REPLICAS:
+            asked = f"gpu_layout is {gpu_layout!r}"
+    if asked:
+        raise ValueError(f"{asked}, but {why}")
     if gpus != Gpus():
         logger.warning("tables stay in this host's memory, no GPU is used: %s", why)
-    return "cpu"
+    return "cpu", gpu_layout
 
 
-def _why_not_on_gpus(versions: Mapping[str, ModelVersion], gpus: Gpus, strict_plan: bool) -> str:
-    """Why not all of ``versions`` can be there beside each other; "" where they can."""
-    if why := why_unusable(gpus):
-        return why
-    try:
-        held = {
-            name: _held(version, _plan_on_gpus(version, gpus, strict_plan))
-            for name, version in versions.items()
-        }
-        check_room(held, gpus)
-    except StoreError as error:
-        return str(error)
-    return ""
+def _layout_of(
+    versions: Mapping[str, ModelVersion], gpus: Gpus, gpu_layout: str, strict_plan: bool
+) -> str:
+    """That of LAYOUTS in which ``gpus`` hold all of ``versions`` beside each other: ``gpu_layout``,
+    or of "auto" the first.
+
+    Raises:
+        StoreError: there is none; it says of the last why.
+    """
+    *others, last = LAYOUTS if gpu_layout == "auto" else (gpu_layout,)
+    for layout in others:
+        try:
+            _check_layout(versions, gpus, layout, strict_plan)
+        except StoreError as error:
+            logger.info("no %s on %d GPUs: %s", layout, gpus.count, error)
+        else:
+            return layout
+    _check_layout(versions, gpus, last, strict_plan)
+    return last
+
+
+def _check_layout(
+    versions: Mapping[str, ModelVersion], gpus: Gpus, layout: str, strict_plan: bool
+) -> None:
+    """Raises StoreError where ``gpus`` do not hold all of ``versions`` so, beside each other."""
+    held = {}
+    for name, version in versions.items():
+        plan = _plan_on_gpus(version, gpus, layout, strict_plan)
+        of_one = plan.served_bytes_per_rank(version.manifest.tables, "cuda")
+        held[name] = of_one * (gpus.count // plan.world_size)
+    check_room(held, gpus, layout)
 
 
 def restore(
     version: ModelVersion,
     devices: str = "auto",
     *,
+    gpu_layout: str = "auto",
     strict_plan: bool = False,
     is_eager: bool = False,
     before: Engine | None = None,
@@ -95,8 +130,9 @@ def restore(
 
     Args:
         devices: "cpu:N" (N ranks in this host's memory), "cpu" (as many as the stored plan has),
-            "cuda" (one rank on each GPU), or "auto": cuda where there are GPUs that can be used,
-            else cpu.
+            "cuda" (all GPUs), or "auto": cuda where there are GPUs that can be used, else cpu.
+        gpu_layout: of several GPUs, "replicas" (each has all tables), "shards" (one rank on each),
+            or "auto": replicas where they fit, else shards.
         strict_plan: refuse, instead of planning anew, where the stored plan is for another
             number of ranks.
         is_eager: look up by the forward of the DistributedModelParallel, as torchrec has it,
@@ -114,23 +150,27 @@ def restore(
     """
     gpus = gpus_for(devices)
     device_type, world_size = resolve_devices(devices, version.plan.world_size, gpus)
+    first_gpus = range(1)
     if device_type == "cuda":
-        plan = _plan_on_gpus(version, gpus, strict_plan)
-        check_room({str(version.path): _held(version, plan)}, gpus)
+        layout = _layout_of({str(version.path): version}, gpus, gpu_layout, strict_plan)
+        plan = _plan_on_gpus(version, gpus, layout, strict_plan)
+        first_gpus = range(0, gpus.count, plan.world_size)
     else:
         plan = _plan_for(version, device_type, world_size, strict_plan)
     if plan is not version.plan:
         logger.warning(
-            "%s: planned anew under the stored constraints", _difference(version, world_size)
+            "%s: planned anew under the stored constraints", _difference(version, plan.world_size)
         )
-    compiled = None if before is None else _compiled_before(before, version, plan, device_type)
-    if compiled is None and not may_compile:
+    before_it = None if before is None else _compiled_before(before, version, plan, device_type)
+    if before_it is None and not may_compile:
         raise StoreError(
             f"{version.path}: it has to be compiled anew, and meanwhile lookups that run eagerly "
             "would fail: restart the server to serve it"
         )
-    if compiled is None:
-        compiled = _compile(version, plan, device_type, is_eager=is_eager)
+    if before_it is None:
+        compiled = _compile(version, plan, device_type, first_gpus, is_eager=is_eager)
+    else:
+        compiled = [before_it]
     engine = Engine(version, plan, device_type, compiled)
     if on_warming is not None:
         on_warming()
@@ -167,54 +207,88 @@ def _layout(manifest: Manifest, plan: Plan, is_traced: bool) -> object:
 
 
 def _compile(
-    version: ModelVersion, plan: Plan, device_type: str, *, is_eager: bool
-) -> list[Compiled]:
-    """The lookups of ``version``, sharded by ``plan``."""
+    version: ModelVersion,
+    plan: Plan,
+    device_type: str,
+    first_gpus: Sequence[int],
+    *,
+    is_eager: bool,
+) -> list[list[Compiled]]:
+    """The lookups of ``version``, sharded by ``plan``: of each replica, by the GPU of its rank 0.
+    Rows are read for the first, and copied from its GPUs to the others'."""
+    sharded: list[list[Any]] = []
     try:
-        lookups = _lookups(version, plan, device_type, is_eager=is_eager)
+        for gpu in first_gpus:
+            with _current(device_type, gpu):
+                sharded.append(_sharded(version, plan, device_type, gpu, sharded[:1]))
     except RuntimeError as error:
         if "memory" not in str(error):
             raise
         reason = str(error).splitlines()[0]
         raise StoreError(f"{version.path}: does not fit on {device_type}: {reason}") from error
-    device = main_device(device_type)
     return [
-        Compiled(lookup, EAGER)
-        if is_eager
-        else compile_lookup(lookup, device, ranks=plan.world_size, is_weighted=is_weighted)
-        for lookup, is_weighted in zip(lookups, (False, True), strict=False)
+        _lookups(version, plan, device_type, gpu, models, is_eager=is_eager)
+        for gpu, models in zip(first_gpus, sharded, strict=True)
     ]
 
 
-def _lookups(
-    version: ModelVersion, plan: Plan, device_type: str, *, is_eager: bool
-) -> Sequence[TensorLookup | RowLookup]:
-    """The plain lookup, and of a pooled model the one with weights; over the module that
-    DistributedModelParallel wraps, from which they are compiled, or over the whole of it."""
-    features, keys = version.manifest.features, version.manifest.keys
-    dims = version.manifest.length_per_key
-    device, on_gpu = main_device(device_type), device_type == "cuda"
+def _current(device_type: str, gpu: int) -> contextlib.AbstractContextManager[object]:
+    """Within, what names no GPU is on ``gpu``."""
+    return contextlib.nullcontext() if device_type == "cpu" else torch.cuda.device(gpu)
+
+
+def _sharded(
+    version: ModelVersion, plan: Plan, device_type: str, gpu: int, before: Sequence[list[Any]]
+) -> list[Any]:
+    """The plain model, and of a pooled one that with weights; its rows are those of the replica
+    ``before`` it, if there is one."""
+    rows_of = before[0][0] if before else None
     if not version.manifest.is_pooled:
-        unpooled = shard_unpooled(version, plan, device_type)
-        sharded = unpooled if is_eager else unpooled.module
-        return [RowLookup(sharded, features, keys, dims[0], device, takes_offsets=on_gpu)]
-    plain = shard(version, plan, device_type, is_weighted=False)
-    weighted = shard(version, plan, device_type, is_weighted=True, rows_of=plain)
-    models = (plain, weighted) if is_eager else (plain.module, weighted.module)
-    return [TensorLookup(one, features, keys, dims, device, takes_offsets=on_gpu) for one in models]
+        return [shard_unpooled(version, plan, device_type, first_gpu=gpu, rows_of=rows_of)]
+    plain = shard(version, plan, device_type, is_weighted=False, first_gpu=gpu, rows_of=rows_of)
+    weighted = shard(version, plan, device_type, is_weighted=True, first_gpu=gpu, rows_of=plain)
+    return [plain, weighted]
 
 
-def _plan_on_gpus(version: ModelVersion, gpus: Gpus, strict_plan: bool) -> Plan:
-    """Raises StoreError where there is none that CUDA's kernels can serve."""
+def _lookups(
+    version: ModelVersion,
+    plan: Plan,
+    device_type: str,
+    gpu: int,
+    models: Sequence[Any],
+    *,
+    is_eager: bool,
+) -> list[Compiled]:
+    """Those in ``models``, as _sharded gives them: over the module that DistributedModelParallel
+    wraps, from which they are compiled, or over the whole of it."""
+    manifest, device = version.manifest, main_device(device_type, gpu)
+    features, keys, dims = manifest.features, manifest.keys, manifest.length_per_key
+    on_gpu, compiled = device_type == "cuda", []
+    with _current(device_type, gpu):
+        for model, is_weighted in zip(models, (False, True), strict=False):
+            one = model if is_eager else model.module
+            lookup: TensorLookup | RowLookup = (
+                TensorLookup(one, features, keys, dims, device, takes_offsets=on_gpu)
+                if manifest.is_pooled
+                else RowLookup(one, features, keys, dims[0], device, takes_offsets=on_gpu)
+            )
+            compiled.append(
+                Compiled(lookup, EAGER)
+                if is_eager
+                else compile_lookup(lookup, device, ranks=plan.world_size, is_weighted=is_weighted)
+            )
+    return compiled
+
+
+def _plan_on_gpus(version: ModelVersion, gpus: Gpus, layout: str, strict_plan: bool) -> Plan:
+    """Raises StoreError where there is none that these GPUs, and CUDA's kernels, can serve."""
     check_fits_cuda(version.manifest, version.plan)
-    plan = _plan_for(version, "cuda", gpus.count, strict_plan)
+    if layout == SHARDS and gpus.apart:
+        raise StoreError(gpus.apart)
+    ranks = gpus.count if layout == SHARDS else 1
+    plan = _plan_for(version, "cuda", ranks, strict_plan)
     check_columns(version.manifest, plan)
     return plan
-
-
-def _held(version: ModelVersion, plan: Plan) -> list[int]:
-    """The bytes of its tables on each GPU."""
-    return plan.served_bytes_per_rank(version.manifest.tables, "cuda")
 
 
 def _plan_for(version: ModelVersion, device_type: str, world_size: int, strict_plan: bool) -> Plan:

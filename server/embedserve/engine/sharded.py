@@ -16,6 +16,7 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
     IntNBitTableBatchedEmbeddingBagsCodegen as Kernel,
 )
+from torchrec.distributed import embedding_lookup
 from torchrec.distributed.fused_params import (
     FUSED_PARAM_BOUNDS_CHECK_MODE,
     FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS,
@@ -64,9 +65,9 @@ class _Sharder(QuantEmbeddingBagCollectionSharder):  # type: ignore[misc]
         return _ShardedCollection(module, params, env, self.fused_params, device=device)
 
 
-def main_device(device_type: str) -> torch.device:
-    """Where batches enter and answers leave: the host, or the first GPU."""
-    return torch.device("cpu" if device_type == "cpu" else "cuda:0")
+def main_device(device_type: str, first_gpu: int = 0) -> torch.device:
+    """Where batches enter and answers leave: the host, or the GPU of rank 0."""
+    return torch.device("cpu") if device_type == "cpu" else torch.device("cuda", first_gpu)
 
 
 def shard(
@@ -75,6 +76,7 @@ def shard(
     device_type: str,
     *,
     is_weighted: bool,
+    first_gpu: int = 0,
     rows_of: DistributedModelParallel | None = None,
 ) -> DistributedModelParallel:
     """The model of ``version`` sharded by ``plan``, answering from its stored rows.
@@ -84,11 +86,14 @@ def shard(
 
     Args:
         device_type: cpu (all ranks on this host's memory, nothing copied) or cuda (rank r on
-            GPU r, its rows copied there).
+            GPU ``first_gpu`` + r, its rows copied there).
         is_weighted: build the lookup that takes a weight for every id.
-        rows_of: use the rows of this model, sharded by the same plan, instead of binding anew.
+        rows_of: use the rows of this model, sharded by the same plan, instead of binding anew; of
+            one on other GPUs a copy.
     """
-    sharded = shard_without_rows(version, plan, device_type, is_weighted=is_weighted)
+    sharded = shard_without_rows(
+        version, plan, device_type, is_weighted=is_weighted, first_gpu=first_gpu
+    )
     if rows_of is None:
         bind_rows(sharded.module, version, device_type)
     else:
@@ -97,29 +102,51 @@ def shard(
 
 
 def shard_without_rows(
-    version: ModelVersion, plan: Plan, device_type: str, *, is_weighted: bool
+    version: ModelVersion, plan: Plan, device_type: str, *, is_weighted: bool, first_gpu: int = 0
 ) -> DistributedModelParallel:
     """As shard, but for the rows, of which its kernels have none yet."""
     module = _meta_collection(version.manifest, is_weighted)
-    return distribute(module, plan, device_type, _Sharder(fused_params=_fused_params()))
+    sharder = _Sharder(fused_params=_fused_params())
+    return distribute(module, plan, device_type, sharder, first_gpu)
 
 
 def distribute(
-    module: torch.nn.Module, plan: Plan, device_type: str, sharder: Any
+    module: torch.nn.Module, plan: Plan, device_type: str, sharder: Any, first_gpu: int
 ) -> DistributedModelParallel:
     """``module``, of the meta device, sharded by ``plan`` over the devices of this process; without
     rows."""
     # On CPU torchrec otherwise asks for CUDA kernels.
     set_propogate_device(device_type == "cpu")
-    with kernels_without_rows():
-        return DistributedModelParallel(
+    with kernels_without_rows(), _first_rank_on(first_gpu):
+        sharded = DistributedModelParallel(
             module=module,
             env=ShardingEnv.from_local(world_size=plan.world_size, rank=0),
-            device=main_device(device_type),
+            device=main_device(device_type, first_gpu),
             plan=ShardingPlan(plan={"": to_torchrec(plan, device_type)}),
             sharders=[sharder],
             init_data_parallel=False,
         )
+    if device_type == "cuda" and plan.world_size == 1:
+        _take_batches_as_they_come(sharded.module)
+    return sharded
+
+
+@contextlib.contextmanager
+def _first_rank_on(gpu: int) -> Iterator[None]:
+    """Kernels built in this block are on GPU ``gpu`` + r for rank r; torchrec's are on GPU r."""
+    original = embedding_lookup.rank_device
+    embedding_lookup.rank_device = lambda device_type, rank: original(device_type, gpu + rank)
+    try:
+        yield
+    finally:
+        embedding_lookup.rank_device = original
+
+
+def _take_batches_as_they_come(sharded: Any) -> None:
+    """Has ``sharded``, which is on one GPU, leave batches where they are, which is there: torchrec
+    would bring all of them to GPU 0, but for those of a model on the meta device."""
+    input_dist = getattr(sharded, "_input_dist_module", sharded)  # its own where it pools
+    input_dist._device = torch.device("meta")  # asked at the first call
 
 
 def _fused_params() -> dict[str, Any]:

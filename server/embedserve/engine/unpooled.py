@@ -25,7 +25,7 @@ from torchrec.distributed.types import BoundsCheckMode, ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
-from embedserve.engine.bind import bind_rows
+from embedserve.engine.bind import bind_rows, share_rows
 from embedserve.engine.sharded import DATA_TYPES, distribute
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.model_version import ModelVersion
@@ -73,7 +73,14 @@ class _Sharder(QuantEmbeddingCollectionSharder):  # type: ignore[misc]
         return sharded
 
 
-def shard_unpooled(version: ModelVersion, plan: Plan, device_type: str) -> DistributedModelParallel:
+def shard_unpooled(
+    version: ModelVersion,
+    plan: Plan,
+    device_type: str,
+    *,
+    first_gpu: int = 0,
+    rows_of: DistributedModelParallel | None = None,
+) -> DistributedModelParallel:
     """The model of ``version`` sharded by ``plan``, answering with its stored rows.
 
     torchrec puts the rows of a row-wise table's ranks back into the order of the ids. It has no
@@ -81,19 +88,23 @@ def shard_unpooled(version: ModelVersion, plan: Plan, device_type: str) -> Distr
 
     Args:
         device_type: cpu (all ranks on this host's memory, nothing copied) or cuda (rank r on
-            GPU r, its rows copied there).
+            GPU ``first_gpu`` + r, its rows copied there).
+        rows_of: as of sharded.shard.
     """
-    sharded = shard_unpooled_without_rows(version, plan, device_type)
-    bind_rows(sharded.module, version, device_type)
+    sharded = shard_unpooled_without_rows(version, plan, device_type, first_gpu=first_gpu)
+    if rows_of is None:
+        bind_rows(sharded.module, version, device_type)
+    else:
+        share_rows(sharded.module, rows_of.module)
     return sharded
 
 
 def shard_unpooled_without_rows(
-    version: ModelVersion, plan: Plan, device_type: str
+    version: ModelVersion, plan: Plan, device_type: str, *, first_gpu: int = 0
 ) -> DistributedModelParallel:
     """As shard_unpooled, but for the rows, of which its kernels have none yet."""
     sharder = _Sharder(fused_params=_fused_params())
-    return distribute(_meta_collection(version.manifest), plan, device_type, sharder)
+    return distribute(_meta_collection(version.manifest), plan, device_type, sharder, first_gpu)
 
 
 def _fused_params() -> dict[str, Any]:

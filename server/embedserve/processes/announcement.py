@@ -22,10 +22,11 @@ def say_ready_to_serve(
         plans = ((table.name, model.plan.tables[table.name]) for table in model.tables)
         shown = ", ".join(f"{name} {plan.sharding_type}" for name, plan in plans)
         ranks = len(model.bytes_per_rank)
+        copies = f"{model.replicas} replicas of " if model.replicas > 1 else ""
         tag = f" ({model.tag})" if model.tag not in ("", str(model.version)) else ""
         say(
-            f"{model.name} version {model.version}{tag}: {len(model.tables)} tables over {ranks} "
-            f"{model.device_type} rank{'s' if ranks > 1 else ''} ({shown}), "
+            f"{model.name} version {model.version}{tag}: {copies}{len(model.tables)} tables "
+            f"over {ranks} {model.device_type} rank{'s' if ranks > 1 else ''} ({shown}), "
             f"lookups {model.lookup_kind}"
         )
     host = "localhost" if ports.host in ("0.0.0.0", "::") else bracketed(ports.host)

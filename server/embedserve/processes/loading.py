@@ -211,8 +211,8 @@ def _made_resident(versions: dict[str, ModelVersion], *, is_shown: bool) -> dict
 def on_devices(
     settings: ServeSettings, versions: dict[str, ModelVersion], *, is_shown: bool = True
 ) -> ServeSettings:
-    """``settings`` for all of ``versions``: whether they go to GPUs is settled once, for what is
-    restored now and whatever comes later. Imports torch; ``is_shown`` on the console.
+    """``settings`` for all of ``versions``: whether they go to GPUs, and how, is settled once, for
+    what is restored now and whatever comes later. Imports torch; ``is_shown`` on the console.
 
     Raises:
         ValueError: a setting does not fit the devices of this host.
@@ -220,14 +220,15 @@ def on_devices(
     with _status("importing PyTorch and TorchRec …", is_shown):
         from embedserve.engine.gpus import gpus_for
         from embedserve.engine.restore import settle_devices
-    devices = settle_devices(
+    devices, gpu_layout = settle_devices(
         settings.devices,
         versions,
         gpus_for(settings.devices),
+        gpu_layout=settings.gpu_layout,
         strict_plan=settings.strict_plan,
     )
     check_device(settings, devices)
-    return replace(settings, devices=devices)
+    return replace(settings, devices=devices, gpu_layout=gpu_layout)
 
 
 def _status(what: str, is_shown: bool) -> contextlib.AbstractContextManager[object]:
@@ -282,6 +283,7 @@ def restore_one(
     return restore(
         version,
         settings.devices,
+        gpu_layout=settings.gpu_layout,
         strict_plan=settings.strict_plan,
         is_eager=is_eager,
         before=before,

@@ -155,9 +155,8 @@ def _serve_here(
     is_shown = slot is None or slot.worker == 0
     settings = on_devices(settings, versions, is_shown=is_shown)
     engines = restore_all(settings, versions, is_shown=is_shown)
-    threads = server.lookup_threads(settings)
-    # A small batch runs beside the pieces of a large one.
-    with ThreadPoolExecutor(2 * threads, thread_name_prefix="lookup") as executor:
+    threads = server.executor_threads(settings, engines.values())
+    with ThreadPoolExecutor(threads, thread_name_prefix="lookup") as executor:
         exchange = server.build_exchange(engines, settings, executor, slot, names, columns_max)
         rollout = server.build_rollout(exchange, engines, versions, settings, executor)
         del engines  # who answers with them lets go of them

@@ -9,7 +9,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from signal import Signals
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +18,7 @@ from embedserve.access.access import Access
 from embedserve.api.admin import Operator
 from embedserve.api.console.labels import read_labels
 from embedserve.api.management import health_app, management_app
-from embedserve.batching.batcher import Batcher
+from embedserve.batching.batcher import AT_ONCE, Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import Limits, ServeSettings, is_loopback, why_fixed
 from embedserve.errors import DRAINING
@@ -66,6 +66,7 @@ def model_info(engine: Engine, name: str) -> ModelInfo:
         device_type=engine.device_type,
         replanned=engine.replanned,
         lookup_kind=engine.lookup_kind,
+        replicas=engine.replicas,
         named=name,
         example=example_features(engine.manifest, engine.goldens().bags),
     )
@@ -74,6 +75,13 @@ def model_info(engine: Engine, name: str) -> ModelInfo:
 def lookup_threads(settings: ServeSettings) -> int:
     """Of one process, for large batches: its share of the cores that the server was given."""
     return max(1, available_cores() // settings.workers)
+
+
+def executor_threads(settings: ServeSettings, engines: Iterable[LookupEngine]) -> int:
+    """Of the executor that the batchers of all ``engines`` share: the pieces of a large batch and
+    a small one beside each; on GPUs all batches that may be there at once."""
+    at_once = sum(AT_ONCE * one.replicas for one in engines if one.waits_for_device)
+    return max(2 * lookup_threads(settings), at_once)
 
 
 def build_exchange(

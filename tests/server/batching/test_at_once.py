@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,6 +14,7 @@ from server.waiting import until
 
 from embedserve.batching.batcher import AT_ONCE, Batcher
 from embedserve.config import Limits
+from embedserve.engine.replicas import Replicas
 from embedserve.metrics.model_metrics import ModelMetrics
 
 USER: Bags = {"user": [[1, 2, 3]]}
@@ -49,6 +50,43 @@ async def test_what_comes_while_it_has_as_many_as_may_be_is_one_batch(
     for answer in [*running, *waiting]:
         assert np.array_equal((await answer).values, engine.expected(USER))
     assert [lookup.batch_size for lookup in engine.lookups] == [*[1] * AT_ONCE, 5]
+
+
+class OnTwoGpus:
+    """An engine whose replicas are two fake engines."""
+
+    waits_for_device = True
+
+    def __init__(self, each: Sequence[FakeEngine]) -> None:
+        self.replicas = len(each)
+        self.lookup = Replicas(each).lookup
+        self.to_float16 = each[0].to_float16
+        self.check = each[0].check
+
+
+async def test_each_replica_has_as_many_as_may_be(engine: FakeEngine) -> None:
+    each = [engine, FakeEngine(engine.model)]
+    both = OnTwoGpus(each)
+    at_once = AT_ONCE * len(each)
+    for one in each:
+        one.hold()
+    with ThreadPoolExecutor(at_once) as executor:
+        batcher = Batcher(both, engine.model, Limits(), ModelMetrics(engine.model), executor)
+        try:
+            running: list[Waiting] = []
+            while len(running) < at_once:
+                running.append(submit(batcher, engine.request(USER)))
+                await until(lambda: sum(len(one.lookups) for one in each) == len(running))
+            assert [len(one.lookups) for one in each] == [AT_ONCE] * len(each)
+            waiting = [submit(batcher, engine.request(USER)) for _ in range(3)]
+            await asyncio.sleep(0.02)
+            assert [len(one.lookups) for one in each] == [AT_ONCE] * len(each)
+        finally:
+            for one in each:
+                one.release()
+        for answer in [*running, *waiting]:
+            assert np.array_equal((await answer).values, engine.expected(USER))
+    assert sum(len(one.lookups) for one in each) == at_once + 1
 
 
 async def test_one_that_is_retired_is_kept_for_all_that_it_has(

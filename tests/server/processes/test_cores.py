@@ -6,10 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+from server.fake_engine import FakeEngine
 
+from embedserve.batching.batcher import AT_ONCE
 from embedserve.config import ServeSettings
 from embedserve.processes.cores import available_cores
-from embedserve.processes.server import lookup_threads
+from embedserve.processes.server import executor_threads, lookup_threads
 
 
 @pytest.fixture
@@ -84,3 +86,11 @@ def test_workers_share_what_this_process_has() -> None:
     assert 1 <= cores <= len(os.sched_getaffinity(0))
     assert lookup_threads(ServeSettings(store="", workers=1)) == cores
     assert lookup_threads(ServeSettings(store="", workers=2 * cores)) == 1
+
+
+def test_there_is_a_thread_for_each_batch_that_gpus_have_at_once() -> None:
+    settings, on_cpu = ServeSettings(store=""), FakeEngine()
+    on_gpus = FakeEngine(on_cpu.model)
+    on_gpus.waits_for_device, on_gpus.replicas = True, 500
+    assert executor_threads(settings, [on_cpu]) == 2 * lookup_threads(settings)
+    assert executor_threads(settings, [on_cpu, on_gpus, on_gpus]) == 2 * 500 * AT_ONCE

@@ -1,0 +1,119 @@
+"""Which replica a batch goes to, and that all of them answer the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from threading import Event
+
+import numpy as np
+import pytest
+from reference import sample, to_kjt
+
+from embedserve.engine.replicas import Replicas
+from embedserve.engine.restore import restore
+from embedserve_store import ModelVersion
+
+Publish = Callable[..., ModelVersion]
+
+WAIT_S = 10.0
+
+
+class Held:
+    """A replica that looks up until it may answer; then it answers with the ids, or fails."""
+
+    def __init__(self, came: SimpleQueue[Held]) -> None:
+        self.may_answer = Event()
+        self.failure: Exception | None = None
+        self._came = came
+
+    def lookup(
+        self,
+        ids: np.ndarray,
+        lengths: np.ndarray,
+        weights: np.ndarray | None = None,
+        in_half: bool = False,
+    ) -> np.ndarray:
+        self._came.put(self)
+        assert self.may_answer.wait(WAIT_S)
+        if self.failure is not None:
+            raise self.failure
+        return ids
+
+
+class Asked:
+    """Replicas that hold what they are asked, each batch in a thread of its own."""
+
+    def __init__(self, replicas: int, threads: ThreadPoolExecutor) -> None:
+        self._came: SimpleQueue[Held] = SimpleQueue()
+        self.each = [Held(self._came) for _ in range(replicas)]
+        self._replicas = Replicas(self.each)
+        self._threads = threads
+
+    def ask(self, ids: int) -> tuple[int, Future[np.ndarray]]:
+        """The number of the replica that a batch of one bag of so many ids went to; its answer."""
+        bag = np.zeros(ids, np.int64), np.full(1, ids, np.int32)
+        asked = self._threads.submit(self._replicas.lookup, *bag)
+        return self.each.index(self._came.get(timeout=WAIT_S)), asked
+
+    def answer(self) -> None:
+        for one in self.each:
+            one.may_answer.set()
+
+
+def test_a_batch_goes_where_least_is_under_way_and_equals_take_turns() -> None:
+    with ThreadPoolExecutor(8) as threads:
+        asked = Asked(3, threads)
+        try:
+            first = [asked.ask(ids) for ids in (100, 10, 50)]
+            assert [chosen for chosen, _ in first] == [0, 1, 2]
+            assert [asked.ask(ids)[0] for ids in (30, 20, 9)] == [1, 1, 2]  # beside 10, 41 and 50
+            asked.each[0].may_answer.set()
+            first[0][1].result(WAIT_S)
+            assert asked.ask(1)[0] == 0
+        finally:
+            asked.answer()
+
+
+def test_what_failed_is_not_under_way() -> None:
+    with ThreadPoolExecutor(2) as threads:
+        asked = Asked(2, threads)
+        asked.each[0].failure = ValueError("no")
+        chosen, failed = asked.ask(100)
+        assert chosen == 0
+        asked.answer()
+        with pytest.raises(ValueError, match="no"):
+            failed.result(WAIT_S)
+        asked.each[0].failure = None
+        went = []
+        for _ in range(4):
+            chosen, answered = asked.ask(1)
+            answered.result(WAIT_S)
+            went.append(chosen)
+        assert went == [1, 0, 1, 0]
+
+
+def test_each_answers_as_one_alone_would_to_many_at_once(published: Publish) -> None:
+    version = published(dtype="int8", sharding="table_wise")
+    engines = [restore(version), restore(version)]
+    replicas = Replicas(engines)
+    features = version.manifest.features
+    requests = [to_kjt(sample(version, size), features) for size in (1, 7, 100)]
+    random = np.random.default_rng(1)
+    weights = [random.normal(size=ids.size).astype(np.float32) for ids, _ in requests]
+    expected = [
+        [engines[0].lookup(*one), engines[0].lookup(*one, weight, in_half=True)]
+        for one, weight in zip(requests, weights, strict=True)
+    ]
+
+    def is_right(number: int) -> bool:
+        which = number % len(requests)
+        plain = replicas.lookup(*requests[which])
+        rounded = replicas.lookup(*requests[which], weights[which], True)
+        return np.array_equal(plain, expected[which][0]) and np.array_equal(
+            rounded, expected[which][1]
+        )
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(is_right, range(60)))
