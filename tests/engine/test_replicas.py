@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from reference import sample, to_kjt
 
+from embedserve.engine.engine import Engine
 from embedserve.engine.replicas import Replicas
 from embedserve.engine.restore import restore
-from embedserve_store import ModelVersion
+from embedserve_store import ModelVersion, StoreError
 
 Publish = Callable[..., ModelVersion]
 
@@ -92,6 +93,27 @@ def test_what_failed_is_not_under_way() -> None:
             answered.result(WAIT_S)
             went.append(chosen)
         assert went == [1, 0, 1, 0]
+
+
+class OfTwo(Engine):
+    """An engine whose second replica adds ``error`` to what it answers."""
+
+    error = 0.0
+
+    def each(self) -> list[Callable[..., np.ndarray]]:
+        return [self.lookup, lambda *batch: self.lookup(*batch) + self.error]
+
+
+def test_the_goldens_of_each_are_compared_at_the_start_and_later(published: Publish) -> None:
+    version = published(sharding="table_wise")
+    engine = OfTwo(version, version.plan, "cpu", [restore(version).compiled])
+    engine.warm_up()
+    engine.check()
+    engine.error = 1.0
+    with pytest.raises(StoreError, match="goldens are answered otherwise now"):
+        engine.check()
+    with pytest.raises(StoreError, match="are not the published ones"):
+        engine.warm_up()
 
 
 def test_each_answers_as_one_alone_would_to_many_at_once(published: Publish) -> None:

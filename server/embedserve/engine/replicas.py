@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from threading import Lock
 from typing import Protocol
 
@@ -48,20 +47,20 @@ class Replicas:
         in_half: bool = False,
     ) -> np.ndarray:
         """As Engine.lookup, by one of them."""
-        with self._least_loaded(ids.size + lengths.size) as replica:
-            return replica.lookup(ids, lengths, weights, in_half)
+        work = ids.size + lengths.size
+        chosen = self._begin(work)
+        try:
+            return self.each[chosen].lookup(ids, lengths, weights, in_half)
+        finally:
+            with self._lock:
+                self._under_way[chosen] -= work
 
-    @contextmanager
-    def _least_loaded(self, work: int) -> Iterator[Replica]:
-        """Within, it has so much more ``work``."""
+    def _begin(self, work: int) -> int:
+        """The number of the replica that has so much more ``work`` now."""
         count = len(self.each)
         with self._lock:
             in_turn = ((self._turn + i) % count for i in range(count))
             chosen = min(in_turn, key=self._under_way.__getitem__)
             self._under_way[chosen] += work
             self._turn = chosen + 1
-        try:
-            yield self.each[chosen]
-        finally:
-            with self._lock:
-                self._under_way[chosen] -= work
+        return chosen

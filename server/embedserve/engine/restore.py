@@ -172,6 +172,8 @@ def restore(
     else:
         compiled = [before_it]
     engine = Engine(version, plan, device_type, compiled)
+    if engine.replicas > 1:
+        logger.info("%s: %d replicas, a GPU for each", version.path, engine.replicas)
     if on_warming is not None:
         on_warming()
     engine.warm_up()
@@ -221,15 +223,15 @@ def _compile(
         for gpu in first_gpus:
             with _current(device_type, gpu):
                 sharded.append(_sharded(version, plan, device_type, gpu, sharded[:1]))
+        return [
+            _lookups(version, plan, device_type, gpu, models, is_eager=is_eager)
+            for gpu, models in zip(first_gpus, sharded, strict=True)
+        ]
     except RuntimeError as error:
         if "memory" not in str(error):
             raise
         reason = str(error).splitlines()[0]
         raise StoreError(f"{version.path}: does not fit on {device_type}: {reason}") from error
-    return [
-        _lookups(version, plan, device_type, gpu, models, is_eager=is_eager)
-        for gpu, models in zip(first_gpus, sharded, strict=True)
-    ]
 
 
 def _current(device_type: str, gpu: int) -> contextlib.AbstractContextManager[object]:
