@@ -23,7 +23,8 @@ class Replica(Protocol):
 
 class Replicas:
     """Gives each batch to the replica with the least work under way, in ids and bags; of equals to
-    the next in turn. From several threads at once.
+    the next in turn. From several threads at once; while no more than two batches for each
+    replica are under way, none has more work than two of the largest are.
 
     Attributes:
         each: all of them.
