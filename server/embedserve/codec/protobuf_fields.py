@@ -144,3 +144,24 @@ def read_varints(packed: bytes) -> np.ndarray:
         if not longer.size:
             return values.view(np.int64)
     raise ValueError(f"a number has over {VARINT_BYTES_MAX} bytes")
+
+
+class FieldsLeft:
+    """How many fields a message may have yet, at all its depths."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def take_out(
+        self, body: bytes, names: dict[int, str]
+    ) -> tuple[dict[str, list[memoryview]], list[memoryview]]:
+        """As take_out; raises TooManyFieldsError."""
+        self._count -= sum(1 for _ in _up_to(body, self._count))
+        return take_out(body, names, len(body))
+
+
+def _up_to(body: bytes, count: int) -> Iterator[object]:
+    for at, field in enumerate(fields(body)):
+        if at >= count:
+            raise TooManyFieldsError
+        yield field

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from embedserve.shared_memory.region import Region
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Place:
     """
     Attributes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
 
@@ -69,6 +69,18 @@ class Region:
         if len(data) < nbytes:
             raise self._wrong("its file is being cut short")
         return data
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fills ``buffers``, of bytes, one after the other, with what lies at ``offset``.
+
+        Raises:
+            InvalidRequestError: as read.
+        """
+        nbytes = sum(map(len, buffers))
+        with self.opened(offset + nbytes) as descriptor:
+            count = os.preadv(descriptor, buffers, self.offset + offset)
+        if count < nbytes:
+            raise self._wrong("its file is being cut short")
 
     def write(self, offset: int, values: memoryview) -> None:
         """Puts ``values`` (C-contiguous) at ``offset`` of the range.

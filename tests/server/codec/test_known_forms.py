@@ -15,6 +15,7 @@ from server.open_inference import LENGTH_HEADER, Asked, jagged
 from server.strategies import bags_of_ids
 
 from embedserve.codec.open_inference import bodies, known_bodies, known_messages, messages
+from embedserve.codec.open_inference.known import FORMS_MAX
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError
 from embedserve.types import LookupRequest
@@ -144,7 +145,7 @@ def test_what_is_remembered_is_bounded() -> None:
     first = message(Asked(jagged({"f": [[1]]})))
     known.remember(first, form_of(first), LIMITS)
     assert known.read(first, LIMITS) is not None
-    for at in range(known_messages.FORMS_MAX):
+    for at in range(FORMS_MAX):
         body = message(Asked(jagged({f"f{at}": [[1]]})))
         known.remember(body, form_of(body), LIMITS)
     assert known.read(first, LIMITS) is None

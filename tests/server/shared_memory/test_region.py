@@ -48,6 +48,9 @@ def test_what_lies_there_is_read_and_written(file: Path, opened: Open) -> None:
     region = opened()
     assert (region.name, region.key, region.offset, region.byte_size) == ("mine", "/ids", 10, 50)
     assert region.read(5, 20) == BYTES[15:35]
+    first, second = bytearray(3), bytearray(7)
+    region.read_into(40, [memoryview(first), memoryview(second)])
+    assert bytes(first + second) == BYTES[50:60]
     region.write(48, memoryview(b"ab"))
     assert file.read_bytes() == BYTES[:58] + b"ab" + BYTES[60:]
     assert opened("ids", 0, 100).read(0, 100) == file.read_bytes()

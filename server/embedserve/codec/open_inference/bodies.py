@@ -14,19 +14,19 @@ import msgspec
 import numpy as np
 
 from embedserve.codec.json_codec import NOW_BYTES_MAX, check_cost
+from embedserve.codec.open_inference import known_placed
 from embedserve.codec.open_inference.answers import (
     set_output,
     set_output_dtype,
 )
 from embedserve.codec.open_inference.known_bodies import forms
-from embedserve.codec.open_inference.places import find_place, read_placed
+from embedserve.codec.open_inference.places import PlacedTensor, find_place
 from embedserve.codec.open_inference.strings import read_strings
 from embedserve.codec.open_inference.tensors import (
     BYTES,
     DTYPES,
     Data,
     count,
-    lookup_request,
     wrong,
 )
 from embedserve.codec.open_inference.tensors import (
@@ -159,6 +159,14 @@ def _decode(
         known = forms.read(body, json_bytes, model, limits)
         if known is not None:
             return known
+    if regions and json_bytes in (None, len(body)):
+        of_placed = known_placed.forms.find(body, limits)
+        if of_placed is not None:
+            if is_now and not of_placed.is_quick:
+                return None
+            known = of_placed.read_known(regions, model)
+            if known is not None:
+                return known
     head, rest = _cut(body, json_bytes, limits)
     if len(head) > limits.request_values_max:  # else it cannot hold so many
         check_cost(head, limits)
@@ -169,7 +177,10 @@ def _decode(
     tensors = _tensors(parsed.inputs, rest, limits, regions, is_now=is_now)
     if tensors is None:
         return None
-    request = lookup_request(model, tensors, limits)
+    read = known_placed.read_request(model, *tensors, regions, limits, is_now=is_now)
+    if read is None:
+        return None
+    request, of_placed = read
     parameters = parsed.parameters or _Parameters()
     is_binary = parameters.binary_data_output
     if parsed.outputs:
@@ -182,6 +193,8 @@ def _decode(
     set_output_dtype(request, parameters.output_dtype)
     if len(rest) and not parsed.id and _is_plain(parsed, request):
         forms.remember(head, request, lambda marked: _sizes_of_same(marked, parsed))
+    if of_placed is not None and not parsed.id:
+        known_placed.forms.remember(head, of_placed, request)
     return request
 
 
@@ -189,29 +202,27 @@ def _is_plain(parsed: _Body, request: LookupRequest) -> bool:
     """Whether its inputs are F.ids and then F.lengths of each feature, integers in binary, and
     nothing lies in shared memory, which is its caller's alone."""
     names = [f"{name}.{part}" for name in request.features for part in ("ids", "lengths")]
-    are_binary = all(one.data is None and not _is_placed(one) for one in parsed.inputs)
-    is_other = bool(request.string_features) or any(map(_is_placed, parsed.outputs))
+    told: list[_Placed | None] = [one.parameters for one in parsed.inputs]
+    told += [one.parameters for one in parsed.outputs]
+    is_other = bool(request.string_features) or any(map(_is_placed, filter(None, told)))
+    are_binary = all(one.data is None for one in parsed.inputs)
     return are_binary and not is_other and [one.name for one in parsed.inputs] == names
 
 
-def _is_placed(one: _Input | _Output) -> bool:
-    """Whether it is to lie in shared memory."""
-    told = one.parameters
-    return told is not None and (
-        told.shared_memory_region is not None or told.shared_memory_byte_size is not None
-    )
+def _is_placed(told: _Placed) -> bool:
+    """Whether a tensor that is ``told`` so is to lie in shared memory."""
+    return told.shared_memory_region is not None or told.shared_memory_byte_size is not None
 
 
-def _place(tensor: Input | str, one: _Input | _Output, regions: Regions | None) -> Place:
-    told = one.parameters
-    assert told is not None  # it says that it is to lie in shared memory
+def _place(tensor: Input | str, told: _Placed, regions: Regions | None) -> Place:
     region, byte_size = told.shared_memory_region, told.shared_memory_byte_size
     return find_place(tensor, region, byte_size, told.shared_memory_offset, regions)
 
 
 def _places(outputs: list[_Output], regions: Regions | None) -> dict[str, Place] | None:
     """Of those that are to lie in shared memory."""
-    return {one.name: _place(one.name, one, regions) for one in outputs if _is_placed(one)} or None
+    told = [(one.name, one.parameters) for one in outputs if one.parameters is not None]
+    return {name: _place(name, one, regions) for name, one in told if _is_placed(one)} or None
 
 
 def _sizes_of_same(head: bytes, parsed: _Body) -> list[tuple[int, int]] | None:
@@ -257,18 +268,19 @@ def _tensors(
     regions: Regions | None,
     *,
     is_now: bool,
-) -> list[Input] | None:
-    """None as _decode."""
+) -> tuple[list[Input], list[PlacedTensor]] | None:
+    """(all inputs, those that lie in shared memory, which have no data yet); None as _decode."""
     tensors, position = [], 0
     text_bytes = 0
-    placed: list[tuple[Input, Place]] = []
+    placed: list[PlacedTensor] = []
     for one in inputs:
         tensor = Input(one.name, one.datatype, one.shape, b"")
-        size = None if one.parameters is None else one.parameters.binary_data_size
-        if _is_placed(one):
+        told = one.parameters
+        size = None if told is None else told.binary_data_size
+        if told is not None and _is_placed(told):
             if one.data is not None or size is not None:
                 raise wrong(tensor, "has data, and is to lie in shared memory: send one")
-            placed.append((tensor, _place(tensor, one, regions)))
+            placed.append((tensor, _place(tensor, told, regions)))
         elif size is None:
             tensor.data = _from_json(tensor, one.data)
         elif one.data is not None:
@@ -297,8 +309,7 @@ def _tensors(
             f"add up to {position}",
             "body",
         )
-    is_read = not placed or read_placed(placed, limits, is_now=is_now)
-    return tensors if is_read else None
+    return tensors, placed
 
 
 def _check_text(nbytes: int, limits: Limits) -> None:
@@ -364,6 +375,6 @@ def _is_binary(output: _Output, is_binary: bool) -> bool:
             f"outputs: {output.name[:200]!r} asks for a classification, which there is none of",
             "outputs",
         )
-    if _is_placed(output):
+    if _is_placed(parameters):
         return False
     return is_binary if parameters.binary_data is None else parameters.binary_data

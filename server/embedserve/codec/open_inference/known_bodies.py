@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from embedserve.codec.open_inference.known import Known
 from embedserve.codec.open_inference.known_messages import (
     BATCH_SIZES_MAX,
     FORM_INPUTS_MAX,
@@ -23,7 +24,6 @@ from embedserve.types import LookupRequest
 
 _INT64, _INT32 = np.dtype("<i8"), np.dtype("<i4")
 _frombuffer = np.frombuffer
-FORMS_MAX = 16
 FORM_BYTES_MAX = 8192
 DIGITS_MAX = 9
 NUMBERS_PER_FEATURE = 4
@@ -136,15 +136,12 @@ class Form:
         return request
 
 
-class Forms:
-    """The forms of the bodies met last; that met last comes first."""
-
-    def __init__(self) -> None:
-        self._known: list[Form] = []
+class Forms(Known[Form]):
+    """The forms of the bodies met last."""
 
     def read(self, body: bytes, end: int, model: str, limits: Limits) -> LookupRequest | None:
         """The request of a body of a known form; None of any other."""
-        for form in self._known:
+        for form in self:
             request = form.read(body, end, model, limits)
             if request is not None:
                 return request
@@ -172,8 +169,7 @@ class Forms:
         marked = b"".join(part for pair in zip(between, marks, strict=False) for part in pair)
         expected = [(_MARK + at, _MARK + at + 1) for at in range(0, numbers, 2)]
         if sizes_of(marked + between[-1]) == expected:
-            self._known.insert(0, Form(between, like))
-            del self._known[FORMS_MAX:]
+            self.add(Form(between, like))
 
 
 forms = Forms()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from embedserve.codec.open_inference.answers import set_output
+from embedserve.codec.open_inference.known import Known
 from embedserve.codec.open_inference.tensors import add_up
 from embedserve.codec.protobuf_fields import (
     LENGTH_DELIMITED,
@@ -28,7 +29,6 @@ _Request = pb.ModelInferRequest
 _Input = pb.ModelInferRequest.InferInputTensor
 _INT64, _INT32 = np.dtype("<i8"), np.dtype("<i4")
 _frombuffer = np.frombuffer
-FORMS_MAX = 16
 FORM_BYTES_MAX = 4096
 FORM_INPUTS_MAX = 128
 BATCH_SIZES_MAX = 32
@@ -206,15 +206,12 @@ def _count(body: bytes, position: int, stems: _Stems) -> tuple[int, int]:
     return -1, position
 
 
-class Forms:
-    """The forms of the messages met last; that met last comes first."""
-
-    def __init__(self) -> None:
-        self._known: list[Form] = []
+class Forms(Known[Form]):
+    """The forms of the messages met last."""
 
     def read(self, body: bytes, limits: Limits) -> LookupRequest | None:
         """The request in a message of a known form; None for any other."""
-        for form in self._known:
+        for form in self:
             if body.startswith(form.head):
                 request = form.read(body, limits)
                 if request is not None:
@@ -224,8 +221,7 @@ class Forms:
     def remember(self, body: bytes, form: Form, limits: Limits) -> None:
         """If ``body``, whose form is not known, is of ``form``: serializers may write otherwise."""
         if form.nbytes <= FORM_BYTES_MAX and form.read(body, limits) is not None:
-            self._known.insert(0, form)
-            del self._known[FORMS_MAX:]
+            self.add(form)
 
 
 forms = Forms()

@@ -7,27 +7,27 @@ Python objects is counted before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from math import prod
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from embedserve.codec.open_inference import known_placed
 from embedserve.codec.open_inference.answers import (
     set_output,
     set_output_dtype,
     versioned,
 )
 from embedserve.codec.open_inference.known_messages import FORM_INPUTS_MAX, Form, forms
-from embedserve.codec.open_inference.places import is_placed, place_in, read_placed
+from embedserve.codec.open_inference.places import PlacedTensor, is_placed, place_in
 from embedserve.codec.open_inference.strings import read_strings, text_of
 from embedserve.codec.open_inference.tensors import (
     BYTES,
     DTYPES,
     Data,
     count,
-    lookup_request,
     wrong,
 )
 from embedserve.codec.open_inference.tensors import Tensor as Input
@@ -35,6 +35,7 @@ from embedserve.codec.protobuf_fields import (
     I32,
     LENGTH_DELIMITED,
     VARINT,
+    FieldsLeft,
     TooManyFieldsError,
     count_varints,
     fields,
@@ -45,7 +46,6 @@ from embedserve.codec.protobuf_fields import (
 )
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.shared_memory.place import Place
 from embedserve.shared_memory.region import Regions
 from embedserve.types import LookupRequest
 from embedserve_proto import open_inference_pb2 as pb
@@ -96,11 +96,18 @@ def decode_now(
     known = forms.read(body, limits)
     if known is not None:
         return known
+    if regions:
+        form = known_placed.forms.find(body, limits)
+        if form is not None:
+            known = form.read_known(regions) if form.is_quick else None
+            if known is not None or not form.is_quick:
+                return known
     small_bytes = min(SMALL_BYTES, limits.request_values_max, limits.request_text_bytes_max)
     if len(body) <= small_bytes:
         message = _parse(body)
-        request = _request(message, message.raw_input_contents, None, limits, regions, is_now=True)
-        _remember(body, message, message.raw_input_contents, request, limits)
+        contents = message.raw_input_contents
+        request = _request(body, message, contents, None, limits, regions, is_now=True)
+        _remember(body, message, contents, request, limits)
         return request
     try:
         raw, rest = _take_raw(body, min(NOW_FIELDS_MAX, limits.request_values_max))
@@ -113,7 +120,7 @@ def decode_now(
     text_bytes = sum(len(one) for one, is_one in zip(raw, is_text, strict=False) if is_one)
     if text_bytes > NOW_BYTES_MAX:
         return None
-    request = _request(message, raw, None, limits, regions, is_now=True)
+    request = _request(body, message, raw, None, limits, regions, is_now=True)
     _remember(body, message, raw, request, limits)
     return request
 
@@ -125,7 +132,7 @@ def _remember(
     request: LookupRequest | None,
     limits: Limits,
 ) -> None:
-    """If all is raw: what lies in shared memory is its caller's alone, and of no form."""
+    """If all is raw; of what lies in shared memory known_placed.py has the forms."""
     if request is None or any(one.parameters for one in message.outputs):
         return
     inputs = len(message.inputs)
@@ -148,6 +155,11 @@ def decode_request(
         InvalidRequestError: it is none, or not a batch of jagged ids.
         RequestTooLargeError: it has more than ``limits`` allow, told before it is read.
     """
+    form = known_placed.forms.find(body, limits) if regions else None
+    if form is not None and regions is not None:
+        known = form.read_known(regions)
+        if known is not None:
+            return known
     try:
         raw, inputs, rest = _take_inputs(body, limits)
     except TooManyFieldsError as error:
@@ -173,7 +185,7 @@ def decode_request(
         except DecodeError as error:
             raise _malformed(error) from error
     of_inputs = [contents for contents, _ in inputs]
-    request = _request(message, raw, of_inputs, limits, regions, is_now=False)
+    request = _request(body, message, raw, of_inputs, limits, regions, is_now=False)
     assert request is not None  # it may take long
     return request
 
@@ -242,7 +254,7 @@ def _take_inputs(
     body: bytes, limits: Limits
 ) -> tuple[list[memoryview], list[tuple[_Contents, bytes]], list[memoryview]]:
     """(raw_input_contents; of each input its contents and itself without them; the rest)."""
-    left = _FieldsLeft(limits.request_values_max)
+    left = FieldsLeft(limits.request_values_max)
     try:
         taken, rest = left.take_out(body, {RAW_TAG: "raw", INPUTS_TAG: "inputs"})
         inputs = []
@@ -261,28 +273,8 @@ def _take_inputs(
     return taken.get("raw", []), inputs, rest
 
 
-class _FieldsLeft:
-    """How many fields a message may have yet, at all its depths."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def take_out(
-        self, body: bytes, names: dict[int, str]
-    ) -> tuple[dict[str, list[memoryview]], list[memoryview]]:
-        """As take_out; raises TooManyFieldsError."""
-        self._count -= sum(1 for _ in _up_to(body, self._count))
-        return take_out(body, names, len(body))
-
-
-def _up_to(body: bytes, count: int) -> Iterator[object]:
-    for at, field in enumerate(fields(body)):
-        if at >= count:
-            raise TooManyFieldsError
-        yield field
-
-
 def _request(
+    body: bytes,
     message: pb.ModelInferRequest,
     raw: Sequence[bytes | memoryview],
     contents: Sequence[_Contents] | None,
@@ -294,6 +286,7 @@ def _request(
     """The request of ``message``; None where it is to be made now, and would take long.
 
     Args:
+        body: its bytes.
         raw: its raw_input_contents.
         contents: of each input, which the message has not; None: it has them.
     """
@@ -304,7 +297,7 @@ def _request(
             "raw_input_contents",
         )
     tensors: list[Input] = []
-    placed: list[tuple[Input, Place]] = []
+    placed: list[PlacedTensor] = []
     left = iter(raw)
     for at, one in enumerate(message.inputs):
         tensor = Input(one.name, one.datatype, one.shape[:], b"")
@@ -324,9 +317,11 @@ def _request(
         else:
             data = next(left)
             tensor.data = _raw_strings(tensor, data, limits) if one.datatype == BYTES else data
-    if placed and not read_placed(placed, limits, is_now=is_now):
+    model = versioned(message.model_name, message.model_version)
+    read = known_placed.read_request(model, tensors, placed, regions, limits, is_now=is_now)
+    if read is None:
         return None
-    request = lookup_request(versioned(message.model_name, message.model_version), tensors, limits)
+    request, form = read
     outputs = message.outputs
     names = [one.name for one in outputs] if outputs else ()
     places = {
@@ -337,6 +332,8 @@ def _request(
     set_output(request, message.id, names, (True,) * len(names), True, limits, places or None)
     if message.parameters and "output_dtype" in message.parameters:
         set_output_dtype(request, message.parameters["output_dtype"].string_param)
+    if form is not None and not message.id:
+        known_placed.forms.remember(body, form, request)
     return request
 
 

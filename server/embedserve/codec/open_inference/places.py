@@ -30,7 +30,7 @@ NOW_TEXT_BYTES_MAX = 64 << 10
 """Of them, of strings."""
 NOW_TENSORS_MAX = 128
 _Parameters = Mapping[str, pb.InferParameter]
-_PlacedTensor = tuple[Tensor, Place]
+PlacedTensor = tuple[Tensor, Place]
 
 
 def find_place(
@@ -88,7 +88,7 @@ def place_in(parameters: _Parameters, tensor: Tensor | str, regions: Regions | N
     return find_place(tensor, region, byte_size, offset, regions)
 
 
-def read_placed(placed: Sequence[_PlacedTensor], limits: Limits, *, is_now: bool) -> bool:
+def read_placed(placed: Sequence[PlacedTensor], limits: Limits, *, is_now: bool) -> bool:
     """Gives each tensor its data; False where that would take long and is to be done ``is_now``:
     then none has any.
 
@@ -112,7 +112,7 @@ def read_placed(placed: Sequence[_PlacedTensor], limits: Limits, *, is_now: bool
     if is_now and (is_much or text_bytes > NOW_TEXT_BYTES_MAX):
         return False
     count_max, limit = limits.request_values_max, limits.said("request_values_max")
-    for run in _runs(placed):
+    for run in runs(placed):
         (_, first), (_, last) = run[0], run[-1]
         data = memoryview(first.region.read(first.offset, last.offset + last.nbytes - first.offset))
         for tensor, place in run:
@@ -125,9 +125,9 @@ def read_placed(placed: Sequence[_PlacedTensor], limits: Limits, *, is_now: bool
     return True
 
 
-def _runs(placed: Sequence[_PlacedTensor]) -> Iterator[list[_PlacedTensor]]:
+def runs(placed: Sequence[PlacedTensor]) -> Iterator[list[PlacedTensor]]:
     """Those that lie one behind the other, as most callers have them, to be read at once."""
-    run: list[_PlacedTensor] = []
+    run: list[PlacedTensor] = []
     for one in placed:
         if run:
             before, place = run[-1][1], one[1]

@@ -37,6 +37,8 @@ NAME_CHARACTERS_MAX = 200
 
 Data = bytes | memoryview | np.ndarray | list[str]
 """The numbers of a tensor, little-endian and row-major; of BYTES its strings."""
+Sizes = tuple[tuple[str, ...], list[int], int]
+"""Of plain features: their names, their counts of ids, and how many examples they have."""
 
 
 @dataclass(slots=True)
@@ -93,20 +95,23 @@ def lookup_request(model: str, tensors: Sequence[Tensor], limits: Limits) -> Loo
     return _any(model, features, batch_size, limits)
 
 
-def _quick(model: str, tensors: Sequence[Tensor], limits: Limits) -> LookupRequest | None:
-    """The request of features as most callers give them, integers in binary, each F.ids and then
-    F.lengths; None for any other, and one with anything wrong."""
+def plain_sizes(tensors: Sequence[Tensor], sizes: Sequence[int], limits: Limits) -> Sizes | None:
+    """What features have as most callers give them, integers in binary, each F.ids and then
+    F.lengths; None for any other, and ones with anything wrong.
+
+    Args:
+        sizes: of each of ``tensors`` the bytes.
+    """
     if not tensors or len(tensors) % 2 or len(tensors) > 2 * limits.request_features_max:
         return None
     shape = tensors[1].shape
     if len(shape) != 1 or not 0 < shape[0] <= limits.request_examples_max:
         return None
     names: list[str] = []
-    ids: list[Any] = []
-    lengths: list[Any] = []
     counts: list[int] = []
     lengths_bytes = shape[0] * _INT32.itemsize
-    for one, bags in zip(tensors[::2], tensors[1::2], strict=True):
+    pairs = zip(tensors[::2], tensors[1::2], sizes[::2], sizes[1::2], strict=True)
+    for one, bags, ids_bytes, bags_bytes in pairs:
         name = one.name[:-4]
         size = one.shape
         if (
@@ -117,21 +122,30 @@ def _quick(model: str, tensors: Sequence[Tensor], limits: Limits) -> LookupReque
             or bags.datatype != "INT32"
             or len(size) != 1
             or bags.shape != shape
-            or len(one.data) != size[0] * 8
-            or len(bags.data) != lengths_bytes
+            or ids_bytes != size[0] * 8
+            or bags_bytes != lengths_bytes
         ):
             return None
         names.append(name)
-        ids.append(one.data)
-        lengths.append(bags.data)
         counts.append(size[0])
     if len(set(names)) < len(names) or sum(counts) > limits.request_ids_max:
         return None
-    joined = np.frombuffer(b"".join(lengths), _INT32)
-    if not add_up(joined, shape[0], counts):
+    return tuple(names), counts, shape[0]
+
+
+def _quick(model: str, tensors: Sequence[Tensor], limits: Limits) -> LookupRequest | None:
+    """The request of features with `plain_sizes`; None for any other, and one with anything
+    wrong."""
+    data: list[Any] = [one.data for one in tensors]
+    sizes = plain_sizes(tensors, [*map(len, data)], limits)
+    if sizes is None:
         return None
-    integers = np.frombuffer(b"".join(ids), _INT64)
-    return LookupRequest(model, tuple(names), integers, joined, None, shape[0])
+    names, counts, batch_size = sizes
+    joined = np.frombuffer(b"".join(data[1::2]), _INT32)
+    if not add_up(joined, batch_size, counts):
+        return None
+    integers = np.frombuffer(b"".join(data[::2]), _INT64)
+    return LookupRequest(model, names, integers, joined, None, batch_size)
 
 
 def add_up(lengths: np.ndarray, batch_size: int, counts: Sequence[int]) -> bool:
