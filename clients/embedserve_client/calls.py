@@ -1,14 +1,14 @@
-"""HTTP calls as data: what to send, how to read what comes back, and which calls answer a question.
+"""HTTP calls as data: what to send, and how to read what comes back.
 
 Nothing here does I/O, so that the sync and the async client differ in the sending alone. Errors of
 the server and of httpx become ours here.
 """
 
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 import httpx
 
@@ -80,34 +80,6 @@ class Call(Generic[T]):
         if response.status_code != httpx.codes.OK:
             raise self.read_error(response)
         return self.read(response.content)
-
-
-Steps: TypeAlias = Generator[Call[Any], Any, T]
-"""Calls, one after the other: what each was answered is sent back, and what it raised is thrown.
-What it returns answers the question."""
-
-
-@dataclass(frozen=True)
-class Question(Generic[T]):
-    """What a client is asked.
-
-    Attributes:
-        steps: those of one try, which may take so long.
-        timeout_s: of all tries together; None is no limit.
-    """
-
-    steps: Callable[[float | None], Steps[T]]
-    timeout_s: float | None
-
-
-def one_call(make: Callable[[float | None], Call[T]], timeout_s: float | None) -> Question[T]:
-    """That one call answers, which may take so long."""
-
-    def steps(timeout_s: float | None) -> Steps[T]:
-        answer: T = yield make(timeout_s)
-        return answer
-
-    return Question(steps, timeout_s)
 
 
 @contextmanager

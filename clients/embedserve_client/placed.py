@@ -1,25 +1,22 @@
-"""Requests whose ids lie in shared memory, and the answers whose vectors do, as calls.
+"""Requests whose ids lie in shared memory, and the answers whose vectors do, whatever the protocol.
 
 By Triton's system shared memory extension of the Open Inference Protocol: a file is registered
-once; a request says where in it each tensor lies.
+once; a request says where in it each tensor lies. REST's calls are made by rest_placed.py, gRPC's
+by rpc_placed.py.
 """
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias
-from urllib.parse import quote
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
-import httpx
 import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_client.batch import Batch
-from embedserve_client.calls import Call, error_of
 from embedserve_client.errors import EmbedServeClientError, InvalidRequest, ServerError
 from embedserve_client.regions import Region
-from embedserve_client.result import EmbedResult, Layout, OutputDType
+from embedserve_client.result import Layout, OutputDType
 
 VECTORS_ALIGNED_BYTES = 64
 POOLED = "pooled"
@@ -28,7 +25,13 @@ OUTPUTS_MAX = 64
 """That a server writes to shared memory, of a request."""
 Output: TypeAlias = tuple[str, tuple[int, int]]
 """A name and a shape."""
-_DATATYPES = {"float32": "FP32", "float16": "FP16"}
+REGION = "shared_memory_region"
+OFFSET = "shared_memory_offset"
+BYTE_SIZE = "shared_memory_byte_size"
+"""Parameters of a tensor."""
+UNKNOWN_IDS = "unknown_ids."
+"""What parameters of an answer begin with that count unknown ids."""
+DATATYPES = {"float32": "FP32", "float16": "FP16"}
 _DTYPES: dict[str, np.dtype[Any]] = {"FP32": np.dtype("<f4"), "FP16": np.dtype("<f2")}
 
 
@@ -74,14 +77,15 @@ class Lookup:
     """A request that `may_be_placed`.
 
     Attributes:
-        over_the_connection: the call that asks /embed for the same, within so many seconds.
+        headers: that say who asks; gRPC has them as metadata.
+        over_the_connection: the call that asks for the same by its message, within so many seconds.
     """
 
     batch: Batch
     model: str | None
     output_dtype: OutputDType
     headers: Mapping[str, str]
-    over_the_connection: Callable[[float | None], Call[EmbedResult]]
+    over_the_connection: Callable[[float | None], Any]
 
     @property
     def start(self) -> int:
@@ -94,7 +98,7 @@ class Lookup:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Of vectors."""
-        return _DTYPES[_DATATYPES[self.output_dtype]]
+        return _DTYPES[DATATYPES[self.output_dtype]]
 
     def nbytes(self, form: Form) -> int:
         """Of ids, and of vectors of a version."""
@@ -116,129 +120,103 @@ class Answer:
 def may_be_placed(batch: Batch, output_dtype: object, output_keys: object) -> bool:
     """Whether a request may go through shared memory."""
     has_all_keys = isinstance(output_keys, list | tuple) and not output_keys
-    is_named = isinstance(output_dtype, str) and output_dtype in _DATATYPES
+    is_named = isinstance(output_dtype, str) and output_dtype in DATATYPES
     return has_all_keys and is_named and not batch.string_keys
 
 
-def put(batch: Batch, region: Region) -> list[dict[str, Any]]:
-    """Writes all tensors, one behind the other; the inputs that say where each lies."""
+class Tensor(NamedTuple):
+    """One of a request, in shared memory; an output has no datatype and no size yet."""
+
+    name: str
+    offset: int
+    nbytes: int
+    datatype: str = ""
+    size: int = 0
+
+
+class PlacedCalls(Protocol):
+    """Makes the calls of a protocol, each within so many seconds."""
+
+    def register(self, region: Region, timeout_s: float | None) -> Any:
+        """Raises InvalidRequest where the server has no shared memory, or another; NotPlaced where
+        it has no room, or does not know who asks."""
+
+    def infer(
+        self,
+        region: Region,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        lookup: Lookup,
+        model: str,
+        timeout_s: float | None,
+    ) -> Any:
+        """Answered by an Answer; model: its own name, for a lookup that names none."""
+
+
+def put(batch: Batch, region: Region) -> list[Tensor]:
+    """Writes all tensors, one behind the other; where each lies."""
     lengths = np.ascontiguousarray(batch.lengths, "<i4").reshape(len(batch.keys), batch.batch_size)
     ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64)).tolist()
     parts = [("ids", "INT64", np.ascontiguousarray(batch.ids, "<i8"))]
     if batch.weights is not None:
         parts.append(("weights", "FP32", np.ascontiguousarray(batch.weights, "<f4")))
-    inputs: list[dict[str, Any]] = []
+    inputs: list[Tensor] = []
     start = offset = 0
     for key, of_key, end in zip(batch.keys, lengths, ends, strict=True):
         tensors = [(part, datatype, values[start:end]) for part, datatype, values in parts]
         # In this order the server reads them soonest.
         for part, datatype, values in (tensors[0], ("lengths", "INT32", of_key), *tensors[1:]):
-            inputs.append(
-                {
-                    "name": f"{key}.{part}",
-                    "datatype": datatype,
-                    "shape": [values.size],
-                    "parameters": _placed(region, offset, values.nbytes),
-                }
-            )
+            name = f"{key}.{part}"
+            inputs.append(Tensor(name, offset, values.nbytes, datatype, values.size))
             offset = region.write(offset, values)
         start = end
     return inputs
 
 
-def _placed(region: Region, offset: int, nbytes: int) -> dict[str, Any]:
-    return {
-        "shared_memory_region": region.name,
-        "shared_memory_offset": offset,
-        "shared_memory_byte_size": nbytes,
-    }
-
-
-def register_call(region: Region, prefix: str, timeout_s: float | None) -> Call[None]:
-    told = {"key": region.key, "offset": 0, "byte_size": region.nbytes}
-    return Call(
-        method="POST",
-        path=f"/v2/systemsharedmemory/region/{quote(region.name, safe='')}/register",
-        read=lambda body: None,
-        timeout_s=timeout_s,
-        content=json.dumps(told).encode(),
-        headers={"Content-Type": "application/json"},
-        read_error=partial(_register_error, prefix),
-    )
-
-
-def _register_error(prefix: str, response: httpx.Response) -> EmbedServeClientError:
-    """Of a server that has no shared memory, or another; where it has no room, or does not know who
-    asks, it is asked without."""
-    if response.status_code in (400, 404):
-        said = "the server has no shared memory: it is started with --shared-memory"
-        if response.status_code == 400:
-            said = _message(response)
-        return InvalidRequest(f"shared_memory is {prefix!r}: {said}", field="shared_memory")
-    return _error(response)
-
-
-def infer_call(
-    region: Region,
-    inputs: list[dict[str, Any]],
-    outputs: list[Output],
-    lookup: Lookup,
-    model: str,
-    timeout_s: float | None,
-) -> Call[Answer]:
-    """model: its own name, for a lookup that names none."""
-    told, offset = [], lookup.start
+def wanted(outputs: Iterable[Output], lookup: Lookup) -> list[Tensor]:
+    """Where they are to lie, one behind the other."""
+    tensors, offset = [], lookup.start
     for name, (rows, width) in outputs:
         nbytes = rows * width * lookup.dtype.itemsize
-        told.append({"name": name, "parameters": _placed(region, offset, nbytes)})
+        tensors.append(Tensor(name, offset, nbytes))
         offset += nbytes
-    body = {
-        "inputs": inputs,
-        "outputs": told,
-        "parameters": {"output_dtype": _DATATYPES[lookup.output_dtype]},
+    return tensors
+
+
+def answer_of(
+    model: str,
+    version: str,
+    outputs: Iterable[tuple[str, Iterable[int], str, bool]],
+    parameters: Iterable[tuple[str, int]],
+) -> Answer:
+    """outputs: (name, shape, datatype, whether it lies in shared memory). ValueError or LookupError
+    where that is none."""
+    told = list(outputs)
+    (datatype,) = {one for _, _, one, _ in told}
+    if not all(is_placed for _, _, _, is_placed in told):
+        raise ValueError("an output is not in shared memory")
+    unknown_ids = {
+        name.removeprefix(UNKNOWN_IDS): int(number)
+        for name, number in parameters
+        if name.startswith(UNKNOWN_IDS)
     }
-    name = model if lookup.model is None else lookup.model
-    return Call(
-        method="POST",
-        path=f"/v2/models/{quote(name, safe='@')}/infer",
-        read=_read_answer,
-        timeout_s=timeout_s,
-        content=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json", **lookup.headers},
-        read_error=_error,
-    )
+    shapes: list[Any] = [(name, (*shape,)) for name, shape, _, _ in told]
+    return Answer(model, int(version), shapes, _DTYPES[datatype], unknown_ids)
 
 
-def _read_answer(body: bytes) -> Answer:
-    """ServerError where it is none."""
+@contextmanager
+def reading() -> Iterator[None]:
+    """Has what cannot be read as an answer be a ServerError."""
     try:
-        told = json.loads(body)
-        outputs = [(one["name"], (*one["shape"],)) for one in told["outputs"]]
-        (datatype,) = {one["datatype"] for one in told["outputs"]}
-        if any("shared_memory_region" not in one["parameters"] for one in told["outputs"]):
-            raise ValueError("an output is not in shared memory")
-        unknown_ids = {
-            name.removeprefix("unknown_ids."): int(number)
-            for name, number in told.get("parameters", {}).items()
-            if name.startswith("unknown_ids.")
-        }
-        version = int(told["model_version"])
-        return Answer(told["model_name"], version, outputs, _DTYPES[datatype], unknown_ids)
+        yield
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ServerError(f"the server's answer is no inference: {error!r}") from error
 
 
-def _error(response: httpx.Response) -> EmbedServeClientError:
-    """Of a request with tensors in shared memory; what is busy or failed is so without, too."""
-    status = response.status_code
-    if 400 <= status < 500 and status != httpx.codes.TOO_MANY_REQUESTS:
-        return NotPlaced(_message(response))
-    return error_of(response)
+def no_shared_memory(prefix: str) -> InvalidRequest:
+    said = "the server has no shared memory: it is started with --shared-memory"
+    return wrong_shared_memory(prefix, said)
 
 
-def _message(response: httpx.Response) -> str:
-    """In the protocol's own form of errors."""
-    try:
-        return str(json.loads(response.content)["error"])
-    except (ValueError, LookupError, TypeError):
-        return f"status {response.status_code}: {response.text[:200]}"
+def wrong_shared_memory(prefix: str, said: str) -> InvalidRequest:
+    return InvalidRequest(f"shared_memory is {prefix!r}: {said}", field="shared_memory")

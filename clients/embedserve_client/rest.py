@@ -4,8 +4,6 @@ They send the calls that `rest_calls` makes, let it read the answers, and try ag
 happens here.
 """
 
-import asyncio
-import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self, TypeVar
@@ -14,12 +12,12 @@ import httpx
 
 from embedserve_client.addresses import base_url_of, unix_path_of
 from embedserve_client.batch import Features, Weights
-from embedserve_client.calls import Call, Question, Steps, httpx_errors
-from embedserve_client.errors import EmbedServeClientError
+from embedserve_client.calls import Call, httpx_errors
 from embedserve_client.models import ModelInfo, ModelList
+from embedserve_client.questions import answer, answer_async
 from embedserve_client.rest_calls import RestCalls
 from embedserve_client.result import EmbedResult, OutputDType
-from embedserve_client.retries import Tries, check_retries
+from embedserve_client.retries import check_retries
 from embedserve_client.security import Files, headers_of, tls_context
 
 T = TypeVar("T")
@@ -92,19 +90,18 @@ class EmbedClient:
         output_keys: those that the answer is to have; none: all of the model.
         routing_key: who asks, answered by the same version each time where several share the model.
         """
-        return self._answer(
-            self._calls.embed(
-                features, weights, model, timeout_s, output_dtype, output_keys, routing_key
-            )
+        question = self._calls.embed(
+            features, weights, model, timeout_s, output_dtype, output_keys, routing_key
         )
+        return answer(question, self._retries, self._send)
 
     def models(self) -> ModelList:
         """Every served model."""
-        return self._answer(self._calls.models())
+        return answer(self._calls.models(), self._retries, self._send)
 
     def model(self, name: str) -> ModelInfo:
         """One served model; UnknownModel if there is none of that name."""
-        return self._answer(self._calls.model(name))
+        return answer(self._calls.model(name), self._retries, self._send)
 
     def close(self) -> None:
         """Closes the connections, and removes what is in shared memory."""
@@ -121,32 +118,6 @@ class EmbedClient:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _answer(self, question: Question[T]) -> T:
-        tries, left_s = Tries(self._retries, question.timeout_s), question.timeout_s
-        while True:
-            try:
-                return self._walk(question.steps(left_s))
-            except EmbedServeClientError as error:
-                pause_s = tries.pause_s(error)
-                if pause_s is None:
-                    raise
-            time.sleep(pause_s)
-            left_s = tries.left_s()
-
-    def _walk(self, steps: Steps[T]) -> T:
-        try:
-            call = next(steps)
-            while True:
-                try:
-                    answer = self._send(call)
-                except BaseException as error:
-                    call = steps.throw(error)
-                else:
-                    call = steps.send(answer)
-        except StopIteration as end:
-            result: T = end.value
-            return result
 
     def _send(self, call: Call[T]) -> T:
         with httpx_errors():
@@ -202,19 +173,18 @@ class AsyncEmbedClient:
         output_keys: those that the answer is to have; none: all of the model.
         routing_key: who asks, answered by the same version each time where several share the model.
         """
-        return await self._answer(
-            self._calls.embed(
-                features, weights, model, timeout_s, output_dtype, output_keys, routing_key
-            )
+        question = self._calls.embed(
+            features, weights, model, timeout_s, output_dtype, output_keys, routing_key
         )
+        return await answer_async(question, self._retries, self._send)
 
     async def models(self) -> ModelList:
         """Every served model."""
-        return await self._answer(self._calls.models())
+        return await answer_async(self._calls.models(), self._retries, self._send)
 
     async def model(self, name: str) -> ModelInfo:
         """One served model; UnknownModel if there is none of that name."""
-        return await self._answer(self._calls.model(name))
+        return await answer_async(self._calls.model(name), self._retries, self._send)
 
     async def close(self) -> None:
         """Closes the connections, and removes what is in shared memory."""
@@ -231,32 +201,6 @@ class AsyncEmbedClient:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
-
-    async def _answer(self, question: Question[T]) -> T:
-        tries, left_s = Tries(self._retries, question.timeout_s), question.timeout_s
-        while True:
-            try:
-                return await self._walk(question.steps(left_s))
-            except EmbedServeClientError as error:
-                pause_s = tries.pause_s(error)
-                if pause_s is None:
-                    raise
-            await asyncio.sleep(pause_s)
-            left_s = tries.left_s()
-
-    async def _walk(self, steps: Steps[T]) -> T:
-        try:
-            call = next(steps)
-            while True:
-                try:
-                    answer = await self._send(call)
-                except BaseException as error:
-                    call = steps.throw(error)
-                else:
-                    call = steps.send(answer)
-        except StopIteration as end:
-            result: T = end.value
-            return result
 
     async def _send(self, call: Call[T]) -> T:
         with httpx_errors():

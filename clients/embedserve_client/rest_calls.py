@@ -9,7 +9,7 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from embedserve_client.batch import Features, Weights, batch_of
-from embedserve_client.calls import Call, Question, one_call
+from embedserve_client.calls import Call
 from embedserve_client.deadline import check_timeout, timeout_of
 from embedserve_client.models import (
     ModelInfo,
@@ -17,10 +17,12 @@ from embedserve_client.models import (
     model_info_from_json,
     model_list_from_json,
 )
-from embedserve_client.placed import Lookup, may_be_placed
+from embedserve_client.placed import Lookup
+from embedserve_client.questions import Question, one_call
+from embedserve_client.rest_placed import RestPlaced
 from embedserve_client.result import EmbedResult, OutputDType
 from embedserve_client.routing import routing_headers
-from embedserve_client.shared_memory import SharedMemory
+from embedserve_client.shared_memory import SharedMemory, ask
 from embedserve_client.wire import AnswerReader, request_of
 
 T = TypeVar("T")
@@ -35,7 +37,9 @@ class RestCalls:
     def __init__(self, timeout_s: float | None, shared_memory: str | None) -> None:
         self._timeout_s = check_timeout(timeout_s)
         self._answers = AnswerReader()
-        self._shared = None if shared_memory is None else SharedMemory(shared_memory)
+        self._shared: SharedMemory | None = None
+        if shared_memory is not None:
+            self._shared = SharedMemory(shared_memory, RestPlaced(shared_memory))
 
     def embed(
         self,
@@ -63,10 +67,8 @@ class RestCalls:
                 headers={"Content-Type": _PROTOBUF, "Accept": _PROTOBUF, **routing},
             )
 
-        if self._shared is None or not may_be_placed(batch, output_dtype, output_keys):
-            return one_call(over_the_connection, timeout_s)
         lookup = Lookup(batch, model, output_dtype, routing, over_the_connection)
-        return Question(partial(self._shared.steps, lookup), timeout_s)
+        return ask(self._shared, lookup, output_keys, timeout_s)
 
     def models(self) -> Question[ModelList]:
         """GET /models."""

@@ -1,36 +1,32 @@
 """The gRPC clients: one channel, single calls and streams.
 
-They call the generated stub; requests, answers and errors are `wire`'s, `stream`'s and
-`rpc_calls`'s.
+They send the calls that `rpc_questions` makes, let it read the answers, and try again; streams are
+`stream`'s. Nothing else happens here.
 """
 
-import asyncio
-import time
-from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable, Sequence
 from functools import partial
-from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import grpc
 
 from embedserve_client.addresses import target_of
-from embedserve_client.batch import Features, Weights, batch_of
-from embedserve_client.deadline import check_timeout, timeout_of
-from embedserve_client.errors import EmbedServeClientError
-from embedserve_client.models import ModelInfo, ModelList, model_info_of, model_list_of
+from embedserve_client.batch import Features, Weights
+from embedserve_client.deadline import check_timeout
+from embedserve_client.models import ModelInfo, ModelList
+from embedserve_client.questions import answer, answer_async
 from embedserve_client.result import EmbedResult, OutputDType
-from embedserve_client.retries import Tries, check_retries
-from embedserve_client.routing import routing_headers
-from embedserve_client.rpc_calls import channel_options, grpc_errors
+from embedserve_client.retries import check_retries
+from embedserve_client.rpc_calls import Rpc, channel_options, grpc_errors
+from embedserve_client.rpc_questions import RpcQuestions
 from embedserve_client.security import Files, channel_credentials, headers_of
 from embedserve_client.stream import StreamAnswer, StreamItem, stream_answers, stream_answers_async
-from embedserve_client.wire import AnswerReader, request_of
-from embedserve_proto import embedding_pb2 as pb
-from embedserve_proto import embedding_pb2_grpc as pb_grpc
+
+T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 10.0
 DEFAULT_RECEIVE_BYTES_MAX = 64 * 2**20
-NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class GrpcEmbedClient:
@@ -50,6 +46,7 @@ class GrpcEmbedClient:
     token: says who asks, where the server wants to know.
     ca: a PEM file of whom to trust with https://, in place of the system's authorities.
     certificate: PEM files of the client's own and its key, where the server wants one.
+    shared_memory: as of `EmbedClient`; streams go over the channel.
     """
 
     def __init__(
@@ -63,15 +60,14 @@ class GrpcEmbedClient:
         token: str | None = None,
         ca: str | None = None,
         certificate: Files | None = None,
+        shared_memory: str | None = None,
     ) -> None:
-        self._timeout_s = check_timeout(timeout_s)
-        self._retries = check_retries(retries)
-        self._answers = AnswerReader()
+        timeout_s, self._retries = check_timeout(timeout_s), check_retries(retries)
         self._metadata = tuple(headers_of(token).items())
         if credentials is None and (ca is not None or certificate is not None):
             credentials = channel_credentials(ca, certificate)
         self._channel = _open_channel(grpc, target, receive_bytes_max, credentials)
-        self._stub = _stub_of(self._channel)
+        self._questions = RpcQuestions(self._channel, timeout_s, shared_memory)
 
     def embed(
         self,
@@ -91,11 +87,10 @@ class GrpcEmbedClient:
         output_keys: those that the answer is to have; none: all of the model.
         routing_key: who asks, answered by the same version each time where several share the model.
         """
-        batch = batch_of(features, weights)
-        request = request_of(batch, model, output_dtype, output_keys)
-        timeout_s = timeout_of(timeout_s, self._timeout_s)
-        answer = self._call(self._stub.Embed, request, timeout_s, routing_headers(routing_key))
-        return self._answers.read(answer, batch.batch_size)
+        question = self._questions.embed(
+            features, weights, model, timeout_s, output_dtype, output_keys, routing_key
+        )
+        return answer(question, self._retries, self._send)
 
     def embed_stream(
         self, items: Iterable[StreamItem], *, timeout_s: float | None = None
@@ -108,39 +103,30 @@ class GrpcEmbedClient:
         what ends the stream, and what items itself raises; closing it cancels the rest.
         """
         open_call = partial(
-            self._stub.EmbedStream, timeout=check_timeout(timeout_s), metadata=self._metadata
+            self._questions.stub.EmbedStream,
+            timeout=check_timeout(timeout_s),
+            metadata=self._metadata,
         )
-        return stream_answers(open_call, items, self._answers)
+        return stream_answers(open_call, items, self._questions.answers)
 
     def models(self) -> ModelList:
         """Every served model."""
-        request = pb.ListModelsRequest()
-        return model_list_of(self._call(self._stub.ListModels, request, self._timeout_s))
+        return answer(self._questions.models(), self._retries, self._send)
 
     def model(self, name: str) -> ModelInfo:
         """One served model; UnknownModel if there is none of that name."""
-        request = pb.GetModelRequest(model=name)
-        return model_info_of(self._call(self._stub.GetModel, request, self._timeout_s))
+        return answer(self._questions.model(name), self._retries, self._send)
 
-    def _call(
-        self, method: Any, request: Any, timeout_s: float | None, more: Mapping[str, str] = NOTHING
-    ) -> Any:
-        """``more`` metadata than every call has."""
-        metadata = (*self._metadata, *more.items())
-        tries = Tries(self._retries, timeout_s)
-        while True:
-            try:
-                with grpc_errors():
-                    return method(request, timeout=tries.left_s(), metadata=metadata)
-            except EmbedServeClientError as error:
-                pause_s = tries.pause_s(error)
-                if pause_s is None:
-                    raise
-            time.sleep(pause_s)
+    def _send(self, call: Rpc[T]) -> T:
+        with grpc_errors(call.read_error):
+            message = call.begin(self._metadata)
+        return call.read(message)
 
     def close(self) -> None:
-        """Closes the channel; calls under way are cancelled."""
+        """Closes the channel, and removes what is in shared memory; calls under way are
+        cancelled."""
         self._channel.close()
+        self._questions.close()
 
     def __enter__(self) -> Self:
         return self
@@ -168,15 +154,14 @@ class AsyncGrpcEmbedClient:
         token: str | None = None,
         ca: str | None = None,
         certificate: Files | None = None,
+        shared_memory: str | None = None,
     ) -> None:
-        self._timeout_s = check_timeout(timeout_s)
-        self._retries = check_retries(retries)
-        self._answers = AnswerReader()
+        timeout_s, self._retries = check_timeout(timeout_s), check_retries(retries)
         self._metadata = tuple(headers_of(token).items())
         if credentials is None and (ca is not None or certificate is not None):
             credentials = channel_credentials(ca, certificate)
         self._channel = _open_channel(grpc.aio, target, receive_bytes_max, credentials)
-        self._stub = _stub_of(self._channel)
+        self._questions = RpcQuestions(self._channel, timeout_s, shared_memory)
 
     async def embed(
         self,
@@ -196,12 +181,10 @@ class AsyncGrpcEmbedClient:
         output_keys: those that the answer is to have; none: all of the model.
         routing_key: who asks, answered by the same version each time where several share the model.
         """
-        batch = batch_of(features, weights)
-        request = request_of(batch, model, output_dtype, output_keys)
-        timeout_s = timeout_of(timeout_s, self._timeout_s)
-        routing = routing_headers(routing_key)
-        answer = await self._call(self._stub.Embed, request, timeout_s, routing)
-        return self._answers.read(answer, batch.batch_size)
+        question = self._questions.embed(
+            features, weights, model, timeout_s, output_dtype, output_keys, routing_key
+        )
+        return await answer_async(question, self._retries, self._send)
 
     def embed_stream(
         self,
@@ -211,39 +194,30 @@ class AsyncGrpcEmbedClient:
     ) -> AsyncGenerator[StreamAnswer, None]:
         """As `GrpcEmbedClient.embed_stream`; items may be async and is read in the event loop."""
         open_call = partial(
-            self._stub.EmbedStream, timeout=check_timeout(timeout_s), metadata=self._metadata
+            self._questions.stub.EmbedStream,
+            timeout=check_timeout(timeout_s),
+            metadata=self._metadata,
         )
-        return stream_answers_async(open_call, items, self._answers)
+        return stream_answers_async(open_call, items, self._questions.answers)
 
     async def models(self) -> ModelList:
         """Every served model."""
-        request = pb.ListModelsRequest()
-        return model_list_of(await self._call(self._stub.ListModels, request, self._timeout_s))
+        return await answer_async(self._questions.models(), self._retries, self._send)
 
     async def model(self, name: str) -> ModelInfo:
         """One served model; UnknownModel if there is none of that name."""
-        request = pb.GetModelRequest(model=name)
-        return model_info_of(await self._call(self._stub.GetModel, request, self._timeout_s))
+        return await answer_async(self._questions.model(name), self._retries, self._send)
 
-    async def _call(
-        self, method: Any, request: Any, timeout_s: float | None, more: Mapping[str, str] = NOTHING
-    ) -> Any:
-        """``more`` metadata than every call has."""
-        metadata = (*self._metadata, *more.items())
-        tries = Tries(self._retries, timeout_s)
-        while True:
-            try:
-                with grpc_errors():
-                    return await method(request, timeout=tries.left_s(), metadata=metadata)
-            except EmbedServeClientError as error:
-                pause_s = tries.pause_s(error)
-                if pause_s is None:
-                    raise
-            await asyncio.sleep(pause_s)
+    async def _send(self, call: Rpc[T]) -> T:
+        with grpc_errors(call.read_error):
+            message = await call.begin(self._metadata)
+        return call.read(message)
 
     async def close(self) -> None:
-        """Closes the channel; calls under way are cancelled."""
+        """Closes the channel, and removes what is in shared memory; calls under way are
+        cancelled."""
         await self._channel.close()
+        self._questions.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -266,9 +240,3 @@ def _open_channel(flavour: Any, target: str, receive_bytes_max: int, credentials
     if credentials is None:
         return flavour.insecure_channel(target, options=options)
     return flavour.secure_channel(target, credentials, options=options)
-
-
-def _stub_of(channel: Any) -> Any:
-    """The generated stub, which has no types."""
-    make_stub: Any = pb_grpc.EmbeddingServiceStub
-    return make_stub(channel)

@@ -1,18 +1,22 @@
-"""gRPC's side of what needs no I/O: channel options, how a call ended, errors made ours.
+"""gRPC's side of what needs no I/O: options, calls as data, how one ended, errors made ours.
 
 The sync and the async client share it; the messages themselves are `wire`'s.
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import grpc
 
 from embedserve_client.addresses import names_several
 from embedserve_client.errors import EmbedServeClientError, error_from
 
+T = TypeVar("T")
+ErrorOf = Callable[[Any], EmbedServeClientError]
+"""Of a grpc.RpcError."""
 RECONNECT_MS = 100
 RECONNECT_MS_MAX = 5000
 ROUND_ROBIN = '{"loadBalancingConfig": [{"round_robin": {}}]}'
@@ -35,13 +39,47 @@ def channel_options(receive_bytes_max: int, target: str) -> list[tuple[str, int 
     return options
 
 
+def error_of(error: Any) -> EmbedServeClientError:
+    """What the status cannot say comes as trailing metadata, as HTTP has it in the answer."""
+    metadata = dict(error.trailing_metadata() or ())
+    retry_after = metadata.get("retry-after", "")
+    return error_from(
+        error.code().name,
+        error.details() or "",
+        field=str(metadata.get("embedserve-field", "")),
+        retry_after_s=float(retry_after) if str(retry_after).isdigit() else None,
+    )
+
+
+@dataclass(frozen=True)
+class Rpc(Generic[T]):
+    """One call, and the readers of its answer and of its error.
+
+    Attributes:
+        method: the stub's, of a channel of grpc or of grpc.aio.
+        metadata: beside what every call has.
+    """
+
+    method: Any
+    request: Any
+    read: Callable[[Any], T]
+    timeout_s: float | None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    read_error: ErrorOf = error_of
+
+    def begin(self, metadata: tuple[tuple[str, str], ...]) -> Any:
+        """The answer, or of grpc.aio what gives it; ``metadata`` is that of every call."""
+        every = (*metadata, *self.metadata.items())
+        return self.method(self.request, timeout=self.timeout_s, metadata=every)
+
+
 @contextmanager
-def grpc_errors() -> Iterator[None]:
+def grpc_errors(read: ErrorOf = error_of) -> Iterator[None]:
     """The boundary at which grpc's exceptions become ours."""
     try:
         yield
     except grpc.RpcError as error:
-        raise _error_of(error) from error
+        raise read(error) from error
 
 
 class Ending:
@@ -72,18 +110,6 @@ class Ending:
         code = _at_once(call.code())
         if code is not None:
             self._first = code, _at_once(call.details())
-
-
-def _error_of(error: Any) -> EmbedServeClientError:
-    """What the status cannot say comes as trailing metadata, as HTTP has it in the answer."""
-    metadata = dict(error.trailing_metadata() or ())
-    retry_after = metadata.get("retry-after", "")
-    return error_from(
-        error.code().name,
-        error.details() or "",
-        field=str(metadata.get("embedserve-field", "")),
-        retry_after_s=float(retry_after) if str(retry_after).isdigit() else None,
-    )
 
 
 def _at_once(answer: Coroutine[Any, Any, Any]) -> Any:

@@ -1,16 +1,16 @@
 """Which lookups go through shared memory, and what is asked for them over the connection.
 
 An answer by shared memory says which version wrote its vectors, and not which columns are whose:
-that is told by answers to /embed, which is asked where a version is met first, and where anything
-is refused, so that errors are those of /embed.
+that is told by answers over the connection, which is asked where a version is met first, and where
+anything is refused, so that errors are those of other lookups.
 """
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
-from embedserve_client.calls import Call, Steps
 from embedserve_client.errors import Overloaded
 from embedserve_client.placed import (
     OUTPUTS_MAX,
@@ -18,10 +18,12 @@ from embedserve_client.placed import (
     Form,
     Lookup,
     NotPlaced,
-    infer_call,
+    PlacedCalls,
+    may_be_placed,
     put,
-    register_call,
+    wanted,
 )
+from embedserve_client.questions import Question, Steps, one_call
 from embedserve_client.regions import Region, Regions
 from embedserve_client.result import EmbedResult
 from embedserve_client.retries import Tries
@@ -38,7 +40,7 @@ VERSIONS_MAX = 8
 
 @dataclass(frozen=True)
 class _Known:
-    """What answers to /embed told of a model.
+    """What answers over the connection told of a model.
 
     Attributes:
         name: its own, also where it is asked for as the default one.
@@ -59,9 +61,9 @@ class _Known:
 class SharedMemory:
     """That of a client; used by any thread."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, calls: PlacedCalls) -> None:
         """prefix: what the server's --shared-memory says. ValueError where it can be none."""
-        self._prefix = prefix
+        self._calls = calls
         self._regions = Regions(prefix)
         self._turns = count(1)
         self._registered = 0
@@ -90,13 +92,13 @@ class SharedMemory:
 
     def _region(
         self, nbytes: int, left_s: Callable[[], float | None]
-    ) -> Generator[Call[Any], Any, Region | None]:
+    ) -> Generator[Any, Any, Region | None]:
         """One that the server knows; None where there is to be none, or is no room for one."""
         region = self._regions.take(nbytes) if nbytes else None
         if region is None or region.since:
             return region
         try:
-            yield register_call(region, self._prefix, left_s())
+            yield self._calls.register(region, left_s())
         except BaseException as error:
             self._regions.drop(region)
             if isinstance(error, NotPlaced):
@@ -107,12 +109,12 @@ class SharedMemory:
 
     def _through(
         self, region: Region, known: _Known, lookup: Lookup, left_s: Callable[[], float | None]
-    ) -> Generator[Call[Any], Any, EmbedResult | None]:
+    ) -> Generator[Any, Any, EmbedResult | None]:
         """The vectors, in ``region``; None where they are to be asked for without it."""
         batch = lookup.batch
         try:
-            inputs, outputs = put(batch, region), known.form(lookup).outputs(batch)
-            call = infer_call(region, inputs, outputs, lookup, known.name, left_s())
+            inputs, outputs = put(batch, region), wanted(known.form(lookup).outputs(batch), lookup)
+            call = self._calls.infer(region, inputs, outputs, lookup, known.name, left_s())
             answer: Answer = yield call
         except Overloaded:  # nothing was written, and nothing will be
             self._regions.give(region)
@@ -157,3 +159,12 @@ def _room(lookup: Lookup, known: _Known | None) -> int:
         return 0
     nbytes = lookup.nbytes(form)
     return nbytes if PLACED_BYTES_MIN <= nbytes <= PLACED_BYTES_MAX else 0
+
+
+def ask(
+    shared: SharedMemory | None, lookup: Lookup, output_keys: object, timeout_s: float | None
+) -> Question[EmbedResult]:
+    """The question of a lookup: through ``shared`` what may go that way."""
+    if shared is None or not may_be_placed(lookup.batch, lookup.output_dtype, output_keys):
+        return one_call(lookup.over_the_connection, timeout_s)
+    return Question(partial(shared.steps, lookup), timeout_s)

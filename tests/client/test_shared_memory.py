@@ -21,7 +21,8 @@ from embedserve_client import (
     ServerError,
     Unavailable,
 )
-from embedserve_client.calls import Call, Steps
+from embedserve_client.calls import Call
+from embedserve_client.questions import Steps
 from embedserve_client.rest_calls import RestCalls
 from embedserve_client.result import Layout
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from server.fake_engine import FakeEngine
@@ -23,12 +22,16 @@ from embedserve.config import Limits
 from embedserve.shared_memory.regions import EVERYBODY, SharedMemory
 from embedserve_client import (
     AsyncEmbedClient,
+    AsyncGrpcEmbedClient,
     EmbedClient,
     EmbedResult,
+    GrpcEmbedClient,
     InvalidRequest,
     TooLarge,
     UnknownModel,
 )
+from embedserve_client.calls import Call
+from embedserve_proto import open_inference_pb2 as pb
 
 PREFIX = f"/embedserve-test-{os.getpid()}-"
 INFER = "/v2/models/wide/infer"
@@ -39,54 +42,76 @@ FEATURES = {"user": (7, 1024), "tag": (5, 1024)}
 EXAMPLES = 70
 
 
-class Client:
-    """Either client, asked alike; keeps the paths that it asked."""
+class Telling:
+    """Of a client: keeps the paths that it asked."""
 
-    def __init__(self, live: Live, *, is_async: bool, **options: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         self.paths: list[str] = []
-        kind: Any = AsyncEmbedClient if is_async else EmbedClient
-        transport = Told(self.paths) if not is_async else AsyncTold(self.paths)
-        address = f"127.0.0.1:{live.http_port}"
-        self._client = kind(address, transport=transport, **options)
+        super().__init__(*args, **options)
+
+    def _send(self, call: Any) -> Any:
+        self.paths.append(path_of(call))
+        return super()._send(call)  # type: ignore[misc]
+
+
+class TellingRest(Telling, EmbedClient):
+    pass
+
+
+class TellingRestAsync(Telling, AsyncEmbedClient):
+    pass
+
+
+class TellingGrpc(Telling, GrpcEmbedClient):
+    pass
+
+
+class TellingGrpcAsync(Telling, AsyncGrpcEmbedClient):
+    pass
+
+
+KINDS = {
+    "rest": TellingRest,
+    "rest-async": TellingRestAsync,
+    "grpc": TellingGrpc,
+    "grpc-async": TellingGrpcAsync,
+}
+ASYNC = ("rest-async", "grpc-async")
+
+
+def path_of(call: Any) -> str:
+    """As REST has it, without the name of a region."""
+    if isinstance(call, Call):
+        return REGISTER if call.path.endswith(f"/{REGISTER}") else call.path
+    if isinstance(call.request, pb.ModelInferRequest):
+        return f"/v2/models/{call.request.model_name}/infer"
+    is_register = isinstance(call.request, pb.SystemSharedMemoryRegisterRequest)
+    return REGISTER if is_register else EMBED
+
+
+class Client:
+    """Any client, asked alike."""
+
+    def __init__(self, live: Live, kind: str = "rest-async", **options: Any) -> None:
+        address = live.grpc_target if kind.startswith("grpc") else f"127.0.0.1:{live.http_port}"
+        self._client: Any = KINDS[kind](address, **options)
+        self._is_async = kind in ASYNC
+        self.paths: list[str] = self._client.paths
 
     async def embed(self, features: Any, **options: Any) -> EmbedResult:
-        if isinstance(self._client, AsyncEmbedClient):
-            return await self._client.embed(features, **options)
+        if self._is_async:
+            result: EmbedResult = await self._client.embed(features, **options)
+            return result
         # Not what the thread returns: it holds that for a moment longer, and so its region.
         told: list[EmbedResult] = []
         await asyncio.to_thread(lambda: told.append(self._client.embed(features, **options)))
         return told.pop()
 
     async def close(self) -> None:
-        if isinstance(self._client, AsyncEmbedClient):
+        if self._is_async:
             await self._client.close()
         else:
             self._client.close()
-
-
-class Told(httpx.HTTPTransport):
-    def __init__(self, paths: list[str]) -> None:
-        super().__init__()
-        self._paths = paths
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        self._paths.append(short(request.url.path))
-        return super().handle_request(request)
-
-
-class AsyncTold(httpx.AsyncHTTPTransport):
-    def __init__(self, paths: list[str]) -> None:
-        super().__init__()
-        self._paths = paths
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        self._paths.append(short(request.url.path))
-        return await super().handle_async_request(request)
-
-
-def short(path: str) -> str:
-    """Without the name of a region."""
-    return REGISTER if path.endswith(f"/{REGISTER}") else path
 
 
 def files() -> list[Path]:
@@ -108,9 +133,9 @@ async def live(wide: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[
     assert files() == []
 
 
-@pytest.fixture(params=["sync", "async"])
+@pytest.fixture(params=KINDS)
 async def client(live: Live, request: pytest.FixtureRequest) -> AsyncIterator[Client]:
-    client = Client(live, is_async=request.param == "async", shared_memory=PREFIX)
+    client = Client(live, request.param, shared_memory=PREFIX)
     yield client
     await client.close()
     assert files() == []
@@ -154,7 +179,7 @@ OPTIONS: list[dict[str, Any]] = [
 async def test_every_option_is_as_without(
     live: Live, client: Client, options: dict[str, Any]
 ) -> None:
-    plain = Client(live, is_async=True)
+    plain = Client(live)
     wanted = await plain.embed(bags(3), **options)
     for _ in range(2):
         result = await client.embed(bags(3), **options)
@@ -234,7 +259,7 @@ async def test_errors_are_those_of_embed(live: Live, client: Client) -> None:
 
 
 async def test_what_goes_without(live: Live, client: Client) -> None:
-    plain = Client(live, is_async=True)
+    plain = Client(live)
     strings = {"tag": [["drama"], ["映画", "nothing"]] * 3000}
     for options in (
         {"features": {"user": [[1]]}},
@@ -250,7 +275,7 @@ async def test_what_goes_without(live: Live, client: Client) -> None:
 
 
 async def test_rows_of_a_model_that_is_not_pooled(live: Live, client: Client) -> None:
-    plain = Client(live, is_async=True)
+    plain = Client(live)
     items = {"item": [[1, 2], [5, 99], []] * 2000, "last": [[3], [], [4]] * 2000}
     wanted = await plain.embed(items, model="sequence")
     for _ in range(2):
@@ -265,7 +290,7 @@ async def test_rows_of_a_model_that_is_not_pooled(live: Live, client: Client) ->
 
 
 async def test_unknown_ids_are_counted(live: Live, client: Client) -> None:
-    plain = Client(live, is_async=True)
+    plain = Client(live)
     users = {"user": [[-1, 5], [7]] * 3000}
     wanted = await plain.embed(users, model="ruled")
     for _ in range(2):
@@ -276,7 +301,8 @@ async def test_unknown_ids_are_counted(live: Live, client: Client) -> None:
     await plain.close()
 
 
-async def test_versions_that_share_a_model(executor: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize("kind", ASYNC)
+async def test_versions_that_share_a_model(executor: ThreadPoolExecutor, kind: str) -> None:
     """Of different widths; what each answers has its own keys."""
     engines = []
     for alias, number, features in (
@@ -290,7 +316,7 @@ async def test_versions_that_share_a_model(executor: ThreadPoolExecutor) -> None
     shared = SharedMemory(PREFIX, Limits())
     exchange = make_exchange(*engines, executor=executor, shared_memory=shared)
     async with serving(exchange) as live:
-        client = Client(live, is_async=True, shared_memory=PREFIX)
+        client = Client(live, kind, shared_memory=PREFIX)
         for alias, engine in (("stable", 0), ("canary", 1)) * 3:
             result = await client.embed(bags(5), model=f"wide@{alias}")
             assert result.version == engines[engine].model.version
@@ -301,14 +327,15 @@ async def test_versions_that_share_a_model(executor: ThreadPoolExecutor) -> None
         await client.close()
 
 
+@pytest.mark.parametrize("kind", ASYNC)
 async def test_a_call_that_is_cancelled_takes_its_region_with_it(
-    executor: ThreadPoolExecutor, wide: FakeEngine
+    executor: ThreadPoolExecutor, wide: FakeEngine, kind: str
 ) -> None:
     """The server may yet write to it."""
     shared, limits = SharedMemory(PREFIX, Limits()), Limits(inline_bytes_max=0)
     exchange = make_exchange(wide, executor=executor, limits=limits, shared_memory=shared)
     async with serving(exchange) as live:
-        client = Client(live, is_async=True, shared_memory=PREFIX)
+        client = Client(live, kind, shared_memory=PREFIX)
         await client.embed(bags(0))
         wide.hold()
         asked = asyncio.create_task(client.embed(bags(1)))
@@ -335,14 +362,15 @@ REFUSING: dict[str, Refusing] = {
 }
 
 
+@pytest.mark.parametrize("kind", ASYNC)
 @pytest.mark.parametrize("of_server", REFUSING)
 async def test_a_server_that_has_none_or_another(
-    executor: ThreadPoolExecutor, wide: FakeEngine, of_server: str
+    executor: ThreadPoolExecutor, wide: FakeEngine, of_server: str, kind: str
 ) -> None:
     make, said = REFUSING[of_server]
     exchange = make_exchange(wide, executor=executor, shared_memory=make())
     async with serving(exchange) as live:
-        client = Client(live, is_async=True, shared_memory=PREFIX)
+        client = Client(live, kind, shared_memory=PREFIX)
         for _ in range(2):
             with pytest.raises(InvalidRequest, match=f"^shared_memory is '{PREFIX}': .*{said}"):
                 await client.embed({"user": [[1]]})
@@ -350,14 +378,15 @@ async def test_a_server_that_has_none_or_another(
         await client.close()
 
 
+@pytest.mark.parametrize("kind", ASYNC)
 async def test_where_the_server_has_no_room_lookups_go_without(
-    executor: ThreadPoolExecutor, wide: FakeEngine
+    executor: ThreadPoolExecutor, wide: FakeEngine, kind: str
 ) -> None:
     limits = Limits(shared_memory_bytes_max=(1 << 20) + 1)
     shared = SharedMemory(PREFIX, limits)
     exchange = make_exchange(wide, executor=executor, limits=limits, shared_memory=shared)
     async with serving(exchange) as live:
-        client = Client(live, is_async=True, shared_memory=PREFIX)
+        client = Client(live, kind, shared_memory=PREFIX)
         held = [await client.embed(bags(number)) for number in range(6)]
         for number, result in enumerate(held):
             assert np.array_equal(result.values, wide.expected(bags(number)))
