@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from client.placed_protocols import PREFIX, PROTOCOLS, Calls, Grpc, Rest, path, protocol_of
+from google.protobuf.json_format import ParseDict
 
 from embedserve_client import (
     DeadlineExceeded,
@@ -21,12 +21,12 @@ from embedserve_client import (
     ServerError,
     Unavailable,
 )
-from embedserve_client.calls import Call
 from embedserve_client.questions import Steps
 from embedserve_client.rest_calls import RestCalls
 from embedserve_client.result import Layout
+from embedserve_client.rpc_questions import RpcQuestions
+from embedserve_proto import open_inference_pb2 as pb
 
-PREFIX = f"/embedserve-test-steps-{os.getpid()}-"
 WIDTH = 128
 EXAMPLES = 1024
 USERS = np.arange(EXAMPLES)
@@ -34,8 +34,8 @@ LAYOUT = Layout(("user",), (WIDTH,))
 
 
 @pytest.fixture
-def calls() -> Iterator[RestCalls]:
-    calls = RestCalls(10.0, PREFIX)
+def calls(protocol: Any) -> Iterator[Calls]:
+    calls = protocol.made()
     yield calls
     calls.close()
     assert files() == []
@@ -45,7 +45,7 @@ def files() -> list[Path]:
     return list(Path("/dev/shm").glob(f"{PREFIX[1:]}*"))
 
 
-def lookup(calls: RestCalls, **options: Any) -> Steps[EmbedResult]:
+def lookup(calls: Calls, **options: Any) -> Steps[EmbedResult]:
     given: dict[str, Any] = {"model": None, "timeout_s": None, "output_dtype": "float32"}
     given |= {"features": {"user": USERS}, "weights": None, "output_keys": (), "routing_key": None}
     question = calls.embed(**given | options)
@@ -57,26 +57,25 @@ def embedded(version: int = 1, layout: Layout = LAYOUT, examples: int = EXAMPLES
     return EmbedResult(np.zeros((examples, layout.width), np.float32), layout, "shop", version)
 
 
-def path(call: Call[Any]) -> str:
-    """Without the name of a region."""
-    is_region = call.path.startswith("/v2/systemsharedmemory/region/")
-    return call.path.rpartition("/")[2] if is_region else call.path
+@pytest.fixture(params=PROTOCOLS)
+def protocol(request: pytest.FixtureRequest) -> Any:
+    return PROTOCOLS[request.param]
 
 
-def inferred(call: Call[Any], version: int = 1, width: int = WIDTH) -> Any:
+def inferred(call: Any, version: int = 1, width: int = WIDTH) -> Any:
     """The answer to an inference, which has written nothing but its first number."""
-    body = json.loads(call.content or b"")
-    (output,) = body["outputs"]
+    protocol = protocol_of(call)
+    (output,) = protocol.asked(call)["outputs"]
     place = output["parameters"]
     file = Path("/dev/shm") / place["shared_memory_region"]
     with file.open("r+b") as opened:
         opened.seek(place["shared_memory_offset"])
         opened.write(np.float32(version).tobytes())
     shape = [EXAMPLES, width]
-    told = {"shared_memory_region": place["shared_memory_region"]}
-    answered = {"name": "pooled", "datatype": "FP32", "shape": shape, "parameters": told}
+    placed = {"shared_memory_region": place["shared_memory_region"]}
+    answered = {"name": "pooled", "datatype": "FP32", "shape": shape, "parameters": placed}
     answer = {"model_name": "shop", "model_version": str(version), "outputs": [answered]}
-    return call.read(json.dumps(answer).encode())
+    return protocol.answered(call, answer)
 
 
 def ended(steps: Steps[EmbedResult], answer: Any) -> EmbedResult:
@@ -85,10 +84,10 @@ def ended(steps: Steps[EmbedResult], answer: Any) -> EmbedResult:
     except StopIteration as end:
         result: EmbedResult = end.value
         return result
-    raise AssertionError(f"{call.path} is asked for, too")
+    raise AssertionError(f"{path(call)} is asked for, too")
 
 
-def learn(calls: RestCalls, **options: Any) -> None:
+def learn(calls: Calls, **options: Any) -> None:
     """The first lookup of all."""
     steps = lookup(calls, **options)
     assert path(next(steps)) == "register"
@@ -96,27 +95,27 @@ def learn(calls: RestCalls, **options: Any) -> None:
     ended(steps, embedded())
 
 
-def test_the_first_registers_a_region_and_the_next_uses_it(calls: RestCalls) -> None:
+def test_the_first_registers_a_region_and_the_next_uses_it(calls: Calls, protocol: Any) -> None:
     learn(calls)
     steps = lookup(calls, routing_key="7")
 
     call = next(steps)
     result = ended(steps, inferred(call))
 
-    assert (call.path, call.headers["x-routing-key"]) == ("/v2/models/shop/infer", "7")
+    assert (path(call), protocol.routed(call)) == ("/v2/models/shop/infer", "7")
     assert (result.model, result.version, result.values.shape) == ("shop", 1, (EXAMPLES, WIDTH))
     assert result.values[0, 0] == 1
     assert result.values.base is not None
     assert len(files()) == 1
 
 
-def test_a_name_is_asked_for_as_it_was_given(calls: RestCalls) -> None:
+def test_a_name_is_asked_for_as_it_was_given(calls: Calls) -> None:
     learn(calls, model="shop@stable")
 
-    assert next(lookup(calls, model="shop@stable")).path == "/v2/models/shop@stable/infer"
+    assert path(next(lookup(calls, model="shop@stable"))) == "/v2/models/shop@stable/infer"
 
 
-def test_a_version_that_is_new_is_asked_for_once_without(calls: RestCalls) -> None:
+def test_a_version_that_is_new_is_asked_for_once_without(calls: Calls) -> None:
     learn(calls)
     steps = lookup(calls)
 
@@ -128,7 +127,7 @@ def test_a_version_that_is_new_is_asked_for_once_without(calls: RestCalls) -> No
         assert ended(steps, inferred(next(steps), version)).version == version
 
 
-def test_vectors_of_another_width_are_not_taken(calls: RestCalls) -> None:
+def test_vectors_of_another_width_are_not_taken(calls: Calls) -> None:
     learn(calls)
     steps = lookup(calls)
 
@@ -144,7 +143,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("status", "said"), REFUSALS)
 def test_what_is_refused_is_asked_for_without_and_its_region_dropped(
-    calls: RestCalls, status: int, said: str
+    calls: Calls, status: int, said: str
 ) -> None:
     learn(calls)
     steps = lookup(calls)
@@ -163,17 +162,17 @@ def test_what_is_refused_is_asked_for_without_and_its_region_dropped(
     assert path(next(lookup(calls))) == "/v2/models/shop/infer"
 
 
-def error_of(call: Call[Any], status: int, said: str, **headers: str) -> EmbedServeClientError:
-    with pytest.raises(EmbedServeClientError) as caught:
-        call.result(httpx.Response(status, json={"error": said}, headers=headers))
-    return caught.value
+def error_of(call: Any, status: int, said: str, **headers: str) -> EmbedServeClientError:
+    protocol = protocol_of(call)
+    error: EmbedServeClientError = protocol.error(call, status, said, **headers)
+    return error
 
 
 @pytest.mark.parametrize(
     "error", [DeadlineExceeded("late"), Unavailable("gone"), KeyboardInterrupt()]
 )
 def test_a_region_is_not_used_again_where_the_server_may_yet_write_to_it(
-    calls: RestCalls, error: BaseException
+    calls: Calls, error: BaseException
 ) -> None:
     learn(calls)
     steps = lookup(calls)
@@ -184,7 +183,7 @@ def test_a_region_is_not_used_again_where_the_server_may_yet_write_to_it(
     assert files() == []
 
 
-def test_of_an_overloaded_server_the_region_is_kept(calls: RestCalls) -> None:
+def test_of_an_overloaded_server_the_region_is_kept(calls: Calls) -> None:
     learn(calls)
     steps = lookup(calls)
     error = error_of(next(steps), 429, "the queue is full", **{"Retry-After": "3"})
@@ -204,7 +203,7 @@ def test_of_an_overloaded_server_the_region_is_kept(calls: RestCalls) -> None:
     ],
 )
 def test_a_server_that_has_none_or_another_is_told_at_once(
-    calls: RestCalls, status: int, said: str, expected: str
+    calls: Calls, status: int, said: str, expected: str
 ) -> None:
     steps = lookup(calls)
     error = error_of(next(steps), status, said)
@@ -216,7 +215,7 @@ def test_a_server_that_has_none_or_another_is_told_at_once(
 
 
 @pytest.mark.parametrize("status", [401, 403, 409, 413])
-def test_where_a_region_is_refused_lookups_go_without(calls: RestCalls, status: int) -> None:
+def test_where_a_region_is_refused_lookups_go_without(calls: Calls, status: int) -> None:
     for _ in range(2):
         steps = lookup(calls)
         error = error_of(next(steps), status, "256 regions of shared memory are registered")
@@ -225,7 +224,7 @@ def test_where_a_region_is_refused_lookups_go_without(calls: RestCalls, status: 
     assert files() == []
 
 
-def test_a_server_that_is_not_there_is_told_as_without(calls: RestCalls) -> None:
+def test_a_server_that_is_not_there_is_told_as_without(calls: Calls) -> None:
     steps = lookup(calls)
     next(steps)
 
@@ -242,13 +241,13 @@ OVER_THE_CONNECTION: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OVER_THE_CONNECTION)
-def test_what_goes_over_the_connection(calls: RestCalls, options: dict[str, Any]) -> None:
+def test_what_goes_over_the_connection(calls: Calls, options: dict[str, Any]) -> None:
     learn(calls)
 
     assert path(next(lookup(calls, **options))) == "/embed"
 
 
-def test_of_a_model_that_is_not_pooled_each_key_is_asked_for(calls: RestCalls) -> None:
+def test_of_a_model_that_is_not_pooled_each_key_is_asked_for(calls: Calls, protocol: Any) -> None:
     layout = Layout(("user@t_a", "tag", "user@t_b"), (WIDTH, WIDTH, WIDTH))
     lengths = np.array([[1] * EXAMPLES, [0] * EXAMPLES, [1] * EXAMPLES], np.int32)
     rows = np.zeros((2 * EXAMPLES, WIDTH), np.float32)
@@ -261,7 +260,7 @@ def test_of_a_model_that_is_not_pooled_each_key_is_asked_for(calls: RestCalls) -
     steps = lookup(calls, features={"user": users})
     call = next(steps)
 
-    outputs = json.loads(call.content or b"")["outputs"]
+    outputs = protocol.asked(call)["outputs"]
     assert [one["name"] for one in outputs] == list(layout.keys)
     sizes = [one["parameters"]["shared_memory_byte_size"] for one in outputs]
     assert sizes == [4 * WIDTH * users.size, 0, 4 * WIDTH * users.size]
@@ -269,7 +268,7 @@ def test_of_a_model_that_is_not_pooled_each_key_is_asked_for(calls: RestCalls) -
     assert starts[1:] == [starts[0] + sizes[0]] * 2
 
 
-def test_of_more_keys_than_a_server_writes_none_is(calls: RestCalls) -> None:
+def test_of_more_keys_than_a_server_writes_none_is(calls: Calls) -> None:
     layout = Layout(tuple(f"k{at}" for at in range(65)), (WIDTH,) * 65)
     lengths = np.ones((65, EXAMPLES), np.int32)
     steps = lookup(calls)
@@ -281,7 +280,7 @@ def test_of_more_keys_than_a_server_writes_none_is(calls: RestCalls) -> None:
     assert path(next(lookup(calls))) == "/embed"
 
 
-def test_where_tensors_lie(calls: RestCalls) -> None:
+def test_where_tensors_lie(calls: Calls, protocol: Any) -> None:
     weights = {"user": [[0.5, 2.0], []], "movie": [[], [3.0]]}
     features = {"user": [[7, 8], []], "movie": [[], [9]]}
     wide = Layout(("user", "movie"), (WIDTH, 256 * WIDTH))
@@ -291,7 +290,7 @@ def test_where_tensors_lie(calls: RestCalls) -> None:
     ended(steps, embedded(layout=wide, examples=2))
 
     steps = lookup(calls, features=features, weights=weights)
-    body = json.loads(next(steps).content or b"")
+    body = protocol.asked(next(steps))
 
     (file,) = files()
     data, told = file.read_bytes(), {}
@@ -316,10 +315,22 @@ def test_where_tensors_lie(calls: RestCalls) -> None:
     assert place["shared_memory_byte_size"] == 2 * 4 * wide.width
 
 
+@pytest.mark.parametrize("protocol", [Rest])
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"outputs": [{"shape": [1]}]}'])
-def test_an_answer_that_is_none(calls: RestCalls, body: bytes) -> None:
+def test_a_body_that_is_no_answer(calls: RestCalls, body: bytes) -> None:
     learn(calls)
     call = next(lookup(calls))
 
     with pytest.raises(ServerError, match="is no inference"):
         call.result(httpx.Response(200, content=body))
+
+
+@pytest.mark.parametrize("protocol", [Grpc])
+@pytest.mark.parametrize("outputs", [[], [{"name": "pooled", "datatype": "FP32"}]])
+def test_a_message_that_is_no_answer(calls: RpcQuestions, outputs: list[Any]) -> None:
+    learn(calls)
+    call = next(lookup(calls))
+
+    answer = {"model_name": "shop", "model_version": "1", "outputs": outputs}
+    with pytest.raises(ServerError, match="is no inference"):
+        call.read(ParseDict(answer, pb.ModelInferResponse()))

@@ -1,0 +1,154 @@
+"""The calls of lookups through shared memory, whose protocol says what is asked and answered."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, ClassVar
+
+import grpc
+import httpx
+import pytest
+from google.protobuf.json_format import ParseDict
+
+from embedserve_client import EmbedServeClientError
+from embedserve_client.calls import Call
+from embedserve_client.rest_calls import RestCalls
+from embedserve_client.rpc_calls import Rpc, grpc_errors
+from embedserve_client.rpc_questions import RpcQuestions
+from embedserve_proto import open_inference_pb2 as pb
+
+PREFIX = f"/embedserve-test-steps-{os.getpid()}-"
+Calls = RestCalls | RpcQuestions
+
+
+class Rest:
+    """What REST's calls ask for, and how a server answers them."""
+
+    made = staticmethod(lambda: RestCalls(10.0, PREFIX))
+
+    @staticmethod
+    def path(call: Call[Any]) -> str:
+        """Without the name of a region."""
+        is_region = call.path.startswith("/v2/systemsharedmemory/region/")
+        return call.path.rpartition("/")[2] if is_region else call.path
+
+    @staticmethod
+    def routed(call: Call[Any]) -> str:
+        return call.headers["x-routing-key"]
+
+    @staticmethod
+    def asked(call: Call[Any]) -> dict[str, Any]:
+        body: dict[str, Any] = json.loads(call.content or b"")
+        return body
+
+    @staticmethod
+    def answered(call: Call[Any], answer: dict[str, Any]) -> Any:
+        return call.read(json.dumps(answer).encode())
+
+    @staticmethod
+    def error(call: Call[Any], status: int, said: str, **headers: str) -> EmbedServeClientError:
+        with pytest.raises(EmbedServeClientError) as caught:
+            call.result(httpx.Response(status, json={"error": said}, headers=headers))
+        return caught.value
+
+
+class Refused(grpc.RpcError):  # type: ignore[misc]
+    """As grpc raises it."""
+
+    def __init__(self, code: grpc.StatusCode, said: str, metadata: dict[str, str]) -> None:
+        self._code, self._said, self._metadata = code, said, metadata
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._said
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return tuple(self._metadata.items())
+
+
+class Grpc:
+    """The same of gRPC's."""
+
+    CODES: ClassVar = {
+        400: grpc.StatusCode.INVALID_ARGUMENT,
+        401: grpc.StatusCode.UNAUTHENTICATED,
+        403: grpc.StatusCode.PERMISSION_DENIED,
+        404: grpc.StatusCode.NOT_FOUND,
+        409: grpc.StatusCode.FAILED_PRECONDITION,
+        413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+        429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    }
+
+    @staticmethod
+    def made() -> RpcQuestions:
+        return RpcQuestions(grpc.insecure_channel("127.0.0.1:1"), 10.0, PREFIX)
+
+    @staticmethod
+    def path(call: Rpc[Any]) -> str:
+        if isinstance(call.request, pb.ModelInferRequest):
+            return f"/v2/models/{call.request.model_name}/infer"
+        is_register = isinstance(call.request, pb.SystemSharedMemoryRegisterRequest)
+        return "register" if is_register else "/embed"
+
+    @staticmethod
+    def routed(call: Rpc[Any]) -> str:
+        return call.metadata["x-routing-key"]
+
+    @staticmethod
+    def asked(call: Rpc[Any]) -> dict[str, Any]:
+        return {
+            "inputs": [
+                told(one) | {"datatype": one.datatype, "shape": list(one.shape)}
+                for one in call.request.inputs
+            ],
+            "outputs": [told(one) for one in call.request.outputs],
+        }
+
+    @staticmethod
+    def answered(call: Rpc[Any], answer: dict[str, Any]) -> Any:
+        outputs = [
+            one
+            | {
+                "parameters": {
+                    name: {"string_param": value} for name, value in one["parameters"].items()
+                }
+            }
+            for one in answer["outputs"]
+        ]
+        return call.read(ParseDict(answer | {"outputs": outputs}, pb.ModelInferResponse()))
+
+    @classmethod
+    def error(cls, call: Rpc[Any], status: int, said: str, **headers: str) -> EmbedServeClientError:
+        metadata = {name.lower(): value for name, value in headers.items()}
+        is_register = cls.path(call) == "register"
+        code = cls.CODES[status]
+        if is_register and status == httpx.codes.NOT_FOUND:
+            code = grpc.StatusCode.UNIMPLEMENTED
+        if status == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
+            metadata["embedserve-field"] = "inputs"
+            said += ", the limit is 7"
+        with pytest.raises(EmbedServeClientError) as caught, grpc_errors(call.read_error):
+            raise Refused(code, said, metadata)
+        return caught.value
+
+
+def told(one: Any) -> dict[str, Any]:
+    """A tensor of a message, but for its values."""
+    parameters = {
+        name: value.string_param or value.int64_param for name, value in one.parameters.items()
+    }
+    return {"name": one.name, "parameters": parameters}
+
+
+PROTOCOLS: dict[str, Any] = {"rest": Rest, "grpc": Grpc}
+
+
+def protocol_of(call: Any) -> Any:
+    return Rest if isinstance(call, Call) else Grpc
+
+
+def path(call: Any) -> str:
+    return str(protocol_of(call).path(call))
