@@ -135,7 +135,13 @@ class Tensor(NamedTuple):
 
 
 class PlacedCalls(Protocol):
-    """Makes the calls of a protocol, each within so many seconds."""
+    """Makes the calls of a protocol, each within so many seconds.
+
+    Attributes:
+        bytes_min: of ids and vectors together; what is smaller is over the connection sooner.
+    """
+
+    bytes_min: int
 
     def register(self, region: Region, timeout_s: float | None) -> Any:
         """Raises InvalidRequest where the server has no shared memory, or another; NotPlaced where

@@ -29,6 +29,8 @@ from embedserve_client.regions import Region
 class RestPlaced:
     """Makes them; `placed.PlacedCalls`."""
 
+    bytes_min = 256 << 10
+
     def __init__(self, prefix: str) -> None:
         """prefix: what the server's --shared-memory says, for messages."""
         self._prefix = prefix

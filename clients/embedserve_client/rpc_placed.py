@@ -39,6 +39,8 @@ _REFUSAL_CODES = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEME
 class RpcPlaced:
     """Makes them; `placed.PlacedCalls`."""
 
+    bytes_min = 512 << 10
+
     def __init__(self, prefix: str, channel: Any) -> None:
         """prefix: what the server's --shared-memory says, for messages."""
         self._prefix = prefix

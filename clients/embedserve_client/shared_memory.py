@@ -28,8 +28,6 @@ from embedserve_client.regions import Region, Regions
 from embedserve_client.result import EmbedResult
 from embedserve_client.retries import Tries
 
-PLACED_BYTES_MIN = 256 << 10
-"""Of ids and vectors together: what is smaller is over the connection sooner."""
 PLACED_BYTES_MAX = 128 << 20
 """No server takes or answers more by its defaults; what it says of more, it says without."""
 KNOWN_MAX = 256
@@ -78,7 +76,7 @@ class SharedMemory:
         says so: InvalidRequest."""
         left_s = Tries(0, timeout_s).left_s
         known = self._known.get(lookup.model)
-        region = yield from self._region(_room(lookup, known), left_s)
+        region = yield from self._region(self._room(lookup, known), left_s)
         if region is not None and known is not None and known.since > region.since:
             result = yield from self._through(region, known, lookup, left_s)
             if result is not None:
@@ -89,6 +87,16 @@ class SharedMemory:
         answer: EmbedResult = yield lookup.over_the_connection(left_s())
         self._learn(lookup.model, answer, turn)
         return answer
+
+    def _room(self, lookup: Lookup, known: _Known | None) -> int:
+        """Bytes of a region for it; 0 where it goes over the connection."""
+        if known is None:
+            return 1  # any
+        form = known.form(lookup)
+        if not form.is_pooled and len(form.layout.keys) > OUTPUTS_MAX:
+            return 0
+        nbytes = lookup.nbytes(form)
+        return nbytes if self._calls.bytes_min <= nbytes <= PLACED_BYTES_MAX else 0
 
     def _region(
         self, nbytes: int, left_s: Callable[[], float | None]
@@ -148,17 +156,6 @@ class SharedMemory:
         if len(self._known) >= KNOWN_MAX:
             self._known.clear()
         self._known[model] = _Known(answer.model, forms, turn)
-
-
-def _room(lookup: Lookup, known: _Known | None) -> int:
-    """Bytes of a region for it; 0 where it goes over the connection."""
-    if known is None:
-        return 1  # any
-    form = known.form(lookup)
-    if not form.is_pooled and len(form.layout.keys) > OUTPUTS_MAX:
-        return 0
-    nbytes = lookup.nbytes(form)
-    return nbytes if PLACED_BYTES_MIN <= nbytes <= PLACED_BYTES_MAX else 0
 
 
 def ask(

@@ -283,7 +283,7 @@ def test_of_more_keys_than_a_server_writes_none_is(calls: Calls) -> None:
 def test_where_tensors_lie(calls: Calls, protocol: Any) -> None:
     weights = {"user": [[0.5, 2.0], []], "movie": [[], [3.0]]}
     features = {"user": [[7, 8], []], "movie": [[], [9]]}
-    wide = Layout(("user", "movie"), (WIDTH, 256 * WIDTH))
+    wide = Layout(("user", "movie"), (WIDTH, 512 * WIDTH))
     learn(calls)
     steps = lookup(calls, features=features)
     assert path(next(steps)) == "/embed"
