@@ -115,6 +115,14 @@ def test_all_tables_of_a_gpu_count_together() -> None:
         check_room(held, Gpus(2, (WORK_BYTES + 150, WORK_BYTES + 59)), SHARDS)
 
 
+def test_one_gpu_is_not_told_to_divide_tables() -> None:
+    for layout in (REPLICAS, SHARDS):
+        with pytest.raises(StoreError, match=r"do not fit on GPU 0, .* batches: use more GPUs"):
+            check_room({"one": [1]}, Gpus(1, (WORK_BYTES,)), layout)
+    with pytest.raises(StoreError, match="batches: divide them by gpu_layout shards"):
+        check_room({"one": [1, 1]}, Gpus(2, (WORK_BYTES,) * 2), REPLICAS)
+
+
 def said_by_us(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.name.startswith("embedserve.")]
 
@@ -131,7 +139,7 @@ def test_auto_leaves_gpus_that_do_not_hold_all_models(
         assert settle_devices(devices, versions, enough) == ("cuda", REPLICAS)
         assert settle_devices(devices, {"one": version}, less) == ("cuda", REPLICAS)
     assert not said_by_us(caplog)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         assert settle_devices("auto", versions, less) == ("cpu", "auto")
     (said,) = said_by_us(caplog)
     assert f"no GPU is used: one, same: {2 * nbytes:,} bytes of tables do not fit" in said
@@ -189,6 +197,9 @@ def test_a_strict_plan_is_for_as_many_gpus(published: Publish) -> None:
     assert settle_devices("auto", {"m": version}, one, strict_plan=True)[0] == "cpu"
     settled = settle_devices("auto", {"m": version}, TWO, strict_plan=True)
     assert settled == ("cuda", SHARDS)  # which the stored plan is of
+    refused = "for 2 ranks, one for 1 is needed here: refused, as strict_plan asks"
+    with pytest.raises(ValueError, match=f"^gpu_layout is 'replicas', but .*{refused}"):
+        settle_devices("auto", {"m": version}, TWO, gpu_layout=REPLICAS, strict_plan=True)
 
 
 def test_each_gpu_has_all_models_where_that_with_the_least_free_holds_them(

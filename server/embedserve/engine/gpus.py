@@ -131,11 +131,12 @@ def check_room(held: Mapping[str, Sequence[int]], gpus: Gpus, layout: str) -> No
         held: of each version that is to be there, the bytes of its tables on each GPU.
         layout: one of LAYOUTS.
     """
+    smaller = SMALLER[layout if gpus.count > 1 else SHARDS]  # one GPU cannot divide them
     for gpu, free_bytes in enumerate(gpus.free_bytes):
         nbytes = sum(one[gpu] for one in held.values())
         if nbytes + WORK_BYTES > free_bytes:
             raise StoreError(
                 f"{', '.join(held)}: {nbytes:,} bytes of tables do not fit on GPU {gpu}, which has "
-                f"{free_bytes:,} free, {WORK_BYTES:,} of them for batches: {SMALLER[layout]}, or "
-                "serve them on the CPU"
+                f"{free_bytes:,} free, {WORK_BYTES:,} of them for batches: {smaller}, or serve "
+                "them on the CPU"
             )

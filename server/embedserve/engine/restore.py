@@ -86,12 +86,13 @@ def _layout_of(
     versions: Mapping[str, ModelVersion], gpus: Gpus, gpu_layout: str, strict_plan: bool
 ) -> str:
     """That of LAYOUTS in which ``gpus`` hold all of ``versions`` beside each other: ``gpu_layout``,
-    or of "auto" the first.
+    or of "auto" the first; on one GPU they are the same.
 
     Raises:
         StoreError: there is none; it says of the last why.
     """
-    *others, last = LAYOUTS if gpu_layout == "auto" else (gpu_layout,)
+    layouts = LAYOUTS if gpu_layout == "auto" else (gpu_layout,)
+    *others, last = layouts if gpus.count > 1 else layouts[:1]
     for layout in others:
         try:
             _check_layout(versions, gpus, layout, strict_plan)
@@ -242,8 +243,8 @@ def _current(device_type: str, gpu: int) -> contextlib.AbstractContextManager[ob
 def _sharded(
     version: ModelVersion, plan: Plan, device_type: str, gpu: int, before: Sequence[list[Any]]
 ) -> list[Any]:
-    """The plain model, and of a pooled one that with weights; its rows are those of the replica
-    ``before`` it, if there is one."""
+    """The plain model, and of a pooled one that with weights; its rows are copied from the replica
+    ``before`` it, the first, if there is one."""
     rows_of = before[0][0] if before else None
     if not version.manifest.is_pooled:
         return [shard_unpooled(version, plan, device_type, first_gpu=gpu, rows_of=rows_of)]
@@ -311,5 +312,5 @@ def _plan_for(version: ModelVersion, device_type: str, world_size: int, strict_p
 def _difference(version: ModelVersion, world_size: int) -> str:
     return (
         f"{version.path}: the stored plan is for {version.plan.world_size} ranks, "
-        f"here there are {world_size}"
+        f"one for {world_size} is needed here"
     )
