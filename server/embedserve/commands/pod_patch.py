@@ -74,7 +74,7 @@ def pod_patch(rows: PodRows, options: PodOptions, gpus: int = 0) -> str:
     settings = options.settings
     if gpus:
         check_device(settings, "cuda")
-        memory = server_memory(Rows(CUDA_BYTES), settings)
+        memory = server_memory(Rows(CUDA_BYTES), settings, gpus=gpus)
     else:
         memory = server_memory(Rows(rows.mapped, rows.copied), settings, options.hot)
     cache = CACHED_VERSIONS * rows.mapped if rows.is_pulled else 0

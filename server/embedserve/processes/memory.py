@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from embedserve.aside import ASIDE_BYTES_MAX
+from embedserve.batching.batcher import AT_ONCE
 from embedserve.config import Limits, ServeSettings
 from embedserve.wire.server import LOOK_BYTES
 
@@ -32,10 +33,16 @@ READ_BYTES_PER_VALUE = 128
 """Of a value of JSON, or a string, as Python has it."""
 
 
-def memory_parts(limits: Limits, has_tls: bool = False) -> dict[str, int]:
-    """Bytes by what takes them, beside the tables and what an idle server has."""
+def memory_parts(limits: Limits, has_tls: bool = False, gpus: int = 0) -> dict[str, int]:
+    """Bytes by what takes them, beside the tables and what an idle server has.
+
+    Args:
+        gpus: each with a replica, which has batches of its own; 0: lookups are the CPU's. What
+            PyTorch keeps pinned beyond what a batch takes is not counted.
+    """
     values_max = limits.request_output_bytes_max // 4
     lone_ids = 2 * ID_BYTES * limits.request_ids_max  # as they came, and joined to a batch
+    lone = lone_ids + 2 * limits.request_output_bytes_max
     batch = 2 * ID_BYTES * limits.batch_ids_max + 2 * limits.batch_output_bytes_max
     parts = {
         "connections": CONNECTION_BYTES * limits.connections_max,
@@ -49,16 +56,17 @@ def memory_parts(limits: Limits, has_tls: bool = False) -> dict[str, int]:
         ),
         # small requests and large
         "the queue of a model": 2 * (ID_BYTES + STRING_BYTES) * limits.queue_ids_max,
-        "its batches": lone_ids + 2 * limits.request_output_bytes_max + batch,
+        # on GPUs each may be of one large request
+        "its batches": gpus * AT_ONCE * max(lone, batch) if gpus else lone + batch,
     }
     if has_tls:
         parts["TLS of connections"] = CONNECTION_TLS_BYTES * limits.connections_max
     return parts | {"freed between what is in use": int(FREED_SHARE * sum(parts.values()))}
 
 
-def memory_bytes_max(limits: Limits, has_tls: bool = False) -> int:
+def memory_bytes_max(limits: Limits, has_tls: bool = False, gpus: int = 0) -> int:
     """Their sum, for one model."""
-    return sum(memory_parts(limits, has_tls).values())
+    return sum(memory_parts(limits, has_tls, gpus).values())
 
 
 @dataclass(frozen=True)
@@ -99,11 +107,14 @@ class ServerMemory:
         return self.rows + self.processes + max(self.work, self.clients)
 
 
-def server_memory(rows: Rows, settings: ServeSettings, hot: float = 1.0) -> ServerMemory:
+def server_memory(
+    rows: Rows, settings: ServeSettings, hot: float = 1.0, gpus: int = 0
+) -> ServerMemory:
     """Of one model.
 
     Args:
         hot: which part of mapped rows memory is to hold, 0 to 1; the others come from the disk.
+        gpus: as of memory_parts.
     """
     part = 1.0 if settings.tables == "resident" else hot
     versions = 1 if settings.follow == "none" else 2  # the next is read beside the one that answers
@@ -112,5 +123,5 @@ def server_memory(rows: Rows, settings: ServeSettings, hot: float = 1.0) -> Serv
         rows=versions * held,
         processes=settings.workers * PROCESS_BYTES,
         work=WORK_BYTES,
-        clients=settings.workers * memory_bytes_max(settings.limits, bool(settings.tls_cert)),
+        clients=settings.workers * memory_bytes_max(settings.limits, bool(settings.tls_cert), gpus),
     )

@@ -14,6 +14,7 @@ import yaml
 from documents import ROOT
 from typer.testing import CliRunner, Result
 
+from embedserve.batching.batcher import AT_ONCE
 from embedserve.commands.cli import app
 from embedserve.commands.pod_patch import CUDA_BYTES, PodOptions, PodRows, pod_patch
 from embedserve.config import DEFAULT_LIMITS
@@ -87,6 +88,8 @@ def test_gpus_are_the_plans_ranks() -> None:
     made = patch(LARGE, gpus=8)
     assert container(made)["resources"]["limits"]["nvidia.com/gpu"] == "8"
     assert memory(made)[0] == PROCESS_BYTES + WORK_BYTES + CUDA_BYTES
+    of_one = AT_ONCE * 2 * DEFAULT_LIMITS.request_output_bytes_max  # values, and those in order
+    assert memory(made)[1] > memory(patch(LARGE, gpus=1))[1] + 7 * of_one
     with pytest.raises(ValueError, match="workers is 4, but the tables go to GPUs"):
         patch(LARGE, PodOptions(workers=4), gpus=8)
 
