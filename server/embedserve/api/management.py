@@ -81,7 +81,7 @@ class Model(BaseModel):
     unpooled: bool = Field(description="Answers have one row for each id, and lengths.")
     tables: list[Table]
     device: str
-    bytes_per_rank: list[int]
+    bytes_per_rank: list[int] = Field(description="Of table rows; of replicas, of each.")
     replicas: int = Field(description="Copies of the tables, each on GPUs of its own; 1 on CPUs.")
     replanned: bool
     lookup: str = Field(description="How lookups run: traced, scripted or eager.")

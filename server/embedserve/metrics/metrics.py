@@ -339,7 +339,7 @@ class Metrics(Collector):
         )
         table_bytes = GaugeMetricFamily(
             "embedserve_table_bytes",
-            "Bytes of table rows on a rank.",
+            "Bytes of table rows on a rank; of replicas, of each.",
             labels=[*VERSION_LABELS, "rank"],
         )
         for info in infos:
