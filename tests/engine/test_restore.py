@@ -289,7 +289,7 @@ def test_a_plan_by_hand_with_shards_of_all_sizes(
 
 def test_strict_plan_refuses_another_number_of_ranks(published: Publish) -> None:
     version = published(sharding="row_wise", world_size=2)
-    with pytest.raises(StoreError, match="stored plan is for 2 ranks, here there are 1"):
+    with pytest.raises(StoreError, match="stored plan is for 2 ranks, one for 1 is needed here"):
         restore(version, "cpu:1", strict_plan=True)
 
 
