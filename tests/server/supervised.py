@@ -2,7 +2,8 @@
 
 Its arguments are WORKERS DRAIN_S LOOKUP_S HANG_S FILE. Prints its ports when ready; a worker that
 starts says so, and one that gets SIGUSR1 hangs. While FILE exists workers fail, with what it says.
-It listens on a Unix socket beside that, FILE.sock, too.
+It listens on a Unix socket beside that, FILE.sock, too. With FILE.asked it tells whether a worker
+answered before the supervisor had been told that it is ready.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.slots import Slot, Slots
 from embedserve.processes.ports import SharedPorts, claim_ports
 from embedserve.processes.supervisor import Supervisor, WorkerFailedError
+
+ANSWER_S = 1.0
 
 
 def serve(
@@ -50,6 +53,17 @@ def hang_here(*args: object) -> None:
     time.sleep(1000)
 
 
+def answers(port: int) -> bool:
+    """Whether a request is answered now; it goes on to wait where it is not."""
+    with socket.create_connection(("127.0.0.1", port)) as caller:
+        caller.sendall(b"GET /health/live HTTP/1.1\r\nHost: test\r\n\r\n")
+        caller.settimeout(ANSWER_S)
+        try:
+            return bool(caller.recv(1))
+        except TimeoutError:
+            return False
+
+
 def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: Path) -> None:
     logging.basicConfig(level=logging.INFO)
     faulthandler.enable()
@@ -57,6 +71,10 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
     unix = [(f"{failure}.sock", 0o600, "HTTP")]
     ports = claim_ports("127.0.0.1", 0, 0, unix=unix).share()
     slots = Slots(workers, cells_per_worker(1, COLUMNS_MIN))
+
+    def on_ready() -> None:
+        if Path(f"{failure}.asked").exists():
+            print("answered" if answers(ports.http) else "waited", flush=True)
 
     def run_worker(index: int, channel: socket.socket) -> int:
         print("started", index, flush=True)
@@ -75,6 +93,7 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
             drain_s,
             hang_s,
             lambda: "tables are cut off",
+            on_ready=on_ready,
             on_stop=ports.remove_files,
         ).run()
     except WorkerFailedError as error:

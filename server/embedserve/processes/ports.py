@@ -40,6 +40,13 @@ class Ports:
         found = [self.http_socket, self.grpc_socket, self.management_socket]
         return [one for one in found if one is not None]
 
+    def listen(self, *, with_grpc: bool) -> None:
+        """Has connections wait until they are taken; on gRPC's port only ``with_grpc``: grpcio
+        binds it anew, and those that wait would be lost."""
+        for sock in self.sockets:
+            if with_grpc or sock is not self.grpc_socket:
+                sock.listen(BACKLOG)
+
     def release_grpc(self) -> str:
         """The address (HOST:PORT) for grpcio, which binds by itself and does so at once."""
         self.grpc_socket.close()

@@ -95,7 +95,7 @@ class Supervisor:
             find_damage: says which file is damaged, "" for none; asked when a worker read where
                 there is no file.
             together: decides when workers move to other versions.
-            on_ready: told when a worker is ready.
+            on_ready: told when a worker is ready, which takes no connection before it returns.
             on_stop: called before the workers are told to end.
         """
         self._on_ready = on_ready
@@ -259,6 +259,7 @@ class Supervisor:
             worker.is_ready, worker.ready_s = True, time.monotonic()
             self._slots.set_ready(worker.index, True)
             self._on_ready()
+            _send(worker.channel, WorkerMessage.ALONE.value)
             if self._is_announced:
                 logger.info("worker %d is ready again", worker.index)
             if self._together is not None:

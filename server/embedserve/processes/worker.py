@@ -61,7 +61,7 @@ async def run_worker(
         OSError: a port was taken from us.
     """
     loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
+    alone, stop = asyncio.Event(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop_or_end, stop, signal.SIGTERM)
     channel.setblocking(False)
     moving = operator = None
@@ -74,7 +74,9 @@ async def run_worker(
             message = channel.recv(MESSAGE_BYTES_MAX)
         except ConnectionResetError:
             message = b""
-        if message == WorkerMessage.ANNOUNCE.value:
+        if message == WorkerMessage.ALONE.value:
+            alone.set()
+        elif message == WorkerMessage.ANNOUNCE.value:
             announce()
         elif message and moving is not None:
             moving.hear(message)
@@ -83,12 +85,20 @@ async def run_worker(
             logger.error("the supervisor is gone: this worker stops, too")
             stop.set()
 
-    def say_ready() -> None:
-        channel.send(WorkerMessage.READY.value)
-
     loop.add_reader(channel, hear)
     async with heard_regularly(exchange.metrics, slot):
-        await serve_until(stop, exchange, settings, ports.bind(), say_ready, operator)
+        bound = ports.bind()
+        bound.listen(with_grpc=settings.grpc_server == "native")
+        channel.send(WorkerMessage.READY.value)
+        await _either(alone, stop)
+        await serve_until(stop, exchange, settings, bound, lambda: None, operator)
+
+
+async def _either(*events: asyncio.Event) -> None:
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for one in waiting:
+        one.cancel()
 
 
 @contextlib.asynccontextmanager

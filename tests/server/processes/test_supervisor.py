@@ -133,6 +133,23 @@ async def test_all_workers_serve_and_stop_on_sigterm(tmp_path: Path) -> None:
     assert output.count("draining") == 3
 
 
+async def test_none_is_answered_before_what_answered_until_then_has_ended(tmp_path: Path) -> None:
+    """A caller that was told that the server is ready meets nobody who says that it loads; and one
+    that comes meanwhile waits, and is not refused."""
+    (tmp_path / "failure.asked").touch()
+    server = await start(tmp_path, workers=1)
+    try:
+        lines = await server.until_line("ready")
+        assert lines == ["started 0", "waited", lines[-1]]
+        server.http_port = int(lines[-1].split()[1])
+        assert await server.post() == 200
+        server.process.terminate()
+        assert (await server.ended())[0] == 0
+    finally:
+        if server.process.returncode is None:
+            server.process.kill()
+
+
 async def test_workers_share_a_unix_socket_and_one_that_ends_is_missed_by_nobody(
     tmp_path: Path,
 ) -> None:
