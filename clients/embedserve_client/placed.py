@@ -156,7 +156,8 @@ class PlacedCalls(Protocol):
         model: str,
         timeout_s: float | None,
     ) -> Any:
-        """Answered by an Answer; model: its own name, for a lookup that names none."""
+        """Answered by an Answer; model: that is asked for, by its own name if the lookup names
+        none."""
 
 
 def put(batch: Batch, region: Region) -> list[Tensor]:

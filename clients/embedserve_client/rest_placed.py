@@ -65,10 +65,9 @@ class RestPlaced:
             "outputs": [{"name": one.name} | _placed(region, one) for one in outputs],
             "parameters": {"output_dtype": DATATYPES[lookup.output_dtype]},
         }
-        name = model if lookup.model is None else lookup.model
         return Call(
             method="POST",
-            path=f"/v2/models/{quote(name, safe='@')}/infer",
+            path=f"/v2/models/{quote(model, safe='@')}/infer",
             read=_read_answer,
             timeout_s=timeout_s,
             content=json.dumps(body).encode(),

@@ -67,8 +67,7 @@ class RpcPlaced:
         model: str,
         timeout_s: float | None,
     ) -> Rpc[Answer]:
-        name = model if lookup.model is None else lookup.model
-        request = pb.ModelInferRequest(model_name=name)
+        request = pb.ModelInferRequest(model_name=model)
         request.parameters["output_dtype"].string_param = DATATYPES[lookup.output_dtype]
         for one in inputs:
             added = request.inputs.add(name=one.name, datatype=one.datatype, shape=[one.size])

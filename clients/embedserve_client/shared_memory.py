@@ -120,9 +120,10 @@ class SharedMemory:
     ) -> Generator[Any, Any, EmbedResult | None]:
         """The vectors, in ``region``; None where they are to be asked for without it."""
         batch = lookup.batch
+        model = known.name if lookup.model is None else lookup.model
         try:
             inputs, outputs = put(batch, region), wanted(known.form(lookup).outputs(batch), lookup)
-            call = self._calls.infer(region, inputs, outputs, lookup, known.name, left_s())
+            call = self._calls.infer(region, inputs, outputs, lookup, model, left_s())
             answer: Answer = yield call
         except Overloaded:  # nothing was written, and nothing will be
             self._regions.give(region)
