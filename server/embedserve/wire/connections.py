@@ -267,10 +267,13 @@ class Http2Transport(asyncio.Protocol):
         elif connection.receiver.held_bytes:
             self._registry.has_grown(len(data))
         sender = connection.sender
-        if sender.out or sender.ready or connection.is_over:
-            self.flush()
-        else:
+        if not (sender.out or sender.ready or connection.is_over):
             self._is_flush_due = False
+        elif self._exchange.models.is_closed:
+            # Many are refused: each refusal by itself would wake its client.
+            self._exchange.flush_later(self)
+        else:
+            self.flush()
 
     def _go_on(self) -> None:
         if self._has_ended or self._transport.is_closing():

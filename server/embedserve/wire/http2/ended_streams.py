@@ -47,7 +47,8 @@ class EndedStreams:
         It is thrown away while it is short, since some clients take a reset for a failure. Those
         that have waited for a while are reset in what tells the client of this one.
         """
-        self._reset_due()
+        if self._due:
+            self._reset_due()
         if len(self._unread) >= REMEMBERED_MAX:
             self.reset(next(iter(self._unread)), ErrorCode.NO_ERROR)
         self._unread[stream_id] = UNREAD_BYTES_MAX
