@@ -150,6 +150,8 @@ def _operated(name: str, found: Mapping[str, Any]) -> Iterator[Bar]:
             yield Bar(f"two workers / one on two cores, load included, {way}", two_of_one, 1.0)
             lost = figures["lost_when_one_of_two_was_killed"] / figures["of_clients"]
             yield Bar(f"lost when one of two was killed / clients, {way}", lost, most=1.0)
+        grpc, http1 = (found[way]["two_of_one"] for way in ("gRPC", ONE_BODY))
+        yield Bar(f"two workers / one, gRPC / HTTP/1 {ONE_BODY}", grpc / http1, 1.0)
     elif name == "heads":
         yield Bar("heads: unique ids / plain", found["traced_of_plain"], 0.95)
         yield Bar("heads: a token of 2 KB / plain", found["bearer_of_plain"], 0.9)

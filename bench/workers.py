@@ -17,7 +17,7 @@ import load
 import running
 from measure import driver
 from servers.base import Way
-from servers.embedserve import GRPC, JSON, EmbedServe
+from servers.embedserve import GRPC, JSON, ONE_MESSAGE, EmbedServe
 from workloads import Workload, workload
 
 ROUNDS = 3
@@ -26,7 +26,8 @@ CALLERS = 8
 KILL_AFTER_S = 3.0
 READY_S_MAX = 120
 """Until two workers are ready again."""
-WAYS = (JSON, GRPC)
+WAYS = (JSON, ONE_MESSAGE, GRPC)
+"""The latter two are asked by h2load, which takes as much of both cores for either."""
 
 
 def measure(rounds: int = ROUNDS, seconds: float = 5) -> dict[str, dict[str, Any]]:
@@ -120,7 +121,7 @@ def _http_caller(way: Way, body: bytes) -> Iterator[Caller]:
     import httpx
 
     url = f"http://127.0.0.1:{running.PORT}{way.path}"
-    with httpx.Client(timeout=10) as client:
+    with httpx.Client(timeout=10, headers=way.headers) as client:
 
         def call() -> str | None:
             try:
