@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
+from open_files import open_below
 
 from embedserve.config import Limits
 from embedserve.errors import (
@@ -135,20 +135,20 @@ def test_one_owner_has_half_of_all(shared: SharedMemory) -> None:
 
 
 def test_those_whose_file_was_removed_go(shared: SharedMemory, folder: Path) -> None:
-    descriptors = os.listdir("/proc/self/fd")
     shared.register(EVERYBODY, "ids", "a", 0, 100)
     shared.register(EVERYBODY, "vectors", "b", 0, 100)
+    assert len(open_below(folder)) == 2
     (folder / "a").unlink()
     shared.look(None)
     assert list(shared.of(EVERYBODY)) == ["vectors"]
     (folder / "b").unlink()
     assert names(shared) == []
-    assert os.listdir("/proc/self/fd") == descriptors
+    assert not open_below(folder)
     shared.register(EVERYBODY, "ids", "c", 0, 100)
     (folder / "c").unlink()
     shared.register(EVERYBODY, "ids", "d", 0, 100)  # of the same name
     shared.close()
-    assert os.listdir("/proc/self/fd") == descriptors
+    assert not open_below(folder)
 
 
 def test_those_of_owners_who_may_not_ask_go(shared: SharedMemory) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from open_files import open_below
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import TableSpec
@@ -53,10 +54,11 @@ def test_who_opens_a_version_holds_it_until_it_is_let_go(folder: Path) -> None:
 def test_no_descriptor_is_left_over(folder: Path) -> None:
     store = LocalStore(folder.parent.parent)
     version = store.load("m")
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_below(folder)
+    assert before
     for _ in range(100):
         version = store.load("m")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_below(folder) == before
     assert version.manifest.version == 1
 
 
