@@ -30,7 +30,7 @@ SCRIPT = Path(__file__).with_name("victim.py")
 STOP_S_MAX = 20
 TEST_S_MAX = 60
 SLOWEST_S_MAX = 2.0
-"""Of the neighbour's answers: a bound, not a speed. Two cores may be busy with something else."""
+"""Of the neighbour's answers, without what it and the server waited for a core: a bound."""
 GROWTH_KIB_MAX = 24 << 10
 """Unless a test says otherwise by @pytest.mark.growth(kib)."""
 FORGET_S_MAX = 15.0

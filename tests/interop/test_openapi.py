@@ -12,12 +12,12 @@ from interop.drivers import HERE, python_programs
 from running_servers import Running
 
 CONFIG = HERE / "openapi" / "schemathesis.toml"
-REQUESTS_S_MAX = 20
+REQUESTS_S_MAX = (20, 60)
+"""The second where the first was too short, since something else has the cores."""
 REQUESTS_MIN = 100
 PROGRAM_S_MAX = 120
 OPTIONS = (
     "--phases=examples,coverage,fuzzing",
-    f"--max-time={REQUESTS_S_MAX}",
     "--generation-deterministic",
     "--continue-on-failure",
     "--no-color",
@@ -52,8 +52,14 @@ def test_the_server_answers_what_the_document_says(
     """To requests as it describes them, to those next to them, and to any."""
     url = f"{server.http}/openapi.json"
     config = ("--config-file", CONFIG)
-    said = run(programs / "schemathesis", *config, "run", url, *OPTIONS, folder=tmp_path)
-    made = re.search(r"(\d+) generated", said)  # as many as there was time for; none was wrong
-    assert made is not None, said
-    assert int(made[1]) > REQUESTS_MIN
+    made = 0
+    for seconds in REQUESTS_S_MAX:
+        options = (*OPTIONS, f"--max-time={seconds}")
+        said = run(programs / "schemathesis", *config, "run", url, *options, folder=tmp_path)
+        told = re.search(r"(\d+) generated", said)  # as many as there was time for; none was wrong
+        assert told is not None, said
+        made = int(told[1])
+        if made > REQUESTS_MIN:
+            break
+    assert made > REQUESTS_MIN
     assert httpx.get(f"{server.http}/health/ready").status_code == 200

@@ -64,11 +64,16 @@ class Service:
         )
 
     def wait_for_admin(self) -> None:
-        """HAProxy listens on its ports a moment before its socket is there."""
+        """HAProxy listens on its ports a moment before its socket is there, and on that a moment
+        later."""
         end = time.monotonic() + START_S_MAX
-        while not self._admin.exists():
-            assert time.monotonic() < end, "HAProxy makes no socket"
+        while not self._is_listening():
+            assert time.monotonic() < end, "HAProxy listens on no socket"
             time.sleep(0.01)
+
+    def _is_listening(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as admin:
+            return admin.connect_ex(str(self._admin)) == 0
 
     def set_ready(self, pod: str, is_ready: bool) -> None:
         for port in ("http", "grpc"):
