@@ -27,7 +27,7 @@ KILL_AFTER_S = 3.0
 READY_S_MAX = 120
 """Until two workers are ready again."""
 WAYS = (JSON, ONE_MESSAGE, GRPC)
-"""The latter two are asked by h2load, which takes as much of both cores for either."""
+"""The latter two are asked by h2load, which takes about as much of the cores for either."""
 
 
 def measure(rounds: int = ROUNDS, seconds: float = 5) -> dict[str, dict[str, Any]]:

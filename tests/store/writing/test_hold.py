@@ -51,14 +51,14 @@ def test_who_opens_a_version_holds_it_until_it_is_let_go(folder: Path) -> None:
     assert not is_held(folder)
 
 
-def test_no_descriptor_is_left_over(folder: Path) -> None:
+def test_no_descriptor_is_left_over(folder: Path, tmp_path: Path) -> None:
     store = LocalStore(folder.parent.parent)
     version = store.load("m")
-    before = open_below(folder)
+    before = open_below(tmp_path)
     assert before
     for _ in range(100):
         version = store.load("m")
-    assert open_below(folder) == before
+    assert open_below(tmp_path) == before
     assert version.manifest.version == 1
 
 
