@@ -20,6 +20,8 @@ LOAD_CORE = "1"
 PACKAGES = {"wrk": "wrk", "h2load": "nghttp2-client", "redis-benchmark": "redis-tools"}
 WARM_UP_S = 1
 """Of h2load, not counted."""
+TRIES_MAX = 3
+"""Of h2load, which now and then counts nothing of a lone connection's time."""
 STREAM_MESSAGES = 200
 """Of one call of a stream: h2load sends them without waiting for answers."""
 
@@ -157,15 +159,21 @@ class Post:
 
 
 def h2load(post: Post, log: Path, connections: int, streams: int, seconds: float) -> Figures:
-    log.unlink(missing_ok=True)
+    """Raises RuntimeError where nothing is counted."""
     command = post.command(connections, streams, seconds, log)
     command[1:1] = [f"--warm-up-time={WARM_UP_S}"]
-    output = run(command, seconds + WARM_UP_S)
-    counts = re.search(r"(\d+) succeeded, (\d+) failed, (\d+) errored, (\d+) timeout", output)
-    data = re.search(r"\((\d+)\) data", output)
-    if counts is None or data is None:
-        sys.exit(f"h2load printed no figures:\n{output}")
-    succeeded, *wrong = map(int, counts.groups())
+    for _ in range(TRIES_MAX):
+        log.unlink(missing_ok=True)
+        output = run(command, seconds + WARM_UP_S)
+        counts = re.search(r"(\d+) succeeded, (\d+) failed, (\d+) errored, (\d+) timeout", output)
+        data = re.search(r"\((\d+)\) data", output)
+        if counts is None or data is None:
+            sys.exit(f"h2load printed no figures:\n{output}")
+        succeeded, *wrong = map(int, counts.groups())
+        if succeeded or any(wrong):
+            break
+    else:
+        raise RuntimeError(f"h2load counted no answer of {post.path} in {TRIES_MAX} runs")
     # Answers that were begun before the count and ended in it, or the other way round, even out.
     whole = round(int(data[1]) / post.answer_bytes) + 2 * connections * streams
     errors = sum(wrong) + max(0, succeeded - whole)
