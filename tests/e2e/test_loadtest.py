@@ -14,7 +14,7 @@ import httpx
 import pytest
 from e2e.demo_server import Demo
 from prometheus_client.parser import text_string_to_metric_families
-from running_servers import Running, free_port, running
+from running_servers import Running, running
 
 RUN_S_MAX = 180
 LOADTEST = Path(__file__).parents[2] / "clients" / "loadtest"
@@ -147,8 +147,8 @@ def test_a_test_that_cannot_run_says_why_and_ends(
 
 
 @pytest.mark.parametrize("script", ["rest.py", "grpc_user.py"])
-def test_a_server_that_is_not_there_is_said(script: str) -> None:
-    target = f"127.0.0.1:{free_port()}"
+def test_a_server_that_is_not_there_is_said(script: str, refusing_port: int) -> None:
+    target = f"127.0.0.1:{refusing_port}"
     done = locust(script, target if script == "grpc_user.py" else f"http://{target}", "-t", "5m")
     assert done.returncode == 1
     assert "the load test cannot run: " in done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -166,6 +165,7 @@ async def test_a_collector_that_takes_nothing_is_named_once_and_felt_by_nobody(
     collector: Collector,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
+    refusing_port: int,
     fault: str,
 ) -> None:
     # Of a collector that is not there the library says so once it has time to try again.
@@ -177,8 +177,7 @@ async def test_a_collector_that_takes_nothing_is_named_once_and_felt_by_nobody(
     elif fault == "fails":
         collector.status = 400
     else:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        url = f"http://127.0.0.1:{refusing_port}"
     headers = {"traceparent": SAMPLED}
     async with traced(engine, executor, url) as live:
 
