@@ -1,12 +1,10 @@
-"""What takes long to make, such as a training run: each once for all folders and all processes; and
-what tests of all folders use."""
+"""What takes long to make, such as a training run: each once for all folders and all processes."""
 
 from __future__ import annotations
 
 import gc
 import os
-import socket
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -29,14 +27,6 @@ with suppress(ModuleNotFoundError):  # on a host that has what the GPU tests nee
 
 MadeOnce = Callable[[str, Callable[[Path], None]], Path]
 WARM_S_MAX = 300
-
-
-@pytest.fixture
-def refusing_port() -> Iterator[int]:
-    """Where nobody listens: its socket does not, and keeps others from it."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        yield sock.getsockname()[1]
 
 
 @pytest.hookimpl(optionalhook=True)
