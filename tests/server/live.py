@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -27,7 +26,6 @@ __all__ = [
     "JSON",
     "PROTOBUF",
     "Live",
-    "free_port",
     "live_server",
     "make_exchange",
     "serving",
@@ -115,10 +113,3 @@ async def serving(
         await channel.close()
         stop.set()
         await asyncio.wait_for(running, 20)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server.live import free_port
+from running_servers import free_port
 from server.python import run_python
 
 from embedserve.processes.ports import claim_ports

@@ -10,9 +10,10 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from running_servers import free_port
 from server.channels import OWN_CONNECTION
 from server.fake_engine import FakeEngine
-from server.live import free_port, make_exchange
+from server.live import make_exchange
 
 from embedserve.exchange import Exchange
 from embedserve.wire.grpc.service import SERVICE_NAME
