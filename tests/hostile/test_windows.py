@@ -112,6 +112,23 @@ def test_windows_below_zero(grpc_peer: MakePeer, rows: np.ndarray) -> None:
     check_large(peer.answer(1).body, rows)
 
 
+def test_a_window_below_zero_when_the_connections_opens(
+    grpc_peer: MakePeer, rows: np.ndarray
+) -> None:
+    """A stream waits for the connection's window while SETTINGS take its own: to send to it
+    nevertheless never ended, and took hundreds of megabytes a second."""
+    peer = grpc_peer(greeting=greeting(1 << 20))
+    peer.send(f.call(1, LARGE_CALL))
+    assert len(peer.body_of(1, 65_535)) == 65_535
+    peer.send(f.settings((INITIAL_WINDOW_SIZE, 0)) + f.window_update(0, 4 << 20))
+    peer.pong(1)
+    assert len(peer.answers[1].body) == 65_535
+    peer.send(f.get(3) + f.window_update(3, 1000))
+    assert peer.answer(3).status == 200
+    peer.send(f.settings((INITIAL_WINDOW_SIZE, f.WINDOW_MAX - (2 << 20))))
+    check_large(peer.answer(1).body, rows)
+
+
 def test_a_frame_size_that_changes_amid_an_answer(grpc_peer: MakePeer, rows: np.ndarray) -> None:
     peer = grpc_peer(greeting=greeting(1 << 16) + f.window_update(0, 4 << 20))
     peer.send(f.call(1, LARGE_CALL))

@@ -121,11 +121,14 @@ class Receiver:
     def hold(self, stream: Stream, length: int, nbytes: int) -> None:
         """Counts a frame of ``length`` with ``nbytes`` of body against the stream's window.
 
+        An empty frame needs no window (RFC 9113, section 6.9.1), which our own settings may have
+        lowered below 0.
+
         Raises:
             StreamError: the client had no window for it.
         """
         stream.receive_window -= length
-        if stream.receive_window < 0:
+        if length and stream.receive_window < 0:
             raise StreamError(
                 stream.id, ErrorCode.FLOW_CONTROL_ERROR, "DATA beyond the stream's window"
             )

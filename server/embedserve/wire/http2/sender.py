@@ -191,6 +191,9 @@ class Sender:
             stream = self.ready.popleft()
             if not stream.unsent or stream.is_sent:
                 continue
+            if stream.send_window <= 0:  # SETTINGS has lowered it since the stream became ready
+                self._park(stream)
+                continue
             left -= self._send_some(stream, TURN_BYTES if self.ready else left)
             if not stream.unsent:
                 self._has_sent(stream)
@@ -206,11 +209,12 @@ class Sender:
                 stream.unsent = deque((memoryview(b"".join(stream.unsent)),))
 
     def _send_some(self, stream: Stream, bytes_max: int) -> int:
-        """A turn's bytes of a stream that has some, and window; gives how many."""
+        """Frames up to ``bytes_max`` of a stream that has a body and, as the connection, a window
+        above 0. Returns how many bytes."""
         unsent = stream.unsent
         assert unsent is not None
         turn = left = min(bytes_max, stream.send_window, self.window)
-        while left and unsent:
+        while left > 0 and unsent:
             part = unsent.popleft()
             if len(part) > left:
                 unsent.appendleft(part[left:])

@@ -366,3 +366,14 @@ def test_who_acknowledges_nothing_is_sent_no_more_settings() -> None:
     peer.connection.check_time(perf_counter() + 2 * NARROW_S)
     stream.keep_bodies_back()
     assert settings_windows(peer.take()) == [STREAM_WINDOW, NARROW_STREAM_WINDOW]
+
+
+def test_an_empty_frame_ends_a_body_whose_window_was_lowered_below_zero() -> None:
+    """RFC 9113, section 6.9.1: an empty frame with END_STREAM needs no window."""
+    peer = narrowed()
+    handler = peer.open(3, is_end=False)
+    send(peer, 3, 60_000)
+    peer.send(acknowledgement())
+    assert handler.stream.receive_window == NARROW_STREAM_WINDOW - 60_000
+    assert resets(peer.send(data(3, b"", is_end=True))) == []
+    assert (handler.is_whole, len(handler.body)) == (True, 60_000)

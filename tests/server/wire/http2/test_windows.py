@@ -1,0 +1,219 @@
+"""The windows that a client gives, takes back and drives below zero, against a model of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hyperframe.frame import DataFrame, Frame, GoAwayFrame, RstStreamFrame, SettingsFrame
+from server.wire.http2.peer import Peer, body_of, has_ended, of, update
+
+from embedserve.wire.http2.frames import WINDOW_AT_START, WINDOW_MAX
+from embedserve.wire.http2.header_blocks import encode
+
+INITIAL_WINDOW_SIZE = SettingsFrame.INITIAL_WINDOW_SIZE
+OK = encode([(b":status", b"200")])
+TAIL = encode([(b"grpc-status", b"0")])
+BODY = random.Random(0).randbytes(400_000)
+SEQUENCES = 2000
+ACTIONS_MAX = 30
+STREAMS_MAX = 12
+FRAMES_MAX = 20_000
+"""Waiting to be written; all bodies of a sequence make fewer, also with a byte in each turn."""
+
+
+class FewFrames(list[bytes | memoryview]):
+    """Output that fails where a sender that never ends would fill the memory."""
+
+    def append(self, piece: bytes | memoryview) -> None:
+        assert len(self) < FRAMES_MAX, "frames without end"
+        super().append(piece)
+
+
+def bounded(peer: Peer) -> Peer:
+    """``peer``, whose connection may have FRAMES_MAX pieces of output."""
+    connection = peer.connection
+    out = FewFrames()
+    connection.sender.out = connection.receiver.out = connection.ended._out = out
+    connection.sender.write = out.append
+    return peer
+
+
+def settings(window: int) -> SettingsFrame:
+    return SettingsFrame(0, {INITIAL_WINDOW_SIZE: window})
+
+
+@dataclass
+class Model:
+    """The client's side of all windows, and what each stream was answered.
+
+    A window counts from when its update is sent, settings from when they are acknowledged.
+    """
+
+    seed: int
+    connection: int = WINDOW_AT_START
+    initial: int = WINDOW_AT_START
+    unacknowledged: list[int] = field(default_factory=list)
+    streams: dict[int, int] = field(default_factory=dict)
+    bodies: dict[int, bytes] = field(default_factory=dict)
+    answered: set[int] = field(default_factory=set)
+    unfinished: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.peer = bounded(Peer())
+
+    def act(self) -> None:
+        choices = [self.open, self.give_connection, self.give_stream, self.set_initial]
+        choices += [self.answer] * 2 + [self.add_piece, self.reset]
+        self.random.choice(choices)()
+
+    def receive(self, frames: list[Frame]) -> None:
+        """Checks what came against the windows."""
+        for frame in frames:
+            assert not isinstance(frame, GoAwayFrame), frame
+            if isinstance(frame, SettingsFrame) and "ACK" in frame.flags and self.unacknowledged:
+                initial = self.unacknowledged.pop(0)
+                for number in self.streams:
+                    self.streams[number] += initial - self.initial
+                self.initial = initial
+            elif isinstance(frame, DataFrame):
+                self.connection -= len(frame.data)
+                self.streams[frame.stream_id] -= len(frame.data)
+                if frame.data:
+                    assert self.connection >= 0, "beyond the connection's window"
+                    assert self.streams[frame.stream_id] >= 0, "beyond a stream's window"
+
+    def open(self) -> None:
+        if len(self.streams) < STREAMS_MAX:
+            number = 2 * len(self.streams) + 1
+            self.peer.open(number)
+            self.streams[number] = self.initial
+            self.bodies[number] = b""
+
+    def piece(self) -> bytes:
+        size = self.random.choice((0, 1, 100, 20_000, 70_000, 300_000))
+        return BODY[: self.random.randint(0, size)]
+
+    def unanswered(self) -> int | None:
+        """A stream that nothing was written to."""
+        numbers = sorted(self.streams.keys() - self.answered - self.gone)
+        return self.random.choice(numbers) if numbers else None
+
+    def answer(self) -> None:
+        """A whole answer, or the head of one that comes in pieces."""
+        number = self.unanswered()
+        if number is None:
+            return
+        self.answered.add(number)
+        stream = self.peer.handlers[number].stream
+        if self.random.random() < 0.3:
+            stream.send_head(OK)
+            self.unfinished.add(number)
+        else:
+            self.bodies[number] = body = self.piece()
+            stream.answer(OK, (body,), len(body), self.random.choice((b"", TAIL)))
+        if self.random.random() < 0.5:
+            self.receive(self.peer.take())
+
+    def add_piece(self) -> None:
+        """More of an answer that comes in pieces, or its end."""
+        if not self.unfinished:
+            return
+        number = self.random.choice(sorted(self.unfinished))
+        stream = self.peer.handlers[number].stream
+        if self.random.random() < 0.3:
+            self.finish(number)
+        else:
+            piece = self.piece()
+            self.bodies[number] += piece
+            stream.send_body((piece,), len(piece))
+
+    def finish(self, number: int) -> None:
+        self.peer.handlers[number].stream.end(self.random.choice((b"", TAIL)))
+        self.unfinished.discard(number)
+
+    def reset(self) -> None:
+        if self.streams and self.random.random() < 0.2:
+            number = self.random.choice(sorted(self.streams))
+            self.gone.add(number)
+            self.unfinished.discard(number)
+            self.receive(self.peer.send(RstStreamFrame(number, error_code=8)))
+
+    def give_connection(self) -> None:
+        increment = self.random.choice((1, 100, 16_384, 100_000, 1_000_000))
+        self.connection += increment
+        self.receive(self.peer.send(update(0, increment)))
+
+    def give_stream(self) -> None:
+        if not self.streams:
+            return
+        number = self.random.choice(sorted(self.streams))
+        increment = self.random.choice((1, 100, 16_384, 100_000))
+        most = max(self.unacknowledged, default=self.initial)
+        if self.streams[number] + max(0, most - self.initial) + increment <= WINDOW_MAX:
+            self.streams[number] += increment
+            self.receive(self.peer.send(update(number, increment)))
+
+    def set_initial(self) -> None:
+        window = self.random.choice((0, 0, 1, 100, 10_000, 65_535, 200_000, 5_000_000))
+        self.unacknowledged.append(window)
+        self.receive(self.peer.send(settings(window)))
+
+    def end(self) -> None:
+        """All windows open: every answer has to come whole."""
+        for number in sorted(self.unfinished):
+            self.finish(number)
+        self.connection += 20_000_000
+        self.unacknowledged.append(20_000_000)
+        self.receive(self.peer.send(update(0, 20_000_000), settings(20_000_000)))
+        sender = self.peer.connection.sender
+        for number in self.answered - self.gone:
+            assert body_of(self.peer.seen, number) == self.bodies[number]
+            assert has_ended(self.peer.seen, number)
+        assert (sender.unsent_bytes, sender.parked) == (0, {})
+        assert not sender.ready
+
+
+def test_no_sequence_of_windows_hangs_loses_a_byte_or_is_violated() -> None:
+    """RFC 9113, section 6.9.2: SETTINGS may make a window negative, at any time."""
+    for seed in range(SEQUENCES):
+        model = Model(seed)
+        try:
+            for _ in range(model.random.randint(1, ACTIONS_MAX)):
+                model.act()
+            model.end()
+        except AssertionError as error:
+            raise AssertionError(f"sequence {seed}: {error}") from error
+
+
+@pytest.mark.parametrize("window", [0, 1000])
+def test_a_stream_whose_window_falls_below_zero_waits_for_an_update(window: int) -> None:
+    """It waits for the connection's window when SETTINGS take its own, and then the connection's
+    comes: nothing may be sent, and the stream counts as waiting for its client."""
+    peer = bounded(Peer(settings={INITIAL_WINDOW_SIZE: 100_000}))
+    stream = peer.open(1).stream
+    stream.answer(OK, (BODY,), len(BODY), TAIL)
+    assert len(body_of(peer.take(), 1)) == WINDOW_AT_START
+    peer.send(settings(window))
+    assert of(peer.send(update(0, 1_000_000)), DataFrame) == []
+    assert (stream.send_window, peer.connection.sender.parked) == (
+        window - WINDOW_AT_START,
+        {1: stream},
+    )
+    assert stream.parked_s > 0
+    peer.send(update(1, len(BODY)))
+    assert body_of(peer.seen, 1) == BODY
+    assert has_ended(peer.seen, 1)
+
+
+def test_a_reader_that_shrinks_its_window_stops_no_other_stream() -> None:
+    peer = bounded(Peer(settings={INITIAL_WINDOW_SIZE: 100_000}))
+    peer.open(1).stream.answer(OK, (BODY,), len(BODY), TAIL)
+    peer.take()
+    peer.send(settings(100))
+    peer.open(3).stream.answer(OK, (b"x" * 100,), 100, TAIL)
+    frames = peer.send(update(0, 1_000_000))
+    assert (body_of(frames, 1), body_of(frames, 3)) == (b"", b"x" * 100)
