@@ -224,7 +224,7 @@ def _add_error_shape(app: FastAPI) -> None:
 
     def answer(request: Request, error: EmbedServeError, status: int) -> Response:
         given_id = one_header(request.scope["headers"], REQUEST_ID)
-        return error_response(error, status, request.url.path, given_id)
+        return error_response(error, status, request.scope["path"], given_id)
 
     async def of_ours(request: Request, error: Exception) -> Response:
         assert isinstance(error, EmbedServeError)
@@ -232,7 +232,7 @@ def _add_error_shape(app: FastAPI) -> None:
 
     async def of_routing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        shaped = InvalidRequestError(f"{request.method} {request.url.path}: {error.detail}")
+        shaped = InvalidRequestError(f"{request.method} {request.scope['path']}: {error.detail}")
         if error.status_code == 404:
             shaped.code = "NOT_FOUND"
         response = answer(request, shaped, error.status_code)

@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from embedserve.config import ServeSettings, check_settings, uds_mode
 from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import columns_most
+from embedserve.metrics.quiet_log import QuietTracebacks
 from embedserve.metrics.slots import Slot, Slots
 from embedserve.processes.announcement import say_ready_to_serve
 from embedserve.processes.loading import (
@@ -250,9 +251,15 @@ def set_up_logging(level: str, form: str = "text") -> None:
     """Of this process, and of those that it forks; ``form`` is text or json."""
     faulthandler.enable()  # the last words of a process that a signal such as SIGBUS ends
     # torchrec and FBGEMM tell at length how they were built; only what goes wrong is shown.
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if form == "json" else TextLines())
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.basicConfig(level=logging.WARNING, handlers=[log_handler(form)])
     for ours in ("embedserve", "embedserve_store"):
         logging.getLogger(ours).setLevel(level.upper())
     hush_torch()
+
+
+def log_handler(form: str, stream: TextIO | None = None) -> logging.Handler:
+    """The handler of every line of the log, to ``stream`` or stderr; ``form`` is text or json."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    handler.addFilter(QuietTracebacks())
+    return handler

@@ -10,19 +10,35 @@ from datetime import UTC, datetime
 
 import orjson
 
+from embedserve.terminal.printable import printable
+
+INDENT = "    "
+"""Before each line of a traceback."""
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_UNPRINTABLE = re.compile(r"[^ -~]")
+"""A character that may be, in JSON: those of ASCII are escaped there."""
 _PLAIN = re.compile(r"[!#-~]+")
 
 
 class TextLines(logging.Formatter):
-    """A line's text, then what it tells by name as NAME=VALUE."""
+    """Formats a record as its text, then its fields as NAME=VALUE.
+
+    Characters that would move a terminal's cursor or end the line are escaped. A traceback's lines
+    are indented, so that none of them can pass for a record.
+    """
 
     def __init__(self) -> None:
         super().__init__(TEXT)
 
-    def formatMessage(self, record: logging.LogRecord) -> str:
+    def format(self, record: logging.LogRecord) -> str:
+        record.message = record.getMessage()
+        record.asctime = self.formatTime(record)
         shown = [f" {name}={_text(value)}" for name, value in _fields(record).items()]
-        return "".join((super().formatMessage(record), *shown))
+        lines = [printable("".join((self.formatMessage(record), *shown)))]
+        if record.exc_info:
+            below = self.formatException(record.exc_info).split("\n")
+            lines += [f"{INDENT}{printable(line)}" for line in below]
+        return "\n".join(lines)
 
 
 class JsonLines(logging.Formatter):
@@ -41,7 +57,12 @@ class JsonLines(logging.Formatter):
             line["traceback"] = self.formatException(record.exc_info)
         # Whatever a library logs: surrogates are no UTF-8, and orjson would not write them.
         safe = {name: _without_surrogates(value) for name, value in line.items()}
-        return orjson.dumps(safe, default=str).decode()
+        return _UNPRINTABLE.sub(_json_escape, orjson.dumps(safe, default=str).decode())
+
+
+def _json_escape(found: re.Match[str]) -> str:
+    one = found[0]
+    return one if one.isprintable() else json.dumps(one)[1:-1]
 
 
 def _fields(record: logging.LogRecord) -> Mapping[str, object]:

@@ -17,6 +17,7 @@ from embedserve.access.access import CERTIFICATE, Certificate, one_header
 from embedserve.codec.codec import Codec
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, RequestTooLargeError
 from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, late_request
+from embedserve.metrics.quiet_log import SHOWN_CHARACTERS_MAX
 from embedserve.tracing.request_id import REQUEST_ID, Told, told_id
 from embedserve.types import Parts
 from embedserve.wire.http2.frames import ErrorCode
@@ -218,7 +219,8 @@ class AsgiStream:
         except ClientGoneError:
             return
         except Exception:
-            logger.exception("%s %s failed", scope["method"], scope["path"])
+            path = self._request.target[:SHOWN_CHARACTERS_MAX].decode("latin-1")
+            logger.exception("%s %a failed", scope["method"], path)
             if not self._has_started:
                 write_error(self._stream, EngineError(INTERNAL), self._told())
         if not self._stream.is_sent and self._stream.tail is None:

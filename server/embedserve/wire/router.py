@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
+from embedserve.errors import InvalidRequestError
 from embedserve.exchange import Exchange
 from embedserve.wire.asgi import ASGIApp, AsgiStream
 from embedserve.wire.grpc.messages import WireError
@@ -16,6 +18,8 @@ from embedserve.wire.http2.stream import Handler, Stream
 from embedserve.wire.rest import embed_route, headers_too_large
 from embedserve.wire.rest_streams import open_embed, refused
 
+TARGET_BYTES_SHOWN = 100
+_NO_TARGET = re.compile(rb"[^!-~]")
 CONTINUE = encode([(b":status", b"100")])
 
 
@@ -48,10 +52,24 @@ class Router:
             return refused(error, request, self._metrics)
         if is_grpc:
             return self._grpc.open(request)
+        if wrong := wrong_target(request.target):
+            return refused(wrong, request, self._metrics)
         route = embed_route(request.target.partition(b"?")[0].decode("latin-1"))
         if route is not None:
             return open_embed(route, request, self._exchange, self._metrics)
         return lambda stream: AsgiStream(self._management, request, stream)
+
+
+def wrong_target(target: bytes) -> InvalidRequestError | None:
+    """The error of a target that HTTP/1 would not take either: what is not printable ASCII stands
+    percent-encoded in it (RFC 3986, section 2)."""
+    found = _NO_TARGET.search(target)
+    if found is None:
+        return None
+    start = max(0, found.start() - TARGET_BYTES_SHOWN)
+    shown = target[start : found.end()].decode("latin-1")
+    said = f"the path and query have the byte 0x{found[0].hex()} after {shown[:-1]!a}"
+    return InvalidRequestError(f"{said}: percent-encode it", "path")
 
 
 def _after_continue(open_stream: Callable[[Stream], Handler]) -> Callable[[Stream], Handler]:

@@ -9,7 +9,13 @@ from time import monotonic
 import pytest
 
 from embedserve.metrics import quiet_log
-from embedserve.metrics.quiet_log import PERIOD_S, SHOWN_CHARACTERS_MAX, QuietLog
+from embedserve.metrics.quiet_log import (
+    PERIOD_S,
+    SHOWN_CHARACTERS_MAX,
+    TRACEBACKS_MAX,
+    QuietLog,
+    QuietTracebacks,
+)
 
 
 class Clock:
@@ -87,3 +93,30 @@ def test_several_lines_of_a_kind_are_said_where_wanted(
     assert caplog.messages[3:] == ["slow (97 more like it since the last line)"]
     # Nobody asked for those of lines that were not said.
     assert [vars(record)["fields"]["number"] for record in caplog.records] == [0, 1, 2, 3]
+
+
+def test_tracebacks_of_one_place_are_limited_and_counted(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("any.library")
+    caplog.handler.addFilter(quiet := QuietTracebacks())
+
+    def fail_at(path: str) -> None:
+        try:
+            raise ValueError(path)
+        except ValueError:
+            logger.exception("%s failed", path)
+
+    try:
+        for i in range(1000):
+            fail_at(f"/{i}")
+            logger.error("no traceback")
+        assert caplog.messages.count("no traceback") == 1000
+        kept = [message for message in caplog.messages if message != "no traceback"]
+        assert kept == [f"/{i} failed" for i in range(TRACEBACKS_MAX)]
+        clock.now_s += PERIOD_S
+        fail_at("/last")
+    finally:
+        caplog.handler.removeFilter(quiet)
+    left_out = 1000 - TRACEBACKS_MAX
+    assert caplog.messages[-1] == f"/last failed ({left_out} more like it since the last line)"

@@ -64,3 +64,38 @@ def test_json_is_one_object_a_line(log: logging.Logger) -> None:
     }
     assert second["message"] == "failed"
     assert second["traceback"].endswith("ZeroDivisionError: why")
+
+
+FORGED = "/a\n2026-11-24 12:00:00,000 ERROR all is lost\x1b[2J\x9b2J\u202e\u2028"
+
+
+def fail(message: str) -> None:
+    raise ValueError(message)
+
+
+def log_failure(log: logging.Logger) -> None:
+    try:
+        fail(FORGED)
+    except ValueError:
+        log.exception("%s failed", FORGED)
+
+
+def test_text_of_a_client_forges_no_line_and_moves_no_cursor(log: logging.Logger) -> None:
+    stream = written(log, TextLines())
+    log_failure(log)
+    text = stream.getvalue()
+    first, *others = text.removesuffix("\n").split("\n")
+    assert "ERROR lines: /a\\x0a2026" in first
+    assert len(others) > 3
+    assert all(line.startswith("    ") for line in others)
+    assert text.replace("\n", "").isprintable()
+
+
+def test_json_of_a_client_moves_no_cursor(log: logging.Logger) -> None:
+    stream = written(log, JsonLines())
+    log_failure(log)
+    text = stream.getvalue()
+    assert text.removesuffix("\n").isprintable()
+    line = json.loads(text)
+    assert line["message"] == f"{FORGED} failed"
+    assert line["traceback"].endswith(f"ValueError: {FORGED}")
