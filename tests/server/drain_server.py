@@ -18,6 +18,7 @@ from server.fake_engine import FakeEngine
 from embedserve.config import ServeSettings
 from embedserve.exchange import Exchange
 from embedserve.processes.ports import Ports, claim_ports
+from embedserve.processes.serve import set_up_logging
 from embedserve.processes.server import serve_until
 
 
@@ -33,6 +34,7 @@ async def serve(exchange: Exchange, settings: ServeSettings, ports: Ports) -> No
 
 
 def main(lookup_s: float, drain_s: float, grpc_server: str) -> None:
+    set_up_logging("info")
     settings = ServeSettings(store="", drain_s=drain_s, limits=IN_THREAD, grpc_server=grpc_server)
     ports = claim_ports("127.0.0.1", 0, 0)
     engine = FakeEngine()

@@ -8,8 +8,6 @@ answered before the supervisor had been told that it is ready.
 
 from __future__ import annotations
 
-import faulthandler
-import logging
 import signal
 import socket
 import sys
@@ -22,6 +20,7 @@ from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.slots import Slot, Slots
 from embedserve.processes.ports import SharedPorts, claim_ports
+from embedserve.processes.serve import set_up_logging
 from embedserve.processes.supervisor import Supervisor, WorkerFailedError
 
 ANSWER_S = 1.0
@@ -65,8 +64,7 @@ def answers(port: int) -> bool:
 
 
 def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: Path) -> None:
-    logging.basicConfig(level=logging.INFO)
-    faulthandler.enable()
+    set_up_logging("info")
     settings = ServeSettings(store="", drain_s=drain_s, workers=workers)
     unix = [(f"{failure}.sock", 0o600, "HTTP")]
     ports = claim_ports("127.0.0.1", 0, 0, unix=unix).share()

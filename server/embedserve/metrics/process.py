@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from embedserve.metrics.log_stream import dropped_lines
 from embedserve.metrics.slots import Slot
 
 _GAUGES = (
@@ -24,7 +25,7 @@ _GAUGES = (
 )
 _CPU_SECONDS = "process_cpu_seconds"
 _START_SECONDS = "process_start_time_seconds"
-PROCESS_CELLS = 2 + len(_GAUGES)
+PROCESS_CELLS = 3 + len(_GAUGES)
 
 
 class ProcessMetrics:
@@ -33,13 +34,15 @@ class ProcessMetrics:
     def __init__(self, slot: Slot) -> None:
         self._cells = slot.take(PROCESS_CELLS)
         self._cpu_s_before = float(self._cells.own[0])
+        self._dropped_before = float(self._cells.own[-1]) - dropped_lines()
         self._process = ProcessCollector(registry=None)
 
     def flush(self) -> None:
         read = {family.name: family.samples[0].value for family in self._process.collect()}
         cpu_s = self._cpu_s_before + read.get(_CPU_SECONDS, 0.0)
         gauges = [read.get(name, 0.0) for name, _ in _GAUGES]
-        self._cells.own[:] = cpu_s, read.get(_START_SECONDS, 0.0), *gauges
+        self._cells.own[:-1] = cpu_s, read.get(_START_SECONDS, 0.0), *gauges
+        self._cells.own[-1] = self._dropped_before + dropped_lines()
 
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily(
@@ -55,3 +58,8 @@ class ProcessMetrics:
         )
         for column, (name, help_text) in enumerate(_GAUGES, 2):
             yield GaugeMetricFamily(name, help_text, float(of_ready[:, column].sum()))
+        yield CounterMetricFamily(
+            "embedserve_log_lines_dropped",
+            "Lines of the log that workers dropped, since its reader did not keep up.",
+            float(self._cells.total()[-1]),
+        )

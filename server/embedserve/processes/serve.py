@@ -20,6 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, TextIO
 
 from embedserve.config import ServeSettings, check_settings, uds_mode
+from embedserve.metrics.log_stream import LogHandler, unblock_output
 from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import columns_most
 from embedserve.metrics.quiet_log import QuietTracebacks
@@ -249,6 +250,7 @@ def _run_worker(
 
 def set_up_logging(level: str, form: str = "text") -> None:
     """Of this process, and of those that it forks; ``form`` is text or json."""
+    unblock_output()
     faulthandler.enable()  # the last words of a process that a signal such as SIGBUS ends
     # torchrec and FBGEMM tell at length how they were built; only what goes wrong is shown.
     logging.basicConfig(level=logging.WARNING, handlers=[log_handler(form)])
@@ -259,7 +261,7 @@ def set_up_logging(level: str, form: str = "text") -> None:
 
 def log_handler(form: str, stream: TextIO | None = None) -> logging.Handler:
     """The handler of every line of the log, to ``stream`` or stderr; ``form`` is text or json."""
-    handler = logging.StreamHandler(stream)
+    handler = LogHandler(stream)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     handler.addFilter(QuietTracebacks())
     return handler

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable
@@ -20,6 +21,8 @@ from server.async_popen import AsyncPopen, start_python
 SCRIPT = Path(__file__).parents[1] / "supervised.py"
 BODY = b'{"features": {"user": [1]}}'
 WAIT_S_MAX = 20
+TIME = re.compile(r"^\S+ \S+ (?=[A-Z]+ embedserve)")
+"""Before the level of a line of the log."""
 pytestmark = pytest.mark.usefixtures("warm")
 
 
@@ -66,13 +69,13 @@ class Supervised:
                 await asyncio.sleep(0.02)
 
     async def until_line(self, wanted: str) -> list[str]:
-        """What it prints up to a line that begins so."""
+        """What it prints up to a line that begins so, without the times of the log's lines."""
         lines: list[str] = []
         async with asyncio.timeout(WAIT_S_MAX):
             while not lines or not lines[-1].startswith(wanted):
                 line = await self.process.stdout.readline()
                 assert line, f"ended after {lines}"
-                lines.append(line.decode().strip())
+                lines.append(TIME.sub("", line.decode().strip()))
         return lines
 
     async def ended(self) -> tuple[int, str]:
@@ -216,10 +219,10 @@ async def test_workers_that_fail_again_are_waited_for_longer(tmp_path: Path) -> 
     async with supervised(tmp_path) as server:
         server.failure.write_text("no such thing")
         os.kill(server.worker_pids()[0], signal.SIGKILL)
-        lines = await server.until_line("ERROR:embedserve.processes.supervisor:worker 0")
+        lines = await server.until_line("ERROR embedserve.processes.supervisor: worker 0")
         assert lines[-1].endswith("was ended by SIGKILL: restarted")
         for delay in (1, 2):
-            lines = await server.until_line("ERROR:embedserve.processes.supervisor:worker 0")
+            lines = await server.until_line("ERROR embedserve.processes.supervisor: worker 0")
             assert lines[-1].endswith(f"(no such thing): restarted in {delay} s")
         assert "ended with exit code 3 before it was ready" in lines[-1]
         assert await server.post() == 200  # the other one serves meanwhile
@@ -232,9 +235,9 @@ async def test_a_worker_that_keeps_ending_is_waited_for(tmp_path: Path) -> None:
         stays, victim = server.worker_pids()
         for how in ("restarted", "restarted in 1 s", "restarted in 2 s"):
             os.kill(victim, signal.SIGBUS)
-            lines = await server.until_line("ERROR:embedserve.processes.supervisor:worker 1")
+            lines = await server.until_line("ERROR embedserve.processes.supervisor: worker 1")
             assert lines[-1].endswith(f"was ended by SIGBUS (tables are cut off): {how}")
-            await server.until_line("INFO:embedserve.processes.supervisor:worker 1 is ready")
+            await server.until_line("INFO embedserve.processes.supervisor: worker 1 is ready")
             (victim,) = set(server.worker_pids()) - {stays}
 
 
@@ -243,11 +246,11 @@ async def test_a_worker_that_hangs_is_replaced(tmp_path: Path, number: signal.Si
     async with supervised(tmp_path, hang_s=3) as server:
         hung = server.worker_pids()[1]
         os.kill(hung, number)
-        lines = await server.until_line("ERROR:embedserve.processes.supervisor:worker 1")
+        lines = await server.until_line("ERROR embedserve.processes.supervisor: worker 1")
         assert f"worker 1 (process {hung}) hangs: no sign of life for " in lines[-1]
-        ended = await server.until_line("ERROR:embedserve.processes.supervisor:worker 1")
+        ended = await server.until_line("ERROR embedserve.processes.supervisor: worker 1")
         assert await asyncio.gather(*(server.post() for _ in range(20))) == [200] * 20
-        ready = await server.until_line("INFO:embedserve.processes.supervisor:worker 1 is ready")
+        ready = await server.until_line("INFO embedserve.processes.supervisor: worker 1 is ready")
         said = "\n".join([*ended, *ready])
         if number == signal.SIGUSR1:
             assert "Fatal Python error: Aborted" in said
@@ -280,7 +283,7 @@ async def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
         post = asyncio.create_task(server.post())
         await server.until_metric("embedserve_queue_wait_seconds_count", lambda value: value >= 1)
         server.process.terminate()
-        await server.until_line("INFO:embedserve.processes.server:draining")
+        await server.until_line("INFO embedserve.processes.server: draining")
         server.process.terminate()
         status, output = await server.ended()
         with pytest.raises(httpx.TransportError):

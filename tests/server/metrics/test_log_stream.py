@@ -1,0 +1,139 @@
+"""Lines go out whole or are dropped and counted, to whatever kind of file."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import pty
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO, cast
+
+import pytest
+
+from embedserve.metrics.log_stream import LogHandler, LogStream
+
+LINE = "a line of the log, with words\n"
+Ends = tuple[int, int]
+
+
+def pipe() -> Ends:
+    return os.pipe()
+
+
+def unix_socket() -> Ends:
+    ours, theirs = socket.socketpair()
+    return ours.detach(), theirs.detach()
+
+
+def terminal() -> Ends:
+    return pty.openpty()
+
+
+def pipe_of_another_user() -> Ends:
+    return os.pipe()
+
+
+@pytest.mark.parametrize("make", [pipe, unix_socket, terminal, pipe_of_another_user])
+def test_what_is_not_read_is_dropped_and_counted(
+    make: Callable[[], Ends], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = make()
+    if make is pipe_of_another_user:
+
+        def denied(*_: object) -> int:
+            raise PermissionError
+
+        monkeypatch.setattr(os, "open", denied)
+    with os.fdopen(writing, "w") as file:
+        stream = LogStream(file)
+        count = 0
+        while not stream.dropped_lines:
+            stream.write(f"{count} {LINE}")
+            count += 1
+        for _ in range(10):
+            stream.write(LINE)
+        assert stream.dropped_lines == 11
+        assert not fcntl.fcntl(writing, fcntl.F_GETFL) & os.O_NONBLOCK  # others have it, too
+        read = b""
+        while read.count(b"\n") < count - 1:
+            read += os.read(reading, 1 << 16)
+            stream.flush()
+        lines = read.decode().replace("\r\n", "\n").splitlines(keepends=True)
+        assert lines == [f"{i} {LINE}" for i in range(count - 1)]
+        stream.write("again\n")
+        assert os.read(reading, 100).decode().strip() == "again"
+    os.close(reading)
+
+
+def test_a_line_that_is_longer_than_the_pipe_comes_whole() -> None:
+    reading, writing = os.pipe()
+    line = "x" * 300_000 + "\n"
+    with os.fdopen(writing, "w") as file, os.fdopen(reading, "rb", 0) as reader:
+        stream = LogStream(file)
+        stream.write(line)
+        stream.write("dropped\n")
+        read = b""
+        while len(read) < len(line):
+            read += reader.read(1 << 16)
+            stream.flush()
+        stream.write("next\n")
+        assert read.decode() == line
+        assert reader.read(100) == b"next\n"
+        assert stream.dropped_lines == 1
+
+
+def test_a_reader_that_is_gone_harms_nothing() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as file:
+        stream = LogStream(file)
+        stream.write("one\ntwo\n")
+        assert stream.dropped_lines == 2
+
+
+def test_a_file_is_written_where_others_write(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("w") as file:
+        os.write(file.fileno(), b"before\n")
+        stream = LogStream(file)
+        stream.write("ours \udc80\n")
+        os.write(file.fileno(), b"after\n")
+    assert path.read_text() == "before\nours \\udc80\nafter\n"
+
+
+def test_no_thread_is_started() -> None:
+    reading, writing = os.pipe()
+    before = threading.active_count()
+    with os.fdopen(writing, "w") as file:
+        LogStream(file).write(LINE)
+        assert threading.active_count() == before
+    os.close(reading)
+
+
+def test_the_line_after_those_that_were_dropped_tells_how_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading, writing = os.pipe()
+    logger = logging.getLogger("stalled")
+    logger.propagate = False
+    with os.fdopen(writing, "w") as file, os.fdopen(reading, "rb", 0) as reader:
+        stream = LogStream(file)
+        monkeypatch.setattr(sys, "stderr", stream)
+        logger.addHandler(handler := LogHandler(cast(TextIO, stream)))
+        try:
+            while not stream.dropped_lines:
+                logger.warning("x" * 1000)
+            logger.warning("x" * 1000)
+            reader.read(1 << 20)
+            logger.warning("out")
+            told = reader.read(1 << 20).decode().splitlines()
+            logger.warning("and out")
+            assert reader.read(1 << 20) == b"and out\n"
+        finally:
+            logger.removeHandler(handler)
+    assert told[-2:] == ["out", "2 lines of the log were dropped: its reader did not keep up"]

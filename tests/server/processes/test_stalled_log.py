@@ -1,0 +1,134 @@
+"""Servers whose log nobody reads answer on, end in time, and tell how many lines they dropped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from server.python import environment
+from warm_python import PYTHON, WarmPopen
+
+WAIT_S_MAX = 20.0
+SERVER = Path(__file__).parents[1]
+KINDS = ("one process", "two workers")
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+class LoggedTo:
+    """A server whose stdout and stderr are one pipe, which is read when the test wants it to."""
+
+    def __init__(self, kind: str, tmp_path: Path) -> None:
+        is_one = kind == "one process"
+        arguments = (
+            [SERVER / "drain_server.py", 0, 5, "native"]
+            if is_one
+            else [SERVER / "supervised.py", 2, 5, 0, 0, tmp_path / "failure"]
+        )
+        self._reading, self._writing = os.pipe()
+        self.process = WarmPopen(
+            [*PYTHON, *map(str, arguments)],
+            env=environment(),
+            stdout=self._writing,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        words = self.read_until("\n" if is_one else "ready ").split()
+        if not is_one:
+            words = words[words.index("ready") + 1 :] or self.read_until("\n").split()
+        self.url = f"http://127.0.0.1:{words[0]}"
+
+    def read_until(self, wanted: str) -> str:
+        text, end_s = "", time.monotonic() + WAIT_S_MAX
+        while wanted not in text:
+            left_s = end_s - time.monotonic()
+            assert left_s > 0, text
+            if select.select([self._reading], [], [], left_s)[0]:
+                text += os.read(self._reading, 1 << 16).decode()
+        return text
+
+    def stall(self) -> None:
+        """Fills the pipe, which nobody reads from now on."""
+        filling = os.open(f"/proc/self/fd/{self._writing}", os.O_WRONLY | os.O_NONBLOCK)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(filling, b"." * 4096)
+        os.close(filling)
+
+    def children(self) -> list[int]:
+        pid = self.process.pid
+        return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def refused(self) -> None:
+        """Has a line be logged."""
+        answer = httpx.post(f"{self.url}/embed", content=b"{", timeout=WAIT_S_MAX)
+        assert answer.status_code == 400
+
+    def dropped(self) -> float:
+        text = httpx.get(f"{self.url}/metrics", timeout=WAIT_S_MAX).text
+        families = text_string_to_metric_families(text)
+        name = "embedserve_log_lines_dropped_total"
+        return sum(one.value for family in families for one in family.samples if one.name == name)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        os.close(self._reading)
+        os.close(self._writing)
+
+
+@contextmanager
+def logged_to(kind: str, tmp_path: Path) -> Iterator[LoggedTo]:
+    server = LoggedTo(kind, tmp_path)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_log_that_nobody_reads_holds_up_nothing(kind: str, tmp_path: Path) -> None:
+    with logged_to(kind, tmp_path) as server:
+        server.stall()
+        for _ in range(3):
+            server.refused()
+        workers = server.children()
+        if workers:  # the supervisor, too, has something to log
+            os.kill(workers[0], signal.SIGKILL)
+            end_s = time.monotonic() + WAIT_S_MAX
+            while len(server.children()) < 2 or workers[0] in server.children():
+                assert time.monotonic() < end_s, "the supervisor replaces no worker"
+                time.sleep(0.02)
+        else:
+            assert server.dropped() == 3
+        assert httpx.get(f"{server.url}/health/live", timeout=WAIT_S_MAX).status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(WAIT_S_MAX) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lines_that_were_dropped_are_counted_and_told_once_it_is_read(
+    kind: str, tmp_path: Path
+) -> None:
+    with logged_to(kind, tmp_path) as server:
+        server.stall()
+        for _ in range(6):
+            server.refused()
+        end_s = time.monotonic() + WAIT_S_MAX
+        while server.dropped() < 6:
+            assert time.monotonic() < end_s
+        server.read_until(".")
+        server.process.send_signal(signal.SIGTERM)
+        logged = server.read_until("stopped")
+        assert " lines of the log were dropped: its reader did not keep up" in logged
+        assert server.process.wait(WAIT_S_MAX) == 0
