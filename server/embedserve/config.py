@@ -207,8 +207,8 @@ class ServeSettings:
     )
     worker_hang_s: float = setting(
         10.0,
-        "Seconds without a sign of life after which one of several workers is replaced, 2 or more; "
-        "0: never.",
+        "Seconds without a sign of life after which one of several workers is replaced, and a "
+        "server of one process ends with exit code 1, to be started again; 2 or more, 0: never.",
         min=0,
         max=3600,
     )

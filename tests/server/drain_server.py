@@ -1,7 +1,7 @@
 """A server process over the fake engine, for the tests that stop one.
 
 Prints its two ports when ready, drains on SIGTERM and SIGINT. Every lookup runs in the thread and
-takes so many seconds.
+takes so many seconds. One that gets SIGUSR1 hangs; it is ended after so many seconds.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ async def serve(exchange: Exchange, settings: ServeSettings, ports: Ports) -> No
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    signal.signal(signal.SIGUSR1, hang_here)
 
     def say_ready() -> None:
         print(ports.http, ports.grpc, flush=True)
@@ -33,9 +34,21 @@ async def serve(exchange: Exchange, settings: ServeSettings, ports: Ports) -> No
     await serve_until(stop, exchange, settings, ports, say_ready)
 
 
-def main(lookup_s: float, drain_s: float, grpc_server: str) -> None:
+def hang_here(*args: object) -> None:
+    """Keeps the event loop from running, and computes, as a loop without end does."""
+    while True:
+        pass
+
+
+def main(lookup_s: float, drain_s: float, grpc_server: str, hang_s: float) -> None:
     set_up_logging("info")
-    settings = ServeSettings(store="", drain_s=drain_s, limits=IN_THREAD, grpc_server=grpc_server)
+    settings = ServeSettings(
+        store="",
+        drain_s=drain_s,
+        limits=IN_THREAD,
+        grpc_server=grpc_server,
+        worker_hang_s=hang_s,
+    )
     ports = claim_ports("127.0.0.1", 0, 0)
     engine = FakeEngine()
     engine.delay_s = lookup_s
@@ -45,4 +58,4 @@ def main(lookup_s: float, drain_s: float, grpc_server: str) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), float(sys.argv[2]), sys.argv[3])
+    main(float(sys.argv[1]), float(sys.argv[2]), sys.argv[3], float((sys.argv[4:] or "0")[0]))

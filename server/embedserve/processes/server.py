@@ -32,6 +32,7 @@ from embedserve.processes.example_request import example_features
 from embedserve.processes.loading import restore_one
 from embedserve.processes.ports import Ports
 from embedserve.processes.rollout import Restored, Rollout
+from embedserve.processes.watchdog import watched
 from embedserve.shared_memory.regions import SharedMemory
 from embedserve.tracing.observer import Observer, Traces
 from embedserve.types import ModelInfo
@@ -181,6 +182,8 @@ async def serve_until(
 ) -> None:
     """Serves on the running event loop until ``stop`` is set, then drains.
 
+    Workers are watched by their supervisor, a process that is the only one by its watchdog.
+
     ``say_ready`` is called once, when both ports take requests. ``operator`` does what
     administrators ask; where there is none they are not asked for.
 
@@ -188,6 +191,18 @@ async def serve_until(
         OSError: a port was taken from us, or a certificate, its key or the labels are gone.
         ValueError: one of these was damaged since the start.
     """
+    async with watched(settings.worker_hang_s if settings.workers == 1 else 0.0):
+        await _serve(stop, exchange, settings, ports, say_ready, operator)
+
+
+async def _serve(
+    stop: asyncio.Event,
+    exchange: Exchange,
+    settings: ServeSettings,
+    ports: Ports,
+    say_ready: Callable[[], None],
+    operator: Operator | None,
+) -> None:
     files = tls_files(settings)
     certificates = None if files is None else Certificates(files)
     access = exchange.access

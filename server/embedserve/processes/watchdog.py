@@ -1,0 +1,88 @@
+"""Ends a server of one process whose event loop no longer runs, so that it is started again.
+
+Workers have a supervisor for this. Here a thread watches the loop. As the last words faulthandler
+writes where all threads are, from a thread of its own that needs no lock of Python's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import sys
+import threading
+from collections.abc import AsyncIterator
+from time import monotonic
+
+from embedserve.processes.supervisor import LAST_WORDS_S, POLL_S, PREPARING_HANG_S
+from embedserve.processes.threads import is_any_running
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 0.5
+"""Between two signs of life."""
+
+
+class Watchdog:
+    """A thread that ends this process, with exit code 1, once its event loop has hung."""
+
+    def __init__(self, hang_s: float) -> None:
+        """``hang_s`` is how long the event loop may show no sign of life."""
+        self._hang_s = hang_s
+        self._beats = 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    async def beat(self) -> None:
+        """Shows signs of life, until it is cancelled."""
+        while True:
+            self._beats += 1
+            await asyncio.sleep(BEAT_S)
+
+    def _watch(self) -> None:
+        """Polls the signs of life. Time in which this thread did not run either, as when the whole
+        process is frozen, does not count."""
+        beats, silent_s, polled_s = self._beats, 0.0, monotonic()
+        while not self._stopped.wait(POLL_S):
+            now_s = monotonic()
+            passed_s, polled_s = min(now_s - polled_s, 2 * POLL_S), now_s
+            if beats != self._beats:
+                beats, silent_s = self._beats, 0.0
+                continue
+            silent_s += passed_s
+            # To compile a large model keeps the event loop waiting.
+            hang_s = max(self._hang_s, PREPARING_HANG_S) if is_any_running() else self._hang_s
+            if silent_s > hang_s:
+                _end(silent_s)
+                return
+
+
+def _end(silent_s: float) -> None:
+    # First: what hangs may hold the lock of the log.
+    faulthandler.dump_traceback_later(LAST_WORDS_S, exit=True, file=sys.stderr)
+    logger.error("the event loop hangs: no sign of life for %.0f s; the server is ended", silent_s)
+
+
+@contextlib.asynccontextmanager
+async def watched(hang_s: float) -> AsyncIterator[None]:
+    """Ends this process once its event loop has hung for ``hang_s`` seconds, 0: never; until its
+    block ends."""
+    if not hang_s:
+        yield
+        return
+    watchdog = Watchdog(hang_s)
+    beating = asyncio.create_task(watchdog.beat())
+    watchdog.start()
+    try:
+        yield
+    finally:
+        beating.cancel()
+        watchdog.stop()
