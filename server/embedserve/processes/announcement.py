@@ -1,14 +1,18 @@
-"""What is told when a server is ready: what it serves, where, and a command that asks it."""
+"""What is told when a server starts: settings that are likely a mistake; and when it is ready: what
+it serves, where, and a command that asks it."""
 
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 
 from embedserve.config import ServeSettings, is_loopback
 from embedserve.processes.ports import Ports, SharedPorts, bracketed
 from embedserve.terminal.console import say
-from embedserve.types import ModelInfo
+from embedserve.types import ModelInfo, split_name
+
+logger = logging.getLogger(__name__)
 
 
 def say_ready_to_serve(
@@ -65,3 +69,41 @@ def curl_line(base: str, model: ModelInfo, options: str) -> str:
     """A command that works as pasted."""
     body = json.dumps({"features": model.example}, separators=(",", ":"))
     return f"curl {options} {base}/models/{model.name}/embed -d {shlex.quote(body)}"
+
+
+def warn_of_settings(settings: ServeSettings) -> None:
+    """Logs a warning for each setting that is allowed, and likely a mistake."""
+    reached = _reached_from_elsewhere(settings)
+    if reached:
+        has_tls, asks_who = bool(settings.tls_cert), bool(settings.tokens or settings.tls_client_ca)
+        if not (has_tls or asks_who):
+            logger.warning(
+                "%s, without tokens and without TLS: whoever reaches it may ask all that it "
+                "answers, and can read what others ask (--tokens, --tls-cert)",
+                reached,
+            )
+        elif not asks_who:
+            logger.warning(
+                "%s, without tokens: whoever reaches it may ask all that it answers (--tokens)",
+                reached,
+            )
+        elif not has_tls:
+            logger.warning(
+                "%s, with tokens and without TLS: tokens can be read on their way (--tls-cert, or "
+                "a proxy in front that has TLS, on this host)",
+                reached,
+            )
+    tags = [split_name(name)[1] for name in settings.model]
+    if settings.follow == "alias" and all(not tag or tag.isdigit() for tag in tags):
+        logger.warning(
+            "follow is 'alias', but no model is named NAME@ALIAS: nothing is followed (--model)"
+        )
+
+
+def _reached_from_elsewhere(settings: ServeSettings) -> str:
+    """The setting that has others than this host reach the server; "" where none has."""
+    if not is_loopback(settings.host):
+        return f"host is {settings.host!r}"
+    if settings.management_port >= 0 and not is_loopback(settings.management_host):
+        return f"management_host is {settings.management_host!r}"
+    return ""

@@ -25,7 +25,7 @@ from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import columns_most
 from embedserve.metrics.quiet_log import QuietTracebacks
 from embedserve.metrics.slots import Slot, Slots
-from embedserve.processes.announcement import say_ready_to_serve
+from embedserve.processes.announcement import say_ready_to_serve, warn_of_settings
 from embedserve.processes.loading import (
     on_devices,
     open_folder,
@@ -68,6 +68,7 @@ def serve(settings: ServeSettings) -> None:
     check_shared_memory(settings)
     set_up_logging(settings.log_level, settings.log_format)
     _check_files(settings)
+    warn_of_settings(settings)
     with sigterm_interrupts():  # until models are loaded; the first process of a container needs it
         if settings.workers > 1:
             _serve_workers(settings, start_s)

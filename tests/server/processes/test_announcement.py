@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from server.fake_models import model_info
 
 from embedserve.config import ServeSettings
-from embedserve.processes.announcement import say_ready_to_serve
+from embedserve.processes.announcement import say_ready_to_serve, warn_of_settings
 from embedserve.processes.ports import SharedPorts
 
 
@@ -21,3 +23,38 @@ def test_replicas_are_told(capsys: pytest.CaptureFixture[str], replicas: int, sa
     ports = SharedPorts("127.0.0.1", 8000, 8001, -1, ())
     say_ready_to_serve([model], ports, 1.0, ServeSettings(store=""))
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+TLS = {"tls_cert": "cert.pem", "tls_key": "key.pem"}
+BEHIND = {"management_port": 0, "management_host": "10.0.0.1"}
+DOUBTFUL: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "defaults": ({}, []),
+    "tokens, on loopback": ({"tokens": "tokens"}, []),
+    "all": ({"host": "0.0.0.0", "tokens": "tokens", **TLS}, []),
+    "clients' certificates": ({"host": "0.0.0.0", "tls_client_ca": "ca.pem", **TLS}, []),
+    "nothing": ({"host": "0.0.0.0"}, ["host is '0.0.0.0', without tokens and without TLS"]),
+    "no tokens": ({"host": "::", **TLS}, ["host is '::', without tokens: "]),
+    "no TLS": (
+        {"host": "10.0.0.1", "tokens": "tokens"},
+        ["host is '10.0.0.1', with tokens and without TLS"],
+    ),
+    "management elsewhere": (
+        {"tokens": "tokens", **BEHIND},
+        ["management_host is '10.0.0.1', with tokens and without TLS"],
+    ),
+    "no alias": ({"follow": "alias", "model": ("a", "b@3")}, ["no model is named NAME@ALIAS"]),
+    "no model": ({"follow": "alias"}, ["no model is named NAME@ALIAS"]),
+    "an alias": ({"follow": "alias", "model": ("a", "b@stable")}, []),
+}
+
+
+@pytest.mark.parametrize("name", DOUBTFUL)
+def test_settings_that_are_likely_a_mistake_are_logged(
+    caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    values, expected = DOUBTFUL[name]
+    warn_of_settings(ServeSettings(store="", **values))
+    assert len(caplog.records) == len(expected)
+    for message, start in zip(caplog.messages, expected, strict=True):
+        assert start in message
+    assert all(record.levelno == logging.WARNING for record in caplog.records)
