@@ -99,7 +99,7 @@ class RunningServer:
                 raise CertificateWantedError(wanted) from error
             raise ConnectionError(f"{self.url}: {path}: {_reason(error)}") from error
         if not 200 <= status < 300:
-            raise ConnectionError(f"{self.url}: {path}: answered {_refusal(status, said)}")
+            raise ConnectionError(f"{self.url}: {path}: answered {_refusal(path, status, said)}")
         if len(said) > bytes_max:
             raise ConnectionError(f"{self.url}: {path}: it answers with over {bytes_max} bytes")
         return said
@@ -229,7 +229,7 @@ def _reason(error: Exception) -> str:
     return printable(str(error)) or type(error).__name__
 
 
-def _refusal(status: int, body: bytes) -> str:
+def _refusal(path: str, status: int, body: bytes) -> str:
     """The status and what is said with it, be it ours or a stranger's."""
     try:
         said = str(json.loads(body)["error"]["message"])
@@ -239,5 +239,7 @@ def _refusal(status: int, body: bytes) -> str:
     if status == 401:
         return f"{said} (--token-file, or the variable {TOKEN_VARIABLE})"
     if status == 404 and said.endswith(": Not Found"):
-        return f"{said}; where there is a management port, ask the port of --management-port"
+        said += "; where there is a management port, ask the port of --management-port"
+        if path.startswith("/admin/"):
+            said += "; where there is none, a server takes this only with --tokens"
     return said

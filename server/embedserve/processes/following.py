@@ -27,6 +27,7 @@ from embedserve_store.errors import UnknownAliasError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+NOTHING_NEW = "looked at the store, as asked: nothing new%s"
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,7 @@ class Follower:
         self._rollout = rollout
         self._mover = mover
         self._asked = asyncio.Event()
+        self._shares: dict[str, tuple[float, float]] = {}
 
     def look_now(self) -> None:
         """Has it look at all that is served, whatever is followed; what was refused is tried
@@ -258,11 +260,15 @@ class Follower:
                 self._mover.retry(name)
 
     async def look(self, *, is_all: bool = False) -> None:
-        """At what is followed, or at all that is served."""
+        """At what is followed, or at all that is served; then logs where it finds nothing new."""
         names = tuple(self._rollout.versions)
         wanted = await in_thread("follow", partial(self._watch.wanted, names, is_all=is_all))
+        if is_all and not any(self._is_new(name, one) for name, one in wanted.items()):
+            unknown = ", ".join(name for name in names if name not in wanted)
+            logger.info(NOTHING_NEW, f"; it cannot tell of {unknown}" if unknown else "")
         for name, one in wanted.items():
             self._mover.share(name, one.share, one.shadow)
+            self._shares[name] = one.share, one.shadow
             if one.number is None:
                 continue
             self._mover.want(name, one.number)
@@ -270,6 +276,11 @@ class Follower:
                 self._watch.forget(name)
             else:
                 await self._move(name, one.number)
+
+    def _is_new(self, name: str, one: Wanted) -> bool:
+        if one.number not in (None, self._rollout.number(name)):
+            return True
+        return self._shares.get(name, (0.0, 0.0)) != (one.share, one.shadow)
 
     async def _move(self, name: str, number: int) -> None:
         try:

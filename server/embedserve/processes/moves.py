@@ -140,6 +140,8 @@ class Together:
         """Has the store looked at now."""
         if self._looking is not None:
             self.send(self._looking, WorkerMessage.RELOAD.value)
+        else:
+            logger.warning("the store is not looked at: no worker is ready")
 
     def hear(self, worker: int, move: Move) -> None:
         """A worker says ``move``."""

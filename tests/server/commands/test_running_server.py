@@ -58,6 +58,7 @@ async def test_a_server_is_named_in_each_form(exchange: Exchange, tmp_path: Path
     assert status == 1
     assert f"{wrong}: /admin/reload: answered 404: POST /below/admin/reload: Not Found" in said
     assert "ask the port of --management-port" in said
+    assert "; where there is none, a server takes this only with --tokens" in said
 
 
 def test_a_unix_socket_is_named_as_the_clients_do() -> None:

@@ -349,9 +349,12 @@ def test_what_was_refused_is_tried_again_where_that_is_asked(workers: Workers) -
     assert workers.told() == [(0, PREPARE), (1, PREPARE)]
 
 
-def test_the_one_that_looks_is_told_to_look_now(workers: Workers) -> None:
+def test_the_one_that_looks_is_told_to_look_now(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
     workers.together.reload()
     assert workers.told() == [(0, "reload")]
     nobody = Workers()
     nobody.together.reload()
     assert nobody.told() == []
+    assert caplog.messages == ["the store is not looked at: no worker is ready"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -100,4 +101,26 @@ async def test_a_reload_looks_at_all_that_is_served(
         del operated.failures[2]
         operator.reload()
         await until(lambda: operated.rollout.number("shop") == 2)
+        stop.set()
+
+
+async def test_a_reload_that_finds_nothing_new_says_so(
+    store: Path, later: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    operated, stop = Operated(store, executor), asyncio.Event()
+    nothing = "looked at the store, as asked: nothing new"
+    async with followed(operated.settings, operated.rollout, stop) as mover:
+        operator = Operator(operated.settings, operated.rollout, mover)
+        operator.reload()
+        await until(lambda: caplog.messages == [nothing])
+        operator.reload()
+        await until(lambda: caplog.messages == [nothing, nothing])
+        appear(later, store, 2)
+        operator.reload()
+        await until(lambda: operated.rollout.number("shop") == 2)
+        assert caplog.messages.count(nothing) == 2
+        (store / "shop").rename(store / "gone")
+        operator.reload()
+        await until(lambda: caplog.messages[-1] == f"{nothing}; it cannot tell of shop")
         stop.set()
