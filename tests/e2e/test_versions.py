@@ -141,6 +141,16 @@ def test_a_canary_has_its_share_and_gives_it_back(
     wait_until(lambda: ask(server, "m@canary") == 2)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_first_request_goes_by_the_shares(tmp_path: Path, store: Path, workers: int) -> None:
+    """The store is not looked at again for as long as the test runs."""
+    names = ("--model", "m@stable", "--model", "m@first")
+    set_alias(store, "m", "first", 3, share=100)
+    late = ("--follow", "alias", "--follow-s", 3600, "--workers", workers)
+    with running(store, tmp_path / "log", *names, *late) as server:
+        assert [ask(server) for _ in range(20)] == [3] * 20
+
+
 def test_a_version_in_the_shadow_is_compared(
     server: Running, store: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,9 @@ from embedserve_store.errors import UnknownAliasError
 
 logger = logging.getLogger(__name__)
 
+SHARES_S_MAX = 10.0
+"""How long a start waits for a store to tell the shares; a follower goes by them later anyway."""
+
 T = TypeVar("T")
 NOTHING_NEW = "looked at the store, as asked: nothing new%s"
 
@@ -146,9 +149,10 @@ class Mover(Protocol):
     def want(self, name: str, number: int) -> None:
         """The store says that version ``number`` is to answer."""
 
-    def share(self, name: str, share: float, shadow: float) -> None:
-        """The store says what ``name`` answers of the requests that name its model alone, and how
-        many of the others' batches it is compared in; both in percent."""
+    def share(self, name: str, number: int | None, share: float, shadow: float) -> None:
+        """Gives version ``number`` of ``name`` its share of the requests that name the model alone,
+        and of the others' batches that it is compared in; both in percent, and from when that
+        version answers. None: whichever answers has them, at once."""
 
     async def move(self, name: str, version: ModelVersion) -> None:
         """To ``version``, which is opened; asked again, while it has not happened, at each look."""
@@ -181,8 +185,8 @@ class Alone:
     def want(self, name: str, number: int) -> None:
         self._rollout.want(name, number)
 
-    def share(self, name: str, share: float, shadow: float) -> None:
-        self._rollout.share(name, share, shadow)
+    def share(self, name: str, number: int | None, share: float, shadow: float) -> None:
+        self._rollout.share(name, number, share, shadow)
 
     async def move(self, name: str, version: ModelVersion) -> None:
         number = version.manifest.version
@@ -267,7 +271,7 @@ class Follower:
             unknown = ", ".join(name for name in names if name not in wanted)
             logger.info(NOTHING_NEW, f"; it cannot tell of {unknown}" if unknown else "")
         for name, one in wanted.items():
-            self._mover.share(name, one.share, one.shadow)
+            self._mover.share(name, one.number, one.share, one.shadow)
             self._shares[name] = one.share, one.shadow
             if one.number is None:
                 continue
@@ -293,6 +297,20 @@ class Follower:
         else:
             if version is not None:
                 await self._mover.move(name, version)
+
+
+async def begin_shares(settings: ServeSettings, rollout: Rollout) -> None:
+    """Gives the versions that are served their shares, before the first request is taken: they may
+    have been set before the start."""
+    wanted = partial(StoreWatch(settings).wanted, tuple(rollout.versions))
+    try:
+        async with asyncio.timeout(SHARES_S_MAX):
+            found = await in_thread("shares", wanted)
+    except TimeoutError:
+        logger.warning("the store has not told the shares in %g s: they begin later", SHARES_S_MAX)
+        return
+    for name, one in found.items():
+        rollout.share(name, one.number, one.share, one.shadow)
 
 
 @contextlib.asynccontextmanager

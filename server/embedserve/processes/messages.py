@@ -65,7 +65,7 @@ class Move:
     Attributes:
         name: that a version is served by: NAME, NAME@VERSION or NAME@ALIAS.
         attempt: of PREPARE, its number; of what follows from one, the same.
-        share, shadow: in percent.
+        share, shadow: in percent, of ``version`` once it answers; of any where that is 0.
     """
 
     step: Step

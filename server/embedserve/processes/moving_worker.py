@@ -22,17 +22,18 @@ class TellingSupervisor:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._wanted: dict[str, int] = {}
-        self._shares: dict[str, tuple[float, float]] = {}
+        self._shares: dict[str, Move] = {}
 
     def want(self, name: str, number: int) -> None:
         if self._wanted.get(name) != number:
             self._tell(Move(Step.WANTED, name, number))
             self._wanted[name] = number
 
-    def share(self, name: str, share: float, shadow: float) -> None:
-        if self._shares.get(name) != (share, shadow):
-            self._tell(Move(Step.SHARE, name, share=share, shadow=shadow))
-            self._shares[name] = share, shadow
+    def share(self, name: str, number: int | None, share: float, shadow: float) -> None:
+        move = Move(Step.SHARE, name, number or 0, share=share, shadow=shadow)
+        if self._shares.get(name) != move:
+            self._tell(move)
+            self._shares[name] = move
 
     async def move(self, name: str, version: ModelVersion) -> None:
         self._tell(Move(Step.FOUND, name, version.manifest.version, str(version.path)))
@@ -104,7 +105,7 @@ class MovingWorker:
             self._attempts[move.name] = move.attempt
             self._do(self._prepare(move))
         elif move.step is Step.SHARE:
-            self._rollout.share(move.name, move.share, move.shadow)
+            self._rollout.share(move.name, move.version or None, move.share, move.shadow)
         elif move.step is Step.RETRY:
             self._rollout.retry(move.name)
         elif move.step is Step.REMOVE:

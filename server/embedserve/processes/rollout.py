@@ -62,6 +62,7 @@ class Rollout:
             make_batcher: called as a version takes over.
         """
         self.versions = versions
+        self._shares: dict[str, tuple[int, float, float]] = {}  # of versions that are to answer
         self._models = exchange.models
         self._metrics = exchange.metrics
         self.engines = dict(engines)
@@ -97,11 +98,19 @@ class Rollout:
         if number != self.number(name) and metrics.found_s is None:
             metrics.found_s = perf_counter()
 
-    def share(self, name: str, share: float, shadow: float) -> None:
-        """The store says what ``name`` answers of the requests that name its model alone, and how
-        many of the others' batches it is compared in; both in percent."""
-        self._models.share(name, share)
-        self._models.shadow(name, shadow)
+    def share(self, name: str, number: int | None, share: float, shadow: float) -> None:
+        """Gives version ``number`` of ``name`` its share of the requests that name the model alone,
+        and of the others' batches that it is compared in; both in percent.
+
+        They begin when that version answers: the one before it keeps its own until then, also for
+        good where the new one cannot be loaded. None: whichever answers has them, at once.
+        """
+        if number is None or number == self.number(name):
+            self._shares.pop(name, None)
+            self._models.share(name, share)
+            self._models.shadow(name, shadow)
+        else:
+            self._shares[name] = number, share, shadow
 
     async def prepare(self, name: str, version: ModelVersion) -> bool:
         """Loads ``version`` beside the one that answers; whether it may take over then: False where
@@ -178,6 +187,8 @@ class Rollout:
         self.engines[name], self.versions[name] = prepared.engine, prepared.version
         del self._prepared[name]
         self._forget(name)
+        if name in self._shares:
+            self.share(name, *self._shares[name])
         if before is not None and number_before is not None:
             self._retire(before, (name, number_before), gone)
         return True
@@ -189,6 +200,7 @@ class Rollout:
         if number is None or len(self.versions) == 1:
             return False
         self._forget(name)
+        self._shares.pop(name, None)
         before = self._models.remove(name)
         self._metrics.remove(name)
         gone: list[object] = [self.engines.pop(name), self.versions.pop(name)]

@@ -138,6 +138,7 @@ async def _until_signalled(
     async with following.followed(settings, rollout, stop) as mover:
         loop.add_signal_handler(signal.SIGHUP, mover.reload)
         operator = Operator(settings, rollout, mover)
+        await following.begin_shares(settings, rollout)
         await server.serve_until(stop, exchange, settings, ports, announce, operator)
 
 

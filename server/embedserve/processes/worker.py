@@ -17,6 +17,7 @@ from embedserve.config import ServeSettings
 from embedserve.exchange import Exchange
 from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.slots import Slot
+from embedserve.processes.following import begin_shares
 from embedserve.processes.messages import FAILED, MESSAGE_BYTES_MAX, WorkerMessage
 from embedserve.processes.moving_worker import MovingWorker, TellingSupervisor
 from embedserve.processes.operator import Operator
@@ -68,6 +69,7 @@ async def run_worker(
     if rollout is not None:
         moving = MovingWorker(settings, rollout, channel, stop)
         operator = Operator(settings, rollout, TellingSupervisor(channel))
+        await begin_shares(settings, rollout)
 
     def hear() -> None:
         try:

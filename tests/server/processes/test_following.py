@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,7 +22,8 @@ from server.waiting import until
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import ServeSettings
-from embedserve.processes.following import Alone, Follower, StoreWatch, followed
+from embedserve.processes import following
+from embedserve.processes.following import Alone, Follower, StoreWatch, begin_shares, followed
 from embedserve.processes.rollout import Restored, Rollout
 from embedserve.types import ModelInfo
 from embedserve_store import ModelStore, ModelVersion, StoreError, set_alias
@@ -272,3 +274,29 @@ async def test_the_store_is_looked_at_until_the_stop(
         appear(later, store, 3)
         await asyncio.sleep(5 * serving.settings.follow_s)
         assert await serving.answering() == 2
+
+
+async def test_shares_begin_before_the_first_look(
+    store: Path, executor: ThreadPoolExecutor
+) -> None:
+    set_alias(store, "shop", "canary", 1, shadow=20)
+    serving = Serving(store, executor, "shop@canary", "alias")
+    models = serving.exchange.models
+    await begin_shares(serving.settings, serving.rollout)
+    assert models.status(models.model("shop@canary"))["shadow"] == 20
+
+
+async def test_a_start_does_not_wait_for_shares_for_ever(
+    store: Path,
+    executor: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    set_alias(store, "shop", "canary", 1, shadow=20)
+    serving = Serving(store, executor, "shop@canary", "alias")
+    answers = threading.Event()
+    monkeypatch.setattr(following, "SHARES_S_MAX", 0.05)
+    monkeypatch.setattr(StoreWatch, "wanted", lambda *_: answers.wait() and {})
+    await begin_shares(serving.settings, serving.rollout)
+    answers.set()
+    assert caplog.messages == ["the store has not told the shares in 0.05 s: they begin later"]

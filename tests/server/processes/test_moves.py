@@ -331,7 +331,7 @@ def test_what_is_removed_while_it_is_loaded_does_not_come_back(workers: Workers)
 
 
 def test_shares_are_told_to_all_and_to_those_that_come(workers: Workers) -> None:
-    share = Move(Step.SHARE, "shop@canary", share=10.0, shadow=5.0)
+    share = Move(Step.SHARE, "shop@canary", 3, share=10.0, shadow=5.0)
     workers.hear(0, say=share)
     assert workers.told() == [(0, share), (1, share)]
     workers.start(2)

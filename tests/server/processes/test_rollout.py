@@ -279,3 +279,53 @@ async def test_a_version_that_leaves_is_told_until_it_has_answered(moving: Movin
     moving.engines[7].release()
     assert (await waiting).model.version == 7
     await until(lambda: not models.status(models.model("shop"))["leaving"])
+
+
+def shares(moving: Moving) -> tuple[float, float]:
+    """(share, shadow) of what answers for the canary."""
+    models = moving.exchange.models
+    status = models.status(models.model("shop@canary"))
+    return status["share"], status["shadow"]
+
+
+async def test_a_share_begins_with_its_version_and_not_before(moving: Moving) -> None:
+    rollout = moving.rollout
+    assert await rollout.prepare("shop@canary", moving.version(8))
+    assert rollout.switch("shop@canary", 8)
+    rollout.share("shop@canary", 9, 50.0, 20.0)
+    assert shares(moving) == (0.0, 0.0)
+    assert await rollout.prepare("shop@canary", moving.version(9))
+    assert shares(moving) == (0.0, 0.0)
+    assert rollout.switch("shop@canary", 9)
+    assert shares(moving) == (50.0, 20.0)
+    rollout.share("shop@canary", 9, 10.0, 0.0)
+    assert shares(moving) == (10.0, 0.0)
+
+
+async def test_a_version_that_cannot_be_loaded_gives_its_share_to_no_other(moving: Moving) -> None:
+    """A bad canary has no share. Another is to have half of all requests, and cannot be loaded."""
+    rollout = moving.rollout
+    assert await rollout.prepare("shop@canary", moving.version(8))
+    assert rollout.switch("shop@canary", 8)
+    rollout.share("shop@canary", 8, 0.0, 0.0)
+    rollout.want("shop@canary", 9)
+    rollout.share("shop@canary", 9, 50.0, 0.0)
+    rollout.refuse("shop@canary", 9, "it cannot be read")
+    for _ in range(50):
+        await moving.check(7)
+    rollout.share("shop@canary", 8, 5.0, 0.0)  # the alias is set back
+    assert shares(moving) == (5.0, 0.0)
+
+
+async def test_a_share_that_waits_goes_with_its_alias(moving: Moving) -> None:
+    rollout = moving.rollout
+    assert await rollout.prepare("shop@canary", moving.version(8))
+    assert rollout.switch("shop@canary", 8)
+    rollout.share("shop@canary", 8, 30.0, 0.0)
+    rollout.share("shop@canary", 9, 50.0, 0.0)
+    assert shares(moving) == (30.0, 0.0)
+    rollout.share("shop@canary", None, 0.0, 0.0)
+    assert shares(moving) == (0.0, 0.0)
+    assert await rollout.prepare("shop@canary", moving.version(9))
+    assert rollout.switch("shop@canary", 9)
+    assert shares(moving) == (0.0, 0.0)
