@@ -31,7 +31,7 @@ class ModelStore:
     def __init__(
         self,
         where: str | os.PathLike[str],
-        cache: Path | None = None,
+        cache: str | os.PathLike[str] | None = None,
         progress: TransferProgress | None = None,
     ) -> None:
         """
@@ -46,7 +46,9 @@ class ModelStore:
         self.is_remote = is_url(self.where)
         self._store: LocalStore | RemoteStore
         if self.is_remote:
-            self._store = RemoteStore(self.where, cache or default_cache(), progress)
+            self._store = RemoteStore(
+                self.where, Path(cache) if cache else default_cache(), progress
+            )
         else:
             self._store = LocalStore(self.where)
 

@@ -67,7 +67,7 @@ def test_a_second_load_and_a_second_store_pull_nothing(
 ) -> None:
     calls: list[str] = []
     for _ in range(3):
-        store = ModelStore(url + "/", tmp_path / "cache", lambda file, *_: calls.append(file))
+        store = ModelStore(url + "/", str(tmp_path / "cache"), lambda file, *_: calls.append(file))
         store.load("m")
         calls.append("loaded")
     assert calls[-3:] == ["loaded"] * 3
