@@ -202,8 +202,9 @@ def _of_key(
     return rows
 
 
-def _sums(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float, float]:
-    """(vectors, their distances 1 - cos, squared differences, squares of ``theirs``), summed.
+def _sums(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float, float, float]:
+    """(vectors, their distances 1 - cos, squared differences, squares of ``theirs``, pairs of
+    zeros), summed. A pair of zeros, as of empty bags, agrees on nothing and is no vector of these.
 
     Raises:
         ValueError: they are not shaped alike.
@@ -216,7 +217,8 @@ def _sums(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float, fl
     )
     are_empty = (squares < TINY) & (our_squares < TINY)
     norms = np.maximum(np.sqrt(squares * our_squares), TINY)
-    cosines = np.where(are_empty, 1.0, both / norms)
+    distances = np.where(are_empty, 0.0, 1 - both / norms)
     difference = ours - theirs
     squared = np.einsum("ij,ij->", difference, difference, dtype=np.float64)
-    return len(ours), float((1 - cosines).sum()), float(squared), float(squares.sum())
+    empty = int(are_empty.sum())
+    return len(ours) - empty, float(distances.sum()), float(squared), float(squares.sum()), empty

@@ -66,12 +66,12 @@ def show_shadows(server: RunningServer) -> None:
 
 
 def _show(title: str, counts: dict[tuple[str, ...], float]) -> None:
-    numbers = ("vectors", "cosine", "relative L2")
+    numbers = ("vectors", "empty", "cosine", "relative L2")
     table = grid("table", "key", *numbers, "ids without a row", numbers=numbers)
     for key, table_name in [one[1:] for one in counts if one[0] == "vectors"]:
-        vectors, distance, squared, squares = (
-            counts[name, key, table_name]
-            for name in ("vectors", "cosine_distance", "squared_difference", "squares")
+        vectors, distance, squared, squares, empty = (
+            counts.get((name, key, table_name), 0.0)
+            for name in ("vectors", "cosine_distance", "squared_difference", "squares", "empty")
         )
         feature = key.partition("@")[0]
         ours, theirs = (
@@ -80,6 +80,6 @@ def _show(title: str, counts: dict[tuple[str, ...], float]) -> None:
         cosine = f"{1 - distance / vectors:.6f}" if vectors else "-"
         relative = f"{math.sqrt(squared / squares):.2e}" if squares else "-"
         unknown = f"{ours}, {theirs} there" if ours or theirs else "none"
-        cells = (table_name, key, str(int(vectors)), cosine, relative, unknown)
+        cells = (table_name, key, str(int(vectors)), str(int(empty)), cosine, relative, unknown)
         table.add_row(*map(plain, cells))
     show(title, table)

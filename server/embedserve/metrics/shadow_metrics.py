@@ -12,8 +12,9 @@ from embedserve.types import ModelInfo
 
 BATCH_OUTCOMES = ("compared", "skipped", "failed")
 """Skipped: while the one before it was compared still."""
-PER_KEY = 4
-"""Vectors, their cosine distances, squared differences, and the squares of the other version's."""
+PER_KEY = 5
+"""Vectors, their cosine distances, squared differences, the squares of the other version's, and
+pairs of zeros."""
 PER_FEATURE = 2
 """Ids without a row: of this version, and of the other."""
 
@@ -29,8 +30,9 @@ class Differences:
 
     Attributes:
         keys: where each stands among the keys of the version in the shadow.
-        sums: float64 [4, keys]: vectors; of all of them the distances 1 - cos; the squared
-            differences; the squares of the other version's.
+        sums: float64 [5, keys]: vectors; of all of them the distances 1 - cos; the squared
+            differences; the squares of the other version's; pairs of zeros, which are none of the
+            vectors.
         unknown_ids: int64 [F] of the version in the shadow.
         served_unknown_ids: int64 [F], of the other, by the features of the one in the shadow.
         refused: requests that the version in the shadow would have refused.
@@ -104,7 +106,7 @@ class ShadowMetrics:
         return float(self._refused.total(self._with_it(of))[0])
 
     def per_key(self, of: NDArray[np.bool_]) -> Cells:
-        """[4, keys], as Differences.sums."""
+        """[5, keys], as Differences.sums."""
         total = self._per_key.total(self._with_it(of)).reshape(PER_KEY, -1)
         return total[:, : len(self._model.keys)]
 

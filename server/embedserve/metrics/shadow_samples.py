@@ -11,10 +11,17 @@ from embedserve.metrics.model_metrics import VERSION_LABELS, VersionMetrics, ver
 LABELS = (*VERSION_LABELS, "against")
 """Version: of the one in the shadow; against: of the one that it is compared with."""
 PER_KEY = (
-    ("vectors", "Vectors that were compared."),
+    (
+        "vectors",
+        "Vectors that were compared, without those that both versions answered with zeros.",
+    ),
     ("cosine_distance", "Sum of the cosine distances (1 - cos) of vectors."),
     ("squared_difference", "Sum of the squared differences of values."),
     ("squares", "Sum of the squares of the values that were answered."),
+    (
+        "empty",
+        "Vectors that both versions answered with zeros, as of empty bags: none of the others.",
+    ),
 )
 
 

@@ -46,8 +46,9 @@ def differences(served: FakeEngine, ours: FakeEngine, bags: list[Bags]) -> Diffe
 
 def test_equal_versions_do_not_differ() -> None:
     found = differences(FakeEngine(seed=3), FakeEngine(seed=3), BAGS)
-    vectors, distances, squared, squares = found.sums
-    assert vectors.tolist() == [3] * 3
+    vectors, distances, squared, squares, empty = found.sums
+    assert (vectors + empty).tolist() == [3] * 3
+    assert (vectors > 0).all()
     assert np.allclose(distances, 0, atol=1e-12)
     assert squared.tolist() == [0] * 3
     assert (squares > 0).all()
@@ -69,7 +70,9 @@ def test_others_differ_as_computed_by_hand() -> None:
             0.0 if not norm and not both_ else 1 - both_ / max(norm, 1e-30)
             for norm, both_ in zip(norms, both, strict=True)
         ]
-        expected = [len(a), sum(distances), ((a - b) ** 2).sum(), (b**2).sum()]
+        empty = int((~a.any(axis=1) & ~b.any(axis=1)).sum())
+        counts = (len(a) - empty, empty)
+        expected = [counts[0], sum(distances), ((a - b) ** 2).sum(), (b**2).sum(), counts[1]]
         assert np.allclose(found.sums[:, i], expected)
     assert found.sums[2].all()
 
@@ -80,8 +83,17 @@ def test_features_in_another_order_are_compared_by_their_keys() -> None:
     bags: list[Bags] = [{"user": [[1, 2]], "movie": [[3]]}, {"user": [[6]]}]
     found = differences(served, ours, bags)
     assert found.keys.tolist() == [0, 1]
-    assert found.sums[0].tolist() == [2, 2]
+    assert found.sums[0].tolist() == [1, 2]
     assert found.refused == 0
+
+
+def test_features_that_nobody_asked_for_agree_on_nothing() -> None:
+    """Zeros on both sides are no vectors of which a cosine could be said."""
+    model = model_info("shop", {"user": (7, 4), "movie": (11, 3)})
+    served, ours = FakeEngine(model, seed=3), FakeEngine(model, seed=4)
+    found = differences(served, ours, [{"user": [[1, 2]]}, {"user": [[6]], "movie": [[]]}])
+    assert found.sums[:, 1].tolist() == [0, 0, 0, 0, 2]
+    assert found.sums[[0, 4], 0].tolist() == [2, 0]
 
 
 def test_what_it_would_have_refused_is_counted_and_the_rest_is_compared() -> None:
@@ -167,8 +179,9 @@ async def test_a_share_of_the_batches_is_compared(exchange: Exchange) -> None:
     assert exchange.models.status(exchange.models.model("shop@canary"))["shadow"] == 100.0
     version_counts = exchange.metrics.models["shop@canary"].version
     sums = version_counts.shadow.per_key(version_counts.of_this_version())
-    assert sums[0].tolist() == [3] * 3
+    assert sums[0].tolist() == [3, 0, 0]  # of the other features nobody asked for an id
     assert sums[2].tolist() == [0] * 3
+    assert sums[4].tolist() == [0, 3, 3]
     exchange.models.shadow("shop@canary", 0.0)
     await ask(exchange)
     assert counted(exchange) == 3
