@@ -256,9 +256,11 @@ def plan(
         bool,
         typer.Option("--kubernetes", help="Print what a pod needs instead, as kustomize's patch."),
     ] = False,
-    workers: Annotated[int, typer.Option(help="Of such a pod.", min=1, max=256)] = 1,
-    tables: Annotated[str, typer.Option(help="Of such a pod: mapped or resident.")] = "mapped",
-    follow: Annotated[str, typer.Option(help="Of such a pod: none, alias or latest.")] = "none",
+    workers: Annotated[int | None, typer.Option(help="Of such a pod.", min=1, max=256)] = None,
+    tables: Annotated[str | None, typer.Option(help="Of such a pod: mapped or resident.")] = None,
+    follow: Annotated[
+        str | None, typer.Option(help="Of such a pod: none, alias or latest.")
+    ] = None,
     hot_percent: Annotated[
         float,
         typer.Option(help="Of mapped rows, those that memory is to hold.", min=0, max=100),

@@ -32,24 +32,36 @@ class PodOptions:
     """How the pod serves.
 
     Attributes:
-        workers, tables, follow: as `serve` has them.
+        workers, tables, follow: as `serve` has them. None: whatever the Deployment says; memory is
+            worked out for the defaults of `serve`, of a store behind a URL for `--follow latest`.
         hot: which part of mapped rows memory is to hold, 0 to 1.
     """
 
-    workers: int = 1
-    tables: str = "mapped"
-    follow: str = "none"
+    workers: int | None = None
+    tables: str | None = None
+    follow: str | None = None
     hot: float = 1.0
 
     def __post_init__(self) -> None:
         """Raises ValueError: the server would not start so."""
-        check_settings(self.settings)
+        check_settings(self.settings())
         if self.tables == "resident" and self.hot < 1:
             raise ValueError("hot_percent is of mapped tables; resident ones are held whole")
 
-    @property
-    def settings(self) -> ServeSettings:
-        return ServeSettings("", workers=self.workers, tables=self.tables, follow=self.follow)
+    def given(self) -> dict[str, str]:
+        """The variables that were asked for, by name: what else the Deployment sets stays."""
+        chosen = {"workers": self.workers, "tables": self.tables, "follow": self.follow}
+        return {
+            f"EMBEDSERVE_{name.upper()}": str(value)
+            for name, value in chosen.items()
+            if value is not None
+        }
+
+    def settings(self, *, is_pulled: bool = False) -> ServeSettings:
+        """The settings that memory is worked out for."""
+        follow = self.follow or ("latest" if is_pulled else "none")
+        tables = self.tables or "mapped"
+        return ServeSettings("", workers=self.workers or 1, tables=tables, follow=follow)
 
 
 @dataclass(frozen=True)
@@ -71,19 +83,20 @@ def pod_patch(rows: PodRows, options: PodOptions, gpus: int = 0) -> str:
     Raises:
         ValueError: such tables cannot be served so on GPUs.
     """
-    settings = options.settings
+    settings = options.settings(is_pulled=rows.is_pulled)
     if gpus:
         check_device(settings, "cuda")
         memory = server_memory(Rows(CUDA_BYTES), settings, gpus=gpus)
     else:
         memory = server_memory(Rows(rows.mapped, rows.copied), settings, options.hot)
     cache = CACHED_VERSIONS * rows.mapped if rows.is_pulled else 0
-    lines = [*_head(rows, options, memory, gpus), *DEPLOYMENT]
+    lines = [*_head(rows, settings, options.hot, memory, gpus), *DEPLOYMENT]
     lines += [f"  progressDeadlineSeconds: {_deadline_s(rows)}", *CONTAINER]
-    for name in ("workers", "tables", "follow"):
-        lines += [f"            - name: EMBEDSERVE_{name.upper()}"]
-        lines += [f'              value: "{getattr(options, name)}"']
-    lines += _resources(options, memory, cache, gpus)
+    if given := options.given():
+        lines.append("          env:")
+    for name, value in given.items():
+        lines += [f"            - name: {name}", f'              value: "{value}"']
+    lines += _resources(settings, memory, cache, gpus)
     if cache:
         lines += ["      volumes:", "        - name: cache", "          emptyDir:"]
         lines += [f"            sizeLimit: {_quantity(cache)}"]
@@ -96,27 +109,28 @@ CONTAINER = (
     "    spec:",
     "      containers:",
     "        - name: embedserve",
-    "          env:",
 )
 
 
-def _head(rows: PodRows, options: PodOptions, memory: ServerMemory, gpus: int) -> list[str]:
-    held = "one version" if options.follow == "none" else "two versions"
-    part = "" if options.tables == "resident" else f", {100 * options.hot:g}% of the rows"
-    held = "CUDA, a guess; the rows lie on the GPUs" if gpus else f"{held}, {options.tables}{part}"
+def _head(
+    rows: PodRows, settings: ServeSettings, hot: float, memory: ServerMemory, gpus: int
+) -> list[str]:
+    held = "one version" if settings.follow == "none" else "two versions"
+    part = "" if settings.tables == "resident" else f", {100 * hot:g}% of the rows"
+    held = "CUDA, a guess; the rows lie on the GPUs" if gpus else f"{held}, {settings.tables}{part}"
     return [
         f"# Made by embedserve plan --kubernetes: {' '.join(rows.name.split())},",
         f"# {human_bytes(rows.mapped)} of rows and ids. Memory:",
         f"#   {human_bytes(memory.rows)}: {held}",
-        f"#   {human_bytes(memory.processes)}: idle workers, {options.workers}",
+        f"#   {human_bytes(memory.processes)}: idle workers, {settings.workers}",
         f"#   {human_bytes(memory.work)}: requests under way; the limit has"
         f" {human_bytes(memory.clients)} for",
         "#   all that clients can make workers hold (docs/settings.md#memory)",
     ]
 
 
-def _resources(options: PodOptions, memory: ServerMemory, cache: int, gpus: int) -> list[str]:
-    requests = {"cpu": f'"{max(CORES_MIN, options.workers)}"', "memory": _quantity(memory.common)}
+def _resources(settings: ServeSettings, memory: ServerMemory, cache: int, gpus: int) -> list[str]:
+    requests = {"cpu": f'"{max(CORES_MIN, settings.workers)}"', "memory": _quantity(memory.common)}
     limits = {"memory": _quantity(memory.most)}
     if cache:
         disk = _quantity(cache + TMP_BYTES + LOG_BYTES)

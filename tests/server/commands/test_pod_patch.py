@@ -100,13 +100,22 @@ def test_the_rollout_waits_for_all_bytes() -> None:
 
 
 def test_the_variables_say_what_was_worked_out() -> None:
-    options = PodOptions(workers=2, follow="alias")
+    options = PodOptions(workers=2, tables="mapped", follow="alias")
     variables = {one["name"]: one["value"] for one in container(patch(LARGE, options))["env"]}
     assert variables == {
         "EMBEDSERVE_WORKERS": "2",
         "EMBEDSERVE_TABLES": "mapped",
         "EMBEDSERVE_FOLLOW": "alias",
     }
+
+
+def test_variables_that_nobody_asked_for_stay_as_they_are() -> None:
+    """A variable beats the overlay's ConfigMap: "none" would switch its following off."""
+    (variable,) = container(patch(LARGE, PodOptions(workers=2)))["env"]
+    assert variable == {"name": "EMBEDSERVE_WORKERS", "value": "2"}
+    assert "env" not in container(patch(LARGE))
+    pulled = replace(LARGE, is_pulled=True)
+    assert memory(patch(pulled)) == memory(patch(pulled, PodOptions(follow="latest")))
 
 
 def test_what_stands_in_a_name_ends_no_comment() -> None:
