@@ -303,6 +303,8 @@ def _array(field: str, numbers: _Numbers, per_limit: int, limits: Limits, limit:
     is_fixed = len(raw) or dtype is _FLOAT32
     if (len(raw) or nbytes) > count_max * (dtype.itemsize if is_fixed else VARINT_BYTES_MAX):
         raise _too_many(field, count_max, limits.said(limit))
+    if len(packed) > 1:
+        _check_parts(field, packed, dtype.itemsize if is_fixed else 0)
     if is_fixed:
         return _from_bytes(field, raw or b"".join(packed), dtype)
     joined = b"".join(packed)
@@ -312,6 +314,14 @@ def _array(field: str, numbers: _Numbers, per_limit: int, limits: Limits, limit:
         return read_varints(joined).astype(dtype, copy=False)
     except ValueError as error:
         raise InvalidRequestError(f"{field} is not packed integers: {error}", field) from error
+
+
+def _check_parts(field: str, parts: Sequence[memoryview], itemsize: int) -> None:
+    """Raises InvalidRequestError where a part ends within a number, which the next would complete;
+    ``itemsize`` is 0 for varints."""
+    for part in parts:
+        if len(part) % itemsize if itemsize else len(part) and part[-1] >= 0x80:
+            raise InvalidRequestError(f"{field} has a part that ends within a number", field)
 
 
 def _both_given(field: str) -> InvalidRequestError:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 from server.fake_engine import FakeEngine, make_request, model_info
@@ -338,3 +339,21 @@ def test_a_message_is_read_alike_whether_it_is_small_or_not() -> None:
     for ids in (range(100), range(5000)):  # some hundred bytes, and more than are read whole
         message = pb.EmbedRequest(keys=["user"], ids=ids, lengths=[len(ids)])
         assert decoded(message.SerializeToString()).ids.tolist() == list(ids)
+
+
+@pytest.mark.parametrize("size", [1, 5000])
+@pytest.mark.parametrize(
+    ("field", "parts"),
+    [("ids", (b"\x80", b"\x01")), ("lengths", (b"\x81", b"\x00")), ("weights", (b"ab", b"cd"))],
+)
+def test_a_number_is_not_completed_by_the_next_part_of_its_field(
+    field: str, parts: tuple[bytes, bytes], size: int
+) -> None:
+    """Packed numbers may come in several fields, each of whole numbers; the library says so too."""
+    tag = bytes((pb.EmbedRequest.DESCRIPTOR.fields_by_name[field].number << 3 | 2,))
+    message = pb.EmbedRequest(keys=["user"], ids=range(size), lengths=[size])
+    body = message.SerializeToString() + b"".join(tag + bytes((len(one),)) + one for one in parts)
+    with pytest.raises(DecodeError):
+        pb.EmbedRequest.FromString(body)
+    with pytest.raises(InvalidRequestError, match=r"ends within a number|not an EmbedRequest"):
+        decoded(body)

@@ -8,6 +8,7 @@ known_bodies.py.
 from __future__ import annotations
 
 from array import array
+from codecs import getincrementaldecoder
 from typing import Annotated, Any
 
 import msgspec
@@ -171,6 +172,7 @@ def _decode(
     if len(head) > limits.request_values_max:  # else it cannot hold so many
         check_cost(head, limits)
     try:
+        _check_utf8(head)
         parsed = _DECODER.decode(head)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise _problem(error) from error
@@ -239,6 +241,21 @@ def _sizes_of_same(head: bytes, parsed: _Body) -> list[tuple[int, int]] | None:
         sizes.append((one.shape[0], one.parameters.binary_data_size or 0))
         one.shape, one.parameters = was.shape, was.parameters
     return sizes if other == parsed else None
+
+
+UTF8_BYTES = 64 << 10
+"""Decoded at a time, to see whether JSON is UTF-8."""
+
+
+def _check_utf8(head: bytes) -> None:
+    """Raises UnicodeDecodeError where JSON is not UTF-8 (RFC 8259, section 8.1): msgspec looks at
+    the strings that it keeps alone."""
+    if head.isascii():
+        return
+    decoder = getincrementaldecoder("utf-8")()
+    for start in range(0, len(head), UTF8_BYTES):  # no copy of all of it
+        decoder.decode(head[start : start + UTF8_BYTES])
+    decoder.decode(b"", final=True)
 
 
 def _problem(error: Exception) -> EmbedServeError:

@@ -1,0 +1,31 @@
+"""Inference requests as JSON, with and without binary tensors behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from embedserve.codec.open_inference import bodies
+from embedserve.config import DEFAULT_LIMITS
+from embedserve.errors import InvalidRequestError
+
+HEAD = b"""{"id": "%b", "unknown": "%b",
+ "inputs": [{"name": "user", "shape": [1, 1], "datatype": "INT64", "data": [3]}]}"""
+WRONG = (b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xc3\xa9" * 100_000 + b"\x80")
+
+
+@pytest.mark.parametrize(
+    "wrong", [b"\xff", b"\xc3", b"\xed\xa0\x80", "é".encode() * 100_000 + b"\x80"]
+)
+def test_json_that_is_not_utf8_is_rejected_wherever_that_is(wrong: bytes) -> None:
+    """Also in what is passed over: json and orjson reject it."""
+    for said in ((b"", wrong), (wrong, b"")):
+        head = HEAD % said
+        for json_bytes in (None, len(head)):
+            with pytest.raises(InvalidRequestError, match=r"^body is not an inference request: "):
+                bodies.decode_request(head, "m", DEFAULT_LIMITS, json_bytes)
+
+
+def test_json_may_have_any_characters() -> None:
+    head = HEAD % ("é".encode(), "\N{PILE OF POO}".encode() * 50_000)
+    request = bodies.decode_request(head, "m", DEFAULT_LIMITS, None)
+    assert request.ids.tolist() == [3]
