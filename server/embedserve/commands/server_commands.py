@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from embedserve.commands.one_line_errors import one_line_errors
+from embedserve.commands.one_line_errors import check_engine, one_line_errors
 from embedserve.config import Limits, ServeSettings
 
 Ca = Annotated[
@@ -46,6 +46,7 @@ def serve(**values: Any) -> None:
     values["model"] = tuple(values["model"] or ())
     settings = ServeSettings(**values, limits=limits)
     with one_line_errors():
+        check_engine()
         from embedserve.processes.serve import serve as run
 
         run(settings)

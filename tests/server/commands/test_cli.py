@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
+from documents import ROOT
 from server.python import run_python, run_warm_python
 from typer.testing import CliRunner, Result
 
@@ -202,6 +204,32 @@ def test_a_client_only_install_says_what_to_install() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("embedserve: typer is not installed: this is the client only")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["serve STORE", "plan tables.yaml --world-size 2 --sharding auto"],
+)
+def test_a_server_without_torchrec_says_what_to_install(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `pip install '.[server,cpu]'` alone leaves: torchrec's wheel asks for the CUDA build."""
+    (tmp_path / "tables.yaml").write_text(
+        "tables: [{name: t, num_embeddings: 10, embedding_dim: 4, feature_names: [t], "
+        "pooling: sum}]"
+    )
+    monkeypatch.chdir(tmp_path)
+    code = (
+        "import sys; sys.modules['torchrec'] = None\nfrom embedserve.__main__ import main\n"
+        f"sys.argv = ['embedserve', *{command.split()!r}]\nmain()"
+    )
+    done = run_python("-c", code)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("embedserve: torchrec is not installed: ")
+    makefile = (ROOT / "Makefile").read_text()
+    (version,) = re.findall(r"^TORCHREC\s*:?\??=\s*(\S+)", makefile, re.MULTILINE)
+    assert f"pip install --no-deps torchrec=={version}" in line
 
 
 @pytest.mark.parametrize(
