@@ -39,8 +39,14 @@ async def live(engine: FakeEngine) -> AsyncIterator[Live]:
 
 
 @pytest.fixture
-def logged() -> Iterator[io.StringIO]:
-    """What the server's own handler writes."""
+def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    """What the server's own handler writes, whatever another test of this process made of uvicorn's
+    loggers."""
+    for name in ("uvicorn", "uvicorn.error"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+        monkeypatch.setattr(logging.getLogger(name), "disabled", False)
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+        logging.getLogger(name)._cache.clear()  # type: ignore[attr-defined]  # of levels
     stream = io.StringIO()
     handler = log_handler("text", stream)
     logger = logging.getLogger()
