@@ -143,7 +143,7 @@ def test_a_canary_has_its_share_and_gives_it_back(
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_first_request_goes_by_the_shares(tmp_path: Path, store: Path, workers: int) -> None:
-    """The store is not looked at again for as long as the test runs."""
+    """Those of the start: the next look at the store is an hour away."""
     names = ("--model", "m@stable", "--model", "m@first")
     set_alias(store, "m", "first", 3, share=100)
     late = ("--follow", "alias", "--follow-s", 3600, "--workers", workers)

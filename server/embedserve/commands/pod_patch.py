@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from embedserve.config import ServeSettings, check_device, check_settings
 from embedserve.processes.memory import Rows, ServerMemory, server_memory
@@ -48,20 +49,15 @@ class PodOptions:
         if self.tables == "resident" and self.hot < 1:
             raise ValueError("hot_percent is of mapped tables; resident ones are held whole")
 
-    def given(self) -> dict[str, str]:
-        """The variables that were asked for, by name: what else the Deployment sets stays."""
+    def given(self) -> dict[str, Any]:
+        """The settings that were asked for, by name: what else the Deployment sets stays."""
         chosen = {"workers": self.workers, "tables": self.tables, "follow": self.follow}
-        return {
-            f"EMBEDSERVE_{name.upper()}": str(value)
-            for name, value in chosen.items()
-            if value is not None
-        }
+        return {name: value for name, value in chosen.items() if value is not None}
 
     def settings(self, *, is_pulled: bool = False) -> ServeSettings:
         """The settings that memory is worked out for."""
-        follow = self.follow or ("latest" if is_pulled else "none")
-        tables = self.tables or "mapped"
-        return ServeSettings("", workers=self.workers or 1, tables=tables, follow=follow)
+        overlay = {"follow": "latest"} if is_pulled else {}
+        return ServeSettings("", **overlay | self.given())
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,8 @@ def pod_patch(rows: PodRows, options: PodOptions, gpus: int = 0) -> str:
     if given := options.given():
         lines.append("          env:")
     for name, value in given.items():
-        lines += [f"            - name: {name}", f'              value: "{value}"']
+        lines += [f"            - name: EMBEDSERVE_{name.upper()}"]
+        lines += [f'              value: "{value}"']
     lines += _resources(settings, memory, cache, gpus)
     if cache:
         lines += ["      volumes:", "        - name: cache", "          emptyDir:"]

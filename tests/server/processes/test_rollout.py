@@ -281,6 +281,13 @@ async def test_a_version_that_leaves_is_told_until_it_has_answered(moving: Movin
     await until(lambda: not models.status(models.model("shop"))["leaving"])
 
 
+async def with_canary(moving: Moving) -> Rollout:
+    """The rollout, once version 8 answers for the canary."""
+    assert await moving.rollout.prepare("shop@canary", moving.version(8))
+    assert moving.rollout.switch("shop@canary", 8)
+    return moving.rollout
+
+
 def shares(moving: Moving) -> tuple[float, float]:
     """(share, shadow) of what answers for the canary."""
     models = moving.exchange.models
@@ -289,9 +296,7 @@ def shares(moving: Moving) -> tuple[float, float]:
 
 
 async def test_a_share_begins_with_its_version_and_not_before(moving: Moving) -> None:
-    rollout = moving.rollout
-    assert await rollout.prepare("shop@canary", moving.version(8))
-    assert rollout.switch("shop@canary", 8)
+    rollout = await with_canary(moving)
     rollout.share("shop@canary", 9, 50.0, 20.0)
     assert shares(moving) == (0.0, 0.0)
     assert await rollout.prepare("shop@canary", moving.version(9))
@@ -304,9 +309,7 @@ async def test_a_share_begins_with_its_version_and_not_before(moving: Moving) ->
 
 async def test_a_version_that_cannot_be_loaded_gives_its_share_to_no_other(moving: Moving) -> None:
     """A bad canary has no share. Another is to have half of all requests, and cannot be loaded."""
-    rollout = moving.rollout
-    assert await rollout.prepare("shop@canary", moving.version(8))
-    assert rollout.switch("shop@canary", 8)
+    rollout = await with_canary(moving)
     rollout.share("shop@canary", 8, 0.0, 0.0)
     rollout.want("shop@canary", 9)
     rollout.share("shop@canary", 9, 50.0, 0.0)
@@ -318,9 +321,7 @@ async def test_a_version_that_cannot_be_loaded_gives_its_share_to_no_other(movin
 
 
 async def test_a_share_that_waits_goes_with_its_alias(moving: Moving) -> None:
-    rollout = moving.rollout
-    assert await rollout.prepare("shop@canary", moving.version(8))
-    assert rollout.switch("shop@canary", 8)
+    rollout = await with_canary(moving)
     rollout.share("shop@canary", 8, 30.0, 0.0)
     rollout.share("shop@canary", 9, 50.0, 0.0)
     assert shares(moving) == (30.0, 0.0)

@@ -94,6 +94,8 @@ class _Sizes(msgspec.Struct, gc=False):
 _DECODER = msgspec.json.Decoder(_Body)
 _SIZES_DECODER = msgspec.json.Decoder(_Sizes)
 COUNTED_INPUTS_MAX = 4096
+UTF8_BYTES = 64 << 10
+"""Decoded at a time, to see whether JSON is UTF-8."""
 _ARRAY_CODES = {"INT64": "q", "INT32": "i", "FP32": "d"}
 
 
@@ -241,10 +243,6 @@ def _sizes_of_same(head: bytes, parsed: _Body) -> list[tuple[int, int]] | None:
         sizes.append((one.shape[0], one.parameters.binary_data_size or 0))
         one.shape, one.parameters = was.shape, was.parameters
     return sizes if other == parsed else None
-
-
-UTF8_BYTES = 64 << 10
-"""Decoded at a time, to see whether JSON is UTF-8."""
 
 
 def _check_utf8(head: bytes) -> None:
