@@ -309,6 +309,9 @@ async def begin_shares(settings: ServeSettings, rollout: Rollout) -> None:
     except TimeoutError:
         logger.warning("the store has not told the shares in %g s: they begin later", SHARES_S_MAX)
         return
+    except Exception:
+        logger.exception("the shares cannot be read: they begin later")
+        return
     for name, one in found.items():
         rollout.share(name, one.number, one.share, one.shadow)
 

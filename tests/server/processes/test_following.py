@@ -300,3 +300,20 @@ async def test_a_start_does_not_wait_for_shares_for_ever(
     await begin_shares(serving.settings, serving.rollout)
     answers.set()
     assert caplog.messages == ["the store has not told the shares in 0.05 s: they begin later"]
+
+
+async def test_a_start_does_not_end_where_the_shares_cannot_be_read(
+    store: Path,
+    executor: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whatever it is that a store raises: a follower looks again."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("of a library")
+
+    serving = Serving(store, executor, "shop@1", "alias")
+    monkeypatch.setattr(StoreWatch, "wanted", fail)
+    await begin_shares(serving.settings, serving.rollout)
+    assert caplog.messages == ["the shares cannot be read: they begin later"]
