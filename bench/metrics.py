@@ -14,6 +14,8 @@ from embedserve.metrics.histogram import (
     Histogram,
 )
 from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.metrics.request_metrics import REQUEST_CELLS, RequestMetrics
+from embedserve.metrics.slots import lone_slot
 
 BATCHES = 20_000
 BATCH_EXAMPLES = 25
@@ -22,7 +24,7 @@ BATCH_EXAMPLES = 25
 
 def record() -> float:
     """Seconds for one request, turning the recorded values into bucket counts included."""
-    rest = ProtocolMetrics()
+    rest, version = ProtocolMetrics(), RequestMetrics(lone_slot(REQUEST_CELLS))
     waits, examples, ids = (Histogram(b) for b in (SECONDS_BUCKETS, COUNT_BUCKETS, COUNT_BUCKETS))
     lookups = Histogram(LOOKUP_SECONDS_BUCKETS)
     arrived_s = [perf_counter() for _ in range(BATCH_EXAMPLES)]
@@ -34,7 +36,10 @@ def record() -> float:
         ids.observe(33 * BATCH_EXAMPLES)
         lookups.observe(perf_counter() - now)
         for arrived in arrived_s:
-            rest.answered(perf_counter() - arrived, 5_000)
+            seconds = perf_counter() - arrived
+            rest.answered(seconds, 5_000)
+            version.answered(seconds)
+        version.bound()
     return (perf_counter() - start) / (BATCHES * BATCH_EXAMPLES)
 
 

@@ -6,11 +6,23 @@ logged in full where it happens, and answered in general.
 
 from __future__ import annotations
 
+from typing import Protocol, Self
+
 INTERNAL = "an error of the server; its log says which"
 """What a caller is told of an error that nobody foresaw."""
 
 DRAINING = "draining before the stop"
 LOADING = "the models are being loaded"
+
+
+class ServedVersion(Protocol):
+    """A version of a model, by which requests are counted; ModelInfo is one."""
+
+    @property
+    def served_as(self) -> str: ...
+
+    @property
+    def version(self) -> int: ...
 
 
 class EmbedServeError(Exception):
@@ -22,6 +34,7 @@ class EmbedServeError(Exception):
         retry_after_s: when the same request may be tried again; 0 if that is no use.
         message: a sentence for the caller.
         field: the field of the request that is wrong, or "".
+        model: the version that rejects the request; None where none was chosen.
     """
 
     code = "INTERNAL"
@@ -32,6 +45,12 @@ class EmbedServeError(Exception):
         super().__init__(message)
         self.message = message
         self.field = field
+        self.model: ServedVersion | None = None
+
+    def of(self, model: ServedVersion) -> Self:
+        """Names the version that rejects the request."""
+        self.model = model
+        return self
 
 
 class InvalidRequestError(EmbedServeError):

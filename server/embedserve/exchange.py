@@ -26,6 +26,7 @@ from embedserve.errors import (
     DeadlineExceededError,
     EmbedServeError,
     EngineError,
+    ServedVersion,
 )
 from embedserve.metrics.metrics import Metrics, ProtocolMetrics
 from embedserve.metrics.quiet_log import QuietLog
@@ -170,6 +171,7 @@ class Call(ObservedCaller):
                 self.client = None
             self.write_answer(parts, nbytes, observer.id_told(self) if asked.has_id else None)
         asked.metrics.answered(seconds, nbytes)
+        self.taken.answered(seconds)
 
     def _write_observed(self, parts: Parts, nbytes: int, encoded_s: float) -> None:
         """As write, of a request of which there may be something to tell."""
@@ -182,12 +184,20 @@ class Call(ObservedCaller):
         observer.ended(self, end_s - self.start_s, partial(seen, end_s))
 
     def refuse(self, error: EmbedServeError) -> None:
-        self.refuse_as(error.code, error.message, partial(self.write_error, error))
+        write = partial(self.write_error, error)
+        self.refuse_as(error.code, error.message, write, error.model)
 
-    def refuse_as(self, outcome: str, message: str, write: Callable[[Told], None]) -> None:
-        """Ends as ``outcome``, which ``write`` tells the client."""
+    def refuse_as(
+        self,
+        outcome: str,
+        message: str,
+        write: Callable[[Told], None],
+        model: ServedVersion | None = None,
+    ) -> None:
+        """Ends as ``outcome``, which ``write`` tells the client; ``model`` rejected the request."""
         self.is_waiting = False
         end_s = perf_counter()
+        self.exchange.metrics.ended(self.version or model, outcome, end_s - self.start_s)
         observer = self.exchange.observer
         seen = observer.traced(self, partial(self.seen(outcome), end_s))
         self.leave(outcome)
@@ -218,6 +228,7 @@ class Call(ObservedCaller):
             seconds = end_s - self.start_s
             seen = partial(self.seen("CANCELLED"), end_s)
             self.exchange.observer.ended(self, seconds, seen)
+            self.exchange.metrics.ended(self.version, "CANCELLED", seconds)
             self.go_away()
             self.leave("CANCELLED")
             self.asked.metrics.cancelled(seconds)

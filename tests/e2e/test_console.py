@@ -296,6 +296,33 @@ def hide_and_show(page: Page, port: int) -> None:
     assert any(url.endswith("/metrics") for url in page.requests)
 
 
+VERSIONS = """
+Promise.all([import('/console/metrics.js'), import('/console/models.js')]).then(
+  ([{ Between, Reading }, { showModels }]) => {
+    const line = (alias, version, outcome, count) => `embedserve_model_requests_total` +
+      `{model="m",alias="${alias}",version="${version}",outcome="${outcome}"} ${count}\\n`;
+    const bucket = (alias, version, le, count) => `embedserve_model_request_seconds_bucket` +
+      `{model="m",alias="${alias}",version="${version}",le="${le}"} ${count}\\n`;
+    const text = (times) => line("stable", 3, "OK", 90 * times)
+      + line("stable", 3, "CANCELLED", times)
+      + line("canary", 4, "OK", 6 * times) + line("canary", 4, "INTERNAL", 2 * times)
+      + bucket("canary", 4, "0.1", 8 * times) + bucket("canary", 4, "+Inf", 8 * times);
+    const between = new Between(new Reading(text(0), 0), new Reading(text(2), 2000));
+    const other = { model: "m", since: "", leaving: [], next: null };
+    const models = [["stable", 3], ["canary", 4]];
+    showModels(models.map(([alias, version]) => ({ alias, version, ...other })), "m", between);
+    return [...document.querySelectorAll("#models tbody tr")].map((row) => row.innerText);
+  })
+"""
+
+
+def test_requests_and_failures_are_shown_by_version(page: Page, demo: Demo) -> None:
+    page.open(f"{demo.server.http}/console")
+    stable, canary = (" ".join(row.split()) for row in page.value(VERSIONS))
+    assert "stable when asked 91 0 % " in stable
+    assert "canary when asked 8 25 % 99 ms" in canary
+
+
 COUNTED = """
 Promise.all([import('/console/metrics.js'), import('/console/traffic.js')]).then(
   ([{ Between, Reading }, { showLookups }]) => {

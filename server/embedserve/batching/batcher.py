@@ -258,7 +258,9 @@ class Batcher:
         now_s = perf_counter()
         callers = lane.take(now_s)
         self._open_again(lane)
-        taken = Taken(self.model, now_s)
+        requests = self._counts.requests
+        requests.bound()
+        taken = Taken(self.model, now_s, requests.answered)
         for caller in callers:
             caller.taken = taken
         self._counts.wait_seconds.observe_many([now_s - caller.queued_s for caller in callers])

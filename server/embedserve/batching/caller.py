@@ -7,6 +7,7 @@ one must not reach the requests that shared its batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Protocol
 
 from embedserve.errors import EmbedServeError
@@ -26,14 +27,16 @@ class Taken:
 
     Attributes:
         model: that it is looked up in.
+        answered: takes the seconds of each of its requests that was answered.
         taken_s: when it was taken out of the queue.
         looked_up_s: when its vectors were there; None until then.
     """
 
-    __slots__ = ("looked_up_s", "model", "taken_s")
+    __slots__ = ("answered", "looked_up_s", "model", "taken_s")
 
-    def __init__(self, model: ModelInfo, taken_s: float) -> None:
+    def __init__(self, model: ModelInfo, taken_s: float, answered: Callable[[float], None]) -> None:
         self.model = model
+        self.answered = answered
         self.taken_s = taken_s
         self.looked_up_s: float | None = None
 

@@ -43,6 +43,7 @@ class Lane:
         "_bytes_per_id",
         "_ids_max",
         "_limits",
+        "_model",
         "_name",
         "_output_bytes_max",
         "_withdrawn",
@@ -72,6 +73,7 @@ class Lane:
             at_once: batches that may be looked up in threads.
         """
         self._name = name
+        self._model = model
         self._limits = limits
         self.share_examples = int(SOURCE_SHARE * limits.queue_examples_max)
         self.share_ids = int(SOURCE_SHARE * limits.queue_ids_max)
@@ -92,7 +94,7 @@ class Lane:
     def check_open(self) -> None:
         """Raises OverloadedError while the lane is full."""
         if self.full:
-            raise OverloadedError(self.full)
+            raise OverloadedError(self.full).of(self._model)
 
     def check_room(self, examples: int, ids: int, source: object) -> None:
         """Raises OverloadedError where so many more of ``source`` have no room; the lane may be
@@ -197,7 +199,7 @@ class Lane:
         self.examples = self.ids = 0
         for caller in callers:
             caller.queue = None
-        return [one for one in callers if now_s < one.deadline_s or _refuse_late(one, now_s)]
+        return [one for one in callers if now_s < one.deadline_s or self._refuse_late(one, now_s)]
 
     def _take_some(self, now_s: float) -> list[Caller]:
         callers: list[Caller] = []
@@ -215,7 +217,7 @@ class Lane:
             self._uncount(caller.request)
             caller.queue = None
             if is_late:
-                _refuse_late(caller, now_s)
+                self._refuse_late(caller, now_s)
             else:
                 callers.append(caller)
         return callers
@@ -231,11 +233,9 @@ class Lane:
     def _output_bytes(self, examples: int, ids: int) -> int:
         return examples * self._bytes_per_example + ids * self._bytes_per_id
 
-
-def _refuse_late(caller: Caller, now_s: float) -> bool:
-    """Answers one whose deadline passed as it waited; False: it is not looked up."""
-    waited_ms = (now_s - caller.queued_s) * 1000
-    caller.refuse(
-        DeadlineExceededError(f"the deadline passed after {waited_ms:.1f} ms in the queue")
-    )
-    return False
+    def _refuse_late(self, caller: Caller, now_s: float) -> bool:
+        """Answers one whose deadline passed as it waited; False: it is not looked up."""
+        waited_ms = (now_s - caller.queued_s) * 1000
+        error = DeadlineExceededError(f"the deadline passed after {waited_ms:.1f} ms in the queue")
+        caller.refuse(error.of(self._model))
+        return False

@@ -20,9 +20,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from embedserve.errors import EmbedServeError
+from embedserve.errors import ServedVersion
 from embedserve.metrics.caller_metrics import CallerMetrics, caller_cells
-from embedserve.metrics.histogram import SECONDS_BUCKETS, Histogram, histogram_cells
+from embedserve.metrics.histogram import PENDING_MAX, SECONDS_BUCKETS, Histogram, histogram_cells
 from embedserve.metrics.lookup_samples import collect_lookups
 from embedserve.metrics.model_metrics import (
     NAME_LABELS,
@@ -37,6 +37,7 @@ from embedserve.metrics.model_metrics import (
 )
 from embedserve.metrics.process import PROCESS_CELLS, ProcessMetrics
 from embedserve.metrics.quiet_log import Fields, QuietLog
+from embedserve.metrics.request_metrics import OUTCOMES
 from embedserve.metrics.shadow_samples import collect_shadows
 from embedserve.metrics.slots import Slot, lone_slot
 from embedserve.metrics.tls import TLS_CELLS, TlsMetrics
@@ -45,9 +46,6 @@ from embedserve.types import ModelInfo
 logger = logging.getLogger("embedserve.requests")
 
 
-_ERRORS: list[type[EmbedServeError]] = [EmbedServeError, *EmbedServeError.__subclasses__()]
-OUTCOMES = ("OK", "CANCELLED", *sorted({error.code for error in _ERRORS}))
-"""Of a request: answered, its client went away, or the code of its error."""
 PROTOCOLS = ("rest", "grpc")
 LINES_MAX = 10
 """Of requests that were refused with one code, in a period of QuietLog."""
@@ -69,32 +67,46 @@ class ProtocolMetrics:
         slot = slot or lone_slot(PROTOCOL_CELLS)
         self.protocol = protocol
         self.log = QuietLog(logger, LINES_MAX)
-        self.outcomes: Counter[str] = Counter()
         self.response_bytes = 0
+        self._ended: Counter[str] = Counter()
+        self._answered: list[float] = []  # seconds, which are no part of the others yet
         self._cells = slot.take(len(OUTCOMES) + 1)
         self._before = self._cells.own.copy()
         self.seconds = Histogram(SECONDS_BUCKETS, slot)
 
+    @property
+    def outcomes(self) -> Counter[str]:
+        return self._ended + Counter(OK=len(self._answered))
+
     def answered(self, seconds: float, response_bytes: int) -> None:
-        self.outcomes["OK"] += 1
-        self.seconds.observe(seconds)
+        """Called for every request: an append and an addition."""
+        answered = self._answered
+        answered.append(seconds)
         self.response_bytes += response_bytes
+        if len(answered) >= PENDING_MAX:
+            self._count_answered()
+
+    def _count_answered(self) -> None:
+        self._ended["OK"] += len(self._answered)
+        self.seconds.observe_many(self._answered)
+        self._answered.clear()
 
     def refused(
         self, code: str, message: str, seconds: float, fields: Callable[[], Fields] | None = None
     ) -> None:
         """``code`` and ``message`` are an EmbedServeError's; ``fields`` what else the log tells."""
-        self.outcomes[code] += 1
+        self._ended[code] += 1
         self.seconds.observe(seconds)
         self.log.say(logging.INFO, f"refused with {code}", message, fields=fields)
 
     def cancelled(self, seconds: float) -> None:
         """Its client went away."""
-        self.outcomes["CANCELLED"] += 1
+        self._ended["CANCELLED"] += 1
         self.seconds.observe(seconds)
 
     def flush(self) -> None:
-        counts = [self.outcomes[outcome] for outcome in OUTCOMES]
+        self._count_answered()
+        counts = [self._ended[outcome] for outcome in OUTCOMES]
         self._cells.own[:] = self._before + [*counts, self.response_bytes]
         self.seconds.flush()
 
@@ -162,6 +174,13 @@ class Metrics(Collector):
         self.models[name] = metrics
         return metrics
 
+    def ended(self, model: ServedVersion | None, outcome: str, seconds: float) -> None:
+        """Counts a request that ``model`` did not answer; not where another version answers for its
+        name by now. None: no version was chosen."""
+        metrics = None if model is None else self.models.get(model.served_as)
+        if metrics is not None and model is not None and metrics.model.version == model.version:
+            metrics.version.requests.ended(outcome, seconds)
+
     def remove(self, name: str) -> None:
         """What was counted for ``name`` is shown no more."""
         self.models.pop(name).version.leave()
@@ -196,6 +215,7 @@ class Metrics(Collector):
         yield from self._collect_workers()
         yield from self._collect_protocols()
         yield self._collect_callers()
+        yield from self._collect_requests()
         yield from self.tls.collect()
         yield from self._collect_batchers()
         yield self._collect_unknown_ids()
@@ -254,6 +274,27 @@ class Metrics(Collector):
         for name, outcome, count in self.callers.total():
             requests.add_metric([name, outcome], count)
         return requests
+
+    def _collect_requests(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(
+            "embedserve_model_requests",
+            "Requests of the version that they were handed to, by outcome (OK, an error code, or "
+            "CANCELLED); those refused before, such as for an unknown model, are of none.",
+            labels=[*VERSION_LABELS, "outcome"],
+        )
+        seconds = HistogramMetricFamily(
+            "embedserve_model_request_seconds",
+            "Seconds from the arrival of such a request to its encoded answer, or its error.",
+            labels=VERSION_LABELS,
+        )
+        for metrics in self.models.values():
+            labels = version_labels(metrics.model)
+            for outcome, count in metrics.version.total_requests().items():
+                if count or outcome == "OK":
+                    requests.add_metric([*labels, outcome], count)
+            seconds.add_metric(labels, *metrics.version.request_seconds())
+        yield requests
+        yield seconds
 
     def _collect_batchers(self) -> Iterator[Metric]:
         models = list(self.models.values())

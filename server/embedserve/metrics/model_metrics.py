@@ -17,6 +17,7 @@ from embedserve.metrics.histogram import (
     histogram_cells,
 )
 from embedserve.metrics.lookup_metrics import LookupMetrics, lookup_cells
+from embedserve.metrics.request_metrics import REQUEST_CELLS, RequestMetrics
 from embedserve.metrics.shadow_metrics import ShadowMetrics, shadow_cells
 from embedserve.metrics.slots import Cells, Slot, lone_slot
 from embedserve.types import ModelInfo
@@ -67,7 +68,7 @@ def place_cells(columns_max: int) -> int:
     """Of the place of one name in a slot."""
     buckets = sum(map(histogram_cells, VERSION_BUCKETS.values()))
     of_version = 1 + columns_max + lookup_cells(columns_max) + shadow_cells(columns_max) + buckets
-    return 1 + len(MODEL_GAUGES) + 1 + of_version
+    return 1 + len(MODEL_GAUGES) + 1 + of_version + REQUEST_CELLS
 
 
 def name_labels(model: ModelInfo) -> list[str]:
@@ -147,6 +148,7 @@ class VersionMetrics:
         unknown_ids: int64 [F], counted by this process.
         lookups: what was read of its tables.
         shadow: how its answers differ from another version's, where it runs in its shadow.
+        requests: those that it was handed, by outcome, and their times.
     """
 
     def __init__(self, model: ModelInfo, slot: Slot, columns_max: int) -> None:
@@ -158,6 +160,7 @@ class VersionMetrics:
         self._unknown = slot.take(columns_max)
         self.lookups = LookupMetrics(model, slot, columns_max)
         self.shadow = ShadowMetrics(model, slot, columns_max)
+        self.requests = RequestMetrics(slot)
         self._histograms = {
             name: Histogram(buckets, slot) for name, buckets in VERSION_BUCKETS.items()
         }
@@ -176,12 +179,14 @@ class VersionMetrics:
         self._unknown.leave()
         self.lookups.leave()
         self.shadow.leave()
+        self.requests.leave()
         for one in self._histograms.values():
             one.leave()
 
     def flush(self) -> None:
         self._unknown.own[: self.unknown_ids.size] = self._unknown_before + self.unknown_ids
         self.lookups.flush(self.unknown_ids)
+        self.requests.flush()
         for one in self._histograms.values():
             one.flush()
 
@@ -193,6 +198,18 @@ class VersionMetrics:
     def samples(self, name: str) -> tuple[list[tuple[str, float]], float]:
         """Of the histogram ``name``, of all workers."""
         return self._histograms[name].samples(self.of_this_version())
+
+    def total_requests(self) -> dict[str, float]:
+        """By outcome, of all workers; zeros among them."""
+        return self.requests.total(self.of_this_version())
+
+    def total_request_seconds(self) -> tuple[float, float]:
+        """(of answered, of failed) requests, of all workers."""
+        return self.requests.total_seconds(self.of_this_version())
+
+    def request_seconds(self) -> tuple[list[tuple[str, float]], float]:
+        """As ``samples``, of requests."""
+        return self.requests.seconds.samples(self.of_this_version())
 
     def total_unknown_ids(self) -> list[float]:
         """[F] of all workers."""

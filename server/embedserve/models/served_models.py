@@ -18,6 +18,7 @@ from embedserve.batching.caller import Caller
 from embedserve.batching.join import to_model_order
 from embedserve.config import Limits
 from embedserve.errors import (
+    EmbedServeError,
     NotReadyError,
     OverloadedError,
     RequestTooLargeError,
@@ -172,13 +173,17 @@ class ServedModels:
         model, limits = batcher.model, self.limits
         examples, ids = request.batch_size, request.ids.size
         answer_bytes = examples * model.answer_bytes_per_example + ids * model.answer_bytes_per_id
-        if (
-            examples > limits.request_examples_max
-            or ids > limits.request_ids_max
-            or answer_bytes > limits.request_output_bytes_max
-        ):
-            self._refuse_size(request, model)
-        batcher.enqueue(to_model_order(request, model), caller)
+        try:
+            if (
+                examples > limits.request_examples_max
+                or ids > limits.request_ids_max
+                or answer_bytes > limits.request_output_bytes_max
+            ):
+                self._refuse_size(request, model)
+            batcher.enqueue(to_model_order(request, model), caller)
+        except EmbedServeError as error:
+            error.of(model)
+            raise
 
     def check_open(self, model: str, body: bytes, peek: Peek, *, is_quick: bool = False) -> None:
         """Raises OverloadedError while the queue that a request would wait in is full.

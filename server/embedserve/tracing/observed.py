@@ -15,6 +15,7 @@ from embedserve.tracing.record import RequestRecord
 from embedserve.tracing.request_id import REQUEST_ID, request_id_of
 from embedserve.tracing.times import Times
 from embedserve.tracing.trace_context import TRACEPARENT, read_traceparent
+from embedserve.types import ModelInfo
 
 
 class Head(Protocol):
@@ -93,10 +94,15 @@ class ObservedCaller(Caller):
         client = self.client
         return lambda end_s: self._record(outcome, client, self.times(end_s, encoded_s))
 
+    @property
+    def version(self) -> ModelInfo | None:
+        """The version in whose batch or queue it is; None before."""
+        if hasattr(self, "taken"):
+            return self.taken.model
+        return None if self.queue is None else self.queue.model
+
     def _record(self, outcome: str, client: Client | None, times: Times) -> RequestRecord:
-        model = self.taken.model if hasattr(self, "taken") else None
-        if model is None and self.queue is not None:
-            model = self.queue.model
+        model = self.version
         request = getattr(self, "request", None)
         return RequestRecord(
             request_id=self.request_id.decode("ascii"),

@@ -23,8 +23,9 @@ from embedserve.api.management import management_app
 from embedserve.errors import EmbedServeError
 from embedserve.exchange import Exchange
 from embedserve.metrics.histogram import PENDING_MAX, Histogram
-from embedserve.metrics.metrics import OUTCOMES, Metrics, cells_per_worker
+from embedserve.metrics.metrics import Metrics, cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
+from embedserve.metrics.request_metrics import OUTCOMES
 from embedserve.metrics.slots import Slot, Slots
 from embedserve.types import ModelInfo
 from embedserve.wire.asgi import EmbedEndpoint
@@ -147,7 +148,7 @@ async def test_every_histogram_is_cumulative_and_ends_with_its_count(
     await client.post("/embed", content='{"features": {"user": [1]}}')
     families = await scraped(client)
     histograms = [f for f in families.values() if f.type == "histogram" and OURS in f.name]
-    assert len(histograms) == 5
+    assert len(histograms) == 6
     for family in histograms:
         buckets: dict[str, list[tuple[float, float]]] = {}
         for sample in family.samples:

@@ -670,6 +670,35 @@ async def test_statistics_count_requests_examples_and_batches(live: Live) -> Non
     assert (await live.http.get("/v2/models/film/stats")).status_code == 404
 
 
+async def test_statistics_tell_failures_of_a_model_alike_over_rest_and_grpc(
+    live: Live, engine: FakeEngine
+) -> None:
+    await as_binary(live, Asked(jagged(BAGS)))
+    engine.failure = ZeroDivisionError("secret")
+    body = Asked(jagged(BAGS)).json_body()
+    for _ in range(2):
+        assert (await live.http.post("/v2/models/shop/infer", content=body)).status_code == 500
+    engine.failure = None
+    wrong = Asked(jagged({"film": [[1]]})).json_body()
+    assert (await live.http.post("/v2/models/shop/infer", content=wrong)).status_code == 400
+    assert (await live.http.post("/v2/models/film/infer", content=body)).status_code == 404
+    told = (await live.http.get("/v2/models/stats")).json()["model_stats"]
+    counts = {one["name"]: one["inference_stats"] for one in told}
+    assert {name: one["fail"]["count"] for name, one in counts.items()} == {
+        "shop": 3,
+        "ruled": 0,
+        "sequence": 0,
+    }
+    assert counts["shop"]["success"]["count"] == 1
+    assert counts["shop"]["fail"]["ns"] > 0
+    (over_grpc,) = (
+        await stub(live).ModelStatistics(pb.ModelStatisticsRequest(name="shop"))
+    ).model_stats
+    stats = over_grpc.inference_stats
+    assert (stats.success.count, stats.fail.count) == (1, 3)
+    assert stats.fail.ns == counts["shop"]["fail"]["ns"]
+
+
 async def test_openapi_describes_requests_answers_and_errors(live: Live) -> None:
     described = (await live.http.get("/openapi.json")).json()
     asked = json.loads(Asked(jagged(BAGS)).json_body())

@@ -10,6 +10,7 @@ from embedserve import __version__
 from embedserve.codec.open_inference.answers import DATATYPES, POOLED
 from embedserve.metrics.histogram import Histogram
 from embedserve.metrics.model_metrics import VersionMetrics
+from embedserve.metrics.request_metrics import NO_FAILURES
 from embedserve.types import ComingVersion, ModelInfo, split_name
 
 PLATFORM = "torchrec"
@@ -73,9 +74,14 @@ def _tensor(name: str, datatype: str, *shape: int) -> dict[str, Any]:
 def statistics(info: ModelInfo, metrics: VersionMetrics) -> dict[str, Any]:
     """What ``info`` answered since it began to, all workers together.
 
-    Requests are counted as their batch is taken: one that is refused before is none of them. All
-    counts but those of failures are of requests, as Triton's are and perf_analyzer wants.
+    A request succeeds or fails once it was handed to the version: what is refused before, as for an
+    unknown model, is neither, nor is one whose client went away. Those of the queue and of the
+    computation are counted as their batch is taken. All counts are of requests, as Triton's are and
+    perf_analyzer wants.
     """
+    outcomes = metrics.total_requests()
+    failures = sum(count for outcome, count in outcomes.items() if outcome not in NO_FAILURES)
+    answered_s, failed_s = metrics.total_request_seconds()
     waits, waited_ns = _total(metrics.wait_seconds)
     batches, looked_up_ns = _total(metrics.lookup_seconds)
     _, examples = metrics.batch_examples.samples()
@@ -87,8 +93,8 @@ def statistics(info: ModelInfo, metrics: VersionMetrics) -> dict[str, Any]:
         "inference_count": int(examples),
         "execution_count": batches,
         "inference_stats": {
-            "success": {"count": waits, "ns": waited_ns + looked_up_ns},
-            "fail": {"count": 0, "ns": 0},
+            "success": {"count": int(outcomes["OK"]), "ns": int(answered_s * _NS_PER_S)},
+            "fail": {"count": int(failures), "ns": int(failed_s * _NS_PER_S)},
             "queue": {"count": waits, "ns": waited_ns},
             "compute_input": unmeasured,
             "compute_infer": {"count": waits, "ns": looked_up_ns},

@@ -4,6 +4,8 @@ import { ask, inPath } from "./server.js";
 import { bytes, element, fill, number, seconds, table } from "./page.js";
 
 const LOOKUP = "embedserve_lookup_seconds";
+const REQUESTS = "embedserve_model_requests_total";
+const LATENCY = "embedserve_model_request_seconds";
 const plans = new Map();
 let shown = "";
 
@@ -31,14 +33,25 @@ export function showModels(models, defaultModel, between) {
       model.version,
       model.alias || "newest",
       answersOf(model),
+      between ? number(between.rate(REQUESTS, where)) : "–",
+      between ? failedOf(where, between) : "–",
+      between ? seconds(between.quantile(LATENCY, 0.99, where)) : "–",
       between ? number(rate) : "–",
       between ? seconds(between.quantile(`${LOOKUP}`, 0.5, where)) : "–",
       element("time", { datetime: model.since }, model.since.replace("T", " ").replace("+00:00", "")),
     ];
   });
-  const headings = ["model", ["version", "number"], "served as", "answers", ["examples/s", "number"], ["lookup p50", "number"], "since (UTC)"];
+  const headings = ["model", ["version", "number"], "served as", "answers", ["requests/s", "number"], ["failed", "number"], ["p99", "number"], ["examples/s", "number"], ["lookup p50", "number"], "since (UTC)"];
   const coming = models.filter((model) => model.next).map(comingOf);
   fill("models", table("Served versions", headings, rows), ...coming);
+}
+
+/** The share of a version's requests that ended with an error. */
+function failedOf(where, between) {
+  const rates = between.rates(REQUESTS, "outcome", where);
+  const all = [...rates.values()].reduce((sum, one) => sum + one, 0);
+  const failed = all - (rates.get("OK") ?? 0) - (rates.get("CANCELLED") ?? 0);
+  return `${number((100 * failed) / (all || 1))}\u00a0%`;
 }
 
 function answersOf(model) {

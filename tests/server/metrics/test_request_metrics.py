@@ -1,0 +1,246 @@
+"""Requests count for the version that they were handed to, and for no name that nobody serves."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from time import perf_counter
+
+import pytest
+from prometheus_client import Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from server.exchanges import IN_THREAD, make_exchange
+from server.fake_engine import FakeEngine, model_info
+from server.recording_call import RecordingCall, ask, asked
+from server.waiting import until
+
+from embedserve.config import Limits
+from embedserve.exchange import Exchange
+from embedserve.metrics.histogram import PENDING_MAX
+from embedserve.metrics.metrics import Metrics, cells_per_worker
+from embedserve.metrics.model_metrics import COLUMNS_MIN
+from embedserve.metrics.request_metrics import OUTCOMES, REQUEST_CELLS, RequestMetrics
+from embedserve.metrics.slots import Slot, Slots, lone_slot
+from embedserve.types import ModelInfo
+
+USER = b'{"features": {"user": [1]}}'
+FILM = b'{"features": {"film": [1]}}'
+Counted = dict[tuple[str, str], dict[str, float]]
+"""(alias, version) to requests by outcome."""
+
+
+def version_of(number: int, alias: str, features: dict[str, tuple[int, int]]) -> ModelInfo:
+    info = model_info("shop", features)
+    return replace(
+        info, manifest=replace(info.manifest, version=number), named=f"shop@{alias}" * bool(alias)
+    )
+
+
+STABLE = version_of(7, "stable", {"user": (7, 4), "film": (11, 3)})
+CANARY = version_of(8, "canary", {"user": (7, 4)})
+
+
+@pytest.fixture
+def stable() -> FakeEngine:
+    return FakeEngine(STABLE)
+
+
+@pytest.fixture
+def canary() -> FakeEngine:
+    return FakeEngine(CANARY)
+
+
+@pytest.fixture
+def limits() -> Limits:
+    return replace(IN_THREAD, queue_examples_max=1)
+
+
+@pytest.fixture
+def exchange(
+    stable: FakeEngine, canary: FakeEngine, executor: ThreadPoolExecutor, limits: Limits
+) -> Exchange:
+    return make_exchange(stable, canary, executor=executor, limits=limits, default_model="shop")
+
+
+def families_of(metrics: Metrics) -> dict[str, Metric]:
+    text = generate_latest(metrics.registry()).decode()
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def counted(metrics: Metrics) -> Counted:
+    """As /metrics has them, without zeros."""
+    found: Counted = {}
+    for sample in families_of(metrics)["embedserve_model_requests"].samples:
+        if sample.value:
+            labels = sample.labels
+            one = found.setdefault((labels.get("alias", ""), labels["version"]), {})
+            one[labels["outcome"]] = sample.value
+    return found
+
+
+def timed(metrics: Metrics) -> dict[str, float]:
+    """How many requests have a time, by version."""
+    return {
+        sample.labels["version"]: sample.value
+        for sample in families_of(metrics)["embedserve_model_request_seconds"].samples
+        if sample.name.endswith("_count")
+    }
+
+
+async def told(*calls: RecordingCall) -> None:
+    await until(lambda: all(call.told for call in calls))
+
+
+async def test_a_canary_that_fails_is_told_from_stable(
+    exchange: Exchange, canary: FakeEngine
+) -> None:
+    canary.failure = ZeroDivisionError("secret")
+    for model in ("shop", "shop@stable", "shop@canary", "shop@8"):
+        await told(ask(exchange, USER, model=model))
+    assert counted(exchange.metrics) == {
+        ("stable", "7"): {"OK": 2},
+        ("canary", "8"): {"INTERNAL": 2},
+    }
+    assert timed(exchange.metrics) == {"7": 2, "8": 2}
+    answered_s, failed_s = exchange.metrics.models["shop@canary"].version.total_request_seconds()
+    assert answered_s == 0 < failed_s
+
+
+async def test_what_a_version_alone_rejects_is_counted_with_it(exchange: Exchange) -> None:
+    """Its features are others, one of its ids has no row, or it is over a limit."""
+    await told(ask(exchange, FILM), ask(exchange, FILM, model="shop@canary"))
+    await told(ask(exchange, b'{"features": {"user": [99]}}', model="shop@canary"))
+    assert counted(exchange.metrics) == {
+        ("stable", "7"): {"OK": 1},
+        ("canary", "8"): {"INVALID_ARGUMENT": 2},
+    }
+
+
+async def test_a_full_queue_is_counted_with_its_version(
+    exchange: Exchange, canary: FakeEngine
+) -> None:
+    canary.hold()
+    running = ask(exchange, USER, model="shop@canary")
+    await until(lambda: canary.lookups)
+    waiting = ask(exchange, USER, model="shop@canary")
+    for _ in range(3):  # one refused as it is queued, then undecoded ones
+        assert ask(exchange, USER, model="shop@canary").error.code == "RESOURCE_EXHAUSTED"
+    early = RecordingCall(exchange, asked(exchange, model="shop@canary"))
+    exchange.refuse_early(early)
+    await told(ask(exchange, USER))
+    canary.release()
+    await told(running, waiting)
+    assert counted(exchange.metrics) == {
+        ("stable", "7"): {"OK": 1},
+        ("canary", "8"): {"OK": 2, "RESOURCE_EXHAUSTED": 4},
+    }
+
+
+async def test_who_waits_too_long_or_leaves_is_counted_with_the_queues_version(
+    exchange: Exchange, canary: FakeEngine
+) -> None:
+    canary.hold()
+    running = ask(exchange, USER, model="shop@canary")
+    await until(lambda: canary.lookups)
+    late = RecordingCall(exchange, asked(exchange, model="shop@canary", timeout_s=60.0))
+    exchange.ask(late, USER)
+    late.deadline_s = perf_counter()
+    running.cancel()
+    canary.release()
+    await told(late)
+    assert late.error.code == "DEADLINE_EXCEEDED"
+    assert counted(exchange.metrics) == {
+        ("canary", "8"): {"CANCELLED": 1, "DEADLINE_EXCEEDED": 1},
+    }
+    queued = RecordingCall(exchange, asked(exchange, model="shop@canary"))
+    exchange.ask(queued, USER)
+    queued.cancel()
+    assert counted(exchange.metrics)["canary", "8"]["CANCELLED"] == 2
+
+
+async def test_names_that_nobody_serves_make_no_series(exchange: Exchange) -> None:
+    before = len(families_of(exchange.metrics)["embedserve_model_requests"].samples)
+    for i in range(50):
+        assert ask(exchange, USER, model=f"film{i}").error.code == "NOT_FOUND"
+        assert ask(exchange, USER, model=f"shop@{i + 100}").error.code == "NOT_FOUND"
+        body = f'{{"version": "n{i}", "features": {{"user": [1]}}}}'.encode()
+        assert ask(exchange, body).error.code == "NOT_FOUND"
+    assert ask(exchange, b"{").error.code == "INVALID_ARGUMENT"
+    family = families_of(exchange.metrics)["embedserve_model_requests"]
+    assert len(family.samples) == before
+    assert counted(exchange.metrics) == {}
+    assert exchange.metrics.protocols["rest"].outcomes["NOT_FOUND"] == 150
+
+
+def workers_of(count: int, *models: ModelInfo) -> tuple[Slots, list[Metrics]]:
+    slots = Slots(count, cells_per_worker(len(models), COLUMNS_MIN))
+    for worker in range(count):
+        slots.set_ready(worker, True)
+    return slots, [Metrics(models, Slot(slots, worker)) for worker in range(count)]
+
+
+def record(metrics: Metrics, name: str, answered: int, failed: int) -> None:
+    requests = metrics.models[name].version.requests
+    for _ in range(answered):
+        requests.answered(0.25)
+    for _ in range(failed):
+        requests.ended("INTERNAL", 0.5)
+    metrics.flush()
+
+
+def test_workers_are_added_up_and_a_replaced_one_counts_on() -> None:
+    slots, workers = workers_of(2, STABLE, CANARY)
+    for metrics in workers:
+        record(metrics, "shop@canary", 3, 2)
+    again = Metrics([STABLE, CANARY], Slot(slots, 1))
+    record(again, "shop@canary", 1, 1)
+    for metrics in (workers[0], again):
+        assert counted(metrics) == {("canary", "8"): {"OK": 7, "INTERNAL": 5}}
+        assert timed(metrics) == {"7": 0, "8": 12}
+        seconds = metrics.models["shop@canary"].version.total_request_seconds()
+        assert seconds == (7 * 0.25, 5 * 0.5)
+
+
+def test_series_are_as_many_as_names_however_many_versions_came_and_went() -> None:
+    _, workers = workers_of(2, STABLE, CANARY)
+    sizes = set()
+    for number in range(9, 60):
+        for metrics in workers:
+            record(metrics, "shop@canary", 5, 3)
+            late = metrics.models["shop@canary"].version.requests
+            metrics.models["shop@canary"].switch(version_of(number, "canary", {"user": (7, 4)}), 1)
+            late.answered(9.0)  # by a batch of the version before, which ends after it was replaced
+            late.ended("INTERNAL", 9.0)
+            late.flush()
+            metrics.flush()
+        for metrics in workers:
+            assert counted(metrics) == {}
+            family = families_of(metrics)["embedserve_model_requests"]
+            sizes.add(len(family.samples))
+        assert timed(workers[0]) == {"7": 0, str(number): 0}
+    assert sizes == {2}
+
+
+def test_a_rejection_by_a_version_that_was_replaced_is_not_the_next_ones() -> None:
+    _, (metrics,) = workers_of(1, STABLE, CANARY)
+    metrics.models["shop@canary"].switch(version_of(9, "canary", {"user": (7, 4)}), 1)
+    metrics.ended(CANARY, "INTERNAL", 1.0)
+    metrics.ended(None, "INTERNAL", 1.0)
+    metrics.remove("shop@canary")
+    metrics.ended(CANARY, "INTERNAL", 1.0)
+    assert counted(metrics) == {}
+
+
+def test_what_is_answered_waits_in_a_list_that_is_bounded() -> None:
+    requests = RequestMetrics(lone_slot(REQUEST_CELLS))
+    for _ in range(PENDING_MAX):
+        requests.answered(0.5)
+    requests.bound()
+    assert requests.total([True])["OK"] == PENDING_MAX  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("outcome", [one for one in OUTCOMES if one != "OK"])
+def test_each_outcome_has_a_count_of_its_own(outcome: str) -> None:
+    _, (metrics,) = workers_of(1, STABLE)
+    metrics.ended(STABLE, outcome, 1.0)
+    assert counted(metrics) == {("stable", "7"): {outcome: 1}}
