@@ -166,7 +166,8 @@ async def best_us(name: str, is_asked: bool) -> float:
         sinks = [Sink() for _ in range(CONNECTIONS)]
         receivers: list[Callable[[bytes], None]] = []
         for sink in sinks:
-            connection = wire.http2() if way.protocol == "grpc" else wire.http1()
+            make = wire.http2 if way.protocol == "grpc" else wire.http1
+            connection = make(is_local=False)
             connection.connection_made(sink)
             receivers.append(connection.data_received)
             if way.protocol == "grpc":

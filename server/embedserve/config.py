@@ -101,6 +101,12 @@ class ServeSettings:
     store: str
     """A folder, or the URL of a remote store."""
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
+    allowed_host: tuple[str, ...] = setting(
+        (),
+        "A name that requests may have as their Host, beside localhost and loopback addresses, "
+        "where a port on a loopback address has neither tokens nor TLS: a web site can make its "
+        "own name resolve to this host. May be repeated; * for any, where a proxy checks it.",
+    )
     http_port: int = setting(8000, "REST, health and metrics; 0: any.", min=0, max=65535)
     grpc_port: int = setting(8001, "gRPC; 0: any.", min=0, max=65535)
     management_port: int = setting(

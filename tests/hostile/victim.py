@@ -64,7 +64,9 @@ class TableEngine(FakeEngine):
 
 async def serve(limits: Limits, certificate: str = "", key: str = "") -> None:
     """Until SIGTERM; prints the ports once they take requests."""
-    settings = ServeSettings(store="", limits=limits, tls_cert=certificate, tls_key=key)
+    settings = ServeSettings(
+        store="", limits=limits, tls_cert=certificate, tls_key=key, allowed_host=("*",)
+    )
     ports = claim_ports("127.0.0.1", 0, 0)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)

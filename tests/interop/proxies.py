@@ -36,11 +36,12 @@ http {{
             proxy_pass http://rest;
             proxy_http_version 1.1;
             proxy_set_header Connection "";
+            proxy_set_header Host localhost;
         }}
     }}
     server {{
         listen 127.0.0.1:{grpc} http2;
-        location / {{ grpc_pass grpc://grpc; }}
+        location / {{ grpc_pass grpc://grpc; grpc_set_header Host localhost; }}
         error_page 502 = @unavailable;
         location @unavailable {{ add_header grpc-status 14; return 204; }}
     }}

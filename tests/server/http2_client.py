@@ -28,7 +28,13 @@ class Answer:
 class Http2Client:
     """One connection; requests may be sent before others are answered."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        authority: str = "test",
+    ) -> None:
+        self._authority = authority
         self._reader = reader
         self._writer = writer
         self._connection = H2Connection(H2Configuration(header_encoding="utf-8"))
@@ -65,8 +71,8 @@ class Http2Client:
     ) -> int:
         """Opens a stream; gives its number."""
         number = self._connection.get_next_available_stream_id()
-        head = [(":method", method), (":scheme", "http"), (":path", path), (":authority", "test")]
-        self._connection.send_headers(number, [*head, *(headers or {}).items()], is_end)
+        head = {":method": method, ":scheme": "http", ":path": path, ":authority": self._authority}
+        self._connection.send_headers(number, [*head.items(), *(headers or {}).items()], is_end)
         self._answers[number] = Answer()
         self._flush()
         return number
@@ -108,11 +114,11 @@ class Http2Client:
 
 
 @asynccontextmanager
-async def http2_client(port: int) -> AsyncIterator[Http2Client]:
-    """Of a loopback port, until the block ends."""
+async def http2_client(port: int, authority: str = "test") -> AsyncIterator[Http2Client]:
+    """Connects to a loopback port until the block ends."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        yield Http2Client(reader, writer)
+        yield Http2Client(reader, writer, authority)
     finally:
         writer.close()
         await writer.wait_closed()

@@ -85,11 +85,12 @@ async def serving(
     labels: str = "",
     unix: Sequence[str] = (),
     tls: tuple[str, str] = ("", ""),
+    allowed_hosts: tuple[str, ...] = ("*",),
 ) -> AsyncIterator[Live]:
     """Serves what ``exchange`` answers until the block ends, then drains; ``unix`` are paths of
     sockets, ``tls`` those of a certificate and its key."""
     settings = ServeSettings(store="", drain_s=drain_s, grpc_server=grpc_server, labels=labels)
-    settings = replace(settings, tls_cert=tls[0], tls_key=tls[1])
+    settings = replace(settings, tls_cert=tls[0], tls_key=tls[1], allowed_host=allowed_hosts)
     management = None
     if management_host:
         management = ("127.0.0.1", 0)

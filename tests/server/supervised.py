@@ -65,7 +65,7 @@ def answers(port: int) -> bool:
 
 def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: Path) -> None:
     set_up_logging("info")
-    settings = ServeSettings(store="", drain_s=drain_s, workers=workers)
+    settings = ServeSettings(store="", drain_s=drain_s, workers=workers, allowed_host=("*",))
     unix = [(f"{failure}.sock", 0o600, "HTTP")]
     ports = claim_ports("127.0.0.1", 0, 0, unix=unix).share()
     slots = Slots(workers, cells_per_worker(1, COLUMNS_MIN))

@@ -43,7 +43,7 @@ def serve(**values: Any) -> None:
     """
     values.pop("config")
     limits = Limits(**{f.name: values.pop(f.name) for f in fields(Limits)})
-    values["model"] = tuple(values["model"] or ())
+    values |= {name: tuple(values[name] or ()) for name in ("model", "allowed_host")}
     settings = ServeSettings(**values, limits=limits)
     with one_line_errors():
         check_engine()

@@ -36,6 +36,7 @@ from embedserve.processes.watchdog import watched
 from embedserve.shared_memory.regions import SharedMemory
 from embedserve.tracing.observer import Observer, Traces
 from embedserve.types import ModelInfo
+from embedserve.wire.allowed_hosts import AllowedHosts
 from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.server import WireServer
 from embedserve.wire.tls.certificates import Certificates, tls_files
@@ -261,12 +262,15 @@ def _wires(
     """Of the two ports, and of the management port where there is one. What administrators ask has
     a place only where others cannot ask it: there, or where tokens tell who they are."""
     labels = read_labels(settings.labels) if settings.labels else None
+    names = AllowedHosts(settings.allowed_host)
+    is_open = is_loopback(settings.host) and exchange.access is None and certificates is None
+    checked = names if is_open else None
     if settings.management_port < 0:
         operator = operator if settings.tokens else None
         app = management_app(exchange, operator, labels)
-        return [WireServer(exchange, app, certificates)]
+        return [WireServer(exchange, app, certificates, allowed_hosts=checked)]
     service = GrpcService(exchange, has_management=False)
-    wire = WireServer(exchange, health_app(exchange), certificates, service)
+    wire = WireServer(exchange, health_app(exchange), certificates, service, allowed_hosts=checked)
     asks = not is_loopback(settings.management_host)
     management = WireServer(
         exchange,
@@ -274,6 +278,7 @@ def _wires(
         certificates if asks else None,
         GrpcService(exchange, asks_admins=asks),
         MANAGEMENT_LIMITS,
+        None if asks else names,
     )
     return [wire, management]
 

@@ -77,9 +77,9 @@ class Registry(Protocol):
     def has_grown(self, nbytes: int) -> None:
         """Told of what connections hold from now on, where it is not little."""
 
-    def http1(self) -> asyncio.Protocol: ...
+    def http1(self, is_local: bool) -> asyncio.Protocol: ...
 
-    def http2(self) -> asyncio.Protocol: ...
+    def http2(self, is_local: bool) -> asyncio.Protocol: ...
 
     def add(self, connection: Connection) -> None: ...
 
@@ -89,8 +89,13 @@ class Registry(Protocol):
 class NewConnection(asyncio.Protocol):
     """A connection that has not said yet which protocol it speaks."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, *, is_local: bool = False) -> None:
+        """
+        Args:
+            is_local: it came to a Unix socket, which no browser reaches.
+        """
         self._registry = registry
+        self._is_local = is_local
         self._data = b""
         self._start_s = perf_counter()
         self._transport: asyncio.Transport
@@ -112,7 +117,8 @@ class NewConnection(asyncio.Protocol):
         if not is_http2 and not _may_be_http1(data):
             self._transport.close()
             return
-        protocol = self._registry.http2() if is_http2 else self._registry.http1()
+        make = self._registry.http2 if is_http2 else self._registry.http1
+        protocol = make(self._is_local)
         self._transport.set_protocol(protocol)
         protocol.connection_made(self._transport)
         self._registry.discard(self)

@@ -19,6 +19,7 @@ from embedserve.exchange import Asked
 from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.tracing.request_id import REQUEST_ID
 from embedserve.tracing.trace_context import TRACEPARENT
+from embedserve.wire.allowed_hosts import AllowedHosts
 from embedserve.wire.head_limits import HEAD_BYTES_MAX, HEAD_LINES_MAX
 from embedserve.wire.rest import (
     JSON_LENGTH,
@@ -151,9 +152,16 @@ class HeadForm:
 class HeadForms:
     """The forms of the heads seen so far; shared by the connections of a server."""
 
-    def __init__(self, metrics: ProtocolMetrics, limits: Limits) -> None:
+    def __init__(
+        self, metrics: ProtocolMetrics, limits: Limits, allowed_hosts: AllowedHosts | None = None
+    ) -> None:
+        """
+        Args:
+            allowed_hosts: that heads may name; None: any.
+        """
         self._metrics = metrics
         self._limits = limits
+        self.allowed_hosts = allowed_hosts
         self._forms: dict[int, list[HeadForm]] = {}
         self._count = 0
 
@@ -169,7 +177,7 @@ class HeadForms:
     def _remember(self, head: bytes) -> tuple[HeadForm, int] | None:
         if len(head) > HEAD_BYTES_MAX:
             return None
-        form = parse_head(head, self._metrics, self._limits)
+        form = parse_head(head, self._metrics, self._limits, self.allowed_hosts)
         length = -1 if form is None else form.content_length(head, len(head))
         if form is None or length < 0:
             return None
@@ -185,8 +193,11 @@ class HeadForms:
         return form, length
 
 
-def parse_head(head: bytes, metrics: ProtocolMetrics, limits: Limits) -> HeadForm | None:
-    """The form of ``head`` (with its empty line) if it is that of a plain embed request."""
+def parse_head(
+    head: bytes, metrics: ProtocolMetrics, limits: Limits, allowed_hosts: AllowedHosts | None = None
+) -> HeadForm | None:
+    """The form of ``head`` (with its empty line) if it is that of a plain embed request, to one of
+    ``allowed_hosts``."""
     reader = _Reader()
     try:
         reader.parser.feed_data(head)
@@ -206,6 +217,8 @@ def parse_head(head: bytes, metrics: ProtocolMetrics, limits: Limits) -> HeadFor
     if route is None or not SPECIAL_CHARACTERS.isdisjoint(url):
         return None
     try:
+        if allowed_hosts is not None:
+            allowed_hosts.check(reader.headers)
         asked = read_headers(route, reader.headers, metrics)
     except EmbedServeError:
         return None

@@ -80,7 +80,7 @@ class Http1Connection(UvicornConnection):
         self, exchange: Exchange, forms: HeadForms, registry: Registry, **uvicorns: Any
     ) -> None:
         metrics = exchange.metrics.protocols["rest"]
-        super().__init__(metrics, exchange.limits, registry, **uvicorns)
+        super().__init__(metrics, exchange.limits, registry, forms.allowed_hosts, **uvicorns)
         self.exchange = exchange
         self._forms = forms
         self._call: Http1Call | None = None  # that is read or answered

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from embedserve.errors import InvalidRequestError
+from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.exchange import Exchange
+from embedserve.wire.allowed_hosts import AllowedHosts
 from embedserve.wire.asgi import ASGIApp, AsgiStream
 from embedserve.wire.grpc.messages import WireError
 from embedserve.wire.grpc.service import GrpcService
@@ -26,7 +27,18 @@ CONTINUE = encode([(b":status", b"100")])
 class Router:
     """Finds what handles a request by its head; what it finds serves all with the same head."""
 
-    def __init__(self, exchange: Exchange, management: ASGIApp, service: GrpcService) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        management: ASGIApp,
+        service: GrpcService,
+        allowed_hosts: AllowedHosts | None = None,
+    ) -> None:
+        """
+        Args:
+            allowed_hosts: that requests may name; None: any.
+        """
+        self._allowed_hosts = allowed_hosts
         self._exchange = exchange
         self._management = management
         self._metrics = exchange.metrics.protocols["rest"]
@@ -45,8 +57,12 @@ class Router:
     def _find(self, request: Request) -> Callable[[Stream], Handler]:
         content_type = next((v for name, v in request.headers if name == b"content-type"), b"")
         is_grpc = _is_grpc(content_type) and request.method == b"POST"
-        if request.list_bytes > HEADER_LIST_BYTES_MAX:
-            error = headers_too_large(request.list_bytes, "bytes", HEADER_LIST_BYTES_MAX)
+        try:
+            if request.list_bytes > HEADER_LIST_BYTES_MAX:
+                raise headers_too_large(request.list_bytes, "bytes", HEADER_LIST_BYTES_MAX)
+            if self._allowed_hosts is not None:
+                self._allowed_hosts.check(request.headers)
+        except EmbedServeError as error:
             if is_grpc:
                 return refused_call(WireError(error.code, error.message))
             return refused(error, request, self._metrics)

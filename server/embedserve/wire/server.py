@@ -22,6 +22,7 @@ from uvicorn.server import ServerState
 from embedserve.config import Limits
 from embedserve.exchange import Exchange
 from embedserve.metrics.quiet_log import QuietLog
+from embedserve.wire.allowed_hosts import AllowedHosts
 from embedserve.wire.asgi import ASGIApp, EmbedEndpoint
 from embedserve.wire.connections import Connection, Http2Transport, NewConnection
 from embedserve.wire.grpc.service import GrpcService
@@ -56,6 +57,7 @@ class WireServer:
         certificates: Certificates | None = None,
         service: GrpcService | None = None,
         limits: Limits | None = None,
+        allowed_hosts: AllowedHosts | None = None,
     ) -> None:
         """
         Args:
@@ -63,6 +65,7 @@ class WireServer:
             certificates: of connections over TLS; None: they are plain.
             service: what of gRPC is answered; None: all.
             limits: on connections; None: those of requests have them.
+            allowed_hosts: that requests may name, but for those to Unix sockets; None: any.
         """
         self._exchange = exchange
         self._limits = limits or exchange.limits
@@ -70,8 +73,16 @@ class WireServer:
         self._handshakes = Handshakes(logger, exchange.metrics.tls)
         if certificates is not None:
             exchange.metrics.tls.expires_s = lambda: certificates.expires_s
-        self._router = Router(exchange, management, service or GrpcService(exchange))
-        self._forms = HeadForms(exchange.metrics.protocols["rest"], exchange.limits)
+        service, rest = service or GrpcService(exchange), exchange.metrics.protocols["rest"]
+        # By whether a connection is local: what a head may name is part of what is remembered.
+        self._routers = {
+            is_local: Router(exchange, management, service, names)
+            for is_local, names in ((False, allowed_hosts), (True, None))
+        }
+        self._forms = {
+            is_local: HeadForms(rest, exchange.limits, names)
+            for is_local, names in ((False, allowed_hosts), (True, None))
+        }
         upload_bytes = max(UPLOAD_BYTES, exchange.limits.body_bytes_max)
         self._uploads = Uploads(upload_bytes, lambda: not exchange.models.is_closed)
         exchange.when_room(self._uploads.retry)
@@ -156,7 +167,7 @@ class WireServer:
     def _maker_for(self, listening: socket.socket) -> Callable[[], asyncio.Protocol]:
         """What makes the connections that come to it."""
         if self._certificates is None or listening.family == socket.AF_UNIX:
-            return partial(NewConnection, self)
+            return partial(NewConnection, self, is_local=listening.family == socket.AF_UNIX)
         return self._new_handshake
 
     def _new_handshake(self) -> asyncio.Protocol:
@@ -164,18 +175,19 @@ class WireServer:
         context = self._certificates.context
         return Handshake(self, self._handshakes, context, lambda: NewConnection(self))
 
-    def http1(self) -> Http1Connection:
+    def http1(self, is_local: bool) -> Http1Connection:
         return Http1Connection(
             self._exchange,
-            self._forms,
+            self._forms[is_local],
             self,
             config=self._uvicorn_config,
             server_state=self._uvicorn_state,
             app_state={},
         )
 
-    def http2(self) -> Http2Transport:
-        return Http2Transport(self._exchange, self._router.open_request, self._uploads, self)
+    def http2(self, is_local: bool) -> Http2Transport:
+        router = self._routers[is_local]
+        return Http2Transport(self._exchange, router.open_request, self._uploads, self)
 
     def add(self, connection: Connection) -> None:
         self._connections[connection] = self._retire_s()

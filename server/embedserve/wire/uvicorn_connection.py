@@ -20,6 +20,7 @@ from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.exchange import REQUEST_S_MAX, late_request
 from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.wire.allowed_hosts import AllowedHosts
 from embedserve.wire.connections import DRAIN_IDLE_S, Lingering, Registry
 from embedserve.wire.head_limits import HEAD_BYTES_MAX, check_head
 from embedserve.wire.http2.connection import UNREAD_S_MAX
@@ -70,9 +71,15 @@ class UvicornConnection(HttpToolsProtocol):
         metrics: ProtocolMetrics,
         limits: Limits,
         registry: Registry,
+        allowed_hosts: AllowedHosts | None = None,
         **uvicorns: Any,
     ) -> None:
+        """
+        Args:
+            allowed_hosts: that requests may name; None: any.
+        """
         super().__init__(**uvicorns)
+        self._allowed_hosts = allowed_hosts
         self._metrics = metrics
         self._limits = limits
         self._registry = registry
@@ -184,6 +191,8 @@ class UvicornConnection(HttpToolsProtocol):
             return
         self._is_in_head = False
         check_head(self.parser.get_http_version(), self.url, self.headers, self._limits)
+        if self._allowed_hosts is not None:
+            self._allowed_hosts.check(self.headers)
         super().on_headers_complete()
         self._cycles.append(self.cycle)
         self._is_in_body = True

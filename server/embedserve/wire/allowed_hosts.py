@@ -1,0 +1,58 @@
+"""Checks the Host of requests to a loopback address, against DNS rebinding.
+
+A page of any site can make its own name resolve to 127.0.0.1, and the browser then lets it send
+requests to this server as if it were that site. Such requests carry the site's name as their Host.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Collection
+
+from embedserve.errors import PermissionDeniedError
+
+ANY = "*"
+HOST_CHARACTERS_SHOWN = 100
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+?)\.?(?::[0-9]{0,5})?")
+
+
+class AllowedHosts:
+    """The names that a request's Host may have: localhost, loopback addresses, and those given."""
+
+    def __init__(self, names: Collection[str] = ()) -> None:
+        """
+        Args:
+            names: accepted beside localhost and addresses, without a port; ANY accepts all.
+        """
+        self._names = {name.lower().rstrip(".") for name in names} | {"localhost"}
+
+    def check(self, headers: Collection[tuple[bytes, bytes]]) -> None:
+        """Checks the ``host`` of ``headers`` (names in lower case); none, which browsers never
+        send, is accepted.
+
+        Raises:
+            PermissionDeniedError: it is another name.
+        """
+        for name, value in headers:
+            if name == b"host" and value and not self._has(value.decode("latin-1")):
+                shown = value[:HOST_CHARACTERS_SHOWN].decode("latin-1")
+                raise PermissionDeniedError(
+                    f"Host is {shown!a}: without tokens a server on a loopback address accepts "
+                    "localhost and its addresses; add others with --allowed-host",
+                    "Host",
+                )
+
+    def _has(self, host: str) -> bool:
+        if ANY in self._names:
+            return True
+        found = _HOST.fullmatch(host)
+        if found is None:
+            return False
+        name = found[1].lower()
+        if name in self._names:
+            return True
+        try:
+            return ipaddress.ip_address(name.strip("[]")).is_loopback
+        except ValueError:
+            return False

@@ -1,0 +1,186 @@
+"""Requests to a loopback address name it or an allowed name, never a site that resolves to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from certificates import Authority
+from server.fake_engine import FakeEngine
+from server.http2_client import http2_client
+from server.live import Live, make_exchange, serving
+
+from embedserve.access.access import Access
+from embedserve.access.grants import hash_of
+from embedserve.errors import PermissionDeniedError
+from embedserve.wire.allowed_hosts import AllowedHosts
+from embedserve_proto import embedding_pb2 as pb
+from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
+
+BODY = b'{"features": {"user": [[1]]}}'
+EVIL = "evil.example:19202"
+OURS = (
+    "localhost",
+    "LocalHost:8000",
+    "localhost.",
+    "127.0.0.1",
+    "127.0.0.1:8000",
+    "127.9.9.9",
+    "[::1]",
+    "[::1]:8000",
+    "embed.example",
+    "EMBED.example.:8000",
+)
+OTHERS = (
+    "evil.example",
+    EVIL,
+    "embed.example.evil.example",
+    "localhost.evil.example",
+    "10.0.0.1",
+    "[::2]",
+    "0.0.0.0",
+    "localhost:port",
+    "evil.example:80:localhost",
+    "localhost@evil.example",
+    "[localhost]",
+    "\xff",
+    ".",
+)
+
+
+@asynccontextmanager
+async def server(engine: FakeEngine, **options: object) -> AsyncIterator[Live]:
+    with ThreadPoolExecutor(1) as executor:
+        tokens = options.pop("tokens", None)
+        access = None if tokens is None else Access(str(tokens))
+        exchange = make_exchange(engine, executor=executor, access=access)
+        async with serving(exchange, **options) as live:  # type: ignore[arg-type]
+            yield live
+
+
+async def over_http1(port: int | str, host: str | None, target: str, cuts: bool = False) -> str:
+    """Returns the response to a request with a small body, sent whole or byte by byte."""
+    connect = (
+        asyncio.open_unix_connection(port)
+        if isinstance(port, str)
+        else asyncio.open_connection("127.0.0.1", port)
+    )
+    reader, writer = await connect
+    lines = f"Host: {host}\r\n" if host is not None else ""
+    version = "1.0" if host is None else "1.1"
+    close = "" if host is None else "Connection: close\r\n" if cuts else ""
+    head = f"POST {target} HTTP/{version}\r\n{lines}{close}Content-Length: {len(BODY)}\r\n\r\n"
+    data = head.encode("latin-1") + BODY
+    try:
+        for piece in (data[i : i + 1] for i in range(len(data))) if cuts else [data]:
+            writer.write(piece)
+            await writer.drain()
+        response = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+        length = int(response.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+        body = await asyncio.wait_for(reader.readexactly(length), 10)
+    finally:
+        writer.close()
+    return (response + body).decode()
+
+
+@pytest.mark.parametrize("host", OURS)
+def test_its_names_are_accepted(host: str) -> None:
+    AllowedHosts(["Embed.Example"]).check([(b"host", host.encode())])
+
+
+@pytest.mark.parametrize("host", OTHERS)
+def test_another_name_is_rejected_and_told_with_the_setting(host: str) -> None:
+    with pytest.raises(PermissionDeniedError, match="--allowed-host") as raised:
+        AllowedHosts(["embed.example"]).check([(b"host", host.encode("latin-1"))])
+    assert ascii(host) in raised.value.message
+    assert raised.value.field == "Host"
+
+
+def test_a_long_name_is_shown_in_part() -> None:
+    with pytest.raises(PermissionDeniedError) as raised:
+        AllowedHosts().check([(b"host", b"e" * 16_000)])
+    assert len(raised.value.message) < 300
+
+
+def test_none_and_all_where_that_is_allowed() -> None:
+    AllowedHosts().check([(b"accept", b"*/*")])
+    AllowedHosts(["*"]).check([(b"host", b"evil.example")])
+
+
+@pytest.mark.parametrize("target", ["/embed", "/models/shop/embed", "/admin/load", "/health/live"])
+async def test_another_sites_request_is_rejected_on_every_port_and_in_every_protocol(
+    engine: FakeEngine, target: str
+) -> None:
+    async with server(engine, allowed_hosts=(), management_host="127.0.0.1") as live:
+        grpc_port = int(live.grpc_target.rpartition(":")[2])
+        for port in (live.http_port, grpc_port, live.management_port):
+            for cuts in (False, True):
+                response = await over_http1(port, EVIL, target, cuts)
+                assert response.startswith("HTTP/1.1 403 ")
+                assert f"Host is '{EVIL}'" in response
+            async with http2_client(port, EVIL) as client:
+                answer = await client.request("POST", target, BODY)
+                assert answer.status == 403
+                assert b"--allowed-host" in answer.body
+        assert live.outcomes("rest")["PERMISSION_DENIED"] == 9
+
+
+async def test_its_own_names_are_answered(engine: FakeEngine) -> None:
+    async with server(engine, allowed_hosts=("embed.example",)) as live:
+        for host in (f"127.0.0.1:{live.http_port}", "localhost", "embed.example", None):
+            for cuts in (False, True):
+                response = await over_http1(live.http_port, host, "/embed", cuts)
+                assert response.startswith("HTTP/1.1 200 ")
+        for host in ("localhost", "embed.example:1"):
+            async with http2_client(live.http_port, host) as client:
+                assert (await client.request("POST", "/embed", BODY)).status == 200
+
+
+async def test_grpc_names_its_authority(engine: FakeEngine) -> None:
+    async with server(engine, allowed_hosts=()) as live:
+        await live.stub.ListModels(pb.ListModelsRequest(), timeout=10)
+        options = [("grpc.default_authority", EVIL)]
+        async with grpc.aio.insecure_channel(live.grpc_target, options=options) as channel:
+            stub = EmbeddingServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await stub.ListModels(pb.ListModelsRequest(), timeout=10)
+        assert raised.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert EVIL in str(raised.value.details())
+
+
+async def test_a_name_that_was_accepted_lets_no_other_through(engine: FakeEngine) -> None:
+    """What is cached of a header block or a head holds for its host alone."""
+    async with server(engine, allowed_hosts=("same.example",)) as live:
+        for _ in range(2):
+            for host, status in (("same.example", 200), ("evil.example", 403)):
+                response = await over_http1(live.http_port, host, "/embed")
+                assert response.startswith(f"HTTP/1.1 {status} ")
+
+
+async def test_a_unix_socket_accepts_any(engine: FakeEngine, tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    async with server(engine, allowed_hosts=(), unix=[path]) as live:
+        for cuts in (False, True):
+            assert (await over_http1(path, EVIL, "/embed", cuts)).startswith("HTTP/1.1 200 ")
+        # The same head, which is cached of the Unix socket by now.
+        assert (await over_http1(live.http_port, EVIL, "/embed")).startswith("HTTP/1.1 403 ")
+
+
+async def test_tokens_and_tls_need_no_name(engine: FakeEngine, tmp_path: Path) -> None:
+    """A site has no token, and no certificate for its name."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text(json.dumps({"name": "ranker", "sha256": hash_of(b"es_ranker")}))
+    async with server(engine, allowed_hosts=(), tokens=tokens) as live:
+        assert (await over_http1(live.http_port, EVIL, "/embed")).startswith("HTTP/1.1 401 ")
+    certificate, key = map(str, Authority("ours").sign("server").write(tmp_path, "server"))
+    async with server(engine, allowed_hosts=(), tls=(certificate, key)) as live:
+        response = await live.http.get(
+            f"https://127.0.0.1:{live.http_port}/health/live", headers={"Host": EVIL}
+        )
+        assert response.status_code == 200
