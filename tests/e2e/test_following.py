@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -24,7 +25,9 @@ from embedserve_store import StoreError, TableSpec, prune, publish, remove_versi
 ROWS, DIM, STEP = 100, 8, 1000
 WAIT_S_MAX = 120
 PAUSE_S = 0.005
-FOLLOW = ("--follow-s", 0.1)
+FOLLOW_S = 0.1
+FOLLOW = ("--follow-s", FOLLOW_S)
+LOOKS_MIN = 10
 
 
 def publish_next(store: Path | str, number: int) -> None:
@@ -160,6 +163,61 @@ def test_a_version_that_answers_wrongly_stays_out_of_all_workers(tmp_path: Path)
     assert load.wrong == []
     assert set(load.answers) == {1, 3}
     assert server.log.read_text().count("stays out") == 1
+
+
+def test_all_workers_show_a_version_that_cannot_be_opened_until_it_is_mended(
+    tmp_path: Path,
+) -> None:
+    store, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    publish_next(store, 1)
+    for number in (1, 2):
+        publish_next(elsewhere, number)
+    whole = elsewhere / "m" / "2"
+    size = cut_tables(Path(shutil.copytree(whole, elsewhere / "cut")))
+    options = ("--follow", "latest", *FOLLOW, "--workers", 2)
+    with running(store, tmp_path / "log", *options) as server, Load(server) as load:
+        (elsewhere / "cut").rename(store / "m" / "2")
+        wait_until(lambda: all(is_unopened(server) for _ in range(20)))
+        assert metric(server, "wanted_version") == 2
+        time.sleep(LOOKS_MIN * FOLLOW_S)  # it is tried again, and nothing is logged
+        assert is_unopened(server)
+        tables = store / "m" / "2" / "tables.safetensors"
+        assert tables.stat().st_size == size
+        shutil.copy(whole / "tables.safetensors", tables)
+        load.until_all_have(2)
+        wait_until(lambda: all(not is_unopened(server) for _ in range(20)))
+        assert metric(server, "refused") == 0
+    assert load.wrong == []
+    log = server.log.read_text()
+    assert log.count("stays out") == 1
+    assert "Traceback" not in log
+
+
+def cut_tables(version: Path) -> int:
+    """Removes the last bytes of its tables, and returns how many are left."""
+    tables = version / "tables.safetensors"
+    tables.chmod(0o644)
+    size = tables.stat().st_size - 16
+    os.truncate(tables, size)
+    return size
+
+
+def is_unopened(server: Running) -> bool:
+    """Whether the worker that takes this connection shows why version 2 is not served; the metrics
+    are of all workers."""
+    coming = described(server).get("next")
+    if coming is None:
+        return False
+    assert (coming["version"], coming["state"]) == (2, "failed")
+    assert "tables.safetensors" in coming["reason"]
+    return metric(server, "refused") == 1
+
+
+def metric(server: Running, name: str) -> float:
+    """The gauge embedserve_model_``name``."""
+    text = httpx.get(f"{server.http}/metrics", verify=False).text
+    (line,) = [one for one in text.splitlines() if one.startswith(f"embedserve_model_{name}{{")]
+    return float(line.rpartition(" ")[2])
 
 
 def make_wrong(store: Path, elsewhere: Path) -> None:

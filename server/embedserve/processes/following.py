@@ -33,6 +33,10 @@ T = TypeVar("T")
 NOTHING_NEW = "looked at the store, as asked: nothing new%s"
 
 
+class UnopenedError(StoreError):
+    """A version cannot be opened now. It may be later: its files are still copied, or mended."""
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What a store says of a name: the number of the version that is to be served, None where it is
@@ -92,20 +96,21 @@ class StoreWatch:
         except (OSError, MemoryError) as error:
             raise StoreError(f"{name}: {error}") from error
 
-    def load(self, name: str, number: int) -> ModelVersion | None:
+    def load(self, name: str, number: int) -> ModelVersion:
         """The version, pulled first where the store is remote, and verified or made resident where
-        that is asked for; None while it cannot be opened, as where it has not come whole.
+        that is asked for.
 
         Raises:
+            UnopenedError: it cannot be opened now.
             StoreError: it is not as it was published, or does not fit into memory.
         """
         if name in self._opened and self._opened[name].manifest.version == number:
             return self._opened[name]
         self.forget(name)
-        load = partial(self._opened_store().load, split_name(name)[0], number)
-        version = self._said_once("cannot move", name, load)
-        if version is None:
-            return None
+        try:
+            version = self._opened_store().load(split_name(name)[0], number)
+        except (StoreError, OSError) as error:
+            raise UnopenedError(str(error)) from error
         try:
             self._opened |= prepared(self._settings, {name: version}, is_shown=False)
         except (OSError, MemoryError) as error:
@@ -158,7 +163,10 @@ class Mover(Protocol):
         """To ``version``, which is opened; asked again, while it has not happened, at each look."""
 
     def refuse(self, name: str, number: int, reason: str) -> None:
-        """Not to version ``number``, which cannot be opened."""
+        """Not to version ``number``, which cannot be served."""
+
+    def report_unopened(self, name: str, number: int, reason: str) -> None:
+        """Not to version ``number`` now, which cannot be opened: the next look tries it again."""
 
     def retry(self, name: str) -> None:
         """What was refused may be tried again."""
@@ -202,6 +210,10 @@ class Alone:
     def refuse(self, name: str, number: int, reason: str) -> None:
         self._rollout.refuse(name, number, reason)
         logger.error(REFUSED, name, number, reason)
+
+    def report_unopened(self, name: str, number: int, reason: str) -> None:
+        if self._rollout.report_unopened(name, number, reason):
+            logger.error(REFUSED, name, number, reason)
 
     def retry(self, name: str) -> None:
         self._rollout.retry(name)
@@ -289,14 +301,15 @@ class Follower:
     async def _move(self, name: str, number: int) -> None:
         try:
             version = await in_thread("follow", partial(self._watch.load, name, number))
+        except UnopenedError as error:
+            self._mover.report_unopened(name, number, str(error))
         except StoreError as error:
             self._mover.refuse(name, number, str(error))
         except Exception as error:
             logger.exception("%s version %d cannot be opened", name, number)
             self._mover.refuse(name, number, f"{type(error).__name__}: {error}")
         else:
-            if version is not None:
-                await self._mover.move(name, version)
+            await self._mover.move(name, version)
 
 
 async def begin_shares(settings: ServeSettings, rollout: Rollout) -> None:

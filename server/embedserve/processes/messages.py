@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from enum import Enum, StrEnum
 
 MESSAGE_BYTES_MAX = 65536
 REASON_CHARACTERS_MAX = 1000
+_DIGITS = re.compile(r"[\d.,]+")
 
 
 class WorkerMessage(Enum):
@@ -47,6 +49,9 @@ class Step(StrEnum):
     """Supervisor: it answers from now on."""
     REFUSED = "refused"
     """Worker: it cannot be served, for a reason. Supervisor: it stays out."""
+    UNOPENED = "unopened"
+    """Worker: it cannot be opened, for a reason, and the next look tries it again. Supervisor, to
+    all: so it is."""
     RETRY = "retry"
     """Worker: what was refused may be tried again. Supervisor, to all: so it may."""
     SHARE = "share"
@@ -93,3 +98,13 @@ class Move:
 def refused(name: str, version: int, reason: str, attempt: int = 0) -> Move:
     shown = reason[:REASON_CHARACTERS_MAX]
     return Move(Step.REFUSED, name, version, reason=shown, attempt=attempt)
+
+
+def unopened(name: str, version: int, reason: str) -> Move:
+    return Move(Step.UNOPENED, name, version, reason=reason[:REASON_CHARACTERS_MAX])
+
+
+def is_news(reason: str, before: str) -> bool:
+    """Whether ``reason`` differs from that ``before`` it in more than numbers, such as the bytes
+    that are free: the log tells what is new alone."""
+    return _DIGITS.sub("", reason) != _DIGITS.sub("", before)

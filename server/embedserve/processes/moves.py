@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 
-from embedserve.processes.messages import Move, Step, WorkerMessage, refused
+from embedserve.processes.messages import Move, Step, WorkerMessage, is_news, refused
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class Together:
         self._moving: _Moving | None = None
         self._wanted: dict[str, int] = {}
         self._refused: dict[tuple[str, int], str] = {}
+        self._unopened: dict[str, Move] = {}  # which the next look tries again
         self._shares: dict[str, Move] = {}
 
     def start(self, worker: int) -> None:
@@ -95,6 +96,8 @@ class Together:
             self._tell(worker, Move(Step.WANTED, name, version))
         for share in self._shares.values():
             self._tell(worker, share)
+        for unopened in self._unopened.values():
+            self._tell(worker, unopened)
         for (name, version), reason in self._refused.items():
             self._tell(worker, refused(name, version, reason))
         moving = self._moving
@@ -157,7 +160,9 @@ class Together:
             self._find(worker, move)
         elif move.step is Step.REMOVE:
             self._remove(move)
-        elif not move.attempt:  # it could not be opened
+        elif move.step is Step.UNOPENED:
+            self._note_unopened(move)
+        elif not move.attempt:  # it was opened, and is not as it was published
             self._refuse(*move.key, move.reason)
             self._tell(worker, refused(*move.key, move.reason))
         elif self._attempts.get((worker, move.name)) == move.attempt:
@@ -183,8 +188,21 @@ class Together:
     def _forgive(self, name: str, but: int | None = None) -> None:
         for key in [one for one in self._refused if one[0] == name and one[1] != but]:
             del self._refused[key]
+        if name in self._unopened and self._unopened[name].version != but:
+            del self._unopened[name]
+
+    def _note_unopened(self, move: Move) -> None:
+        before = self._unopened.get(move.name)
+        is_loaded = self._moving is not None and self._moving.key == move.key
+        if move == before or is_loaded or move.name not in self._served:
+            return
+        self._unopened[move.name] = move
+        if before is None or before.key != move.key or is_news(move.reason, before.reason):
+            logger.error(REFUSED, move.name, move.version, move.reason)
+        self._tell_all(move)
 
     def _find(self, worker: int, found: Move) -> None:
+        self._unopened.pop(found.name, None)
         reason = self._refused.get(found.key)
         is_served = found.name in self._served
         if reason is not None:

@@ -10,7 +10,7 @@ from typing import Any
 from embedserve.config import ServeSettings
 from embedserve.processes.following import Follower, StoreWatch
 from embedserve.processes.loading import open_folder
-from embedserve.processes.messages import Move, Step, WorkerMessage, refused
+from embedserve.processes.messages import Move, Step, WorkerMessage, refused, unopened
 from embedserve.processes.rollout import Rollout
 from embedserve.processes.threads import in_thread
 from embedserve_store import ModelVersion, StoreError
@@ -40,6 +40,9 @@ class TellingSupervisor:
 
     def refuse(self, name: str, number: int, reason: str) -> None:
         self._tell(refused(name, number, reason))
+
+    def report_unopened(self, name: str, number: int, reason: str) -> None:
+        self._tell(unopened(name, number, reason))
 
     def retry(self, name: str) -> None:
         self._tell(Move(Step.RETRY, name))
@@ -101,6 +104,8 @@ class MovingWorker:
         elif move.step is Step.REFUSED:
             self._attempts.pop(move.name, None)
             self._rollout.refuse(move.name, move.version, move.reason)
+        elif move.step is Step.UNOPENED:
+            self._rollout.report_unopened(move.name, move.version, move.reason)
         elif move.step is Step.PREPARE:
             self._attempts[move.name] = move.attempt
             self._do(self._prepare(move))

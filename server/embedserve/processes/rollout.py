@@ -19,6 +19,7 @@ from embedserve.batching.batcher import Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.exchange import Exchange
 from embedserve.metrics.model_metrics import columns_of
+from embedserve.processes.messages import is_news
 from embedserve.processes.threads import in_thread
 from embedserve.types import ComingVersion, ModelInfo, now_iso, split_name
 from embedserve_store import ModelVersion, StoreError
@@ -69,6 +70,7 @@ class Rollout:
         self._restore = restore
         self._make_batcher = make_batcher
         self._prepared: dict[str, _Prepared] = {}
+        self._unopened: set[str] = set()  # names whose next version each look tries again
         self._one_at_a_time = asyncio.Lock()  # torchrec is built, and traced, by one thread
 
     def number(self, name: str) -> int | None:
@@ -81,9 +83,11 @@ class Rollout:
         return self._models.coming.get(name)
 
     def refused(self, name: str) -> int | None:
-        """The version that was to be next, and failed."""
+        """The version that was to be next, and failed; not one that each look tries again."""
         coming = self.coming(name)
-        return coming.version if coming is not None and coming.state == "failed" else None
+        if coming is None or coming.state != "failed" or name in self._unopened:
+            return None
+        return coming.version
 
     def want(self, name: str, number: int) -> None:
         """The store says that version ``number`` is to answer; what failed or was loaded instead is
@@ -225,9 +229,24 @@ class Rollout:
             metrics.found_s, metrics.is_refused = found_s, True
         self._say_coming(name, number, "failed", reason)
 
+    def report_unopened(self, name: str, number: int, reason: str) -> bool:
+        """Shows version ``number`` as failed, for ``reason``, until a look opens it. Returns
+        whether the log is to tell of it: not again where only numbers of the reason changed."""
+        coming = self.coming(name)
+        if coming is not None and coming.version == number:
+            if coming.state != "failed":
+                return False  # an operator has it loaded
+            if name in self._unopened:
+                before, coming.reason = coming.reason, reason
+                return is_news(reason, before)
+        self.refuse(name, number, reason)
+        self._unopened.add(name)
+        return True
+
     def retry(self, name: str) -> None:
         """What was refused may be tried again."""
-        if self.refused(name) is not None:
+        coming = self.coming(name)
+        if coming is not None and coming.state == "failed":
             self._forget(name)
 
     def _forget(self, name: str) -> None:
@@ -239,6 +258,7 @@ class Rollout:
         if metrics is not None:
             metrics.found_s, metrics.is_refused = None, False
         self._models.coming.pop(name, None)
+        self._unopened.discard(name)
 
     def _say_coming(self, name: str, number: int, state: str, reason: str = "") -> ComingVersion:
         coming = self._models.coming[name] = ComingVersion(number, state, reason, now_iso())

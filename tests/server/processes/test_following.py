@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from server.callers import submit_to
@@ -114,6 +116,13 @@ class Serving:
         metrics = self.exchange.metrics.models[info.served_as]
         return Batcher(engine, info, self.exchange.limits, metrics, self._executor)
 
+    def shown(self) -> tuple[dict[str, Any] | None, bool]:
+        """(what /models tells of the next version, whether the metrics say that it was refused)"""
+        models, metrics = self.exchange.models, self.exchange.metrics
+        status = models.status(models.model(self.name))
+        metrics.flush()
+        return status["next"], bool(metrics.models[self.name].gauges()[1]["refused"])
+
     async def look(self) -> int:
         """Looks at the store; gives the version that answers then."""
         await self._follower.look()
@@ -197,9 +206,103 @@ async def test_one_that_has_not_come_whole_is_waited_for(
         shutil.copy(later / "shop" / "2" / name, store / "shop" / "2")
     assert await serving.look() == 2
     assert serving.attempts == [2]
-    said = [line for line in caplog.messages if "cannot move" in line]
-    assert len(said) == len(set(said)) == 3  # no manifest, then no tables, then all is well
-    assert said[-1] == "shop cannot move: no more"
+    *said, moved = caplog.messages
+    assert len(said) == len(set(said)) == 2  # no manifest, then no tables
+    assert all(line.startswith("shop: version 2 stays out: ") for line in said)
+    assert moved.startswith("shop is answered by version 2")
+    assert serving.shown() == (None, False)
+
+
+def cut_tables(folder: Path) -> None:
+    tables = folder / "tables.safetensors"
+    tables.chmod(0o644)
+    with tables.open("r+b") as file:
+        file.truncate(tables.stat().st_size - 16)
+
+
+def damage_goldens(folder: Path) -> None:
+    goldens = folder / "goldens.safetensors"
+    goldens.chmod(0o644)
+    goldens.write_bytes(b"damaged")
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [(cut_tables, "tables.safetensors"), (damage_goldens, "goldens.safetensors")],
+)
+async def test_one_that_cannot_be_opened_is_shown_with_why_and_tried_at_each_look(
+    store: Path,
+    later: Path,
+    executor: ThreadPoolExecutor,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], None],
+    named: str,
+) -> None:
+    serving = Serving(store, executor)
+    whole = shutil.copytree(later / "shop" / "2", later / "whole")
+    damage(later / "shop" / "2")
+    appear(later, store, 2)
+    seen = []
+    for _ in range(3):
+        assert await serving.look() == 1
+        shown, is_refused = serving.shown()
+        assert shown is not None
+        assert (shown["version"], shown["state"], is_refused) == (2, "failed", True)
+        assert named in shown["reason"]
+        seen.append(shown)
+    assert caplog.messages == [f"shop: version 2 stays out: {seen[0]['reason']}"]
+    assert seen[0] == seen[2]
+    shutil.rmtree(store / "shop" / "2")
+    move(whole, store / "shop" / "2")
+    assert await serving.look() == 2
+    assert serving.shown() == (None, False)
+
+
+async def test_a_pulled_one_without_room_is_shown_with_why(
+    store: Path,
+    later: Path,
+    executor: ThreadPoolExecutor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """How much is free differs at each look: it is shown, and logged once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    serving = Serving(f"file://{store}", executor)
+    appear(later, store, 2)
+    usage = SimpleNamespace()
+    for usage.free in (0, 77, 1_088):
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "disk_usage", lambda path: usage)
+            assert await serving.look() == 1
+        shown, is_refused = serving.shown()
+        assert shown is not None
+        assert (shown["version"], shown["state"], is_refused) == (2, "failed", True)
+        assert f"{usage.free:,}" in shown["reason"]
+    assert len(caplog.messages) == 1
+    assert await serving.look() == 2
+    assert serving.shown() == (None, False)
+
+
+async def test_one_that_is_mended_and_answers_wrongly_is_tried_once(
+    store: Path, later: Path, executor: ThreadPoolExecutor
+) -> None:
+    """A version that was opened and answers wrongly is tried once, also where it could not be
+    opened first."""
+    serving = Serving(store, executor)
+    serving.failures[2] = StoreError("its goldens are answered otherwise")
+    whole = shutil.copytree(later / "shop" / "2", later / "whole")
+    cut_tables(later / "shop" / "2")
+    appear(later, store, 2)
+    assert await serving.look() == 1
+    shutil.rmtree(store / "shop" / "2")
+    move(whole, store / "shop" / "2")
+    for _ in range(3):
+        assert await serving.look() == 1
+    assert serving.attempts == [2]
+    shown, is_refused = serving.shown()
+    assert shown is not None
+    assert (shown["reason"], is_refused) == ("its goldens are answered otherwise", True)
 
 
 async def test_a_store_that_goes_away_and_comes_back(

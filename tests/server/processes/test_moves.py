@@ -7,7 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from embedserve.processes.messages import MESSAGE_BYTES_MAX, Move, Step, WorkerMessage, refused
+from embedserve.processes.messages import (
+    MESSAGE_BYTES_MAX,
+    Move,
+    Step,
+    WorkerMessage,
+    refused,
+    unopened,
+)
 from embedserve.processes.moves import Together
 from embedserve_store import StoreError
 
@@ -17,6 +24,7 @@ PREPARE = Move(Step.PREPARE, "shop", 8, PATH)
 PREPARED = Move(Step.PREPARED, "shop", 8)
 SWITCH = Move(Step.SWITCH, "shop", 8)
 REFUSED = refused("shop", 8, "damaged")
+UNOPENED = unopened("shop", 8, "is cut")
 
 
 class Workers:
@@ -261,6 +269,60 @@ def test_what_was_found_and_cannot_be_opened_is_refused(workers: Workers) -> Non
     for _ in range(2):
         workers.together.hear(0, REFUSED)
         assert (0, REFUSED) in workers.told()
+
+
+def test_all_show_a_version_that_cannot_be_opened_and_prepare_it_once_it_can(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        workers.hear(0, say=UNOPENED)
+    assert workers.told() == [(0, UNOPENED), (1, UNOPENED)]
+    workers.start(2)
+    assert workers.told() == [(2, UNOPENED)]
+    workers.hear(0, say=FOUND)
+    assert workers.told() == [(i, PREPARE) for i in range(3)]
+    workers.hear(0, say=UNOPENED)  # an old look, while they load it
+    assert workers.told() == []
+    workers.hear(1, say=REFUSED)
+    assert workers.told() == [(i, REFUSED) for i in range(3)]
+    workers.start(3)
+    assert workers.told() == [(3, REFUSED)]
+    assert [line.partition(" out: ")[2] for line in caplog.messages] == ["is cut", "damaged"]
+
+
+def test_why_it_cannot_be_opened_is_told_anew_and_logged_where_more_than_numbers_change(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    reasons = ["the disk has 1,024 free", "the disk has 88 free", "is cut"]
+    for reason in reasons:
+        for _ in range(2):
+            workers.hear(0, say=unopened("shop", 8, reason))
+        assert workers.told() == [(i, unopened("shop", 8, reason)) for i in range(2)]
+    logged = [line.partition(" out: ")[2] for line in caplog.messages]
+    assert logged == [reasons[0], reasons[2]]
+
+
+def test_one_that_can_be_opened_while_another_is_prepared_is_found_again(workers: Workers) -> None:
+    workers.hear(0, say=UNOPENED)
+    workers.hear(0, say=Move(Step.FOUND, "films", 2, "/store/films/2"))
+    workers.told()
+    workers.hear(0, say=FOUND)
+    assert workers.told() == []
+    workers.hear(0, 1, say=Move(Step.PREPARED, "films", 2))
+    workers.told()
+    workers.hear(0, say=FOUND)
+    assert workers.told() == [(0, PREPARE), (1, PREPARE)]
+
+
+@pytest.mark.parametrize("move", [Move(Step.WANTED, "shop", 9), Move(Step.REMOVE, "shop")])
+def test_one_that_cannot_be_opened_is_forgotten_where_it_is_not_wanted(
+    workers: Workers, move: Move
+) -> None:
+    workers.hear(0, say=UNOPENED)
+    workers.hear(0, say=move)
+    workers.told()
+    workers.start(2)
+    assert UNOPENED not in [told for _, told in workers.told()]
 
 
 def test_a_move_that_takes_for_ever_is_given_up(
