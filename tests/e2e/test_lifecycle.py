@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -134,11 +135,15 @@ def test_a_server_that_loads_lives_and_is_not_ready(
         ):
             client.embed({"user": [[1]]}, model="m")
         assert status(server.http + "/models/m/embed", b'{"features": {"user": [[1]]}}') == 503
-        with grpc.insecure_channel(server.grpc) as channel:
+        host, _, port = server.grpc.rpartition(":")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, int(port)))
+        grpc_too = server.http.removeprefix("http://")  # which takes gRPC, too
+        with grpc.insecure_channel(grpc_too) as channel:
             health = HealthStub(channel).Check(HealthCheckRequest(), timeout=60)
             assert health.status == HealthCheckResponse.NOT_SERVING
             with (
-                GrpcEmbedClient(server.grpc) as client,
+                GrpcEmbedClient(grpc_too) as client,
                 pytest.raises(Unavailable, match="the models are being loaded"),
             ):
                 client.embed({"user": [[1]]}, model="m")
@@ -151,6 +156,8 @@ def test_a_server_that_loads_lives_and_is_not_ready(
                     values = client.embed({"user": [[1, 2]]}).values
                 expected = (weight[1] + weight[2])[None].numpy()
                 np.testing.assert_allclose(values, expected, rtol=1e-6)
+            with GrpcEmbedClient(server.grpc) as grpc_client:
+                assert np.array_equal(grpc_client.embed({"user": [[1, 2]]}).values, values)
             assert f"REST {server.http} and unix:{uds} (docs" in server.log.read_text()
         server.process.terminate()
         assert server.process.wait(timeout=60) == (0 if workers == 1 else 130)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,12 +28,13 @@ http {{
     uwsgi_temp_path {folder}/uwsgi;
     scgi_temp_path {folder}/scgi;
     client_max_body_size 64m;
-    upstream rest {{ server 127.0.0.1:{to_http}; keepalive 8; }}
-    upstream grpc {{ server 127.0.0.1:{to_grpc}; keepalive 8; }}
+    upstream rest {{ {to_http} keepalive 8; }}
+    upstream grpc {{ {to_grpc} keepalive 8; }}
     server {{
         listen 127.0.0.1:{http};
         location / {{
             proxy_pass http://rest;
+            proxy_next_upstream error timeout http_503 non_idempotent;
             proxy_http_version 1.1;
             proxy_set_header Connection "";
             proxy_set_header Host localhost;
@@ -41,13 +42,18 @@ http {{
     }}
     server {{
         listen 127.0.0.1:{grpc} http2;
-        location / {{ grpc_pass grpc://grpc; grpc_set_header Host localhost; }}
+        location / {{
+            grpc_pass grpc://grpc;
+            grpc_set_header Host localhost;
+            grpc_next_upstream error timeout non_idempotent;
+        }}
         error_page 502 = @unavailable;
         location @unavailable {{ add_header grpc-status 14; return 204; }}
     }}
 }}
 """
-"""HTTP/1.1 to the one port and HTTP/2 to the other, both over connections that are kept. What it
+"""HTTP/1.1 to the one port and HTTP/2 to the other, both over connections that are kept. A request
+that one server refuses goes to another where there is one (deploy/README.md). What nginx itself
 refuses of gRPC, it refuses in gRPC's way."""
 HAPROXY = """
 global
@@ -72,8 +78,7 @@ backend rest
 backend grpc
     server one 127.0.0.1:{to_grpc} proto h2
 """
-"""HTTP/2 to both ports, of many clients over few connections. A server listens before it answers:
-connecting may take as long as it takes to start."""
+"""HTTP/2 to both ports, of many clients over few connections."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +98,18 @@ class Proxy:
 
 
 @contextmanager
-def nginx(folder: Path, to: Ports) -> Iterator[Proxy]:
+def nginx(folder: Path, *to: Ports) -> Iterator[Proxy]:
+    """Before each of the servers ``to``."""
     config, ports = folder / "nginx.conf", Ports(free_port(), free_port())
-    config.write_text(_filled(NGINX, folder, ports, to))
+    config.write_text(
+        NGINX.format(
+            folder=folder,
+            http=ports.http,
+            grpc=ports.grpc,
+            to_http=_upstreams(one.http for one in to),
+            to_grpc=_upstreams(one.grpc for one in to),
+        )
+    )
     command = [tool("nginx"), "-e", "stderr", "-p", str(folder), "-c", str(config)]
     with _running("nginx", command, folder, ports) as proxy:
         yield proxy
@@ -104,7 +118,8 @@ def nginx(folder: Path, to: Ports) -> Iterator[Proxy]:
 @contextmanager
 def haproxy(folder: Path, to: Ports) -> Iterator[Proxy]:
     ports = Ports(free_port(), free_port())
-    with haproxy_of(folder, _filled(HAPROXY, folder, ports, to), ports) as proxy:
+    text = HAPROXY.format(http=ports.http, grpc=ports.grpc, to_http=to.http, to_grpc=to.grpc)
+    with haproxy_of(folder, text, ports) as proxy:
         yield proxy
 
 
@@ -117,13 +132,14 @@ def haproxy_of(folder: Path, text: str, ports: Ports) -> Iterator[Proxy]:
         yield proxy
 
 
-PROXIES = {"nginx": nginx, "haproxy": haproxy}
+PROXIES: dict[str, Callable[[Path, Ports], AbstractContextManager[Proxy]]] = {
+    "nginx": nginx,
+    "haproxy": haproxy,
+}
 
 
-def _filled(config: str, folder: Path, ports: Ports, to: Ports) -> str:
-    return config.format(
-        folder=folder, http=ports.http, grpc=ports.grpc, to_http=to.http, to_grpc=to.grpc
-    )
+def _upstreams(ports: Iterable[int]) -> str:
+    return " ".join(f"server 127.0.0.1:{port} fail_timeout=1s;" for port in ports)
 
 
 @contextmanager

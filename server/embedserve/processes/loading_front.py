@@ -1,4 +1,4 @@
-"""Answers on the ports while the models load: that the server lives, and is not ready yet.
+"""Answers while the models load, on all ports but that of gRPC: the server lives, and is not ready.
 
 A process of its own, with the wire and no model: what imports torch and restores models keeps the
 interpreter's lock for seconds, in which a probe would not be answered.
@@ -32,8 +32,8 @@ DRAIN_S = 0.5
 
 @contextlib.contextmanager
 def fronted(settings: ServeSettings, ports: Ports | SharedPorts) -> Iterator[Callable[[], None]]:
-    """Within, until what it gives is called, a process answers on ``ports``. To be entered before
-    this process has threads."""
+    """Within, until what it gives is called, a process answers on ``ports`` but gRPC's. To be
+    entered before this process has threads."""
     ours, theirs = socket.socketpair()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -101,4 +101,4 @@ async def _answer(
         exchange = server.build_exchange({}, of_front, executor)
         exchange.models.not_ready = LOADING
         here = ports.bind() if isinstance(ports, SharedPorts) else ports
-        await server.serve_until(stop, exchange, of_front, here, lambda: None)
+        await server.serve_until(stop, exchange, of_front, here.without_grpc(), lambda: None)

@@ -1,8 +1,10 @@
 """Claims the ports before anything is loaded, so that one in use is said at once.
 
-A claimed port listens: of two servers that start together the second is refused. Ports that
-workers share are claimed as well, then held without listening: each worker listens for itself once
-it is warm. Unix sockets cannot be bound twice: workers listen on the same ones, where callers wait
+The claimed HTTP and management ports listen: of two servers that start together the second is
+refused. That of gRPC is bound, and refuses connections until the server is ready: balancers then
+use another server, where an error in an answer would reach their clients. Ports that workers share
+are claimed as well, then held without listening: each worker listens for itself once it is warm.
+Unix sockets cannot be bound twice: workers listen on the same ones, where callers wait
 until one of them takes connections.
 """
 
@@ -15,6 +17,8 @@ from dataclasses import dataclass, replace
 from embedserve.processes.socket_files import SocketFile, listen_at
 
 BACKLOG = 4096
+GRPC = "gRPC"
+"""The protocol of a port that listens once the server is ready."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,8 @@ class Ports:
     http: int
     grpc: int
     http_socket: socket.socket
-    grpc_socket: socket.socket
+    grpc_socket: socket.socket | None
+    """None: this process takes no connection there."""
     management: int = -1
     """-1: there is none."""
     management_socket: socket.socket | None = None
@@ -45,11 +50,17 @@ class Ports:
         binds it anew, and those that wait would be lost."""
         for sock in self.sockets:
             if with_grpc or sock is not self.grpc_socket:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # see _keep_others_away
                 sock.listen(BACKLOG)
+
+    def without_grpc(self) -> Ports:
+        """The same ports for a process that takes no connection on gRPC's."""
+        return replace(self, grpc_socket=None)
 
     def release_grpc(self) -> str:
         """The address (HOST:PORT) for grpcio, which binds by itself and does so at once."""
-        self.grpc_socket.close()
+        if self.grpc_socket is not None:
+            self.grpc_socket.close()
         return f"{bracketed(self.host)}:{self.grpc}"
 
     def remove_files(self) -> None:
@@ -110,19 +121,19 @@ def claim_ports(
     management: tuple[str, int] | None = None,
     unix: Sequence[tuple[str, int, str]] = (),
 ) -> Ports:
-    """Listens on both ports, on that of ``management``, a host and a port, and at each path of
-    ``unix``, with the mode of its file and what it is called in errors.
+    """Listens on the HTTP port, on that of ``management``, a host and a port, and at each path of
+    ``unix``, with the mode of its file and what it is called in errors; binds gRPC's port.
 
     Raises:
         OSError: one of them is in use, or the address is not this host's; names it.
     """
-    wanted = [(host, http_port, "HTTP"), (host, grpc_port, "gRPC")]
+    wanted = [(host, http_port, "HTTP"), (host, grpc_port, GRPC)]
     wanted += [] if management is None else [(*management, "management")]
     sockets: list[socket.socket] = []
     files: list[SocketFile] = []
     try:
         for one in wanted:
-            sockets.append(_listen(*one))  # noqa: PERF401  those before are closed
+            sockets.append(_claim(*one))  # noqa: PERF401  those before are closed
         for path, mode, protocol in unix:
             files.append(listen_at(path, mode, protocol))
     except OSError:
@@ -145,12 +156,15 @@ def _port(sock: socket.socket) -> int:
     return number
 
 
-def _listen(host: str, port: int, protocol: str) -> socket.socket:
+def _claim(host: str, port: int, protocol: str) -> socket.socket:
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-        sock.listen(BACKLOG)
+        if protocol == GRPC:
+            _keep_others_away(sock)
+        else:
+            sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
         reason = error.strerror or str(error)
@@ -160,15 +174,20 @@ def _listen(host: str, port: int, protocol: str) -> socket.socket:
     return sock
 
 
-def _hold(listening: socket.socket) -> socket.socket:
-    """A socket on the port of ``listening``, bound while that still keeps others away.
+def _keep_others_away(bound: socket.socket) -> None:
+    """Lets no other server bind the port of ``bound``, which does not listen.
 
-    With SO_REUSEADDR it may be bound beside connections of the server before, which the kernel
-    remembers for a minute; without it, from then on, no other server may bind and listen.
+    With SO_REUSEADDR a socket may be bound, and listen, beside connections of the server before,
+    which the kernel remembers for a minute; without it no other socket may be bound beside it.
     """
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    held = _bind_shared(listening)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+
+
+def _hold(claimed: socket.socket) -> socket.socket:
+    """A socket on the port of ``claimed``, bound while that still keeps others away."""
+    claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held = _bind_shared(claimed)
+    _keep_others_away(held)
     return held
 
 

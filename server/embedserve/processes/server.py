@@ -219,8 +219,10 @@ async def _serve(
         await grpcio_server.start()
         await wires[0].listen([ports.http_socket])
     else:
+        ports.listen(with_grpc=True)
+        grpc = [] if ports.grpc_socket is None else [ports.grpc_socket]
         unix = [one.sock for one in ports.unix]
-        await wires[0].listen([ports.http_socket, ports.grpc_socket, *unix])
+        await wires[0].listen([ports.http_socket, *grpc, *unix])
     if ports.management_socket is not None:
         await wires[1].listen([ports.management_socket])
     traces = exchange.observer.traces

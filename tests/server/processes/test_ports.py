@@ -103,8 +103,7 @@ def test_workers_listen_on_held_ports_together_and_others_do_not() -> None:
     shared = claim_ports("127.0.0.1", 0, 0).share()
     workers = [shared.bind() for _ in range(2)]
     for worker in workers:
-        worker.http_socket.listen()
-        worker.grpc_socket.listen()
+        worker.listen(with_grpc=True)
     for port in (shared.http, shared.grpc):
         socket.create_connection(("127.0.0.1", port)).close()
         with pytest.raises(OSError, match="Address already in use"):
@@ -112,6 +111,27 @@ def test_workers_listen_on_held_ports_together_and_others_do_not() -> None:
     for worker in workers:
         worker.close()
     shared.close()
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_the_port_of_grpc_is_refused_to_all_until_it_listens(is_fresh: bool) -> None:
+    """To clients, and to other servers; also where a server before it left connections."""
+    port = free_port()
+    if not is_fresh:
+        leave_connection_behind(port)
+    ports = claim_ports("127.0.0.1", 0, port)
+    socket.create_connection(("127.0.0.1", ports.http)).close()
+    for protocol in ("HTTP", "gRPC"):
+        numbers = (port, 0) if protocol == "HTTP" else (0, port)
+        with pytest.raises(OSError, match=f"127.0.0.1:{port} \\({protocol}\\): Address already"):
+            claim_ports("127.0.0.1", *numbers)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    ports.listen(with_grpc=True)
+    socket.create_connection(("127.0.0.1", port)).close()
+    with pytest.raises(OSError, match=f"127.0.0.1:{port} \\(gRPC\\): Address already in use"):
+        claim_ports("127.0.0.1", 0, port)
+    ports.close()
 
 
 @pytest.mark.parametrize("taken", ["--http-port", "--grpc-port"])

@@ -1,0 +1,109 @@
+"""One of two servers behind nginx is restarted on its ports, under load, and no request is lost.
+
+nginx knows no readiness. While the server loads it refuses connections on its gRPC port and answers
+503 on its HTTP port, and nginx has the other server answer.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from interop.proxies import Ports, nginx
+from interop.test_proxy_restart import ANSWERED, OPTIONS, Load, rest, stream, unary
+from prometheus_client.parser import text_string_to_metric_families
+from running_servers import Running, free_port, running
+
+from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
+
+CLIENTS = 4
+"""Of each kind: requests come while others are on their way."""
+ANSWERS = 50
+"""Of each client, before and after the restart."""
+STEP_S_MAX = 60
+
+
+@pytest.fixture
+def pair() -> list[Ports]:
+    return [Ports(free_port(), free_port()) for _ in range(2)]
+
+
+@pytest.fixture
+def load(pair: list[Ports], tmp_path: Path) -> Iterator[Load]:
+    load = Load()
+    with ExitStack() as open_:
+        proxy = open_.enter_context(nginx(tmp_path, *pair))
+        for number in range(CLIENTS):
+            client = httpx.Client(base_url=proxy.http, timeout=STEP_S_MAX)
+            load.add(f"REST {number}", rest(open_.enter_context(client)))
+            for kind in (unary, stream):
+                channel = grpc.insecure_channel(proxy.grpc, options=OPTIONS)
+                stub = EmbeddingServiceStub(open_.enter_context(channel))
+                load.add(f"{kind.__name__} {number}", kind(stub))
+        yield load
+        load.stop()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_restart_in_place_behind_nginx_loses_nothing(
+    store: Path, tmp_path: Path, pair: list[Ports], load: Load, workers: int
+) -> None:
+    options, late = ("--workers", workers, "--wait"), tmp_path / "late"
+    one, other = ((ports.http, ports.grpc) for ports in pair)
+    late.mkdir()
+
+    def publish_later() -> None:
+        """While the server loads, which takes until then, every client is answered."""
+        until(lambda: is_live(pair[1].http))
+        load.until_each(ANSWERS, ANSWERED)
+        shutil.copytree(store, tmp_path / "copy")
+        for model in (tmp_path / "copy").iterdir():
+            model.rename(late / model.name)
+
+    with ThreadPoolExecutor(1) as thread, running(store, tmp_path / "one", ports_used=one):
+        with running(store, tmp_path / "first", *options, ports_used=other) as server:
+            load.start()
+            load.until_each(ANSWERS, ANSWERED)
+            server.process.terminate()
+            assert server.process.wait(timeout=STEP_S_MAX) == 0
+        published = thread.submit(publish_later)
+        with running(late, tmp_path / "second", *options, ports_used=other) as server:
+            published.result()
+            until(lambda: {"rest", "grpc"} <= answered_protocols(server))  # it is asked again
+            load.until_each(ANSWERS, ANSWERED)
+            load.stop()
+    for name, met in load.outcomes.items():
+        assert set(met) <= ANSWERED, (name, met)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + STEP_S_MAX
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_live(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health/live").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def answered_protocols(server: Running) -> set[str]:
+    families = text_string_to_metric_families(httpx.get(f"{server.http}/metrics").text)
+    return {
+        sample.labels["protocol"]
+        for family in families
+        for sample in family.samples
+        if sample.name == "embedserve_requests_total"
+        and sample.labels["outcome"] == "OK"
+        and sample.value
+    }
