@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import selectors
+import socket
+from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import Enum, StrEnum
 
@@ -32,6 +36,61 @@ class WorkerMessage(Enum):
 
 FAILED = b"failed "
 """Begins a worker's message of why it cannot serve."""
+
+
+class SupervisorChannel:
+    """The supervisor's end of a worker's channel. The socket holds some 160 messages; what a worker
+    has not read beyond that is queued, and sent in order once it reads."""
+
+    def __init__(
+        self, sock: socket.socket, selector: selectors.BaseSelector, hear: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            selector: calls what is registered with the events that came.
+            hear: called when there is a message.
+        """
+        sock.setblocking(False)
+        self._sock = sock
+        self._selector = selector
+        self._hear = hear
+        self._unsent: deque[bytes] = deque()
+        selector.register(sock, selectors.EVENT_READ, self._on_events)
+
+    def send(self, message: bytes) -> None:
+        self._unsent.append(message)
+        if len(self._unsent) == 1:
+            self._flush()
+
+    def receive(self) -> bytes:
+        return self._sock.recv(MESSAGE_BYTES_MAX)
+
+    def end(self) -> None:
+        """Closes the channel of a worker that ends."""
+        self._selector.unregister(self._sock)
+        self.close()
+
+    def close(self) -> None:
+        """Closes the socket alone: a forked process has its parent's selector."""
+        self._sock.close()
+
+    def _on_events(self, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._flush()
+        if events & selectors.EVENT_READ:
+            self._hear()
+
+    def _flush(self) -> None:
+        while self._unsent:
+            try:
+                self._sock.send(self._unsent[0])
+            except BlockingIOError:
+                break
+            except OSError:
+                pass  # a worker that has ended is buried later
+            self._unsent.popleft()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+        self._selector.modify(self._sock, events, self._on_events)
 
 
 class Step(StrEnum):

@@ -20,7 +20,13 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from embedserve.metrics.slots import Slots
-from embedserve.processes.messages import FAILED, MESSAGE_BYTES_MAX, Move, WorkerMessage
+from embedserve.processes.messages import (
+    FAILED,
+    MESSAGE_BYTES_MAX,
+    Move,
+    SupervisorChannel,
+    WorkerMessage,
+)
 from embedserve.processes.moves import Together
 
 logger = logging.getLogger(__name__)
@@ -55,7 +61,7 @@ class _Worker:
     index: int
     pid: int = 0
     """0 while there is none."""
-    channel: socket.socket | None = None
+    channel: SupervisorChannel | None = None
     is_warm: bool = False
     is_ready: bool = False
     reason: str = ""
@@ -153,8 +159,8 @@ class Supervisor:
                 self._start(worker)
 
     def _wait(self, timeout_s: float) -> None:
-        for key, _ in self._selector.select(timeout_s):
-            key.data()
+        for key, events in self._selector.select(timeout_s):
+            key.data(events)
 
     def _seconds_to_restart(self) -> float:
         now_s = time.monotonic()
@@ -210,11 +216,10 @@ class Supervisor:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         theirs.close()
-        ours.setblocking(False)
-        worker.pid, worker.channel, worker.reason = pid, ours, ""
+        worker.channel = SupervisorChannel(ours, self._selector, lambda: self._hear(worker))
+        worker.pid, worker.reason = pid, ""
         if self._together is not None:
             self._together.start(worker.index)
-        self._selector.register(ours, selectors.EVENT_READ, lambda: self._hear(worker))
 
     def _become(self, index: int, channel: socket.socket) -> NoReturn:
         """Runs the worker in the process that was forked for it, and ends that process."""
@@ -243,13 +248,12 @@ class Supervisor:
     def _hear(self, worker: _Worker) -> None:
         assert worker.channel is not None
         try:
-            message = worker.channel.recv(MESSAGE_BYTES_MAX)
+            message = worker.channel.receive()
         except ConnectionResetError:
             return  # it ended with a message of ours unread; what it said itself comes next
         if not message:
             # It ends, or has ended: SIGCHLD tells which.
-            self._selector.unregister(worker.channel)
-            worker.channel.close()
+            worker.channel.end()
             worker.channel = None
         elif message.startswith(FAILED):
             worker.reason = message.removeprefix(FAILED).decode(errors="replace")
@@ -259,11 +263,11 @@ class Supervisor:
             worker.is_ready, worker.ready_s = True, time.monotonic()
             self._slots.set_ready(worker.index, True)
             self._on_ready()
-            _send(worker.channel, WorkerMessage.ALONE.value)
+            if self._together is not None:
+                self._together.ready(worker.index)  # it takes requests with the shares of all
+            worker.channel.send(WorkerMessage.ALONE.value)
             if self._is_announced:
                 logger.info("worker %d is ready again", worker.index)
-            if self._together is not None:
-                self._together.ready(worker.index)
         elif message == WorkerMessage.RELOAD.value:
             self._reload()
         elif self._together is not None and not self._is_stopping:
@@ -277,12 +281,12 @@ class Supervisor:
         for worker in self._workers:
             if worker.is_warm and worker.channel is not None:
                 worker.is_warm = False
-                _send(worker.channel, WorkerMessage.GO.value)
+                worker.channel.send(WorkerMessage.GO.value)
         if not self._is_announced and all(worker.is_ready for worker in self._workers):
             self._is_announced = True
             first = self._workers[0].channel
             if first is not None:
-                _send(first, WorkerMessage.ANNOUNCE.value)
+                first.send(WorkerMessage.ANNOUNCE.value)
 
     def _bury(self, worker: _Worker, status: int) -> None:
         """Clears the place of a worker that ended with ``status``, and says when it is filled."""
@@ -342,7 +346,7 @@ class Supervisor:
     def _send_to(self, index: int, message: bytes) -> None:
         channel = self._workers[index].channel
         if channel is not None:
-            _send(channel, message)
+            channel.send(message)
 
     def _end(self, index: int) -> None:
         worker = self._workers[index]
@@ -353,12 +357,6 @@ class Supervisor:
         for worker in self._workers:
             if worker.pid:
                 os.kill(worker.pid, number)
-
-
-def _send(channel: socket.socket, message: bytes) -> None:
-    # A worker that has ended is buried later.
-    with contextlib.suppress(OSError):
-        channel.send(message)
 
 
 def _ended(pid: int) -> int | None:
@@ -382,7 +380,7 @@ def _signals_wake(
     ours, wakeup = socket.socketpair()
     ours.setblocking(False)
     wakeup.setblocking(False)
-    selector.register(ours, selectors.EVENT_READ, lambda: ours.recv(MESSAGE_BYTES_MAX))
+    selector.register(ours, selectors.EVENT_READ, lambda _: ours.recv(MESSAGE_BYTES_MAX))
     before = {
         signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: stop()),
         signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: stop()),

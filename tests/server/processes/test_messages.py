@@ -1,0 +1,48 @@
+"""What the supervisor tells a worker comes, in its order, before the worker takes a connection."""
+
+from __future__ import annotations
+
+from server.python import run_python
+
+SERVED = """
+import os, signal, sys, time
+from embedserve.metrics.slots import Slots
+from embedserve.processes.messages import MESSAGE_BYTES_MAX, Move, Step, WorkerMessage
+from embedserve.processes.moves import Together
+from embedserve.processes.supervisor import Supervisor
+
+names, pause_s = [f"m{number}@canary" for number in range(int(sys.argv[1]))], float(sys.argv[2])
+
+def run_worker(index, channel):
+    channel.settimeout(10.0)
+    channel.send(WorkerMessage.WARM.value)
+    assert channel.recv(MESSAGE_BYTES_MAX) == WorkerMessage.GO.value
+    channel.send(WorkerMessage.READY.value)
+    time.sleep(pause_s)  # a worker that loads a version does not read for so long
+    told = []
+    while WorkerMessage.ALONE.value not in told:
+        told.append(channel.recv(MESSAGE_BYTES_MAX))
+    looks, *told, alone = told
+    assert (looks, alone) == (WorkerMessage.LOOK.value, WorkerMessage.ALONE.value), told
+    moves = map(Move.from_bytes, told)
+    assert [(move.step, move.name) for move in moves] == [(Step.SHARE, name) for name in names]
+    print("all", flush=True)
+    os.kill(os.getppid(), signal.SIGTERM)
+    assert channel.recv(MESSAGE_BYTES_MAX) == WorkerMessage.ANNOUNCE.value
+    return 0
+
+together = Together(dict.fromkeys(names, 1), lambda *_: None)
+for name in names:
+    together.hear(0, Move(Step.SHARE, name, 1, share=5.0))
+Supervisor(run_worker, Slots(1, 1), drain_s=10.0, together=together).run()
+"""
+
+
+def test_a_worker_knows_the_shares_before_it_takes_connections() -> None:
+    done = run_python("-c", SERVED, "3", "0")
+    assert (done.stdout, done.stderr) == ("all\n", "")
+
+
+def test_more_than_a_channel_holds_comes_all() -> None:
+    done = run_python("-c", SERVED, "1000", "0.5")
+    assert (done.stdout, done.stderr) == ("all\n", "")
