@@ -24,9 +24,11 @@ from server.waiting import until
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import ServeSettings
-from embedserve.processes import following
+from embedserve.processes import following, server
 from embedserve.processes.following import Alone, Follower, StoreWatch, begin_shares, followed
+from embedserve.processes.ports import claim_ports
 from embedserve.processes.rollout import Restored, Rollout
+from embedserve.processes.serve import _until_signalled
 from embedserve.types import ModelInfo
 from embedserve_store import ModelStore, ModelVersion, StoreError, set_alias
 
@@ -387,6 +389,24 @@ async def test_shares_begin_before_the_first_look(
     models = serving.exchange.models
     await begin_shares(serving.settings, serving.rollout)
     assert models.status(models.model("shop@canary"))["shadow"] == 20
+
+
+async def test_a_process_serves_once_it_has_the_shares(
+    store: Path, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_alias(store, "shop", "canary", 1, shadow=20)
+    serving = Serving(store, executor, "shop@canary", "alias")
+    models = serving.exchange.models
+    shadows: list[float] = []
+
+    async def serve_until(*_: object) -> None:
+        shadows.append(models.status(models.model("shop@canary"))["shadow"])
+
+    monkeypatch.setattr(server, "serve_until", serve_until)
+    ports = claim_ports("127.0.0.1", 0, 0)
+    ports.close()
+    await _until_signalled(serving.exchange, serving.settings, ports, lambda: None, serving.rollout)
+    assert shadows == [20]
 
 
 async def test_a_start_does_not_wait_for_shares_for_ever(
