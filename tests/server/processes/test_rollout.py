@@ -213,6 +213,25 @@ async def test_what_is_refused_while_it_is_loaded_is_not_kept(moving: Moving, ga
     assert moving.rollout.switch("shop", 9)
 
 
+async def test_one_that_cannot_be_opened_ends_no_load_of_the_same(
+    moving: Moving, gate: Gate
+) -> None:
+    """As where an operator had it opened, before or since."""
+    rollout = moving.rollout
+    rollout.want("shop", 8)
+    assert rollout.report_unopened("shop", 8, "is cut")
+    assert (rollout.refused("shop"), moving.coming()) == (None, (8, "failed", "is cut"))
+    moving.restored = gate.before(nothing)
+    loading = asyncio.create_task(rollout.prepare("shop", moving.version(8)))
+    await until(lambda: gate.threads)
+    assert not rollout.report_unopened("shop", 8, "is cut")
+    gate.opened.set()
+    assert await loading
+    assert rollout.switch("shop", 8)
+    assert moving.behind() == (False, False)
+    await moving.check(8)
+
+
 async def test_versions_are_loaded_one_at_a_time(moving: Moving, gate: Gate) -> None:
     """What torchrec builds, and torch.fx traces, is built by one thread."""
     begun: list[int] = []
