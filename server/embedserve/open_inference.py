@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from embedserve.access.access import Client
 from embedserve.codec.open_inference import description
 from embedserve.codec.open_inference.answers import versioned
 from embedserve.exchange import Exchange
@@ -34,10 +35,21 @@ def configuration(exchange: Exchange, name: str, version: str = "") -> dict[str,
     return description.configuration(served(exchange, name, version))
 
 
-def statistics(exchange: Exchange, name: str = "", version: str = "") -> list[dict[str, Any]]:
-    """Of one version, of all of a model, or of all where ``name`` is empty. Raises
-    UnknownModelError."""
+def statistics(
+    exchange: Exchange, name: str = "", version: str = "", client: Client | None = None
+) -> list[dict[str, Any]]:
+    """Returns the statistics of one version, of all versions of a model, or of all models where
+    ``name`` is empty: of those that ``client`` may ask, and of all for administrators.
+
+    Raises:
+        UnknownModelError: there is no such model.
+        PermissionDeniedError: ``client`` may not ask it.
+    """
     infos = exchange.models.models()
+    if client is not None and client.models is not None and "admin" not in client.grant.roles:
+        if name:
+            client.check_model(name, "")
+        infos = [one for one in infos if one.name in client.models]
     if name:
         asked = served(exchange, name, version)
         infos = [asked] if version else [one for one in infos if one.name == asked.name]

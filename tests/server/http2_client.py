@@ -14,6 +14,9 @@ from h2.events import DataReceived, ResponseReceived, StreamEnded, StreamReset
 READ_S_MAX = 10.0
 
 
+Fields = dict[str, str] | list[tuple[str, str]]
+
+
 @dataclass
 class Answer:
     """What came on one stream; ``reset`` is the code it was reset with, if it was."""
@@ -46,7 +49,11 @@ class Http2Client:
         self._writer.write(self._connection.data_to_send())
 
     async def request(
-        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: Fields | None = None,
     ) -> Answer:
         """The answer to one request, whose body may be larger than any window."""
         number = self.send(method, path, headers, is_end=not body)
@@ -67,12 +74,18 @@ class Http2Client:
         return await self.answer(number)
 
     def send(
-        self, method: str, path: str, headers: dict[str, str] | None = None, *, is_end: bool = True
+        self,
+        method: str,
+        path: str,
+        headers: Fields | None = None,
+        *,
+        is_end: bool = True,
     ) -> int:
         """Opens a stream; gives its number."""
         number = self._connection.get_next_available_stream_id()
         head = {":method": method, ":scheme": "http", ":path": path, ":authority": self._authority}
-        self._connection.send_headers(number, [*head.items(), *(headers or {}).items()], is_end)
+        fields = headers.items() if isinstance(headers, dict) else headers or ()
+        self._connection.send_headers(number, [*head.items(), *fields], is_end)
         self._answers[number] = Answer()
         self._flush()
         return number

@@ -39,6 +39,8 @@ REFUSALS_BURST_S = 0.5
 REFUSAL_WAIT_S_MAX = 1.0
 CERTIFICATE = "embedserve.certificate"
 """The name by which transports tell their client's, and scopes of ASGI."""
+CLIENT = "embedserve.client"
+"""The key of a scope of ASGI for its client; absent where nobody is asked who they are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +236,7 @@ class Access:
         self._by_certificate: dict[str, Client] = {}
         self._known: dict[bytes | Certificate | None, Client] = {}
         self._of_unknown: Counter[str] = Counter()
-        self.followed = Followed(f"tokens ({path})", [path], lambda: read_grants(path), self._adopt)
+        self.followed = Followed("tokens", [path], lambda: read_grants(path), self._adopt)
 
     def _adopt(self, grants: list[Grant]) -> None:
         before, self._clients = self._clients, {}
@@ -243,8 +245,7 @@ class Access:
             client = before.get(grant.name) or Client(grant)
             client.take(grant)
             self._clients[grant.name] = client
-            if grant.sha256:
-                self._by_hash[grant.sha256] = client
+            self._by_hash |= dict.fromkeys(grant.sha256, client)
             if grant.certificate:
                 self._by_certificate[grant.certificate] = client
         self.look_at_time()
@@ -306,12 +307,12 @@ class Access:
         roles: frozenset[str],
         *,
         pays: bool = True,
-    ) -> str:
-        """The name of who asks, which ``pays`` for a request by its rate. Raises what admit says,
-        where it has none of ``roles``."""
+    ) -> Client:
+        """Returns the client of a request, which ``pays`` for it by its rate. Raises what admit
+        says, where it has none of ``roles``."""
         client = self._find(authorization, certificate)
         client.check_role(roles, pays)
-        return client.grant.name
+        return client
 
     def may_embed(self, name: str) -> bool:
         """Whether there is such a client, and it may ask for vectors now."""

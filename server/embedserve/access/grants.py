@@ -19,6 +19,8 @@ PREFIX = "es_"
 TOKEN_BYTES = 32
 """Of randomness: nobody guesses it, so its hash needs no salt and no slow function."""
 GRANTS_MAX = 10_000
+TOKENS_MAX = 2
+"""Tokens of one grant: the one that its caller uses, and the next."""
 ROLES = ("embed", "admin")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/:-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -30,7 +32,7 @@ class Grant:
     """What a name may do.
 
     Attributes:
-        sha256: of its token, in hex; "" where its certificate alone is its name.
+        sha256: hashes of its tokens, in hex; none where its certificate alone is its name.
         certificate: a common name, DNS name or URI of a client's certificate that stands for it.
         models: that it may ask; None: all.
         roles: embed: to look up vectors, and to see which models there are. admin: metrics, the
@@ -42,7 +44,7 @@ class Grant:
     """
 
     name: str
-    sha256: str = ""
+    sha256: tuple[str, ...] = ()
     certificate: str = ""
     models: frozenset[str] | None = None
     roles: frozenset[str] = frozenset({"embed"})
@@ -73,21 +75,21 @@ def read_grants(path: str) -> list[Grant]:
     try:
         text = Path(path).read_text()
     except UnicodeDecodeError as error:
-        raise ValueError(f"tokens {path} is no text: {error.reason}") from error
+        raise ValueError(f"{path} is no text: {error.reason}") from error
     taken: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         try:
             grant = grant_of(line)
-            for one in (f"name {grant.name}", grant.sha256, f"certificate {grant.certificate}"):
+            for one in (f"name {grant.name}", *grant.sha256, f"certificate {grant.certificate}"):
                 if one and not one.endswith(" ") and (before := taken.setdefault(one, number)):
                     _check(before == number, f"the same name or token as line {before}")
         except ValueError as error:
-            raise ValueError(f"tokens {path}, line {number}: {error}") from None
+            raise ValueError(f"{path}, line {number}: {error}") from None
         grants.append(grant)
         if len(grants) > GRANTS_MAX:
-            raise ValueError(f"tokens {path} has over {GRANTS_MAX} lines")
+            raise ValueError(f"{path} has over {GRANTS_MAX} lines")
     return grants
 
 
@@ -118,9 +120,13 @@ def _name(key: str, value: Any) -> tuple[str, Any]:
 
 
 def _sha256(key: str, value: Any) -> tuple[str, Any]:
-    is_hash = isinstance(value, str) and _SHA256.fullmatch(value)
-    _check(bool(is_hash), f"{key} is not 64 hexadecimal digits in lower case")
-    return key, value
+    hashes = value if isinstance(value, list) else [value]
+    is_few = 1 <= len(hashes) <= TOKENS_MAX
+    _check(is_few, f"{key} is not one hash, or a list of up to {TOKENS_MAX}")
+    for one in hashes:
+        is_hash = isinstance(one, str) and _SHA256.fullmatch(one)
+        _check(bool(is_hash), f"{key} is not 64 hexadecimal digits in lower case")
+    return key, tuple(hashes)
 
 
 def _models(key: str, value: Any) -> tuple[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from embedserve.access.access import CERTIFICATE, Access, one_header
+from embedserve.access.access import CERTIFICATE, CLIENT, Access, one_header
 from embedserve.api.console.routes import PAGE_PATHS
 from embedserve.api.errors_openapi import is_infer
 from embedserve.codec.json_codec import encode_error
@@ -41,7 +41,8 @@ class Guard:
         if roles:
             authorization = one_header(scope["headers"], b"authorization")
             try:
-                self._access.check(authorization, scope.get(CERTIFICATE), roles)
+                client = self._access.check(authorization, scope.get(CERTIFICATE), roles)
+                scope[CLIENT] = client
             except EmbedServeError as error:
                 given_id = one_header(scope["headers"], REQUEST_ID)
                 app = error_response(error, error.http_status, scope["path"], given_id)

@@ -120,7 +120,7 @@ class Info(BaseModel):
 def health_app(exchange: Exchange) -> FastAPI:
     """The FastAPI application of ports whose management is at another one: callers are told of
     health, and of their shared memory."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_health(app, exchange)
     if exchange.shared_memory is not None:
         app.include_router(shared_memory_routes(exchange, exchange.shared_memory))
@@ -148,6 +148,7 @@ def management_app(
         version=__version__,
         description="Embedding lookups of TorchRec models.",
         generate_unique_id_function=operation_id,
+        redirect_slashes=False,  # a redirect repeats the client's Host
     )
     served, metrics_of_all = exchange.models, exchange.metrics
     registry = metrics_of_all.registry()

@@ -4,9 +4,10 @@ statistics and the repository's index. POST …/infer is the wire's.
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
+from embedserve.access.access import CLIENT
 from embedserve.exchange import Exchange
 from embedserve.open_inference import (
     configuration,
@@ -146,9 +147,10 @@ def routes(exchange: Exchange) -> APIRouter:
         return Server.model_validate(server_metadata(exchange))
 
     @router.get("/models/stats")
-    async def statistics_of_all() -> Statistics:
-        """What every model answered."""
-        return Statistics.model_validate({"model_stats": statistics(exchange)})
+    async def statistics_of_all(request: Request) -> Statistics:
+        """Requests and times of every model that the caller may ask."""
+        told = {"model_stats": statistics(exchange, client=request.scope.get(CLIENT))}
+        return Statistics.model_validate(told)
 
     @router.get("/models/{model}/versions/{version}")
     async def model_version(model: str, version: str) -> ModelMetadata:
@@ -183,15 +185,15 @@ def routes(exchange: Exchange) -> APIRouter:
         return await model_version_ready(model, "")
 
     @router.get("/models/{model}/versions/{version}/stats")
-    async def statistics_of_version(model: str, version: str) -> Statistics:
+    async def statistics_of_version(model: str, version: str, request: Request) -> Statistics:
         """What a version answered."""
-        told = {"model_stats": statistics(exchange, model, version)}
+        told = {"model_stats": statistics(exchange, model, version, request.scope.get(CLIENT))}
         return Statistics.model_validate(told)
 
     @router.get("/models/{model}/stats")
-    async def statistics_of_model(model: str) -> Statistics:
+    async def statistics_of_model(model: str, request: Request) -> Statistics:
         """What a model answered."""
-        return await statistics_of_version(model, "")
+        return await statistics_of_version(model, "", request)
 
     @router.post("/repository/index")
     async def index(wanted: Wanted | None = None) -> list[Indexed]:

@@ -59,7 +59,8 @@ def shared_memory_routes(exchange: Exchange, shared: SharedMemory) -> APIRouter:
             return EVERYBODY
         authorization = one_header(headers, b"authorization")
         # The guard has had it pay.
-        return access.check(authorization, request.scope.get(CERTIFICATE), EMBEDDERS, pays=False)
+        certificate = request.scope.get(CERTIFICATE)
+        return access.check(authorization, certificate, EMBEDDERS, pays=False).grant.name
 
     def told(owner: str, name: str = "") -> list[RegionStatus]:
         return [

@@ -12,6 +12,8 @@ from embedserve.wire.rest import (
     headers_too_large,
 )
 
+BLANKS = b" \t"
+"""Optional whitespace, of which none is part of a value (RFC 9110, section 5.5)."""
 HEAD_BYTES_MAX = 16 << 10
 HEAD_LINES_MAX = 100
 VERSIONS = ("1.0", "1.1")

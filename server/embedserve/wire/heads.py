@@ -20,7 +20,7 @@ from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.tracing.request_id import REQUEST_ID
 from embedserve.tracing.trace_context import TRACEPARENT
 from embedserve.wire.allowed_hosts import AllowedHosts
-from embedserve.wire.head_limits import HEAD_BYTES_MAX, HEAD_LINES_MAX
+from embedserve.wire.head_limits import BLANKS, HEAD_BYTES_MAX, HEAD_LINES_MAX
 from embedserve.wire.rest import (
     JSON_LENGTH,
     Headers,
@@ -47,8 +47,8 @@ READ_HEADERS = {
     b"upgrade",
 }
 """Those whose values decide what becomes of a request; of others the values are gaps."""
-ONCE_HEADERS = (b"authorization", b"x-timeout-ms", JSON_LENGTH, REQUEST_ID, TRACEPARENT)
-"""Of which each end could read another, where there are two."""
+SEVERAL_HEADERS = (b"authorization", REQUEST_ID, TRACEPARENT)
+"""Headers that a template has once: where a request has several, they count as none."""
 SPECIAL_HEADERS = {b"transfer-encoding", b"expect", b"upgrade"}
 SPECIAL_CHARACTERS = set("%?#")
 """Of a URL: more than a path as it is."""
@@ -130,7 +130,7 @@ class HeadForm:
     def header(self, head: bytes, name: bytes) -> bytes | None:
         """The value that stands in the gap of ``name`` in ``head``, if the form has one."""
         gap = self._gap_of.get(name)
-        return None if gap is None else head[gap]
+        return None if gap is None else head[gap].strip(BLANKS)
 
     def asked_by(self, data: bytes) -> Asked:
         """What the head at the front of ``data`` asks for.
@@ -143,9 +143,9 @@ class HeadForm:
             return one
         codec, wanted_s = one.codec, one.timeout_s
         if self._timeout_gap is not None:
-            wanted_s = timeout_s(data[self._timeout_gap])
+            wanted_s = timeout_s(data[self._timeout_gap].strip(BLANKS))
         if self._json_length_gap is not None and one.codec.head_bytes is not None:
-            codec = infer_codec(data[self._json_length_gap])
+            codec = infer_codec(data[self._json_length_gap].strip(BLANKS))
         return Asked(one.model, codec, one.answer_codec, wanted_s, one.metrics, one.has_id)
 
 
@@ -210,7 +210,7 @@ def parse_head(
         return None
     if any(names.count(name) != 1 for name in (b"content-length", b"host")):
         return None
-    if any(names.count(name) > 1 for name in ONCE_HEADERS):
+    if any(names.count(name) > 1 for name in SEVERAL_HEADERS):
         return None
     url = reader.url.decode("latin-1")
     route = embed_route(url)
@@ -244,7 +244,7 @@ class _Reader:
         self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
+        self.headers.append((name.lower(), value.rstrip(BLANKS)))
 
     def on_headers_complete(self) -> None:
         # Asked here: at the end of the message, which an empty body is, llhttp starts anew.

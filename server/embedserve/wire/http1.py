@@ -16,6 +16,7 @@ from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, late_reque
 from embedserve.tracing.request_id import Told
 from embedserve.types import Parts
 from embedserve.wire.connections import READ_BYTES, Registry, leave_a_turn
+from embedserve.wire.head_limits import BLANKS
 from embedserve.wire.heads import HeadForm, HeadForms
 from embedserve.wire.pieces import Pieces
 from embedserve.wire.rest import answer_headers, error_answer
@@ -120,7 +121,7 @@ class Http1Connection(UvicornConnection):
         access = self.exchange.access
         if access is not None:
             gap = form.authorization
-            authorization = None if gap is None else data[gap]
+            authorization = None if gap is None else data[gap].strip(BLANKS)
             if missing > 0:
                 if not self._admit_early(access, call, authorization):
                     return

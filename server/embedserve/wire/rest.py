@@ -7,14 +7,14 @@ application's (api/).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import lru_cache
 
 from embedserve.access.access import one_header
 from embedserve.codec.codec import ARROW, BINARY, INFER, JSON, PROTOBUF, Codec, infer_binary
 from embedserve.errors import EmbedServeError, InvalidRequestError
-from embedserve.exchange import Asked
+from embedserve.exchange import ROUTING_KEY, Asked
 from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.tracing.request_id import REQUEST_ID, Told, told_id
 from embedserve.types import Parts
@@ -26,6 +26,8 @@ ERRORS_MAX = 16
 JSON_LENGTH = b"inference-header-content-length"
 """Of a body of the Open Inference Protocol that has tensors behind its JSON."""
 LENGTH_DIGITS_MAX = 19
+ONCE_HEADERS = frozenset({ROUTING_KEY, b"x-timeout-ms", JSON_LENGTH})
+"""Rejected where a request has two, of which each end could read another."""
 NAMED = (PROTOBUF, ARROW)
 """What a content type has to name; other bodies are read as JSON."""
 
@@ -123,12 +125,13 @@ def read_headers(route: Route, headers: Headers, metrics: ProtocolMetrics) -> As
     the request. X-Timeout-Ms is how long the caller waits for the answer.
 
     Raises:
-        InvalidRequestError: X-Timeout-Ms is not a positive number, or
-            Inference-Header-Content-Length no length.
+        InvalidRequestError: X-Timeout-Ms is not a positive number, Inference-Header-Content-Length
+            no length, or one of ONCE_HEADERS is there twice.
         UnsupportedEncodingError: the body is compressed.
     """
     content_type = accept = json_length = b""
     wanted_s = None
+    check_once(headers, ONCE_HEADERS)
     has_id = False
     for name, value in headers:
         if name == b"content-type":
@@ -152,6 +155,16 @@ def read_headers(route: Route, headers: Headers, metrics: ProtocolMetrics) -> As
     codec = codec_of("", content_type, b"")
     answer_codec = next((one for one in (*NAMED, JSON) if one.content_type in accept), codec)
     return Asked(route.model, codec, answer_codec, wanted_s, metrics, has_id)
+
+
+def check_once(headers: Headers, once: Container[bytes]) -> None:
+    """Raises InvalidRequestError for a header of ``once`` that ``headers`` have twice."""
+    found: set[bytes] = set()
+    for name, _ in headers:
+        if name in found and name in once:
+            shown = name.decode("ascii").title()
+            raise InvalidRequestError(f"there are several {shown} headers, expected one", shown)
+        found.add(name)
 
 
 def timeout_s(value: bytes) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from urllib.parse import unquote
 
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.exchange import Exchange
@@ -70,7 +71,8 @@ class Router:
             return self._grpc.open(request)
         if wrong := wrong_target(request.target):
             return refused(wrong, request, self._metrics)
-        route = embed_route(request.target.partition(b"?")[0].decode("latin-1"))
+        path = unquote(request.target.partition(b"?")[0].decode("ascii"))
+        route = embed_route(path)
         if route is not None:
             return open_embed(route, request, self._exchange, self._metrics)
         return lambda stream: AsgiStream(self._management, request, stream)

@@ -22,7 +22,7 @@ from embedserve.exchange import REQUEST_S_MAX, late_request
 from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.wire.allowed_hosts import AllowedHosts
 from embedserve.wire.connections import DRAIN_IDLE_S, Lingering, Registry
-from embedserve.wire.head_limits import HEAD_BYTES_MAX, check_head
+from embedserve.wire.head_limits import BLANKS, HEAD_BYTES_MAX, check_head
 from embedserve.wire.http2.connection import UNREAD_S_MAX
 from embedserve.wire.http2.sender import READ_BYTES_MIN
 from embedserve.wire.rest import (
@@ -185,6 +185,9 @@ class UvicornConnection(HttpToolsProtocol):
         self._head_bytes = self._body_bytes = 0
         super().on_message_begin()
         cast(dict[str, Any], self.scope)[CERTIFICATE] = self.certificate
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value.rstrip(BLANKS))  # llhttp takes off what stands before it
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -22,7 +23,7 @@ from embedserve.access.access import (
     Client,
     certificate_of,
 )
-from embedserve.access.grants import new_token
+from embedserve.access.grants import new_token, read_grants
 from embedserve.errors import (
     EmbedServeError,
     PermissionDeniedError,
@@ -264,3 +265,38 @@ async def test_requests_are_counted_by_who_asked(tokens: Tokens) -> None:
     }
     assert tokens.access.take_counts() == []
     assert tokens.access.names() == {"x", "late", "y", UNKNOWN}
+
+
+def test_a_caller_keeps_its_name_and_its_limits_as_its_token_changes(tmp_path: Path) -> None:
+    """While both hold it has two tokens, and one rate."""
+    (old, old_hash), (new, new_hash), path = new_token(), new_token(), tmp_path / "tokens"
+    limits = {"name": "ranker", "requests_per_second": 1}
+    path.write_text(json.dumps({**limits, "sha256": old_hash}))
+    access = Access(str(path))
+
+    def client_of(token: str) -> Client:
+        return access.check(f"Bearer {token}".encode(), None, frozenset({"embed"}), pays=False)
+
+    client = client_of(old)
+    for hashes in ([old_hash, new_hash], [new_hash]):
+        path.write_text(json.dumps({**limits, "sha256": hashes}))
+        access._adopt(read_grants(str(path)))
+        assert client_of(new) is client
+    with pytest.raises(UnauthenticatedError, match="unknown"):
+        client_of(old)
+    path.write_text(json.dumps({**limits, "sha256": [old_hash, new_hash]}))
+    access._adopt(read_grants(str(path)))
+    for token, is_over in ((old, False), (new, True)):
+        authorization = f"Bearer {token}".encode()
+        if is_over:
+            with pytest.raises(RateLimitedError):
+                access.check(authorization, None, frozenset({"embed"}))
+        else:
+            access.check(authorization, None, frozenset({"embed"}))
+
+
+def test_a_wrong_line_is_named_by_its_file_once(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}, line 1: name is missing$"):
+        Access(str(path))

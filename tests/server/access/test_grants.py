@@ -35,7 +35,7 @@ def test_every_key(tmp_path: Path) -> None:
     assert grants(tmp_path, "# who asks", full, "", plain) == [
         Grant(
             "ranker",
-            SHA,
+            (SHA,),
             "spiffe://cluster/ranker",
             frozenset({"movies"}),
             frozenset({"embed", "admin"}),
@@ -44,7 +44,7 @@ def test_every_key(tmp_path: Path) -> None:
             8,
             True,
         ),
-        Grant("batch", "1" * 64, expires_s=1801353600.0),
+        Grant("batch", ("1" * 64,), expires_s=1801353600.0),
     ]
 
 
@@ -61,6 +61,10 @@ SECRET = "es_what-nobody-may-see"
         ({"name": "x"}, "neither sha256 nor certificate"),
         ({"name": "x", "token": SECRET}, "a key is none of name, sha256"),
         ({"name": "x", "sha256": SECRET}, "sha256 is not 64 hexadecimal digits"),
+        ({"name": "x", "sha256": []}, "sha256 is not one hash, or a list of up to 2"),
+        ({"name": "x", "sha256": [SHA] * 3}, "sha256 is not one hash, or a list of up to 2"),
+        ({"name": "x", "sha256": [SHA, SECRET]}, "sha256 is not 64 hexadecimal digits"),
+        ({"name": "second", "sha256": ["a" * 64, "f" * 64]}, "the same name or token as line 1"),
         ({"name": "x", "sha256": SHA.upper() + "A"}, "sha256 is not 64 hexadecimal digits"),
         ({"name": "two words", "sha256": SHA}, "name is not up to 128"),
         ({"name": 7, "sha256": SHA}, "name is not up to 128"),
@@ -80,7 +84,7 @@ SECRET = "es_what-nobody-may-see"
 )
 def test_a_wrong_line_is_named_and_not_quoted(tmp_path: Path, line: Any, said: str) -> None:
     first = {"name": "first", "sha256": "f" * 64}
-    with pytest.raises(ValueError, match=r"tokens .*tokens, line 2: ") as raised:
+    with pytest.raises(ValueError, match=r"^\S*/tokens, line 2: ") as raised:
         grants(tmp_path, first, line)
     assert said in str(raised.value)
     assert "nobody-may-see" not in str(raised.value)

@@ -419,3 +419,31 @@ async def test_torchrecs_predictor(live: Live) -> None:
         for token, wanted in OF_EMBED.items():
             metadata = () if token is None else (("authorization", f"Bearer {token}"),)
             assert await code_of(stub.Predict(asked, metadata=metadata)) == CODES[wanted]
+
+
+STATISTICS = {
+    "es_right": {"shop", "films"},
+    "es_boss": {"shop", "films"},
+    "es_shop": {"shop"},
+}
+"""The models whose statistics each token is told of all."""
+
+
+@pytest.mark.parametrize("token", STATISTICS)
+async def test_statistics_are_those_of_the_models_that_a_token_may_ask(
+    live: Live, token: str
+) -> None:
+    headers, names = {"Authorization": f"Bearer {token}"}, STATISTICS[token]
+    service = GRPCInferenceServiceStub(live.channel)
+    told = (await live.http.get("/v2/models/stats", headers=headers)).json()
+    assert {one["name"] for one in told["model_stats"]} == names
+    request = oip.ModelStatisticsRequest()
+    statistics = await service.ModelStatistics(request, metadata=metadata_of(token))
+    assert {one.name for one in statistics.model_stats} == names
+    for model in ("shop", "films"):
+        wanted = 200 if model in names else 403
+        path = f"/v2/models/{model}/stats"
+        assert (await live.http.get(path, headers=headers)).status_code == wanted
+        request = oip.ModelStatisticsRequest(name=model)
+        call = service.ModelStatistics(request, metadata=metadata_of(token))
+        assert await code_of(call) == CODES[wanted]

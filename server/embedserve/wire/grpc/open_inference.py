@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError, Message
 
+from embedserve.access.access import Client
 from embedserve.errors import EmbedServeError, InvalidRequestError, UnknownModelError
 from embedserve.exchange import Exchange
 from embedserve.open_inference import (
@@ -50,7 +51,6 @@ class OpenInferenceService:
             "ServerMetadata": self._server,
             "ModelMetadata": self._model,
             "ModelConfig": self._configuration,
-            "ModelStatistics": self._statistics,
             "RepositoryIndex": self._repository,
         }
         shared = exchange.shared_memory
@@ -83,9 +83,10 @@ class OpenInferenceService:
         told = {"config": configuration(self._exchange, asked.name, asked.version)}
         return _written(told, pb.ModelConfigResponse())
 
-    def _statistics(self, message: bytes) -> bytes:
+    def statistics(self, client: Client | None, message: bytes) -> bytes:
+        """Answers ModelStatistics for the models that ``client`` may ask."""
         asked = _read(message, pb.ModelStatisticsRequest)
-        told = {"model_stats": statistics(self._exchange, asked.name, asked.version)}
+        told = {"model_stats": statistics(self._exchange, asked.name, asked.version, client)}
         return _written(told, pb.ModelStatisticsResponse())
 
     def _repository(self, message: bytes) -> bytes:

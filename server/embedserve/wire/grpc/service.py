@@ -7,11 +7,11 @@ from functools import partial
 
 from google.protobuf.message import DecodeError
 
-from embedserve.access.access import Access, headers_by_name, one_header
+from embedserve.access.access import Access, Client, headers_by_name, one_header
 from embedserve.codec import protobuf_answers
 from embedserve.codec.codec import INFER_MESSAGE, INFER_STREAMED, PREDICT, PROTOBUF, Codec
 from embedserve.errors import EmbedServeError, InvalidRequestError
-from embedserve.exchange import Asked, Exchange
+from embedserve.exchange import ROUTING_KEY, Asked, Exchange
 from embedserve.models.served_models import ServedModels
 from embedserve.shared_memory.regions import EVERYBODY
 from embedserve.tracing.request_id import REQUEST_ID, told_id
@@ -24,6 +24,7 @@ from embedserve.wire.grpc.statuses import error_block, only_trailers, wire_error
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.requests import Request
 from embedserve.wire.http2.stream import ENDED, Handler, Stream
+from embedserve.wire.rest import check_once
 from embedserve_proto import embedding_pb2, predictor_pb2
 
 SERVICE_NAME = embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"].full_name
@@ -34,6 +35,8 @@ Open = Callable[[Stream], Handler]
 HeadersByName = dict[bytes, bytes]
 Method = Callable[[bytes, Asked, HeadersByName], Open]
 """What opens calls with such an encoding, asking so, with these headers."""
+ONCE_METADATA = frozenset({ROUTING_KEY, b"grpc-timeout", b"grpc-encoding"})
+"""Rejected where a call has two, of which each end could read another."""
 EMBEDDERS = frozenset({"embed"})
 CALLERS = frozenset({"embed", "admin"})
 
@@ -83,7 +86,8 @@ class GrpcService:
         for name, function in self.open_inference.health.items():
             self._methods[_path(open_inference.SERVICE_NAME, name)] = self._unary(function)
         for name, of_owner in self.open_inference.shared_memory.items():
-            self._methods[_path(open_inference.SERVICE_NAME, name)] = self._owned(of_owner)
+            owned = self._of_client(partial(_owned, of_owner), exchange.access, EMBEDDERS)
+            self._methods[_path(open_inference.SERVICE_NAME, name)] = owned
         if not has_management:
             return
         for name, function in (("ListModels", self.list_models), ("GetModel", self.get_model)):
@@ -91,6 +95,8 @@ class GrpcService:
         for name, function in self.open_inference.management.items():
             guarded = self._guarded(self._unary(function), access)
             self._methods[_path(open_inference.SERVICE_NAME, name)] = guarded
+        statistics = self._of_client(self.open_inference.statistics, access, CALLERS)
+        self._methods[_path(open_inference.SERVICE_NAME, "ModelStatistics")] = statistics
         for name in reflection.SERVICE_NAMES:
             reflected = self._guarded(self._reflection, access)
             self._methods[_path(name, "ServerReflectionInfo")] = reflected
@@ -100,6 +106,7 @@ class GrpcService:
         encoding = b"identity"
         wanted_s = None
         try:
+            check_once(request.headers, ONCE_METADATA)
             for name, value in request.headers:
                 if name == b"grpc-encoding":
                     encoding = value
@@ -113,8 +120,9 @@ class GrpcService:
             has_id = REQUEST_ID in headers
             asked = Asked("", PROTOBUF, PROTOBUF, wanted_s, self._metrics, has_id)
             return method(encoding, asked, headers)
-        except WireError as error:
-            return refused(error, one_header(request.headers, REQUEST_ID))
+        except (WireError, InvalidRequestError) as error:
+            wrong = WireError(error.code, error.message)
+            return refused(wrong, one_header(request.headers, REQUEST_ID))
 
     def _embed(self, codec: Codec, encoding: bytes, asked: Asked, headers: HeadersByName) -> Open:
         return partial(EmbedCall, asked.in_codec(codec), self._exchange, encoding, headers)
@@ -170,23 +178,27 @@ class GrpcService:
 
         return open_call
 
-    def _owned(self, function: Callable[[str, bytes], bytes]) -> Method:
-        """``function`` of who asks, which is to have a name where there is access, for which it
-        pays."""
-        access = self._exchange.access
+    def _of_client(
+        self,
+        function: Callable[[Client | None, bytes], bytes],
+        access: Access | None,
+        roles: frozenset[str],
+    ) -> Method:
+        """Returns ``function`` as a method for clients of ``roles``, who pay for its calls; its
+        client is None where there is no ``access``."""
 
         def open_call(encoding: bytes, asked: Asked, headers: HeadersByName) -> Open:
-            def open_of_owner(stream: Stream) -> Handler:
-                owner, authorization = EVERYBODY, headers.get(b"authorization")
+            def open_of_client(stream: Stream) -> Handler:
+                client, authorization = None, headers.get(b"authorization")
                 try:
                     if access is not None:
                         certificate = stream.connection.certificate
-                        owner = access.check(authorization, certificate, EMBEDDERS)
+                        client = access.check(authorization, certificate, roles)
                 except EmbedServeError as error:
                     return _denied(stream, error, headers)
-                return self._unary(partial(function, owner))(encoding, asked, headers)(stream)
+                return self._unary(partial(function, client))(encoding, asked, headers)(stream)
 
-            return open_of_owner
+            return open_of_client
 
         return open_call
 
@@ -204,6 +216,11 @@ class GrpcService:
             raise InvalidRequestError(f"body is not a GetModelRequest: {error}", "body") from error
         models = self._exchange.models
         return _message(models, models.model(name)).SerializeToString()
+
+
+def _owned(function: Callable[[str, bytes], bytes], client: Client | None, message: bytes) -> bytes:
+    """Calls ``function`` with the name of its caller."""
+    return function(EVERYBODY if client is None else client.grant.name, message)
 
 
 def _message(models: ServedModels, model: ModelInfo) -> embedding_pb2.Model:

@@ -32,7 +32,7 @@ class Request:
 
     Attributes:
         target: its path, with what follows a "?".
-        headers: without the pseudo-headers; :authority is a host, unless there is one.
+        headers: without the pseudo-headers; :authority is the host.
         list_bytes: of the header list, as SETTINGS_MAX_HEADER_LIST_SIZE counts them.
         content_length: as declared; None where it is not.
     """
@@ -84,8 +84,14 @@ def read_request(headers: Headers) -> Request | str:
         return "content-length is not a number"
     if len(lengths) > 1:
         return "content-length is given twice"
-    if b":authority" in pseudo and not any(name == b"host" for name, _ in regular):
-        regular.append((b"host", pseudo[b":authority"]))
+    hosts = [value for name, value in regular if name == b"host"]
+    authority = pseudo.get(b":authority")
+    if len(hosts) > 1:
+        return "host is given twice"
+    if authority is not None and hosts and hosts[0].lower() != authority.lower():
+        return "host is not :authority"
+    if authority is not None and not hosts:
+        regular.append((b"host", authority))
     return Request(
         method,
         scheme,

@@ -26,11 +26,25 @@ def test_a_request_is_read() -> None:
     )
 
 
-def test_a_host_goes_before_the_authority() -> None:
-    request = read_request([*PSEUDO, (b":authority", b"a"), (b"host", b"b")])
+def test_a_host_is_the_authority() -> None:
+    request = read_request([*PSEUDO, (b":authority", b"a:1"), (b"host", b"A:1")])
     assert isinstance(request, Request)
-    assert request.headers == [(b"host", b"b")]
+    assert request.headers == [(b"host", b"A:1")]
     assert request.content_length is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "problem"),
+    [
+        ([(b":authority", b"a"), (b"host", b"b")], "host is not :authority"),
+        ([(b":authority", b"a"), (b"host", b"a"), (b"host", b"a")], "host is given twice"),
+        ([(b"host", b"a"), (b"host", b"b")], "host is given twice"),
+    ],
+)
+def test_another_or_a_second_host_is_malformed(
+    hosts: list[tuple[bytes, bytes]], problem: str
+) -> None:
+    assert read_request([*PSEUDO, *hosts]) == problem
 
 
 def test_the_target_of_options_may_be_the_server() -> None:
