@@ -30,7 +30,7 @@ from embedserve_store.publishing.pooled_error import PooledError
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.publish_sharded import publish_sharded
 from embedserve_store.publishing.remove_versions import prune, remove_version
-from embedserve_store.publishing.set_alias import set_alias
+from embedserve_store.publishing.set_alias import Rollback, roll_back, set_alias
 from embedserve_store.publishing.version_writer import PublishedVersion
 from embedserve_store.publishing.write_expected import write_expected
 from embedserve_store.sources.description import Description, read_description
@@ -51,6 +51,7 @@ __all__ = [
     "PooledError",
     "Progress",
     "PublishedVersion",
+    "Rollback",
     "Shard",
     "StoreError",
     "TableConstraints",
@@ -65,6 +66,7 @@ __all__ = [
     "read_description",
     "read_plan",
     "remove_version",
+    "roll_back",
     "set_alias",
     "verify",
     "write_expected",

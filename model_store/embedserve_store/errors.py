@@ -3,6 +3,8 @@
 Each message is one line for that person and names the file or table, and why.
 """
 
+from collections.abc import Iterable
+
 
 class StoreError(Exception):
     """A store, model or version that cannot be used, or a publish that cannot be done.
@@ -17,3 +19,9 @@ class UnknownAliasError(StoreError):
 
 class InvalidModelError(StoreError):
     """A model, description or plan that cannot be published; names the table and the reason."""
+
+
+def missing_version(where: object, version: int, versions: Iterable[int]) -> StoreError:
+    """Returns the error for a version that the model in ``where`` does not have."""
+    there = ", ".join(map(str, versions))
+    return StoreError(f"{where}: version {version} does not exist; versions are {there}")

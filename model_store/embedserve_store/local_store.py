@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, missing_version
 from embedserve_store.format.json_fields import parse_json
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest
 from embedserve_store.format.manifest_file import parse_manifest
@@ -54,6 +54,9 @@ class LocalStore:
         if not NAME_PATTERN.fullmatch(model):
             raise StoreError(f"{self.path}: {model!r} is not the name of a model")
         folder = self.path / model
+        if not folder.exists():
+            there = ", ".join(self.models()) or "none"
+            raise StoreError(f"{self.path}: there is no model {model!r}; models are {there}")
         _listed(folder, "model")
         return [number for number in version_numbers(folder) if (folder / str(number)).is_dir()]
 
@@ -98,7 +101,7 @@ class LocalStore:
             raise StoreError(f"{folder}: no version is published")
         chosen = versions[-1] if version is None else version
         if chosen not in versions:
-            raise StoreError(f"{folder}: version {chosen} does not exist, there are {versions}")
+            raise missing_version(folder, chosen, versions)
         return chosen
 
 

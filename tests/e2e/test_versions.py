@@ -92,7 +92,7 @@ def test_a_version_that_is_not_served_is_named(server: Running, stub: EmbeddingS
         f"{server.http}/embed", json={"features": FEATURES, "version": 3}, verify=False
     )
     assert answer.status_code == 404
-    said = "version is '3': of m this server has 1 (stable), 2 (canary)"
+    said = "version is 3: the versions of m are 1 (stable), 2 (canary)"
     assert answer.json()["error"] == {"code": "NOT_FOUND", "message": said, "field": "version"}
     with pytest.raises(grpc.RpcError) as caught:
         call(stub, model="m", version="3")
@@ -196,7 +196,7 @@ def test_an_administrator_loads_and_unloads(
         assert "m@3 is answered by version 3" in capfd.readouterr().err
         assert {ask(server, "m@3") for _ in range(20)} == {3}
         assert {ask(server) for _ in range(20)} == {1}
-        for model, problem in (("m@9", "version 9 does not exist"), ("x", "model cannot be read")):
+        for model, problem in (("m@9", "version 9 does not exist"), ("x", "there is no model 'x'")):
             with pytest.raises(ConnectionError, match=problem):
                 ask_server(management, "load", model)
         ask_server(management, "unload", "m@1")

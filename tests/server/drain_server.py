@@ -48,6 +48,7 @@ def main(lookup_s: float, drain_s: float, grpc_server: str, hang_s: float) -> No
         limits=IN_THREAD,
         grpc_server=grpc_server,
         worker_hang_s=hang_s,
+        allowed_host=("*",),
     )
     ports = claim_ports("127.0.0.1", 0, 0)
     engine = FakeEngine()

@@ -74,8 +74,8 @@ def test_mapped_rows_are_the_published_rows(
 @pytest.mark.parametrize(
     ("model", "number", "message"),
     [
-        ("other", None, "store/other: the model cannot be read: No such file"),
-        ("m", 2, r"store/m: version 2 does not exist, there are \[1\]"),
+        ("other", None, "there is no model 'other'; models are "),
+        ("m", 2, r"store/m: version 2 does not exist; versions are 1"),
         ("m", 0, "version 0 does not exist"),
         ("../store/m", None, r"'\.\./store/m' is not the name of a model"),
         (".staging-1", None, "is not the name of a model"),

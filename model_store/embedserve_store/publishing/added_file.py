@@ -6,11 +6,13 @@ writers, who then takes the next number. Never imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import getpass
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +23,9 @@ from embedserve_store.writing.staging import sync, write_synced
 
 ATTEMPTS = 100
 """Other writers may take a number between our look and our write."""
+ASIDE_PREFIX = ".new-"
+STALE_S = 3600.0
+"""Age after which a file that was written aside is of a writer that was killed."""
 TEXT_MAX = 1000
 """Characters of what a person says."""
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
@@ -68,7 +73,8 @@ def _local_writer(store: str) -> Write:
 
 def _write_new(path: Path, data: bytes) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".new-{secrets.token_hex(8)}")
+    _remove_stale(path.parent)
+    aside = path.with_name(f"{ASIDE_PREFIX}{secrets.token_hex(8)}")
     try:
         write_synced(aside, data)
         _link(aside, path)
@@ -78,6 +84,15 @@ def _write_new(path: Path, data: bytes) -> bool:
         aside.unlink(missing_ok=True)
     sync(path.parent)
     return True
+
+
+def _remove_stale(folder: Path) -> None:
+    """Removes the files that killed writers left; a write takes seconds."""
+    oldest_s = time.time() - STALE_S
+    for aside in folder.glob(f"{ASIDE_PREFIX}*"):
+        with contextlib.suppress(OSError):  # gone already, or another user's
+            if aside.stat().st_mtime < oldest_s:
+                aside.unlink()
 
 
 def _link(aside: Path, path: Path) -> None:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, missing_version
 from embedserve_store.model_store import ModelStore
 from embedserve_store.remote.pull import MANIFEST
 from embedserve_store.remote.remote_files import RemoteFolder
@@ -29,7 +29,7 @@ def remove_version(store: str | os.PathLike[str], model: str, version: int) -> N
     versions = models.versions(model)
     where = f"{models.where}/{model}"
     if version not in versions:
-        raise StoreError(f"{where}: version {version} does not exist, there are {versions}")
+        raise missing_version(where, version, versions)
     if version == versions[-1]:
         raise StoreError(f"{where}: version {version} is the newest, which stays")
     if named := _names(models, model, version):

@@ -1,4 +1,4 @@
-"""Moves an alias of a model to another version, or removes it. Never imports torch.
+"""Moves an alias of a model to another version, or back, or removes it. Never imports torch.
 
 A change is a file that is added (added_file.py): it appears whole or not at all.
 """
@@ -6,7 +6,7 @@ A change is a file that is added (added_file.py): it appears whole or not at all
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from embedserve_store.errors import StoreError
@@ -70,3 +70,75 @@ def _check_there(models: ModelStore, change: Alias) -> None:
             f"{models.where}/{change.model}: version {change.version} was removed meanwhile, and "
             f"alias {change.name!r} names it: set it to another"
         )
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """The changes that roll_back made.
+
+    Attributes:
+        before, after: the alias that was rolled back, as it was and as it is.
+        removed: aliases that had a share of the requests or a shadow, as they were.
+    """
+
+    before: Alias
+    after: Alias
+    removed: tuple[Alias, ...]
+
+
+def roll_back(
+    store: str | os.PathLike[str],
+    model: str,
+    name: str = "stable",
+    *,
+    to: int | str | None = None,
+    why: str = "",
+    who: str | None = None,
+) -> Rollback:
+    """Moves the alias ``name`` back to the version that it meant before, and removes every other
+    alias of ``model`` that has a share of the requests, or a shadow, with another version.
+
+    Rolling back again goes back further. What other versions answer is taken away first, so that
+    a call that fails half-way can be made again.
+
+    Args:
+        store: a folder or a URL.
+        to: a number, or another alias for the version that it means now; None: the one before.
+        why, who: kept with each change, as by set_alias.
+
+    Raises:
+        StoreError: there is no such alias, it meant no other version before, or that version is
+            not there any more; or as set_alias.
+    """
+    models = ModelStore(store)
+    now = models.aliases(model)
+    if name not in now:
+        there = ", ".join(now) or "none"
+        raise StoreError(f"{models.where}/{model}: no alias {name!r}, aliases are {there}")
+    number = _before(models, model, name) if to is None else models.manifest(model, to).version
+    if number not in models.versions(model):
+        there = ", ".join(map(str, models.versions(model)))
+        raise StoreError(
+            f"{models.where}/{model}: {name} was version {number} before, which does not exist any "
+            f"more; versions are {there}"
+        )
+    others = [one for other, one in now.items() if other != name and one.version != number]
+    removed = tuple(one for one in others if one.share or one.shadow)
+    for one in removed:
+        set_alias(store, model, one.name, None, why=why, who=who)
+    return Rollback(now[name], set_alias(store, model, name, number, why=why, who=who), removed)
+
+
+def _before(models: ModelStore, model: str, name: str) -> int:
+    """Returns the version that an alias meant before the one that it means now."""
+    past: list[int] = []
+    for change in reversed(models.alias_history(model, name)):
+        if change.version in past:  # it went back
+            del past[past.index(change.version) :]
+        if change.version is not None:
+            past.append(change.version)
+    if len(past) == 1:
+        raise StoreError(
+            f"{models.where}/{model}: {name} was no other version than {past[0]} before: say which"
+        )
+    return past[-2]

@@ -12,7 +12,7 @@ import os
 import re
 from pathlib import Path
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, missing_version
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import NAME_PATTERN
 from embedserve_store.format.version_folder import VERSION_PATTERN, version_numbers
@@ -175,7 +175,7 @@ class RemoteStore:
             raise StoreError(f"{where}: no version is published")
         number = published[-1] if version is None else version
         if number not in published:
-            raise StoreError(f"{where}: version {number} does not exist, there are {published}")
+            raise missing_version(where, number, published)
         return read_manifest(self._remote, model, number, folders[number])
 
 

@@ -63,16 +63,19 @@ def _features(parsed: dict[str, Any]) -> InvalidRequestError | None:
 
 
 def _check_of(bags: Any) -> Any:
-    """Of the ids of a feature, which are strings all of them, or integers, which strings may stand
-    for. Where they are neither, the first says what they should be."""
+    """Returns the check of a feature's ids, which are all strings, or integers, which strings may
+    stand for. Of a mixture the fewer are wrong; where they are as many, the strings are. How many
+    strings are no integers is estimated by the first CHUNK of them."""
     if not isinstance(bags, list):
         return _check_id
-    first = next((bag[0] if isinstance(bag, list) else bag for bag in bags if bag != []), None)
-    if not isinstance(first, str):
-        return _check_id
-    ids = chain.from_iterable(bags) if set(map(type, bags)) == {list} else bags
-    is_integer = not isinstance(integers_of([first]), int)
-    return _check_id if is_integer and set(map(type, ids)) != {str} else _check_string
+    ids = [*chain.from_iterable(bags)] if set(map(type, bags)) == {list} else bags
+    strings = [one for one in ids if isinstance(one, str)]
+    if len(strings) == len(ids):
+        return _check_string
+    sample = strings[:CHUNK]
+    words = sum(isinstance(integers_of([one]), int) for one in sample)
+    are_words = words * len(strings) > len(sample) * (len(ids) - len(strings))
+    return _check_string if are_words else _check_id
 
 
 def _batch_sizes(features: dict[str, list[Any]]) -> InvalidRequestError | None:
@@ -127,9 +130,8 @@ def _same_shape(name: str, ids: list[Any], weights: list[Any]) -> InvalidRequest
         return None
     for i, (bag, weight_bag) in enumerate(zip(id_bags, weight_bags, strict=True)):
         if len(bag) != len(weight_bag):
-            return _wrong(
-                f"weights.{name}[{i}]", f"has {len(weight_bag)} weights for {len(bag)} ids"
-            )
+            shapes = f"{counted(len(weight_bag), 'weight')} for {counted(len(bag), 'id')}"
+            return _wrong(f"weights.{name}[{i}]", f"has {shapes}")
     return None
 
 
@@ -227,7 +229,7 @@ def _check_id(value: Any) -> str:
 
 def _check_string(value: Any) -> str:
     if not isinstance(value, str):
-        return "the ids before it are strings"
+        return "most ids of this feature are strings"
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -244,6 +246,11 @@ def _check_weight(value: Any) -> str:
     except (OverflowError, struct.error):  # of floats, of integers
         is_finite = False
     return "" if is_finite else "weights are finite float32 numbers"
+
+
+def counted(count: int, noun: str) -> str:
+    """Returns a count with its noun, such as "1 id" and "2 ids"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _quote(value: Any) -> str:

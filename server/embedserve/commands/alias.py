@@ -1,14 +1,18 @@
-"""`embedserve alias`: shows the aliases of a model and their history, moves and removes them."""
+"""`embedserve alias` and `rollback`: show, move, remove and roll back a model's aliases."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 
 from embedserve.terminal.aligned_columns import grid, plain, show, write
 from embedserve.terminal.console import say
 from embedserve.terminal.stores import opened
-from embedserve_store import Alias, set_alias
+from embedserve_store import Alias, ModelStore, StoreError, roll_back, set_alias
+
+ALIKE = 0.7
+"""Share of two names that is equal (difflib) where one may be a slip of the other."""
 
 
 def show_aliases(store: str, model: str, name: str, cache: Path | None) -> None:
@@ -25,19 +29,57 @@ def show_aliases(store: str, model: str, name: str, cache: Path | None) -> None:
 
 
 def change_alias(
-    store: str, model: str, name: str, version: str | None, why: str, share: float, shadow: float
+    store: str,
+    model: str,
+    name: str,
+    version: str | None,
+    why: str,
+    share: float,
+    shadow: float,
+    *,
+    may_be_new: bool,
 ) -> None:
     """Moves an alias to ``version``, or removes it where that is None; ``share`` and ``shadow`` are
     in percent.
 
     Raises:
-        StoreError: as set_alias.
+        StoreError: as set_alias; or the alias is new, resembles another, and ``may_be_new`` is
+            False.
     """
+    models = ModelStore(store)
+    before = models.aliases(model)
+    others = ", ".join(one for one in before if one != name)
+    is_new = version is not None and name not in before
+    alike = get_close_matches(name, before, 1, ALIKE)
+    if is_new and alike and not may_be_new:
+        raise StoreError(
+            f"{model} has no alias {name!r}, did you mean {alike[0]!r}? Aliases are {others}; "
+            "--new makes another"
+        )
     change = set_alias(store, model, name, version, why=why, share=share, shadow=shadow)
     if change.version is None:
         say(f"{model}: {name} is no alias any more")
+    elif is_new:
+        beside = f" beside {others}" if others else ""
+        say(f"{model}: {name} is version {change.version}{_shared(change)}: a new alias{beside}")
     else:
         say(f"{model}: {name} is version {change.version}{_shared(change)}")
+    for one in models.aliases(model).values():
+        if one.name != name and (one.share or one.shadow):
+            say(f"{model}: {one.name} still is version {one.version}{_shared(one)}")
+
+
+def roll_back_alias(store: str, model: str, name: str, to: str | None, why: str) -> None:
+    """Moves an alias back, and removes those with a share or a shadow; says what it did.
+
+    Raises:
+        StoreError: as roll_back.
+    """
+    done = roll_back(store, model, name, to=to, why=why)
+    for one in done.removed:
+        was = f"it was version {one.version}{_shared(one)}"
+        say(f"{model}: {one.name} is no alias any more: {was}")
+    say(f"{model}: {name} is version {done.after.version}: it was version {done.before.version}")
 
 
 def _shared(alias: Alias) -> str:

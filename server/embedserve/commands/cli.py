@@ -33,6 +33,7 @@ from embedserve.commands.store_commands import (
     inspect_store,
     note,
     prune,
+    rollback,
     verify,
 )
 
@@ -295,5 +296,5 @@ def plan(
 
 
 app.command(name="inspect")(inspect_store)
-for command in (verify, diff, alias, note, prune, delete, admin, health, shadow, token):
+for command in (verify, diff, alias, rollback, note, prune, delete, admin, health, shadow, token):
     app.command()(command)

@@ -93,6 +93,9 @@ def alias(
         ),
     ] = 0.0,
     remove: Annotated[bool, typer.Option("--remove", help="Remove the alias.")] = False,
+    new: Annotated[
+        bool, typer.Option("--new", help="Make a new alias, also of a name that resembles another.")
+    ] = False,
     cache: Cache = None,
 ) -> None:
     """Show, move or remove a model's aliases: names for versions, such as stable."""
@@ -105,9 +108,25 @@ def alias(
             if given and not (remove or version):
                 raise ValueError(f"{flag} is of a change: say the version that the alias moves to")
         if remove or version:
-            change_alias(store, model, name, version or None, why, share, shadow)
+            change_alias(store, model, name, version or None, why, share, shadow, may_be_new=new)
         else:
             show_aliases(store, model, name, cache)
+
+
+def rollback(
+    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
+    model: Annotated[str, typer.Argument(help="Name of the model.")],
+    to: Annotated[
+        str, typer.Option(help="A number, or an alias. Default: the version before.")
+    ] = "",
+    alias: Annotated[str, typer.Option(help="The alias that goes back.")] = "stable",
+    why: Annotated[str, typer.Option(help="Kept with each change.")] = "",
+) -> None:
+    """Move an alias back to the version before, and take away what others have of its requests."""
+    with one_line_errors():
+        from embedserve.commands.alias import roll_back_alias
+
+        roll_back_alias(store, model, alias, to or None, why)
 
 
 def note(

@@ -269,8 +269,9 @@ class ServedModels:
         model, version = split_name(name)
         if version and (there := self._routes.possible.get(model)):
             versions = ", ".join(map(_shown, there))
+            shown = version if version.isdecimal() else repr(version)
             raise UnknownModelError(
-                f"version is {version!r}: of {model} this server has {versions}", "version"
+                f"version is {shown}: the versions of {model} are {versions}", "version"
             )
         raise UnknownModelError(f"model is {name!r}: this server has {served}", "model")
 

@@ -6,12 +6,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from embedserve.commands.cli import app
 from embedserve.config import ServeSettings
 from embedserve.processes.loading import open_versions
+from embedserve_store import publish
 from embedserve_store.errors import StoreError
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.model_store import ModelStore
 
 
 @pytest.fixture
@@ -29,7 +33,7 @@ def run(*arguments: str | Path) -> tuple[int, str, str]:
 def test_an_alias_is_set_shown_and_removed(own: Path) -> None:
     assert run("alias", own, "shop") == (0, "aliases of shop: none\n", "")
     code, _, said = run("alias", own, "shop", "stable", "1", "--why", "recall is up")
-    assert (code, said) == (0, "shop: stable is version 1\n")
+    assert (code, said) == (0, "shop: stable is version 1: a new alias\n")
     _, shown, _ = run("alias", own, "shop")
     (line,) = [line.split() for line in shown.splitlines() if "stable" in line]
     assert line[:2] == ["stable", "1"]
@@ -58,13 +62,13 @@ def test_it_stands_wherever_a_version_does(own: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("shop", "stable", "2"), "shop: version 2 does not exist, there are [1]"),
+        (("shop", "stable", "2"), "shop: version 2 does not exist; versions are 1"),
         (("shop", "stable", "best"), "shop: 'best' is no version and no alias, aliases are none"),
         (("shop", "1", "1"), "alias name '1': use up to 64 letters"),
         (("shop", "stable", "--remove"), "shop: no alias 'stable' to remove"),
         (("shop", "stable", "--why", "x"), "--why is of a change: say the version"),
         (("shop", "stable", "1", "--remove"), "--remove takes no version, found '1'"),
-        (("shoes",), "shoes: the model cannot be read"),
+        (("shoes",), "there is no model 'shoes'; models are shop"),
     ],
 )
 def test_what_cannot_be_is_one_line(own: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -80,7 +84,7 @@ def test_a_server_serves_what_an_alias_means(own: Path) -> None:
     assert version.manifest.version == 1
     for wanted, message in (
         ("shop@best", "'best' is no version and no alias, aliases are stable"),
-        ("shop@2", r"version 2 does not exist, there are \[1\]"),
+        ("shop@2", r"version 2 does not exist; versions are 1"),
     ):
         with pytest.raises(StoreError, match=message):
             open_versions(ServeSettings(str(own), model=(wanted,)))
@@ -94,3 +98,56 @@ def test_what_others_wrote_is_shown_as_it_is(own: Path) -> None:
     code, shown, _ = run("alias", own, "shop")
     assert code == 0
     assert "fix [/x] [red]bug[/red]\\x1b[31m\\x0afake" in shown
+
+
+@pytest.fixture
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store with versions 1 and 2 of "m"."""
+    monkeypatch.setenv("COLUMNS", "200")
+    tables = [TableSpec("t", 4, 4, ("t",), "sum", "float32")]
+    for _ in range(2):
+        state = {"embedding_bags.t.weight": torch.ones(4, 4)}
+        publish(state, tmp_path / "two", model="m", tables=tables)
+    return tmp_path / "two"
+
+
+def test_a_name_that_resembles_another_needs_to_be_called_new(two: Path) -> None:
+    run("alias", two, "m", "stable", "1")
+    run("alias", two, "m", "canary", "2")
+    code, out, said = run("alias", two, "m", "stble", "2")
+    assert (code, out) == (1, "")
+    assert said == (
+        "embedserve: m has no alias 'stble', did you mean 'stable'? Aliases are canary, stable; "
+        "--new makes another\n"
+    )
+    assert ModelStore(two).aliases("m").keys() == {"canary", "stable"}
+    assert run("alias", two, "m", "stble", "2", "--new")[2] == (
+        "m: stble is version 2: a new alias beside canary, stable\n"
+    )
+    assert run("alias", two, "m", "stble", "1")[2] == "m: stble is version 1\n"
+    assert run("alias", two, "m", "dark", "1")[0] == 0
+
+
+def test_a_change_tells_what_other_aliases_answer(two: Path) -> None:
+    run("alias", two, "m", "stable", "2")
+    run("alias", two, "m", "canary", "2", "--share", "10", "--shadow", "5")
+    assert run("alias", two, "m", "stable", "1")[2].splitlines() == [
+        "m: stable is version 1",
+        "m: canary still is version 2, with a share of 10 %, in the shadow of 5 %",
+    ]
+
+
+def test_a_rollback_tells_what_it_did(two: Path) -> None:
+    for version in ("1", "2"):
+        run("alias", two, "m", "stable", version)
+    run("alias", two, "m", "canary", "2", "--share", "10")
+    code, out, said = run("rollback", two, "m", "--why", "CTR fell")
+    assert (code, out) == (0, "")
+    assert said.splitlines() == [
+        "m: canary is no alias any more: it was version 2, with a share of 10 %",
+        "m: stable is version 1: it was version 2",
+    ]
+    assert ModelStore(two).alias_history("m", "stable")[0].why == "CTR fell"
+    assert run("rollback", two, "m", "--to", "2")[2] == "m: stable is version 2: it was version 1\n"
+    code, _, said = run("rollback", two, "m", "--alias", "stble")
+    assert (code, said) == (1, f"embedserve: {two}/m: no alias 'stble', aliases are stable\n")

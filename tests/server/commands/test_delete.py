@@ -26,7 +26,7 @@ def test_one_version_goes_and_those_that_are_needed_stay(tmp_path: Path) -> None
     assert delete("m", "2") == (0, "m: removed version 2\n")
     for model, version, reason in (
         ("m", "1", "version 1 is what alias stable names"),
-        ("m", "2", "version 2 does not exist, there are [1, 3]"),
+        ("m", "2", "version 2 does not exist; versions are 1, 3"),
         ("m", "3", "version 3 is the newest, which stays"),
         ("n", "1", "n: "),
     ):

@@ -85,7 +85,7 @@ def test_a_version_that_is_not_there_is_one_line(two_versions: Path) -> None:
     status, lines, errors = run(two_versions, "shop", "1", "3")
     assert (status, lines) == (1, [])
     assert errors == [
-        f"embedserve: {two_versions}/shop: version 3 does not exist, there are [1, 2]"
+        f"embedserve: {two_versions}/shop: version 3 does not exist; versions are 1, 2"
     ]
 
 

@@ -50,7 +50,7 @@ def test_a_version_shows_its_tables_and_which_rows_lie_on_which_rank(store: Path
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(("shop", "2"), "version 2 does not exist, there are [1]"), (("shoes",), "shoes")],
+    [(("shop", "2"), "version 2 does not exist; versions are 1"), (("shoes",), "shoes")],
 )
 def test_what_is_not_there_is_one_line(
     store: Path, arguments: tuple[str, ...], message: str
@@ -104,4 +104,4 @@ def test_prune_says_what_goes(store: Path, tmp_path: Path) -> None:
         assert (result.exit_code, result.stderr) == (0, said)
     result = CliRunner().invoke(app, ["prune", str(own), "shoes", "--keep", "1"])
     assert result.exit_code == 1
-    assert "shoes: the model cannot be read" in result.stderr
+    assert "there is no model 'shoes'" in result.stderr

@@ -47,4 +47,4 @@ def test_what_cannot_be_is_one_line(own: Path) -> None:
     code, out, said = run("note", own, "shop", "2", "x")
     assert (code, out) == (1, "")
     (line,) = said.splitlines()
-    assert "shop: version 2 does not exist, there are [1]" in line
+    assert "shop: version 2 does not exist; versions are 1" in line

@@ -67,7 +67,7 @@ async def test_what_is_not_served_is_refused_with_what_is(models: ServedModels, 
         assert "this server has shop@stable, shop@canary, shop@old" in error.message
     else:
         assert error.field == "version"
-        assert error.message.endswith(": of shop this server has 7 (stable), 8 (canary), 6 (old)")
+        assert error.message.endswith(": the versions of shop are 7 (stable), 8 (canary), 6 (old)")
 
 
 async def test_a_share_goes_to_a_version_of_what_names_none(models: ServedModels) -> None:

@@ -56,9 +56,9 @@ async def test_names_are_loaded_beside_others_and_unloaded(
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("shop@9", r"shop: version 9 does not exist, there are \[1\]"),
+        ("shop@9", r"shop: version 9 does not exist; versions are 1"),
         ("shop@none", "'none' is no version and no alias"),
-        ("films", "films: the model cannot be read"),
+        ("films", "there is no model 'films'"),
         ("../shop", r"'\.\./shop' is not the name of a model"),
         ("shop@", "model is 'shop@': expected NAME, NAME@VERSION or NAME@ALIAS"),
         ("", "'' is not the name of a model"),

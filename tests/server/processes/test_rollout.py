@@ -262,7 +262,7 @@ async def test_a_version_with_more_features_than_are_counted_is_refused(moving: 
 
 async def test_a_name_is_added_and_removed(moving: Moving) -> None:
     rollout = moving.rollout
-    said = r"^version is 'canary': of shop this server has 7$"
+    said = r"^version is 'canary': the versions of shop are 7$"
     with pytest.raises(UnknownModelError, match=said):
         await moving.check(8, "shop@canary")
     assert rollout.number("shop@canary") is None
@@ -271,7 +271,7 @@ async def test_a_name_is_added_and_removed(moving: Moving) -> None:
     assert rollout.switch("shop@canary", 8)
     for name, number in (("shop", 7), ("shop@canary", 8), ("shop@7", 7), ("shop@8", 8)):
         await moving.check(number, name)
-    said = r"^version is '9': of shop this server has 7, 8 \(canary\)$"
+    said = r"^version is 9: the versions of shop are 7, 8 \(canary\)$"
     with pytest.raises(UnknownModelError, match=said):
         await moving.check(9, "shop@9")
     engine = weakref.ref(moving.engines.pop(8))

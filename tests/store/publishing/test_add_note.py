@@ -76,9 +76,9 @@ def test_many_writers_each_have_their_turn(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "version", "text", "message"),
     [
-        ("m", 3, "x", r"m: version 3 does not exist, there are \[1, 2\]"),
+        ("m", 3, "x", r"m: version 3 does not exist; versions are 1, 2"),
         ("m", "best", "x", "'best' is no version and no alias"),
-        ("n", 1, "x", "n: the model cannot be read"),
+        ("n", 1, "x", "there is no model 'n'; models are "),
         ("m", 1, " \n", "text is empty"),
         ("m", 1, "x" * 1001, "text has 1001 characters, the limit is 1000"),
     ],

@@ -15,9 +15,10 @@ from store.listing import everything_under
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
+from embedserve_store.publishing import added_file
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.remove_versions import remove_version
-from embedserve_store.publishing.set_alias import set_alias
+from embedserve_store.publishing.set_alias import roll_back, set_alias
 
 STATE = {"embedding_bags.t.weight": torch.ones(10, 4)}
 TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
@@ -65,12 +66,12 @@ def test_one_that_is_removed_is_none_and_keeps_its_history(store: Path) -> None:
 def test_what_cannot_be_is_refused_and_changes_nothing(store: Path) -> None:
     before = everything_under(store)
     for model, name, version, message in (
-        ("m", "stable", 3, r"m: version 3 does not exist, there are \[1, 2\]"),
+        ("m", "stable", 3, r"m: version 3 does not exist; versions are 1, 2"),
         ("m", "stable", "canary", "'canary' is no version and no alias, aliases are none"),
         ("m", "stable", "0", "'0' is no version and no alias"),
         ("m", "7", 1, "alias name '7'"),
         ("m", "../x", 1, "alias name '../x'"),
-        ("other", "stable", 1, "other: the model cannot be read: No such file"),
+        ("other", "stable", 1, "there is no model 'other'; models are "),
         ("../m", "stable", 1, r"'\.\./m' is not the name of a model"),
     ):
         with pytest.raises(StoreError, match=message):
@@ -173,3 +174,76 @@ def test_killed_at_any_step_a_publish_and_an_alias_leave_what_a_reader_reads_rig
     steps = dict(line.split() for line in done.stdout.splitlines())
     assert int(steps["publish"]) > 20
     assert int(steps["alias"]) > 5
+
+
+def test_a_rollback_goes_back_and_takes_away_what_other_versions_answer(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    for _ in range(4):
+        publish(STATE, store, model="m", tables=TABLES)
+    for version in (1, 2, 3, 4):
+        set_alias(store, "m", "stable", version)
+    set_alias(store, "m", "canary", 4, share=10.0)
+    set_alias(store, "m", "dark", 2, shadow=5.0)
+    set_alias(store, "m", "good", 3, share=1.0)  # of the version that is gone back to
+    set_alias(store, "m", "named", 4)  # answers who names it alone
+    done = roll_back(store, "m", why="CTR fell", who="kim")
+    assert (done.before.version, done.after.version) == (4, 3)
+    assert {one.name: one.version for one in done.removed} == {"canary": 4, "dark": 2}
+    models = ModelStore(store)
+    now = {name: one.version for name, one in models.aliases("m").items()}
+    assert now == {"good": 3, "named": 4, "stable": 3}
+    for name in ("stable", "canary", "dark"):
+        last = models.alias_history("m", name)[0]
+        assert (last.why, last.who) == ("CTR fell", "kim")
+    # Further back each time, and not forth to what was bad.
+    assert roll_back(store, "m").after.version == 2
+    assert roll_back(store, "m").after.version == 1
+    with pytest.raises(StoreError, match="stable was no other version than 1 before: say which"):
+        roll_back(store, "m")
+    assert roll_back(store, "m", to="named").after.version == 4
+
+
+def test_a_rollback_that_cannot_be_changes_nothing(store: Path) -> None:
+    set_alias(store, "m", "stable", 1)
+    set_alias(store, "m", "stable", 2)
+    set_alias(store, "m", "canary", 2, share=10.0)
+    remove_version(store, "m", 1)
+    before = everything_under(store)
+    said = "stable was version 1 before, which does not exist any more; versions are 2$"
+    with pytest.raises(StoreError, match=said):
+        roll_back(store, "m")
+    with pytest.raises(StoreError, match="no alias 'stble', aliases are canary, stable"):
+        roll_back(store, "m", "stble")
+    with pytest.raises(StoreError, match="version 9 does not exist"):
+        roll_back(store, "m", to=9)
+    assert everything_under(store) == before
+
+
+def test_a_rollback_that_fails_half_way_can_be_made_again(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in (1, 2):
+        set_alias(store, "m", "stable", version)
+    set_alias(store, "m", "canary", 2, share=10.0)
+
+    def fail(folder: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(added_file, "sync", fail)
+        with pytest.raises(StoreError, match="cannot be written"):
+            roll_back(store, "m")
+    done = roll_back(store, "m")
+    assert done.after.version == 1
+    assert ModelStore(store).aliases("m").keys() == {"stable"}
+
+
+def test_what_killed_writers_left_is_removed(store: Path) -> None:
+    """Of an hour ago; a writer of now may still link its own."""
+    set_alias(store, "m", "stable", 1)
+    old, new = (store / "m" / "aliases" / "stable" / f".new-{name}" for name in ("old", "new"))
+    old.touch()
+    new.touch()
+    os.utime(old, (0, 0))
+    set_alias(store, "m", "stable", 2)
+    assert (old.exists(), new.exists()) == (False, True)

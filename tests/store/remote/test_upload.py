@@ -132,7 +132,7 @@ def test_a_damaged_version_is_not_uploaded(
 def test_what_is_no_version_is_refused(tmp_path: Path, url: str) -> None:
     for folder, message in (
         (tmp_path / "latest", "its name is not a number"),
-        (tmp_path / "m" / "1", "cannot be read"),
+        (tmp_path / "m" / "1", "there is no model 'm'; models are none"),
     ):
         with pytest.raises(StoreError, match=message):
             upload_version(folder, url)
