@@ -28,7 +28,7 @@ def test_one_version_goes_and_those_that_are_needed_stay(tmp_path: Path) -> None
         ("m", "1", "version 1 is what alias stable names"),
         ("m", "2", "version 2 does not exist; versions are 1, 3"),
         ("m", "3", "version 3 is the newest, which stays"),
-        ("n", "1", "n: "),
+        ("n", "1", "there is no model 'n'"),
     ):
         status, said = delete(model, version)
         assert (status, reason in said, len(said.splitlines())) == (1, True, 1), said
