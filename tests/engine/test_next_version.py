@@ -6,11 +6,13 @@ import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from pooled import Tables, collection
 from reference import assert_same, expected, sample, stored_rows, to_kjt
+from server.python import run_python
 from torchrec import (
     EmbeddingCollection,
     EmbeddingConfig,
@@ -18,6 +20,7 @@ from torchrec import (
 )
 
 from embedserve.engine.engine import Engine
+from embedserve.engine.programs import Programs
 from embedserve.engine.restore import restore
 from embedserve.engine.script import SCRIPTED, TRACED
 from embedserve_store import ModelStore, ModelVersion, StoreError, publish
@@ -66,7 +69,7 @@ def test_a_version_of_the_same_layout_needs_nothing_compiled(
     versions = [publish_next(tmp_path, one, **options) for one in (TABLES, tables)]
     first = restore(versions[0], "cpu:1")
     monkeypatch.setattr("embedserve.engine.restore.shard", sharded_anew)
-    second = restore(versions[1], "cpu:1", before=first)
+    second = restore(versions[1], "cpu:1", programs=Programs([first]))
     assert (first.lookup_kind, second.lookup_kind) == (TRACED, TRACED)
     for engine, version in zip((first, second), versions, strict=True):
         check(engine, version)  # each from its own rows, side by side
@@ -85,7 +88,7 @@ def test_a_version_of_the_same_layout_needs_nothing_compiled(
 def test_a_version_of_another_layout_is_sharded_anew(tmp_path: Path, changed: Tables) -> None:
     versions = [publish_next(tmp_path, tables) for tables in (TABLES, changed)]
     first = restore(versions[0], "cpu:1")
-    second = restore(versions[1], "cpu:1", before=first)
+    second = restore(versions[1], "cpu:1", programs=Programs([first]))
     for engine, version in zip((first, second), versions, strict=True):
         check(engine, version)
         assert engine.lookup_kind == TRACED
@@ -101,14 +104,14 @@ def test_so_is_one_that_is_placed_or_stored_otherwise(
 ) -> None:
     first = restore(publish_next(tmp_path, TABLES), "cpu:1")
     version = publish_next(tmp_path, TABLES, **options)
-    check(restore(version, devices, before=first), version)
+    check(restore(version, devices, programs=Programs([first])), version)
 
 
 def test_it_is_compared_with_its_goldens_as_any_other(tmp_path: Path) -> None:
     first, second = (publish_next(tmp_path, TABLES) for _ in range(2))
     engine = restore(first, "cpu:1")
     with pytest.raises(StoreError, match="are not the published ones"):
-        restore(replace(second, tables=first.tables), "cpu:1", before=engine)
+        restore(replace(second, tables=first.tables), "cpu:1", programs=Programs([engine]))
 
 
 SHARED: Tables = (*TABLES, ("also", 20, 8, ["history"], SUM))
@@ -127,14 +130,14 @@ def test_what_is_scripted_is_used_again_where_tables_are_as_large(
     versions = [publish_next(tmp_path, tables, **options) for _ in range(2)]
     grown = publish_next(tmp_path, [GROWN[0], *tables[1:]], **options)
     first = restore(versions[0], devices)
-    later = restore(grown, devices, before=first)
+    later = restore(grown, devices, programs=Programs([first]))
     monkeypatch.setattr("embedserve.engine.restore.shard", sharded_anew)
-    second = restore(versions[1], devices, before=first)
+    second = restore(versions[1], devices, programs=Programs([first]))
     for engine, version in ((first, versions[0]), (second, versions[1]), (later, grown)):
         assert engine.lookup_kind == SCRIPTED
         check(engine, version)
     with pytest.raises(AssertionError, match="sharded anew"):
-        restore(grown, devices, before=first)
+        restore(grown, devices, programs=Programs([first]))
 
 
 @pytest.mark.parametrize("rows_of_the_next", [50, 60])
@@ -155,7 +158,7 @@ def test_an_unpooled_model_moves_on_too(
     first = restore(versions[0], "cpu:1")
     if rows_of_the_next == 50:
         monkeypatch.setattr("embedserve.engine.restore.shard_unpooled", sharded_anew)
-    second = restore(versions[1], "cpu:1", before=first)
+    second = restore(versions[1], "cpu:1", programs=Programs([first]))
     ids, lengths = np.arange(6), np.array([1, 2, 3, 0], np.int32)
     for engine, version in zip((first, second), versions, strict=True):
         assert np.array_equal(engine.lookup(ids, lengths), stored_rows(version)["t"][:6])
@@ -182,7 +185,7 @@ def test_a_version_that_is_dropped_lets_go_of_its_rows_at_once(
     options = {"world_size": int(devices[-1])}
     first = restore(publish_next(tmp_path, TABLES, **options), devices)
     gc.collect()  # errors that torch caught as it compiled hold the frames that called it
-    second = restore(publish_next(tmp_path, TABLES, **options), devices, before=first)
+    second = restore(publish_next(tmp_path, TABLES, **options), devices, programs=Programs([first]))
     assert is_mapped(1)
     del first
     assert not is_mapped(1)
@@ -198,11 +201,92 @@ def test_kernels_of_one_feature_are_told_apart(tmp_path: Path) -> None:
     options = {"sharding": "table_wise", "world_size": 2}
     versions = [publish_next(tmp_path, tables, **options) for _ in range(2)]
     first = restore(versions[0], "cpu:2")
-    second = restore(versions[1], "cpu:2", before=first)
+    second = restore(versions[1], "cpu:2", programs=Programs([first]))
     for engine, version in zip((first, second), versions, strict=True):
         assert engine.lookup_kind == SCRIPTED
         assert not engine.runs_modules
         check(engine, version)
+
+
+LAYOUTS: dict[str, tuple[Tables, dict[str, Any]]] = {
+    "one rank": (TABLES, {"world_size": 1}),
+    "rows on two ranks": (TABLES, {"sharding": "row_wise", "world_size": 2}),
+    "columns on two ranks": (TABLES, {"sharding": "column_wise", "world_size": 2}),
+    "columns of int8": (TABLES, {"sharding": "column_wise", "world_size": 2, "dtype": "int8"}),
+    "other tables": (TABLES[:2], {"world_size": 1}),
+}
+
+
+def test_a_layout_that_was_served_before_needs_nothing_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs, kinds = Programs(), {}
+    for name, (tables, options) in LAYOUTS.items():
+        version = publish_next(tmp_path, tables, **options)
+        engine = restore(version, f"cpu:{options['world_size']}", programs=programs)
+        check(engine, version)
+        assert programs.add(engine)
+        kinds[name] = engine.lookup_kind
+    assert set(kinds.values()) == {TRACED, SCRIPTED}
+    monkeypatch.setattr("embedserve.engine.restore.shard", sharded_anew)
+    for name, (tables, options) in [*LAYOUTS.items(), *reversed(LAYOUTS.items())]:
+        version = publish_next(tmp_path, tables, **options)
+        engine = restore(version, f"cpu:{options['world_size']}", programs=programs)
+        assert engine.lookup_kind == kinds[name]
+        check(engine, version)
+        assert not programs.add(engine)
+
+
+def test_the_layout_that_was_used_longest_ago_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("embedserve.engine.programs.LAYOUTS_MAX", 2)
+    versions = [publish_next(tmp_path, TABLES[:count]) for count in (1, 2, 3)]
+    engines = [restore(version, "cpu:1") for version in versions]
+    programs = Programs(engines[:2])
+    assert not programs.add(engines[0])  # which is used last then
+    assert programs.add(engines[2])
+    found = [
+        programs.find(one.manifest, engine.plan)
+        for one, engine in zip(versions, engines, strict=True)
+    ]
+    assert [one is not None for one in found] == [True, False, True]
+
+
+CHANGES = """
+import ctypes, gc, sys
+import numpy as np
+from embedserve.engine.programs import Programs
+from embedserve.engine.restore import restore
+from embedserve_store import ModelStore
+
+versions = [ModelStore(sys.argv[1]).load("m", number) for number in (1, 2)]
+programs = Programs()
+for change in range(60):
+    version = versions[change % 2]
+    engine = restore(version, programs=programs, devices="cpu")
+    programs.add(engine)
+    lengths = np.ones(len(version.manifest.features), np.int32)
+    engine.lookup(np.zeros(lengths.size, np.int64), lengths)
+    del engine
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/smaps_rollup") as file:
+        fields = dict(line.split()[:2] for line in file if line.startswith("Private_Dirty"))
+    print(fields["Private_Dirty:"])
+"""
+"""Prints the KiB of private memory after each change."""
+
+
+def test_memory_is_flat_while_two_scripted_layouts_take_turns(tmp_path: Path) -> None:
+    """Rows over four ranks, and one rank: the last third of 60 changes."""
+    for ranks in (4, 1):
+        publish_next(tmp_path / "store", TABLES, world_size=ranks)
+    done = run_python("-c", CHANGES, tmp_path / "store")
+    assert done.returncode == 0, done.stderr
+    used = [int(line) for line in done.stdout.split()]
+    assert len(used) == 60
+    assert max(used[40:]) <= 1.02 * used[39], used
 
 
 def test_what_was_column_wise_is_sharded_anew(tmp_path: Path) -> None:
@@ -210,13 +294,13 @@ def test_what_was_column_wise_is_sharded_anew(tmp_path: Path) -> None:
     before = publish_next(tmp_path, tables, sharding="column_wise", world_size=2)
     after = publish_next(tmp_path, tables, sharding="column_wise", world_size=1)
     first = restore(before, "cpu:1")
-    check(restore(after, "cpu:1", before=first), after)
+    check(restore(after, "cpu:1", programs=Programs([first])), after)
 
 
 def test_nothing_is_compiled_beside_lookups_that_run_modules(tmp_path: Path) -> None:
     first = restore(publish_next(tmp_path, TABLES), "cpu:1")
     same, other = publish_next(tmp_path, TABLES), publish_next(tmp_path, TABLES[:2])
-    check(restore(same, "cpu:1", before=first, may_compile=False), same)
+    check(restore(same, "cpu:1", programs=Programs([first]), may_compile=False), same)
     with pytest.raises(StoreError, match=r"has to be compiled anew, .*: restart the server"):
-        restore(other, "cpu:1", before=first, may_compile=False)
+        restore(other, "cpu:1", programs=Programs([first]), may_compile=False)
     assert restore(same, "cpu:1", is_eager=True).runs_modules

@@ -26,6 +26,7 @@ from torchrec import (
 )
 from unpooled import rows_of
 
+from embedserve.engine.programs import Programs
 from embedserve.engine.restore import restore
 from embedserve.engine.script import SCRIPTED, TRACED
 from embedserve_store import ModelStore, ModelVersion, publish
@@ -160,8 +161,8 @@ def test_the_next_version_needs_nothing_compiled(
 ) -> None:
     before = restore(published(ebc, tmp_path))
     version = published(ebc, tmp_path)
-    engine = restore(version, before=before)
-    assert engine.shares_programs(before)
+    engine = restore(version, programs=Programs([before]))
+    assert not Programs([before]).add(engine)
     bags = sample(version)
     answer = engine.lookup(*to_kjt(bags, version.manifest.features))
     assert_same(answer, expected(source_rows(ebc), version.manifest, bags))

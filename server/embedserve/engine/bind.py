@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 
-from embedserve.engine.kernel_rows import Rows
+from embedserve.engine.kernel_rows import KernelTables, Rows
 from embedserve.engine.staging import RowCopy, copy_all
 from embedserve_store.format.table_spec import SCALE_BIAS_BYTES, row_bytes
 from embedserve_store.model_version import ModelVersion
@@ -43,8 +43,10 @@ def bind_rows(
     mapped = as_tensor(version.tables.data)
     copied_bytes = 0
     for kernel, config in sharded.tbes_configs().items():
-        if any(_is_column_shard(one) for one in config.embedding_tables):
-            copied_bytes += _copy_columns(kernel, mapped, config, version)
+        if has_column_shards(config):
+            rows, offsets = _copied_columns(mapped, config, version)
+            copied_bytes += rows.numel()
+            _point(kernel, rows, offsets)
         else:
             offsets = [start for start, _, _ in byte_ranges(config, version)]
             _point(kernel, mapped, offsets)
@@ -75,11 +77,16 @@ def share_rows(
         kernel.weight_initialized = True
 
 
-def mapped_rows(version: ModelVersion, tables: Sequence[Sequence[str]]) -> list[Rows]:
-    """What each CPU kernel reads of ``version``, and where in it the ``tables`` of its features
-    begin, which on one rank lie whole."""
-    mapped, offsets = as_tensor(version.tables.data), version.tables.offsets
-    return [(mapped, torch.tensor([offsets[name] for name in names])) for names in tables]
+def cpu_rows(version: ModelVersion, kernels: Sequence[KernelTables]) -> list[Rows]:
+    """Returns the rows of ``version`` that each CPU kernel reads: mapped, or of column shards
+    copied as bind_rows does."""
+    mapped, rows = as_tensor(version.tables.data), []
+    for kernel in kernels:
+        data, offsets = mapped, [start for start, _, _ in byte_ranges(kernel.config, version)]
+        if has_column_shards(kernel.config):
+            data, offsets = _copied_columns(mapped, kernel.config, version)
+        rows.append((data, torch.tensor([offsets[shard] for shard in kernel.shards])))
+    return rows
 
 
 def as_tensor(data: np.ndarray) -> torch.Tensor:
@@ -104,8 +111,16 @@ def _is_column_shard(shard_config: Any) -> bool:
     return bool(shard_config.local_cols != shard_config.embedding_dim)
 
 
-def _copy_columns(kernel: Any, mapped: torch.Tensor, config: Any, version: ModelVersion) -> int:
-    """Gives a CPU ``kernel`` its shards in memory of its own; returns its bytes."""
+def has_column_shards(config: Any) -> bool:
+    """Whether a kernel's shards are columns of their tables, which torchrec gives kernels of their
+    own."""
+    return any(_is_column_shard(one) for one in config.embedding_tables)
+
+
+def _copied_columns(
+    mapped: torch.Tensor, config: Any, version: ModelVersion
+) -> tuple[torch.Tensor, list[int]]:
+    """(a copy of the column shards of a CPU kernel, uint8, where each begins in it)"""
     shards = list(_shard_rows(config, mapped, version))
     sizes = [sum(part.numel() for part in parts) for parts in shards]
     offsets = [0, *accumulate(sizes)]
@@ -115,8 +130,7 @@ def _copy_columns(kernel: Any, mapped: torch.Tensor, config: Any, version: Model
     ):
         target = rows[start : start + size].view(len(parts[0]), -1)
         _row_copy(shard_config, parts, target, version).fill(target, 0)
-    _point(kernel, rows, offsets)
-    return rows.numel()
+    return rows, offsets
 
 
 def gpu_copies(

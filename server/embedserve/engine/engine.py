@@ -97,10 +97,6 @@ class Engine:
         """Whether a lookup runs through a torch module, not through a function compiled of it."""
         return any(one.program is None for one in self.compiled)
 
-    def shares_programs(self, before: Engine) -> bool:
-        """Whether nothing was compiled for it that was not for the engine ``before`` it."""
-        return [one.program for one in self.compiled] == [one.program for one in before.compiled]
-
     def lookup(
         self,
         ids: np.ndarray,

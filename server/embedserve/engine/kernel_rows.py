@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,19 @@ from torch import nn
 Rows = tuple[torch.Tensor, torch.Tensor]
 """Of a kernel: uint8 rows of its tables, and where in them, for each feature that it looks up, that
 feature's table begins: int64."""
+
+
+@dataclass(frozen=True)
+class KernelTables:
+    """The shards of tables that a kernel reads.
+
+    Attributes:
+        config: torchrec's, of its shards; without their rows.
+        shards: for each feature that it looks up, the number of its shard in ``config``.
+    """
+
+    config: Any
+    shards: tuple[int, ...]
 
 
 def kernels_of(lookup: nn.Module) -> list[Any]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from embedserve.engine.bind import mapped_rows
+from embedserve.engine.bind import cpu_rows
 from embedserve.engine.cuda_limits import check_columns, check_fits_cuda
 from embedserve.engine.engine import Engine
 from embedserve.engine.gpus import (
@@ -27,9 +26,9 @@ from embedserve.engine.gpus import (
     resolve_devices,
     why_unusable,
 )
+from embedserve.engine.programs import Programs
 from embedserve.engine.script import (
     EAGER,
-    TRACED,
     Compiled,
     RowLookup,
     TensorLookup,
@@ -38,8 +37,6 @@ from embedserve.engine.script import (
 from embedserve.engine.sharded import main_device, shard
 from embedserve.engine.unpooled import shard_unpooled
 from embedserve_store.errors import StoreError
-from embedserve_store.format.id_rule import ROW_NUMBERS
-from embedserve_store.format.manifest import Manifest
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
 from embedserve_store.plans.planner import plan_under
@@ -123,7 +120,7 @@ def restore(
     gpu_layout: str = "auto",
     strict_plan: bool = False,
     is_eager: bool = False,
-    before: Engine | None = None,
+    programs: Programs | None = None,
     may_compile: bool = True,
     on_warming: Callable[[], None] | None = None,
 ) -> Engine:
@@ -138,9 +135,8 @@ def restore(
             number of ranks.
         is_eager: look up by the forward of the DistributedModelParallel, as torchrec has it,
             instead of what is compiled from it.
-        before: of the version before, restored with the same ``is_eager``. What was compiled of
-            it is used again where all that differs are rows and how many a table has: nothing
-            is sharded then, and nothing compiled.
+        programs: of the layouts that were compiled before, by the same ``is_eager``: a version
+            of one of these is neither sharded nor compiled.
         may_compile: whether no other lookup runs meanwhile through a module: torch.fx patches all
             modules of the process while it traces one.
         on_warming: called when it is restored, before it warms up and is compared.
@@ -162,16 +158,18 @@ def restore(
         logger.warning(
             "%s: planned anew under the stored constraints", _difference(version, plan.world_size)
         )
-    before_it = None if before is None else _compiled_before(before, version, plan, device_type)
-    if before_it is None and not may_compile:
+    known = None
+    if programs is not None and device_type == "cpu" and not is_eager:
+        known = programs.find(version.manifest, plan)
+    if known is None and not may_compile:
         raise StoreError(
             f"{version.path}: it has to be compiled anew, and meanwhile lookups that run eagerly "
             "would fail: restart the server to serve it"
         )
-    if before_it is None:
+    if known is None:
         compiled = _compile(version, plan, device_type, first_gpus, is_eager=is_eager)
     else:
-        compiled = [before_it]
+        compiled = [[Compiled.of(one, cpu_rows(version, one.kernels)) for one in known]]
     engine = Engine(version, plan, device_type, compiled)
     if engine.replicas > 1:
         logger.info("%s: %d replicas, a GPU for each", version.path, engine.replicas)
@@ -179,34 +177,6 @@ def restore(
         on_warming()
     engine.warm_up()
     return engine
-
-
-def _compiled_before(
-    before: Engine, version: ModelVersion, plan: Plan, device_type: str
-) -> list[Compiled] | None:
-    """The lookups of ``before`` in the rows of ``version``; None where they are others, or have
-    rows that are not read where they are mapped."""
-    programs = [one.program for one in before.compiled if one.program is not None]
-    plans = (before.plan, before.manifest), (plan, version.manifest)
-    has_columns = any(one.column_shard_bytes(manifest.tables) for one, manifest in plans)
-    if len(programs) < len(before.compiled) or device_type != "cpu" or has_columns:
-        return None
-    is_traced = before.lookup_kind == TRACED
-    if _layout(before.manifest, before.plan, is_traced) != _layout(
-        version.manifest, plan, is_traced
-    ):
-        return None
-    return [Compiled.of(one, mapped_rows(version, one.tables)) for one in programs]
-
-
-def _layout(manifest: Manifest, plan: Plan, is_traced: bool) -> object:
-    """All that what is compiled of a model depends on; a trace, which is of one rank, not on how
-    many rows its tables have."""
-    tables = [replace(table, sha256="", ids=ROW_NUMBERS) for table in manifest.tables]
-    if not is_traced:
-        return tables, plan.world_size, plan.tables
-    sharding = [plan.tables[table.name].sharding_type for table in tables]
-    return [replace(table, num_embeddings=1) for table in tables], plan.world_size, sharding
 
 
 def _compile(

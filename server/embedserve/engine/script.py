@@ -19,7 +19,13 @@ from torch import nn
 from torchrec.fx import Tracer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from embedserve.engine.kernel_rows import Rows, kernels_of, stood_in_for, take_rows
+from embedserve.engine.kernel_rows import (
+    KernelTables,
+    Rows,
+    kernels_of,
+    stood_in_for,
+    take_rows,
+)
 from embedserve.engine.trace import id_dtype, trace, with_inputs
 
 logger = logging.getLogger(__name__)
@@ -192,13 +198,13 @@ class Program:
         run: traced, it takes the rows of each kernel and where its tables begin in them, then
             (ids, lengths), or (ids, lengths, weights); scripted, (ids, lengths, weights) and then
             the rows of each kernel, whose tables begin where they did.
-        tables: by kernel, of each feature that it looks up the table.
+        kernels: the shards of tables that each kernel reads.
     """
 
     kind: str
     run: Callable[..., torch.Tensor]
     is_weighted: bool
-    tables: tuple[tuple[str, ...], ...]
+    kernels: tuple[KernelTables, ...]
 
     def over(self, rows: Sequence[Rows]) -> Lookup:
         """The lookup in ``rows``, of each kernel."""
@@ -269,10 +275,7 @@ def _compiled(
     kernels = kernels_of(lookup)
     sharded: Any = lookup.sharded
     configs = sharded.tbes_configs()
-    tables = (
-        tuple(configs[kernel].embedding_tables[t].name for t in kernel.feature_table_map)
-        for kernel in kernels
-    )
+    tables = [KernelTables(configs[one], tuple(one.feature_table_map)) for one in kernels]
     program = Program(kind, run, is_weighted, tuple(tables))
     return Compiled.of(program, take_rows(kernels))
 

@@ -26,6 +26,7 @@ from embedserve_store.remote.remote_store import is_url
 
 if TYPE_CHECKING:
     from embedserve.engine.engine import Engine
+    from embedserve.engine.programs import Programs
 
 logger = logging.getLogger(__name__)
 
@@ -252,27 +253,24 @@ def restore_all(
     # Large batches are cut for threads of our own. torch's would spin between their turns, on
     # cores that others need.
     torch.set_num_threads(1)
+    from embedserve.engine.programs import Programs
+
     engines: dict[str, Engine] = {}
     for name, version in versions.items():
-        before = next((one for one in engines.values() if _is_same_model(one, version)), None)
         with _status(f"restoring {name} version {version.manifest.version} …", is_shown):
-            engines[name] = restore_one(settings, version, before)
+            engines[name] = restore_one(settings, version, Programs(engines.values()))
     return engines
-
-
-def _is_same_model(engine: Engine, version: ModelVersion) -> bool:
-    return engine.manifest.model == version.manifest.model
 
 
 def restore_one(
     settings: ServeSettings,
     version: ModelVersion,
-    before: Engine | None = None,
+    programs: Programs | None = None,
     beside: Iterable[Engine] = (),
     on_warming: Callable[[], None] | None = None,
 ) -> Engine:
-    """The warm engine of ``version``, after that of the version ``before`` it, while those
-    ``beside`` it answer; ``on_warming`` is told when it warms up.
+    """Returns the warm engine of ``version``, compiled unless ``programs`` has its layout, while
+    those ``beside`` it answer. Calls ``on_warming`` when it warms up.
 
     Raises:
         StoreError, ValueError: as restore_all.
@@ -286,7 +284,7 @@ def restore_one(
         gpu_layout=settings.gpu_layout,
         strict_plan=settings.strict_plan,
         is_eager=is_eager,
-        before=before,
+        programs=programs,
         may_compile=is_eager or not any(engine.runs_modules for engine in beside),
         on_warming=on_warming,
     )

@@ -28,9 +28,8 @@ from embedserve_store.memory.mapped_tables import let_go
 logger = logging.getLogger(__name__)
 
 Restored = tuple[LookupEngine, ModelInfo]
-Restore = Callable[[str, ModelVersion, LookupEngine | None, Callable[[], None]], Restored]
-"""Makes the warm engine of a version for a name, given that of a version before it, and tells when
-it warms up; runs in a thread."""
+Restore = Callable[[str, ModelVersion, Callable[[], None]], Restored]
+"""Returns the warm engine of a version for a name, in a thread; calls back when it warms up."""
 
 
 @dataclass(frozen=True)
@@ -140,13 +139,7 @@ class Rollout:
             async with self._one_at_a_time:
                 if self._models.coming.get(name) is not coming:
                     return False
-                restore = partial(
-                    self._restore,
-                    name,
-                    version,
-                    self._engine_before(name),
-                    say_warming,
-                )
+                restore = partial(self._restore, name, version, say_warming)
                 engine, info = await in_thread("load", restore)
         except (StoreError, OSError, ValueError) as error:
             raise StoreError(str(error)) from None
@@ -158,14 +151,6 @@ class Rollout:
             return False
         self._prepared[name] = _Prepared(version, engine, info, found_s)
         return True
-
-    def _engine_before(self, name: str) -> LookupEngine | None:
-        """Of the version that answers for ``name``, or of another of its model."""
-        model = split_name(name)[0]
-        names = (name, *self.engines)
-        return next(
-            (self.engines[one] for one in names if one in self.engines and _is_of(one, model)), None
-        )
 
     def _check_columns(self, version: ModelVersion) -> None:
         columns, most = columns_of(version.manifest), self._metrics.columns_max

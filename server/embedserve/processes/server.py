@@ -132,10 +132,13 @@ def build_rollout(
     """What has ``exchange`` answer with other versions than ``versions``, of which the ``engines``
     are (both by the name that they are served by); these it replaces."""
 
+    from embedserve.engine.programs import Programs
+
+    programs = Programs(engines.values())
+
     def restored(
         name: str,
         version: ModelVersion,
-        before: LookupEngine | None,
         say_warming: Callable[[], None],
     ) -> Restored:
         for one in rollout.engines.values():
@@ -143,8 +146,8 @@ def build_rollout(
                 raise StoreError(f"what is served changes at a start only: {why}")
         populate(version, available_bytes())
         beside = [cast("Engine", one) for one in rollout.engines.values()]
-        engine = restore_one(settings, version, cast("Engine | None", before), beside, say_warming)
-        if before is None or not engine.shares_programs(cast("Engine", before)):
+        engine = restore_one(settings, version, programs, beside, say_warming)
+        if programs.add(engine):
             # Errors that torch caught hold the frames that called it, and all that is in these.
             gc.collect()
         return engine, model_info(engine, name)

@@ -86,11 +86,12 @@ class Serving:
         self.name = model
         self.settings = ServeSettings(str(store), model=(model,), follow=follow, follow_s=0.1)
         first = ModelStore(store).load("shop", model.partition("@")[2] or None)
-        engine, _ = self._restore(model, first, None, lambda: None)
+        self.attempts: list[int] = []
+        self.failures: dict[int, Exception] = {}
+        engine, _ = self._restore(model, first, lambda: None)
+        self.attempts.clear()
         assert isinstance(engine, FakeEngine)
         self.exchange = make_exchange(engine, executor=executor)
-        self.failures: dict[int, Exception] = {}
-        self.attempts: list[int] = []
         self._executor = executor
         versions = {model: first}
         self.rollout = Rollout(
@@ -103,14 +104,12 @@ class Serving:
         self,
         name: str,
         version: ModelVersion,
-        before: LookupEngine | None,
         say_warming: Callable[[], None],
     ) -> Restored:
         manifest = version.manifest
-        if before is not None:
-            self.attempts.append(manifest.version)
-            if manifest.version in self.failures:
-                raise self.failures[manifest.version]
+        self.attempts.append(manifest.version)
+        if manifest.version in self.failures:
+            raise self.failures[manifest.version]
         info = replace(served_of(manifest, version.translator), named=name)
         return FakeEngine(info, seed=manifest.version), info
 
