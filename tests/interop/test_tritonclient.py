@@ -149,7 +149,7 @@ def test_errors_are_read_by_the_client(told: dict[str, Any]) -> None:
     wrong_output, wrong_version, *over_grpc = told["errors"]
     assert "outputs[0] is 'nothing'" in wrong_output[0]
     assert wrong_output[1] == "400"
-    assert "'2'" in wrong_version[0]
+    assert "version is 2" in wrong_version[0]
     assert wrong_version[1] == "404"
     assert [status for _, status in over_grpc] == [
         "StatusCode.INVALID_ARGUMENT",

@@ -7,7 +7,8 @@ width swapped, the keys in another order. Imports torch only through the source'
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,48 @@ TOLERANCES = {"float32": SUMS_TOLERANCE, "float16": 2.0**-8, "bfloat16": 2.0**-5
 """By what the training model's rows are, relative to the largest magnitude of a key's answers: it
 may add halves up as such."""
 _POOLINGS = ("sum", "mean")
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a comparison with the training model's answers could tell.
+
+    Attributes:
+        examples: that were compared.
+        rows: distinct rows that were compared, by table.
+        unchecked: what the inputs could not tell, a clause for each feature.
+    """
+
+    examples: int
+    rows: Mapping[str, int]
+    unchecked: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"examples": self.examples, "rows": dict(self.rows), "unchecked": [*self.unchecked]}
+
+
+def coverage_of(expected: Expected, manifest: Manifest) -> Coverage:
+    """Returns what the inputs of ``expected`` can tell of the tables of ``manifest``. A feature
+    without ids tells nothing, and one without two ids in a bag not a sum from a mean.
+
+    Raises:
+        InvalidModelError: they are inputs of other features.
+    """
+    bags = _in_order(expected, manifest)
+    rows: dict[str, NDArray[np.int64]] = {}
+    unchecked: list[str] = []
+    for feature, lengths in enumerate(bags.lengths):
+        name = manifest.features[feature]
+        if not lengths.any():
+            unchecked.append(f"feature {name!r} has no id")
+        elif manifest.is_pooled and lengths.max() < 2:
+            unchecked.append(f"feature {name!r} has no bag of two ids, so that a sum is a mean")
+    for columns in manifest.columns:
+        found = bags.ids[_span(bags, columns.feature)]
+        before = rows.get(columns.table.name, found[:0])
+        rows[columns.table.name] = np.union1d(before, found)
+    counts = {name: len(one) for name, one in rows.items()}
+    return Coverage(int(bags.lengths.shape[1]), counts, tuple(unchecked))
 
 
 def expected_goldens(

@@ -21,6 +21,7 @@ from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.layout import layout_changes
 from embedserve_store.format.manifest import (
+    COMPARED,
     FROM_DESCRIPTION,
     FROM_TRAINING,
     GOLDENS,
@@ -37,7 +38,7 @@ from embedserve_store.format.tables_file import Progress
 from embedserve_store.goldens.expected import Expected, read_expected
 from embedserve_store.model_store import ModelStore
 from embedserve_store.plans.plan import Plan
-from embedserve_store.publishing.expected_answers import expected_goldens
+from embedserve_store.publishing.expected_answers import coverage_of, expected_goldens
 from embedserve_store.publishing.publish_source import (
     Choice,
     ModelSource,
@@ -84,6 +85,7 @@ def publish(
     device_memory_bytes: int | None = None,
     max_error: float | None = None,
     expected: str | os.PathLike[str] | Expected | None = None,
+    accept_unchecked: bool = False,
     accept_draft: bool = False,
     layout_changed: bool = False,
     meta: Mapping[str, str] | None = None,
@@ -120,6 +122,8 @@ def publish(
         max_error: refuse where a table's pooled answers have a larger relative L2 error.
         expected: what write_expected wrote of the training model, or a file like it: its answers
             must be those of the source's rows, as they are described, and become the goldens.
+        accept_unchecked: publish also where the inputs of ``expected`` cannot tell whether a
+            feature is described rightly: none has an id of it, or no bag has two.
         accept_draft: publish what `embedserve describe` guessed and nobody has checked.
         layout_changed: publish also what callers of the version before would notice: other keys,
             order, widths, tables, pooling, id rules or weights.
@@ -149,7 +153,7 @@ def publish(
         device_memory_bytes=device_memory_bytes,
     )
     if expected is not None:
-        draft = _held_to(draft, expected)
+        draft = _held_to(draft, expected, accept_unchecked)
     draft = replace(draft, max_error=max_error, progress=progress)
     where = os.fspath(store)
     if where.split("/")[0].endswith(":") and not is_url(where):
@@ -220,17 +224,26 @@ def _with_provenance(
     return replace(draft, manifest=replace(manifest, source=manifest.source | said))
 
 
-def _held_to(draft: Draft, given: str | os.PathLike[str] | Expected) -> Draft:
+def _held_to(
+    draft: Draft, given: str | os.PathLike[str] | Expected, accept_unchecked: bool
+) -> Draft:
     """``draft`` with the training model's answers as goldens.
 
     Raises:
         StoreError: the file cannot be read.
-        InvalidModelError: they are not those of the draft.
+        InvalidModelError: they are not those of the draft, or could not tell.
     """
     expected = given if isinstance(given, Expected) else read_expected(given)
     manifest, rows = draft.manifest, draft.source.rows
     goldens = expected_goldens(expected, manifest, rows, draft.id_maps)
-    source = manifest.source | {GOLDENS: FROM_TRAINING}
+    coverage = coverage_of(expected, manifest)
+    if coverage.unchecked and not accept_unchecked:
+        raise InvalidModelError(
+            f"expected: {'; '.join(coverage.unchecked)}: use inputs that can tell, as "
+            "write_expected makes them, or publish unchecked with --accept-unchecked "
+            "(accept_unchecked=True)"
+        )
+    source = manifest.source | {GOLDENS: FROM_TRAINING, COMPARED: coverage.to_json()}
     return replace(draft, goldens=goldens, manifest=replace(manifest, source=source))
 
 
@@ -278,7 +291,9 @@ def _publish(draft: Draft, folder: Path) -> PublishedVersion:
     maps_bytes = sum(one.nbytes for one in draft.id_maps.values())
     with as_store_error(folder):
         check_writable(folder)
-        check_room(folder, draft.manifest.nbytes + maps_bytes + SMALL_FILES_BYTES)
+        needed_bytes = draft.manifest.nbytes + maps_bytes
+        spare = f" ({needed_bytes:,} of rows and ids, and {SMALL_FILES_BYTES:,} to spare)"
+        check_room(folder, needed_bytes + SMALL_FILES_BYTES, spare)
         with staging_folder(folder) as staging:
             return write_version(draft, staging)
 

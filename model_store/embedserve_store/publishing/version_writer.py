@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torchrec import EmbeddingBagCollection
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PublishedVersion:
     where: str
     """Its folder, or behind a URL its URL."""
@@ -51,6 +51,10 @@ class PublishedVersion:
     """For each table."""
     skipped: tuple[str, ...]
     """Entries of the state dict or checkpoint that are not described tables."""
+
+    def __repr__(self) -> str:
+        name = f"{self.manifest.model} version {self.version}"
+        return f"<PublishedVersion {name} in {self.where}>"
 
     @property
     def path(self) -> Path:

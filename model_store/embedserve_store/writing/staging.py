@@ -46,14 +46,17 @@ def check_writable(folder: Path) -> None:
         raise StoreError(f"{folder}: cannot be written: no permission to write to {there}")
 
 
-def check_room(folder: Path, needed_bytes: int) -> None:
+def check_room(folder: Path, needed_bytes: int, spare: str = "") -> None:
     """Raises StoreError where the file system of ``folder`` (or of what it would lie in) has
-    less room than ``needed_bytes``."""
+    less room than ``needed_bytes``; ``spare`` says what of these is a reserve."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free_bytes = shutil.disk_usage(there).free
-    if free_bytes < needed_bytes:
+    usage = shutil.disk_usage(there)
+    if usage.free < needed_bytes:
+        if not usage.total:  # such as /proc
+            raise StoreError(f"{folder}: is on a file system that keeps no files")
         raise StoreError(
-            f"{folder}: the version needs {needed_bytes:,} bytes, the disk has {free_bytes:,} free"
+            f"{folder}: the version needs {needed_bytes:,} bytes{spare}, the disk has "
+            f"{usage.free:,} free"
         )
 
 

@@ -145,6 +145,14 @@ def publish(
             "description must give."
         ),
     ] = None,
+    accept_unchecked: Annotated[
+        bool,
+        typer.Option(
+            "--accept-unchecked",
+            help="Publish also where the inputs of --expected cannot tell of each feature whether "
+            "it is described rightly.",
+        ),
+    ] = False,
     accept_draft: Annotated[
         bool,
         typer.Option(
@@ -177,6 +185,7 @@ def publish(
             device_memory=device_memory,
             max_error=max_error,
             expected=expected,
+            accept_unchecked=accept_unchecked,
             accept_draft=accept_draft,
             layout_changed=layout_changed,
             meta=tuple(meta or ()),

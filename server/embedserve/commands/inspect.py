@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from embedserve.commands.plan_view import show_plan
 from embedserve.terminal.aligned_columns import grid, out, show, write
@@ -12,7 +10,7 @@ from embedserve.terminal.printable import printable
 from embedserve.terminal.sizes import human_bytes
 from embedserve.terminal.stores import opened
 from embedserve_store.format.id_rule import IdRule
-from embedserve_store.format.manifest import GOLDENS, Manifest
+from embedserve_store.format.manifest import COMPARED, GOLDENS, Manifest
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.remote.remote_files import UnreachableError
@@ -92,7 +90,7 @@ def _show_version(version: ModelVersion) -> None:
             describe_ids(table.ids),
         )
     show(f"model {manifest.model} version {manifest.version}", tables)
-    _show_source(manifest.source)
+    _show_source(manifest)
     out.print()
     show_plan(out, manifest.tables, version.plan)
 
@@ -109,13 +107,33 @@ def _show_notes(store: ModelStore, model: str, version: str) -> None:
         write(f"note {note.when} {printable(note.who)}: {printable(note.text)}")
 
 
-def _show_source(source: Mapping[str, Any]) -> None:
-    """A line for each thing that is known of where a version came from."""
+def _show_source(manifest: Manifest) -> None:
+    """Prints a line for each thing that is known of where a version came from."""
+    source = manifest.source
     for name in ("published_at", "kind", "checkpoint", GOLDENS):
         if name in source:
             write(f"{name.replace('_', ' ')}: {source[name]}")
+    for line in compared_lines(manifest):
+        write(line)
     for key, value in source.get("meta", {}).items():
         write(f"{printable(key)}: {printable(value)}")
+
+
+def compared_lines(manifest: Manifest) -> list[str]:
+    """Returns what of a version was compared with the training model's answers, and what was not;
+    nothing where that is not known."""
+    compared = manifest.source.get(COMPARED)
+    if compared is None:
+        return []
+    counts = ", ".join(
+        f"{compared['rows'].get(table.name, 0):,} of {table.num_embeddings:,} of {table.name}"
+        for table in manifest.tables
+    )
+    examples = f"{compared['examples']} examples"
+    lines = [f"compared with the training model's answers: {examples}, rows: {counts}"]
+    if compared["unchecked"]:
+        lines.append(f"not compared: {'; '.join(compared['unchecked'])}")
+    return lines
 
 
 def describe_ids(rule: IdRule) -> str:

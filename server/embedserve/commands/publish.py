@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedserve.commands.choices import parse_choice
+from embedserve.commands.inspect import compared_lines
 from embedserve.commands.sharding import parse_sharding
 from embedserve.terminal.console import hush_torch, say, table_progress
 from embedserve.terminal.sigterm import sigterm_interrupts
@@ -32,6 +33,7 @@ class PublishOptions:
     device_memory: str | None = None
     max_error: float | None = None
     expected: Path | None = None
+    accept_unchecked: bool = False
     accept_draft: bool = False
     layout_changed: bool = False
     meta: tuple[str, ...] = ()
@@ -63,6 +65,7 @@ def publish_checkpoint(
             device_memory_bytes=parse_bytes(memory) if memory else None,
             max_error=options.max_error,
             expected=options.expected,
+            accept_unchecked=options.accept_unchecked,
             accept_draft=options.accept_draft,
             layout_changed=options.layout_changed,
             meta=_parse_meta(options.meta),
@@ -101,8 +104,17 @@ def report(published: PublishedVersion) -> None:
             f"skipped, as not described: {shown}"
             + (f" and {more} more of {len(published.skipped)} entries" if more > 0 else "")
         )
+    for table in manifest.tables:
+        if table.ids.rule == "map" and table.ids.entries < table.num_embeddings:
+            missing = table.num_embeddings - table.ids.entries
+            say(
+                f"{table.name}: its vocabulary has {table.ids.entries:,} ids for "
+                f"{table.num_embeddings:,} rows: {missing:,} rows have no id"
+            )
     if manifest.source[GOLDENS] != FROM_TRAINING:
         say("the description was not checked against the training model's answers: see --expected")
+    for line in compared_lines(manifest):
+        say(line)
     ranks = published.plan.world_size
     say(
         f"published {manifest.model} version {published.version}: "

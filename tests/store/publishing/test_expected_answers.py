@@ -22,9 +22,10 @@ from torchrec import (
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.id_rule import IdRule
-from embedserve_store.format.manifest import FROM_DESCRIPTION, FROM_TRAINING
+from embedserve_store.format.manifest import FROM_DESCRIPTION, FROM_TRAINING, Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.expected import Expected, read_expected
+from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.local_store import LocalStore
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.write_expected import expected_of, write_expected
@@ -299,3 +300,57 @@ def test_a_live_module_is_its_own_witness(tmp_path: Path) -> None:
         ebc.embedding_bags["tag"].weight *= 2
     with pytest.raises(InvalidModelError, match="key 'tag' of table 'tag', pooling sum: the train"):
         publish(ebc, tmp_path, model="m", expected=expected_of(small_collection()))
+
+
+def inputs(expected: Expected, lengths: list[list[int]]) -> Expected:
+    """Other inputs for the tables "a" and "b" of 40 rows: ids 0, 1, 2, … of each feature."""
+    counts = np.array(lengths, np.int32)
+    ids = np.concatenate([np.arange(sum(one), dtype=np.int64) for one in lengths])
+    bags = Bags(ids, counts, None)
+    return replace(expected, bags=bags, answers=np.zeros(0, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "unchecked"),
+    [
+        ([[1, 1, 0], [2, 0, 3]], ["feature 'a' has no bag of two ids, so that a sum is a mean"]),
+        ([[2, 0, 0], [0, 0, 0]], ["feature 'b' has no id"]),
+        (
+            [[0, 0, 0], [1, 1, 1]],
+            ["feature 'a' has no id", "feature 'b' has no bag of two ids, so that a sum is a mean"],
+        ),
+    ],
+)
+def test_inputs_that_cannot_tell_are_refused_unless_that_is_accepted(
+    tmp_path: Path, lengths: list[list[int]], unchecked: list[str]
+) -> None:
+    ebc = twins()
+    given = inputs(expected_of(ebc), lengths)
+    manifest = Manifest("", 0, live.describe(ebc), is_weighted=False)
+    given = replace(given, answers=live.answers(ebc, manifest, given.bags))
+    tables = described(ebc)
+    said = publish_state(ebc, tmp_path, tables, expected=given)
+    assert said.startswith(f"expected: {'; '.join(unchecked)}: use inputs that can tell")
+    assert "--accept-unchecked" in said
+    publish(
+        state_of(ebc), tmp_path, model="m", tables=tables, expected=given, accept_unchecked=True
+    )
+    compared = LocalStore(tmp_path).load("m").manifest.source["compared"]
+    assert compared == {
+        "examples": 3,
+        "rows": {"a": sum(lengths[0]), "b": sum(lengths[1])},
+        "unchecked": unchecked,
+    }
+
+
+def test_what_write_expected_makes_can_tell(make_ebc: MakeEbc, tmp_path: Path) -> None:
+    ebc = make_ebc()
+    published = publish(
+        state_of(ebc), tmp_path, model="m", tables=described(ebc), expected=expected_of(ebc)
+    )
+    compared = published.manifest.source["compared"]
+    assert compared["unchecked"] == []
+    assert all(
+        0 < compared["rows"][one.name] <= one.num_embeddings for one in published.manifest.tables
+    )
+    assert repr(published) == f"<PublishedVersion m version 1 in {published.where}>"
