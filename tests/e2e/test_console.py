@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shlex
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -62,6 +64,16 @@ def tab_to(page: Page, wanted: str) -> None:
         if focused(page) == wanted:
             return
     raise AssertionError(f"{wanted} has no way by Tab")
+
+
+def test_the_curl_line_works_as_it_stands_and_is_copied(page: Page, demo: Demo) -> None:
+    page.open(f"{demo.server.http}/console")
+    page.until(FORM_IS_THERE)
+    line = page.text("#curl")
+    done = subprocess.run(shlex.split(line), capture_output=True, text=True, timeout=60, check=True)
+    assert "error" not in json.loads(done.stdout), done.stdout
+    page.value("document.querySelector('#curl-copy').click()")
+    page.until("document.querySelector('#copied').innerText !== ''")
 
 
 def test_the_demo_is_asked_by_keys_alone(page: Page, demo: Demo) -> None:
@@ -250,8 +262,14 @@ async def test_a_token_is_asked_for_and_kept_in_the_tab(page: Page, tmp_path: Pa
 def give_tokens(page: Page, port: int) -> None:
     page.open(f"http://127.0.0.1:{port}/console")
     page.until("!document.querySelector('#access').hidden")
-    assert "UNAUTHENTICATED" in page.text("#access")
+    page.until("document.querySelector('#state.paused')")  # nobody did anything wrong yet
+    assert "UNAUTHENTICATED" not in page.text("main")
     page.until("document.activeElement.id === 'token'")
+    page.write("es_none")
+    page.press("Enter")
+    page.until("/UNAUTHENTICATED/.test(document.querySelector('#access').innerText)")
+    page.until("document.querySelector('#state.bad')")
+    page.value("document.querySelector('#token').focus()")
     page.write("es_call")
     page.press("Enter")
     page.until(FORM_IS_THERE)  # what it may

@@ -21,7 +21,11 @@ ADMINS = frozenset({"admin"})
 def roles_of(path: str) -> frozenset[str]:
     """The roles that may ask for ``path``, one of which is enough; none: anybody may. Probes have
     no tokens, and the console's page asks for one itself; what is not known here is the admins'."""
-    if path in PAGE_PATHS or path.removeprefix("/v2") in ("/health/live", "/health/ready"):
+    if (
+        path == "/"
+        or path in PAGE_PATHS
+        or path.removeprefix("/v2") in ("/health/live", "/health/ready")
+    ):
         return ANYBODY
     if path in ("/models", "/v2") or path.startswith(("/models/", "/v2/")):
         return CALLERS

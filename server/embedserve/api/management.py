@@ -5,6 +5,8 @@ Also describes the embed routes, which the wire answers, in the same OpenAPI.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi_offline import FastAPIOffline
@@ -17,7 +19,7 @@ from embedserve.access.access import one_header
 from embedserve.api import open_inference
 from embedserve.api.admin import Operator, add_admin
 from embedserve.api.console.labels import Labels
-from embedserve.api.console.routes import add_console
+from embedserve.api.console.routes import HEADERS, add_console
 from embedserve.api.guard import Guard, error_response
 from embedserve.api.openapi import describe_routes, operation_id
 from embedserve.api.openapi_pages import OpenApiPages
@@ -121,6 +123,7 @@ def health_app(exchange: Exchange) -> FastAPI:
     """The FastAPI application of ports whose management is at another one: callers are told of
     health, and of their shared memory."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    _add_start_page(app, HEALTH_LINKS)
     _add_health(app, exchange)
     if exchange.shared_memory is not None:
         app.include_router(shared_memory_routes(exchange, exchange.shared_memory))
@@ -153,6 +156,7 @@ def management_app(
     served, metrics_of_all = exchange.models, exchange.metrics
     registry = metrics_of_all.registry()
 
+    _add_start_page(app, MANAGEMENT_LINKS)
     _add_health(app, exchange)
 
     text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
@@ -202,6 +206,26 @@ def management_app(
     _add_error_shape(app)
     describe_routes(app, exchange)
     return app
+
+
+START_PAGE = """<!doctype html>
+<html lang="en"><title>embedserve</title>
+<h1>embedserve</h1>
+<p>Embedding lookups of TorchRec models: POST /models/MODEL/embed.</p>
+<ul>%s</ul>
+</html>
+"""
+HEALTH_LINKS = ("/health/ready",)
+MANAGEMENT_LINKS = ("/console", "/docs", "/models", "/metrics", *HEALTH_LINKS)
+
+
+def _add_start_page(app: FastAPI, links: Sequence[str]) -> None:
+    """Adds a page of links for whoever opens the port in a browser; it tells nothing else."""
+    page = START_PAGE % "".join(f'<li><a href="{link}">{link}</a></li>' for link in links)
+
+    @app.get("/", include_in_schema=False)
+    async def start() -> Response:
+        return Response(page, 200, HEADERS, "text/html; charset=utf-8")
 
 
 def _add_health(app: FastAPI, exchange: Exchange) -> None:

@@ -36,6 +36,7 @@ from embedserve.commands.store_commands import (
     rollback,
     verify,
 )
+from embedserve.commands.switch import switch
 
 app = typer.Typer(
     name="embedserve",
@@ -76,7 +77,8 @@ def demo(
         Path | None, typer.Option(help="Also save the trained state dict here.")
     ] = None,
     if_missing: Annotated[
-        bool, typer.Option("--if-missing", help="Do nothing if the store has the model.")
+        bool,
+        switch("--if-missing", help="Do nothing if the store has the model."),
     ] = False,
 ) -> None:
     """Train a small model on real movie ratings and publish it."""
@@ -147,7 +149,7 @@ def publish(
     ] = None,
     accept_unchecked: Annotated[
         bool,
-        typer.Option(
+        switch(
             "--accept-unchecked",
             help="Publish also where the inputs of --expected cannot tell of each feature whether "
             "it is described rightly.",
@@ -155,13 +157,14 @@ def publish(
     ] = False,
     accept_draft: Annotated[
         bool,
-        typer.Option(
-            "--accept-draft", help='Publish also what describe guessed and is marked "check".'
+        switch(
+            "--accept-draft",
+            help='Publish also what describe guessed and is marked "check".',
         ),
     ] = False,
     layout_changed: Annotated[
         bool,
-        typer.Option(
+        switch(
             "--layout-changed",
             help="Publish also where keys, their order, widths or tables, pooling, id rules or "
             "weights are not those of the version before.",
@@ -264,7 +267,7 @@ def plan(
     cache: Cache = None,
     kubernetes: Annotated[
         bool,
-        typer.Option("--kubernetes", help="Print what a pod needs instead, as kustomize's patch."),
+        switch("--kubernetes", help="Print what a pod needs instead, as kustomize's patch."),
     ] = False,
     workers: Annotated[int | None, typer.Option(help="Of such a pod.", min=1, max=256)] = None,
     tables: Annotated[str | None, typer.Option(help="Of such a pod: mapped or resident.")] = None,

@@ -45,6 +45,7 @@ def _serve_parameters() -> Iterator[inspect.Parameter]:
                 option = typer.Option(
                     envvar=f"EMBEDSERVE_{one.name.upper()}",
                     rich_help_panel=panel,
+                    metavar="" if kinds[one.name] is bool else None,
                     **one.metadata,
                 )
                 is_many = kinds[one.name] == tuple[str, ...]

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from embedserve.commands.one_line_errors import check_engine, one_line_errors
+from embedserve.commands.switch import switch
 from embedserve.config import Limits, ServeSettings
 
 Ca = Annotated[
@@ -90,9 +91,7 @@ def health(
     tls_cert: Annotated[
         str, typer.Option(envvar="EMBEDSERVE_TLS_CERT", help="Where serve has it: ask over TLS.")
     ] = "",
-    ready: Annotated[
-        bool, typer.Option("--ready", help="Not only live: every model is loaded.")
-    ] = False,
+    ready: Annotated[bool, switch("--ready", help="Not only live: every model is loaded.")] = False,
 ) -> None:
     """End with 0 where the server on this host answers; for a container's healthcheck or probe."""
     from embedserve.commands.health import check_health, own_server

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from embedserve.commands.one_line_errors import one_line_errors
+from embedserve.commands.switch import switch
 
 Cache = Annotated[
     Path | None,
@@ -92,9 +93,10 @@ def alias(
             "and compare (embedserve shadow)."
         ),
     ] = 0.0,
-    remove: Annotated[bool, typer.Option("--remove", help="Remove the alias.")] = False,
+    remove: Annotated[bool, switch("--remove", help="Remove the alias.")] = False,
     new: Annotated[
-        bool, typer.Option("--new", help="Make a new alias, also of a name that resembles another.")
+        bool,
+        switch("--new", help="Make a new alias, also of a name that resembles another."),
     ] = False,
     cache: Cache = None,
 ) -> None:
@@ -146,9 +148,7 @@ def prune(
     store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
     model: Annotated[str, typer.Argument(help="Name of the model.")],
     keep: Annotated[int, typer.Option(help="The newest versions, so many, stay.", min=1)],
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be removed.")
-    ] = False,
+    dry_run: Annotated[bool, switch("--dry-run", help="Only say what would be removed.")] = False,
 ) -> None:
     """Remove old versions of a model, but those that an alias names or a server has open."""
     with one_line_errors():

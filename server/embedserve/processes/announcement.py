@@ -28,8 +28,9 @@ def say_ready_to_serve(
         ranks = len(model.bytes_per_rank)
         copies = f"{model.replicas} replicas of " if model.replicas > 1 else ""
         tag = f" ({model.tag})" if model.tag not in ("", str(model.version)) else ""
+        tables = "1 table" if len(model.tables) == 1 else f"{len(model.tables)} tables"
         say(
-            f"{model.name} version {model.version}{tag}: {copies}{len(model.tables)} tables "
+            f"{model.name} version {model.version}{tag}: {copies}{tables} "
             f"over {ranks} {model.device_type} rank{'s' if ranks > 1 else ''} ({shown}), "
             f"lookups {model.lookup_kind}"
         )

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 from server.fake_engine import FakeEngine
 from server.fake_models import info_of, ruled_info, unpooled_info
-from server.live import JSON, make_exchange
+from server.live import JSON, live_server, make_exchange
 from server.openapi import validate
 
 from embedserve.api.management import management_app
@@ -313,3 +313,13 @@ async def test_the_slowest_requests_are_told(rest: httpx.AsyncClient, exchange: 
     assert (one["request_id"], one["model"], one["outcome"]) == ("a7", "shop", "OK")
     assert (one["version"], one["examples"], one["ids"]) == (7, 2, 3)
     assert one["total_ms"] >= one["lookup_ms"] > 0
+
+
+async def test_the_root_has_links_to_what_there_is(engine: FakeEngine) -> None:
+    async with live_server(engine) as live:
+        page = await live.http.get("/")
+        assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        links = re.findall('href="([^"]*)"', page.text)
+        assert links == ["/console", "/docs", "/models", "/metrics", "/health/ready"]
+        for link in links:
+            assert (await live.http.get(link)).status_code == 200

@@ -1,6 +1,6 @@
 // Asks the server every two seconds while the page is seen, and has each part show what it said.
 
-import { ask, askText, Refused, useToken } from "./server.js";
+import { ask, askText, hasToken, Refused, useToken } from "./server.js";
 import { Between, Reading } from "./metrics.js";
 import { addPoints, showFigures } from "./figures.js";
 import { showModels, showPlans } from "./models.js";
@@ -81,14 +81,19 @@ function showFailure(error) {
     showState("bad", `This page failed: ${error.message}`);
     throw error;
   }
-  if (error.status === 401 || error.status === 403) askForToken(error);
+  const isAsked = error.status === 401 && !hasToken();
+  if (error.status === 401 || error.status === 403) askForToken(isAsked ? "" : error.message);
+  if (isAsked) {
+    showState("paused", "Asks for a token");
+    return;
+  }
   const old = lastAnswer ? `; the figures are of ${clock(lastAnswer)}` : "";
   showState("bad", `${error.message}${old}`);
 }
 
-function askForToken(error) {
+function askForToken(why) {
   const form = byId("access");
-  say("access-why", error.message);
+  say("access-why", why);
   if (!form.hidden) return;
   form.hidden = false;
   if (document.activeElement === document.body) byId("token").focus();

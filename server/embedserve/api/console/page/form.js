@@ -21,6 +21,7 @@ export function startForm() {
   byId("ask-form").addEventListener("input", showCurl);
   byId("ask-model").addEventListener("change", () => chooseModel());
   byId("ask-example").addEventListener("click", fillInExample);
+  byId("curl-copy").addEventListener("click", copyCurl);
 }
 
 /** Offers the models that are served now; what was filled in stays while its model does. */
@@ -111,6 +112,7 @@ function body() {
     if (ids.length || given.length) features.push(`${JSON.stringify(feature)}: [[${ids.join(", ")}]]`);
     if (given.length) weights.push(`${JSON.stringify(feature)}: [[${given.join(", ")}]]`);
   });
+  if (!features.length) features.push(`${JSON.stringify(asked.features[0])}: [[]]`); // one example without ids
   const more = weights.length ? `, "weights": {${weights.join(", ")}}` : "";
   return `{"features": {${features.join(", ")}}${more}}`;
 }
@@ -123,7 +125,19 @@ function showCurl() {
   if (!asked) return;
   const token = hasToken() ? ' -H "Authorization: Bearer $TOKEN"' : "";
   const url = new URL(path(), document.baseURI).href;
+  say("copied", "");
   say("curl", `curl -s${token} ${url} -d '${body().replaceAll("'", "'\\''")}'`);
+}
+
+/** Copies the curl line, or selects it where the browser lets no page copy. */
+async function copyCurl() {
+  try {
+    await navigator.clipboard.writeText(byId("curl").textContent);
+    say("copied", "Copied");
+  } catch {
+    getSelection().selectAllChildren(byId("curl"));
+    say("copied", "Selected: copy it with the keyboard");
+  }
 }
 
 function fillInExample() {

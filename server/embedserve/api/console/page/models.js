@@ -25,11 +25,12 @@ export function labelsOf(model) {
 }
 
 export function showModels(models, defaultModel, between) {
+  const byDefault = models.find((model) => model.model === defaultModel); // the first answers what names no version
   const rows = models.map((model) => {
     const where = labelsOf(model);
     const rate = between && between.rate("embedserve_batch_examples_sum", where);
     return [
-      model.model + (model.model === defaultModel ? " (default)" : ""),
+      model.model + (model === byDefault ? " (default)" : ""),
       model.version,
       model.alias || "newest",
       answersOf(model),

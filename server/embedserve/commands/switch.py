@@ -1,0 +1,14 @@
+"""Options of the command line that are given or not, without a value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+
+def switch(name: str | None = None, *, help: str) -> Any:  # noqa: A002  # typer's own name
+    """Returns the option ``name``, which --help shows without a type; None names it after its
+    parameter."""
+    names = () if name is None else (name,)
+    return typer.Option(*names, metavar="", help=help)
