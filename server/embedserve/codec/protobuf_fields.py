@@ -11,8 +11,15 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from google.protobuf.message import Message
 
-VARINT, I64, LENGTH_DELIMITED, I32 = 0, 1, 2, 5
+VARINT, I64, LENGTH_DELIMITED, START_GROUP, END_GROUP, I32 = range(6)
 """Wire types."""
+GROUP_DEPTH_MAX = 100
+"""Groups that may stand within one another, as in the protobuf library."""
+UINT64_MAX = 2**64 - 1
+"""Higher bits of a varint are dropped."""
+TAG_MAX, TAG_BYTES_MAX = 2**32 - 1, 5
+FIRST_TAG = 8
+"""Below it the number of a field is 0, which none has."""
 VARINT_BYTES_MAX = 10
 _VARINT_BITS_MAX = 70
 
@@ -27,7 +34,12 @@ def number_of(message: type[Message], field: str) -> int:
 
 
 def read_varint(body: bytes, position: int) -> tuple[int, int]:
-    """(value, where it ends) of the varint at ``position``. Raises IndexError past the end."""
+    """(value, where it ends) of the varint at ``position``.
+
+    Raises:
+        IndexError: it goes past the end.
+        ValueError: it has over VARINT_BYTES_MAX bytes.
+    """
     first = body[position]
     if first < 0x80:
         return first, position + 1
@@ -39,8 +51,8 @@ def read_varint(body: bytes, position: int) -> tuple[int, int]:
         byte = body[position + shift // 7]
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, position + shift // 7 + 1
-    return value, position + VARINT_BYTES_MAX
+            return value & UINT64_MAX, position + shift // 7 + 1
+    raise ValueError(f"a number has over {VARINT_BYTES_MAX} bytes")
 
 
 def varint(value: int) -> bytes:
@@ -58,13 +70,16 @@ def fields(body: bytes) -> Iterator[tuple[int, int, int, int]]:
 
     Raises:
         IndexError: ``body`` ends within a field.
-        ValueError: a field has no such wire type; groups, which nobody sends, are none.
+        ValueError: a field has no such number or wire type, or a group does not end. A group, which
+            nobody sends, is a field with all that is in it.
     """
     position, size = 0, len(body)
     while position < size:
         tag, start = body[position], position + 1
         if tag >= 0x80:
-            tag, start = read_varint(body, position)
+            tag, start = _read_tag(body, position)
+        if tag < FIRST_TAG:
+            raise ValueError("a field has the number 0")
         wire_type = tag & 7
         if wire_type == LENGTH_DELIMITED:
             length, start = body[start], start + 1
@@ -75,12 +90,54 @@ def fields(body: bytes) -> Iterator[tuple[int, int, int, int]]:
             _, end = read_varint(body, start)
         elif wire_type in (I32, I64):
             end = start + (4 if wire_type == I32 else 8)
+        elif wire_type == START_GROUP:
+            end = _group_end(body, start, tag >> 3)
         else:
             raise ValueError(f"a field has the wire type {wire_type}")
         if end > size:
             raise IndexError("it ends within a field")
         yield tag, position, start, end
         position = end
+
+
+def _read_tag(body: bytes, position: int) -> tuple[int, int]:
+    tag, end = read_varint(body, position)
+    if tag > TAG_MAX or end - position > TAG_BYTES_MAX:
+        raise ValueError("the number of a field has over 29 bits")
+    return tag, end
+
+
+def _group_end(body: bytes, position: int, number: int) -> int:
+    """Returns the end of the group ``number`` whose fields begin at ``position``.
+
+    Raises:
+        IndexError, ValueError: as ``fields``.
+    """
+    groups, size = [number], len(body)
+    while groups:
+        tag, position = _read_tag(body, position)
+        number, wire_type = tag >> 3, tag & 7
+        if not number:
+            raise ValueError("a field has the number 0")
+        if wire_type == START_GROUP:
+            groups.append(number)
+            if len(groups) > GROUP_DEPTH_MAX:
+                raise ValueError(f"over {GROUP_DEPTH_MAX} groups stand within one another")
+        elif wire_type == END_GROUP:
+            if groups.pop() != number:
+                raise ValueError("a group ends as another")
+        elif wire_type == VARINT:
+            _, position = read_varint(body, position)
+        elif wire_type == LENGTH_DELIMITED:
+            length, position = read_varint(body, position)
+            position += length
+        elif wire_type in (I32, I64):
+            position += 4 if wire_type == I32 else 8
+        else:
+            raise ValueError(f"a field has the wire type {wire_type}")
+        if position > size:
+            raise IndexError("it ends within a field")
+    return position
 
 
 class TooManyFieldsError(Exception):

@@ -96,7 +96,7 @@ class Form:
                 return None
             counts, batch_size, position, lengths_start = read
             request = self._read_contents(body, position, counts, batch_size, lengths_start)
-        except (IndexError, UnicodeDecodeError):
+        except (IndexError, ValueError):
             return None
         if request is None:
             return None

@@ -1,0 +1,149 @@
+"""Decoders of ours accept no message that the protobuf library rejects, whichever way they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from fuzz.mutate import mutated
+from google.protobuf.message import DecodeError
+from server.predictions import prediction_request
+
+from embedserve.codec import predictor_codec, protobuf_codec
+from embedserve.codec.open_inference import messages
+from embedserve.config import DEFAULT_LIMITS
+from embedserve.errors import EmbedServeError
+from embedserve.types import LookupRequest
+from embedserve_proto import embedding_pb2 as pb
+from embedserve_proto import open_inference_pb2 as oip
+from embedserve_proto import predictor_pb2
+
+INPUTS = 100_000
+"""Mutated messages of each kind."""
+SEED = 34
+GROUP = b"\xfb\x07\x08\x01\xfc\x07"
+Decode = Callable[[bytes], LookupRequest | None]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Right messages of one kind, the library's class of them, and our ways to read them."""
+
+    seeds: list[bytes]
+    library: type[Any]
+    ways: dict[str, Decode]
+
+
+def embed_requests() -> list[bytes]:
+    ids, lengths = [1, 2, 300, 4, 5, 6], [2, 1, 0, 3]
+    packed = pb.EmbedRequest(model="m", keys=["a", "b"], ids=ids, lengths=lengths)
+    raw = pb.EmbedRequest(
+        model="m",
+        keys=["a", "b"],
+        ids_bytes=np.array(ids, "<i8").tobytes(),
+        lengths_bytes=np.array(lengths, "<i4").tobytes(),
+    )
+    words = pb.EmbedRequest(
+        keys=["a"], lengths=[2], string_keys=["a"], string_ids=["x", "y"], output_keys=["a"]
+    )
+    return [one.SerializeToString() for one in (packed, raw, words)]
+
+
+def infer_requests() -> list[bytes]:
+    contents = oip.ModelInferRequest(model_name="m", id="1")
+    tensor = contents.inputs.add(name="a.ids", datatype="INT64", shape=[3])
+    tensor.contents.int64_contents.extend([1, 2, 300])
+    lengths = contents.inputs.add(name="a.lengths", datatype="INT32", shape=[2])
+    lengths.contents.int_contents.extend([1, 2])
+    raw = oip.ModelInferRequest(model_name="m")
+    raw.inputs.add(name="a.ids", datatype="INT64", shape=[3])
+    raw.inputs.add(name="a.lengths", datatype="INT32", shape=[2])
+    raw.raw_input_contents.append(np.arange(3, dtype="<i8").tobytes())
+    raw.raw_input_contents.append(np.array([1, 2], "<i4").tobytes())
+    return [one.SerializeToString() for one in (contents, raw)]
+
+
+def predictions() -> list[bytes]:
+    bags = {"a": [[1, 2], []], "b": [[3], [4, 5]]}
+    weights = {"b": [[0.5], [1.0, 2.0]]}
+    made = [prediction_request(["a", "b"], bags), prediction_request(["a", "b"], bags, weights)]
+    return [one.SerializeToString() for one in made]
+
+
+KINDS = {
+    "EmbedRequest": Kind(
+        embed_requests(),
+        pb.EmbedRequest,
+        {
+            "now": lambda body: protobuf_codec.decode_now(body, "", DEFAULT_LIMITS),
+            "whole": lambda body: protobuf_codec.decode_request(body),
+        },
+    ),
+    "ModelInferRequest": Kind(
+        infer_requests(),
+        oip.ModelInferRequest,
+        {
+            "now": lambda body: messages.decode_now(body, "", DEFAULT_LIMITS),
+            "whole": lambda body: messages.decode_request(body, "", DEFAULT_LIMITS),
+        },
+    ),
+    "PredictionRequest": Kind(
+        predictions(),
+        predictor_pb2.PredictionRequest,
+        {"whole": lambda body: predictor_codec.decode_request(body)},
+    ),
+}
+
+
+def asked(request: LookupRequest) -> tuple[Any, ...]:
+    weights = request.weights
+    return (
+        request.model,
+        request.features,
+        request.batch_size,
+        request.ids.tobytes(),
+        request.lengths.tobytes(),
+        None if weights is None else weights.tobytes(),
+    )
+
+
+def read(decode: Decode, body: bytes) -> LookupRequest | None:
+    try:
+        return decode(body)
+    except EmbedServeError:
+        return None
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_right_messages_are_accepted(kind: Kind) -> None:
+    """Also with a group, which is an unknown field to all of them."""
+    for seed in kind.seeds:
+        for body in (seed, seed + GROUP, GROUP + seed):
+            kind.library.FromString(body)
+            for decode in kind.ways.values():
+                assert decode(body) is not None
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_what_the_library_rejects_no_way_accepts(kind: Kind) -> None:
+    draw = Random(SEED)
+    accepted = 0
+    for _ in range(INPUTS):
+        body = mutated(draw, draw.choice(kind.seeds), kind.seeds)
+        found = {name: read(decode, body) for name, decode in kind.ways.items()}
+        requests = [one for one in found.values() if one is not None]
+        if not requests:
+            continue
+        accepted += 1
+        try:
+            kind.library.FromString(body)
+        except DecodeError as error:
+            raise AssertionError(f"accepted {[*found]}, {error}: {body!r}") from error
+        if "now" in found and found["now"] is not None:
+            assert found["whole"] is not None, body
+        assert len({asked(one) for one in requests}) == 1, body
+    assert accepted > INPUTS / 100

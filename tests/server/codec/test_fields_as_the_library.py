@@ -1,0 +1,109 @@
+"""Messages are taken apart where the protobuf library takes them, and nowhere else."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
+
+from embedserve.codec.protobuf_fields import GROUP_DEPTH_MAX, fields, varint
+
+MESSAGES = 100_000
+SEED = 34
+FIELDS_MAX = 5
+MUTATIONS_MAX = 3
+WIRE_TYPES = 8
+
+
+def reads(body: bytes) -> bool:
+    try:
+        for _ in fields(body):
+            pass
+    except (IndexError, ValueError):
+        return False
+    return True
+
+
+def library_reads(body: bytes) -> bool:
+    """Whether its bytes are any message at all: to one without fields all are unknown."""
+    try:
+        Empty.FromString(body)
+    except DecodeError:
+        return False
+    return True
+
+
+def message(draw: random.Random, depth: int = 0) -> bytes:
+    parts = []
+    for _ in range(draw.randrange(FIELDS_MAX)):
+        number = draw.choice([1, 2, 15, 16, 2047, 2**29 - 1])
+        kind = draw.choice([0, 1, 2, 3, 5])
+        tag = varint(number << 3 | kind)
+        if kind == 0:
+            parts.append(tag + varint(draw.getrandbits(draw.choice([7, 14, 35, 64]))))
+        elif kind == 2:
+            data = draw.randbytes(draw.randrange(5)) if depth else message(draw, 1)
+            parts.append(tag + varint(len(data)) + data)
+        elif kind == 3:
+            inner = message(draw, depth + 1) if depth < 3 else b""
+            parts.append(tag + inner + varint(number << 3 | 4))
+        else:
+            parts.append(tag + draw.randbytes(8 if kind == 1 else 4))
+    return b"".join(parts)
+
+
+def mutated(draw: random.Random, body: bytes) -> bytes:
+    found = bytearray(body)
+    for _ in range(draw.randrange(MUTATIONS_MAX)):
+        at = draw.randrange(len(found) + 1)
+        match draw.randrange(4):
+            case 0:
+                found[at:at] = draw.randbytes(draw.randrange(1, 12))
+            case 1:
+                del found[at : at + draw.randrange(1, 4)]
+            case 2:
+                found[at : at + 1] = bytes([draw.getrandbits(8)])
+            case _:
+                found[at:at] = b"\x80" * draw.randrange(1, 12)
+    return bytes(found)
+
+
+def test_mutated_messages_are_read_where_the_library_reads_them() -> None:
+    draw = random.Random(SEED)
+    accepted = 0
+    for _ in range(MESSAGES):
+        body = mutated(draw, message(draw))
+        expected = library_reads(body)
+        accepted += expected
+        assert reads(body) == expected, body
+    assert 0.2 < accepted / MESSAGES < 0.8
+
+
+@pytest.mark.parametrize(
+    "depth", [1, GROUP_DEPTH_MAX - 1, GROUP_DEPTH_MAX, GROUP_DEPTH_MAX + 1, 10**5]
+)
+def test_groups_are_as_deep_as_the_library_has_them(depth: int) -> None:
+    body = b"\x0b" * depth + b"\x0c" * depth
+    assert reads(body) == library_reads(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\x00\x00",
+        b"\x0c",
+        b"\x0b\x14",
+        b"\x0b",
+        b"\x0e",
+        b"\x80" * 9 + b"\x01\x00",
+        b"\x88\x80\x80\x80\x80\x00\x00",
+        b"\xf8\xff\xff\xff\x1f\x00",
+        b"\x08" + b"\xff" * 10,
+        b"\x08" + b"\xff" * 9 + b"\x7f",
+        b"\x0a" + b"\xff" * 9 + b"\x01",
+    ],
+)
+def test_what_is_no_message_is_none(body: bytes) -> None:
+    assert reads(body) == library_reads(body)
