@@ -21,6 +21,10 @@ class InvalidModelError(StoreError):
     """A model, description or plan that cannot be published; names the table and the reason."""
 
 
+class NoRoomError(StoreError):
+    """A file system has less room than a version needs."""
+
+
 def missing_version(where: object, version: int, versions: Iterable[int]) -> StoreError:
     """Returns the error for a version that the model in ``where`` does not have."""
     there = ", ".join(map(str, versions))

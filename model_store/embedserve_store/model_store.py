@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
 
-from embedserve_store.errors import StoreError, UnknownAliasError
+from embedserve_store.errors import NoRoomError, StoreError, UnknownAliasError
 from embedserve_store.format import note
 from embedserve_store.format.alias import FOLDER, Alias, file_name, parse_alias, parse_file_name
 from embedserve_store.format.manifest import Manifest
@@ -118,14 +119,21 @@ class ModelStore:
                 format version, or contradicts another. Rows are not read: see verification.py.
             OSError: the cache cannot be written.
         """
-        loaded = self._store.load(model, self._number(model, version))
-        if isinstance(self._store, RemoteStore):
-            self._tidy(self._store, model)
+        store, number = self._store, self._number(model, version)
+        if not isinstance(store, RemoteStore):
+            return store.load(model, number)
+        loaded = None
+        with contextlib.suppress(NoRoomError):
+            loaded = store.load(model, number)
+        if loaded is None:  # older versions make room first
+            self._tidy(store, model, store.old(model, kept=1))
+            loaded = store.load(model, number)
+        self._tidy(store, model, store.old(model))
         return loaded
 
-    def _tidy(self, store: RemoteStore, model: str) -> None:
-        """Drops from the cache what is neither among the newest nor open nor named by an alias."""
-        old = store.old(model)
+    def _tidy(self, store: RemoteStore, model: str, old: list[int]) -> None:
+        """Drops of the versions ``old`` from the cache what is neither open nor named by an
+        alias."""
         if not old:
             return
         try:

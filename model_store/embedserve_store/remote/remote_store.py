@@ -118,11 +118,11 @@ class RemoteStore:
                     raise
         raise StoreError(f"{folder}: others removed it {PULL_ATTEMPTS} times as it was opened")
 
-    def old(self, model: str) -> list[int]:
-        """Versions in the cache but for the newest, ascending, which may be dropped if nobody needs
-        them."""
+    def old(self, model: str, kept: int = CACHED_VERSIONS) -> list[int]:
+        """Versions in the cache but for the ``kept`` newest, ascending, which may be dropped if
+        nobody needs them."""
         folder = self._local.path / model
-        return version_numbers(folder)[:-CACHED_VERSIONS] if folder.is_dir() else []
+        return version_numbers(folder)[:-kept] if folder.is_dir() else []
 
     def drop(self, model: str, number: int) -> None:
         """Removes a version from the cache, unless somebody has it open; what cannot be removed is

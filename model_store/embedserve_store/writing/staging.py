@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import NoRoomError, StoreError
 from embedserve_store.format.version_folder import version_numbers
 
 logger = logging.getLogger(__name__)
@@ -47,14 +47,14 @@ def check_writable(folder: Path) -> None:
 
 
 def check_room(folder: Path, needed_bytes: int, spare: str = "") -> None:
-    """Raises StoreError where the file system of ``folder`` (or of what it would lie in) has
+    """Raises NoRoomError where the file system of ``folder`` (or of what it would lie in) has
     less room than ``needed_bytes``; ``spare`` says what of these is a reserve."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     usage = shutil.disk_usage(there)
     if usage.free < needed_bytes:
         if not usage.total:  # such as /proc
             raise StoreError(f"{folder}: is on a file system that keeps no files")
-        raise StoreError(
+        raise NoRoomError(
             f"{folder}: the version needs {needed_bytes:,} bytes{spare}, the disk has "
             f"{usage.free:,} free"
         )

@@ -118,11 +118,18 @@ def compare(
         model: of ``engine``.
 
     Raises:
-        ValueError: no key is of both versions, or only one of them pools.
+        ValueError: no key is of both versions, or one has another width, or only one of them pools.
     """
     keys = [key for key in model.keys if key in served.keys]
     if not keys or model.is_pooled != served.is_pooled:
         raise ValueError("the two have no keys in common, or only one of them pools")
+    widths = dict(zip(served.keys, served.length_per_key, strict=True))
+    for key, width in zip(model.keys, model.length_per_key, strict=True):
+        if widths.get(key, width) != width:
+            raise ValueError(
+                f"key {key!r} has {width} columns, and {widths[key]} in the version that answers: "
+                "only versions of one layout are compared"
+            )
     batch, asked = _joined(requests, model)
     sums = np.zeros((PER_KEY, len(keys)))
     if batch is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import embedserve_store
+from embedserve_store.errors import NoRoomError
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
@@ -65,6 +67,31 @@ def test_a_server_that_follows_keeps_two(five: str, cache: Path) -> None:
         assert cached(served) == expected
     assert store.load("m", 5).manifest.version == 5
     assert [path.name for path in served.path.parent.iterdir() if path.name[0] == "."] == []
+
+
+def test_a_disk_with_room_for_two_versions_holds_each_newer_one(
+    five: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version before makes room, unless it is open."""
+    store = ModelStore(five, cache)
+    served = store.load("m", 1)
+    nbytes = sum(path.stat().st_size for path in served.path.iterdir())
+    real = shutil.disk_usage(cache)
+
+    def usage(path: object) -> object:
+        there = len(LocalStore(cache / served.path.parent.parent.name).versions("m"))
+        return real._replace(free=int(2.5 * nbytes) - there * nbytes)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    for number in (2, 3, 4, 5):
+        later = store.load("m", number)
+        assert later.manifest.version == number
+        assert len(cached(later)) == 2
+        served = later
+    theirs = ModelStore(five, cache).load("m", 4)
+    with pytest.raises(NoRoomError, match="the disk has"):
+        store.load("m", 1)
+    assert (cached(served), theirs.manifest.version) == ([4, 5], 4)
 
 
 def test_what_is_open_or_has_a_name_stays(five: str, cache: Path) -> None:
