@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from embedserve_store.goldens.goldens_file import Bags
 
 NAMES = ("features", "keys", "length_per_key")
 """Of the file's metadata, each a list as JSON."""
+_CHECKSUMS = "checksums."
+"""Prefix of a tensor's name, before the name of a table."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,9 @@ class Expected:
     answers: NDArray[np.float32]
     """[B, sum of length_per_key]; without pooling [N, dim], for each key one row for each id of its
     feature."""
+    checksums: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)
+    """By table, a checksum (row_checksums.py) of each row; empty where no rows were compared one by
+    one."""
 
     @property
     def examples(self) -> int:
@@ -57,6 +63,7 @@ def save_expected(expected: Expected, path: str | os.PathLike[str]) -> None:
     }
     if bags.weights is not None:
         tensors["weights"] = bags.weights
+    tensors |= {f"{_CHECKSUMS}{table}": sums for table, sums in expected.checksums.items()}
     metadata = {name: json.dumps(getattr(expected, name)) for name in NAMES}
     contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     Path(path).write_bytes(save(contiguous, metadata))
@@ -66,7 +73,8 @@ def read_expected(path: str | os.PathLike[str]) -> Expected:
     """Reads what save_expected wrote, or a training job of its own.
 
     Tensors are ids int64 [n], feature by feature, then example by example; lengths int32
-    [features, B]; answers float32; and for a weighted model weights float32 [n].
+    [features, B]; answers float32; for a weighted model weights float32 [n]; and for each table
+    whose rows are all to be compared checksums.TABLE uint64 [rows].
 
     Raises:
         StoreError: it cannot be read, or is not such a file.
@@ -83,7 +91,8 @@ def read_expected(path: str | os.PathLike[str]) -> Expected:
             expected = np.dtype(dtype).name
             raise StoreError(f"{path}: {name} is {tensors[name].dtype.name}, expected {expected}")
     bags = Bags(tensors["ids"], tensors["lengths"], tensors.get("weights"))
-    read = Expected(features, keys, tuple(dims), bags, tensors["answers"])
+    checksums = _checksums(tensors, path)
+    read = Expected(features, keys, tuple(dims), bags, tensors["answers"], checksums)
     _check(read, path)
     return read
 
@@ -98,6 +107,15 @@ def _read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
         raise StoreError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (SafetensorError, TypeError) as error:  # TypeError: of a dtype that numpy has not
         raise StoreError(f"{path}: not a safetensors file that can be read: {error}") from error
+
+
+def _checksums(tensors: dict[str, NDArray[Any]], path: object) -> dict[str, NDArray[np.uint64]]:
+    found = {name: one for name, one in tensors.items() if name.startswith(_CHECKSUMS)}
+    for name, one in found.items():
+        if one.dtype != np.uint64 or one.ndim != 1:
+            shape = list(one.shape)
+            raise StoreError(f"{path}: {name} is {one.dtype.name} {shape}, expected uint64 [rows]")
+    return {name.removeprefix(_CHECKSUMS): one for name, one in found.items()}
 
 
 def _names(metadata: dict[str, str], name: str, path: object) -> tuple[str, ...]:

@@ -35,8 +35,8 @@ class Coverage:
 
     Attributes:
         examples: that were compared.
-        rows: distinct rows that were compared, by table.
-        unchecked: what the inputs could not tell, a clause for each feature.
+        rows: distinct rows that were compared, by table; all of a table that has checksums.
+        unchecked: what the inputs could not tell, a clause for each feature, and for weights.
     """
 
     examples: int
@@ -47,13 +47,17 @@ class Coverage:
         return {"examples": self.examples, "rows": dict(self.rows), "unchecked": [*self.unchecked]}
 
 
-def coverage_of(expected: Expected, manifest: Manifest) -> Coverage:
-    """Returns what the inputs of ``expected`` can tell of the tables of ``manifest``. A feature
-    without ids tells nothing, and one without two ids in a bag not a sum from a mean.
+def coverage_of(
+    expected: Expected, manifest: Manifest, source: Mapping[str, TableRows]
+) -> Coverage:
+    """Returns what ``expected``, which expected_goldens accepts, can tell of the tables of
+    ``manifest``, whose rows (by table) ``source`` has. A feature without ids tells nothing. One
+    without two ids in a bag, or with rows of zeros, does not tell a sum from a mean.
 
     Raises:
-        InvalidModelError: they are inputs of other features.
+        InvalidModelError: they are inputs of other features, or checksums of other tables.
     """
+    _check_checksums(expected, manifest)
     bags = _in_order(expected, manifest)
     rows: dict[str, NDArray[np.int64]] = {}
     unchecked: list[str] = []
@@ -63,12 +67,66 @@ def coverage_of(expected: Expected, manifest: Manifest) -> Coverage:
             unchecked.append(f"feature {name!r} has no id")
         elif manifest.is_pooled and lengths.max() < 2:
             unchecked.append(f"feature {name!r} has no bag of two ids, so that a sum is a mean")
+        elif manifest.is_pooled and _is_sum_a_mean(feature, expected, bags, manifest, source):
+            unchecked.append(f"feature {name!r} has rows of which a sum is a mean, such as zeros")
+    if manifest.is_weighted and not _have_weights_effect(expected, bags, manifest, source):
+        unchecked.append("the answers are the same without weights")
     for columns in manifest.columns:
         found = bags.ids[_span(bags, columns.feature)]
         before = rows.get(columns.table.name, found[:0])
         rows[columns.table.name] = np.union1d(before, found)
-    counts = {name: len(one) for name, one in rows.items()}
+    counts = {name: len(expected.checksums.get(name, one)) for name, one in rows.items()}
     return Coverage(int(bags.lengths.shape[1]), counts, tuple(unchecked))
+
+
+def _check_checksums(expected: Expected, manifest: Manifest) -> None:
+    described = {table.name: table.num_embeddings for table in manifest.tables}
+    for name, checksums in expected.checksums.items():
+        if name not in described:
+            raise InvalidModelError(
+                f"expected: has checksums of table {name!r}, the description has "
+                f"{', '.join(described)}"
+            )
+        if len(checksums) != described[name]:
+            raise InvalidModelError(
+                f"expected: has checksums of {len(checksums):,} rows of table {name!r}, the "
+                f"description has {described[name]:,}"
+            )
+
+
+def _is_sum_a_mean(
+    feature: int,
+    expected: Expected,
+    bags: Bags,
+    manifest: Manifest,
+    source: Mapping[str, TableRows],
+) -> bool:
+    """Whether all tables of ``feature`` would give the same answers by the other pooling."""
+    for columns in manifest.columns:
+        if columns.feature != feature:
+            continue
+        table = columns.table
+        other = replace(table, pooling=next(one for one in _POOLINGS if one != table.pooling))
+        found = _block(expected.answers, columns, bags, manifest)
+        answers = _pooled(bags, manifest, columns, other, source)
+        if not _is_near(found, answers, source[table.name]):
+            return False
+    return True
+
+
+def _have_weights_effect(
+    expected: Expected, bags: Bags, manifest: Manifest, source: Mapping[str, TableRows]
+) -> bool:
+    """Whether some answer would be another one without weights."""
+    plain, unweighted = replace(bags, weights=None), replace(manifest, is_weighted=False)
+    return not all(
+        _is_near(
+            _block(expected.answers, one, bags, manifest),
+            _pooled(plain, unweighted, one, one.table, source),
+            source[one.table.name],
+        )
+        for one in manifest.columns
+    )
 
 
 def expected_goldens(

@@ -236,7 +236,7 @@ def _held_to(
     expected = given if isinstance(given, Expected) else read_expected(given)
     manifest, rows = draft.manifest, draft.source.rows
     goldens = expected_goldens(expected, manifest, rows, draft.id_maps)
-    coverage = coverage_of(expected, manifest)
+    coverage = coverage_of(expected, manifest, rows)
     if coverage.unchecked and not accept_unchecked:
         raise InvalidModelError(
             f"expected: {'; '.join(coverage.unchecked)}: use inputs that can tell, as "
@@ -244,7 +244,8 @@ def _held_to(
             "(accept_unchecked=True)"
         )
     source = manifest.source | {GOLDENS: FROM_TRAINING, COMPARED: coverage.to_json()}
-    return replace(draft, goldens=goldens, manifest=replace(manifest, source=source))
+    manifest = replace(manifest, source=source)
+    return replace(draft, goldens=goldens, manifest=manifest, checksums=expected.checksums)
 
 
 def _check_layout(manifest: Manifest, store: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from embedserve_store.format.version_folder import to_json_bytes
 from embedserve_store.goldens.goldens_file import Bags, Goldens, save_goldens
 from embedserve_store.goldens.hand_pooling import pool, pool_stored, row_numbers
 from embedserve_store.goldens.parity import check_answers
+from embedserve_store.goldens.row_checksums import row_checksums
 from embedserve_store.goldens.sampled_bags import sample_bags
 from embedserve_store.ids.id_map import IdMap, write_id_maps
 from embedserve_store.ids.translate import IdTranslator
@@ -90,13 +91,17 @@ class Draft:
     max_error: float | None
     """The largest relative L2 error of a table's pooled answers that is published."""
     progress: Progress | None
+    checksums: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)
+    """By table, what the training model's rows give (row_checksums.py); the source's rows must give
+    the same."""
 
 
 def write_version(draft: Draft, staging: Path) -> PublishedVersion:
     """Writes every file of ``draft`` into ``staging`` and renames it to the next version.
 
     Raises:
-        InvalidModelError: a table has a row that cannot be stored, or a larger error than allowed.
+        InvalidModelError: a table has a row that cannot be stored or is not the training model's,
+            or a larger error than allowed.
         OSError: as the file system says, for instance when the disk is full.
     """
     source = draft.source
@@ -126,7 +131,7 @@ def _write_tables(draft: Draft, staging: Path) -> Manifest:
     checksums = write_tables(
         staging / "tables.safetensors",
         draft.manifest.tables,
-        lambda table: _encoded_blocks(rows[table.name], table),
+        lambda table: _encoded_blocks(rows[table.name], table, draft.checksums.get(table.name)),
         draft.progress,
     )
     maps = draft.id_maps
@@ -185,11 +190,14 @@ def _source_answers(
     return pool(manifest, bags, numbers, source_rows(source.rows))
 
 
-def _encoded_blocks(rows: TableRows, table: TableSpec) -> Iterator[NDArray[np.uint8]]:
+def _encoded_blocks(
+    rows: TableRows, table: TableSpec, checksums: NDArray[np.uint64] | None
+) -> Iterator[NDArray[np.uint8]]:
     """The table's stored bytes, block by block.
 
     Raises:
-        InvalidModelError: a row holds NaN or infinity, or values that its dtype cannot hold.
+        InvalidModelError: a row holds NaN or infinity, or values that its dtype cannot hold, or has
+            another checksum than in ``checksums``.
     """
     import torch
 
@@ -197,12 +205,24 @@ def _encoded_blocks(rows: TableRows, table: TableSpec) -> Iterator[NDArray[np.ui
     for start in range(0, table.num_embeddings, step):
         block = rows.read(start, min(start + step, table.num_embeddings))
         _check_finite(block, table, start)
+        if checksums is not None:
+            _check_checksums(block, checksums[start : start + len(block)], table, start)
         if block.dtype == torch.bfloat16:
             block = block.float()
         encoded = encode_rows(block, table.dtype)
         if table.dtype != "float32":
             _check_storable(encoded, table, start)
         yield encoded
+
+
+def _check_checksums(
+    block: torch.Tensor, checksums: NDArray[np.uint64], table: TableSpec, start: int
+) -> None:
+    wrong = np.flatnonzero(row_checksums(block.float().numpy()) != checksums)
+    if len(wrong):
+        raise InvalidModelError(
+            f"expected: row {start + wrong[0]} of table {table.name!r} is not the training model's"
+        )
 
 
 def _check_storable(encoded: NDArray[np.uint8], table: TableSpec, start: int) -> None:

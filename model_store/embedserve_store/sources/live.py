@@ -15,6 +15,7 @@ from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.goldens_file import Bags
+from embedserve_store.sources import rows
 from embedserve_store.sources.prefix import at_prefix, shown
 from embedserve_store.sources.rows import TableRows, TensorRows
 
@@ -124,6 +125,13 @@ def weights_of(collection: EmbeddingBagCollection | EmbeddingCollection) -> dict
     """The rows of every table, by table name."""
     tables = collection.embedding_bags if is_pooled(collection) else collection.embeddings
     return {name: TensorRows(table.weight) for name, table in tables.items()}
+
+
+def checksums_of(
+    collection: EmbeddingBagCollection | EmbeddingCollection,
+) -> dict[str, NDArray[np.uint64]]:
+    """Returns by table the checksum of each row (row_checksums.py)."""
+    return {name: rows.checksums_of(table) for name, table in weights_of(collection).items()}
 
 
 def can_answer(ebc: EmbeddingBagCollection) -> bool:

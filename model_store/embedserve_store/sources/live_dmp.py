@@ -12,12 +12,17 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan
 from embedserve_store.sources.checkpoint import table_keys
 from embedserve_store.sources.live import check_ids_unchanged, table_of
 from embedserve_store.sources.prefix import at_prefix, shown
+from embedserve_store.sources.rows import TensorRows
+from embedserve_store.sources.rows import checksums_of as checksums_of_rows
 
 if TYPE_CHECKING:
     import torch
@@ -128,6 +133,61 @@ def save_tables(module: torch.nn.Module, folder: str | os.PathLike[str], prefix:
     state = module.state_dict()
     tables = {one.key: state[one.key] for one in table_keys(state, prefix)}
     save(tables, checkpoint_id=os.fspath(folder))
+
+
+def checksums_of(module: torch.nn.Module, prefix: str = "") -> dict[str, NDArray[np.uint64]]:
+    """Returns by table of ``module`` under ``prefix`` the checksum of each row (row_checksums.py).
+
+    A collective: each rank adds up its own shards, and the ranks their sums.
+
+    Raises:
+        InvalidModelError: a table is sharded in a way whose shards are not known.
+    """
+    import torch
+    from torch import distributed
+
+    state = module.state_dict()
+    found = {}
+    for one in sorted(table_keys(state, prefix), key=lambda key: key.name):
+        sums = np.zeros(state[one.key].shape[0], np.uint64)
+        for row, column, shard in _own_shards(one.name, state[one.key]):
+            own = sums[row : row + shard.shape[0]]
+            own += checksums_of_rows(TensorRows(shard), column)
+        if distributed.is_initialized() and distributed.get_world_size() > 1:
+            summed = torch.from_numpy(sums.view(np.int64)).to(_collective_device())
+            distributed.all_reduce(summed)
+            sums = summed.cpu().numpy().view(np.uint64)
+        found[one.name] = sums
+    return found
+
+
+def _own_shards(table: str, value: Any) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yields the first row, the first column and the values of each shard that this rank counts."""
+    import torch
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            row, column = shard.metadata.shard_offsets
+            yield row, column, shard.tensor
+    elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+        if rank() == 0:  # a replica is on every rank
+            yield 0, 0, value
+    else:
+        raise InvalidModelError(
+            f"table {table!r}: the shards of a {type(value).__name__} cannot be read: write "
+            "expected answers without rows='all'"
+        )
+
+
+def _collective_device() -> torch.device:
+    """Returns where tensors of the default process group's collectives lie."""
+    import torch
+    from torch import distributed
+
+    is_cuda = "nccl" in str(distributed.get_backend())
+    return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:

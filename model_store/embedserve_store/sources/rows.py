@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.format.tables_file import BLOCK_BYTES
+from embedserve_store.goldens.row_checksums import row_checksums
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +71,20 @@ class TensorRows:
         import torch
 
         return self._tensor[torch.from_numpy(numbers).to(self._tensor.device)].cpu()
+
+
+def checksums_of(rows: TableRows, first_column: int = 0) -> NDArray[np.uint64]:
+    """Returns the checksum of each row (row_checksums.py), read by blocks.
+
+    ``first_column`` is the column of the table that the rows, of a column-wise shard, begin at.
+    """
+    count, dim = rows.shape
+    step = max(1, BLOCK_BYTES // (4 * dim))
+    blocks = [
+        row_checksums(rows.read(start, min(start + step, count)).float().numpy(), first_column)
+        for start in range(0, count, step)
+    ]
+    return np.concatenate(blocks) if blocks else np.zeros(0, np.uint64)
 
 
 def source_rows(

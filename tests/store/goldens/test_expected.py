@@ -61,6 +61,14 @@ def test_weights_are_kept(path: Path) -> None:
     np.testing.assert_array_equal(read, weights)
 
 
+def test_checksums_are_kept(path: Path) -> None:
+    checksums = {"t.user": np.array([1, 2**64 - 1], np.uint64)}
+    save_expected(replace(EXPECTED, checksums=checksums), path)
+    read = read_expected(path).checksums
+    assert list(read) == ["t.user"]
+    np.testing.assert_array_equal(read["t.user"], checksums["t.user"])
+
+
 @pytest.mark.parametrize(
     ("tensors", "metadata", "message"),
     [
@@ -76,6 +84,8 @@ def test_weights_are_kept(path: Path) -> None:
         ({"ids": np.zeros((3, 1), np.int64)}, {}, "lengths do not add up"),
         ({"answers": np.full((2, 5), np.nan, np.float32)}, {}, "a value that is not finite"),
         ({"weights": np.full(3, np.inf, np.float32)}, {}, "weights has a value that is not finite"),
+        ({"checksums.a": np.zeros(3, np.int64)}, {}, "checksums.a is int64 [3], expected uint64"),
+        ({"checksums.a": np.zeros((3, 1), np.uint64)}, {}, "checksums.a is uint64 [3, 1], exp"),
         ({}, {"keys": None}, "keys of its metadata is None, expected a JSON list of str"),
         ({}, {"keys": "user"}, "keys of its metadata is 'user', expected a JSON list of str"),
         ({}, {"features": '["user", 1]'}, "features of its metadata is '[\"user\", 1]', expected"),

@@ -343,6 +343,82 @@ def test_inputs_that_cannot_tell_are_refused_unless_that_is_accepted(
     }
 
 
+def answered(
+    module: EmbeddingBagCollection, lengths: list[list[int]], weight: float | None = None
+) -> Expected:
+    """What ``module`` answers to such bags, their ids 0, 1, 2, … of each feature."""
+    manifest = Manifest("", 0, live.describe(module), weight is not None)
+    ids = np.concatenate([np.arange(sum(one), dtype=np.int64) for one in lengths])
+    weights = None if weight is None else np.full(len(ids), weight, np.float32)
+    bags = Bags(ids, np.array(lengths, np.int32), weights)
+    answers = live.answers(module, manifest, bags)
+    return Expected(manifest.features, manifest.keys, manifest.length_per_key, bags, answers)
+
+
+def test_rows_of_zeros_cannot_tell(tmp_path: Path) -> None:
+    ebc = twins()
+    with torch.no_grad():
+        ebc.embedding_bags["b"].weight[:3] = 0
+    reason = "expected: feature 'b' has rows of which a sum is a mean, such as zeros: use inputs"
+    given = answered(ebc, [[2, 1], [2, 1]])
+    for pooling in ("sum", "mean"):
+        tables = described(ebc, b={"pooling": pooling})
+        assert publish_state(ebc, tmp_path, tables, expected=given).startswith(reason)
+    given = answered(ebc, [[2, 1], [2, 3]])
+    assert publish_state(ebc, tmp_path, live.describe(ebc), expected=given) == ""
+
+
+def test_weights_that_change_nothing_cannot_tell(make_ebc: MakeEbc, tmp_path: Path) -> None:
+    ebc = make_ebc(is_weighted=True, pooling="sum")
+    options: dict[str, Any] = {"is_weighted": True}
+    given = answered(ebc, [[2, 3]] * 4, 1.0)
+    said = publish_state(ebc, tmp_path, live.describe(ebc), expected=given, **options)
+    assert said.startswith("expected: the answers are the same without weights: use inputs")
+    given = answered(ebc, [[2, 3]] * 4, 0.5)
+    assert publish_state(ebc, tmp_path, live.describe(ebc), expected=given, **options) == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_checksums_no_row_that_changed_is_published(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    ebc = twins().to(dtype)
+    write_expected(ebc, tmp_path / "all", rows="all")
+    write_expected(ebc, tmp_path / "sampled")
+    state = state_of(ebc)
+    sampled = set(read_expected(tmp_path / "sampled").bags.ids.tolist())
+    row = next(row for row in range(40) if row not in sampled)
+    key = "m.ebc.embedding_bags.b.weight"
+    wrong = state | {key: state[key].clone()}
+    wrong[key][row] += 1000
+    options: dict[str, Any] = {"model": "m", "tables": described(ebc, a={"dtype": "int8"})}
+    store = tmp_path / "store"
+    publish(wrong, store, expected=tmp_path / "sampled", **options)
+    before = everything_under(store)
+    with pytest.raises(InvalidModelError, match=f"^expected: row {row} of table 'b' is not the tr"):
+        publish(wrong, store, expected=tmp_path / "all", **options)
+    assert everything_under(store) == before
+    published = publish(state, store, expected=tmp_path / "all", **options)
+    assert published.manifest.source["compared"]["rows"] == {"a": 40, "b": 40}
+
+
+def test_checksums_of_other_tables_are_refused(tmp_path: Path) -> None:
+    ebc = twins()
+    expected = expected_of(ebc, rows="all")
+    for checksums, message in (
+        ({"c": expected.checksums["a"]}, "has checksums of table 'c', the description has a, b"),
+        (
+            {"a": expected.checksums["a"][:39]},
+            "has checksums of 39 rows of table 'a', the description has 40",
+        ),
+    ):
+        wrong = replace(expected, checksums=checksums)
+        said = publish_state(ebc, tmp_path, live.describe(ebc), expected=wrong)
+        assert said == f"expected: {message}"
+    with pytest.raises(InvalidModelError, match="rows is 'some', expected 'sampled' or 'all'"):
+        expected_of(ebc, rows="some")  # type: ignore[arg-type]
+
+
 def test_what_write_expected_makes_can_tell(make_ebc: MakeEbc, tmp_path: Path) -> None:
     ebc = make_ebc()
     published = publish(

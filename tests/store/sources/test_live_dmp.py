@@ -191,6 +191,15 @@ def check_expected(folder: Path, tables: list[TableSpec]) -> None:
     assert version.manifest.source["goldens"] == FROM_TRAINING
     goldens = version.goldens()
     assert np.array_equal(goldens.source_answers, read_expected(options["expected"]).answers)
+    assert version.manifest.source["compared"]["rows"] == {
+        table.name: table.num_embeddings for table in tables
+    }
+    for table in tables:  # row-wise, column-wise, whole and on every rank
+        key = f"sparse.ebc.embedding_bags.{table.name}.weight"
+        wrong = state | {key: state[key].clone()}
+        wrong[key][5, -1] += wrong[key][5, -1] * 1e-6  # too little for the sampled answers
+        with pytest.raises(InvalidModelError, match=f"row 5 of table '{table.name}' is not the"):
+            publish(wrong, folder / "store", tables=tables, **options)
     mean = [replace(table, pooling="mean") if table.name == "tag" else table for table in tables]
     with pytest.raises(InvalidModelError, match=r"key 'tag' .* those of table 'tag', pooling sum"):
         publish(state, folder / "store", tables=mean, **options)
