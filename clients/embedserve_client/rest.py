@@ -18,7 +18,7 @@ from embedserve_client.questions import answer, answer_async
 from embedserve_client.rest_calls import RestCalls
 from embedserve_client.result import EmbedResult, OutputDType
 from embedserve_client.retries import check_retries
-from embedserve_client.security import Files, headers_of, tls_context
+from embedserve_client.security import File, Files, headers_of, tls_context
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class EmbedClient:
         connections_max: int = DEFAULT_CONNECTIONS_MAX,
         transport: httpx.BaseTransport | None = None,
         token: str | None = None,
-        ca: str | None = None,
+        ca: File | None = None,
         certificate: Files | None = None,
         shared_memory: str | None = None,
     ) -> None:
@@ -137,7 +137,7 @@ class AsyncEmbedClient:
         connections_max: int = DEFAULT_CONNECTIONS_MAX,
         transport: httpx.AsyncBaseTransport | None = None,
         token: str | None = None,
-        ca: str | None = None,
+        ca: File | None = None,
         certificate: Files | None = None,
         shared_memory: str | None = None,
     ) -> None:

@@ -20,7 +20,7 @@ from embedserve_client.result import EmbedResult, OutputDType
 from embedserve_client.retries import check_retries
 from embedserve_client.rpc_calls import Rpc, channel_options, grpc_errors
 from embedserve_client.rpc_questions import RpcQuestions
-from embedserve_client.security import Files, channel_credentials, headers_of
+from embedserve_client.security import File, Files, channel_credentials, headers_of
 from embedserve_client.stream import StreamAnswer, StreamItem, stream_answers, stream_answers_async
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class GrpcEmbedClient:
         receive_bytes_max: int = DEFAULT_RECEIVE_BYTES_MAX,
         credentials: Any = None,
         token: str | None = None,
-        ca: str | None = None,
+        ca: File | None = None,
         certificate: Files | None = None,
         shared_memory: str | None = None,
     ) -> None:
@@ -152,7 +152,7 @@ class AsyncGrpcEmbedClient:
         receive_bytes_max: int = DEFAULT_RECEIVE_BYTES_MAX,
         credentials: Any = None,
         token: str | None = None,
-        ca: str | None = None,
+        ca: File | None = None,
         certificate: Files | None = None,
         shared_memory: str | None = None,
     ) -> None:

@@ -3,6 +3,7 @@
 The same for REST and gRPC; hands on what httpx and grpc take. Reads PEM files, and nothing else.
 """
 
+import os
 import ssl
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import grpc
 
 AUTHORIZATION = "authorization"
-Files = tuple[str, str]
+File = str | os.PathLike[str]
+Files = tuple[File, File]
 """Of a certificate and its key, in PEM."""
 
 
@@ -23,7 +25,7 @@ def headers_of(token: str | None) -> dict[str, str]:
     return {AUTHORIZATION: f"Bearer {token}"}
 
 
-def tls_context(url: str, ca: str | None, certificate: Files | None) -> ssl.SSLContext:
+def tls_context(url: str, ca: File | None, certificate: Files | None) -> ssl.SSLContext:
     """For httpx: trusts ``ca`` alone, or the system's authorities where it is None. These take some
     20 ms to be read, so that without https:// in ``url`` it trusts nobody."""
     if ca is None and certificate is None and not url.lower().startswith("https:"):
@@ -34,11 +36,11 @@ def tls_context(url: str, ca: str | None, certificate: Files | None) -> ssl.SSLC
     return context
 
 
-def channel_credentials(ca: str | None, certificate: Files | None) -> Any:
+def channel_credentials(ca: File | None, certificate: Files | None) -> Any:
     """For grpc; as tls_context."""
     chain, key = (None, None) if certificate is None else map(_read, certificate)
     return grpc.ssl_channel_credentials(None if ca is None else _read(ca), key, chain)
 
 
-def _read(path: str) -> bytes:
+def _read(path: File) -> bytes:
     return Path(path).read_bytes()

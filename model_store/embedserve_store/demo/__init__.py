@@ -6,6 +6,7 @@ prints nothing, and importing it does not import torch.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -53,13 +54,13 @@ class DemoReport:
 
 
 def build_demo(
-    store: Path,
+    store: str | os.PathLike[str],
     *,
     model: str = "movies",
     dtype: Choice = "float32",
     sharding: Choice = "row_wise",
     world_size: int = 2,
-    checkpoint: Path | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> DemoReport:
     """Trains the demo model on the CPU and publishes its tables as a new version of ``model``.
@@ -93,6 +94,7 @@ def build_demo(
         world_size=world_size,
     )
     if checkpoint is not None:
+        checkpoint = Path(checkpoint)
         check_checkpoint_path(checkpoint)
     training_start = time.perf_counter()
     trained = train(data, progress=progress)
@@ -132,7 +134,7 @@ def _report(
     )
 
 
-def save_checkpoint(model: torch.nn.Module, path: Path) -> None:
+def save_checkpoint(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes the state dict of ``model``; torch.load reads it with weights_only=True.
 
     Of the whole demo model the tables are ebc.embedding_bags.TABLE.weight, float32 [rows, dim];
@@ -151,8 +153,9 @@ def save_checkpoint(model: torch.nn.Module, path: Path) -> None:
         raise StoreError(f"{path}: the checkpoint cannot be written: {reason}") from error
 
 
-def check_checkpoint_path(path: Path) -> None:
+def check_checkpoint_path(path: str | os.PathLike[str]) -> None:
     """Raises StoreError where a checkpoint cannot be written to ``path``."""
+    path = Path(path)
     if path.is_dir():
         raise StoreError(f"{path}: the checkpoint cannot be written: it is a folder")
     if not path.parent.exists():

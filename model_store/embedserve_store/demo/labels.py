@@ -6,6 +6,7 @@ Hands the command line a file beside the models of a store. It never imports tor
 from __future__ import annotations
 
 import json
+import os
 from importlib.resources import files
 from pathlib import Path
 
@@ -20,11 +21,11 @@ def titles() -> dict[str, str]:
     return dict(line.split("\t") for line in text.splitlines()[1:])
 
 
-def labels_path(store: Path, model: str) -> Path:
-    return store / f"{model}.labels.json"
+def labels_path(store: str | os.PathLike[str], model: str) -> Path:
+    return Path(store) / f"{model}.labels.json"
 
 
-def write_labels(store: Path, model: str) -> None:
+def write_labels(store: str | os.PathLike[str], model: str) -> None:
     """Writes the labels of the demo ``model`` beside it in ``store``.
 
     Raises:

@@ -7,6 +7,7 @@ same constraints. Never imports torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -140,13 +141,13 @@ def _why_unknown(name: object) -> str:
     return f"unknown field {name!r}, there are {', '.join(_FIELDS)}"
 
 
-def read_constraints(path: Path) -> dict[str, TableConstraints]:
+def read_constraints(path: str | os.PathLike[str]) -> dict[str, TableConstraints]:
     """Reads a YAML or JSON file: for each table, fields of ParameterConstraints.
 
     Raises:
         StoreError: the file cannot be read; names the table and field that is wrong.
     """
-    data = _parsed(path)
+    data = _parsed(Path(path))
     if not isinstance(data, Mapping):
         raise StoreError(f"{path}: expected a mapping from table to constraints")
     return {

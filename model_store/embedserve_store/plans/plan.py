@@ -7,9 +7,9 @@ planner.py makes plans and turns them into torchrec's; this module never imports
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from embedserve_store.errors import InvalidModelError, StoreError
@@ -184,14 +184,14 @@ def shard_bytes(shard: Shard, table: TableSpec, device_type: str = "cpu") -> int
     return shard.row_count * -(-one_row // alignment) * alignment
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: str | os.PathLike[str]) -> Plan:
     """The plan in a plan.json, from a store or written by hand; ``check`` it against tables.
 
     Raises:
         StoreError: the file cannot be read, is not a plan, or of another format version.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb") as file:
             text = file.read(PLAN_BYTES_MAX + 1)
         if len(text) > PLAN_BYTES_MAX:
             raise StoreError(f"{path}: over {PLAN_BYTES_MAX} bytes, not a plan")

@@ -51,10 +51,12 @@ class RemoteStore:
     finds that nobody needs any more is dropped from there.
     """
 
-    def __init__(self, url: str, cache: Path, progress: TransferProgress | None = None) -> None:
+    def __init__(
+        self, url: str, cache: str | os.PathLike[str], progress: TransferProgress | None = None
+    ) -> None:
         self._remote = RemoteFolder(url)
         self._progress = progress
-        self._local = LocalStore(cache / _folder_name(self._remote.url))
+        self._local = LocalStore(Path(cache) / _folder_name(self._remote.url))
 
     def models(self) -> list[str]:
         """As LocalStore's.

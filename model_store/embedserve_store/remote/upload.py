@@ -7,6 +7,7 @@ an interrupted upload behind as files that no reader looks at. Never imports tor
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from embedserve_store.errors import StoreError
@@ -20,7 +21,7 @@ from embedserve_store.verification import verify
 
 
 def upload_version(
-    folder: Path,
+    folder: str | os.PathLike[str],
     url: str,
     number: int | None = None,
     progress: TransferProgress | None = None,
@@ -39,6 +40,7 @@ def upload_version(
         StoreError: ``folder`` is not a version or is damaged, or the number is taken.
         UnreachableError: the store cannot be written.
     """
+    folder = Path(folder)
     manifest = _verified(folder)
     number = manifest.version if number is None else number
     target = f"{manifest.model}/{number}"

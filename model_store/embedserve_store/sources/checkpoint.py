@@ -6,6 +6,7 @@ values and runs no code of a checkpoint.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,13 +46,14 @@ class TableKey:
     is_pooled: bool
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Opens a folder of torch.distributed.checkpoint, a .safetensors file or a folder of them,
     or a file of torch.save.
 
     Raises:
         StoreError: it cannot be read, is damaged, or holds code.
     """
+    path = Path(path)
     if path.is_dir():
         return _open_folder(path)
     if path.suffix == ".distcp" or path.name == ".metadata":
