@@ -7,7 +7,9 @@ It gives bytes and sizes and knows nothing of models. Never imports torch; fsspe
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -15,12 +17,22 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from embedserve_store.errors import StoreError
+from embedserve_store.remote.retry_log import RetryLog
 from embedserve_store.writing.staging import sync
+
+logger = logging.getLogger(__name__)
 
 PART_BYTES = 16 << 20
 PARTS_AT_ONCE = 8
 """A download asks for this many parts at a time and holds as many in memory: one connection to an
 object store is slower than most networks."""
+
+ANSWER_S_MAX = 60.0
+"""Seconds for a listing or a small file; a store that takes longer hangs, and waiting stops."""
+PART_S_MAX = 600.0
+"""Seconds for a part of a download: 28 kB/s, below which no version of some size ever comes."""
+WAIT_LOG_S = 10.0
+"""Seconds after which a wait for the store is logged, and again after each doubling."""
 
 EXTRA = "pip install 'embedserve[remote]'; gs:// needs gcsfs"
 
@@ -56,21 +68,19 @@ class RemoteFolder:
             StoreError: it does not exist.
             UnreachableError: it cannot be asked; so for every method here.
         """
-        with _translated(self.url):
-            entries = self._files.ls(self.root, detail=True)
+        entries = self._call(self.url, "ls", self.root, detail=True)
         folders = (entry["name"] for entry in entries if entry["type"] == "directory")
         return [name.rstrip("/").rpartition("/")[2] for name in folders]
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Bytes of every file below ``folder``, by its path there; empty if there is none."""
         path = f"{self.root}/{folder}"
-        with _translated(f"{self.url}/{folder}"):
-            found = self._files.find(path, detail=True)
+        found = self._call(f"{self.url}/{folder}", "find", path, detail=True)
         prefix = len(path.lstrip("/")) + 1
         return {name.lstrip("/")[prefix:]: entry["size"] for name, entry in found.items()}
 
     def read(self, name: str) -> bytes:
-        return self._part(name, None, None)
+        return self._part(name, None, None, ANSWER_S_MAX)
 
     def download(self, name: str, path: Path, size: int, progress: Callable[[int], None]) -> None:
         """Copies the file ``name`` of ``size`` bytes to the new file ``path``, synced to disk.
@@ -95,15 +105,15 @@ class RemoteFolder:
 
     def _copy_part(self, name: str, file: IO[bytes], start: int, size: int) -> int:
         stop = min(start + PART_BYTES, size)
-        data = self._part(name, start, stop)
+        data = self._part(name, start, stop, PART_S_MAX)
         if len(data) != stop - start:
             raise StoreError(f"{self.url}/{name}: ends before byte {stop}: changed while it came")
         return os.pwrite(file.fileno(), data, start)
 
-    def _part(self, name: str, start: int | None, stop: int | None) -> bytes:
-        with _translated(f"{self.url}/{name}"):
-            data: bytes = self._files.cat_file(f"{self.root}/{name}", start=start, end=stop)
-            return data
+    def _part(self, name: str, start: int | None, stop: int | None, max_s: float) -> bytes:
+        where, path = f"{self.url}/{name}", f"{self.root}/{name}"
+        data: bytes = self._call(where, "cat_file", path, max_s=max_s, start=start, end=stop)
+        return data
 
     def upload(self, path: Path, name: str, progress: Callable[[int], None]) -> None:
         """Copies the local file ``path`` to ``name``, over what is there.
@@ -120,14 +130,13 @@ class RemoteFolder:
         where = f"{self.url}/{name}"
         with _translated(where):
             self._files.put_file(str(path), f"{self.root}/{name}", callback=callback)
-            arrived = self._files.info(f"{self.root}/{name}")["size"]
+        arrived = self._call(where, "info", f"{self.root}/{name}")["size"]
         if arrived != size:
             raise StoreError(f"{where}: {arrived} bytes arrived of {size}")
 
     def write(self, name: str, data: bytes) -> None:
         """Writes a small file, over what is there."""
-        with _translated(f"{self.url}/{name}"):
-            self._files.pipe_file(f"{self.root}/{name}", data)
+        self._call(f"{self.url}/{name}", "pipe_file", f"{self.root}/{name}", data)
 
     def write_new(self, name: str, data: bytes) -> bool:
         """Writes a small file; False where there is one already. Where the store knows no
@@ -145,13 +154,38 @@ class RemoteFolder:
 
     def remove(self, name: str) -> None:
         """Removes a file."""
-        with _translated(f"{self.url}/{name}"):
-            self._files.rm_file(f"{self.root}/{name}")
+        self._call(f"{self.url}/{name}", "rm_file", f"{self.root}/{name}")
 
     def remove_folder(self, name: str) -> None:
         """Removes an empty folder, where the file system has folders."""
         with contextlib.suppress(NotImplementedError, OSError):
             self._files.rmdir(f"{self.root}/{name}")
+
+    def _call(
+        self, where: str, method: str, *args: Any, max_s: float = ANSWER_S_MAX, **kwargs: Any
+    ) -> Any:
+        """Calls ``method`` of the file system; one over a network has ``max_s`` to answer.
+
+        Raises:
+            StoreError: there is no ``where``.
+            UnreachableError: the store does not answer, or not in time.
+        """
+        with _translated(where), _logged_waits(where):
+            if not getattr(self._files, "async_impl", False):
+                return getattr(self._files, method)(*args, **kwargs)
+            from fsspec.asyn import sync as run
+            from fsspec.exceptions import FSTimeoutError
+
+            try:
+                return run(self._files.loop, self._asked, method, *args, timeout=max_s, **kwargs)
+            except FSTimeoutError as error:
+                raise TimeoutError(f"no answer within {max_s:g} s") from error
+
+    async def _asked(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self._files, "set_session"):  # of s3fs; others do not tell of their retries
+            client = await self._files.set_session()
+            RetryLog().listen(client.meta.events)
+        return await getattr(self._files, f"_{method}")(*args, **kwargs)
 
 
 def _open(url: str) -> tuple[Any, str]:
@@ -198,6 +232,27 @@ def _translated(where: str) -> Iterator[None]:
         raise StoreError(f"{where}: does not exist") from error
     except Exception as error:
         raise UnreachableError(f"{where}: the remote store says: {_line(error)}") from error
+
+
+@contextmanager
+def _logged_waits(where: str) -> Iterator[None]:
+    """Logs that ``where`` has not answered after WAIT_LOG_S and twice, four times, … that."""
+    is_done = threading.Event()
+
+    def log() -> None:
+        waited_s = 0.0
+        wait_s = WAIT_LOG_S
+        while not is_done.wait(wait_s):
+            waited_s += wait_s
+            wait_s = waited_s
+            logger.warning("%s: the remote store has not answered for %g s", where, waited_s)
+
+    thread = threading.Thread(target=log, name="store-wait", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
 
 
 def _line(error: Exception) -> str:

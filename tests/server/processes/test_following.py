@@ -271,7 +271,7 @@ async def test_a_pulled_one_without_room_is_shown_with_why(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     serving = Serving(f"file://{store}", executor)
     appear(later, store, 2)
-    usage = SimpleNamespace()
+    usage = SimpleNamespace(total=1 << 30)
     for usage.free in (0, 77, 1_088):
         with monkeypatch.context() as patched:
             patched.setattr(shutil, "disk_usage", lambda path: usage)

@@ -64,6 +64,17 @@ def test_too_little_disk_is_refused_before_a_row_is_read(
     assert not (tmp_path / "store" / "other").exists()
 
 
+def test_a_file_system_without_files_is_named(
+    ebc: EmbeddingBagCollection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = shutil.disk_usage("/proc")
+    assert none.total == 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: none)
+    message = "store/m: is on a file system that keeps no files$"
+    with pytest.raises(StoreError, match=message):
+        publish(ebc, tmp_path / "store", model="m")
+
+
 def test_an_interrupt_leaves_the_store_as_it_was(
     ebc: EmbeddingBagCollection, tmp_path: Path
 ) -> None:

@@ -1,0 +1,101 @@
+"""A store that hangs or fails for a moment is waited for, not for ever, and the log says so."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import s3fs
+
+from embedserve_store.remote import remote_files
+from embedserve_store.remote.remote_files import RemoteFolder, UnreachableError
+
+EMPTY = (
+    b"<ListBucketResult><KeyCount>0</KeyCount><IsTruncated>false</IsTruncated></ListBucketResult>"
+)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@contextlib.contextmanager
+def answering(answer: Callable[[], int]) -> Iterator[int]:
+    """An S3 server of an empty bucket whose HTTP statuses ``answer`` gives; its port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(answer())
+            self.send_header("Content-Length", str(len(EMPTY)))
+            self.end_headers()
+            self.wfile.write(EMPTY)
+
+        def do_HEAD(self) -> None:
+            self.send_response(404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_store_that_hangs_is_logged_and_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote_files, "WAIT_LOG_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        use(monkeypatch, silent.getsockname()[1])
+        folder = RemoteFolder("s3://bucket/store")
+        with (
+            caplog.at_level(logging.WARNING, "embedserve_store"),
+            pytest.raises(UnreachableError, match=r"store/m: .*: no answer within 2 s$"),
+        ):
+            folder._call(f"{folder.url}/m", "find", "bucket/store/m", detail=True, max_s=2)
+    waits = [line for line in caplog.messages if "has not answered for" in line]
+    url = "s3://bucket/store/m"
+    assert waits[:2] == [
+        f"{url}: the remote store has not answered for {waited} s" for waited in ("0.2", "0.4")
+    ]
+    assert len(waits) <= 5
+
+
+def test_a_failure_that_the_client_repeats_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    statuses = iter([503])
+    with answering(lambda: next(statuses, 200)) as port:
+        use(monkeypatch, port)
+        folder = RemoteFolder("s3://bucket/store")
+        with caplog.at_level(logging.WARNING, "embedserve_store"):
+            assert folder.sizes("m") == {}
+            assert folder.sizes("m") == {}
+    url = f"http://127.0.0.1:{port}/bucket"
+    assert caplog.messages == [f"{url}: attempt 1 failed: HTTP status 503"]
+
+
+def test_a_store_that_answers_leaves_no_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with answering(lambda: 200) as port:
+        use(monkeypatch, port)
+        with caplog.at_level(logging.DEBUG, "embedserve_store"):
+            assert RemoteFolder("s3://bucket/store").sizes("m") == {}
+    assert caplog.messages == []
+    waiting = [thread for thread in threading.enumerate() if thread.name == "store-wait"]
+    for thread in waiting:
+        thread.join(10)
+        assert not thread.is_alive()

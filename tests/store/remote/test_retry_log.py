@@ -1,0 +1,49 @@
+"""Retries of the S3 client are logged, few of them."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from embedserve_store.remote import retry_log
+from embedserve_store.remote.retry_log import RetryLog
+
+URL = "http://host/bucket/key?secret=1"
+
+
+def failed(log: RetryLog, status: int = 503, attempts: int = 1) -> None:
+    response: tuple[SimpleNamespace, dict[str, str]] = (SimpleNamespace(status_code=status), {})
+    log.on_response(attempts, response, None, {"url": URL}, operation="")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now_s=100.0)
+    monkeypatch.setattr("time.monotonic", lambda: clock.now_s)
+    return clock
+
+
+def test_one_line_in_a_while_with_the_number_of_those_between(
+    clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = RetryLog()
+    with caplog.at_level(logging.WARNING):
+        for attempt in range(1, 6):
+            failed(log, attempts=attempt)
+        clock.now_s += retry_log.LOG_S
+        log.on_response(2, None, ConnectionError("no\nroute"), {"url": URL})
+    assert caplog.messages == [
+        "http://host/bucket/key: attempt 1 failed: HTTP status 503",
+        "http://host/bucket/key: attempt 2 failed: no route; 4 more since the last line",
+    ]
+
+
+@pytest.mark.parametrize("status", [200, 403, 404])
+def test_what_is_no_fault_of_the_store_is_not_logged(
+    status: int, clock: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        failed(RetryLog(), status)
+    assert caplog.messages == []
