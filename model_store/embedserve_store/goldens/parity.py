@@ -24,6 +24,10 @@ from embedserve_store.goldens.hand_pooling import RowsOf, pool, stored_rows
 SUMS_TOLERANCE = 1e-5
 """Relative to the largest magnitude of a golden answer: float32 sums in another order."""
 
+TRAINED_TOLERANCES = {"float32": SUMS_TOLERANCE, "float16": 2.0**-8, "bfloat16": 2.0**-5}
+"""By the dtype of the training model's rows, relative to the largest magnitude of a key's answers:
+it may add halves up as such."""
+
 _HALF = 2.0**-11
 """Largest relative error of rounding to float16."""
 _HALF_MIN = 2.0**-25
@@ -97,6 +101,12 @@ def check_answers(
         bags,
         f"{where}: the vectors of {{}} are not the source model's, even for their dtype",
     )
+
+
+def is_near(found: NDArray[np.float32], answers: NDArray[np.float32], dtype: str) -> bool:
+    """Whether a training model whose rows are of ``dtype`` may answer ``found`` for ``answers``."""
+    bound = TRAINED_TOLERANCES[dtype] * float(np.abs(answers).max(initial=0.0))
+    return bool((np.abs(found - answers) <= max(bound, np.finfo(np.float32).tiny)).all())
 
 
 def _compare(

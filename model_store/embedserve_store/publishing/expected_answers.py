@@ -19,13 +19,10 @@ from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.expected import Expected
 from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.goldens.hand_pooling import pool
-from embedserve_store.goldens.parity import SUMS_TOLERANCE
+from embedserve_store.goldens.parity import is_near
 from embedserve_store.ids.id_map import IdMap
 from embedserve_store.sources.rows import TableRows, source_rows
 
-TOLERANCES = {"float32": SUMS_TOLERANCE, "float16": 2.0**-8, "bfloat16": 2.0**-5}
-"""By what the training model's rows are, relative to the largest magnitude of a key's answers: it
-may add halves up as such."""
 _POOLINGS = ("sum", "mean")
 
 
@@ -109,7 +106,7 @@ def _is_sum_a_mean(
         other = replace(table, pooling=next(one for one in _POOLINGS if one != table.pooling))
         found = _block(expected.answers, columns, bags, manifest)
         answers = _pooled(bags, manifest, columns, other, source)
-        if not _is_near(found, answers, source[table.name]):
+        if not is_near(found, answers, source[table.name].dtype):
             return False
     return True
 
@@ -120,10 +117,10 @@ def _have_weights_effect(
     """Whether some answer would be another one without weights."""
     plain, unweighted = replace(bags, weights=None), replace(manifest, is_weighted=False)
     return not all(
-        _is_near(
+        is_near(
             _block(expected.answers, one, bags, manifest),
             _pooled(plain, unweighted, one, one.table, source),
-            source[one.table.name],
+            source[one.table.name].dtype,
         )
         for one in manifest.columns
     )
@@ -219,7 +216,7 @@ def _check_answers(
     for columns in manifest.columns:
         found, table = _block(expected.answers, columns, bags, manifest), columns.table
         answers = _pooled(bags, manifest, columns, table, rows)
-        if not _is_near(found, answers, rows[table.name]):
+        if not is_near(found, answers, rows[table.name].dtype):
             off = float(np.abs(found - answers).max())
             raise InvalidModelError(
                 f"expected: key {columns.key!r} of table {table.name!r}, pooling {table.pooling}: "
@@ -262,11 +259,6 @@ def _pooled(
     return pool(alone, one, one.ids, source_rows(rows))
 
 
-def _is_near(found: NDArray[np.float32], answers: NDArray[np.float32], rows: TableRows) -> bool:
-    bound = TOLERANCES[rows.dtype] * float(np.abs(answers).max(initial=0.0))
-    return bool((np.abs(found - answers) <= max(bound, np.finfo(np.float32).tiny)).all())
-
-
 def _what_fits(
     found: NDArray[np.float32],
     bags: Bags,
@@ -284,7 +276,7 @@ def _what_fits(
         for pooling in _POOLINGS if manifest.is_pooled else ("none",):
             other = replace(table, pooling=pooling)
             answers = _pooled(bags, manifest, columns, other, rows)
-            if _is_near(found, answers, rows[table.name]):
+            if is_near(found, answers, rows[table.name].dtype):
                 return f"; they are those of table {table.name!r}, pooling {pooling}"
     return ""
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.table_spec import DTYPES, TableSpec, check_table
+from embedserve_store.goldens.expected import Expected
 from embedserve_store.sources.checkpoint import (
     Checkpoint,
     TableKey,
@@ -18,14 +19,20 @@ from embedserve_store.sources.checkpoint import (
     shown_prefixes,
     table_keys,
 )
+from embedserve_store.sources.expected_tables import ShownTables, shown_tables
 
 
-def draft_description(checkpoint: Checkpoint, prefix: str = "") -> str:
+def draft_description(
+    checkpoint: Checkpoint, prefix: str = "", expected: Expected | None = None
+) -> str:
     """YAML that read_description reads, of the tables under the dotted path ``prefix``.
+
+    Args:
+        expected: a training model's answers; what they show is filled in and not marked.
 
     Raises:
         InvalidModelError: no table can be served, or several collections cannot be described
-            together: prefix chooses one.
+            together: prefix chooses one; or no table gives the answers of a key of ``expected``.
         StoreError: a table's shards are missing, damaged or incomplete.
     """
     keys = (*checkpoint.tensors, *checkpoint.others)
@@ -40,13 +47,30 @@ def draft_description(checkpoint: Checkpoint, prefix: str = "") -> str:
     good, bad = _read(checkpoint, found)
     if not good:
         raise InvalidModelError(f"{checkpoint.path}: {bad[0]}")
-    comments = [*_head(checkpoint, len(keys) - len(found), found), *(f"left out: {r}" for r in bad)]
-    lines = [f"# {' '.join(comment.split())}" for comment in comments]
-    lines += ["tables:  # check: answers are in this order"]
-    lines += [line for table in good for line in _entry(table)]
+    if expected is None:
+        shown = ShownTables(tuple(good), frozenset(), frozenset(), is_ordered=False, absent=())
+    else:
+        tensors = {
+            one.name: checkpoint.tensors[one.key] for one in found if one.key in checkpoint.tensors
+        }
+        shown = shown_tables(good, tensors, expected)
+        bad += [f"table {name!r}: no key of the expected answers" for name in shown.absent]
+    lines = [line for table in shown.tables for line in _entry(table, shown)]
+    lines.insert(0, "tables:" + "  # check: answers are in this order" * (not shown.is_ordered))
     if good[0].pooling != "none":
-        lines += ["is_weighted: false  # check: true if callers pass weights"]
-    return "\n".join(lines) + "\n"
+        lines.append(_weighted(expected))
+    comments = [*_head(checkpoint, len(keys) - len(found), found), *(f"left out: {r}" for r in bad)]
+    if any("# check" in line for line in lines):
+        comments.append('What is marked "check" is guessed: the checkpoint does not hold it.')
+    if expected is not None:
+        comments.append("What is not marked gives the training model's own answers.")
+    return "\n".join([*(f"# {' '.join(one.split())}" for one in comments), *lines]) + "\n"
+
+
+def _weighted(expected: Expected | None) -> str:
+    if expected is None:
+        return "is_weighted: false  # check: true if callers pass weights"
+    return f"is_weighted: {'false' if expected.bags.weights is None else 'true'}"
 
 
 def _check_one_model(found: Sequence[TableKey], checkpoint: Checkpoint) -> None:
@@ -86,19 +110,23 @@ def _head(checkpoint: Checkpoint, skipped: int, found: Sequence[TableKey]) -> It
     yield f"The tables of {checkpoint.path} ({checkpoint.kind}), prefix {shown_prefixes(found)}"
     if skipped:
         yield f"Skipped {skipped} other entries, such as dense layers and optimizer state."
-    yield 'What is marked "check" is guessed: the checkpoint does not hold it.'
 
 
-def _entry(table: TableSpec) -> Iterator[str]:
+def _entry(table: TableSpec, shown: ShownTables) -> Iterator[str]:
     name = _scalar(table.name)
     yield f"  - name: {name}"
     yield f"    num_embeddings: {table.num_embeddings}"
     yield f"    embedding_dim: {table.embedding_dim}"
-    yield f"    feature_names: [{name}]  # check: the features that look up this table"
+    features = ", ".join(map(_scalar, table.feature_names))
+    mark = "  # check: the features that look up this table" * (
+        table.name not in shown.with_features
+    )
+    yield f"    feature_names: [{features}]{mark}"
     if table.pooling == "none":
         yield "    pooling: none  # of an EmbeddingCollection"
     else:
-        yield f"    pooling: {table.pooling}  # check: sum or mean"
+        mark = "  # check: sum or mean" * (table.name not in shown.with_pooling)
+        yield f"    pooling: {table.pooling}{mark}"
     yield f"    dtype: {table.dtype}  # or {', '.join(d for d in DTYPES if d != table.dtype)}"
 
 

@@ -214,12 +214,19 @@ def describe(
     output: Annotated[
         Path | None, typer.Option(help="A new file for the draft. Default: print it.")
     ] = None,
+    expected: Annotated[
+        Path | None,
+        typer.Option(
+            help="What write_expected wrote of the training model: fills in features, pooling, "
+            "order and weights where the answers show them."
+        ),
+    ] = None,
 ) -> None:
     """Draft the description of a checkpoint's tables, as publish needs it."""
     with one_line_errors():
         from embedserve.commands.describe import describe as run
 
-        run(checkpoint, prefix, output)
+        run(checkpoint, prefix, output, expected)
 
 
 @app.command()

@@ -8,17 +8,23 @@ import typer
 
 from embedserve.terminal.console import say
 from embedserve_store.errors import StoreError
+from embedserve_store.goldens.expected import read_expected
 from embedserve_store.sources.checkpoint import open_checkpoint
+from embedserve_store.sources.description import read_description
 from embedserve_store.sources.description_draft import draft_description
 
 
-def describe(checkpoint: Path, prefix: str, output: Path | None) -> None:
+def describe(checkpoint: Path, prefix: str, output: Path | None, expected: Path | None) -> None:
     """Prints the draft, or writes it to ``output``, which must not be there.
+
+    Args:
+        expected: the file of a training model's answers, which fill in what the checkpoint lacks.
 
     Raises:
         StoreError: the checkpoint has no tables or cannot be read, or ``output`` is there.
     """
-    text = draft_description(open_checkpoint(checkpoint), prefix)
+    answers = None if expected is None else read_expected(expected)
+    text = draft_description(open_checkpoint(checkpoint), prefix, answers)
     if output is None:
         typer.echo(text, nl=False)
         return
@@ -27,4 +33,6 @@ def describe(checkpoint: Path, prefix: str, output: Path | None) -> None:
             file.write(text)
     except FileExistsError as error:
         raise StoreError(f"{output}: is there already and may hold your changes") from error
-    say(f"wrote {output}: make right what is marked check, remove the marks, then publish with it")
+    is_marked = bool(read_description(output).guesses)
+    todo = "make right what is marked check, remove the marks, then publish with it"
+    say(f"wrote {output}: {todo if is_marked else 'nothing is left to check, publish with it'}")

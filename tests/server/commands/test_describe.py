@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from typer.testing import CliRunner
 
 from embedserve.commands.cli import app
 from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.publishing.write_expected import write_expected
 from embedserve_store.sources.description import read_description
 
 USER = TableSpec("user", 10, 4, ("user",), "sum", "float32")
@@ -48,6 +50,22 @@ def test_the_draft_in_a_file_that_is_never_overwritten(checkpoint: Path, tmp_pat
     assert code == 1
     assert "is there already" in error
     assert output.read_text() == "mine"
+
+
+def test_expected_answers_leave_nothing_to_check(tmp_path: Path) -> None:
+    config = EmbeddingBagConfig(
+        name="t", num_embeddings=30, embedding_dim=4, feature_names=["a", "b"]
+    )
+    ebc = EmbeddingBagCollection(tables=[config])
+    torch.save(ebc.state_dict(), tmp_path / "c.pt")
+    write_expected(ebc, tmp_path / "e.safetensors")
+    output = tmp_path / "d.yaml"
+    code, _, said = run(
+        tmp_path / "c.pt", "--expected", tmp_path / "e.safetensors", "--output", output
+    )
+    assert (code, said) == (0, f"wrote {output}: nothing is left to check, publish with it\n")
+    described = read_description(output)
+    assert (described.guesses, described.tables[0].feature_names) == ((), ("a", "b"))
 
 
 @pytest.mark.parametrize(

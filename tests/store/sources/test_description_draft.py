@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from store.conftest import small_collection
+from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.publishing.write_expected import expected_of
+from embedserve_store.sources import live
 from embedserve_store.sources.checkpoint import Checkpoint, from_state_dict
 from embedserve_store.sources.description import Description, check_no_draft, read_description
 from embedserve_store.sources.description_draft import draft_description
@@ -132,3 +137,82 @@ def test_a_checkpoint_without_tables_is_refused(prefix: str) -> None:
             draft_description(checkpoint, prefix)
     with pytest.raises(InvalidModelError, match=r"state dict: no key ends in .*, of 1 entries"):
         draft_description(from_state_dict({"over.weight": torch.ones(4, 4)}))
+
+
+def state_of(module: torch.nn.Module, folder: str = "m.ebc") -> dict[str, Any]:
+    """As a checkpoint may have it: in another order than the module."""
+    state = module.state_dict()
+    return {f"{folder}.{key}": state[key].clone() for key in sorted(state, reverse=True)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_expected_answers_fill_in_everything(tmp_path: Path, dtype: torch.dtype) -> None:
+    ebc = small_collection().to(dtype)
+    text = draft_description(from_state_dict(state_of(ebc)), expected=expected_of(ebc))
+    assert "check" not in text
+    described = read_back(text, tmp_path)
+    assert described.tables == live.describe(ebc)
+    check_no_draft(described)
+
+
+def test_weights_and_rows_of_an_embedding_collection_are_seen(tmp_path: Path) -> None:
+    ebc = small_collection(is_weighted=True, pooling="sum")
+    described = read_back(
+        draft_description(from_state_dict(state_of(ebc)), expected=expected_of(ebc)), tmp_path
+    )
+    assert (described.is_weighted, described.guesses) == (True, ())
+    assert described.tables == live.describe(ebc)
+    configs = [
+        EmbeddingConfig(name=name, num_embeddings=20, embedding_dim=4, feature_names=features)
+        for name, features in (("a", ["x", "y"]), ("b", ["y"]))
+    ]
+    ec = EmbeddingCollection(tables=configs)
+    text = draft_description(from_state_dict(state_of(ec, "m.ec")), expected=expected_of(ec))
+    assert "check" not in text
+    assert read_back(text, tmp_path).tables == live.describe(ec)
+
+
+def test_what_the_answers_do_not_show_stays_marked(tmp_path: Path) -> None:
+    ebc = small_collection()
+    with torch.no_grad():
+        ebc.embedding_bags["tag"].weight.zero_()
+    text = draft_description(from_state_dict(state_of(ebc)), expected=expected_of(ebc))
+    described = read_back(text, tmp_path)
+    marked = [line.partition("# check: ")[2] for line in described.guesses]
+    assert marked == ["sum or mean'"]
+    assert next(t for t in described.tables if t.name == "tag").feature_names == ("tag", "item")
+
+
+def test_tables_that_give_the_same_answers_stay_guessed(tmp_path: Path) -> None:
+    ebc = small_collection()
+    state = state_of(ebc)
+    state["m.ebc.embedding_bags.copy.weight"] = state["m.ebc.embedding_bags.user.weight"]
+    text = draft_description(from_state_dict(state), expected=expected_of(ebc))
+    assert "tables:  # check: answers are in this order" in text
+    described = read_back(text, tmp_path)
+    assert {table.name for table in described.tables} == {"user", "item", "tag", "copy"}
+    assert len([line for line in described.guesses if "the features" in line]) == 4
+
+
+def test_a_table_that_no_key_looks_up_is_left_out(tmp_path: Path) -> None:
+    ebc = small_collection()
+    more = {"m.ebc.embedding_bags.other.weight": torch.randn(9, 16)}
+    text = draft_description(from_state_dict(state_of(ebc) | more), expected=expected_of(ebc))
+    assert "# left out: table 'other': no key of the expected answers" in text
+    assert read_back(text, tmp_path).tables == live.describe(ebc)
+
+
+def test_answers_of_another_model_are_refused() -> None:
+    ebc, expected = small_collection(), expected_of(small_collection())
+    state = state_of(ebc)
+    state["m.ebc.embedding_bags.item.weight"] += 1
+    with pytest.raises(
+        InvalidModelError, match=r"^expected: key 'item@item': no table of the check"
+    ):
+        draft_description(from_state_dict(state), expected=expected)
+    for change, message in (
+        ({"answers": expected.answers[:, :-1]}, r"answers is \[16, 47\], its bags and keys mean"),
+        ({"keys": ("z", *expected.keys[1:])}, "key 'z' is of no feature, features are user, fri"),
+    ):
+        with pytest.raises(InvalidModelError, match=message):
+            draft_description(from_state_dict(state_of(ebc)), expected=replace(expected, **change))
