@@ -89,9 +89,7 @@ async def test_only_post_is_allowed(rest: httpx.AsyncClient, method: str, path: 
         assert error_of(answer)["message"] == f"method is {method}: send a POST"
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/nothing", "/embed/", "/models//embed", "/models/a/b/embed"]
-)
+@pytest.mark.parametrize("path", ["/nothing", "/embed/", "/models//embed", "/models/a/b/embed"])
 async def test_an_unknown_path_is_answered_in_the_same_shape(
     rest: httpx.AsyncClient, path: str
 ) -> None:

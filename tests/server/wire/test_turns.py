@@ -60,7 +60,7 @@ async def test_a_large_body_is_read_piece_by_piece_with_turns_for_others_between
     turns = Turns()
     monkeypatch.setattr(server.wire, "has_grown", turns.count)
     reader, writer = await server.open()
-    writer.write(post(bytes(SENT_BYTES), f"Content-Type: {PROTOBUF}"))
+    writer.write(post(b"\x08\x01" * (SENT_BYTES // 2), f"Content-Type: {PROTOBUF}"))
     status, _, _ = await read_answer(reader)
     writer.close()
     assert status == 413  # of what it costs, which is seen once it is whole

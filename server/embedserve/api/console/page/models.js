@@ -93,7 +93,7 @@ function planOf(model, plan) {
   const totals = model.bytes_per_rank;
   const foot = ["all tables", ...totals.map((total) => element("strong", {}, bytes(total)))];
   const copies = model.replicas > 1 ? `${model.replicas} replicas of ` : "";
-  const title = `${titleOf(model)}: ${copies}${model.tables.length} tables over ${plan.ranks} ${plan.device} rank${plan.ranks > 1 ? "s" : ""}`;
+  const title = `${titleOf(model)}: ${copies}${model.tables.length} table${model.tables.length === 1 ? "" : "s"} over ${plan.ranks} ${plan.device} rank${plan.ranks > 1 ? "s" : ""}`;
   const said = [`Lookups are ${model.lookup}${model.replanned ? ", and the plan was made anew for this host" : ""}.`];
   if (plan.ranks > 1) said.push(`The fullest rank holds ${imbalance(totals)} times the mean.`);
   return [
