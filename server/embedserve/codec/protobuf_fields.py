@@ -18,8 +18,8 @@ GROUP_DEPTH_MAX = 100
 UINT64_MAX = 2**64 - 1
 """Higher bits of a varint are dropped."""
 TAG_MAX, TAG_BYTES_MAX = 2**32 - 1, 5
-FIRST_TAG = 8
-"""Below it the number of a field is 0, which none has."""
+IN_GROUP, FIRST_TAG = 0, 8
+"""Below FIRST_TAG the number of a field is 0, which none has."""
 VARINT_BYTES_MAX = 10
 _VARINT_BITS_MAX = 70
 
@@ -66,14 +66,16 @@ def varint(value: int) -> bytes:
 
 
 def fields(body: bytes) -> Iterator[tuple[int, int, int, int]]:
-    """(tag, where the field begins, where its value begins, where that ends) of each field.
+    """(tag, where the field begins, where its value begins, where that ends) of each field. The tag
+    is IN_GROUP for the begin of a group, which nobody sends, and for each field in it: whoever
+    bounds the number of fields bounds these, too.
 
     Raises:
         IndexError: ``body`` ends within a field.
-        ValueError: a field has no such number or wire type, or a group does not end. A group, which
-            nobody sends, is a field with all that is in it.
+        ValueError: a field has no such number or wire type, or a group ends as another.
     """
     position, size = 0, len(body)
+    groups: list[int] = []  # the numbers of those that have not ended
     while position < size:
         tag, start = body[position], position + 1
         if tag >= 0x80:
@@ -91,13 +93,22 @@ def fields(body: bytes) -> Iterator[tuple[int, int, int, int]]:
         elif wire_type in (I32, I64):
             end = start + (4 if wire_type == I32 else 8)
         elif wire_type == START_GROUP:
-            end = _group_end(body, start, tag >> 3)
+            end = start
+            groups.append(tag >> 3)
+            if len(groups) > GROUP_DEPTH_MAX:
+                raise ValueError(f"over {GROUP_DEPTH_MAX} groups stand within one another")
+        elif wire_type == END_GROUP and groups:
+            end = start
+            if groups.pop() != tag >> 3:
+                raise ValueError("a group ends as another")
         else:
             raise ValueError(f"a field has the wire type {wire_type}")
         if end > size:
             raise IndexError("it ends within a field")
-        yield tag, position, start, end
+        yield IN_GROUP if groups else tag, position, start, end
         position = end
+    if groups:
+        raise IndexError("it ends within a field")
 
 
 def _read_tag(body: bytes, position: int) -> tuple[int, int]:
@@ -105,39 +116,6 @@ def _read_tag(body: bytes, position: int) -> tuple[int, int]:
     if tag > TAG_MAX or end - position > TAG_BYTES_MAX:
         raise ValueError("the number of a field has over 29 bits")
     return tag, end
-
-
-def _group_end(body: bytes, position: int, number: int) -> int:
-    """Returns the end of the group ``number`` whose fields begin at ``position``.
-
-    Raises:
-        IndexError, ValueError: as ``fields``.
-    """
-    groups, size = [number], len(body)
-    while groups:
-        tag, position = _read_tag(body, position)
-        number, wire_type = tag >> 3, tag & 7
-        if not number:
-            raise ValueError("a field has the number 0")
-        if wire_type == START_GROUP:
-            groups.append(number)
-            if len(groups) > GROUP_DEPTH_MAX:
-                raise ValueError(f"over {GROUP_DEPTH_MAX} groups stand within one another")
-        elif wire_type == END_GROUP:
-            if groups.pop() != number:
-                raise ValueError("a group ends as another")
-        elif wire_type == VARINT:
-            _, position = read_varint(body, position)
-        elif wire_type == LENGTH_DELIMITED:
-            length, position = read_varint(body, position)
-            position += length
-        elif wire_type in (I32, I64):
-            position += 4 if wire_type == I32 else 8
-        else:
-            raise ValueError(f"a field has the wire type {wire_type}")
-        if position > size:
-            raise IndexError("it ends within a field")
-    return position
 
 
 class TooManyFieldsError(Exception):

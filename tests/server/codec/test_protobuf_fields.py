@@ -135,3 +135,35 @@ def test_a_message_cut_short_is_read_to_its_end_or_refused(
 def test_groups_and_what_is_no_wire_type_are_refused(wire_type: int) -> None:
     with pytest.raises(ValueError, match=f"wire type {wire_type}"):
         list(fields(bytes([tag_of(3, wire_type), 0])))
+
+
+def test_fields_in_a_group_are_unknown_and_count_as_others_do() -> None:
+    """A message of one group takes no longer to reject than one of as many fields: the event loop
+    reads both."""
+    known, inside, count = tag_of(1, 0), b"\x08\x01", 100_000
+    body = inside + b"\x0b" + inside * count + b"\x0c" + inside
+    found = [tag for tag, *_ in fields(body)]
+    assert len(found) == count + 4
+    assert [at for at, tag in enumerate(found) if tag == known] == [0, count + 3]
+    taken, rest = take_out(body, {known: "number"}, count + 4)
+    assert [bytes(one) for one in taken["number"]] == [b"\x01", b"\x01"]
+    assert b"".join(rest) == body[2:-2]
+    with pytest.raises(TooManyFieldsError):
+        take_out(body, {known: "number"}, count)
+
+
+class Counted(bytes):
+    """Counts the reads of single bytes."""
+
+    reads = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        Counted.reads += 1
+        return super().__getitem__(at)
+
+
+def test_no_more_of_a_group_is_read_than_fields_may_be() -> None:
+    body = Counted(b"\x0b" + b"\x08\x01" * 100_000 + b"\x0c")
+    with pytest.raises(TooManyFieldsError):
+        take_out(body, {}, 64)
+    assert Counted.reads < 1000
