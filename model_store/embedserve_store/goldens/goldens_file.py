@@ -30,6 +30,17 @@ class Bags:
     weights: NDArray[np.float32] | None
     """[n] for a weighted model, else None."""
 
+    def span(self, feature: int) -> slice:
+        """Returns where the ids of the feature at this position lie."""
+        ends = np.cumsum(self.lengths.sum(axis=1))
+        return slice(int(ends[feature - 1]) if feature else 0, int(ends[feature]))
+
+    def of(self, feature: int) -> Bags:
+        """Returns the bags of the feature at this position alone."""
+        span = self.span(feature)
+        weights = None if self.weights is None else self.weights[span]
+        return Bags(self.ids[span], self.lengths[feature][None], weights)
+
 
 @dataclass(frozen=True)
 class Goldens:

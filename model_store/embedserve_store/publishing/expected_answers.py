@@ -21,9 +21,8 @@ from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.goldens.hand_pooling import pool
 from embedserve_store.goldens.parity import is_near
 from embedserve_store.ids.id_map import IdMap
+from embedserve_store.sources.expected_tables import POOLINGS, fitting
 from embedserve_store.sources.rows import TableRows, source_rows
-
-_POOLINGS = ("sum", "mean")
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def coverage_of(
     if manifest.is_weighted and not _have_weights_effect(expected, bags, manifest, source):
         unchecked.append("the answers are the same without weights")
     for columns in manifest.columns:
-        found = bags.ids[_span(bags, columns.feature)]
+        found = bags.ids[bags.span(columns.feature)]
         before = rows.get(columns.table.name, found[:0])
         rows[columns.table.name] = np.union1d(before, found)
     counts = {name: len(expected.checksums.get(name, one)) for name, one in rows.items()}
@@ -103,7 +102,7 @@ def _is_sum_a_mean(
         if columns.feature != feature:
             continue
         table = columns.table
-        other = replace(table, pooling=next(one for one in _POOLINGS if one != table.pooling))
+        other = replace(table, pooling=next(one for one in POOLINGS if one != table.pooling))
         found = _block(expected.answers, columns, bags, manifest)
         answers = _pooled(bags, manifest, columns, other, source)
         if not is_near(found, answers, source[table.name].dtype):
@@ -165,18 +164,13 @@ def _in_order(expected: Expected, manifest: Manifest) -> Bags:
         raise InvalidModelError(f"expected: {has}, the description {takes} (is_weighted)")
     position = {feature: i for i, feature in enumerate(expected.features)}
     order = [position[feature] for feature in manifest.features]
-    pieces = [_span(bags, i) for i in order]
+    pieces = [bags.span(i) for i in order]
     weights = bags.weights
     return Bags(
         np.concatenate([bags.ids[piece] for piece in pieces]),
         np.ascontiguousarray(bags.lengths[order]),
         None if weights is None else np.concatenate([weights[piece] for piece in pieces]),
     )
-
-
-def _span(bags: Bags, feature: int) -> slice:
-    ends = np.cumsum(bags.lengths.sum(axis=1))
-    return slice(int(ends[feature - 1]) if feature else 0, int(ends[feature]))
 
 
 def _check_keys(expected: Expected, manifest: Manifest) -> None:
@@ -201,7 +195,7 @@ def _check_answers(
     for i, (feature, count) in enumerate(
         zip(manifest.features, manifest.rows_per_feature, strict=True)
     ):
-        numbers = bags.ids[_span(bags, i)]
+        numbers = bags.ids[bags.span(i)]
         wrong = numbers[(numbers < 0) | (numbers >= count)]
         if wrong.size:
             raise InvalidModelError(
@@ -252,9 +246,7 @@ def _pooled(
     rows: Mapping[str, TableRows],
 ) -> NDArray[np.float32]:
     """What ``table`` answers for one key, in the place of its own."""
-    span = _span(bags, columns.feature)
-    weights = None if bags.weights is None else bags.weights[span]
-    one = Bags(bags.ids[span], bags.lengths[columns.feature][None], weights)
+    one = bags.of(columns.feature)
     alone = Manifest("", 0, (replace(table, feature_names=("",)),), manifest.is_weighted)
     return pool(alone, one, one.ids, source_rows(rows))
 
@@ -267,18 +259,8 @@ def _what_fits(
     rows: Mapping[str, TableRows],
 ) -> str:
     """Which table and pooling give what was ``found``, if some do."""
-    ids = bags.ids[_span(bags, columns.feature)]
-    for table in manifest.tables:
-        if table.embedding_dim != columns.table.embedding_dim:
-            continue
-        if ids.max(initial=0) >= table.num_embeddings:
-            continue
-        for pooling in _POOLINGS if manifest.is_pooled else ("none",):
-            other = replace(table, pooling=pooling)
-            answers = _pooled(bags, manifest, columns, other, rows)
-            if is_near(found, answers, rows[table.name].dtype):
-                return f"; they are those of table {table.name!r}, pooling {pooling}"
-    return ""
+    fits = fitting(found, bags.of(columns.feature), manifest.tables, rows)
+    return next((f"; they are those of table {name!r}, pooling {one}" for name, one in fits), "")
 
 
 def _with_callers_ids(
@@ -289,7 +271,7 @@ def _with_callers_ids(
     ids = np.empty_like(bags.ids)
     has_id = np.ones(len(ids), bool)
     for feature, rule in enumerate(manifest.rule_per_feature):
-        span = _span(bags, feature)
+        span = bags.span(feature)
         numbers = bags.ids[span]
         if rule.rule == "rows":
             ids[span] = numbers

@@ -6,7 +6,7 @@ several tables or poolings would give alike stays open. Imports torch only throu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -16,9 +16,12 @@ from numpy.typing import NDArray
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec, answer_keys
 from embedserve_store.goldens.expected import Expected
+from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.goldens.hand_pooling import pool_rows
 from embedserve_store.goldens.parity import is_near
 from embedserve_store.sources.rows import TableRows
+
+POOLINGS = ("sum", "mean")
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,6 @@ def _keys(
     """Each key of ``expected`` with what gives its answers."""
     bags = expected.bags
     totals = bags.lengths.sum(axis=1)
-    ends = np.cumsum(totals)
     is_pooled = guessed[0].pooling != "none"
     features = [_feature_of(key, expected.features) for key in expected.keys]
     positions = [expected.features.index(feature) for feature in features]
@@ -112,16 +114,20 @@ def _keys(
     for key, feature, at, width, end in zip(
         expected.keys, features, positions, widths, accumulate(widths), strict=True
     ):
-        span = slice(int(ends[at] - totals[at]), int(ends[at]))
         block = (
             expected.answers[:, end - width : end]
             if is_pooled
             else expected.answers[end - width : end]
         )
-        weights = None if bags.weights is None else bags.weights[span]
-        asked = _Asked(bags.ids[span], bags.lengths[at], weights)
         named = key.removeprefix(f"{feature}@") if key != feature else None
-        keys.append(_Key(feature, _fits(key, block, asked, named, guessed, rows)))
+        possible = [table for table in guessed if named in (None, table.name)]
+        fits = tuple(fitting(block, bags.of(at), possible, rows)) if totals[at] else ()
+        if totals[at] and not fits:
+            raise InvalidModelError(
+                f"expected: key {key!r}: no table of the checkpoint gives the training model's "
+                "answers"
+            )
+        keys.append(_Key(feature, fits))
     return keys
 
 
@@ -144,45 +150,28 @@ def _check_answers(expected: Expected, width: int, is_pooled: bool) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """The bags of one feature."""
-
-    ids: NDArray[np.int64]
-    lengths: NDArray[np.int32]
-    weights: NDArray[np.float32] | None
-
-
-def _fits(
-    key: str,
+def fitting(
     block: NDArray[np.float32],
-    asked: _Asked,
-    named: str | None,
-    guessed: Sequence[TableSpec],
+    bags: Bags,
+    tables: Iterable[TableSpec],
     rows: Mapping[str, TableRows],
-) -> tuple[tuple[str, str], ...]:
-    """The pairs of table and pooling that answer ``asked`` with ``block``."""
-    if not len(asked.ids):
-        return ()
-    fits = []
-    for table in guessed:
-        is_possible = (
-            table.embedding_dim == block.shape[1]
-            and asked.ids.min() >= 0
-            and asked.ids.max() < table.num_embeddings
-            and named in (None, table.name)
-        )
-        if not is_possible:
+) -> Iterator[tuple[str, str]]:
+    """Yields the pairs of table and pooling that answer the ``bags`` of one feature with ``block``
+    [B, dim], or without pooling [n, dim]. Only tables with all ids of the bags can.
+
+    Args:
+        tables: all pooled, or none.
+        rows: by table, as the training model has them.
+    """
+    for table in tables:
+        are_there = not ((bags.ids < 0) | (bags.ids >= table.num_embeddings)).any()
+        if table.embedding_dim != block.shape[1] or not are_there:
             continue
-        values: NDArray[np.float32] = rows[table.name].gather(asked.ids).float().numpy()
-        if asked.weights is not None:
-            values = values * asked.weights[:, None]
-        for pooling in ("sum", "mean") if table.pooling != "none" else ("none",):
-            answers = values if pooling == "none" else pool_rows(values, asked.lengths, pooling)
+        values: NDArray[np.float32] = rows[table.name].gather(bags.ids).float().numpy()
+        if bags.weights is not None:
+            values = values * bags.weights[:, None]
+        for pooling in POOLINGS if table.pooling != "none" else ("none",):
+            is_plain = pooling == "none"
+            answers = values if is_plain else pool_rows(values, bags.lengths[0], pooling)
             if is_near(block, answers, rows[table.name].dtype):
-                fits.append((table.name, pooling))
-    if not fits:
-        raise InvalidModelError(
-            f"expected: key {key!r}: no table of the checkpoint gives the training model's answers"
-        )
-    return tuple(fits)
+                yield table.name, pooling

@@ -32,6 +32,16 @@ from embedserve.exchange import Exchange
 from embedserve.tracing.request_id import REQUEST_ID
 from embedserve.types import ModelInfo
 
+START_PAGE = """<!doctype html>
+<html lang="en"><title>embedserve</title>
+<h1>embedserve</h1>
+<p>Embedding lookups of TorchRec models: POST /models/MODEL/embed.</p>
+<ul>%s</ul>
+</html>
+"""
+HEALTH_LINKS = ("/health/ready",)
+MANAGEMENT_LINKS = ("/console", "/docs", "/models", "/metrics", *HEALTH_LINKS)
+
 
 class IdRule(BaseModel):
     """How callers' ids of a table become row numbers; what the rule does not use is left out."""
@@ -206,17 +216,6 @@ def management_app(
     _add_error_shape(app)
     describe_routes(app, exchange)
     return app
-
-
-START_PAGE = """<!doctype html>
-<html lang="en"><title>embedserve</title>
-<h1>embedserve</h1>
-<p>Embedding lookups of TorchRec models: POST /models/MODEL/embed.</p>
-<ul>%s</ul>
-</html>
-"""
-HEALTH_LINKS = ("/health/ready",)
-MANAGEMENT_LINKS = ("/console", "/docs", "/models", "/metrics", *HEALTH_LINKS)
 
 
 def _add_start_page(app: FastAPI, links: Sequence[str]) -> None:

@@ -7,8 +7,6 @@ from typing import Any
 import typer
 
 
-def switch(name: str | None = None, *, help: str) -> Any:  # noqa: A002  # typer's own name
-    """Returns the option ``name``, which --help shows without a type; None names it after its
-    parameter."""
-    names = () if name is None else (name,)
-    return typer.Option(*names, metavar="", help=help)
+def switch(name: str, *, help: str) -> Any:  # noqa: A002  # typer's own name
+    """Returns the option ``name``, which --help shows without a type."""
+    return typer.Option(name, metavar="", help=help)

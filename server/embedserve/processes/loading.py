@@ -256,9 +256,11 @@ def restore_all(
     from embedserve.engine.programs import Programs
 
     engines: dict[str, Engine] = {}
+    programs = Programs()
     for name, version in versions.items():
         with _status(f"restoring {name} version {version.manifest.version} …", is_shown):
-            engines[name] = restore_one(settings, version, Programs(engines.values()))
+            engines[name] = restore_one(settings, version, programs)
+        programs.add(engines[name])
     return engines
 
 

@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from embedserve.processes.socket_files import SocketFile, listen_at
 
 BACKLOG = 4096
-GRPC = "gRPC"
-"""The protocol of a port that listens once the server is ready."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +125,8 @@ def claim_ports(
     Raises:
         OSError: one of them is in use, or the address is not this host's; names it.
     """
-    wanted = [(host, http_port, "HTTP"), (host, grpc_port, GRPC)]
-    wanted += [] if management is None else [(*management, "management")]
+    wanted = [(host, http_port, "HTTP", True), (host, grpc_port, "gRPC", False)]
+    wanted += [] if management is None else [(*management, "management", True)]
     sockets: list[socket.socket] = []
     files: list[SocketFile] = []
     try:
@@ -156,15 +154,15 @@ def _port(sock: socket.socket) -> int:
     return number
 
 
-def _claim(host: str, port: int, protocol: str) -> socket.socket:
+def _claim(host: str, port: int, protocol: str, listens: bool) -> socket.socket:
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-        if protocol == GRPC:
-            _keep_others_away(sock)
-        else:
+        if listens:
             sock.listen(BACKLOG)
+        else:
+            _keep_others_away(sock)
     except OSError as error:
         sock.close()
         reason = error.strerror or str(error)

@@ -6,10 +6,10 @@ requests to this server as if it were that site. Such requests carry the site's 
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Collection
 
+from embedserve.config import is_loopback
 from embedserve.errors import PermissionDeniedError
 
 ANY = "*"
@@ -25,7 +25,7 @@ class AllowedHosts:
         Args:
             names: accepted beside localhost and addresses, without a port; ANY accepts all.
         """
-        self._names = {name.lower().rstrip(".") for name in names} | {"localhost"}
+        self._names = {name.lower().rstrip(".") for name in names}
 
     def check(self, headers: Collection[tuple[bytes, bytes]]) -> None:
         """Checks the ``host`` of ``headers`` (names in lower case); none, which browsers never
@@ -50,9 +50,4 @@ class AllowedHosts:
         if found is None:
             return False
         name = found[1].lower()
-        if name in self._names:
-            return True
-        try:
-            return ipaddress.ip_address(name.strip("[]")).is_loopback
-        except ValueError:
-            return False
+        return name in self._names or is_loopback(name.strip("[]"))

@@ -166,8 +166,9 @@ class WireServer:
 
     def _maker_for(self, listening: socket.socket) -> Callable[[], asyncio.Protocol]:
         """What makes the connections that come to it."""
-        if self._certificates is None or listening.family == socket.AF_UNIX:
-            return partial(NewConnection, self, is_local=listening.family == socket.AF_UNIX)
+        is_local = listening.family == socket.AF_UNIX
+        if self._certificates is None or is_local:
+            return partial(NewConnection, self, is_local=is_local)
         return self._new_handshake
 
     def _new_handshake(self) -> asyncio.Protocol:
