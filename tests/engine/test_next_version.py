@@ -20,7 +20,7 @@ from torchrec import (
 )
 
 from embedserve.engine.engine import Engine
-from embedserve.engine.programs import Programs
+from embedserve.engine.programs import SCRIPTED_MAX, Programs
 from embedserve.engine.restore import restore
 from embedserve.engine.script import SCRIPTED, TRACED
 from embedserve_store import ModelStore, ModelVersion, StoreError, publish
@@ -237,33 +237,42 @@ def test_a_layout_that_was_served_before_needs_nothing_compiled(
         assert not programs.add(engine)
 
 
+@pytest.mark.parametrize(
+    ("bound", "ranks", "kind"), [("LAYOUTS_MAX", 1, TRACED), ("SCRIPTED_MAX", 2, SCRIPTED)]
+)
 def test_the_layout_that_was_used_longest_ago_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, ranks: int, kind: str
 ) -> None:
-    monkeypatch.setattr("embedserve.engine.programs.LAYOUTS_MAX", 2)
-    versions = [publish_next(tmp_path, TABLES[:count]) for count in (1, 2, 3)]
-    engines = [restore(version, "cpu:1") for version in versions]
+    """Once no engine uses it."""
+    monkeypatch.setattr(f"embedserve.engine.programs.{bound}", 2)
+    versions = [publish_next(tmp_path, TABLES[:n], world_size=ranks) for n in (1, 2, 3)]
+    engines = [restore(version, f"cpu:{ranks}") for version in versions]
+    assert {engine.lookup_kind for engine in engines} == {kind}
+    plans = [engine.plan for engine in engines]
     programs = Programs(engines[:2])
+
+    def are_found() -> list[bool]:
+        found = zip(versions, plans, strict=True)
+        return [programs.find(one.manifest, plan) is not None for one, plan in found]
+
     assert not programs.add(engines[0])  # which is used last then
     assert programs.add(engines[2])
-    found = [
-        programs.find(one.manifest, engine.plan)
-        for one, engine in zip(versions, engines, strict=True)
-    ]
-    assert [one is not None for one in found] == [True, False, True]
+    assert are_found() == [True, True, True]
+    engines.clear()
+    assert are_found() == [True, False, True]
 
 
 CHANGES = """
 import ctypes, gc, sys
 import numpy as np
-from embedserve.engine.programs import Programs
+from embedserve.engine.programs import SCRIPTED_MAX, Programs
 from embedserve.engine.restore import restore
 from embedserve_store import ModelStore
 
-versions = [ModelStore(sys.argv[1]).load("m", number) for number in (1, 2)]
+store, count, changes = ModelStore(sys.argv[1]), *map(int, sys.argv[2:])
 programs = Programs()
-for change in range(60):
-    version = versions[change % 2]
+for change in range(changes):
+    version = store.load("m", change % count + 1)
     engine = restore(version, programs=programs, devices="cpu")
     programs.add(engine)
     lengths = np.ones(len(version.manifest.features), np.int32)
@@ -278,15 +287,32 @@ for change in range(60):
 """Prints the KiB of private memory after each change."""
 
 
+def memory_after_changes(store: Path, versions: int, changes: int) -> list[int]:
+    """KiB after each change among that many versions, in turn, in a process of its own."""
+    done = run_python("-c", CHANGES, store, str(versions), str(changes))
+    assert done.returncode == 0, done.stderr
+    used = [int(line) for line in done.stdout.split()]
+    assert len(used) == changes
+    return used
+
+
 def test_memory_is_flat_while_two_scripted_layouts_take_turns(tmp_path: Path) -> None:
     """Rows over four ranks, and one rank: the last third of 60 changes."""
     for ranks in (4, 1):
         publish_next(tmp_path / "store", TABLES, world_size=ranks)
-    done = run_python("-c", CHANGES, tmp_path / "store")
-    assert done.returncode == 0, done.stderr
-    used = [int(line) for line in done.stdout.split()]
-    assert len(used) == 60
+    used = memory_after_changes(tmp_path / "store", 2, 60)
     assert max(used[40:]) <= 1.02 * used[39], used
+
+
+def test_memory_is_bounded_while_each_version_is_scripted_anew(tmp_path: Path) -> None:
+    """Tables that grow: another layout each time. Flat once as many are kept as may be; at 2 MB for
+    each, which the compilation unit of the process would keep, it would grow by a tenth."""
+    count = SCRIPTED_MAX + 8
+    for rows in range(count):
+        table = ("t", 50 + rows, 16, ["t"], SUM)
+        publish_next(tmp_path / "store", [table], world_size=2)
+    used = memory_after_changes(tmp_path / "store", count, count)
+    assert max(used[SCRIPTED_MAX + 2 :]) <= 1.02 * used[SCRIPTED_MAX + 1], used
 
 
 def test_what_was_column_wise_is_sharded_anew(tmp_path: Path) -> None:

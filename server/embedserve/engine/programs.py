@@ -1,8 +1,8 @@
 """Keeps the programs of the layouts that were served last, so that a version whose layout was
 served before is neither sharded nor compiled again.
 
-TorchScript keeps what it compiled for as long as the process lives. A model that changes between
-two layouts would add to it with each change, and hold the interpreter's lock meanwhile.
+Compiling holds the interpreter's lock. What is scripted takes some 40 MB for each layout, most of
+it with TorchScript's executor, so that few are kept beside those that engines use.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from weakref import ref
 
-from embedserve.engine.script import TRACED, Program
+from embedserve.engine.script import SCRIPTED, TRACED, Program
 from embedserve_store.format.id_rule import ROW_NUMBERS
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.plans.plan import Plan
@@ -21,15 +22,19 @@ if TYPE_CHECKING:
 
 LAYOUTS_MAX = 16
 """Layouts whose programs are kept, without rows; the least recently used goes."""
+SCRIPTED_MAX = 4
+"""Layouts among them that are scripted."""
 
 Layout = tuple[str, object]
 
 
 class Programs:
-    """Programs by layout, the least recently used first. Used by one thread at a time."""
+    """Programs by layout: all that an engine uses, and those used last. Used by one thread at a
+    time."""
 
     def __init__(self, engines: Iterable[Engine] = ()) -> None:
-        self._by_layout: list[tuple[Layout, tuple[Program, ...]]] = []
+        self._by_layout: list[tuple[Layout, tuple[ref[Program], ...]]] = []
+        self._kept: list[tuple[Program, ...]] = []  # the least recently used first
         for engine in engines:
             self.add(engine)
 
@@ -39,24 +44,36 @@ class Programs:
         if engine.device_type != "cpu" or len(programs) < len(engine.compiled):
             return True  # they have rows of their own
         layout = _layout(engine.manifest, engine.plan, engine.lookup_kind)
-        known = self._take(layout)
-        self._by_layout.append((layout, programs))
-        del self._by_layout[:-LAYOUTS_MAX]
-        return known != programs
+        known = next((_alive(refs) for one, refs in self._by_layout if one == layout), None)
+        is_new = known is None or known[0] is not programs[0]
+        others = [one for one in self._kept if known is None or one[0] is not known[0]]
+        self._kept = _last([*others, programs])
+        del others, known
+        self._by_layout = [
+            (one, refs) for one, refs in self._by_layout if one != layout and _alive(refs)
+        ]
+        self._by_layout.append((layout, tuple(map(ref, programs))))
+        return is_new
 
     def find(self, manifest: Manifest, plan: Plan) -> tuple[Program, ...] | None:
-        """Returns the programs of a version, plain and weighted; None where none are kept."""
-        for layout, programs in self._by_layout:
-            if layout == _layout(manifest, plan, layout[0]):
+        """Returns the programs of a version, plain and weighted; None where none are there."""
+        for layout, refs in self._by_layout:
+            if layout == _layout(manifest, plan, layout[0]) and (programs := _alive(refs)):
                 return programs
         return None
 
-    def _take(self, layout: Layout) -> tuple[Program, ...] | None:
-        for at, (one, programs) in enumerate(self._by_layout):
-            if one == layout:
-                del self._by_layout[at]
-                return programs
-        return None
+
+def _alive(refs: tuple[ref[Program], ...]) -> tuple[Program, ...] | None:
+    """Returns the programs; None where one is gone."""
+    found = tuple(one for one in (each() for each in refs) if one is not None)
+    return found if len(found) == len(refs) else None
+
+
+def _last(kept: list[tuple[Program, ...]]) -> list[tuple[Program, ...]]:
+    """Returns those that are to be kept, the least recently used first."""
+    scripted = [one for one in kept if any(program.kind == SCRIPTED for program in one)]
+    gone = {id(one) for one in scripted[:-SCRIPTED_MAX]}
+    return [one for one in kept if id(one) not in gone][-LAYOUTS_MAX:]
 
 
 def _layout(manifest: Manifest, plan: Plan, kind: str) -> Layout:

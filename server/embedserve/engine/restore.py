@@ -33,6 +33,7 @@ from embedserve.engine.script import (
     RowLookup,
     TensorLookup,
     compile_lookup,
+    own_compilation_unit,
 )
 from embedserve.engine.sharded import main_device, shard
 from embedserve.engine.unpooled import shard_unpooled
@@ -194,10 +195,11 @@ def _compile(
         for gpu in first_gpus:
             with _current(device_type, gpu):
                 sharded.append(_sharded(version, plan, device_type, gpu, sharded[:1]))
-        return [
-            _lookups(version, plan, device_type, gpu, models, is_eager=is_eager)
-            for gpu, models in zip(first_gpus, sharded, strict=True)
-        ]
+        with own_compilation_unit():
+            return [
+                _lookups(version, plan, device_type, gpu, models, is_eager=is_eager)
+                for gpu, models in zip(first_gpus, sharded, strict=True)
+            ]
     except RuntimeError as error:
         if "memory" not in str(error):
             raise

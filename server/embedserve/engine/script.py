@@ -6,16 +6,19 @@ the eager module: slower, same answers.
 """
 
 # No "from __future__ import annotations": TorchScript reads the annotations below.
+import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.jit import _recursive, _state
 from torchrec.fx import Tracer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -199,12 +202,15 @@ class Program:
             (ids, lengths), or (ids, lengths, weights); scripted, (ids, lengths, weights) and then
             the rows of each kernel, whose tables begin where they did.
         kernels: the shards of tables that each kernel reads.
+        unit: the compilation unit that has the classes of what was scripted, which ``run`` does not
+            keep alive.
     """
 
     kind: str
     run: Callable[..., torch.Tensor]
     is_weighted: bool
     kernels: tuple[KernelTables, ...]
+    unit: object
 
     def over(self, rows: Sequence[Rows]) -> Lookup:
         """The lookup in ``rows``, of each kernel."""
@@ -234,6 +240,34 @@ class Compiled:
     @classmethod
     def of(cls, program: Program, rows: Sequence[Rows]) -> Self:
         return cls(program.over(rows), program.kind, program, tuple(rows))
+
+
+@contextlib.contextmanager
+def own_compilation_unit() -> Iterator[None]:
+    """Has TorchScript keep what is compiled within this block in a compilation unit of its own.
+
+    The unit of the process is never emptied: each layout would add its classes and functions to it.
+    One of its own is freed with the programs that were compiled in it. TorchScript finds the unit,
+    and what it knows of it, by these names; no other thread may compile meanwhile.
+    """
+    unit = torch._C.CompilationUnit()
+    own: list[tuple[Any, str, object]] = [
+        (_state, "_python_cu", unit),
+        (_recursive, "_python_cu", unit),
+        (_state, "_jit_caching_layer", WeakKeyDictionary()),
+        (_state, "_jit_function_overload_caching", WeakKeyDictionary()),
+        (_state, "_script_classes", {}),
+        (_state, "_name_to_pyclass", {}),
+        (_recursive, "concrete_type_store", _recursive.ConcreteTypeStore()),
+    ]
+    shared = [(module, name, getattr(module, name)) for module, name, _ in own]
+    for module, name, value in own:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in shared:
+            setattr(module, name, value)
 
 
 def compile_lookup(
@@ -276,7 +310,7 @@ def _compiled(
     sharded: Any = lookup.sharded
     configs = sharded.tbes_configs()
     tables = [KernelTables(configs[one], tuple(one.feature_table_map)) for one in kernels]
-    program = Program(kind, run, is_weighted, tuple(tables))
+    program = Program(kind, run, is_weighted, tuple(tables), _state._python_cu)
     return Compiled.of(program, take_rows(kernels))
 
 
