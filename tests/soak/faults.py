@@ -22,6 +22,7 @@ DRAIN_S = 5
 QUEUE_EXAMPLES = 48
 """So few that overload is refused within a fraction of a second."""
 OPTIONS = (
+    *("--allowed-host", "*"),  # callers send names of their own
     *("--workers", 2, "--worker-hang-s", HANG_S, "--drain-s", DRAIN_S),
     *("--queue-examples-max", QUEUE_EXAMPLES),
 )

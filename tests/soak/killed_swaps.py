@@ -28,7 +28,7 @@ from time import monotonic, sleep
 
 from running_servers import command, free_port
 from soak.swapped import Request
-from soak.swapped_embedserve import ALIAS, CODEC, MODEL, publish
+from soak.swapped_embedserve import ALIAS, CODEC, LAYOUTS, MODEL, publish
 
 from embedserve.errors import LOADING
 from embedserve_store import set_alias
@@ -204,7 +204,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         store = Path(where) / "store"
         for version in range(1, VERSIONS + 1):
-            publish(store, version, ROWS)
+            publish(store, version, ROWS, *LAYOUTS[0])
         set_alias(store, MODEL, ALIAS, 1)
         with serving(store, folder / "server.log") as server:
             killed = Killed(server, store, chosen.seed)

@@ -49,23 +49,26 @@ async def ask_rest(
 ) -> None:
     """Posts to the path of ``asking``."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    while True:
-        request = random.choice(requests)
-        asked_s = monotonic()
-        writer.write(head_of(asking.path, request) + request.message)
-        head = await reader.readuntil(b"\r\n\r\n")
-        found = re.search(rb"\r\ncontent-length: (\d+)", head, re.IGNORECASE)
-        body = await reader.readexactly(int(found[1]) if found else 0)
-        if head.startswith(b"HTTP/1.1 200"):
-            seen.note(asked_s, request, body, asking.is_followed)
-        else:
-            seen.wrong.append(f"REST: {head[:40]!r} {body[:200]!r}")
-        await asyncio.sleep(random.uniform(0.5, 1.5) / RATE)
+    try:
+        while True:
+            request = random.choice(requests)
+            asked_s = monotonic()
+            writer.write(head_of(asking.path, request) + request.message)
+            head = await reader.readuntil(b"\r\n\r\n")
+            found = re.search(rb"\r\ncontent-length: (\d+)", head, re.IGNORECASE)
+            body = await reader.readexactly(int(found[1]) if found else 0)
+            if head.startswith(b"HTTP/1.1 200"):
+                seen.note(asked_s, request, body, asking.is_followed)
+            else:
+                seen.wrong.append(f"REST: {head[:40]!r} {body[:200]!r}")
+            await asyncio.sleep(random.uniform(0.5, 1.5) / RATE)
+    finally:
+        writer.close()
 
 
 def head_of(path: str, request: Request) -> bytes:
     headers = {
-        "Host": "h",
+        "Host": "localhost",
         **request.codec.headers(request.message),
         "Content-Length": str(len(request.message)),
     }

@@ -37,8 +37,12 @@ def decode(body: bytes) -> tuple[int, np.ndarray]:
 CODEC = Codec(encode, decode, lambda message: {"Content-Type": PROTOBUF, "Accept": PROTOBUF})
 
 
-def publish(store: Path, version: int, rows: int) -> None:
-    """As a child, so that this process does not import torch."""
+LAYOUTS = (("table_wise", 1), ("row_wise", 4), ("column_wise", 2))
+"""Shardings with their numbers of ranks, in which versions take turns with ``--layouts``."""
+
+
+def publish(store: Path, version: int, rows: int, sharding: str, ranks: int) -> None:
+    """Publishes in a child, so that this process does not import torch."""
     weights = {
         f"embedding_bags.t{table}.weight": row_values(version, table, np.arange(rows))
         for table in range(TABLES)
@@ -56,7 +60,7 @@ def publish(store: Path, version: int, rows: int) -> None:
         for table in range(TABLES)
     ]
     tables.write_text(json.dumps({"tables": described}))
-    options = ["--model", MODEL, "--world-size", "1", "--sharding", "table_wise"]
+    options = ["--model", MODEL, "--world-size", ranks, "--sharding", sharding]
     subprocess.run(
         command("publish", checkpoint, tables, store, *options), check=True, capture_output=True
     )
@@ -84,7 +88,8 @@ class Embedserve(Swapped):
 
     def publish(self, version: int) -> None:
         if not self.tables(version).exists():
-            publish(self._store, version, self._chosen.rows)
+            layout = LAYOUTS[(version - 1) % len(LAYOUTS) if self._chosen.layouts else 0]
+            publish(self._store, version, self._chosen.rows, *layout)
 
     def tables(self, version: int) -> Path:
         return self._store / MODEL / str(version) / "tables.safetensors"

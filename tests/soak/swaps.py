@@ -53,7 +53,9 @@ MEMORY_EVERY = 10
 READY_S_MAX = 300.0
 BEGIN_S = 2.0
 """Until wrk and the server have got used to each other."""
-SWITCH_S_MAX = 120.0
+SWITCH_S_MAX = 30.0
+CALM_S = 1.0
+"""Before the first switch to each version."""
 AFTER_S = 0.2
 """Past the first answer of the next version, in which a wait counts as one of the switch."""
 WRK = """
@@ -127,6 +129,8 @@ class Swaps:
 
     Attributes:
         memory: (when, MB of all its processes), between two switches.
+        first_waits: seconds that steady callers waited during the first switch to each version,
+            and between two of these, before wrk loads the server.
         load: what wrk counted.
     """
 
@@ -135,6 +139,7 @@ class Swaps:
         self.switches: list[Switch] = []
         self.memory: list[tuple[float, float]] = []
         self.start_s = 0.0
+        self.first_waits: tuple[list[float], list[float]] = ([], [])
         self.load: dict[str, float] = {}
         self._folder = folder
         self._server = server
@@ -181,8 +186,10 @@ class Swaps:
         asking = self._start_callers()
         versions = self._versions
         for version in (*versions[1:], versions[0]):  # so that every answer is known to wrk
+            await asyncio.sleep(CALM_S)
             await self._move(version)
             await _until(lambda: version in self._rest[0].right.values())  # noqa: B023
+        self.first_waits = self.waits()
         wrk = await self._start_wrk()
         await asyncio.sleep(BEGIN_S)
         self.seen.waits.clear()
@@ -214,6 +221,15 @@ class Swaps:
         self.load = json.loads(found[1])
         for task in asking:
             task.cancel()
+
+    def waits(self) -> tuple[list[float], list[float]]:
+        """Seconds that steady callers waited, of requests during switches and of all others."""
+        during: list[float] = []
+        calm: list[float] = []
+        for at_s, wait_s in self.seen.waits:
+            is_during = any(one.at_s <= at_s <= one.end_s for one in self.switches)
+            (during if is_during else calm).append(wait_s)
+        return during, calm
 
     def _start_callers(self) -> list[asyncio.Task[None]]:
         askings = self._server.askings
@@ -284,10 +300,7 @@ def milliseconds(waits: Sequence[float]) -> str:
 
 def print_report(swaps: Swaps) -> None:
     switches, seen = swaps.switches, swaps.seen
-    spans = [(one.at_s, one.end_s) for one in switches]
-    within = [any(a <= at_s <= b for a, b in spans) for at_s, _ in seen.waits]
-    during = [wait for (_, wait), is_in in zip(seen.waits, within, strict=True) if is_in]
-    calm = [wait for (_, wait), is_in in zip(seen.waits, within, strict=True) if not is_in]
+    during, calm = swaps.waits()
     took = [one.seen_s - one.at_s for one in switches]
     load = swaps.load
     print(f"{len(switches)} switches, each seen {median(took):.2f} s after it was asked for "
@@ -297,6 +310,10 @@ def print_report(swaps: Swaps) -> None:
           f"{load['wrong']:.0f} wrong, {load['errors']:.0f} failed")  # fmt: skip
     print(f"steady callers: {seen.answers.total():,} answers of {len(seen.answers)} versions, "
           f"{len(seen.wrong)} wrong or failed")  # fmt: skip
+    print(f"  calm:     {len(calm):,} waits, {milliseconds(calm)}")
+    print(f"  switches: {len(during):,} waits, {milliseconds(during)}")
+    during, calm = swaps.first_waits
+    print("steady callers alone, before wrk, while each version answered for the first time:")
     print(f"  calm:     {len(calm):,} waits, {milliseconds(calm)}")
     print(f"  switches: {len(during):,} waits, {milliseconds(during)}")
     early, last = swaps.memory[min(1, len(swaps.memory) - 1)][1], swaps.memory[-1][1]
@@ -340,6 +357,9 @@ def main() -> None:
         "--canary", type=float, default=0.0, help="its share, in percent; embedserve"
     )
     parser.add_argument("--shadow", type=float, default=0.0, help="of the canary, in percent")
+    parser.add_argument(
+        "--layouts", action="store_true", help="a version has another sharding than that before it"
+    )
     parser.add_argument("--cold", action="store_true", help="the next version is on the disk alone")
     parser.add_argument("--store", type=Path, help="folder whose versions are used, and stay")
     parser.add_argument("--seed", type=int, default=7)

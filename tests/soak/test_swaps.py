@@ -88,7 +88,15 @@ def test_a_few_swaps(
     if server is TritonSwapped and Triton().missing():
         pytest.skip("Triton is not installed")
     chosen = argparse.Namespace(
-        rows=ROWS, workers=workers, versions=3, swaps=6, every_s=0.5, seed=1, canary=0, cold=False
+        rows=ROWS,
+        workers=workers,
+        versions=3,
+        swaps=6,
+        every_s=0.5,
+        seed=1,
+        canary=0,
+        cold=False,
+        layouts=True,
     )
     swaps = Swaps(tmp_path, server(tmp_path, chosen), chosen)
     swaps.run()
