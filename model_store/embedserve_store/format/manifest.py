@@ -25,11 +25,9 @@ FORMAT_VERSION = 2
 FORMAT_VERSIONS = (1, 2)
 """What this code reads. Version 1 knew no id rules but rows, and no unpooled tables."""
 GOLDENS = "goldens"
-"""Of Manifest.source: what the goldens' answers were compared with, in words."""
-COMPARED = "compared"
-"""In Manifest.source: what the comparison with the training model's answers could tell; absent
-where there was none, and in versions of before."""
+"""In Manifest.source: what the goldens' answers were compared with, in words."""
 FROM_TRAINING = "compared with the training model's own answers"
+PARTLY_FROM_TRAINING = f"{FROM_TRAINING}, which cannot tell all"
 FROM_DESCRIPTION = "of the rows, pooled as described: not compared with the training model"
 CHECKED_FILES = ("plan.json", "goldens.safetensors")
 """Files whose sha256 the manifest holds as a whole; tables.safetensors is checked by table."""

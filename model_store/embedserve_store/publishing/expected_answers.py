@@ -7,13 +7,13 @@ width swapped, the keys in another order. Imports torch only through the source'
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.errors import InvalidModelError
+from embedserve_store.format.coverage import Coverage
 from embedserve_store.format.manifest import KeyColumns, Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.expected import Expected
@@ -23,24 +23,6 @@ from embedserve_store.goldens.parity import is_near
 from embedserve_store.ids.id_map import IdMap
 from embedserve_store.sources.expected_tables import POOLINGS, fitting
 from embedserve_store.sources.rows import TableRows, source_rows
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """What a comparison with the training model's answers could tell.
-
-    Attributes:
-        examples: that were compared.
-        rows: distinct rows that were compared, by table; all of a table that has checksums.
-        unchecked: what the inputs could not tell, a clause for each feature, and for weights.
-    """
-
-    examples: int
-    rows: Mapping[str, int]
-    unchecked: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"examples": self.examples, "rows": dict(self.rows), "unchecked": [*self.unchecked]}
 
 
 def coverage_of(
@@ -56,23 +38,31 @@ def coverage_of(
     _check_checksums(expected, manifest)
     bags = _in_order(expected, manifest)
     rows: dict[str, NDArray[np.int64]] = {}
-    unchecked: list[str] = []
+    unchecked: dict[int, str] = {}
     for feature, lengths in enumerate(bags.lengths):
         name = manifest.features[feature]
         if not lengths.any():
-            unchecked.append(f"feature {name!r} has no id")
+            unchecked[feature] = f"feature {name!r} has no id"
         elif manifest.is_pooled and lengths.max() < 2:
-            unchecked.append(f"feature {name!r} has no bag of two ids, so that a sum is a mean")
+            unchecked[feature] = f"feature {name!r} has no bag of two ids, so that a sum is a mean"
         elif manifest.is_pooled and _is_sum_a_mean(feature, expected, bags, manifest, source):
-            unchecked.append(f"feature {name!r} has rows of which a sum is a mean, such as zeros")
+            unchecked[feature] = (
+                f"feature {name!r} has rows of which a sum is a mean, such as zeros"
+            )
+    pooling = {
+        columns.key: columns.table.pooling
+        for columns in manifest.columns
+        if manifest.is_pooled and columns.feature not in unchecked
+    }
+    clauses = [*unchecked.values()]
     if manifest.is_weighted and not _have_weights_effect(expected, bags, manifest, source):
-        unchecked.append("the answers are the same without weights")
+        clauses.append("the answers are the same without weights")
     for columns in manifest.columns:
         found = bags.ids[bags.span(columns.feature)]
         before = rows.get(columns.table.name, found[:0])
         rows[columns.table.name] = np.union1d(before, found)
     counts = {name: len(expected.checksums.get(name, one)) for name, one in rows.items()}
-    return Coverage(int(bags.lengths.shape[1]), counts, tuple(unchecked))
+    return Coverage(int(bags.lengths.shape[1]), counts, pooling, tuple(clauses))
 
 
 def _check_checksums(expected: Expected, manifest: Manifest) -> None:

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.format.coverage import COMPARED
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.layout import layout_changes
 from embedserve_store.format.manifest import (
-    COMPARED,
     FROM_DESCRIPTION,
     FROM_TRAINING,
     GOLDENS,
+    PARTLY_FROM_TRAINING,
     Manifest,
 )
 from embedserve_store.format.table_spec import (
@@ -243,7 +244,8 @@ def _held_to(
             "write_expected makes them, or publish unchecked with --accept-unchecked "
             "(accept_unchecked=True)"
         )
-    source = manifest.source | {GOLDENS: FROM_TRAINING, COMPARED: coverage.to_json()}
+    words = PARTLY_FROM_TRAINING if coverage.unchecked else FROM_TRAINING
+    source = manifest.source | {GOLDENS: words, COMPARED: coverage.to_json()}
     manifest = replace(manifest, source=source)
     return replace(draft, goldens=goldens, manifest=manifest, checksums=expected.checksums)
 

@@ -9,8 +9,9 @@ from embedserve.terminal.aligned_columns import grid, out, show, write
 from embedserve.terminal.printable import printable
 from embedserve.terminal.sizes import human_bytes
 from embedserve.terminal.stores import opened
+from embedserve_store.format.coverage import Coverage
 from embedserve_store.format.id_rule import IdRule
-from embedserve_store.format.manifest import COMPARED, GOLDENS, Manifest
+from embedserve_store.format.manifest import GOLDENS, Manifest
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.remote.remote_files import UnreachableError
@@ -121,19 +122,27 @@ def _show_source(manifest: Manifest) -> None:
 
 def compared_lines(manifest: Manifest) -> list[str]:
     """Returns what of a version was compared with the training model's answers, and what was not;
-    nothing where that is not known."""
-    compared = manifest.source.get(COMPARED)
-    if compared is None:
+    nothing where that is not known.
+
+    Raises:
+        StoreError: the manifest says it in another form than a publisher writes.
+    """
+    where = f"model {manifest.model} version {manifest.version}"
+    coverage = Coverage.from_source(manifest.source, where)
+    if coverage is None:
         return []
     counts = ", ".join(
-        f"{compared['rows'].get(table.name, 0):,} of {table.num_embeddings:,} of {table.name}"
+        f"{coverage.rows.get(table.name, 0):,} of {table.num_embeddings:,} of {table.name}"
         for table in manifest.tables
     )
-    examples = f"{compared['examples']} examples"
+    examples = f"{coverage.examples} examples"
     lines = [f"compared with the training model's answers: {examples}, rows: {counts}"]
-    if compared["unchecked"]:
-        lines.append(f"not compared: {'; '.join(compared['unchecked'])}")
-    return lines
+    if coverage.pooling:
+        words = ", ".join(f"{key} {pooling}" for key, pooling in coverage.pooling.items())
+        lines.append(f"pooling compared: {words}")
+    if coverage.unchecked:
+        lines.append(f"not compared: {'; '.join(coverage.unchecked)}")
+    return [printable(line) for line in lines]
 
 
 def describe_ids(rule: IdRule) -> str:

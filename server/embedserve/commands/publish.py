@@ -14,7 +14,7 @@ from embedserve.terminal.sigterm import sigterm_interrupts
 from embedserve.terminal.sizes import human_bytes, parse_bytes
 from embedserve.terminal.stores import transfer_progress
 from embedserve_store import PublishedVersion, publish, read_description
-from embedserve_store.format.manifest import FROM_TRAINING, GOLDENS
+from embedserve_store.format.manifest import FROM_DESCRIPTION, GOLDENS
 from embedserve_store.plans.constraints import read_constraints
 from embedserve_store.publishing.pooled_error import PooledError
 
@@ -111,7 +111,7 @@ def report(published: PublishedVersion) -> None:
                 f"{table.name}: its vocabulary has {table.ids.entries:,} ids for "
                 f"{table.num_embeddings:,} rows: {missing:,} rows have no id"
             )
-    if manifest.source[GOLDENS] != FROM_TRAINING:
+    if manifest.source[GOLDENS] == FROM_DESCRIPTION:
         say("the description was not checked against the training model's answers: see --expected")
     for line in compared_lines(manifest):
         say(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from embedserve.commands.cli import app
-from embedserve.commands.inspect import describe_ids
-from embedserve_store import IdRule
+from embedserve.commands.inspect import compared_lines, describe_ids
+from embedserve_store import IdRule, StoreError
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.table_spec import TableSpec
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +95,42 @@ def test_a_version_shows_where_it_came_from(store: Path, tmp_path: Path) -> None
     ):
         result = CliRunner().invoke(app, ["publish", *map(str, files), "--model", "shop", *wrong])
         assert (result.exit_code, message in result.stderr) == (1, True), result.output
+
+
+def test_a_version_shows_what_was_compared() -> None:
+    table = TableSpec("t", 300, 16, ("history", "candidate"), "mean", "float32")
+    compared = {
+        "examples": 8,
+        "rows": {"t": 78},
+        "pooling": {"history": "mean"},
+        "unchecked": ["feature 'candidate' has no id"],
+    }
+    manifest = Manifest("m", 3, (table,), is_weighted=False, source={"compared": compared})
+    assert compared_lines(manifest) == [
+        "compared with the training model's answers: 8 examples, rows: 78 of 300 of t",
+        "pooling compared: history mean",
+        "not compared: feature 'candidate' has no id",
+    ]
+    del compared["pooling"]  # by a publisher that did not note it
+    assert len(compared_lines(manifest)) == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("yes", "compared is 'yes', expected dict"),
+        ({"examples": "8"}, "compared: rows is None, expected dict"),
+        ({"rows": {"t": 1}, "unchecked": [], "examples": "8"}, "examples is '8', expected int"),
+        ({"rows": {"t": "1"}, "unchecked": [], "examples": 8}, "rows: t is '1', expected int"),
+        ({"rows": {}, "unchecked": [7], "examples": 8}, "unchecked has 7, expected strings"),
+        ({"rows": {}, "unchecked": [], "examples": 8, "pooling": {"k": 1}}, "pooling: k is 1"),
+    ],
+)
+def test_a_malformed_comparison_is_named(wrong: object, message: str) -> None:
+    manifest = Manifest("m", 3, (), is_weighted=False, source={"compared": wrong})
+    with pytest.raises(StoreError, match=re.escape(message)) as raised:
+        compared_lines(manifest)
+    assert str(raised.value).startswith("model m version 3: source")
 
 
 def test_prune_says_what_goes(store: Path, tmp_path: Path) -> None:

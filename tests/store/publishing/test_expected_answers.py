@@ -22,7 +22,12 @@ from torchrec import (
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.id_rule import IdRule
-from embedserve_store.format.manifest import FROM_DESCRIPTION, FROM_TRAINING, Manifest
+from embedserve_store.format.manifest import (
+    FROM_DESCRIPTION,
+    FROM_TRAINING,
+    PARTLY_FROM_TRAINING,
+    Manifest,
+)
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.expected import Expected, read_expected
 from embedserve_store.goldens.goldens_file import Bags
@@ -335,10 +340,13 @@ def test_inputs_that_cannot_tell_are_refused_unless_that_is_accepted(
     publish(
         state_of(ebc), tmp_path, model="m", tables=tables, expected=given, accept_unchecked=True
     )
-    compared = LocalStore(tmp_path).load("m").manifest.source["compared"]
+    source = LocalStore(tmp_path).load("m").manifest.source
+    assert source["goldens"] == PARTLY_FROM_TRAINING
+    compared = source["compared"]
     assert compared == {
         "examples": 3,
         "rows": {"a": sum(lengths[0]), "b": sum(lengths[1])},
+        "pooling": {key: "sum" for key in "ab" if not any(repr(key) in one for one in unchecked)},
         "unchecked": unchecked,
     }
 
@@ -426,6 +434,8 @@ def test_what_write_expected_makes_can_tell(make_ebc: MakeEbc, tmp_path: Path) -
     )
     compared = published.manifest.source["compared"]
     assert compared["unchecked"] == []
+    poolings = {one.key: one.table.pooling for one in published.manifest.columns}
+    assert compared["pooling"] == poolings
     assert all(
         0 < compared["rows"][one.name] <= one.num_embeddings for one in published.manifest.tables
     )
