@@ -53,6 +53,6 @@ def test_each_alert_has_its_heading_on_the_page() -> None:
     headings = re.findall(r"^## (\w+)$", ALERTS_PAGE.read_text(), flags=re.MULTILINE)
     assert headings == list(alerts())
     for rule in alerts().values():
-        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
         assert ROOT / page == ALERTS_PAGE
         assert anchor in anchors(ALERTS_PAGE)
