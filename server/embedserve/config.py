@@ -107,6 +107,11 @@ class ServeSettings:
         "where a port on a loopback address has neither tokens nor TLS: a web site can make its "
         "own name resolve to this host. May be repeated; * for any, where a proxy checks it.",
     )
+    trusted_proxy: tuple[str, ...] = setting(
+        (),
+        "Address or network, such as 10.0.0.0/8, of a proxy whose Forwarded or X-Forwarded-For "
+        "header tells the log a client's address. May be repeated.",
+    )
     http_port: int = setting(8000, "REST, health and metrics; 0: any.", min=0, max=65535)
     grpc_port: int = setting(8001, "gRPC; 0: any.", min=0, max=65535)
     management_port: int = setting(
@@ -285,6 +290,7 @@ def check_settings(settings: ServeSettings) -> None:
             f"use {HANG_S_MIN:g} or more, or 0 for never"
         )
     _check_security(settings)
+    _check_proxies(settings)
     _check_traces(settings)
     _check_unix_sockets(settings)
     check_device(settings, settings.devices)
@@ -338,6 +344,16 @@ def _check_traces(settings: ServeSettings) -> None:
             f"otlp_endpoint is {endpoint!r}, but OpenTelemetry is not installed: "
             "pip install 'embedserve[otel]'"
         )
+
+
+def _check_proxies(settings: ServeSettings) -> None:
+    for one in settings.trusted_proxy:
+        try:
+            ipaddress.ip_network(one)
+        except ValueError:
+            raise ValueError(
+                f"trusted_proxy has {one!r}, expected an address or a network such as 10.0.0.0/8"
+            ) from None
 
 
 def _check_security(settings: ServeSettings) -> None:

@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import Protocol
 
 from embedserve.access.access import Access, Certificate
+from embedserve.access.client_address import ClientAddresses
 from embedserve.aside import Aside
 from embedserve.batching.split import own
 from embedserve.codec.codec import Codec, Decode, DecodeNow
@@ -121,6 +122,15 @@ class Call(ObservedCaller):
     def certificate(self) -> Certificate | None:
         """That the client has shown."""
         return None
+
+    @property
+    def peer(self) -> str:
+        """The address of the other end of its connection."""
+        return ""
+
+    @property
+    def address(self) -> str:
+        return self.exchange.addresses.find(self.peer, self.header)
 
     @property
     def may_be_late(self) -> bool:
@@ -249,6 +259,7 @@ class Exchange:
         access: who may ask; None: everybody.
         observer: tells where the time of requests went.
         shared_memory: in which tensors may lie; None: there is none.
+        addresses: finds the addresses of clients.
     """
 
     def __init__(
@@ -258,7 +269,9 @@ class Exchange:
         access: Access | None = None,
         observer: Observer | None = None,
         shared_memory: SharedMemory | None = None,
+        addresses: ClientAddresses | None = None,
     ) -> None:
+        self.addresses = addresses or ClientAddresses()
         self.models = models
         self.access = access
         self.shared_memory = shared_memory

@@ -74,6 +74,10 @@ def test_traces_go_to_a_url(endpoint: str) -> None:
         (replace(PLAIN, grpc_uds="\u00e4" * 54), "grpc_uds is '.*', 108 bytes: .* at most 107"),
         (replace(PLAIN, http_uds="a\0b"), "http_uds is 'a.x00b', which is no path"),
         (replace(PLAIN, http_uds="a", grpc_uds="a"), "http_uds and grpc_uds are both 'a'"),
+        (
+            replace(PLAIN, trusted_proxy=("10.0.0.1", "10.0.0.1/8")),
+            "trusted_proxy has '10.0.0.1/8', expected an address or a network such as 10.0.0.0/8",
+        ),
         (replace(PLAIN, uds_mode="rw"), "uds_mode is 'rw', expected octal digits such as 600"),
         (replace(PLAIN, uds_mode="-600"), "uds_mode is '-600', expected octal digits"),
         (replace(PLAIN, uds_mode="1777"), "uds_mode is '1777', expected 777 at most"),

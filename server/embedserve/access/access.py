@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from time import perf_counter
 from typing import Any, Protocol
 
+from embedserve.access.client_address import FORWARDED, X_FORWARDED_FOR
 from embedserve.access.clock import SteadyClock
 from embedserve.access.grants import PREFIX, Grant, hash_of, read_grants
 from embedserve.errors import (
@@ -32,6 +33,8 @@ BURST_S = 1.0
 UNKNOWN = "(unknown)"
 """Under which those are counted whom nobody knows. No name that a grant may have."""
 BEARER = b"bearer "
+LIST_HEADERS = frozenset({FORWARDED, X_FORWARDED_FOR})
+"""Headers whose lines are one list (RFC 9110, section 5.3)."""
 RETRY_S_MAX = 60
 REFUSALS_PER_S = 200
 """That a client is told at once, for its limits; it asks again, and what is over that waits."""
@@ -363,10 +366,14 @@ def one_header(headers: list[tuple[bytes, bytes]], name: bytes) -> bytes | None:
 
 
 def headers_by_name(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
-    """As one_header, of each name: made once for the requests that have the same headers."""
+    """As one_header, of each name: made once for the requests that have the same headers. Several
+    lines of a header that is a list are one."""
     found: dict[bytes, bytes] = {}
     for name, value in headers:
-        found[name] = b"" if name in found else value
+        if name not in found:
+            found[name] = value
+        else:
+            found[name] = b"%b, %b" % (found[name], value) if name in LIST_HEADERS else b""
     return found
 
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
+
 from fastapi import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from embedserve.access.access import CERTIFICATE, CLIENT, Access, one_header
+from embedserve.access.access import CERTIFICATE, CLIENT, Access, headers_by_name, one_header
+from embedserve.access.client_address import PEER, ClientAddresses
 from embedserve.api.console.routes import PAGE_PATHS
 from embedserve.api.errors_openapi import is_infer
 from embedserve.codec.json_codec import encode_error
 from embedserve.codec.open_inference import body_answers
 from embedserve.errors import EmbedServeError
+from embedserve.metrics.quiet_log import Fields, QuietLog
 from embedserve.tracing.request_id import REQUEST_ID, request_id_of
 
+logger = logging.getLogger("embedserve.requests")
+
+LINES_MAX = 10
+"""Lines of requests that were refused with one code, in a period of QuietLog."""
+PATH_CHARACTERS_MAX = 200
+"""Characters of a path that are logged."""
 ANYBODY: frozenset[str] = frozenset()
 CALLERS = frozenset({"embed", "admin"})
 ADMINS = frozenset({"admin"})
@@ -35,9 +46,11 @@ def roles_of(path: str) -> frozenset[str]:
 class Guard:
     """The ASGI application, for those who may ask."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: Access, addresses: ClientAddresses) -> None:
         self._app = app
         self._access = access
+        self._addresses = addresses
+        self._log = QuietLog(logger, LINES_MAX)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         roles = roles_of(scope["path"]) if scope["type"] == "http" else ANYBODY
@@ -50,7 +63,18 @@ class Guard:
             except EmbedServeError as error:
                 given_id = one_header(scope["headers"], REQUEST_ID)
                 app = error_response(error, error.http_status, scope["path"], given_id)
+                fields = partial(self._fields, scope)
+                self._log.say(
+                    logging.INFO, f"refused with {error.code}", error.message, fields=fields
+                )
         await app(scope, receive, send)
+
+    def _fields(self, scope: Scope) -> Fields:
+        """Returns what the log tells of a request that is refused, beside the reason."""
+        header = headers_by_name(scope["headers"]).get
+        address = self._addresses.find(scope.get(PEER, ""), header)
+        path = scope["path"][:PATH_CHARACTERS_MAX]
+        return {"address": address, "method": scope["method"], "path": path}
 
 
 def error_response(

@@ -138,7 +138,7 @@ def health_app(exchange: Exchange) -> FastAPI:
     if exchange.shared_memory is not None:
         app.include_router(shared_memory_routes(exchange, exchange.shared_memory))
         if exchange.access is not None:
-            app.add_middleware(Guard, access=exchange.access)
+            app.add_middleware(Guard, access=exchange.access, addresses=exchange.addresses)
     _add_error_shape(app)
     return app
 
@@ -212,7 +212,7 @@ def management_app(
         add_admin(app, operator)
     app.add_middleware(OpenApiPages)
     if asks and exchange.access is not None:
-        app.add_middleware(Guard, access=exchange.access)
+        app.add_middleware(Guard, access=exchange.access, addresses=exchange.addresses)
     _add_error_shape(app)
     describe_routes(app, exchange)
     return app

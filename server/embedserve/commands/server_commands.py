@@ -44,7 +44,8 @@ def serve(**values: Any) -> None:
     """
     values.pop("config")
     limits = Limits(**{f.name: values.pop(f.name) for f in fields(Limits)})
-    values |= {name: tuple(values[name] or ()) for name in ("model", "allowed_host")}
+    several = ("model", "allowed_host", "trusted_proxy")
+    values |= {name: tuple(values[name] or ()) for name in several}
     settings = ServeSettings(**values, limits=limits)
     with one_line_errors():
         check_engine()

@@ -15,6 +15,7 @@ from signal import Signals
 from typing import TYPE_CHECKING, Any, cast
 
 from embedserve.access.access import Access
+from embedserve.access.client_address import ClientAddresses
 from embedserve.api.admin import Operator
 from embedserve.api.console.labels import read_labels
 from embedserve.api.management import health_app, management_app
@@ -110,7 +111,8 @@ def build_exchange(
     observer = Observer(settings.slow_ms, tells_times=settings.server_timing, traces=traces)
     prefix, served = settings.shared_memory, ServedModels(batchers, default, settings.limits)
     shared = SharedMemory(prefix, settings.limits) if prefix else None
-    return Exchange(served, metrics, access, observer, shared)
+    addresses = ClientAddresses(settings.trusted_proxy)
+    return Exchange(served, metrics, access, observer, shared, addresses)
 
 
 def _traces(settings: ServeSettings) -> Traces | None:

@@ -51,6 +51,11 @@ class ObservedCaller(Caller):
         return None
 
     @property
+    def address(self) -> str:
+        """The address of its client; "" where it is not known."""
+        return ""
+
+    @property
     def request_id(self) -> bytes:
         """Its caller's, or else one that is made when it is first asked for."""
         try:
@@ -114,5 +119,6 @@ class ObservedCaller(Caller):
             examples=0 if request is None else request.batch_size,
             ids=0 if request is None else request.ids.size,
             caller="" if client is None else client.grant.name,
+            address=self.address,
             trace=read_traceparent(self.header(TRACEPARENT)),
         )

@@ -24,6 +24,7 @@ class RequestRecord:
         version: 0 where it came to no queue.
         examples, ids: of its body, once that was decoded.
         caller: the name of its token or certificate, "" where none was asked for.
+        address: of its client, or of the nearest proxy that is not trusted.
         trace: None where there is none.
     """
 
@@ -36,6 +37,7 @@ class RequestRecord:
     examples: int = 0
     ids: int = 0
     caller: str = ""
+    address: str = ""
     trace: TraceContext | None = None
 
     def fields(self) -> dict[str, object]:
@@ -44,6 +46,7 @@ class RequestRecord:
             "request_id": self.request_id,
             "trace_id": "" if self.trace is None else self.trace.trace_id,
             "caller": self.caller,
+            "address": self.address,
             "protocol": self.protocol,
             "model": self.model[:NAME_CHARACTERS_MAX],
             "version": self.version,

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from embedserve.access.access import CERTIFICATE, Certificate, one_header
+from embedserve.access.client_address import PEER
 from embedserve.codec.codec import Codec
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, RequestTooLargeError
 from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, late_request
@@ -79,6 +80,10 @@ class AsgiCall(Call):
         found: Certificate | None = self._scope.get(CERTIFICATE)
         return found
 
+    @property
+    def peer(self) -> str:
+        return str(self._scope.get(PEER, ""))
+
     def write_answer(self, parts: Parts, nbytes: int, told: Told | None = None) -> None:
         headers = [*answer_headers(self.asked.answer_codec, parts), *(told or ())]
         self._end(200, headers, parts, nbytes)
@@ -112,7 +117,8 @@ class EmbedEndpoint:
             check_method(scope["method"])
             asked = read_headers(route, scope["headers"], self._metrics)
         except EmbedServeError as error:
-            told = refused_early(self._metrics, error, scope["headers"], perf_counter() - start_s)
+            seconds, peer = perf_counter() - start_s, scope.get(PEER, "")
+            told = refused_early(self._exchange, error, scope["headers"], seconds, peer)
             encode = error_encoder(scope["path"])
             await _send(send, error.http_status, *error_answer(error, told, encode))
             return
@@ -213,6 +219,7 @@ class AsgiStream:
 
     async def _run(self) -> None:
         scope = _scope(self._request)
+        scope[PEER] = self._stream.connection.peer
         scope[CERTIFICATE] = self._stream.connection.certificate
         try:
             await self._app(scope, self._receive, self._send)

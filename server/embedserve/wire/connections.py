@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import Protocol, cast
 
 from embedserve.access.access import CERTIFICATE
+from embedserve.access.client_address import peer_address
 from embedserve.exchange import Exchange
 from embedserve.wire.http2.connection import UNREAD_S_MAX, Http2Connection
 from embedserve.wire.http2.frames import PREFACE, ErrorCode
@@ -42,6 +43,10 @@ JOINED_BYTES_MAX = 64 << 10
 
 class Connection(Protocol):
     """What the server asks of any of its connections."""
+
+    @property
+    def peer(self) -> str:
+        """The address of its other end."""
 
     @property
     def held_bytes(self) -> int:
@@ -128,6 +133,10 @@ class NewConnection(asyncio.Protocol):
         self._registry.discard(self)
 
     @property
+    def peer(self) -> str:
+        return peer_address(self._transport)
+
+    @property
     def held_bytes(self) -> int:
         return len(self._data)
 
@@ -200,6 +209,10 @@ class Lingering(asyncio.Protocol):
         self._connection.connection_lost(exc)
 
     @property
+    def peer(self) -> str:
+        return peer_address(self._transport)
+
+    @property
     def held_bytes(self) -> int:
         return self._transport.get_write_buffer_size()
 
@@ -259,6 +272,7 @@ class Http2Transport(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of that class
         self._connection.sender.write = self._transport.write
         self._connection.certificate = self._transport.get_extra_info(CERTIFICATE)
+        self._connection.peer = peer_address(self._transport)
         self._registry.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -353,6 +367,10 @@ class Http2Transport(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._registry.discard(self)
         self._connection.close()
+
+    @property
+    def peer(self) -> str:
+        return peer_address(self._transport)
 
     @property
     def held_bytes(self) -> int:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from time import perf_counter
 from typing import NoReturn
+from urllib.parse import unquote
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -31,6 +33,7 @@ from embedserve.wire.http2.header_blocks import Headers
 
 logger = logging.getLogger(__name__)
 
+_PEER = re.compile(r"ipv[46]:(.*):[0-9]+")
 TIMEOUT_S_MAX = 1e9
 """grpcio gives what is left of no deadline as a very large number."""
 
@@ -38,17 +41,31 @@ TIMEOUT_S_MAX = 1e9
 class AwaitedCall(Call):
     """A request whose answer is awaited: the encoded message, or the error."""
 
-    __slots__ = ("_metadata", "ended", "told")
+    __slots__ = ("_metadata", "_peer", "ended", "told")
 
     def __init__(
-        self, asked: Asked, exchange: Exchange, metadata: Iterable[tuple[str, str | bytes]]
+        self,
+        asked: Asked,
+        exchange: Exchange,
+        metadata: Iterable[tuple[str, str | bytes]],
+        peer: str,
     ) -> None:
+        """
+        Args:
+            peer: as grpcio names it, such as ipv4:192.0.2.1:40000.
+        """
         super().__init__(asked, perf_counter(), exchange)
         self.told: Told = []
         self._metadata = metadata
+        self._peer = peer
         self.ended: asyncio.Future[bytes | EmbedServeError] = (
             asyncio.get_running_loop().create_future()
         )
+
+    @property
+    def peer(self) -> str:
+        found = _PEER.fullmatch(unquote(self._peer))
+        return self._peer if found is None else found[1].strip("[]")
 
     def header(self, name: bytes) -> bytes | None:
         value = dict(self._metadata).get(name.decode())
@@ -155,7 +172,7 @@ class GrpcioServer:
         metadata = context.invocation_metadata() or ()
         has_id = any(name == REQUEST_ID.decode() for name, _ in metadata)
         asked = Asked("", codec, codec, remaining_s, metrics, has_id)
-        return AwaitedCall(asked, self._exchange, metadata)
+        return AwaitedCall(asked, self._exchange, metadata, context.peer())
 
     async def _embed(self, codec: Codec, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
         call = self._call(codec, context)

@@ -13,6 +13,7 @@ import re
 
 import httptools
 
+from embedserve.access.access import LIST_HEADERS
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError
 from embedserve.exchange import Asked
@@ -47,8 +48,9 @@ READ_HEADERS = {
     b"upgrade",
 }
 """Those whose values decide what becomes of a request; of others the values are gaps."""
-SEVERAL_HEADERS = (b"authorization", REQUEST_ID, TRACEPARENT)
-"""Headers that a template has once: where a request has several, they count as none."""
+SEVERAL_HEADERS = (b"authorization", REQUEST_ID, TRACEPARENT, *LIST_HEADERS)
+"""Headers that a template has once: where a request has several, headers_by_name says what they
+count as."""
 SPECIAL_HEADERS = {b"transfer-encoding", b"expect", b"upgrade"}
 SPECIAL_CHARACTERS = set("%?#")
 """Of a URL: more than a path as it is."""

@@ -49,6 +49,10 @@ class Http1Call(Call):
         return self._connection.certificate
 
     @property
+    def peer(self) -> str:
+        return self._connection.peer
+
+    @property
     def may_be_late(self) -> bool:
         return not self._connection.is_last  # whose body may still come
 
@@ -80,9 +84,7 @@ class Http1Connection(UvicornConnection):
     def __init__(
         self, exchange: Exchange, forms: HeadForms, registry: Registry, **uvicorns: Any
     ) -> None:
-        metrics = exchange.metrics.protocols["rest"]
-        super().__init__(metrics, exchange.limits, registry, forms.allowed_hosts, **uvicorns)
-        self.exchange = exchange
+        super().__init__(exchange, registry, forms.allowed_hosts, **uvicorns)
         self._forms = forms
         self._call: Http1Call | None = None  # that is read or answered
         self._body = Pieces()

@@ -11,11 +11,12 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import lru_cache
 
-from embedserve.access.access import one_header
+from embedserve.access.access import headers_by_name, one_header
 from embedserve.codec.codec import ARROW, BINARY, INFER, JSON, PROTOBUF, Codec, infer_binary
 from embedserve.errors import EmbedServeError, InvalidRequestError
-from embedserve.exchange import ROUTING_KEY, Asked
+from embedserve.exchange import ROUTING_KEY, Asked, Exchange
 from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.metrics.quiet_log import Fields
 from embedserve.tracing.request_id import REQUEST_ID, Told, told_id
 from embedserve.types import Parts
 
@@ -199,13 +200,22 @@ def answer_headers(codec: Codec, parts: Parts) -> Headers:
 
 
 def refused_early(
-    metrics: ProtocolMetrics, error: EmbedServeError, headers: Headers, seconds: float
+    exchange: Exchange, error: EmbedServeError, headers: Headers, seconds: float, peer: str
 ) -> Told:
-    """Counts and logs a request that became no call; what it is told beside its ``error``."""
+    """Counts and logs a request that became no call; what it is told beside its ``error``.
+
+    Args:
+        peer: address of the other end of its connection.
+    """
+    metrics = exchange.metrics.protocols["rest"]
     told = told_id(one_header(headers, REQUEST_ID))
     request_id = told[0][1].decode("ascii")
-    fields = {"request_id": request_id, "protocol": metrics.protocol}
-    metrics.refused(error.code, error.message, seconds, lambda: fields)
+
+    def fields() -> Fields:
+        address = exchange.addresses.find(peer, headers_by_name(headers).get)
+        return {"request_id": request_id, "address": address, "protocol": metrics.protocol}
+
+    metrics.refused(error.code, error.message, seconds, fields)
     return told
 
 

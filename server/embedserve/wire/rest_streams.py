@@ -117,7 +117,7 @@ def open_embed(
         by_name = headers_by_name(request.headers)
         authorization = by_name.get(b"authorization")
     except EmbedServeError as error:
-        return refused(error, request, metrics)
+        return refused(error, request, exchange)
 
     def open_call(stream: Stream) -> Handler:
         call = RestCall(asked, exchange, by_name, stream)
@@ -134,12 +134,12 @@ def open_embed(
 
 
 def refused(
-    error: EmbedServeError, request: Request, metrics: ProtocolMetrics
+    error: EmbedServeError, request: Request, exchange: Exchange
 ) -> Callable[[Stream], Handler]:
     """Opens streams only to answer them with ``error``."""
 
     def open_refused(stream: Stream) -> Handler:
-        told = refused_early(metrics, error, request.headers, 0.0)
+        told = refused_early(exchange, error, request.headers, 0.0, stream.connection.peer)
         path = request.target.partition(b"?")[0].decode("latin-1")
         write_error(stream, error, told, request.method, error_encoder(path))
         return ENDED

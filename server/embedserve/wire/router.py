@@ -66,11 +66,11 @@ class Router:
         except EmbedServeError as error:
             if is_grpc:
                 return refused_call(WireError(error.code, error.message))
-            return refused(error, request, self._metrics)
+            return refused(error, request, self._exchange)
         if is_grpc:
             return self._grpc.open(request)
         if wrong := wrong_target(request.target):
-            return refused(wrong, request, self._metrics)
+            return refused(wrong, request, self._exchange)
         path = unquote(request.target.partition(b"?")[0].decode("ascii"))
         route = embed_route(path)
         if route is not None:

@@ -43,6 +43,8 @@ AGE_JITTER = (0.9, 1.1)
 """What the greatest age of a connection is multiplied by."""
 LOOK_BYTES = 64 << 20
 """That connections may hold more before they are looked at again, sooner than that."""
+CUT_SHOWN = 5
+"""Addresses that the log names of connections that are cut, those with most of them."""
 UPLOAD_BYTES = 256 << 20
 """Of bodies under way, past what every stream may send; at least one of the largest."""
 
@@ -259,16 +261,18 @@ class WireServer:
         if total <= limit:
             return
         held.sort(key=lambda one: one[0] + sum(one[1].values()))
-        cut = 0
+        cut: Counter[str] = Counter()  # by address
         while total > limit:
             nbytes, unread, connection = held.pop()
             connection.abort()
             self.discard(connection)  # before it is told that it is lost
             users.subtract(unread.keys())
             total -= nbytes + sum(sizes[owner] for owner in unread if not users[owner])
-            cut += 1
+            cut[connection.peer] += 1
+        most = ", ".join(peer for peer, _ in cut.most_common(CUT_SHOWN))
         self._log.say(
             logging.WARNING,
             "connections are cut",
-            f"{cut} of them: what all hold is over connection_bytes_max, {limit}",
+            f"{cut.total()} of them: what all hold is over connection_bytes_max, {limit}",
+            fields=lambda: {"address": most},
         )

@@ -37,6 +37,10 @@ class StreamCall(Call):
         return self._stream.connection.certificate
 
     @property
+    def peer(self) -> str:
+        return self._stream.connection.peer
+
+    @property
     def may_be_late(self) -> bool:
         """Others may share the connection, which has but so many streams."""
         return len(self._stream.connection.streams) <= LATE_STREAMS_MAX

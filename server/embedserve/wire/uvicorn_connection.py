@@ -16,10 +16,9 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from embedserve.access.access import CERTIFICATE, Certificate
-from embedserve.config import Limits
+from embedserve.access.client_address import PEER, peer_address
 from embedserve.errors import EmbedServeError, InvalidRequestError
-from embedserve.exchange import REQUEST_S_MAX, late_request
-from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.exchange import REQUEST_S_MAX, Exchange, late_request
 from embedserve.wire.allowed_hosts import AllowedHosts
 from embedserve.wire.connections import DRAIN_IDLE_S, Lingering, Registry
 from embedserve.wire.head_limits import BLANKS, HEAD_BYTES_MAX, check_head
@@ -65,11 +64,11 @@ class UvicornConnection(HttpToolsProtocol):
 
     flow: Flow
     certificate: Certificate | None
+    peer: str
 
     def __init__(
         self,
-        metrics: ProtocolMetrics,
-        limits: Limits,
+        exchange: Exchange,
         registry: Registry,
         allowed_hosts: AllowedHosts | None = None,
         **uvicorns: Any,
@@ -80,8 +79,8 @@ class UvicornConnection(HttpToolsProtocol):
         """
         super().__init__(**uvicorns)
         self._allowed_hosts = allowed_hosts
-        self._metrics = metrics
-        self._limits = limits
+        self.exchange = exchange
+        self._limits = exchange.limits
         self._registry = registry
         self._held: list[bytes] = []  # what came after what is being answered
         self._cycles: deque[RequestResponseCycle] = deque()  # those that are or will be answered
@@ -98,6 +97,7 @@ class UvicornConnection(HttpToolsProtocol):
         super().connection_made(transport)
         self.flow = Flow(transport)
         self.certificate = transport.get_extra_info(CERTIFICATE)
+        self.peer = peer_address(transport)
         self._registry.add(self)
         self._idle_since_s = perf_counter()
 
@@ -184,7 +184,8 @@ class UvicornConnection(HttpToolsProtocol):
         self._is_in_head = True
         self._head_bytes = self._body_bytes = 0
         super().on_message_begin()
-        cast(dict[str, Any], self.scope)[CERTIFICATE] = self.certificate
+        scope = cast(dict[str, Any], self.scope)
+        scope[CERTIFICATE], scope[PEER] = self.certificate, self.peer
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value.rstrip(BLANKS))  # llhttp takes off what stands before it
@@ -241,7 +242,8 @@ class UvicornConnection(HttpToolsProtocol):
             self.flow.pause_reading()
             return
         seconds = perf_counter() - self._message_since_s
-        told = refused_early(self._metrics, error, getattr(self, "headers", []), seconds)
+        headers = getattr(self, "headers", [])
+        told = refused_early(self.exchange, error, headers, seconds, self.peer)
         if is_pending:
             cycle.disconnected = True
             cycle.waiting_for_100_continue = False  # which would be said after our last answer

@@ -91,6 +91,7 @@ async def test_a_sampled_request_has_a_span_for_each_stage_below_its_callers(
     assert (root.name, root.kind) == ("embed shop", Span.SPAN_KIND_SERVER)
     assert attributes(root) == {
         "request_id": "a7",
+        "address": "127.0.0.1",
         "protocol": protocol,
         "model": "shop",
         "version": 7,

@@ -52,6 +52,10 @@ class StreamedRequest(Call):
     def certificate(self) -> Certificate | None:
         return self._stream.connection.certificate
 
+    @property
+    def peer(self) -> str:
+        return self._stream.connection.peer
+
     def header(self, name: bytes) -> bytes | None:
         return self._stream.headers.get(name)
 

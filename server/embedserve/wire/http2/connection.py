@@ -72,6 +72,7 @@ class Http2Connection:
         expected: the type that the next frame has to be of: the client's settings come first, and
             nothing within a header block; None: any.
         certificate: that the client has shown.
+        peer: address of the other end.
         is_over: nothing is to be read any more; what is in ``sender.out`` is the last.
         has_more: bytes are left that are to be read after other connections had their turn.
     """
@@ -93,6 +94,7 @@ class Http2Connection:
         "idle_work",
         "is_over",
         "next_id",
+        "peer",
         "receiver",
         "sender",
         "streams",
@@ -112,6 +114,7 @@ class Http2Connection:
         self.receiver = Receiver(self.sender.out, uploads, on_output)
         self.streams: dict[int, Stream] = {}
         self.certificate: Certificate | None = None
+        self.peer = ""
         self.is_over = False
         self.has_more = False
         self._on_output = on_output

@@ -71,6 +71,9 @@ class Owner(Protocol):
     def certificate(self) -> Certificate | None: ...
 
     @property
+    def peer(self) -> str: ...
+
+    @property
     def is_over(self) -> bool: ...
 
     @property

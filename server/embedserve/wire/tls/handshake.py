@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import cast
 
+from embedserve.access.client_address import peer_address
 from embedserve.codec.json_codec import encode_error
 from embedserve.errors import InvalidRequestError
 from embedserve.metrics.quiet_log import QuietLog
@@ -155,11 +156,20 @@ class Handshake(asyncio.Protocol):
 
     def _fail(self, outcome: str, why: str) -> None:
         self._end(outcome)
-        self._handshakes.log.say(logging.INFO, "a TLS handshake failed", why)
+        self._handshakes.log.say(
+            logging.INFO,
+            "a TLS handshake failed",
+            why,
+            fields=lambda: {"address": self.peer},
+        )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end("gone")
         self._registry.discard(self)
+
+    @property
+    def peer(self) -> str:
+        return peer_address(self._transport)
 
     @property
     def held_bytes(self) -> int:

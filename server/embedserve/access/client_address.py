@@ -1,0 +1,103 @@
+"""Finds the address of a request's client for the log, also behind proxies that are trusted."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+from collections.abc import Callable, Iterable
+
+FORWARDED = b"forwarded"
+X_FORWARDED_FOR = b"x-forwarded-for"
+FORWARDED_BYTES_MAX = 1024
+"""Bytes at the end of either header that are read; the nearest proxy adds its entry there."""
+UNIX_SOCKET = "a Unix socket"
+PEER = "embedserve.peer"
+"""The key of an ASGI scope for the address of the connection's other end."""
+_FOR = re.compile(r"(?:^|;)\s*for\s*=\s*(?:\"([^\"]*)\"|([^\s;\"]*))\s*(?:;|$)", re.IGNORECASE)
+_PORT = re.compile(r"(\[.*\]|[0-9.]+):[0-9]{1,5}")
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def peer_address(transport: asyncio.BaseTransport) -> str:
+    """Returns the address, without the port, of the other end of a connection; UNIX_SOCKET where it
+    has none."""
+    peername = transport.get_extra_info("peername")
+    if not isinstance(peername, tuple) or not peername:
+        return UNIX_SOCKET
+    address = _parsed(str(peername[0]))
+    return str(peername[0]) if address is None else str(address)
+
+
+class ClientAddresses:
+    """Finds clients' addresses: a connection's own, or what a trusted proxy says of its client."""
+
+    def __init__(self, trusted: Iterable[str] = ()) -> None:
+        """
+        Args:
+            trusted: addresses of proxies, and networks such as 10.0.0.0/8.
+        """
+        self._trusted = [ipaddress.ip_network(one) for one in trusted]
+
+    def find(self, peer: str, header: Callable[[bytes], bytes | None]) -> str:
+        """Returns the address of the client of a request.
+
+        The headers count only where ``peer`` is a trusted proxy. They are read from their end,
+        where that proxy wrote, to the first address that is not a trusted proxy. Anybody may have
+        written what stands before it. A malformed entry ends the search at the address after it.
+
+        Args:
+            peer: address of the connection's other end.
+            header: returns a header of the request, given its name in lower case; several lines of
+                one name as one, with commas.
+        """
+        if not self._trusted or not self._is_trusted(_parsed(peer)):
+            return peer
+        found = peer
+        for entry in reversed(_entries(header)):
+            address = _parsed(entry)
+            if address is None:
+                return found
+            found = str(address)
+            if not self._is_trusted(address):
+                return found
+        return found
+
+    def _is_trusted(self, address: Address | None) -> bool:
+        return address is not None and any(address in network for network in self._trusted)
+
+
+def _entries(header: Callable[[bytes], bytes | None]) -> list[str]:
+    """Returns the addresses that Forwarded (RFC 7239) lists or, where it is absent,
+    X-Forwarded-For; the last one is the nearest. An entry without an address is ""."""
+    forwarded = header(FORWARDED)
+    if forwarded is not None:
+        return [_for_parameter(one) for one in _elements(forwarded)]
+    return _elements(header(X_FORWARDED_FOR) or b"")
+
+
+def _elements(value: bytes) -> list[str]:
+    """Returns the elements of a list header, without the one that the limit may cut."""
+    text = value[-FORWARDED_BYTES_MAX:].decode("latin-1")
+    elements = [one.strip() for one in text.split(",")]
+    return elements if len(value) <= FORWARDED_BYTES_MAX else elements[1:]
+
+
+def _for_parameter(element: str) -> str:
+    found = _FOR.search(element)
+    return "" if found is None else found[1] or found[2] or ""
+
+
+def _parsed(text: str) -> Address | None:
+    """Returns the address in ``text``, which may have brackets and a port; None for none."""
+    if found := _PORT.fullmatch(text):
+        text = found[1]
+    if text[:1] == "[" and text[-1:] == "]":
+        text = text[1:-1]
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address

@@ -1,0 +1,83 @@
+"""The address of a client: its connection's, or what a trusted proxy says, and nobody else."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from embedserve.access.client_address import (
+    FORWARDED,
+    FORWARDED_BYTES_MAX,
+    X_FORWARDED_FOR,
+    ClientAddresses,
+)
+
+PROXY = "10.0.0.1"
+BEHIND = ClientAddresses(["10.0.0.0/8", "fd00::/8"])
+
+
+def found(peer: str = PROXY, **headers: str) -> str:
+    """Returns the address found with these headers (x_forwarded_for, forwarded)."""
+    given = {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
+    return BEHIND.find(peer, given.get)
+
+
+@pytest.mark.parametrize(
+    ("value", "address"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        (" 192.0.2.7:4711 ", "192.0.2.7"),
+        ("2001:db8::7", "2001:db8::7"),
+        ("[2001:DB8::7]", "2001:db8::7"),
+        ("[2001:db8::7]:4711", "2001:db8::7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("fe80::1%eth0", "fe80::1"),
+        ("192.0.2.7, 10.1.1.1, fd00::9", "192.0.2.7"),
+        ("198.51.100.9, 192.0.2.7, 10.1.1.1", "192.0.2.7"),  # what the client wrote is not read
+        ("10.1.1.1", "10.1.1.1"),  # no client but proxies
+        ("unknown, 10.1.1.1", "10.1.1.1"),
+        ("192.0.2.7, unknown", PROXY),
+        ("", PROXY),
+        (",", PROXY),
+        ("192.0.2.7, ", PROXY),
+        ("evil\nline", PROXY),
+    ],
+)
+def test_what_a_trusted_proxy_says(value: str, address: str) -> None:
+    assert found(x_forwarded_for=value) == address
+    assert found(peer="203.0.113.5", x_forwarded_for=value) == "203.0.113.5"
+    assert ClientAddresses().find(PROXY, {X_FORWARDED_FOR: value.encode()}.get) == PROXY
+
+
+@pytest.mark.parametrize(
+    ("value", "address"),
+    [
+        ("for=192.0.2.7", "192.0.2.7"),
+        ('For="[2001:db8:cafe::17]:4711"', "2001:db8:cafe::17"),
+        ("proto=http;for=192.0.2.7;by=10.0.0.1", "192.0.2.7"),
+        ("for=192.0.2.7, for=10.2.2.2;proto=https", "192.0.2.7"),
+        ("for=192.0.2.7, proto=https", PROXY),
+        ("for=_hidden, for=10.2.2.2", "10.2.2.2"),
+        ("xfor=192.0.2.7", PROXY),
+        ("", PROXY),
+    ],
+)
+def test_forwarded_comes_first(value: str, address: str) -> None:
+    assert found(forwarded=value, x_forwarded_for="198.51.100.9") == address
+
+
+def test_a_unix_socket_is_no_trusted_proxy() -> None:
+    assert found(peer="a Unix socket", x_forwarded_for="192.0.2.7") == "a Unix socket"
+
+
+def test_a_long_header_is_read_from_its_end_within_a_moment() -> None:
+    ours = "192.0.2.7"
+    assert found(x_forwarded_for="198.51.100.9," * 100_000 + ours) == ours
+    assert found(x_forwarded_for="9" * 1_000_000) == PROXY
+    hostile = [b"for=" * 250_000, b'for="' * 200_000, b";" * 1_000_000, b"for=;" * 200_000]
+    start_s = time.thread_time()
+    for value in hostile:
+        assert BEHIND.find(PROXY, {FORWARDED: value}.get) == PROXY
+        assert BEHIND.find(PROXY, {FORWARDED: value[:FORWARDED_BYTES_MAX]}.get) == PROXY
+    assert time.thread_time() - start_s < 1.0

@@ -1,0 +1,140 @@
+"""Lines about strangers have their address, over every protocol, and nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from certificates import Authority
+from server.fake_engine import FakeEngine
+from server.http2_client import http2_client
+from server.live import GRPC_SERVERS, live_server, make_exchange, serving
+from server.waiting import until
+from server.ways import WAYS, Way, fields_of
+
+from embedserve.access.access import Access
+from embedserve.access.client_address import ClientAddresses
+from embedserve.access.grants import hash_of
+
+REFUSED = "refused with INVALID_ARGUMENT"
+FORGED = "198.51.100.9"
+CLIENT = "192.0.2.7"
+
+
+@pytest.fixture(params=WAYS)
+async def way(request: pytest.FixtureRequest, engine: FakeEngine) -> AsyncIterator[Way]:
+    name: str = request.param
+    server = name if name in GRPC_SERVERS else "native"
+    async with live_server(engine, grpc_server=server) as live:
+        yield Way(name, live)
+
+
+async def test_a_bad_request_is_logged_with_the_address(
+    way: Way, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    await way.ask(is_wrong=True, x_forwarded_for=FORGED, forwarded=f"for={FORGED}")
+    (fields,) = fields_of(caplog, REFUSED)
+    assert fields["address"] == "127.0.0.1"
+
+
+async def test_a_trusted_proxy_tells_the_address(
+    way: Way, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    way.live.exchange.addresses = ClientAddresses(["127.0.0.1", "10.0.0.0/8"])
+    await way.ask(is_wrong=True, x_forwarded_for=f"{FORGED}, {CLIENT}, 10.1.1.1")
+    await way.ask(is_wrong=True, forwarded=f"for={CLIENT};proto=https")
+    assert [fields["address"] for fields in fields_of(caplog, REFUSED)] == [CLIENT, CLIENT]
+
+
+async def test_lines_of_one_header_are_one_list(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """HAProxy adds a line of its own where the client sent one."""
+    caplog.set_level(logging.INFO)
+    lines = [("X-Forwarded-For", FORGED), ("X-Forwarded-For", CLIENT)]
+    async with live_server(engine) as live:
+        live.exchange.addresses = ClientAddresses(["127.0.0.1"])
+        body = b'{"features": {"user": [[7]]}}'
+        for _ in range(2):
+            await live.http.post("/embed", content=body, headers=lines)
+        async with http2_client(live.http_port) as client:
+            await client.request("POST", "/embed", body, lines)
+    assert [fields["address"] for fields in fields_of(caplog, REFUSED)] == [CLIENT] * 3
+
+
+@pytest.mark.parametrize("target", ["/embed", "/models", "/metrics"])
+async def test_an_unknown_token_is_logged_with_the_address(
+    engine: FakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture, target: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    tokens = tmp_path / "tokens"
+    tokens.write_text(json.dumps({"name": "ranker", "sha256": hash_of(b"es_ranker")}))
+    method = "POST" if target == "/embed" else "GET"
+    with ThreadPoolExecutor(1) as executor:
+        exchange = make_exchange(engine, executor=executor, access=Access(str(tokens)))
+        exchange.addresses = ClientAddresses(["127.0.0.1"])
+        async with serving(exchange) as live:
+            headers = {"Authorization": "Bearer es_guess", "X-Forwarded-For": CLIENT}
+            answer = await live.http.request(method, target, headers=headers)
+            assert answer.status_code == 401
+            async with http2_client(live.http_port) as client:
+                over_http2 = await client.request(method, target, b"", headers)
+            assert over_http2.status == 401
+    seen = fields_of(caplog, "refused with UNAUTHENTICATED: the token is unknown")
+    assert [fields["address"] for fields in seen] == [CLIENT] * 2
+    assert "es_guess" not in caplog.text
+
+
+@pytest.mark.parametrize("path", [b"/embed HTTP/1.1\r\n\0", b"/\xff HTTP/1.1"])
+async def test_a_request_that_is_none_is_logged_with_the_address(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture, path: bytes
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with live_server(engine) as live:
+        reader, writer = await asyncio.open_connection("127.0.0.1", live.http_port)
+        writer.write(b"GET %b\r\n\r\n" % path)
+        assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 400 ")
+        writer.close()
+    (fields,) = fields_of(caplog, REFUSED)
+    assert fields["address"] == "127.0.0.1"
+
+
+async def test_a_unix_socket_has_no_address(
+    engine: FakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = str(tmp_path / "socket")
+    with ThreadPoolExecutor(1) as executor:
+        async with serving(make_exchange(engine, executor=executor), unix=[path]):
+            transport = httpx.AsyncHTTPTransport(uds=path)
+            async with httpx.AsyncClient(transport=transport) as client:
+                body = {"features": {"user": [[7]]}}
+                answer = await client.post("http://localhost/embed", json=body)
+                assert answer.status_code == 400
+    (fields,) = fields_of(caplog, REFUSED)
+    assert fields["address"] == "a Unix socket"
+
+
+async def test_a_handshake_that_fails_is_logged_with_the_address(
+    engine: FakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    certificate, key = map(str, Authority("ours").sign("server").write(tmp_path, "server"))
+    with ThreadPoolExecutor(1) as executor:
+        exchange = make_exchange(engine, executor=executor)
+        async with serving(exchange, tls=(certificate, key)) as live:
+            reader, writer = await asyncio.open_connection("127.0.0.1", live.http_port)
+            writer.write(b"GET / HTTP/1.1\r\n\r\n")
+            await asyncio.wait_for(reader.read(), 10)
+            writer.close()
+            await until(lambda: bool(fields_of(caplog, "a TLS handshake failed")))
+    (fields,) = fields_of(caplog, "a TLS handshake failed: what came is no TLS")
+    assert fields == {"address": "127.0.0.1"}
