@@ -1,0 +1,158 @@
+"""JSON bodies that are accepted are JSON to the standard library too, and say the same there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from fuzz.mutate import mutated
+
+from embedserve.codec import json_codec
+from embedserve.codec.open_inference import bodies
+from embedserve.config import DEFAULT_LIMITS
+from embedserve.errors import EmbedServeError
+from embedserve.types import LookupRequest
+
+INPUTS = 100_000
+"""Mutated bodies of each form."""
+SEED = 34
+Values = dict[str, tuple[list[int], list[Any], list[float] | None]]
+"""Lengths, ids and weights, by feature."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """Right bodies of one form, our decoder, and the values of what json parsed."""
+
+    seeds: list[bytes]
+    decode: Callable[[bytes], LookupRequest]
+    values: Callable[[Any], Values]
+
+
+EMBED = [
+    b'{"features": {"a": [[1, 2], []], "b": [[300], [4, 5]]}}',
+    b'{"features": {"a": [1, 2], "b": []}, "weights": {"a": [0.5, 2]}, "version": 3}',
+    '{"features": {"é": [["x", "yy"], []]}, "output_keys": ["é"]}'.encode(),
+]
+INFER = [
+    b'{"inputs": [{"name": "a.ids", "datatype": "INT64", "shape": [3], "data": [1, 2, 300]},'
+    b'{"name": "a.lengths", "datatype": "INT32", "shape": [2], "data": [1, 2]}]}',
+    '{"id": "é", "unknown": "é", "inputs": [{"name": "b", "shape": [2, 2], "datatype": "INT64",'
+    ' "data": [[1, 2], [3, 4]]}]}'.encode(),
+]
+
+
+def embed_values(parsed: Any) -> Values:
+    weights = parsed.get("weights") or {}
+    return {
+        name: (
+            [len(bag) for bag in _bags(bags)],
+            _flat(bags),
+            _flat(weights[name]) if name in weights else None,
+        )
+        for name, bags in parsed["features"].items()
+    }
+
+
+def infer_values(parsed: Any) -> Values:
+    found: dict[str, dict[str, Any]] = {}
+    for tensor in parsed["inputs"]:
+        name, _, part = tensor["name"].rpartition(".")
+        is_padded = len(tensor["shape"]) == 2 and part != "weights"
+        if is_padded or part not in ("ids", "lengths", "weights"):
+            name, part = tensor["name"], "ids"
+        found.setdefault(name, {})[part] = tensor
+    values = {}
+    for name, parts in found.items():
+        ids = parts["ids"]
+        flat = _flat(ids["data"])
+        if "lengths" in parts:
+            lengths = _flat(parts["lengths"]["data"])
+        else:  # negative ids are padding
+            rows, width = ids["shape"]
+            of_rows = [flat[at * width : (at + 1) * width] for at in range(rows)]
+            lengths = [sum(one >= 0 for one in row) for row in of_rows]
+            flat = [one for one in flat if one >= 0]
+        weights = _flat(parts["weights"]["data"]) if "weights" in parts else None
+        values[name] = (lengths, flat, weights)
+    return values
+
+
+def _bags(bags: list[Any]) -> list[Any]:
+    return bags if bags and isinstance(bags[0], list) else [bags]
+
+
+def _flat(data: list[Any]) -> list[Any]:
+    flat: list[Any] = []
+    for one in data:
+        flat += _flat(one) if isinstance(one, list) else [one]
+    return flat
+
+
+FORMS = {
+    "embed": Form(EMBED, lambda body: json_codec.decode_request(body, "m"), embed_values),
+    "infer": Form(
+        INFER, lambda body: bodies.decode_request(body, "m", DEFAULT_LIMITS), infer_values
+    ),
+}
+
+
+def refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def parsed_by_library(body: bytes) -> Any:
+    """Of UTF-8 alone: ``json.loads`` of bytes would guess other encodings."""
+    return json.loads(body.decode("utf-8"), parse_constant=refuse)
+
+
+def check_same(request: LookupRequest, values: Values, body: bytes) -> None:
+    """Ids that are strings are hashes: which features have them is compared, and how many."""
+    assert set(request.features) == set(values), body
+    lengths = request.lengths.reshape(len(request.features), -1)
+    start = 0
+    for feature, of_feature in zip(request.features, lengths.tolist(), strict=True):
+        expected_lengths, ids, weights = values[feature]
+        # A feature without ids beside others may be one empty list.
+        assert of_feature == expected_lengths or (not ids and not any(of_feature)), body
+        end = start + len(ids)
+        if feature not in request.string_features:
+            assert request.ids[start:end].tolist() == [int(one) for one in ids], body
+        if request.weights is not None:
+            expected = np.array([1.0] * len(ids) if weights is None else weights, np.float64)
+            got = request.weights[start:end]
+            assert got.tobytes() == expected.astype(np.float32).tobytes(), body
+        else:
+            assert weights is None or not ids, body
+        start = end
+    assert start == request.ids.size, body
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_right_bodies_are_accepted(form: Form) -> None:
+    for seed in form.seeds:
+        check_same(form.decode(seed), form.values(parsed_by_library(seed)), seed)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_what_the_library_rejects_is_rejected(form: Form) -> None:
+    draw = Random(SEED)
+    accepted = 0
+    for _ in range(INPUTS):
+        body = mutated(draw, draw.choice(form.seeds), form.seeds)
+        try:
+            request = form.decode(body)
+        except EmbedServeError:
+            continue
+        accepted += 1
+        try:
+            parsed = parsed_by_library(body)
+        except ValueError as error:
+            raise AssertionError(f"accepted, {error}: {body!r}") from error
+        check_same(request, form.values(parsed), body)
+    assert accepted > INPUTS / 100
