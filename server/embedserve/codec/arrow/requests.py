@@ -97,7 +97,7 @@ def _quick(
         ends,
         strict=True,
     ):
-        if end > count or end * width > size:
+        if end > count or count * width > size:
             return None
         ids.append(view[at + start * width : at + end * width])
     integers = np.frombuffer(b"".join(ids), plain.ids).astype(_INT64, copy=False)
@@ -146,7 +146,8 @@ class _Bags:
             self._count_ids(end - start)
         values, dtype = column.values, column.values.dtype
         if dtype is not None:
-            _check_buffer(batch, column, column.value_buffer + 1, end * dtype.itemsize)
+            count = int(batch.lengths[column.value_node])  # also of values in no bag
+            _check_buffer(batch, column, column.value_buffer + 1, count * dtype.itemsize)
         if offsets is None:
             lengths[:] = column.size
         else:
@@ -249,9 +250,15 @@ class _Bags:
     ) -> list[str]:
         dtype, buffer = column.values.offsets, column.value_buffer
         assert dtype is not None
-        if start == end:  # there need be no offsets then
+        count = int(batch.lengths[column.value_node])
+        if count:  # else there need be no offsets
+            _check_buffer(batch, column, buffer + 1, (count + 1) * dtype.itemsize)
+            of_all = np.frombuffer(self._body, dtype, count + 1, batch.starts[buffer + 1])
+            if of_all[0] < 0 or (of_all[1:] < of_all[:-1]).any():
+                raise column.wrong("has strings whose offsets are negative, or fall")
+            _check_buffer(batch, column, buffer + 2, int(of_all[-1]))
+        if start == end:
             return []
-        _check_buffer(batch, column, buffer + 1, (end + 1) * dtype.itemsize)
         at = batch.starts[buffer + 1] + start * dtype.itemsize
         offsets = np.frombuffer(self._body, dtype, end - start + 1, at)
         first, last = int(offsets[0]), int(offsets[-1])

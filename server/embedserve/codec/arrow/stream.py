@@ -231,8 +231,6 @@ def _batch(message: Message, schema: Schema, first: int, limits: Limits) -> Batc
             f"features has {first + rows} examples, {limits.said('request_examples_max')}",
             "features",
         )
-    if not rows:
-        return None
     lengths, nulls = nodes[:, 0], nodes[:, 1]
     _check_places(schema, buffers, message.end - message.start)
     if nodes.min() < 0 or (nulls > lengths).any():
@@ -241,6 +239,8 @@ def _batch(message: Message, schema: Schema, first: int, limits: Limits) -> Batc
     if is_wrong.any():
         column = schema.columns[int(is_wrong.argmax())]
         raise column.wrong(f"has {lengths[column.node]} examples, its record batch {rows}")
+    if not rows:
+        return None
     starts, sizes = buffers[:, 0], buffers[:, 1]
     return Batch(
         rows,
