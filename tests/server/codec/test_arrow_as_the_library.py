@@ -19,8 +19,9 @@ SEED = 34
 NOT_VERIFIED = re.compile(
     "Invalid flatbuffers message|Unexpected null field|Buffer .* did not start on 8-byte aligned"
 )
-"""Errors of Arrow's library about the tables of a message and where buffers begin, which decoding
-of ours does not need: it checks what it reads, and copies values. All else is rejected alike."""
+"""Errors of Arrow's library for which nothing is rejected here, as docs/strangers.md lists them.
+The library verifies all metadata of a message and the alignment of buffers. Ours checks the
+metadata that it reads, and copies values from wherever they are."""
 
 
 def streams() -> list[bytes]:
