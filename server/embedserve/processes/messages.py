@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import selectors
@@ -91,6 +92,37 @@ class SupervisorChannel:
             self._unsent.popleft()
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
         self._selector.modify(self._sock, events, self._on_events)
+
+
+class WorkerChannel:
+    """The worker's end of its channel, for its event loop. The socket holds some 160 messages; what
+    the supervisor has not read beyond that is queued, and sent in order once it reads."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """
+        Args:
+            sock: does not block.
+        """
+        self._sock = sock
+        self._unsent: deque[bytes] = deque()
+
+    def send(self, message: bytes) -> None:
+        self._unsent.append(message)
+        if len(self._unsent) == 1:
+            self._flush()
+
+    def _flush(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._unsent:
+            try:
+                self._sock.send(self._unsent[0])
+            except BlockingIOError:
+                loop.add_writer(self._sock, self._flush)
+                return
+            except OSError:
+                pass  # the supervisor has ended, which whoever reads the socket sees
+            self._unsent.popleft()
+        loop.remove_writer(self._sock)
 
 
 class Step(StrEnum):

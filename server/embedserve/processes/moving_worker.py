@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Coroutine
 from typing import Any
 
 from embedserve.config import ServeSettings
 from embedserve.processes.following import Follower, StoreWatch
 from embedserve.processes.loading import open_folder
-from embedserve.processes.messages import Move, Step, WorkerMessage, refused, unopened
+from embedserve.processes.messages import (
+    Move,
+    Step,
+    WorkerChannel,
+    WorkerMessage,
+    refused,
+    unopened,
+)
 from embedserve.processes.rollout import Rollout
 from embedserve.processes.threads import in_thread
 from embedserve_store import ModelVersion, StoreError
@@ -19,7 +25,7 @@ from embedserve_store import ModelVersion, StoreError
 class TellingSupervisor:
     """A follower's mover where the supervisor has all workers move together."""
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: WorkerChannel) -> None:
         self._channel = channel
         self._wanted: dict[str, int] = {}
         self._shares: dict[str, Move] = {}
@@ -64,7 +70,7 @@ class MovingWorker:
     """Does what the supervisor says of versions, and looks at the store if it is told to."""
 
     def __init__(
-        self, settings: ServeSettings, rollout: Rollout, channel: socket.socket, stop: asyncio.Event
+        self, settings: ServeSettings, rollout: Rollout, channel: WorkerChannel, stop: asyncio.Event
     ) -> None:
         """
         Args:

@@ -18,7 +18,7 @@ from embedserve.exchange import Exchange
 from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.slots import Slot
 from embedserve.processes.following import begin_shares
-from embedserve.processes.messages import FAILED, MESSAGE_BYTES_MAX, WorkerMessage
+from embedserve.processes.messages import FAILED, MESSAGE_BYTES_MAX, WorkerChannel, WorkerMessage
 from embedserve.processes.moving_worker import MovingWorker, TellingSupervisor
 from embedserve.processes.operator import Operator
 from embedserve.processes.ports import SharedPorts
@@ -65,10 +65,11 @@ async def run_worker(
     alone, stop = asyncio.Event(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop_or_end, stop, signal.SIGTERM)
     channel.setblocking(False)
+    sending = WorkerChannel(channel)
     moving = operator = None
     if rollout is not None:
-        moving = MovingWorker(settings, rollout, channel, stop)
-        operator = Operator(settings, rollout, TellingSupervisor(channel))
+        moving = MovingWorker(settings, rollout, sending, stop)
+        operator = Operator(settings, rollout, TellingSupervisor(sending))
         await begin_shares(settings, rollout)
 
     def hear() -> None:
@@ -91,7 +92,7 @@ async def run_worker(
     async with heard_regularly(exchange.metrics, slot):
         bound = ports.bind()
         bound.listen(with_grpc=settings.grpc_server == "native")
-        channel.send(WorkerMessage.READY.value)
+        sending.send(WorkerMessage.READY.value)
         await _either(alone, stop)
         await serve_until(stop, exchange, settings, bound, lambda: None, operator)
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+
 from server.python import run_python
+
+from embedserve.processes.messages import MESSAGE_BYTES_MAX, Move, Step, WorkerChannel
 
 SERVED = """
 import os, signal, sys, time
@@ -46,3 +51,19 @@ def test_a_worker_knows_the_shares_before_it_takes_connections() -> None:
 def test_more_than_a_channel_holds_comes_all() -> None:
     done = run_python("-c", SERVED, "1000", "0.5")
     assert (done.stdout, done.stderr) == ("all\n", "")
+
+
+async def test_a_worker_that_has_much_to_say_loses_nothing() -> None:
+    """As at the first look of a server that follows hundreds of aliases."""
+    ours, supervisors = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, supervisors:
+        ours.setblocking(False)
+        supervisors.setblocking(False)
+        channel = WorkerChannel(ours)
+        moves = [Move(Step.WANTED, f"m{number}", number) for number in range(1, 1001)]
+        for move in moves:
+            channel.send(move.to_bytes())
+        loop = asyncio.get_running_loop()
+        for move in moves:
+            message = await asyncio.wait_for(loop.sock_recv(supervisors, MESSAGE_BYTES_MAX), 10)
+            assert Move.from_bytes(message) == move
