@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from documents import ROOT, anchors, links, markdown_files
+from documents import ROOT, anchors, links, markdown_files, prose
 
 DOCS = ROOT / "docs"
 README_LINES_MAX = 150
@@ -30,6 +31,13 @@ def test_links_lead_to_files_and_headings_that_are_there(path: Path) -> None:
         assert target.exists(), link
         if anchor:
             assert anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("path", markdown_files(), ids=name_of)
+def test_rows_stand_below_the_heading_of_their_table(path: Path) -> None:
+    for table in re.findall(r"(?:^\|.*\n)+", prose(path), flags=re.MULTILINE):
+        rule = [*table.splitlines(), ""][1]
+        assert re.fullmatch(r"\|( -+:? \|)+", rule), table
 
 
 def test_the_index_has_every_page() -> None:
