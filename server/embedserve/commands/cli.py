@@ -36,10 +36,11 @@ from embedserve.commands.store_commands import (
     rollback,
     verify,
 )
-from embedserve.commands.switch import switch
+from embedserve.commands.switch import Command, Group, switch
 
 app = typer.Typer(
     name="embedserve",
+    cls=Group,
     help="Serves the embedding tables of trained TorchRec models.",
     no_args_is_help=True,
     add_completion=False,
@@ -57,7 +58,7 @@ def _show_version(wanted: bool) -> None:
 def _root(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+        switch("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Serves the embedding tables of trained TorchRec models."""
@@ -317,3 +318,5 @@ def plan(
 app.command(name="inspect")(inspect_store)
 for command in (verify, diff, alias, rollback, note, prune, delete, admin, health, shadow, token):
     app.command()(command)
+for registered in app.registered_commands:
+    registered.cls = Command

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from documents import ROOT
 from server.python import run_python, run_warm_python
+from typer.main import get_group
 from typer.testing import CliRunner, Result
 
 from embedserve import __version__
@@ -44,6 +45,13 @@ def run(*arguments: str | Path) -> Result:
 
 def embedserve(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return run_warm_python("-m", "embedserve", *arguments)
+
+
+@pytest.mark.parametrize("command", ["", *(one.name for one in get_group(app).commands.values())])
+def test_no_help_shows_a_type_of_a_switch(command: str) -> None:
+    told = run(*command.split(), "--help").output
+    assert "--help" in told
+    assert "<bool>" not in told
 
 
 @pytest.mark.parametrize("command", [(), ("serve",), ("publish",), ("inspect",), ("demo",)])
