@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -47,6 +48,18 @@ INFER = [
 ]
 
 
+HEADS = [
+    b'{"inputs": [{"name": "a.ids", "datatype": "INT64", "shape": [3], "parameters":'
+    b' {"binary_data_size": 24}}, {"name": "a.lengths", "datatype": "INT32", "shape": [2],'
+    b' "parameters": {"binary_data_size": 8}}]}',
+    '{"unknown": ["é", {"é": 1.5, "e": [null, true, "\\u00e9"]}], "inputs": [{"name": "b",'
+    ' "datatype": "INT64", "shape": [2, 2], "parameters":'
+    ' {"binary_data_size": 32, "unknown": "é"}}]}'.encode(),
+]
+BEHIND = np.array([1, 2, 300, 1 + (2 << 32)], "<i8").tobytes()
+"""The bytes of tensors behind each head."""
+
+
 def embed_values(parsed: Any) -> Values:
     weights = parsed.get("weights") or {}
     return {
@@ -83,6 +96,20 @@ def infer_values(parsed: Any) -> Values:
     return values
 
 
+def head_values(parsed: Any) -> Values:
+    """Values of tensors whose bytes are behind the head, each after the one before it."""
+    rest = BEHIND
+    for tensor in parsed["inputs"]:
+        nbytes = (tensor.get("parameters") or {}).get("binary_data_size")
+        if nbytes is not None:
+            kind, bits = re.fullmatch("(U?INT)([0-9]+)", tensor["datatype"]).groups()  # type: ignore[union-attr]
+            dtype = np.dtype(f"<{'iu'[kind == 'UINT']}{int(bits) // 8}")
+            tensor["data"] = np.frombuffer(rest[:nbytes], dtype).tolist()
+            rest = rest[nbytes:]
+    assert not rest
+    return infer_values(parsed)
+
+
 def _bags(bags: list[Any]) -> list[Any]:
     return bags if bags and isinstance(bags[0], list) else [bags]
 
@@ -98,6 +125,11 @@ FORMS = {
     "embed": Form(EMBED, lambda body: json_codec.decode_request(body, "m"), embed_values),
     "infer": Form(
         INFER, lambda body: bodies.decode_request(body, "m", DEFAULT_LIMITS), infer_values
+    ),
+    "head": Form(
+        HEADS,
+        lambda head: bodies.decode_request(head + BEHIND, "m", DEFAULT_LIMITS, len(head)),
+        head_values,
     ),
 }
 
