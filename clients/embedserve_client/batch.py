@@ -147,7 +147,12 @@ def _misshapen(field: str, given: NDArray[np.int32], wanted: NDArray[np.int32]) 
         return InvalidRequest(f"{field}: {why}, but the feature has {wants}", field=field)
     example = int(np.flatnonzero(given != wanted)[0])
     at = f"{field}[{example}]"
-    return InvalidRequest(f"{at}: {given[example]} weights for {wanted[example]} ids", field=at)
+    shapes = f"{_counted(given[example], 'weight')} for {_counted(wanted[example], 'id')}"
+    return InvalidRequest(f"{at}: {shapes}", field=at)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _is_jagged_tensor(features: object) -> TypeGuard[JaggedTensor]:

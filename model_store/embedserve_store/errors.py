@@ -25,7 +25,13 @@ class NoRoomError(StoreError):
     """A file system has less room than a version needs."""
 
 
+def missing_model(where: object, model: str, models: Iterable[str]) -> StoreError:
+    """Returns the error for a model that the store in ``where`` does not have."""
+    there = ", ".join(models) or "none"
+    return StoreError(f"{where}: there is no model {model!r}; models are {there}")
+
+
 def missing_version(where: object, version: int, versions: Iterable[int]) -> StoreError:
     """Returns the error for a version that the model in ``where`` does not have."""
-    there = ", ".join(map(str, versions))
+    there = ", ".join(map(str, versions)) or "none"
     return StoreError(f"{where}: version {version} does not exist; versions are {there}")

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from embedserve_store.errors import StoreError, missing_version
+from embedserve_store.errors import StoreError, missing_model, missing_version
 from embedserve_store.format.json_fields import parse_json
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest
 from embedserve_store.format.manifest_file import parse_manifest
@@ -55,8 +55,7 @@ class LocalStore:
             raise StoreError(f"{self.path}: {model!r} is not the name of a model")
         folder = self.path / model
         if not folder.exists():
-            there = ", ".join(self.models()) or "none"
-            raise StoreError(f"{self.path}: there is no model {model!r}; models are {there}")
+            raise missing_model(self.path, model, self.models())
         _listed(folder, "model")
         return [number for number in version_numbers(folder) if (folder / str(number)).is_dir()]
 

@@ -99,7 +99,7 @@ def test_no_weights_are_none() -> None:
 @pytest.mark.parametrize(
     ("ids", "weights", "message"),
     [
-        ([[1, 2], [3]], [[0.5], [1.5]], r"weights.movie\[0\]: 1 weights for 2 ids"),
+        ([[1, 2], [3]], [[0.5], [1.5]], r"weights.movie\[0\]: 1 weight for 2 ids"),
         (
             np.array([[1, 2]]),
             np.array([[1.0], [2.0]]),

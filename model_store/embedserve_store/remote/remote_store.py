@@ -12,7 +12,7 @@ import os
 import re
 from pathlib import Path
 
-from embedserve_store.errors import StoreError, missing_version
+from embedserve_store.errors import StoreError, missing_model, missing_version
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import NAME_PATTERN
 from embedserve_store.format.version_folder import VERSION_PATTERN, version_numbers
@@ -173,6 +173,8 @@ class RemoteStore:
         folders = self._folders(model)
         published = [number for number, files in folders.items() if MANIFEST in files]
         where = f"{self._remote.url}/{model}"
+        if not folders:
+            raise missing_model(self._remote.url, model, self.models())
         if not published:
             raise StoreError(f"{where}: no version is published")
         number = published[-1] if version is None else version

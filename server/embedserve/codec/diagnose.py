@@ -130,8 +130,7 @@ def _same_shape(name: str, ids: list[Any], weights: list[Any]) -> InvalidRequest
         return None
     for i, (bag, weight_bag) in enumerate(zip(id_bags, weight_bags, strict=True)):
         if len(bag) != len(weight_bag):
-            shapes = f"{counted(len(weight_bag), 'weight')} for {counted(len(bag), 'id')}"
-            return _wrong(f"weights.{name}[{i}]", f"has {shapes}")
+            return _wrong(f"weights.{name}[{i}]", unlike(len(weight_bag), len(bag)))
     return None
 
 
@@ -246,6 +245,11 @@ def _check_weight(value: Any) -> str:
     except (OverflowError, struct.error):  # of floats, of integers
         is_finite = False
     return "" if is_finite else "weights are finite float32 numbers"
+
+
+def unlike(weights: int, ids: int) -> str:
+    """Returns what is wrong with the weights of a bag, such as "has 2 weights for 1 id"."""
+    return f"has {counted(weights, 'weight')} for {counted(ids, 'id')}"
 
 
 def counted(count: int, noun: str) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from embedserve.batching.checks import check_feature_count, check_lengths
+from embedserve.codec.diagnose import counted
 from embedserve.codec.protobuf_fields import (
     I32,
     LENGTH_DELIMITED,
@@ -194,11 +195,10 @@ def _request(
         _add_strings(request, message)
     weights = array("weights", 1, "request_ids_max")
     if weights.size:
-        id_count = request.ids.size
-        if weights.size != id_count:
+        if weights.size != request.ids.size:
+            shown = counted(request.ids.size, "id")
             raise InvalidRequestError(
-                f"weights has {weights.size} for {id_count} ids: give one for each, or none",
-                "weights",
+                f"weights has {weights.size} for {shown}: give one for each, or none", "weights"
             )
         request.weights = weights
     return request

@@ -19,6 +19,7 @@ from embedserve.terminal.sizes import human_bytes
 from embedserve.terminal.stores import opened
 from embedserve.types import split_name
 from embedserve_store import ModelStore, ModelVersion, StoreError, verify
+from embedserve_store.errors import missing_model
 from embedserve_store.format.tables_file import Progress
 from embedserve_store.memory.available_memory import available_bytes
 from embedserve_store.memory.resident_tables import check_room, huge_page_bytes, make_resident
@@ -99,9 +100,7 @@ def _check_published(published: list[str], wanted: list[str], settings: ServeSet
     for name in wanted:
         model = split_name(name)[0]
         if model not in published:
-            raise StoreError(
-                f"{settings.store}: no model {model!r}, there are {', '.join(published) or 'none'}"
-            )
+            raise missing_model(settings.store, model, published)
     if not published:
         raise StoreError(f"{settings.store}: no model in this store; publish one first")
 

@@ -298,12 +298,12 @@ STREAMS = {
     ),
     "too few weights": (
         stream_of(columns_of({"user": [[1], [2, 3]]}, {"user": [[1.0], [2.0]]})),
-        "weights.user[1] has 1 weights for 2 ids",
+        "weights.user[1] has 1 weight for 2 ids",
         "weights.user[1]",
     ),
     "too few weights in the second batch": (
         stream_of(columns_of({"user": [[1], [2, 3]]}, {"user": [[1.0], [2.0]]}), rows=1),
-        "weights.user[1] has 1 weights for 2 ids",
+        "weights.user[1] has 1 weight for 2 ids",
         "weights.user[1]",
     ),
     "no weight": (

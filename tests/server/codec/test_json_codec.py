@@ -251,7 +251,7 @@ MANY = 3 * CHUNK + 7
         (
             [[1]] * MANY,
             [[1]] * (MANY - 1) + [[]],
-            f"weights.user[{MANY - 1}] has 0 weights for 1 i",
+            f"weights.user[{MANY - 1}] has 0 weights for 1 id",
         ),
         ([1] * MANY, [0.5] * (MANY - 1) + [1e39], f"weights.user[{MANY - 1}] is 1e+39: weights"),
         ([1] * MANY, [1] * (MANY - 1) + [10**400], f"weights.user[{MANY - 1}] is 1000"),
@@ -265,6 +265,17 @@ def test_what_is_wrong_is_found_far_into_a_large_body(
     with pytest.raises(InvalidRequestError) as caught:
         decode_request(json.dumps(body).encode(), "")
     assert caught.value.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("ids", "weights", "shapes"),
+    [([7], [1, 2], "2 weights for 1 id"), ([7, 8], [1], "1 weight for 2 ids")],
+)
+def test_one_is_no_plural(ids: list[int], weights: list[int], shapes: str) -> None:
+    body = {"features": {"user": [ids]}, "weights": {"user": [weights]}}
+    with pytest.raises(InvalidRequestError) as caught:
+        decode_request(json.dumps(body).encode(), "")
+    assert caught.value.message == f"weights.user[0] has {shapes}"
 
 
 def calls_of(run: Callable[[], object]) -> int:

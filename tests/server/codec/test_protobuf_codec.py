@@ -140,6 +140,7 @@ BAD = [
     ({"lengths": []}, "lengths", "empty batch"),
     ({"lengths": [1, 1, 1]}, "lengths", "3 entries, not a multiple of the 2 keys"),
     ({"weights": [1.0, 2.0]}, "weights", "has 2 for 3 ids"),
+    ({"ids": [1], "lengths": [1, 0], "weights": [1.0, 2.0]}, "weights", "has 2 for 1 id:"),
     ({"ids_bytes": bytes(24)}, "ids", "ids and ids_bytes are both given"),
     ({"lengths_bytes": bytes(16)}, "lengths", "both given"),
     ({"weights": [1.0], "weights_bytes": bytes(4)}, "weights", "both given"),

@@ -25,6 +25,18 @@ def test_replicas_are_told(capsys: pytest.CaptureFixture[str], replicas: int, sa
     assert said in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    ("features", "said"),
+    [({"a": (3, 4)}, "1 table over 1 cpu rank ("), ({"a": (3, 4), "b": (3, 4)}, "2 tables over")],
+)
+def test_one_table_is_no_plural(
+    capsys: pytest.CaptureFixture[str], features: dict[str, tuple[int, int]], said: str
+) -> None:
+    ports = SharedPorts("127.0.0.1", 8000, 8001, -1, ())
+    say_ready_to_serve([model_info("m", features)], ports, 1.0, ServeSettings(store=""))
+    assert f": {said}" in " ".join(capsys.readouterr().err.split())
+
+
 TLS = {"tls_cert": "cert.pem", "tls_key": "key.pem"}
 BEHIND = {"management_port": 0, "management_host": "10.0.0.1"}
 DOUBTFUL: dict[str, tuple[dict[str, Any], list[str]]] = {

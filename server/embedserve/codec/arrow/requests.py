@@ -14,6 +14,7 @@ import numpy as np
 from embedserve.batching.checks import check_feature_count, place_in
 from embedserve.codec.arrow.columns import IN_ONE, PLAIN, Column, Options, Schema, TakesLongError
 from embedserve.codec.arrow.stream import Batch, read_batches, read_schema
+from embedserve.codec.diagnose import unlike
 from embedserve.codec.strings import FEW, merge
 from embedserve.codec.version_name import with_version
 from embedserve.config import DEFAULT_LIMITS, Limits
@@ -359,7 +360,7 @@ def _check_weights(batch: Batch, column: Column, lengths: np.ndarray, of_ids: np
     is_other = lengths != of_ids
     if is_other.any():
         at = int(is_other.argmax())
-        raise column.wrong(f"has {lengths[at]} weights for {of_ids[at]} ids", batch.first + at)
+        raise column.wrong(unlike(lengths[at], of_ids[at]), batch.first + at)
 
 
 def _wrong_offsets(column: Column, offsets: np.ndarray, count: int) -> InvalidRequestError:
