@@ -339,6 +339,7 @@ def test_requests_and_failures_are_shown_by_version(page: Page, demo: Demo) -> N
     stable, canary = (" ".join(row.split()) for row in page.value(VERSIONS))
     assert "stable when asked 91 0 % " in stable
     assert "canary when asked 8 25 % 99 ms" in canary
+    assert ("(default)" in stable, "(default)" in canary) == (True, False)  # the first answers
 
 
 COUNTED = """
