@@ -73,7 +73,7 @@ def _local_writer(store: str) -> Write:
 
 def _write_new(path: Path, data: bytes) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(path.parent)
+    _remove_stale(path.parent.parent)
     aside = path.with_name(f"{ASIDE_PREFIX}{secrets.token_hex(8)}")
     try:
         write_synced(aside, data)
@@ -87,9 +87,10 @@ def _write_new(path: Path, data: bytes) -> bool:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Removes the files that killed writers left; a write takes seconds."""
+    """Removes the files that killed writers left in the folders of ``folder``, all aliases of a
+    model or all its notes; a write takes seconds."""
     oldest_s = time.time() - STALE_S
-    for aside in folder.glob(f"{ASIDE_PREFIX}*"):
+    for aside in folder.glob(f"*/{ASIDE_PREFIX}*"):
         with contextlib.suppress(OSError):  # gone already, or another user's
             if aside.stat().st_mtime < oldest_s:
                 aside.unlink()

@@ -238,12 +238,13 @@ def test_a_rollback_that_fails_half_way_can_be_made_again(
     assert ModelStore(store).aliases("m").keys() == {"stable"}
 
 
-def test_what_killed_writers_left_is_removed(store: Path) -> None:
-    """Of an hour ago; a writer of now may still link its own."""
+@pytest.mark.parametrize("moved", ["stable", "canary"])
+def test_what_killed_writers_left_is_removed(store: Path, moved: str) -> None:
+    """Of an hour ago; a writer of now may still link its own. Whichever alias moves next."""
     set_alias(store, "m", "stable", 1)
     old, new = (store / "m" / "aliases" / "stable" / f".new-{name}" for name in ("old", "new"))
     old.touch()
     new.touch()
     os.utime(old, (0, 0))
-    set_alias(store, "m", "stable", 2)
+    set_alias(store, "m", moved, 2)
     assert (old.exists(), new.exists()) == (False, True)
