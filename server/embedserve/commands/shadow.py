@@ -57,10 +57,12 @@ def show_shadows(server: RunningServer) -> None:
             for outcome in ("compared", "skipped", "failed")
         }
         refused = int(counts.get(("refused",), 0))
+        why = " (the server's log says why)" if batches["failed"] else ""
         name = f"{model}@{alias}" if alias else model
         title = (
             f"{name} version {version} against {against}: {batches['compared']} batches compared, "
-            f"{batches['skipped']} skipped, {batches['failed']} failed, {refused} requests refused"
+            f"{batches['skipped']} skipped, {batches['failed']} failed{why}, "
+            f"{refused} requests refused"
         )
         _show(title, counts)
 

@@ -1,0 +1,28 @@
+"""`embedserve shadow`: where a batch could not be compared, it says who knows why."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.samples import Sample
+
+from embedserve.commands import shadow
+from embedserve.commands.running_server import RunningServer
+
+
+@pytest.mark.parametrize(
+    ("failed", "said"), [(0, "0 failed, "), (3, "3 failed (the server's log says why), ")]
+)
+def test_it_says_where_to_read_why_batches_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failed: int, said: str
+) -> None:
+    labels = {"model": "m", "alias": "canary", "version": "2", "against": "1"}
+    samples = [
+        Sample(f"{shadow.PREFIX}batches_total", {**labels, "outcome": outcome}, value)
+        for outcome, value in (("compared", 1.0), ("failed", float(failed)))
+    ]
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(shadow, "read_samples", lambda *_: samples)
+    shadow.show_shadows(RunningServer("http://localhost"))
+    assert f"m@canary version 2 against 1: 1 batches compared, 0 skipped, {said}" in " ".join(
+        capsys.readouterr().out.split()
+    )
