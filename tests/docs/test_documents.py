@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from documents import ROOT, anchors, links, markdown_files, prose
+from documents import ROOT, anchors, blocks, links, markdown_files, prose
 
 DOCS = ROOT / "docs"
 README_LINES_MAX = 150
@@ -50,3 +50,14 @@ def test_the_readme_is_short_and_names_the_two_commands() -> None:
     assert len(text.splitlines()) <= README_LINES_MAX
     assert "make serve" in text
     assert "make test" in text
+
+
+def test_the_readmes_example_of_a_client_imports_no_torch() -> None:
+    """Importing torchrec prints a warning of torch's."""
+    (example,) = (
+        block
+        for block in blocks(ROOT / "README.md")
+        if block.language == "python" and "EmbedClient" in block.text
+    )
+    assert "torch" not in example.text
+    assert "to_keyed_tensor" not in example.text
