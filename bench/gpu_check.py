@@ -28,7 +28,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import gathering
+import gather_bandwidth
 import kernel
 import numpy as np
 import torch
@@ -231,13 +231,13 @@ def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
 
 def gathering_rows(asked: Asked) -> Iterator[Row]:
     """FBGEMM's kernel alone: rows of 256 bytes out of a table that no cache holds."""
-    size = gathering.QUICK if asked.is_quick else gathering.WHOLE
+    size = gather_bandwidth.QUICK if asked.is_quick else gather_bandwidth.WHOLE
     free = gpus_for(asked.devices).free_bytes or (available_bytes(),)
     needed = 2 * size.table_bytes + size.gathered_bytes
     if free[0] < needed:
         yield "rows", f"left out: they need {needed / 1e9:.1f} GB, {free[0] / 1e9:.1f} are free"
         return
-    yield from gathering.gathered(torch.device("cuda:0" if asked.is_cuda else "cpu"), size)
+    yield from gather_bandwidth.gathered(torch.device("cuda:0" if asked.is_cuda else "cpu"), size)
 
 
 def looking_up(asked: Asked) -> Iterator[Row]:

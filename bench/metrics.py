@@ -15,7 +15,7 @@ from embedserve.metrics.histogram import (
 )
 from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.metrics.request_metrics import REQUEST_CELLS, RequestMetrics
-from embedserve.metrics.slots import lone_slot
+from embedserve.metrics.shared_counters import single_worker_counters
 
 BATCHES = 20_000
 BATCH_EXAMPLES = 25
@@ -24,7 +24,7 @@ BATCH_EXAMPLES = 25
 
 def record() -> float:
     """Seconds for one request, turning the recorded values into bucket counts included."""
-    rest, version = ProtocolMetrics(), RequestMetrics(lone_slot(REQUEST_CELLS))
+    rest, version = ProtocolMetrics(), RequestMetrics(single_worker_counters(REQUEST_CELLS))
     waits, examples, ids = (Histogram(b) for b in (SECONDS_BUCKETS, COUNT_BUCKETS, COUNT_BUCKETS))
     lookups = Histogram(LOOKUP_SECONDS_BUCKETS)
     arrived_s = [perf_counter() for _ in range(BATCH_EXAMPLES)]

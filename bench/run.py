@@ -20,13 +20,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import bars
 import heads
 import kernel
 import load
 import operations
 import overload
 import report
+import targets
 import workers
 from measure import Row, measure
 from servers.base import Server
@@ -160,7 +160,7 @@ def _written(
     parts = (
         report.tables(results, references),
         report.operations(found),
-        bars.said(results, references, found),
+        targets.said(results, references, found),
     )
     text = "\n".join(parts)
     (folder / "bench.md").write_text(text)

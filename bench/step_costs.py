@@ -19,7 +19,7 @@ from workloads import workload
 from embedserve.batching.join import join, to_model_order
 from embedserve.batching.split import split
 from embedserve.codec import json_codec, protobuf_answers, protobuf_codec
-from embedserve.types import Batch, LookupRequest, LookupResult
+from embedserve.lookup import Batch, LookupRequest, LookupResult
 from embedserve_store import ModelStore
 
 BATCH = 25
@@ -84,8 +84,10 @@ def measure() -> dict[str, float]:
 
     joined_and_split(1)
     results = joined_and_split(BATCH)
-    found["JSON encoded"] = best_us(lambda i: json_codec.encode_now(results[i % BATCH]))
-    found["protobuf encoded"] = best_us(lambda i: protobuf_answers.encode_now(results[i % BATCH]))
+    found["JSON encoded"] = best_us(lambda i: json_codec.try_encode_inline(results[i % BATCH]))
+    found["protobuf encoded"] = best_us(
+        lambda i: protobuf_answers.try_encode_inline(results[i % BATCH])
+    )
     return found
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from prometheus_client import Metric
 
-from embedserve.access.access import UNKNOWN
+from embedserve.access.authenticator import UNKNOWN
 from embedserve.config import DEFAULT_LIMITS, Limits, ServeSettings
 from embedserve.metrics.caller_metrics import CALLERS_MAX, OTHERS
 from embedserve.metrics.histogram import COUNT_BUCKETS, LOOKUP_SECONDS_BUCKETS, SECONDS_BUCKETS
 from embedserve.metrics.metrics import OUTCOMES, PROTOCOLS, Metrics
 from embedserve.metrics.tls import HANDSHAKE_OUTCOMES
-from embedserve.processes.memory import CONNECTION_TLS_BYTES, memory_bytes_max, memory_parts
+from embedserve.processes.memory_bounds import CONNECTION_TLS_BYTES, memory_bytes_max, memory_parts
 from embedserve.terminal.sizes import human_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +46,7 @@ its variable.
 MEMORY_HEAD = """## Memory
 
 What clients can make a process use beside the tables and what it takes when idle, with the
-defaults of its limits (`server/embedserve/processes/memory.py` has the sum for others;
+defaults of its limits (`server/embedserve/processes/memory_bounds.py` has the sum for others;
 `tests/hostile/test_memory.py` holds a server to it):
 """
 

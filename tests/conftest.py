@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from filelock import FileLock
-from warm_python import PYTHON, run_warm
+from forkserver import PYTHON, run_warm
 
 if TYPE_CHECKING:
     from trained import Trained

@@ -25,7 +25,7 @@ from embedserve_store.format.row_layout import encode_rows
 from embedserve_store.format.table_spec import DTYPES
 from embedserve_store.format.tables_file import TablesFile, header_bytes
 from embedserve_store.goldens.goldens_file import Goldens
-from embedserve_store.goldens.hand_pooling import pool_stored
+from embedserve_store.goldens.reference_pooling import pool_stored
 from embedserve_store.goldens.sampled_bags import sample_bags
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 from embedserve_store.plans.sharding_types import SHARDING_TYPES, UNPOOLED_SHARDING_TYPES

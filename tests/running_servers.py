@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from warm_python import PYTHON, WarmPopen, run_warm
+from forkserver import PYTHON, WarmPopen, run_warm
 
 READY_S_MAX = 300
 STOPPED_S_MAX = 60
@@ -57,7 +57,7 @@ def running(
     """`embedserve serve STORE …`, ready; stopped with SIGTERM at the end.
 
     Its (HTTP, gRPC) ports are free ones, or ``ports_used`` by a server before it. It has torch
-    imported already (warm_python), and so have its workers, unless it is not ``is_warm``. With a
+    imported already (forkserver), and so have its workers, unless it is not ``is_warm``. With a
     ``management_port`` that is asked whether it is ready.
     """
     http_port, grpc_port = ports_used or (free_port(), free_port())

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
-from warm_python import PYTHON, run_warm
+from forkserver import PYTHON, run_warm
 
 TIMEOUT_S = 180
 

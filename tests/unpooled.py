@@ -15,8 +15,8 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from embedserve_store import Manifest, ModelStore, ModelVersion, TableSpec
 from embedserve_store.format.manifest import CHECKED_FILES
+from embedserve_store.format.manifest_checksum import sealed_json
 from embedserve_store.format.row_layout import dequantize_rows, encode_rows
-from embedserve_store.format.seal import sealed_json
 from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.goldens.goldens_file import Goldens, save_goldens
 from embedserve_store.goldens.sampled_bags import sample_bags

@@ -30,6 +30,7 @@ whom to trust.
 """
 
 from embedserve_client.batch import Features, Weights
+from embedserve_client.bulk import embed_in_batches
 from embedserve_client.errors import (
     DeadlineExceeded,
     EmbedServeClientError,
@@ -43,7 +44,6 @@ from embedserve_client.errors import (
     UnknownModel,
 )
 from embedserve_client.models import IdRule, ModelInfo, ModelList, TableInfo
-from embedserve_client.offline import embed_in_batches
 from embedserve_client.rest import AsyncEmbedClient, EmbedClient
 from embedserve_client.result import EmbedResult, JaggedVectors, OutputDType
 from embedserve_client.rpc import AsyncGrpcEmbedClient, GrpcEmbedClient

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from embedserve_client.columns import (
     Column,
-    Tensor,
+    ColumnTensor,
     flat_and_lengths,
     is_column,
     is_tensor,
@@ -28,8 +28,8 @@ Values: TypeAlias = (
     Sequence[Any]
     | Sequence[Sequence[Any]]
     | NDArray[Any]
-    | Tensor
-    | tuple[NDArray[Any] | Tensor, NDArray[Any] | Tensor]
+    | ColumnTensor
+    | tuple[NDArray[Any] | ColumnTensor, NDArray[Any] | ColumnTensor]
     | Column
 )
 """One feature's ids or weights.

@@ -34,7 +34,7 @@ Weights: TypeAlias = Mapping[str, Values]
 
 
 @dataclass(frozen=True)
-class Batch:
+class RequestBatch:
     """lengths int32 [len(keys) * batch_size] and weights float32 [sum(lengths)] are of all keys;
     string_ids are the ids of string_keys, and ids int64 those of the other keys."""
 
@@ -47,7 +47,7 @@ class Batch:
     string_ids: Sequence[str] = ()
 
 
-def batch_of(features: Features, weights: Weights | None = None) -> Batch:
+def batch_of(features: Features, weights: Weights | None = None) -> RequestBatch:
     """The batch of a mapping or a KeyedJaggedTensor; InvalidRequest says what is wrong."""
     if is_column(features):
         features = columns_of(features)
@@ -65,7 +65,7 @@ def batch_of(features: Features, weights: Weights | None = None) -> Batch:
     return _batch_of_jagged_tensor(features)
 
 
-def _batch_of_mapping(features: Mapping[str, Values], weights: Weights) -> Batch:
+def _batch_of_mapping(features: Mapping[str, Values], weights: Weights) -> RequestBatch:
     _check_keys(list(features))
     bags = {key: split(f"features.{key}", value) for key, value in features.items()}
     lengths = [bag.lengths for bag in bags.values()]
@@ -76,7 +76,7 @@ def _batch_of_mapping(features: Mapping[str, Values], weights: Weights) -> Batch
         if (found := strings_of(f"features.{key}", bag)) is not None
     }
     ids = [ids_of(f"features.{key}", bag) for key, bag in bags.items() if key not in strings]
-    return Batch(
+    return RequestBatch(
         keys=tuple(features),
         batch_size=len(lengths[0]),
         ids=np.concatenate(ids) if ids else np.zeros(0, np.int64),
@@ -159,7 +159,7 @@ def _is_jagged_tensor(features: object) -> TypeGuard[JaggedTensor]:
     return all(hasattr(features, name) for name in ("keys", "values", "lengths", "weights_or_none"))
 
 
-def _batch_of_jagged_tensor(tensor: JaggedTensor) -> Batch:
+def _batch_of_jagged_tensor(tensor: JaggedTensor) -> RequestBatch:
     keys = tuple(tensor.keys())
     _check_keys(keys)
     if getattr(tensor, "variable_stride_per_key", bool)():
@@ -170,7 +170,7 @@ def _batch_of_jagged_tensor(tensor: JaggedTensor) -> Batch:
     lengths = numpy_of(tensor.lengths())
     bags = split("features", (numpy_of(tensor.values()), lengths))
     weights = tensor.weights_or_none()
-    return Batch(
+    return RequestBatch(
         keys=keys,
         batch_size=_batch_size(keys, lengths),
         ids=ids_of("features", bags),

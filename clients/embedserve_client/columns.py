@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-class Tensor(Protocol):
+class ColumnTensor(Protocol):
     """What we ask of torch's."""
 
     def detach(self) -> Any: ...
@@ -31,11 +31,11 @@ class Column(Protocol):
     def __arrow_c_stream__(self, requested_schema: object = None) -> object: ...
 
 
-def is_tensor(value: object) -> TypeGuard[Tensor]:
+def is_tensor(value: object) -> TypeGuard[ColumnTensor]:
     return all(hasattr(value, name) for name in ("detach", "cpu", "numpy"))
 
 
-def numpy_of(tensor: Tensor) -> NDArray[Any]:
+def numpy_of(tensor: ColumnTensor) -> NDArray[Any]:
     array: NDArray[Any] = tensor.detach().cpu().numpy()
     return array
 

@@ -14,10 +14,10 @@ from embedserve_client.addresses import base_url_of, unix_path_of
 from embedserve_client.batch import Features, Weights
 from embedserve_client.calls import Call, httpx_errors
 from embedserve_client.models import ModelInfo, ModelList
-from embedserve_client.questions import answer, answer_async
-from embedserve_client.rest_calls import RestCalls
+from embedserve_client.rest_requests import RestRequests
 from embedserve_client.result import EmbedResult, OutputDType
 from embedserve_client.retries import check_retries
+from embedserve_client.retry_loop import answer, answer_async
 from embedserve_client.security import File, Files, headers_of, tls_context
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class EmbedClient:
         certificate: Files | None = None,
         shared_memory: str | None = None,
     ) -> None:
-        self._calls = RestCalls(timeout_s, shared_memory)
+        self._calls = RestRequests(timeout_s, shared_memory)
         self._retries = check_retries(retries)
         limits, path, url = _limits(connections_max), unix_path_of(base_url), base_url_of(base_url)
         tls = tls_context(url, ca, certificate)
@@ -141,7 +141,7 @@ class AsyncEmbedClient:
         certificate: Files | None = None,
         shared_memory: str | None = None,
     ) -> None:
-        self._calls = RestCalls(timeout_s, shared_memory)
+        self._calls = RestRequests(timeout_s, shared_memory)
         self._retries = check_retries(retries)
         limits, path, url = _limits(connections_max), unix_path_of(base_url), base_url_of(base_url)
         tls = tls_context(url, ca, certificate)

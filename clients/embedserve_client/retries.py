@@ -27,7 +27,7 @@ def check_retries(retries: int) -> int:
     return retries
 
 
-class Tries:
+class RetryState:
     """Those of one call."""
 
     def __init__(self, retries: int, timeout_s: float | None) -> None:

@@ -14,12 +14,12 @@ import grpc
 from embedserve_client.addresses import target_of
 from embedserve_client.batch import Features, Weights
 from embedserve_client.deadline import check_timeout
+from embedserve_client.grpc_requests import GrpcRequests
 from embedserve_client.models import ModelInfo, ModelList
-from embedserve_client.questions import answer, answer_async
 from embedserve_client.result import EmbedResult, OutputDType
 from embedserve_client.retries import check_retries
+from embedserve_client.retry_loop import answer, answer_async
 from embedserve_client.rpc_calls import Rpc, channel_options, grpc_errors
-from embedserve_client.rpc_questions import RpcQuestions
 from embedserve_client.security import File, Files, channel_credentials, headers_of
 from embedserve_client.stream import StreamAnswer, StreamItem, stream_answers, stream_answers_async
 
@@ -67,7 +67,7 @@ class GrpcEmbedClient:
         if credentials is None and (ca is not None or certificate is not None):
             credentials = channel_credentials(ca, certificate)
         self._channel = _open_channel(grpc, target, receive_bytes_max, credentials)
-        self._questions = RpcQuestions(self._channel, timeout_s, shared_memory)
+        self._questions = GrpcRequests(self._channel, timeout_s, shared_memory)
 
     def embed(
         self,
@@ -161,7 +161,7 @@ class AsyncGrpcEmbedClient:
         if credentials is None and (ca is not None or certificate is not None):
             credentials = channel_credentials(ca, certificate)
         self._channel = _open_channel(grpc.aio, target, receive_bytes_max, credentials)
-        self._questions = RpcQuestions(self._channel, timeout_s, shared_memory)
+        self._questions = GrpcRequests(self._channel, timeout_s, shared_memory)
 
     async def embed(
         self,

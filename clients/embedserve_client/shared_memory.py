@@ -12,21 +12,21 @@ from itertools import count
 from typing import Any
 
 from embedserve_client.errors import Overloaded
-from embedserve_client.placed import (
+from embedserve_client.regions import Region, Regions
+from embedserve_client.result import EmbedResult
+from embedserve_client.retries import RetryState
+from embedserve_client.retry_loop import Operation, Steps, one_call
+from embedserve_client.shm_protocol import (
     OUTPUTS_MAX,
     Answer,
-    Form,
     Lookup,
-    NotPlaced,
+    OutputLayout,
     PlacedCalls,
+    SharedMemoryRejected,
     may_be_placed,
     put,
     wanted,
 )
-from embedserve_client.questions import Question, Steps, one_call
-from embedserve_client.regions import Region, Regions
-from embedserve_client.result import EmbedResult
-from embedserve_client.retries import Tries
 
 PLACED_BYTES_MAX = 128 << 20
 """No server takes or answers more by its defaults; what it says of more, it says without."""
@@ -48,10 +48,10 @@ class _Known:
     """
 
     name: str
-    forms: dict[int, Form]
+    forms: dict[int, OutputLayout]
     since: int
 
-    def form(self, lookup: Lookup) -> Form:
+    def form(self, lookup: Lookup) -> OutputLayout:
         """The one that needs most room, as any may answer."""
         return max(self.forms.values(), key=lookup.nbytes)
 
@@ -74,7 +74,7 @@ class SharedMemory:
     def steps(self, lookup: Lookup, timeout_s: float | None) -> Steps[EmbedResult]:
         """The calls of a try. The first of all registers a region, so that a server that has none
         says so: InvalidRequest."""
-        left_s = Tries(0, timeout_s).left_s
+        left_s = RetryState(0, timeout_s).left_s
         known = self._known.get(lookup.model)
         region = yield from self._region(self._room(lookup, known), left_s)
         if region is not None and known is not None and known.since > region.since:
@@ -109,7 +109,7 @@ class SharedMemory:
             yield self._calls.register(region, left_s())
         except BaseException as error:
             self._regions.drop(region)
-            if isinstance(error, NotPlaced):
+            if isinstance(error, SharedMemoryRejected):
                 return None
             raise
         region.since = self._registered = next(self._turns)
@@ -130,7 +130,7 @@ class SharedMemory:
             raise
         except BaseException as error:
             self._regions.drop(region)
-            if isinstance(error, NotPlaced):
+            if isinstance(error, SharedMemoryRejected):
                 return None
             raise
         form = known.forms.get(answer.version)
@@ -147,11 +147,11 @@ class SharedMemory:
         known = self._known.get(model)
         if known is not None and known.since > turn:
             return  # another was asked later
-        forms: dict[int, Form] = {}
+        forms: dict[int, OutputLayout] = {}
         if known is not None and known.name == answer.model and known.since > self._registered:
             forms = {**known.forms}
         forms.pop(answer.version, None)
-        forms[answer.version] = Form(answer.layout, answer.is_pooled)
+        forms[answer.version] = OutputLayout(answer.layout, answer.is_pooled)
         if len(forms) > VERSIONS_MAX:
             del forms[next(iter(forms))]
         if len(self._known) >= KNOWN_MAX:
@@ -161,8 +161,8 @@ class SharedMemory:
 
 def ask(
     shared: SharedMemory | None, lookup: Lookup, output_keys: object, timeout_s: float | None
-) -> Question[EmbedResult]:
+) -> Operation[EmbedResult]:
     """The question of a lookup: through ``shared`` what may go that way."""
     if shared is None or not may_be_placed(lookup.batch, lookup.output_dtype, output_keys):
         return one_call(lookup.over_the_connection, timeout_s)
-    return Question(partial(shared.steps, lookup), timeout_s)
+    return Operation(partial(shared.steps, lookup), timeout_s)

@@ -13,7 +13,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from embedserve_client.batch import Batch
+from embedserve_client.batch import RequestBatch
 from embedserve_client.errors import (
     EmbedServeClientError,
     InvalidRequest,
@@ -32,7 +32,7 @@ _DTYPE_OF_NUMBER: dict[int, np.dtype[Any]] = {
 
 
 def request_of(
-    batch: Batch,
+    batch: RequestBatch,
     model: str | None,
     output_dtype: OutputDType = "float32",
     output_keys: Sequence[str] = (),

@@ -14,16 +14,16 @@ from pathlib import Path
 from embedserve_store.errors import StoreError, missing_model, missing_version
 from embedserve_store.format.json_fields import parse_json
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest
+from embedserve_store.format.manifest_checksum import check_sha256
 from embedserve_store.format.manifest_file import parse_manifest
 from embedserve_store.format.regular_file import stat_regular
-from embedserve_store.format.seal import check_sha256
 from embedserve_store.format.table_spec import NAME_PATTERN
 from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.format.version_folder import version_numbers
 from embedserve_store.ids.id_map import IdMap, IdMaps
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
-from embedserve_store.writing.hold import hold
+from embedserve_store.writing.version_lock import hold
 
 SMALL_FILE_BYTES_MAX = 256 << 20
 """Manifest, plan and goldens are read whole; a larger one was not published by this code."""

@@ -17,7 +17,7 @@ from embedserve_store.goldens.goldens_file import Goldens, load_goldens
 from embedserve_store.ids.id_map import IdMap
 from embedserve_store.ids.translate import IdTranslator
 from embedserve_store.plans.plan import Plan
-from embedserve_store.writing.hold import Hold
+from embedserve_store.writing.version_lock import VersionLock
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ModelVersion:
     tables: TablesFile
     id_maps: Mapping[str, IdMap]
     """Of the tables whose id rule is map, mapped too."""
-    hold: Hold | None = field(default=None, compare=False, repr=False)
+    hold: VersionLock | None = field(default=None, compare=False, repr=False)
     """What keeps it from being removed."""
 
     @cached_property

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest import CHECKED_FILES
+from embedserve_store.format.manifest_checksum import check_seal, check_sha256
 from embedserve_store.format.safetensors_file import LENGTH_BYTES, encode_header
-from embedserve_store.format.seal import check_seal, check_sha256
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.format.tables_file import BLOCK_BYTES, Progress, TablesFile, header_bytes
 from embedserve_store.ids.id_map import IdMaps

@@ -13,19 +13,19 @@ from google.protobuf.json_format import ParseDict
 
 from embedserve_client import EmbedServeClientError
 from embedserve_client.calls import Call
-from embedserve_client.rest_calls import RestCalls
+from embedserve_client.grpc_requests import GrpcRequests
+from embedserve_client.rest_requests import RestRequests
 from embedserve_client.rpc_calls import Rpc, grpc_errors
-from embedserve_client.rpc_questions import RpcQuestions
 from embedserve_proto import open_inference_pb2 as pb
 
 PREFIX = f"/embedserve-test-steps-{os.getpid()}-"
-Calls = RestCalls | RpcQuestions
+Calls = RestRequests | GrpcRequests
 
 
 class Rest:
     """What REST's calls ask for, and how a server answers them."""
 
-    made = staticmethod(lambda: RestCalls(10.0, PREFIX))
+    made = staticmethod(lambda: RestRequests(10.0, PREFIX))
 
     @staticmethod
     def path(call: Call[Any]) -> str:
@@ -83,8 +83,8 @@ class Grpc:
     }
 
     @staticmethod
-    def made() -> RpcQuestions:
-        return RpcQuestions(grpc.insecure_channel("127.0.0.1:1"), 10.0, PREFIX)
+    def made() -> GrpcRequests:
+        return GrpcRequests(grpc.insecure_channel("127.0.0.1:1"), 10.0, PREFIX)
 
     @staticmethod
     def path(call: Rpc[Any]) -> str:

@@ -20,7 +20,7 @@ from embedserve_client.errors import (
     Unavailable,
     UnknownModel,
 )
-from embedserve_client.retries import FIRST_PAUSE_S, PAUSE_S_MAX, Tries
+from embedserve_client.retries import FIRST_PAUSE_S, PAUSE_S_MAX, RetryState
 
 OTHERS = (InvalidRequest, TooLarge, UnknownModel, DeadlineExceeded, ServerError)
 
@@ -28,33 +28,33 @@ OTHERS = (InvalidRequest, TooLarge, UnknownModel, DeadlineExceeded, ServerError)
 @pytest.mark.parametrize("kind", [Overloaded, Unavailable])
 def test_pauses_double_at_most_and_are_drawn_at_random(kind: type[EmbedServeClientError]) -> None:
     for _ in range(100):
-        tries, longest_s = Tries(8, None), FIRST_PAUSE_S
+        tries, longest_s = RetryState(8, None), FIRST_PAUSE_S
         for _ in range(8):
             pause_s = tries.pause_s(kind("no"))
             assert pause_s is not None
             assert 0 <= pause_s <= longest_s
             longest_s = min(PAUSE_S_MAX, 2 * longest_s)
-    assert len({Tries(1, None).pause_s(kind("no")) for _ in range(100)}) > 50
+    assert len({RetryState(1, None).pause_s(kind("no")) for _ in range(100)}) > 50
 
 
 def test_what_the_server_asks_for_comes_first() -> None:
-    pause_s = Tries(1, None).pause_s(Overloaded("full", retry_after_s=3.0))
+    pause_s = RetryState(1, None).pause_s(Overloaded("full", retry_after_s=3.0))
 
     assert pause_s is not None
     assert 3.0 <= pause_s <= 3.0 + FIRST_PAUSE_S
 
 
 def test_a_server_that_asks_for_an_hour_is_not_asked_again() -> None:
-    assert Tries(1, None).pause_s(Overloaded("full", retry_after_s=3600.0)) is None
+    assert RetryState(1, None).pause_s(Overloaded("full", retry_after_s=3600.0)) is None
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_what_no_time_mends_is_not_tried_again(kind: type[EmbedServeClientError]) -> None:
-    assert Tries(9, None).pause_s(kind("no")) is None
+    assert RetryState(9, None).pause_s(kind("no")) is None
 
 
 def test_there_are_no_more_tries_than_asked_for() -> None:
-    tries = Tries(2, None)
+    tries = RetryState(2, None)
 
     pauses_s = [tries.pause_s(Overloaded("full")) for _ in range(3)]
 
@@ -62,11 +62,11 @@ def test_there_are_no_more_tries_than_asked_for() -> None:
 
 
 def test_a_pause_past_the_deadline_is_not_made() -> None:
-    assert Tries(2, 2.0).pause_s(Overloaded("full", retry_after_s=3.0)) is None
+    assert RetryState(2, 2.0).pause_s(Overloaded("full", retry_after_s=3.0)) is None
 
 
 def test_the_next_try_has_what_is_left_of_the_calls_time() -> None:
-    tries = Tries(1, 0.2)
+    tries = RetryState(1, 0.2)
     before_s, end_s = tries.left_s(), time.monotonic() + 0.2
     while time.monotonic() < end_s:
         time.sleep(0.01)
@@ -74,7 +74,7 @@ def test_the_next_try_has_what_is_left_of_the_calls_time() -> None:
     assert before_s is not None
     assert 0 < before_s <= 0.2
     assert tries.left_s() == pytest.approx(0.001)
-    assert Tries(1, None).left_s() is None
+    assert RetryState(1, None).left_s() is None
 
 
 @pytest.mark.parametrize("retries", [-1, 1.5, True, "2"])

@@ -21,10 +21,10 @@ from embedserve_client import (
     ServerError,
     Unavailable,
 )
-from embedserve_client.questions import Steps
-from embedserve_client.rest_calls import RestCalls
+from embedserve_client.grpc_requests import GrpcRequests
+from embedserve_client.rest_requests import RestRequests
 from embedserve_client.result import Layout
-from embedserve_client.rpc_questions import RpcQuestions
+from embedserve_client.retry_loop import Steps
 from embedserve_proto import open_inference_pb2 as pb
 
 WIDTH = 128
@@ -317,7 +317,7 @@ def test_where_tensors_lie(calls: Calls, protocol: Any) -> None:
 
 @pytest.mark.parametrize("protocol", [Rest])
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"outputs": [{"shape": [1]}]}'])
-def test_a_body_that_is_no_answer(calls: RestCalls, body: bytes) -> None:
+def test_a_body_that_is_no_answer(calls: RestRequests, body: bytes) -> None:
     learn(calls)
     call = next(lookup(calls))
 
@@ -327,7 +327,7 @@ def test_a_body_that_is_no_answer(calls: RestCalls, body: bytes) -> None:
 
 @pytest.mark.parametrize("protocol", [Grpc])
 @pytest.mark.parametrize("outputs", [[], [{"name": "pooled", "datatype": "FP32"}]])
-def test_a_message_that_is_no_answer(calls: RpcQuestions, outputs: list[Any]) -> None:
+def test_a_message_that_is_no_answer(calls: GrpcRequests, outputs: list[Any]) -> None:
     learn(calls)
     call = next(lookup(calls))
 

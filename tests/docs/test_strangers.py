@@ -1,4 +1,4 @@
-"""Every test that docs/strangers.md names is there."""
+"""Every test that docs/threat-model.md names is there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import pytest
 from documents import ROOT
 
-NAMED = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "strangers.md").read_text())
+NAMED = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "threat-model.md").read_text())
 
 
 def test_the_page_names_tests() -> None:

@@ -19,11 +19,11 @@ from browser import Page, browsing
 from e2e.demo_server import Demo
 from server.fake_engine import FakeEngine
 from server.fake_models import info_of
-from server.live import Live, make_exchange, serving
+from server.live import Live, make_pipeline, serving
 
-from embedserve.access.access import Access
+from embedserve.access.authenticator import Authenticator
 from embedserve.access.grants import hash_of
-from embedserve.tracing.observer import Observer
+from embedserve.tracing.request_telemetry import RequestTelemetry
 from embedserve_client import EmbedClient
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.table_spec import TableSpec
@@ -217,15 +217,15 @@ async def served(engine: FakeEngine, folder: Path, *lines: dict[str, Any]) -> As
     labels.write_text(json.dumps({"shop": {"t_user": of_users}}))
     tokens.write_text("\n".join(map(json.dumps, lines)))
     with ThreadPoolExecutor(1) as executor:
-        access = Access(str(tokens)) if lines else None
-        exchange = make_exchange(engine, executor=executor, access=access)
-        async with serving(exchange, labels=str(labels)) as live:
+        access = Authenticator(str(tokens)) if lines else None
+        pipeline = make_pipeline(engine, executor=executor, authenticator=access)
+        async with serving(pipeline, labels=str(labels)) as live:
             yield live
 
 
 async def test_names_are_never_markup(page: Page, tmp_path: Path) -> None:
     async with served(hostile_engine(), tmp_path) as live:
-        live.exchange.observer = Observer(slow_ms=1e-6)
+        live.pipeline.telemetry = RequestTelemetry(slow_ms=1e-6)
         await asyncio.to_thread(look_at_hostile_names, page, live.http_port)
 
 

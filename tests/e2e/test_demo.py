@@ -20,10 +20,10 @@ import pytest
 import torch
 from documents import ROOT, Block, blocks
 from e2e.demo_server import Demo
+from forkserver import PYTHON, run_warm
 from reference import assert_same, pooled
 from running_servers import COMMAND_S_MAX, Running, run_command, run_warm_command
 from server.arrow_streams import ARROW, read_answer, said_in, stream_of, vectors
-from warm_python import PYTHON, run_warm
 
 from embedserve_client import EmbedClient, GrpcEmbedClient
 from embedserve_store import ModelStore

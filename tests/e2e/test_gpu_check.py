@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from documents import ROOT
+from forkserver import PYTHON, run_warm
 from gpu_check import STEPS, Asked, Row, run
-from warm_python import PYTHON, run_warm
 
 CHECK_S_MAX = 300
 PYTHONPATH = ":".join(("server", "model_store", "clients", "proto", "tests", "bench"))

@@ -11,8 +11,8 @@ import pytest
 from running_servers import Running, run_warm_command, running
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
-from embedserve.commands.measured_reads import measured_of
-from embedserve.commands.running_server import RunningServer
+from embedserve.commands.access_stats import measured_of
+from embedserve.commands.running_server import ServerClient
 from embedserve_client import EmbedClient
 from embedserve_store import ModelStore, publish
 from embedserve_store.plans.plan import Plan, Shard, TablePlan, read_plan
@@ -122,7 +122,7 @@ def test_the_balance_that_was_foretold_is_the_one_that_is_measured(
             (3, foretold_by_rows, SHARE_ERROR_MAX),
         ):
             ask(later, f"m@{version}")
-            measured = measured_of(RunningServer(later.http), ModelStore(store).load("m", version))
+            measured = measured_of(ServerClient(later.http), ModelStore(store).load("m", version))
             total = sum(measured.read_bytes)
             assert [one / total for one in measured.read_bytes] == pytest.approx(shares, abs=error)
 

@@ -18,7 +18,7 @@ from e2e.test_following import DIM, FOLLOW, STEP, publish_next, wait_until
 from running_servers import Running, free_port, running
 
 from embedserve.commands.admin import ask_server
-from embedserve.commands.running_server import RunningServer
+from embedserve.commands.running_server import ServerClient
 from embedserve.commands.shadow import show_shadows
 from embedserve_client import EmbedClient, GrpcEmbedClient, InvalidRequest
 from embedserve_proto import embedding_pb2 as pb
@@ -154,13 +154,13 @@ def test_the_first_request_goes_by_the_shares(tmp_path: Path, store: Path, worke
 def test_a_version_in_the_shadow_is_compared(
     server: Running, store: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    show_shadows(RunningServer(server.http))
+    show_shadows(ServerClient(server.http))
     assert "no version runs in the shadow of another" in capfd.readouterr().out
     set_alias(store, "m", "canary", 2, shadow=100)
 
     def compared() -> str:
         assert ask(server) == 1
-        show_shadows(RunningServer(server.http))
+        show_shadows(ServerClient(server.http))
         return capfd.readouterr().out
 
     wait_until(lambda: "canary version 2 against 1: " in compared())
@@ -191,7 +191,7 @@ def test_an_administrator_loads_and_unloads(
     management_port = free_port()
     options = ("--model", "m@1", "--workers", workers)
     with running(store, tmp_path / "log", *options, management_port=management_port) as server:
-        management = RunningServer(f"http://127.0.0.1:{management_port}")
+        management = ServerClient(f"http://127.0.0.1:{management_port}")
         ask_server(management, "load", "m@3")
         assert "m@3 is answered by version 3" in capfd.readouterr().err
         assert {ask(server, "m@3") for _ in range(20)} == {3}
@@ -218,7 +218,7 @@ def test_an_administrator_loads_and_unloads(
             answer = httpx.post(f"{port}/admin/load", json={"model": "m@1"}, verify=False)
             assert answer.status_code == 404
         with pytest.raises(ConnectionError, match="ask the port of --management-port"):
-            ask_server(RunningServer(server.http), "load", "m@1")
+            ask_server(ServerClient(server.http), "load", "m@1")
 
 
 def children(pid: int) -> list[str]:

@@ -21,10 +21,10 @@ from reference import assert_same, stored_rows
 from torchrec import PoolingType
 from torchrec.modules.embedding_configs import data_type_to_sparse_type
 
-from embedserve.engine.bind import bind_rows
+from embedserve.engine.attach_weights import attach_weights
+from embedserve.engine.compile import EAGER, Compiled
 from embedserve.engine.cuda_limits import COLUMNS_MAX, check_columns, check_half_range
 from embedserve.engine.engine import Engine
-from embedserve.engine.script import EAGER, Compiled
 from embedserve.engine.sharded import shard
 from embedserve_store import (
     Manifest,
@@ -39,7 +39,7 @@ from embedserve_store import (
 )
 from embedserve_store.format.table_spec import CODES_MAX, DTYPES
 from embedserve_store.goldens.goldens_file import Bags
-from embedserve_store.goldens.hand_pooling import pool
+from embedserve_store.goldens.reference_pooling import pool
 from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES, shard_bytes
 
 Publish = Callable[..., ModelVersion]
@@ -93,7 +93,7 @@ class Sharded:
 def test_kernels_find_rows_that_are_padded_to_16_bytes(published: Publish, dtype: str) -> None:
     version = published(dtype=dtype, sharding=SHARDING, world_size=2)
     sharded = Sharded(version)
-    bind_rows(sharded, version, "cuda")
+    attach_weights(sharded, version, "cuda")
     tables = stored_rows(version)
     found = 0
     for kernel, config in sharded.tbes_configs().items():
@@ -138,7 +138,7 @@ def test_a_row_that_float16_cannot_hold_is_refused_on_gpus_alone(
     rows = rows_in_half(version.tables.rows("user"), "int8", 32)
     assert np.flatnonzero(~np.isfinite(rows).all(axis=1)).tolist() == [37]
     with pytest.raises(StoreError, match=f"table 'user': {said}"):
-        bind_rows(Sharded(version), version, "cuda")
+        attach_weights(Sharded(version), version, "cuda")
 
 
 @pytest.mark.parametrize("dtype", CODES_MAX)

@@ -16,10 +16,10 @@ from reference import sample, to_kjt
 from torchrec import PoolingType
 from unpooled import write_version
 
+from embedserve.engine.compile import Compiled, RowLookup, TensorLookup, compile_lookup
 from embedserve.engine.device_batches import DeviceBatches
 from embedserve.engine.gpus import LOOKUP_OPERATOR
 from embedserve.engine.restore import restore
-from embedserve.engine.script import Compiled, RowLookup, TensorLookup, compile_lookup
 from embedserve.engine.sharded import shard
 from embedserve.engine.unpooled import shard_unpooled
 from embedserve_store import ModelStore, ModelVersion, publish

@@ -19,10 +19,10 @@ from torchrec import (
     PoolingType,
 )
 
+from embedserve.engine.compile import SCRIPTED, TRACED
 from embedserve.engine.engine import Engine
 from embedserve.engine.programs import SCRIPTED_MAX, Programs
 from embedserve.engine.restore import restore
-from embedserve.engine.script import SCRIPTED, TRACED
 from embedserve_store import ModelStore, ModelVersion, StoreError, publish
 
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN

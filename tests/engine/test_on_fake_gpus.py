@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from unpooled import write_version
 
-from embedserve.engine.bind import gpu_copies, share_rows
+from embedserve.engine.attach_weights import gpu_copies, share_rows
+from embedserve.engine.compile import RowLookup, TensorLookup
 from embedserve.engine.device_batches import DeviceBatches
-from embedserve.engine.script import RowLookup, TensorLookup
 from embedserve.engine.sharded import shard_without_rows
 from embedserve.engine.unpooled import shard_unpooled_without_rows
 from embedserve_store import ModelVersion

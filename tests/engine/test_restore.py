@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forkserver import PYTHON, run_warm
 from reference import (
     assert_same,
     dequantized_int8,
@@ -22,13 +23,12 @@ from reference import (
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints
-from warm_python import PYTHON, run_warm
 from writable import writable
 
+from embedserve.engine.compile import EAGER, SCRIPTED, TRACED
 from embedserve.engine.cuda_limits import check_fits_cuda
 from embedserve.engine.engine import Engine
 from embedserve.engine.restore import restore
-from embedserve.engine.script import EAGER, SCRIPTED, TRACED
 from embedserve_store import ModelVersion, Plan, Shard, StoreError, TablePlan, TableSpec, publish
 from embedserve_store.goldens.goldens_file import Goldens
 

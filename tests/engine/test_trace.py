@@ -11,8 +11,8 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 from torchrec.fx import Tracer
 
+from embedserve.engine.compile import TRACED
 from embedserve.engine.restore import restore
-from embedserve.engine.script import TRACED
 from embedserve.engine.trace import trace
 from embedserve_store import ModelStore, publish
 

@@ -16,9 +16,9 @@ from reference import dequantized_int8, random_bags, sample, stored_rows, to_kjt
 from torchrec import EmbeddingCollection, KeyedJaggedTensor
 from unpooled import DIM, rows_of, source_rows, unpooled_collection, write_version
 
+from embedserve.engine.compile import EAGER, SCRIPTED, RowLookup
 from embedserve.engine.engine import Engine
 from embedserve.engine.restore import restore
-from embedserve.engine.script import EAGER, SCRIPTED, RowLookup
 from embedserve.engine.unpooled import shard_unpooled
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.goldens.goldens_file import Goldens

@@ -26,9 +26,9 @@ from torchrec import (
 )
 from unpooled import rows_of
 
+from embedserve.engine.compile import SCRIPTED, TRACED
 from embedserve.engine.programs import Programs
 from embedserve.engine.restore import restore
-from embedserve.engine.script import SCRIPTED, TRACED
 from embedserve_store import ModelStore, ModelVersion, publish
 
 BY_HAND: dict[str, Callable[[np.ndarray], np.ndarray]] = {

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from documents import ROOT
+from forkserver import PYTHON, run_warm
 from running_servers import COMMAND_S_MAX, free_port
-from warm_python import PYTHON, run_warm
 
 
 @pytest.mark.parametrize(

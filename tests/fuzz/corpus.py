@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 import pyarrow as pa
 from hostile import frames as f
-from hostile.neighbour import embed_request
+from hostile.canary_client import embed_request
 from server.arrow_streams import ARROW, columns_of, stream_of
 from server.open_inference import LENGTH_HEADER, Asked, jagged
 from server.predictions import prediction_request

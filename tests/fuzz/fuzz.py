@@ -24,9 +24,9 @@ from random import Random
 from fuzz.corpus import Kind, kinds
 from fuzz.mutate import mutated
 from fuzz.store_files import fuzz_store, publish
+from hostile.canary_client import Neighbour, anonymous_kib
 from hostile.conftest import Victim, running_victim
-from hostile.neighbour import Neighbour, anonymous_kib
-from hostile.victim import table
+from hostile.target_server import table
 from long_runs import chosen
 from pictures import Panel, draw
 

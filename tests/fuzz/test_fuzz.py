@@ -11,7 +11,7 @@ from fuzz.corpus import IDS, kinds
 from fuzz.fuzz import RIGHT_EVERY, fuzz, print_table
 from fuzz.mutate import MUTATIONS, mutated
 from fuzz.store_files import fuzz_store, publish
-from hostile.victim import table
+from hostile.target_server import table
 
 INPUTS = 3000
 STORE_INPUTS = 200

@@ -20,13 +20,13 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 from certificates import Authority
-from hostile.neighbour import Neighbour, anonymous_kib, open_sockets
+from hostile.canary_client import Neighbour, anonymous_kib, open_sockets
 from hostile.peer import GREETING, Peer
-from hostile.victim import table
+from hostile.target_server import table
 from server.python import environment
 from server.waiting import given_up_after
 
-SCRIPT = Path(__file__).with_name("victim.py")
+SCRIPT = Path(__file__).with_name("target_server.py")
 STOP_S_MAX = 20
 TEST_S_MAX = 60
 SLOWEST_S_MAX = 2.0

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from hostile import frames as f
 from hostile.conftest import MakePeer, Victim, victim_and_neighbour
-from hostile.victim import ROWS
+from hostile.target_server import ROWS
 from server.arrow_streams import ARROW, columns_of, stream_of
 from server.open_inference import Asked, jagged
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 from hostile import frames as f
+from hostile.canary_client import embed_request
 from hostile.conftest import MakePeer
 from hostile.frames import ENHANCE_YOUR_CALM
-from hostile.neighbour import embed_request
 
 FLOOD = 20_000
 """Frames, far over every allowance."""

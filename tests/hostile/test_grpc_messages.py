@@ -10,12 +10,12 @@ from urllib.parse import unquote_to_bytes
 import numpy as np
 import pytest
 from hostile import frames as f
+from hostile.canary_client import embed_request, embedded
 from hostile.conftest import MakePeer
-from hostile.neighbour import embed_request, embedded
 from hostile.peer import Answer, Peer
-from hostile.victim import LIMITS
+from hostile.target_server import LIMITS
 
-from embedserve.wire.http2.receiver import STREAM_WINDOW
+from embedserve.wire.http2.inbound_flow_control import STREAM_WINDOW
 from embedserve_proto import embedding_pb2 as pb
 
 BODY_BYTES_MAX = LIMITS.body_bytes_max

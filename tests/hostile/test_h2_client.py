@@ -17,8 +17,8 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.settings import SettingCodes
 from hostile import frames as f
+from hostile.canary_client import embed_request
 from hostile.conftest import Victim
-from hostile.neighbour import embed_request
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 

@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from time import monotonic
 
 import pytest
+from hostile.canary_client import anonymous_kib
 from hostile.conftest import Victim
-from hostile.neighbour import anonymous_kib
 from hostile.peer import WAIT_S_MAX
 
 MIB = 1 << 20

@@ -9,13 +9,13 @@ from contextlib import closing
 
 import pytest
 from hostile import frames as f
+from hostile.canary_client import embed_request
 from hostile.conftest import Victim, victim_and_neighbour
-from hostile.neighbour import embed_request
 from hostile.peer import GREETING
+from hostile.target_server import NARROW
 from hostile.test_cost import VALUES, Make, of, one_id_a_bag
-from hostile.victim import NARROW
 
-from embedserve.processes.memory import FREED_SHARE, memory_bytes_max
+from embedserve.processes.memory_bounds import FREED_SHARE, memory_bytes_max
 from embedserve.wire.server import LOOK_BYTES
 
 BOUND_KIB = memory_bytes_max(NARROW) >> 10

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from embedserve.wire.http2.connection import Http2Connection
 from embedserve.wire.http2.header_blocks import encode
-from embedserve.wire.http2.receiver import STREAM_WINDOW
-from embedserve.wire.http2.requests import Opened, read_request
+from embedserve.wire.http2.inbound_flow_control import STREAM_WINDOW
+from embedserve.wire.http2.route_resolver import ResolvedRoute, read_request
 from embedserve.wire.http2.stream import Stream
-from embedserve.wire.http2.uploads import Uploads
+from embedserve.wire.http2.upload_budget import UploadBudget
 
 OURS: Settings = [
     (f.MAX_CONCURRENT_STREAMS, 128),
@@ -71,11 +71,11 @@ class Ours:
     def __init__(self, answers: bool) -> None:
         self.trace = Trace()
         self._answers = answers
-        uploads = Uploads(1 << 20, lambda: True)
+        uploads = UploadBudget(1 << 20, lambda: True)
         self._connection = Http2Connection(self._open_request, uploads, lambda: None)
         self._send()
 
-    def _open_request(self, fields: list[f.Header]) -> Opened | str:
+    def _open_request(self, fields: list[f.Header]) -> ResolvedRoute | str:
         request = read_request(fields)
         if isinstance(request, str):
             return request
@@ -84,7 +84,7 @@ class Ours:
             made = self.trace.requests[stream.id] = Request(fields)
             return Recorder(self.trace, made, stream, self._answers)
 
-        return Opened(open_recorder, request.content_length)
+        return ResolvedRoute(open_recorder, request.content_length)
 
     def receive(self, data: bytes) -> None:
         self._connection.receive(data)
@@ -94,8 +94,8 @@ class Ours:
             self._send()
 
     def _send(self) -> None:
-        self.trace.sent(b"".join(self._connection.sender.out))
-        self._connection.sender.out.clear()
+        self.trace.sent(b"".join(self._connection.frame_writer.out))
+        self._connection.frame_writer.out.clear()
 
 
 def both(data: bytes, ends: list[int], answers: bool) -> tuple[Trace, Trace]:

@@ -9,13 +9,13 @@ import time
 import numpy as np
 import pytest
 from hostile import frames as f
+from hostile.canary_client import embed_request, embedded
 from hostile.conftest import MakePeer
 from hostile.frames import CANCEL, ENHANCE_YOUR_CALM, REFUSED_STREAM
-from hostile.neighbour import embed_request, embedded
 from hostile.peer import WIDE, WIDER, Peer
-from hostile.victim import LIMITS
+from hostile.target_server import LIMITS
 
-from embedserve.wire.http2.receiver import STREAM_WINDOW
+from embedserve.wire.http2.inbound_flow_control import STREAM_WINDOW
 from embedserve_proto import embedding_pb2 as pb
 
 STREAMS_MAX = 128

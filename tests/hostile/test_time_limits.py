@@ -13,9 +13,9 @@ from hostile.trace import Trace
 
 from embedserve.wire.http2.connection import UNREAD_S_MAX, Http2Connection
 from embedserve.wire.http2.header_blocks import encode
-from embedserve.wire.http2.requests import Opened
-from embedserve.wire.http2.stream import Ended, Stream
-from embedserve.wire.http2.uploads import Uploads
+from embedserve.wire.http2.route_resolver import ResolvedRoute
+from embedserve.wire.http2.stream import NullHandler, Stream
+from embedserve.wire.http2.upload_budget import UploadBudget
 
 ANSWER = bytes(200_000)
 HEAD = encode([(b":status", b"200")])
@@ -26,8 +26,10 @@ class Slow:
 
     def __init__(self, *frames: bytes) -> None:
         self.trace = Trace()
-        uploads = Uploads(1 << 20, lambda: True)
-        self.connection = Http2Connection(lambda _: Opened(_answer, None), uploads, lambda: None)
+        uploads = UploadBudget(1 << 20, lambda: True)
+        self.connection = Http2Connection(
+            lambda _: ResolvedRoute(_answer, None), uploads, lambda: None
+        )
         self.receive(f.PREFACE + b"".join(frames))
 
     def receive(self, data: bytes) -> int:
@@ -40,7 +42,7 @@ class Slow:
         self._sent()
 
     def _sent(self) -> int:
-        sender, pieces = self.connection.sender, []
+        sender, pieces = self.connection.frame_writer, []
         sender.pump()
         while sender.out:
             pieces += sender.out
@@ -51,9 +53,9 @@ class Slow:
         return len(data)
 
 
-def _answer(stream: Stream) -> Ended:
+def _answer(stream: Stream) -> NullHandler:
     stream.answer(HEAD, (ANSWER,), len(ANSWER), b"")
-    return Ended()
+    return NullHandler()
 
 
 def settings(window: int) -> bytes:
@@ -66,7 +68,7 @@ def test_a_stream_without_window_is_reset() -> None:
     assert slow.trace.reset_codes == {}
     slow.pass_time(UNREAD_S_MAX + 1)
     assert slow.trace.reset_codes == {1: CANCEL}
-    assert slow.connection.sender.unsent_bytes == 0
+    assert slow.connection.frame_writer.unsent_bytes == 0
 
 
 def test_a_byte_now_and_then_is_no_progress() -> None:
@@ -87,6 +89,6 @@ def test_a_slow_reader_that_reads_is_left_alone() -> None:
 
 def test_a_connection_without_window_keeps_nothing() -> None:
     slow = Slow(settings(f.WINDOW_MAX), *(f.get(stream) for stream in range(1, 101, 2)))
-    assert slow.connection.sender.unsent_bytes > 9_000_000
+    assert slow.connection.frame_writer.unsent_bytes > 9_000_000
     slow.pass_time(UNREAD_S_MAX + 1)
-    assert slow.connection.sender.unsent_bytes == 0
+    assert slow.connection.frame_writer.unsent_bytes == 0

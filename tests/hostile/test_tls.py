@@ -12,9 +12,9 @@ from contextlib import ExitStack
 import pytest
 from hostile.conftest import Bounds, Victim, victim_and_neighbour
 from hostile.peer import WAIT_S_MAX
-from hostile.victim import NARROW
+from hostile.target_server import NARROW
 
-from embedserve.processes.memory import CONNECTION_BYTES, CONNECTION_TLS_BYTES, FREED_SHARE
+from embedserve.processes.memory_bounds import CONNECTION_BYTES, CONNECTION_TLS_BYTES, FREED_SHARE
 from embedserve.wire.tls.handshake import HANDSHAKE_BYTES
 
 victim, neighbour = victim_and_neighbour("narrow", has_tls=True)

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 from hostile import frames as f
+from hostile.canary_client import embed_request
 from hostile.conftest import MakePeer
 from hostile.frames import INITIAL_WINDOW_SIZE
-from hostile.neighbour import embed_request
 from hostile.peer import Peer
 
 from embedserve_proto import embedding_pb2 as pb

@@ -7,8 +7,8 @@ import subprocess
 from signal import Signals
 from typing import Any
 
+from forkserver import PYTHON, WarmPopen
 from server.python import environment
-from warm_python import PYTHON, WarmPopen
 
 
 class _Output(asyncio.StreamReaderProtocol):
@@ -61,7 +61,7 @@ class AsyncPopen:
 
 
 async def start_python(*arguments: object, is_warm: bool = True, **options: Any) -> AsyncPopen:
-    """Which can import what this one can, and has torch imported already (warm_python) unless it is
+    """Which can import what this one can, and has torch imported already (forkserver) unless it is
     not ``is_warm``."""
     popen = WarmPopen if is_warm else subprocess.Popen
     process = popen(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 
 from embedserve.batching.batcher import Batcher
-from embedserve.batching.caller import Caller
+from embedserve.batching.pending_request import PendingRequest
 from embedserve.errors import EmbedServeError
-from embedserve.models.served_models import ServedModels
-from embedserve.types import LookupRequest, LookupResult
+from embedserve.lookup import LookupRequest, LookupResult
+from embedserve.models.model_registry import ModelRegistry
 
 NEVER = float("inf")
 
 
-class WaitingCaller(Caller):
+class WaitingCaller(PendingRequest):
     """Tells a future. To be told twice raises InvalidStateError in the batcher."""
 
     __slots__ = ("_routing_key", "_source", "future")
@@ -41,10 +41,10 @@ class WaitingCaller(Caller):
     def routing_key(self) -> bytes:
         return self._routing_key
 
-    def answer(self, result: LookupResult) -> None:
+    def complete(self, result: LookupResult) -> None:
         self.future.set_result(result)
 
-    def refuse(self, error: EmbedServeError) -> None:
+    def reject(self, error: EmbedServeError) -> None:
         self.future.set_exception(error)
 
 
@@ -62,7 +62,7 @@ class Waiting(asyncio.Future[LookupResult]):
         self.caller = WaitingCaller(self, deadline_s, source, routing_key)
 
     def cancel(self, msg: object = None) -> bool:
-        self.caller.go_away()
+        self.caller.abandon()
         return super().cancel(msg)
 
 
@@ -78,7 +78,7 @@ def submit(
     return waiting
 
 
-def submit_to(models: ServedModels, request: LookupRequest, routing_key: bytes = b"") -> Waiting:
+def submit_to(models: ModelRegistry, request: LookupRequest, routing_key: bytes = b"") -> Waiting:
     """Has ``request`` answered by its model. Raises EmbedServeError: it is refused at once."""
     waiting = Waiting(routing_key=routing_key)
     models.enqueue(request, waiting.caller)

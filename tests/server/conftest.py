@@ -10,15 +10,15 @@ import httpx
 import pytest
 from server.fake_engine import FakeEngine, model_info
 from server.gate import Gate
-from server.live import Live, live_server, make_exchange
+from server.live import Live, live_server, make_pipeline
 from server.python import run_warm_python
 from server.waiting import given_up_after
 
 from embedserve.api.management import management_app
 from embedserve.batching.batcher import Batcher
 from embedserve.config import Limits
-from embedserve.exchange import Exchange
 from embedserve.metrics.model_metrics import ModelMetrics
+from embedserve.pipeline import RequestPipeline
 from embedserve.wire.asgi import EmbedEndpoint
 
 MakeBatcher = Callable[[Limits], Batcher]
@@ -84,13 +84,13 @@ def limits() -> Limits:
 
 
 @pytest.fixture
-def exchange(engine: FakeEngine, executor: ThreadPoolExecutor, limits: Limits) -> Exchange:
-    return make_exchange(engine, executor=executor, limits=limits)
+def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor, limits: Limits) -> RequestPipeline:
+    return make_pipeline(engine, executor=executor, limits=limits)
 
 
 @pytest.fixture
-async def rest(exchange: Exchange) -> AsyncIterator[httpx.AsyncClient]:
-    app = EmbedEndpoint(exchange, management_app(exchange))
+async def rest(pipeline: RequestPipeline) -> AsyncIterator[httpx.AsyncClient]:
+    app = EmbedEndpoint(pipeline, management_app(pipeline))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client

@@ -12,17 +12,17 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import uvloop
-from server.exchanges import IN_THREAD, make_exchange
 from server.fake_engine import FakeEngine
+from server.pipelines import IN_THREAD, make_pipeline
 
 from embedserve.config import ServeSettings
-from embedserve.exchange import Exchange
+from embedserve.pipeline import RequestPipeline
 from embedserve.processes.ports import Ports, claim_ports
 from embedserve.processes.serve import set_up_logging
-from embedserve.processes.server import serve_until
+from embedserve.processes.server import run_server
 
 
-async def serve(exchange: Exchange, settings: ServeSettings, ports: Ports) -> None:
+async def serve(pipeline: RequestPipeline, settings: ServeSettings, ports: Ports) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -31,7 +31,7 @@ async def serve(exchange: Exchange, settings: ServeSettings, ports: Ports) -> No
     def say_ready() -> None:
         print(ports.http, ports.grpc, flush=True)
 
-    await serve_until(stop, exchange, settings, ports, say_ready)
+    await run_server(stop, pipeline, settings, ports, say_ready)
 
 
 def hang_here(*args: object) -> None:
@@ -54,8 +54,8 @@ def main(lookup_s: float, drain_s: float, grpc_server: str, hang_s: float) -> No
     engine = FakeEngine()
     engine.delay_s = lookup_s
     with ThreadPoolExecutor(1) as executor:
-        exchange = make_exchange(engine, executor=executor, limits=IN_THREAD)
-        uvloop.run(serve(exchange, settings, ports))
+        pipeline = make_pipeline(engine, executor=executor, limits=IN_THREAD)
+        uvloop.run(serve(pipeline, settings, ports))
 
 
 if __name__ == "__main__":

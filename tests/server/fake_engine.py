@@ -16,8 +16,9 @@ import numpy as np
 from server.fake_models import FEATURES, VOCABULARIES, model_info
 
 from embedserve.batching.join import to_model_order
-from embedserve.codec.strings import StringIds
-from embedserve.types import LookupRequest, ModelInfo
+from embedserve.codec.string_ids import HashedStrings
+from embedserve.lookup import LookupRequest
+from embedserve.model_info import ModelInfo
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.string_hashes import hash_strings
 
@@ -228,5 +229,5 @@ def make_request(bags: Bags, weights: Weights | None = None, model: str = "") ->
         weights=flat_weights,
         batch_size=len(next(iter(bags.values()))),
         string_features=frozenset(string_counts),
-        strings=StringIds(hashes, strings, string_counts) if strings else None,
+        strings=HashedStrings(hashes, strings, string_counts) if strings else None,
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from embedserve.types import ModelInfo
+from embedserve.model_info import ModelInfo
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec

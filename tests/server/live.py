@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 import grpc
 import httpx
 from server.channels import OWN_CONNECTION
-from server.exchanges import IN_THREAD, make_exchange
 from server.fake_engine import FakeEngine
+from server.pipelines import IN_THREAD, make_pipeline
 
 from embedserve.config import Limits, ServeSettings
-from embedserve.exchange import Exchange
+from embedserve.pipeline import RequestPipeline
 from embedserve.processes.ports import claim_ports
-from embedserve.processes.server import serve_until
+from embedserve.processes.server import run_server
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "PROTOBUF",
     "Live",
     "live_server",
-    "make_exchange",
+    "make_pipeline",
     "serving",
 ]
 
@@ -40,7 +40,7 @@ GRPC_SERVERS = ("native", "grpcio")
 class Live:
     """A running server, and clients of it."""
 
-    exchange: Exchange
+    pipeline: RequestPipeline
     http_port: int
     grpc_target: str
     http: httpx.AsyncClient
@@ -52,10 +52,10 @@ class Live:
 
     def queued(self) -> int:
         """Requests that wait for a batch of the default model."""
-        return self.exchange.metrics.models[self.exchange.models.default_model].count_queue()[0]
+        return self.pipeline.metrics.models[self.pipeline.models.default_model].count_queue()[0]
 
     def outcomes(self, protocol: str) -> dict[str, int]:
-        return dict(self.exchange.metrics.protocols[protocol].outcomes)
+        return dict(self.pipeline.metrics.protocols[protocol].outcomes)
 
 
 @asynccontextmanager
@@ -67,8 +67,8 @@ async def live_server(
 ) -> AsyncIterator[Live]:
     """Serves until the block ends, then drains."""
     with ThreadPoolExecutor(1) as executor:
-        exchange = make_exchange(*engines, executor=executor, limits=limits)
-        async with serving(exchange, drain_s, grpc_server) as live:
+        pipeline = make_pipeline(*engines, executor=executor, limits=limits)
+        async with serving(pipeline, drain_s, grpc_server) as live:
             try:
                 yield live
             finally:
@@ -78,7 +78,7 @@ async def live_server(
 
 @asynccontextmanager
 async def serving(
-    exchange: Exchange,
+    pipeline: RequestPipeline,
     drain_s: float = 5.0,
     grpc_server: str = "native",
     management_host: str = "",
@@ -87,7 +87,7 @@ async def serving(
     tls: tuple[str, str] = ("", ""),
     allowed_hosts: tuple[str, ...] = ("*",),
 ) -> AsyncIterator[Live]:
-    """Serves what ``exchange`` answers until the block ends, then drains; ``unix`` are paths of
+    """Serves what ``pipeline`` answers until the block ends, then drains; ``unix`` are paths of
     sockets, ``tls`` those of a certificate and its key."""
     settings = ServeSettings(store="", drain_s=drain_s, grpc_server=grpc_server, labels=labels)
     settings = replace(settings, tls_cert=tls[0], tls_key=tls[1], allowed_host=allowed_hosts)
@@ -98,7 +98,7 @@ async def serving(
     sockets = [(path, 0o600, "Unix") for path in unix]
     ports = claim_ports("127.0.0.1", 0, 0, management, sockets)
     ready, stop = asyncio.Event(), asyncio.Event()
-    running = asyncio.create_task(serve_until(stop, exchange, settings, ports, ready.set))
+    running = asyncio.create_task(run_server(stop, pipeline, settings, ports, ready.set))
     await asyncio.wait_for(ready.wait(), 10)
     target = f"127.0.0.1:{ports.grpc}"
     channel = grpc.aio.insecure_channel(target, options=OWN_CONNECTION)
@@ -108,7 +108,7 @@ async def serving(
         ) as http:
             stub = EmbeddingServiceStub(channel)
             yield Live(
-                exchange, ports.http, target, http, channel, stub, running, stop, ports.management
+                pipeline, ports.http, target, http, channel, stub, running, stop, ports.management
             )
     finally:
         await channel.close()

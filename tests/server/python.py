@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from warm_python import PYTHON, run_warm
+from forkserver import PYTHON, run_warm
 
 RUN_S_MAX = 120
 

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from embedserve.api.management import management_app
-from embedserve.exchange import Exchange
+from embedserve.pipeline import RequestPipeline
 from embedserve.wire.asgi import EmbedEndpoint
 from embedserve.wire.connections import Connection
 from embedserve.wire.http1 import Http1Connection
@@ -37,8 +37,8 @@ class RecordingServer(WireServer):
         connections: that are open.
     """
 
-    def __init__(self, exchange: Exchange, certificates: Certificates | None = None) -> None:
-        super().__init__(exchange, management_app(exchange), certificates)
+    def __init__(self, pipeline: RequestPipeline, certificates: Certificates | None = None) -> None:
+        super().__init__(pipeline, management_app(pipeline), certificates)
         self.connections: set[Connection] = set()
 
     def add(self, connection: Connection) -> None:
@@ -53,8 +53,8 @@ class RecordingServer(WireServer):
 class RawServer:
     """A port and the connections behind it."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, pipeline: RequestPipeline) -> None:
+        self.pipeline = pipeline
         self.port = 0
         self._writers: list[asyncio.StreamWriter] = []
 
@@ -73,7 +73,7 @@ class RawServer:
             writer.transport.abort()
 
     def outcomes(self) -> dict[str, int]:
-        return dict(self.exchange.metrics.protocols["rest"].outcomes)
+        return dict(self.pipeline.metrics.protocols["rest"].outcomes)
 
     async def open(
         self, context: ssl.SSLContext | None = None
@@ -110,9 +110,9 @@ class RawServer:
 class OurServer(RawServer):
     """Connections as they are served."""
 
-    def __init__(self, exchange: Exchange, certificates: Certificates | None = None) -> None:
-        super().__init__(exchange)
-        self.wire = RecordingServer(exchange, certificates)
+    def __init__(self, pipeline: RequestPipeline, certificates: Certificates | None = None) -> None:
+        super().__init__(pipeline)
+        self.wire = RecordingServer(pipeline, certificates)
 
     async def start(self) -> None:
         await self.wire.listen([self._bind()])
@@ -151,11 +151,11 @@ class PlainServer(RawServer):
     Without uvicorn.Server, whose stop waits.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
-        super().__init__(exchange)
+    def __init__(self, pipeline: RequestPipeline) -> None:
+        super().__init__(pipeline)
         self._state = ServerState()
         self._config = uvicorn.Config(
-            cast(Any, EmbedEndpoint(exchange, management_app(exchange))),
+            cast(Any, EmbedEndpoint(pipeline, management_app(pipeline))),
             interface="asgi3",
             ws="none",
             lifespan="off",
@@ -183,10 +183,10 @@ class PlainServer(RawServer):
 
 @asynccontextmanager
 async def our_server(
-    exchange: Exchange, certificates: Certificates | None = None
+    pipeline: RequestPipeline, certificates: Certificates | None = None
 ) -> AsyncIterator[OurServer]:
     """Until the block ends; its connections are cut then."""
-    server = OurServer(exchange, certificates)
+    server = OurServer(pipeline, certificates)
     await server.start()
     try:
         yield server
@@ -195,9 +195,9 @@ async def our_server(
 
 
 @asynccontextmanager
-async def plain_server(exchange: Exchange) -> AsyncIterator[PlainServer]:
+async def plain_server(pipeline: RequestPipeline) -> AsyncIterator[PlainServer]:
     """uvicorn alone, until the block ends."""
-    server = PlainServer(exchange)
+    server = PlainServer(pipeline)
     await server.start()
     try:
         yield server

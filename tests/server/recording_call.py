@@ -1,4 +1,4 @@
-"""A call of the exchange that keeps what it is told."""
+"""A call of the pipeline that keeps what it is told."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 
 from embedserve.codec.codec import JSON, PROTOBUF, Codec
 from embedserve.errors import EmbedServeError
-from embedserve.exchange import Asked, Call, Exchange
+from embedserve.lookup import ResponseChunks
 from embedserve.metrics.metrics import ProtocolMetrics
-from embedserve.tracing.request_id import Told
-from embedserve.types import Parts
+from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
+from embedserve.tracing.request_id import HeaderList
 
 BODY = b'{"features": {"user": [1]}}'
 SECRET = "secret of the server"
 
 
-class RecordingCall(Call):
+class RecordingCall(RequestContext):
     """Keeps what it is told.
 
     Attributes:
@@ -29,19 +29,23 @@ class RecordingCall(Call):
 
     __slots__ = ("failure", "told")
 
-    def __init__(self, exchange: Exchange, asked: Asked, start_s: float | None = None) -> None:
-        super().__init__(asked, perf_counter() if start_s is None else start_s, exchange)
+    def __init__(
+        self, pipeline: RequestPipeline, options: RequestOptions, start_s: float | None = None
+    ) -> None:
+        super().__init__(options, perf_counter() if start_s is None else start_s, pipeline)
         self.told: list[bytes | EmbedServeError] = []
         self.failure: Exception | None = None
 
-    def write_answer(self, parts: Parts, nbytes: int, told: Told | None = None) -> None:
+    def write_response(
+        self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+    ) -> None:
         if self.failure is not None:
             raise self.failure
         body = b"".join(parts)
         assert len(body) == nbytes
         self.told.append(body)
 
-    def write_error(self, error: EmbedServeError, told: Told) -> None:
+    def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
         self.told.append(error)
 
     @property
@@ -51,23 +55,27 @@ class RecordingCall(Call):
         return one
 
 
-def metrics_of(exchange: Exchange) -> ProtocolMetrics:
-    return exchange.metrics.protocols["rest"]
+def metrics_of(pipeline: RequestPipeline) -> ProtocolMetrics:
+    return pipeline.metrics.protocols["rest"]
 
 
-def outcomes(exchange: Exchange) -> dict[str, int]:
-    return dict(metrics_of(exchange).outcomes)
+def outcomes(pipeline: RequestPipeline) -> dict[str, int]:
+    return dict(metrics_of(pipeline).outcomes)
 
 
 def asked(
-    exchange: Exchange, codec: Codec = JSON, *, model: str = "", timeout_s: float | None = None
-) -> Asked:
-    return Asked(model, codec, PROTOBUF, timeout_s, metrics_of(exchange))
+    pipeline: RequestPipeline,
+    codec: Codec = JSON,
+    *,
+    model: str = "",
+    timeout_s: float | None = None,
+) -> RequestOptions:
+    return RequestOptions(model, codec, PROTOBUF, timeout_s, metrics_of(pipeline))
 
 
-def ask(exchange: Exchange, body: bytes = BODY, *, model: str = "") -> RecordingCall:
-    call = RecordingCall(exchange, asked(exchange, model=model))
-    exchange.ask(call, body)
+def ask(pipeline: RequestPipeline, body: bytes = BODY, *, model: str = "") -> RecordingCall:
+    call = RecordingCall(pipeline, asked(pipeline, model=model))
+    pipeline.submit(call, body)
     return call
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from server.fake_engine import FEATURES, Bags, Weights
 from server.fake_models import VOCABULARIES, ruled_info
 
-from embedserve.types import ModelInfo
+from embedserve.model_info import ModelInfo
 from embedserve_store.format.table_spec import TableSpec
 
 WEIGHT = st.floats(-100, 100, width=32)

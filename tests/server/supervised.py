@@ -18,7 +18,7 @@ from pathlib import Path
 from embedserve.config import ServeSettings
 from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
-from embedserve.metrics.slots import Slot, Slots
+from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.processes.ports import SharedPorts, claim_ports
 from embedserve.processes.serve import set_up_logging
 from embedserve.processes.supervisor import Supervisor, WorkerFailedError
@@ -27,11 +27,15 @@ ANSWER_S = 1.0
 
 
 def serve(
-    channel: socket.socket, slot: Slot, ports: SharedPorts, settings: ServeSettings, lookup_s: float
+    channel: socket.socket,
+    counters: WorkerCounters,
+    ports: SharedPorts,
+    settings: ServeSettings,
+    lookup_s: float,
 ) -> None:
     import uvloop
-    from server.exchanges import IN_THREAD, make_exchange
     from server.fake_engine import FakeEngine
+    from server.pipelines import IN_THREAD, make_pipeline
 
     from embedserve.processes import worker
 
@@ -39,13 +43,13 @@ def serve(
     engine = FakeEngine()
     engine.delay_s = lookup_s
     with ThreadPoolExecutor(1) as executor:
-        exchange = make_exchange(engine, executor=executor, limits=IN_THREAD, slot=slot)
+        pipeline = make_pipeline(engine, executor=executor, limits=IN_THREAD, counters=counters)
 
         def announce() -> None:
             print("ready", ports.http, ports.grpc, flush=True)
 
-        if worker.wait_to_go(channel):
-            uvloop.run(worker.run_worker(exchange, settings, ports, slot, channel, announce))
+        if worker.wait_for_start(channel):
+            uvloop.run(worker.run_worker(pipeline, settings, ports, counters, channel, announce))
 
 
 def hang_here(*args: object) -> None:
@@ -68,7 +72,7 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
     settings = ServeSettings(store="", drain_s=drain_s, workers=workers, allowed_host=("*",))
     unix = [(f"{failure}.sock", 0o600, "HTTP")]
     ports = claim_ports("127.0.0.1", 0, 0, unix=unix).share()
-    slots = Slots(workers, cells_per_worker(1, COLUMNS_MIN))
+    slots = SharedCounters(workers, cells_per_worker(1, COLUMNS_MIN))
 
     def on_ready() -> None:
         if Path(f"{failure}.asked").exists():
@@ -77,11 +81,11 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
     def run_worker(index: int, channel: socket.socket) -> int:
         print("started", index, flush=True)
         if failure.exists():
-            from embedserve.processes.worker import tell_failure
+            from embedserve.processes.worker import report_failure
 
-            tell_failure(channel, ValueError(failure.read_text()))
+            report_failure(channel, ValueError(failure.read_text()))
             return 3
-        serve(channel, Slot(slots, index), ports, settings, lookup_s)
+        serve(channel, WorkerCounters(slots, index), ports, settings, lookup_s)
         return 0
 
     try:

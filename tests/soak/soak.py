@@ -22,7 +22,7 @@ from random import Random
 from threading import Thread
 
 from long_runs import chosen
-from soak import load, rude
+from soak import abusive_clients, load
 from soak.embeds import publish
 from soak.faults import HANG, KILL, RESTART, Faults, Servers, planned
 from soak.report import Report, draw_report, judge, print_table
@@ -73,7 +73,7 @@ class Clients:
         ours, theirs = self._context.Pipe()
         arguments = (site, theirs, self._seed)
         if role == "rude":
-            process = self._context.Process(target=rude.run, args=arguments)
+            process = self._context.Process(target=abusive_clients.run, args=arguments)
         else:
             process = self._context.Process(target=load.run, args=(role, *arguments))
         process.start()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from hostile.neighbour import anonymous_kib
+from hostile.canary_client import anonymous_kib
 from soak.faults import Servers
 from soak.tally import Phases, Tally
 

@@ -16,7 +16,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 from writable import writable
 
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest
-from embedserve_store.format.seal import sealed_json
+from embedserve_store.format.manifest_checksum import sealed_json
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.goldens_file import Goldens, save_goldens
 from embedserve_store.goldens.sampled_bags import sample_bags

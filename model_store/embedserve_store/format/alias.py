@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.json_fields import parse_json, typed
-from embedserve_store.format.seal import check_seal, sealed_json
+from embedserve_store.format.manifest_checksum import check_seal, sealed_json
 from embedserve_store.format.version_folder import VERSION_PATTERN
 
 FORMAT_VERSION = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from embedserve_store.format.json_fields import parse_json
 from embedserve_store.format.manifest import Manifest
-from embedserve_store.format.seal import check_seal
+from embedserve_store.format.manifest_checksum import check_seal
 
 
 def parse_manifest(text: bytes, where: str) -> Manifest:

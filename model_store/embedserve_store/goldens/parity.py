@@ -19,7 +19,7 @@ from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import CODES_MAX, TableSpec
 from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.goldens.goldens_file import Bags, Goldens
-from embedserve_store.goldens.hand_pooling import RowsOf, pool, stored_rows
+from embedserve_store.goldens.reference_pooling import RowsOf, pool, stored_rows
 
 SUMS_TOLERANCE = 1e-5
 """Relative to the largest magnitude of a golden answer: float32 sums in another order."""

@@ -46,7 +46,7 @@ def let_go(version: ModelVersion) -> None:
         _madvise(piece, mmap.MADV_DONTNEED)
 
 
-def let_go_of(rows: NDArray[np.uint8]) -> None:
+def drop_pages(rows: NDArray[np.uint8]) -> None:
     """Has no page that lies whole in ``rows``, a range of a mapped file, mapped any more; they may
     still be read."""
     data = rows.reshape(-1)

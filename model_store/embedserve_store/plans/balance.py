@@ -11,18 +11,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.plans.access_counts import (
+    AccessCounts,
+    reads_per_rank,
+    under,
+    whole_read_bytes,
+)
 from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.plan import Plan, TablePlan
 from embedserve_store.plans.planner import draft_plan
 from embedserve_store.plans.planner_request import combined, own_constraints
 from embedserve_store.plans.planner_search import ShardCosts
-from embedserve_store.plans.reads import Reads, reads_per_rank, under, whole_read_bytes
 from embedserve_store.plans.sharding_types import AUTO, auto_types
 
 
 def balanced_plan(
     tables: Sequence[TableSpec],
-    measured: Reads,
+    measured: AccessCounts,
     *,
     world_size: int,
     sharding: str | Mapping[str, str] = AUTO,
@@ -72,7 +77,7 @@ def balanced_plan(
 
 
 def _foretold_types(
-    tables: Sequence[TableSpec], measured: Reads, world_size: int, device_type: str
+    tables: Sequence[TableSpec], measured: AccessCounts, world_size: int, device_type: str
 ) -> dict[str, tuple[str, ...]]:
     """Whole where a rank's fair share is more than what is read of the table: to divide it costs
     time at every lookup, and is of no use."""
@@ -90,7 +95,7 @@ def _foretold_types(
     return types
 
 
-def _read_bytes(measured: Reads, device_type: str) -> ShardCosts:
+def _read_bytes(measured: AccessCounts, device_type: str) -> ShardCosts:
     def costs(table: TableSpec, of_table: TablePlan) -> list[float]:
         plan = Plan(len(of_table.shards), {table.name: of_table}, {})
         return reads_per_rank(plan, [table], under(plan, [table], measured), device_type)[1]

@@ -15,8 +15,8 @@ from typing import Any
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import COLUMN_MULTIPLE, TableSpec
-from embedserve_store.handwritten import read_handwritten
 from embedserve_store.plans.sharding_types import SHARDING_TYPES, why_not
+from embedserve_store.user_file import read_user_file
 
 NOT_HONOURED = {
     "cache_params": "tables are not cached, they are in memory",
@@ -160,7 +160,7 @@ def _parsed(path: Path) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(read_handwritten(path))  # JSON is YAML
+        return yaml.safe_load(read_user_file(path))  # JSON is YAML
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:

@@ -18,8 +18,8 @@ from embedserve_store.format.manifest import KeyColumns, Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.expected import Expected
 from embedserve_store.goldens.goldens_file import Bags
-from embedserve_store.goldens.hand_pooling import pool
 from embedserve_store.goldens.parity import is_near
+from embedserve_store.goldens.reference_pooling import pool
 from embedserve_store.ids.id_map import IdMap
 from embedserve_store.sources.expected_tables import POOLINGS, fitting
 from embedserve_store.sources.rows import TableRows, source_rows

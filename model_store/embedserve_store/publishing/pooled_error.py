@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from embedserve_store.format.table_spec import TableSpec, row_bytes
 from embedserve_store.format.tables_file import TablesFile
-from embedserve_store.goldens.hand_pooling import pool_rows, stored_rows
+from embedserve_store.goldens.reference_pooling import pool_rows, stored_rows
 from embedserve_store.sources.rows import TableRows
 
 BAGS = 256

@@ -15,7 +15,7 @@ from embedserve_store.errors import StoreError, missing_version
 from embedserve_store.model_store import ModelStore
 from embedserve_store.remote.pull import MANIFEST
 from embedserve_store.remote.remote_files import RemoteFolder
-from embedserve_store.writing.hold import HeldError, remove_unheld, unheld
+from embedserve_store.writing.version_lock import HeldError, remove_unheld, unheld
 
 
 def remove_version(store: str | os.PathLike[str], model: str, version: int) -> None:

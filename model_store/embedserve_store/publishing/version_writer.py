@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest
+from embedserve_store.format.manifest_checksum import sealed_json
 from embedserve_store.format.row_layout import encode_rows, unstorable_rows
-from embedserve_store.format.seal import sealed_json
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.format.tables_file import BLOCK_BYTES, Progress, TablesFile
 from embedserve_store.format.version_folder import to_json_bytes
 from embedserve_store.goldens.goldens_file import Bags, Goldens, save_goldens
-from embedserve_store.goldens.hand_pooling import pool, pool_stored, row_numbers
 from embedserve_store.goldens.parity import check_answers
+from embedserve_store.goldens.reference_pooling import pool, pool_stored, row_numbers
 from embedserve_store.goldens.row_checksums import row_checksums
 from embedserve_store.goldens.sampled_bags import sample_bags
 from embedserve_store.ids.id_map import IdMap, write_id_maps

@@ -20,7 +20,7 @@ from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.remote.pull import MANIFEST, RemoteVersion, pull, read_manifest
 from embedserve_store.remote.remote_files import RemoteFolder, TransferProgress, UnreachableError
-from embedserve_store.writing.hold import HeldError, remove_unheld
+from embedserve_store.writing.version_lock import HeldError, remove_unheld
 
 logger = logging.getLogger(__name__)
 

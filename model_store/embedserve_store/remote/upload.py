@@ -12,7 +12,7 @@ from pathlib import Path
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest import Manifest
-from embedserve_store.format.seal import sealed_json
+from embedserve_store.format.manifest_checksum import sealed_json
 from embedserve_store.format.version_folder import VERSION_PATTERN
 from embedserve_store.local_store import LocalStore
 from embedserve_store.remote.pull import MANIFEST, file_names

@@ -17,7 +17,7 @@ from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.id_rule import ID_TYPES, RULES, UNKNOWN, IdRule
 from embedserve_store.format.json_fields import typed
 from embedserve_store.format.table_spec import TableSpec, check_tables, table_of
-from embedserve_store.handwritten import read_handwritten
+from embedserve_store.user_file import read_user_file
 
 _DESCRIPTION_KEYS = ("tables", "is_weighted")
 _REQUIRED_KEYS = ("name", "num_embeddings", "embedding_dim", "feature_names", "pooling")
@@ -94,7 +94,7 @@ def _parse(path: Path) -> tuple[str, Any]:
     import yaml
 
     try:
-        text = read_handwritten(path)
+        text = read_user_file(path)
         return text, json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error

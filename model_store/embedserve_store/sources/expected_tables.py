@@ -17,8 +17,8 @@ from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec, answer_keys
 from embedserve_store.goldens.expected import Expected
 from embedserve_store.goldens.goldens_file import Bags
-from embedserve_store.goldens.hand_pooling import pool_rows
 from embedserve_store.goldens.parity import is_near
+from embedserve_store.goldens.reference_pooling import pool_rows
 from embedserve_store.sources.rows import TableRows
 
 POOLINGS = ("sum", "mean")

@@ -13,7 +13,7 @@ JUMP_S = 5.0
 LASTS_S = 300.0
 
 
-class SteadyClock:
+class JumpTolerantClock:
     """Unix time by a clock that only goes forward, and that the host's clock corrects."""
 
     def __init__(
@@ -31,7 +31,7 @@ class SteadyClock:
     def now_s(self) -> float:
         return self._steady() + self._offset_s
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Follows the host's clock; called about every second."""
         steady_s = self._steady()
         difference_s = self._wall() - steady_s - self._offset_s

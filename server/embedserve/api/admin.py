@@ -15,8 +15,8 @@ from embedserve.errors import EmbedServeError
 JSON = "application/json"
 
 
-class Operator(Protocol):
-    """Does what is asked; processes/operator.py."""
+class AdminOperations(Protocol):
+    """Does what is asked; processes/admin_service.py."""
 
     async def load(self, name: str) -> int: ...
 
@@ -55,7 +55,7 @@ def check_json(content_type: str = Header("", include_in_schema=False)) -> None:
         raise NotJsonError(f"Content-Type is {content_type!r}: send {JSON}", "Content-Type")
 
 
-def add_admin(app: FastAPI, operator: Operator) -> None:
+def add_admin(app: FastAPI, operator: AdminOperations) -> None:
     """Adds the routes to ``app``; whoever reaches them may do all of it."""
     json_only = [Depends(check_json)]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from embedserve.api.errors_openapi import OF_LOOKUPS, error_responses, path_parameter
-from embedserve.types import ModelInfo
+from embedserve.model_info import ModelInfo
 
 _PARAMETERS = {"type": ["object", "null"]}
 _TENSOR = {

@@ -15,12 +15,12 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from embedserve import __version__
-from embedserve.access.access import one_header
-from embedserve.api import open_inference
-from embedserve.api.admin import Operator, add_admin
+from embedserve.access.authenticator import one_header
+from embedserve.api import open_inference_routes
+from embedserve.api.admin import AdminOperations, add_admin
+from embedserve.api.auth_middleware import AuthMiddleware, error_response
 from embedserve.api.console.labels import Labels
 from embedserve.api.console.routes import HEADERS, add_console
-from embedserve.api.guard import Guard, error_response
 from embedserve.api.openapi import describe_routes, operation_id
 from embedserve.api.openapi_pages import OpenApiPages
 from embedserve.api.plan import Plan, plan_of
@@ -28,9 +28,9 @@ from embedserve.api.shared_memory import shared_memory_routes
 from embedserve.api.slow import add_slow
 from embedserve.codec.model_description import describe
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, InvalidRequestError
-from embedserve.exchange import Exchange
+from embedserve.model_info import ModelInfo
+from embedserve.pipeline import RequestPipeline
 from embedserve.tracing.request_id import REQUEST_ID
-from embedserve.types import ModelInfo
 
 START_PAGE = """<!doctype html>
 <html lang="en"><title>embedserve</title>
@@ -60,7 +60,7 @@ class IdRule(BaseModel):
     default_row: int | None = None
 
 
-class Table(BaseModel):
+class TableResponse(BaseModel):
     """A table of a served model."""
 
     name: str
@@ -91,7 +91,7 @@ class Model(BaseModel):
     keys: list[str]
     length_per_key: list[int]
     unpooled: bool = Field(description="Answers have one row for each id, and lengths.")
-    tables: list[Table]
+    tables: list[TableResponse]
     device: str
     bytes_per_rank: list[int] = Field(description="Of table rows; of replicas, of each.")
     replicas: int = Field(description="Copies of the tables, each on GPUs of its own; 1 on CPUs.")
@@ -117,7 +117,7 @@ class Models(BaseModel):
     default_model: str
 
 
-class Health(BaseModel):
+class HealthResponse(BaseModel):
     status: str
 
 
@@ -129,23 +129,25 @@ class Info(BaseModel):
     tables: str = Field(description="mapped from the store's files, or resident in memory.")
 
 
-def health_app(exchange: Exchange) -> FastAPI:
+def health_app(pipeline: RequestPipeline) -> FastAPI:
     """The FastAPI application of ports whose management is at another one: callers are told of
     health, and of their shared memory."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_start_page(app, HEALTH_LINKS)
-    _add_health(app, exchange)
-    if exchange.shared_memory is not None:
-        app.include_router(shared_memory_routes(exchange, exchange.shared_memory))
-        if exchange.access is not None:
-            app.add_middleware(Guard, access=exchange.access, addresses=exchange.addresses)
+    _add_health(app, pipeline)
+    if pipeline.shared_memory is not None:
+        app.include_router(shared_memory_routes(pipeline, pipeline.shared_memory))
+        if pipeline.authenticator is not None:
+            app.add_middleware(
+                AuthMiddleware, authenticator=pipeline.authenticator, addresses=pipeline.addresses
+            )
     _add_error_shape(app)
     return app
 
 
 def management_app(
-    exchange: Exchange,
-    operator: Operator | None = None,
+    pipeline: RequestPipeline,
+    operator: AdminOperations | None = None,
     labels: Labels | None = None,
     *,
     asks: bool = True,
@@ -163,11 +165,11 @@ def management_app(
         generate_unique_id_function=operation_id,
         redirect_slashes=False,  # a redirect repeats the client's Host
     )
-    served, metrics_of_all = exchange.models, exchange.metrics
+    served, metrics_of_all = pipeline.models, pipeline.metrics
     registry = metrics_of_all.registry()
 
     _add_start_page(app, MANAGEMENT_LINKS)
-    _add_health(app, exchange)
+    _add_health(app, pipeline)
 
     text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
@@ -203,18 +205,20 @@ def management_app(
         """One served model, NAME, or one of its versions, NAME@VERSION or NAME@ALIAS."""
         return model_of(served.model(model))
 
-    app.include_router(open_inference.routes(exchange))
-    if exchange.shared_memory is not None:
-        app.include_router(shared_memory_routes(exchange, exchange.shared_memory))
-    add_slow(app, exchange)
+    app.include_router(open_inference_routes.routes(pipeline))
+    if pipeline.shared_memory is not None:
+        app.include_router(shared_memory_routes(pipeline, pipeline.shared_memory))
+    add_slow(app, pipeline)
     add_console(app, served, labels or {})
     if operator is not None:
         add_admin(app, operator)
     app.add_middleware(OpenApiPages)
-    if asks and exchange.access is not None:
-        app.add_middleware(Guard, access=exchange.access, addresses=exchange.addresses)
+    if asks and pipeline.authenticator is not None:
+        app.add_middleware(
+            AuthMiddleware, authenticator=pipeline.authenticator, addresses=pipeline.addresses
+        )
     _add_error_shape(app)
-    describe_routes(app, exchange)
+    describe_routes(app, pipeline)
     return app
 
 
@@ -227,20 +231,20 @@ def _add_start_page(app: FastAPI, links: Sequence[str]) -> None:
         return Response(page, 200, HEADERS, "text/html; charset=utf-8")
 
 
-def _add_health(app: FastAPI, exchange: Exchange) -> None:
-    app.include_router(open_inference.health_routes(exchange))
+def _add_health(app: FastAPI, pipeline: RequestPipeline) -> None:
+    app.include_router(open_inference_routes.health_routes(pipeline))
 
     @app.get("/health/live", tags=["health"])
-    async def live() -> Health:
+    async def live() -> HealthResponse:
         """The process runs."""
-        return Health(status="live")
+        return HealthResponse(status="live")
 
     @app.get("/health/ready", tags=["health"])
-    async def ready() -> Health:
+    async def ready() -> HealthResponse:
         """All models are loaded, checked and warm; 503 while draining before the stop, and where
         a model's files were changed under the server."""
-        exchange.models.check_ready()
-        return Health(status="ready")
+        pipeline.models.check_ready()
+        return HealthResponse(status="ready")
 
 
 def _add_error_shape(app: FastAPI) -> None:

@@ -8,12 +8,12 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 
+from embedserve.api.auth_middleware import ANYBODY, roles_of
 from embedserve.api.embed_openapi import EMBED_SCHEMAS, embed_paths
 from embedserve.api.errors_openapi import ERROR_SCHEMAS, error_responses, is_infer
-from embedserve.api.guard import ANYBODY, roles_of
 from embedserve.api.infer_openapi import INFER_SCHEMAS, infer_paths
 from embedserve.api.shared_memory import PREFIX as SHARED_MEMORY
-from embedserve.exchange import Exchange
+from embedserve.pipeline import RequestPipeline
 
 Schema = dict[str, Any]
 _FASTAPIS_OWN = ("HTTPValidationError", "ValidationError")
@@ -25,9 +25,9 @@ def operation_id(route: APIRoute) -> str:
     return ("v2_" if is_infer(route.path) else "") + route.name
 
 
-def describe_routes(app: FastAPI, exchange: Exchange) -> None:
+def describe_routes(app: FastAPI, pipeline: RequestPipeline) -> None:
     """Has ``app`` describe its routes and the wire's, with examples of what is served then."""
-    served, asks = exchange.models, exchange.access is not None
+    served, asks = pipeline.models, pipeline.authenticator is not None
 
     def openapi() -> Schema:
         if app.openapi_schema is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from embedserve.types import ModelInfo
+from embedserve.model_info import ModelInfo
 from embedserve_store.plans.plan import shard_bytes
 
 

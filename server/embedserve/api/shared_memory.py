@@ -11,10 +11,10 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field, ValidationError
 
-from embedserve.access.access import CERTIFICATE, one_header
+from embedserve.access.authenticator import CERTIFICATE, one_header
 from embedserve.errors import InvalidRequestError, PermissionDeniedError, RequestTooLargeError
-from embedserve.exchange import ORIGIN, Exchange
-from embedserve.shared_memory.regions import EVERYBODY, SharedMemory
+from embedserve.pipeline import ORIGIN, RequestPipeline
+from embedserve.shared_memory.region_registry import EVERYBODY, RegionRegistry
 
 PREFIX = "/v2/systemsharedmemory"
 BODY_BYTES_MAX = 4096
@@ -46,15 +46,15 @@ _RANGE: dict[str, Any] = {
 }
 
 
-def shared_memory_routes(exchange: Exchange, shared: SharedMemory) -> APIRouter:
-    """Of what callers of ``exchange`` have registered."""
+def shared_memory_routes(pipeline: RequestPipeline, shared: RegionRegistry) -> APIRouter:
+    """Of what callers of ``pipeline`` have registered."""
     router = APIRouter(prefix=PREFIX, tags=["open inference"])
 
     def owner_of(request: Request) -> str:
         headers = request.scope["headers"]
         if one_header(headers, ORIGIN) is not None:
             raise PermissionDeniedError("a browser's page has no shared memory: Origin is set")
-        access = exchange.access
+        access = pipeline.authenticator
         if access is None:
             return EVERYBODY
         authorization = one_header(headers, b"authorization")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 from pydantic import BaseModel, Field
 
-from embedserve.exchange import Exchange
+from embedserve.pipeline import RequestPipeline
 from embedserve.tracing.slow_requests import KEPT_S
 
 
@@ -37,11 +37,11 @@ class Slow(BaseModel):
     requests: list[SlowRequest] = Field(description="Of the worker that answers.")
 
 
-def add_slow(app: FastAPI, exchange: Exchange) -> None:
+def add_slow(app: FastAPI, pipeline: RequestPipeline) -> None:
     """Adds the route to ``app``."""
 
     @app.get("/slow", tags=["metrics"], response_model_exclude_none=True)
     async def slow() -> Slow:
         """The slowest requests of the last minutes, and where their time went."""
-        told = exchange.observer.slow.fields()
+        told = pipeline.telemetry.slow.fields()
         return Slow(seconds=KEPT_S, requests=[SlowRequest.model_validate(one) for one in told])

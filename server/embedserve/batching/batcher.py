@@ -17,18 +17,19 @@ from time import perf_counter
 
 import numpy as np
 
-from embedserve.batching.caller import Caller, Taken
-from embedserve.batching.checks import find_invalid
 from embedserve.batching.join import join
-from embedserve.batching.lane import Lane
 from embedserve.batching.lookup_engine import LookupEngine
-from embedserve.batching.lookups import FAILED, LookedUp, Lookups
+from embedserve.batching.lookup_executor import FAILED, LookedUp, LookupExecutor
+from embedserve.batching.pending_request import BatchTicket, PendingRequest
+from embedserve.batching.request_queue import RequestQueue
 from embedserve.batching.shadow import Shadow
-from embedserve.batching.split import make_as_wanted, split
+from embedserve.batching.split import select_output_keys, split
+from embedserve.batching.validation import find_invalid
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, EngineError, OverloadedError
+from embedserve.lookup import Batch, LookupRequest, LookupResult
 from embedserve.metrics.model_metrics import ModelMetrics
-from embedserve.types import Batch, LookupRequest, LookupResult, ModelInfo
+from embedserve.model_info import ModelInfo
 
 AT_ONCE = 2
 """Batches that each replica of an engine which waits for its device is given: one may be copied
@@ -72,7 +73,7 @@ class Batcher:
         self.on_room: Callable[[], None] = _do_nothing
         self.shadow: Shadow | None = None
         self.model = model
-        self._lookups = Lookups(engine, model, executor, threads)
+        self._lookups = LookupExecutor(engine, model, executor, threads)
         self._limits = limits
         self._metrics = metrics
         self._counts = metrics.version
@@ -82,14 +83,14 @@ class Batcher:
         waits = engine.waits_for_device
         self._inline_bytes_max = 0 if waits else limits.inline_bytes_max
         bags_bytes = BAG_BYTES * len(model.features)
-        self._bytes_per_example = model.answer_bytes_per_example + bags_bytes
-        self._bytes_per_id = model.answer_bytes_per_id + 4 * max(model.length_per_key)
+        self._bytes_per_example = model.response_bytes_per_example + bags_bytes
+        self._bytes_per_id = model.response_bytes_per_id + 4 * max(model.length_per_key)
         self._work_bytes = partial(_work_bytes, self._bytes_per_example, self._bytes_per_id)
         queue = f"the queue of {model.name!r}"
         of_large = " for large requests" if self._inline_bytes_max else ""
         at_once = AT_ONCE * engine.replicas if waits else 1
-        self._small = Lane(queue, model, limits, self._work_bytes, at_once)
-        self._large = Lane(queue + of_large, model, limits, self._work_bytes, at_once)
+        self._small = RequestQueue(queue, model, limits, self._work_bytes, at_once)
+        self._large = RequestQueue(queue + of_large, model, limits, self._work_bytes, at_once)
         self._lanes = (self._small, self._large)
         # What cannot be told to be large waits here.
         self._first = self._small if self._inline_bytes_max else self._large
@@ -98,7 +99,7 @@ class Batcher:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0  # when it ends
 
-    def enqueue(self, request: LookupRequest, caller: Caller) -> None:
+    def enqueue(self, request: LookupRequest, pending: PendingRequest) -> None:
         """Queues ``request`` (in the model's order); ``caller`` is told its one answer, unless it
         goes away before.
 
@@ -109,34 +110,34 @@ class Batcher:
         examples, ids = request.batch_size, request.ids.size
         # As _lane_of, but without a call: this is done for every request.
         work_bytes = examples * self._bytes_per_example + ids * self._bytes_per_id
-        lane = self._large if work_bytes > self._inline_bytes_max else self._small
+        queue = self._large if work_bytes > self._inline_bytes_max else self._small
         if (
-            lane.full
-            or lane.examples + examples > lane.share_examples
-            or lane.ids + ids > lane.share_ids
+            queue.full
+            or queue.examples + examples > queue.per_source_examples_max
+            or queue.ids + ids > queue.share_ids
         ):
-            self._check_room(request, lane, caller.source)
+            self._check_room(request, queue, pending.source)
         if self._loop is None:
             # Asked for once: in Python 3.11 it is a system call.
             self._loop = asyncio.get_running_loop()
-        caller.request = request
-        caller.queue = self
-        caller.queued_s = perf_counter()
-        lane.callers.append(caller)
-        lane.examples += examples
-        lane.ids += ids
-        if not self._is_scheduled and not lane.is_working:
+        pending.request = request
+        pending.queue = self
+        pending.queued_s = perf_counter()
+        queue.callers.append(pending)
+        queue.examples += examples
+        queue.ids += ids
+        if not self._is_scheduled and not queue.is_working:
             self._schedule(self._loop)
 
-    def withdraw(self, caller: Caller) -> None:
+    def withdraw(self, pending: PendingRequest) -> None:
         """Takes a caller that waits in this queue out of it, and of what the queue holds."""
-        caller.queue = None
-        lane = self._lane_of(caller.request)
-        lane.withdraw(caller)
-        del caller.request  # the caller stays in the lane's middle for a while
-        self._open_again(lane)
+        pending.queue = None
+        queue = self._queue_for(pending.request)
+        queue.withdraw(pending)
+        del pending.request  # the caller stays in the lane's middle for a while
+        self._try_reopen(queue)
 
-    def _lane_of(self, request: LookupRequest) -> Lane:
+    def _queue_for(self, request: LookupRequest) -> RequestQueue:
         return self._large if self._is_large(request) else self._small
 
     def _is_large(self, one: LookupRequest | Batch) -> bool:
@@ -178,13 +179,13 @@ class Batcher:
         retired."""
         return await self._lookups.find_damage()
 
-    def _check_room(self, request: LookupRequest, lane: Lane, source: object) -> None:
+    def _check_room(self, request: LookupRequest, queue: RequestQueue, source: object) -> None:
         """Raises OverloadedError where there is none."""
-        was_open = not lane.full
+        was_open = not queue.full
         try:
-            lane.check_room(request.batch_size, request.ids.size, source)
+            queue.check_room(request.batch_size, request.ids.size, source)
         except OverloadedError:
-            if lane.full and was_open:
+            if queue.full and was_open:
                 self.on_full()
             raise
 
@@ -198,10 +199,10 @@ class Batcher:
         loop.call_soon(self._step, loop)
 
     def _waits_for_company(self, loop: asyncio.AbstractEventLoop) -> bool:
-        ready = [lane for lane in self._lanes if lane.is_ready()]
-        if any(lane.fills_a_batch() for lane in ready):
+        ready = [queue for queue in self._lanes if queue.is_ready()]
+        if any(queue.fills_a_batch() for queue in ready):
             return False
-        start_s = min(lane.first_s() for lane in ready) + self._limits.delay_ms_max / 1000
+        start_s = min(queue.first_s() for queue in ready) + self._limits.delay_ms_max / 1000
         if self._timer is None or start_s < self._timer_s:
             self._stop_timer()
             self._timer = loop.call_later(start_s - perf_counter(), self._step, loop)
@@ -221,7 +222,7 @@ class Batcher:
         self._retire_if_idle(on_retired)
 
     def _retire_if_idle(self, on_retired: Callable[[], None]) -> None:
-        if not any(lane.requests or lane.under_way for lane in self._lanes):
+        if not any(queue.requests or queue.under_way for queue in self._lanes):
             self._on_retired = None
             del self._lookups  # whoever still holds this object does not hold the rows
             on_retired()
@@ -235,42 +236,42 @@ class Batcher:
         """One batch of each lane: take, join, look up, split."""
         self._is_scheduled = False
         self._stop_timer()
-        for lane in self._lanes:
-            if lane.is_ready():
-                self._run(loop, lane)
+        for queue in self._lanes:
+            if queue.is_ready():
+                self._run(loop, queue)
         self._go_on(loop)
 
-    def _run(self, loop: asyncio.AbstractEventLoop, lane: Lane) -> None:
-        callers = self._take(lane)
+    def _run(self, loop: asyncio.AbstractEventLoop, queue: RequestQueue) -> None:
+        callers = self._take(queue)
         try:
             callers, batch = self._join(callers)
         except Exception:
-            self._lookups.say_failed(f"joining {len(callers)} requests")
+            self._lookups.log_failure(f"joining {len(callers)} requests")
             self._fail(callers, EngineError(FAILED))
         else:
             if batch is None:
                 self.on_answered()
             else:
-                self._work(loop, lane, callers, batch)
+                self._work(loop, queue, callers, batch)
 
-    def _take(self, lane: Lane) -> list[Caller]:
+    def _take(self, queue: RequestQueue) -> list[PendingRequest]:
         """The requests of the next batch, without those that nobody waits for any more."""
         now_s = perf_counter()
-        callers = lane.take(now_s)
-        self._open_again(lane)
+        callers = queue.take(now_s)
+        self._try_reopen(queue)
         requests = self._counts.requests
         requests.bound()
-        taken = Taken(self.model, now_s, requests.answered)
+        taken = BatchTicket(self.model, now_s, requests.answered)
         for caller in callers:
-            caller.taken = taken
+            caller.ticket = taken
         self._counts.wait_seconds.observe_many([now_s - caller.queued_s for caller in callers])
         return callers
 
-    def _open_again(self, lane: Lane) -> None:
-        if lane.full and lane.open_again():
+    def _try_reopen(self, queue: RequestQueue) -> None:
+        if queue.full and queue.try_reopen():
             self.on_room()
 
-    def _join(self, callers: list[Caller]) -> tuple[list[Caller], Batch | None]:
+    def _join(self, callers: list[PendingRequest]) -> tuple[list[PendingRequest], Batch | None]:
         """The batch of the valid callers; the others are answered with their error."""
         if not callers:
             return [], None
@@ -282,11 +283,15 @@ class Batcher:
         if not errors:
             raise AssertionError("a batch is invalid, but none of its requests")
         for i, error in errors.items():
-            callers[i].refuse(error)
+            callers[i].reject(error)
         return self._join([caller for i, caller in enumerate(callers) if i not in errors])
 
     def _work(
-        self, loop: asyncio.AbstractEventLoop, lane: Lane, callers: list[Caller], batch: Batch
+        self,
+        loop: asyncio.AbstractEventLoop,
+        queue: RequestQueue,
+        callers: list[PendingRequest],
+        batch: Batch,
     ) -> None:
         self._counts.batch_examples.observe(batch.batch_size)
         self._counts.batch_ids.observe(batch.ids.size)
@@ -294,26 +299,26 @@ class Batcher:
         if batch.unknown_counts is not None:
             self._counts.unknown_ids += batch.unknown_counts.sum(axis=0)
         if not self._is_large(batch):
-            self._finish(callers, batch, [self._lookups.now(batch)])
+            self._finish(callers, batch, [self._lookups.run(batch)])
             return
 
         def finish(looked_up: list[LookedUp]) -> None:
-            lane.end()
+            queue.end()
             self._finish(callers, batch, looked_up)
             self._go_on(loop)
 
-        lane.begin()
-        in_half = self._lookups.waits_for_device and self._all_want_half(callers)
-        self._lookups.later(loop, batch, in_half, finish)
+        queue.begin()
+        in_half = self._lookups.waits_for_device and self._all_request_float16(callers)
+        self._lookups.submit(loop, batch, in_half, finish)
 
-    def _all_want_half(self, callers: Sequence[Caller]) -> bool:
+    def _all_request_float16(self, callers: Sequence[PendingRequest]) -> bool:
         """Whether nobody needs the float32 values, which a shadow would be compared with."""
         return self.shadow is None and all(
             caller.request.output_dtype == "float16" for caller in callers
         )
 
     def _finish(
-        self, callers: Sequence[Caller], batch: Batch, looked_up: Sequence[LookedUp]
+        self, callers: Sequence[PendingRequest], batch: Batch, looked_up: Sequence[LookedUp]
     ) -> None:
         self._counts.lookup_seconds.observe(max([seconds for _, seconds in looked_up]))
         pieces = []
@@ -325,13 +330,13 @@ class Batcher:
         try:
             results = self._split(callers, batch, pieces)
         except Exception:
-            self._lookups.say_failed(f"splitting the batch of {len(callers)} requests")
+            self._lookups.log_failure(f"splitting the batch of {len(callers)} requests")
             self._fail(callers, EngineError(FAILED))
             return
-        callers[0].taken.looked_up_s = perf_counter()  # of all
+        callers[0].ticket.looked_up_s = perf_counter()  # of all
         for caller, result in zip(callers, results, strict=True):
             if caller.is_waiting:  # its client may have gone meanwhile
-                caller.answer(result)
+                caller.complete(result)
         self.on_answered()
         if self.shadow is not None and pieces[0].dtype == np.float32:
             requests = [caller.request for caller in callers]
@@ -344,21 +349,21 @@ class Batcher:
         return Shadow(self._lookups.engine, self.model, percent, self._counts.shadow, executor)
 
     def _split(
-        self, callers: Sequence[Caller], batch: Batch, pieces: Sequence[np.ndarray]
+        self, callers: Sequence[PendingRequest], batch: Batch, pieces: Sequence[np.ndarray]
     ) -> list[LookupResult]:
         results = split(pieces, batch, [caller.request for caller in callers], self.model)
         for caller, result in zip(callers, results, strict=True):
             request = caller.request
             if request.output is not None:
-                make_as_wanted(result, request.output)
+                select_output_keys(result, request.output)
             if request.output_dtype == "float16":
                 self._lookups.round(result)
         return results
 
-    def _fail(self, callers: Sequence[Caller], error: EmbedServeError) -> None:
+    def _fail(self, callers: Sequence[PendingRequest], error: EmbedServeError) -> None:
         for caller in callers:
             if caller.is_waiting:
-                caller.refuse(error)
+                caller.reject(error)
         self.on_answered()
 
 

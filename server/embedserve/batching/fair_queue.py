@@ -14,7 +14,7 @@ import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
-from embedserve.batching.caller import Caller
+from embedserve.batching.pending_request import PendingRequest
 
 GONE_MIN = 1024
 """Callers that went away are taken from the middle once they are so many, and half of all."""
@@ -30,7 +30,7 @@ class Source:
     """
 
     key: object
-    callers: deque[Caller] = field(default_factory=deque)
+    callers: deque[PendingRequest] = field(default_factory=deque)
     examples: int = 0
     ids: int = 0
 
@@ -44,26 +44,26 @@ class FairQueue:
         # once the clock is there: until then it has had its share.
         self._starts: list[tuple[int, int, Source]] = []
         self._sources: dict[object, Source] = {}
-        self._source_of: dict[Caller, Source] = {}
+        self._source_of: dict[PendingRequest, Source] = {}
         self._pushes = 0  # of the same start, those that came first are first
         self._gone = 0
 
     def __len__(self) -> int:
         return len(self._source_of)
 
-    def put(self, caller: Caller) -> None:
-        key, request = caller.source, caller.request
+    def put(self, pending: PendingRequest) -> None:
+        key, request = pending.source, pending.request
         source = self._sources.get(key)
         if source is None:
             source = self._sources[key] = Source(key)
             self._pushes += 1
             heapq.heappush(self._starts, (self._now, self._pushes, source))
-        source.callers.append(caller)
+        source.callers.append(pending)
         source.examples += request.batch_size
         source.ids += request.ids.size
-        self._source_of[caller] = source
+        self._source_of[pending] = source
 
-    def first(self) -> Caller | None:
+    def first(self) -> PendingRequest | None:
         """Who is to be taken next; None: nobody waits."""
         while self._starts:
             start, _, source = self._starts[0]
@@ -88,12 +88,12 @@ class FairQueue:
         heapq.heapreplace(self._starts, (start + work, self._pushes, source))
         self._forget_if_empty()
 
-    def withdraw(self, caller: Caller) -> bool:
+    def withdraw(self, pending: PendingRequest) -> bool:
         """Takes ``caller`` out, which still has its request; False: it is not here."""
-        source = self._source_of.pop(caller, None)
+        source = self._source_of.pop(pending, None)
         if source is None:
             return False
-        self._uncount(caller, source)
+        self._uncount(pending, source)
         self._gone += 1
         self._forget_if_empty()
         if self._gone >= GONE_MIN and self._gone >= len(self):
@@ -102,9 +102,9 @@ class FairQueue:
                 one.callers = deque([other for other in one.callers if other in self._source_of])
         return True
 
-    def _uncount(self, caller: Caller, source: Source) -> None:
-        source.examples -= caller.request.batch_size
-        source.ids -= caller.request.ids.size
+    def _uncount(self, pending: PendingRequest, source: Source) -> None:
+        source.examples -= pending.request.batch_size
+        source.ids -= pending.request.ids.size
 
     def _forget_if_empty(self) -> None:
         if not self._source_of:

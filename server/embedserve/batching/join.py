@@ -12,11 +12,17 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from embedserve.batching.bag_order import bags_to_ids, feature_major_order
-from embedserve.batching.checks import check_lengths, check_output, in_kinds_of, name_features
+from embedserve.batching.permutations import bags_to_ids, feature_major_order
 from embedserve.batching.translation import translate
+from embedserve.batching.validation import (
+    check_lengths,
+    check_output,
+    coerce_id_types,
+    name_features,
+)
 from embedserve.errors import InvalidRequestError
-from embedserve.types import Batch, LookupRequest, ModelInfo
+from embedserve.lookup import Batch, LookupRequest
+from embedserve.model_info import ModelInfo
 
 BAGS_REMEMBERED = 4096
 """Of the largest batch whose arrangement is kept, 32 KiB of it."""
@@ -38,7 +44,7 @@ def to_model_order(
     if not request.features:
         name_features(request, model)
     if not model.is_pooled or request.string_features or model.string_features:
-        request = in_kinds_of(request, model)
+        request = coerce_id_types(request, model)
     if request.output is not None:
         request.output = check_output(request.output, model)
     if request.features == model.features:
@@ -132,7 +138,7 @@ def _shape(sizes: tuple[int, ...], features: int) -> _Shape:
     )
 
 
-def cut(batch: Batch, features: int, pieces: int) -> list[Batch]:
+def split_by_examples(batch: Batch, features: int, pieces: int) -> list[Batch]:
     """``batch`` (pooled) as so many batches of its examples, in their order, none of them empty."""
     pieces = min(pieces, batch.batch_size)
     if pieces <= 1:

@@ -17,14 +17,15 @@ from random import random
 
 import numpy as np
 
-from embedserve.batching.checks import find_invalid
 from embedserve.batching.join import join, to_model_order
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.batching.split import in_request_order
+from embedserve.batching.validation import find_invalid
 from embedserve.errors import InvalidRequestError
-from embedserve.metrics.quiet_log import QuietLog
+from embedserve.lookup import Batch, LookupRequest
+from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.metrics.shadow_metrics import PER_KEY, Differences, ShadowMetrics
-from embedserve.types import Batch, LookupRequest, ModelInfo
+from embedserve.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Shadow:
         self._share = percent / 100
         self._metrics = metrics
         self._executor = executor
-        self._log = QuietLog(logger)
+        self._log = RateLimitedLogger(logger)
         self._is_busy = False
 
     def offer(
@@ -95,7 +96,7 @@ class Shadow:
         except Exception as error:
             count = partial(self._metrics.count, "failed")
             kind = f"{self._model.served_as} cannot be compared with version {served.version}"
-            self._log.say(logging.WARNING, kind, f"{type(error).__name__}: {error}")
+            self._log.log(logging.WARNING, kind, f"{type(error).__name__}: {error}")
         self._is_busy = False
         count()  # whoever sees it may have the next batch compared
 
@@ -130,16 +131,18 @@ def compare(
                 f"key {key!r} has {width} columns, and {widths[key]} in the version that answers: "
                 "only versions of one layout are compared"
             )
-    batch, asked = _joined(requests, model)
+    batch, requested = _joined(requests, model)
     sums = np.zeros((PER_KEY, len(keys)))
     if batch is not None:
         ours = engine.lookup(batch.ids, batch.lengths, batch.weights)
         ours = in_request_order(ours, batch, model)
-        theirs = values[_rows(requests, asked, served)] if len(asked) < len(requests) else values
-        their_requests = [requests[i] for i in asked]
+        theirs = (
+            values[_rows(requests, requested, served)] if len(requested) < len(requests) else values
+        )
+        their_requests = [requests[i] for i in requested]
         for i, key in enumerate(keys):
             sums[:, i] = _sums(
-                _of_key(ours, list(asked.values()), model, key),
+                _of_key(ours, list(requested.values()), model, key),
                 _of_key(theirs, their_requests, served, key),
             )
     return Differences(
@@ -147,7 +150,7 @@ def compare(
         sums=sums,
         unknown_ids=_total(None if batch is None else batch.unknown_counts, model, model),
         served_unknown_ids=_total(unknown_counts, served, model),
-        refused=len(requests) - len(asked),
+        refused=len(requests) - len(requested),
     )
 
 
@@ -156,16 +159,16 @@ def _joined(
 ) -> tuple[Batch | None, dict[int, LookupRequest]]:
     """The batch of those that ``model`` takes, None where there are none; and these, in its order,
     by their positions."""
-    asked: dict[int, LookupRequest] = {}
+    requested: dict[int, LookupRequest] = {}
     for i, request in enumerate(requests):
         with contextlib.suppress(InvalidRequestError):
-            asked[i] = to_model_order(request, model, is_lenient=True)
-    batch = join(list(asked.values()), model) if asked else None
-    if asked and batch is None:
-        wrong = find_invalid(list(asked.values()), model)
-        asked = {i: one for at, (i, one) in enumerate(asked.items()) if at not in wrong}
-        batch = join(list(asked.values()), model) if asked else None
-    return batch, asked
+            requested[i] = to_model_order(request, model, is_lenient=True)
+    batch = join(list(requested.values()), model) if requested else None
+    if requested and batch is None:
+        wrong = find_invalid(list(requested.values()), model)
+        requested = {i: one for at, (i, one) in enumerate(requested.items()) if at not in wrong}
+        batch = join(list(requested.values()), model) if requested else None
+    return batch, requested
 
 
 def _total(counts: np.ndarray | None, of: ModelInfo, model: ModelInfo) -> np.ndarray:

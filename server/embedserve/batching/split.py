@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from embedserve.batching.bag_order import bags_to_ids, request_major_order
-from embedserve.types import Batch, LookupRequest, LookupResult, ModelInfo, Output
+from embedserve.batching.permutations import bags_to_ids, request_major_order
+from embedserve.lookup import Batch, LookupRequest, LookupResult, OutputOptions
+from embedserve.model_info import ModelInfo
 
 
 def in_request_order(values: np.ndarray, batch: Batch, model: ModelInfo) -> np.ndarray:
@@ -80,13 +81,13 @@ def split(
     return results
 
 
-def own(values: np.ndarray) -> np.ndarray:
+def copy_if_view(values: np.ndarray) -> np.ndarray:
     """``values``, or a copy where they are a slice, which would keep all of its batch."""
     base = values.base
     return values.copy() if isinstance(base, np.ndarray) and base.nbytes > values.nbytes else values
 
 
-def make_as_wanted(result: LookupResult, output: Output) -> None:
+def select_output_keys(result: LookupResult, output: OutputOptions) -> None:
     """Leaves ``result`` with only the keys of ``output``, which its model has; copies their
     values."""
     whole, keys = result.model, output.keys
@@ -96,7 +97,7 @@ def make_as_wanted(result: LookupResult, output: Output) -> None:
     part = result.model = whole.with_keys(keys)
     if result.lengths is None:
         result.values = _columns(result.values, part)
-        result.more = [_columns(piece, part) for piece in result.more]
+        result.extra_chunks = [_columns(piece, part) for piece in result.extra_chunks]
         return
     ends = result.lengths.sum(axis=1, dtype=np.int64).cumsum()
     rows = np.split(result.values, ends[:-1])
@@ -135,7 +136,7 @@ def _split_pieces(
             if len(piece) > missing:
                 left.append(piece[missing:])
             missing -= len(parts[-1])
-        results.append(LookupResult(model, parts[0], more=parts[1:]))
+        results.append(LookupResult(model, parts[0], extra_chunks=parts[1:]))
     return results
 
 

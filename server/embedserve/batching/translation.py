@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from embedserve.types import Batch, ModelInfo
+from embedserve.lookup import Batch
+from embedserve.model_info import ModelInfo
 
 
 def translate(batch: Batch, model: ModelInfo) -> bool:
@@ -21,7 +22,7 @@ def translate(batch: Batch, model: ModelInfo) -> bool:
     positions = np.flatnonzero(translation.unknown)
     bags = np.searchsorted(np.cumsum(batch.lengths, dtype=np.int64), positions, side="right")
     features, examples = np.divmod(bags, batch.batch_size)
-    if model.refuses_unknown[features].any():
+    if model.rejects_unknown[features].any():
         return False
     batch.unknown_counts = _count(batch.sizes, features, examples, len(model.features))
     is_skipped = model.skips_unknown[features]

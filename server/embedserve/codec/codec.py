@@ -13,14 +13,14 @@ from functools import lru_cache, partial
 from embedserve.codec import json_codec, predictor_codec, protobuf_answers, protobuf_codec
 from embedserve.codec.arrow import answers as arrow_answers
 from embedserve.codec.arrow import requests as arrow_requests
-from embedserve.codec.open_inference import bodies, body_answers, message_answers, messages
+from embedserve.codec.open_inference import bodies, body_answers, infer_messages, message_answers
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, RequestTooLargeError
+from embedserve.lookup import EncodedResponse, LookupRequest, LookupResult, ResponseChunks
 from embedserve.shared_memory.region import Regions
-from embedserve.types import Encoded, LookupRequest, LookupResult, Parts
 
 Decode = Callable[[bytes, str, Limits], LookupRequest]
-DecodeNow = Callable[[bytes, str, Limits], LookupRequest | None]
+TryDecodeInline = Callable[[bytes, str, Limits], LookupRequest | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,31 +32,32 @@ class Codec:
         limit: the setting that bounds a body, beside body_bytes_max.
         decode: (body, model of the URL or "", limits) to a request; raises InvalidRequestError,
             and RequestTooLargeError before it reads much.
-        decode_now: the same where that is quick; None where it takes long.
+        try_decode_inline: the same where that is quick; None where it takes long.
         encode: a result to its bytes in pieces, none of which takes long to make.
-        encode_now: the same where all of it is quick, and how many bytes; None where it takes long.
-        model_of: the model that a body names, "" where it names none; decodes nothing else.
-        sizes_of: (bags, ids) that a body has, about and seldom more; decodes nothing.
+        try_encode_inline: the same and its bytes where all of it is quick; None where it takes
+            long.
+        peek_model: the model that a body names, "" where it names none; decodes nothing else.
+        estimate_size: (bags, ids) that a body has, about and seldom more; decodes nothing.
         encode_error: an error as REST answers it.
         encode_streamed_error: an error as a stream answers it in a request's place.
         head_bytes: of an answer in pieces those of its JSON, which a header tells; 0 where all of
             it is JSON. None of forms that have no such answers.
-        in_regions: (decode_now, decode) of requests whose tensors may lie in regions of shared
-            memory, these. None of forms that have none.
+        in_regions: (try_decode_inline, decode) for requests whose tensors may be located in the
+            given regions of shared memory; None for formats without such tensors.
     """
 
     content_type: bytes
     limit: str
     decode: Decode
-    decode_now: DecodeNow
+    try_decode_inline: TryDecodeInline
     encode: Callable[[LookupResult], Iterable[bytes | memoryview]]
-    encode_now: Callable[[LookupResult], Encoded | None]
-    model_of: Callable[[bytes], str]
-    sizes_of: Callable[[bytes], tuple[int, int]]
+    try_encode_inline: Callable[[LookupResult], EncodedResponse | None]
+    peek_model: Callable[[bytes], str]
+    estimate_size: Callable[[bytes], tuple[int, int]]
     encode_error: Callable[[EmbedServeError], bytes] = json_codec.encode_error
     encode_streamed_error: Callable[[EmbedServeError], bytes] = protobuf_answers.encode_error
-    head_bytes: Callable[[Parts], int] | None = None
-    in_regions: Callable[[Regions], tuple[DecodeNow, Decode]] | None = None
+    head_bytes: Callable[[ResponseChunks], int] | None = None
+    in_regions: Callable[[Regions], tuple[TryDecodeInline, Decode]] | None = None
 
     def bytes_max(self, limits: Limits) -> int:
         """Of a body."""
@@ -78,46 +79,46 @@ JSON = Codec(
     b"application/json",
     "request_text_bytes_max",
     json_codec.decode_request,
-    json_codec.decode_now,
+    json_codec.try_decode_inline,
     json_codec.encode_pieces,
-    json_codec.encode_now,
+    json_codec.try_encode_inline,
     lambda body: "",
-    json_codec.sizes_of,
+    json_codec.estimate_size,
 )
 PROTOBUF = Codec(
     b"application/x-protobuf",
     "body_bytes_max",
     protobuf_codec.decode_request,
-    protobuf_codec.decode_now,
+    protobuf_codec.try_decode_inline,
     protobuf_answers.encode_pieces,
-    protobuf_answers.encode_now,
-    protobuf_codec.model_of,
-    protobuf_codec.sizes_of,
+    protobuf_answers.try_encode_inline,
+    protobuf_codec.peek_model,
+    protobuf_codec.estimate_size,
 )
 ARROW = Codec(
     b"application/vnd.apache.arrow.stream",
     "body_bytes_max",
     arrow_requests.decode_request,
-    arrow_requests.decode_now,
+    arrow_requests.try_decode_inline,
     arrow_answers.encode_pieces,
-    arrow_answers.encode_now,
+    arrow_answers.try_encode_inline,
     lambda body: "",
-    arrow_requests.sizes_of,
+    arrow_requests.estimate_size,
 )
 """Streams of columns."""
 
 
-def _bodies_in(regions: Regions, json_bytes: int | None = None) -> tuple[DecodeNow, Decode]:
+def _bodies_in(regions: Regions, json_bytes: int | None = None) -> tuple[TryDecodeInline, Decode]:
     return (
-        partial(bodies.decode_now, json_bytes=json_bytes, regions=regions),
+        partial(bodies.try_decode_inline, json_bytes=json_bytes, regions=regions),
         partial(bodies.decode_request, json_bytes=json_bytes, regions=regions),
     )
 
 
-def _messages_in(regions: Regions) -> tuple[DecodeNow, Decode]:
+def _messages_in(regions: Regions) -> tuple[TryDecodeInline, Decode]:
     return (
-        partial(messages.decode_now, regions=regions),
-        partial(messages.decode_request, regions=regions),
+        partial(infer_messages.try_decode_inline, regions=regions),
+        partial(infer_messages.decode_request, regions=regions),
     )
 
 
@@ -125,11 +126,11 @@ INFER = Codec(
     b"application/json",
     "request_text_bytes_max",
     bodies.decode_request,
-    bodies.decode_now,
+    bodies.try_decode_inline,
     body_answers.encode_pieces,
-    body_answers.encode_now,
+    body_answers.try_encode_inline,
     lambda body: "",
-    bodies.sizes_of,
+    bodies.estimate_size,
     encode_error=body_answers.encode_error,
     head_bytes=body_answers.head_bytes,
     in_regions=_bodies_in,
@@ -149,8 +150,8 @@ def infer_binary(json_bytes: int) -> Codec:
         content_type=BINARY,
         limit="body_bytes_max",
         decode=partial(bodies.decode_request, json_bytes=json_bytes),
-        decode_now=partial(bodies.decode_now, json_bytes=json_bytes),
-        sizes_of=partial(bodies.sizes_of, json_bytes=json_bytes),
+        try_decode_inline=partial(bodies.try_decode_inline, json_bytes=json_bytes),
+        estimate_size=partial(bodies.estimate_size, json_bytes=json_bytes),
         in_regions=partial(_bodies_in, json_bytes=json_bytes),
     )
 
@@ -158,19 +159,19 @@ def infer_binary(json_bytes: int) -> Codec:
 INFER_MESSAGE = Codec(
     PROTOBUF.content_type,
     "body_bytes_max",
-    messages.decode_request,
-    messages.decode_now,
+    infer_messages.decode_request,
+    infer_messages.try_decode_inline,
     message_answers.encode_pieces,
-    message_answers.encode_now,
-    messages.model_of,
-    messages.sizes_of,
+    message_answers.try_encode_inline,
+    infer_messages.peek_model,
+    infer_messages.estimate_size,
     in_regions=_messages_in,
 )
 """ModelInferRequest and ModelInferResponse."""
 INFER_STREAMED = replace(
     INFER_MESSAGE,
     encode=message_answers.encode_streamed_pieces,
-    encode_now=message_answers.encode_streamed_now,
+    try_encode_inline=message_answers.try_encode_streamed_inline,
     encode_streamed_error=message_answers.encode_stream_error,
 )
 """The same in a ModelStreamInferResponse each."""
@@ -179,10 +180,10 @@ PREDICT = Codec(
     PROTOBUF.content_type,
     "body_bytes_max",
     predictor_codec.decode_request,
-    predictor_codec.decode_now,
+    predictor_codec.try_decode_inline,
     predictor_codec.encode_pieces,
-    predictor_codec.encode_now,
+    predictor_codec.try_encode_inline,
     lambda body: "",
-    predictor_codec.sizes_of,
+    predictor_codec.estimate_size,
 )
 """TorchRec's PredictionRequest and PredictionResponse."""

@@ -12,7 +12,7 @@ INFINITY_BITS = 0x7C00
 """Of float16; below it are all values that are finite and not negative, above it is nan."""
 
 
-def fewest_digits(values: np.ndarray) -> np.ndarray:
+def shortest_float16_repr(values: np.ndarray) -> np.ndarray:
     """float16 values as float64 of the same shape; what is not finite is nan."""
     doubles: np.ndarray = _DOUBLES[values.view(np.uint16)]
     return doubles

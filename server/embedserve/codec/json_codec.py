@@ -15,19 +15,20 @@ import msgspec
 import numpy as np
 import orjson
 
-from embedserve.batching.checks import check_feature_count
-from embedserve.codec.diagnose import diagnose
-from embedserve.codec.float16_digits import fewest_digits
-from embedserve.codec.strings import StringIds, integers_of, merge
-from embedserve.codec.version_name import with_version
+from embedserve.batching.validation import check_feature_count
+from embedserve.codec.float16_digits import shortest_float16_repr
+from embedserve.codec.json_errors import explain_invalid_json
+from embedserve.codec.string_ids import HashedStrings, integers_of, merge_string_ids
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
-from embedserve.types import Encoded, LookupRequest, LookupResult, ModelInfo, Output
+from embedserve.lookup import EncodedResponse, LookupRequest, LookupResult, OutputOptions
+from embedserve.model_info import ModelInfo
+from embedserve.model_names import qualified_model_name
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class _Body(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class _EmbedBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     features: dict[str, list[list[int] | int]]
     weights: dict[str, list[list[float] | float]] | None = None
     output_dtype: Literal["float32", "float16"] = "float32"
@@ -52,11 +53,11 @@ NOW_VALUES_MAX = 32_768
 PIECE_VALUES = 16_384
 """Written without a break, where rows are not longer."""
 
-_DECODER = msgspec.json.Decoder(_Body)
+_DECODER = msgspec.json.Decoder(_EmbedBody)
 _STRING_DECODER = msgspec.json.Decoder(_BodyWithStrings)
 
 
-def decode_now(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
+def try_decode_inline(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
     """As decode_request, or None where that would take long."""
     return decode_request(body, model, limits) if len(body) <= NOW_BYTES_MAX else None
 
@@ -72,7 +73,7 @@ def decode_request(body: bytes, model: str, limits: Limits = DEFAULT_LIMITS) -> 
         check_cost(body, limits)
     try:
         try:
-            parsed: _Body | _BodyWithStrings = _DECODER.decode(body)
+            parsed: _EmbedBody | _BodyWithStrings = _DECODER.decode(body)
         except msgspec.ValidationError:
             # Tried second: what may be a string or an integer takes longer to read.
             parsed = _STRING_DECODER.decode(body)
@@ -82,14 +83,14 @@ def decode_request(body: bytes, model: str, limits: Limits = DEFAULT_LIMITS) -> 
     if parsed.output_dtype != "float32":
         request.output_dtype = parsed.output_dtype
     if parsed.version is not None:
-        request.model = with_version(request.model, parsed.version)
+        request.model = qualified_model_name(request.model, parsed.version)
     if parsed.output_keys:
         check_feature_count("output_keys", len(parsed.output_keys), limits)
-        request.output = Output(tuple(parsed.output_keys))
+        request.output = OutputOptions(tuple(parsed.output_keys))
     return request
 
 
-def sizes_of(body: bytes) -> tuple[int, int]:
+def estimate_size(body: bytes) -> tuple[int, int]:
     """(bags, ids) that a request has about, told by its brackets and commas: the brackets around
     all bags of a feature count as one more, a bag's first id does not count. Of ids that are
     strings, in which there may be commas, (0, 0).
@@ -118,7 +119,7 @@ def check_cost(body: bytes, limits: Limits) -> None:
         )
 
 
-def _request(parsed: _Body | _BodyWithStrings, model: str, limits: Limits) -> LookupRequest:
+def _request(parsed: _EmbedBody | _BodyWithStrings, model: str, limits: Limits) -> LookupRequest:
     features = tuple(parsed.features)
     check_feature_count("features", len(features), limits)
     bags: list[Any] = list(parsed.features.values())
@@ -128,7 +129,7 @@ def _request(parsed: _Body | _BodyWithStrings, model: str, limits: Limits) -> Lo
     if parsed.weights is not None:
         weights = _flatten_weights(features, bags, parsed.weights, lengths, batch_size)
     length_array = np.frombuffer(array("i", lengths), np.int32)
-    if isinstance(parsed, _Body):
+    if isinstance(parsed, _EmbedBody):
         ids = np.frombuffer(array("q", values), np.int64)
         return LookupRequest(model, features, ids, length_array, weights, batch_size)
     if any(one and type(one[0]) is list and str in set(map(type, one)) for one in bags):
@@ -171,7 +172,7 @@ def _flatten(features: list[Any], batch_size: int) -> tuple[list[int], list[Any]
 
 def _merge_strings(
     features: tuple[str, ...], lengths: list[int], values: list[Any]
-) -> tuple[np.ndarray, frozenset[str], StringIds]:
+) -> tuple[np.ndarray, frozenset[str], HashedStrings]:
     """(ids, the features whose ids are hashes, the strings by hash); TypeError where integers and
     strings that are none are mixed."""
     integers: list[int] = []
@@ -191,7 +192,7 @@ def _merge_strings(
         else:
             integers += ids
         start += count
-    merged, string_ids = merge(
+    merged, string_ids = merge_string_ids(
         np.frombuffer(array("q", integers), np.int64), strings, features, is_string, counts
     )
     return merged, frozenset(compress(features, is_string)), string_ids
@@ -239,12 +240,12 @@ def _ones(bags: list[Any]) -> list[Any]:
 def _problem(body: bytes, error: Exception) -> EmbedServeError:
     """What is wrong with ``body``, for the caller to raise: an error that a name of its frame holds
     is a circle, and keeps what the frames below hold, such as all that was read."""
-    return diagnose(body) or InvalidRequestError(f"body: {error}", "body")
+    return explain_invalid_json(body) or InvalidRequestError(f"body: {error}", "body")
 
 
-def encode_now(result: LookupResult) -> Encoded | None:
+def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     """As encode_result, or None where that would take long."""
-    values, more, lengths = result.values, result.more, result.lengths
+    values, more, lengths = result.values, result.extra_chunks, result.lengths
     size = values.size
     if more:
         size += sum([piece.size for piece in more])
@@ -290,7 +291,7 @@ def encode_pieces(result: LookupResult) -> Iterator[bytes]:
         head += b',"unknown_ids":' + orjson.dumps(result.unknown_ids)
     head += b',"values":'
     if result.lengths is None:
-        yield from _rows(head, (result.values, *result.more))
+        yield from _rows(head, (result.values, *result.extra_chunks))
         yield b"}"
         return
     ends = np.cumsum(result.lengths.sum(axis=1)).tolist()
@@ -309,7 +310,7 @@ def _rows(before: bytes, arrays: Iterable[np.ndarray]) -> Iterator[bytes]:
         for start in range(0, len(all_rows), step):
             rows = all_rows[start : start + step]
             if rows.dtype == np.float16:
-                rows = fewest_digits(rows)
+                rows = shortest_float16_repr(rows)
             yield before + _numpy_json(rows)[1:-1]
             before = b","
     yield b"]" if before == b"," else before + b"]"

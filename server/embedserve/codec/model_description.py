@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from embedserve.types import ModelInfo
+from embedserve.model_info import ModelInfo
 
 
 def describe(model: ModelInfo) -> dict[str, Any]:

@@ -13,8 +13,14 @@ from functools import cache
 
 import numpy as np
 
-from embedserve.batching.checks import check_feature_count
-from embedserve.codec.open_inference.answers import Form, Tensor, is_quick, keep_start, tensors_of
+from embedserve.batching.validation import check_feature_count
+from embedserve.codec.open_inference.answers import (
+    OutputTensor,
+    ResponseOptions,
+    is_quick,
+    keep_start,
+    tensors_of,
+)
 from embedserve.codec.protobuf_fields import (
     LENGTH_DELIMITED,
     VARINT,
@@ -26,7 +32,7 @@ from embedserve.codec.protobuf_fields import (
 )
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.types import Encoded, LookupRequest, LookupResult, Output, with_size
+from embedserve.lookup import EncodedResponse, LookupRequest, LookupResult, OutputOptions, with_size
 from embedserve_proto import predictor_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -56,7 +62,7 @@ _SPARSE = _tags(
 )
 NOT_READ = frozenset({"float_features", "embedding_features"})
 
-_FORM, _OUTPUT = Form(), Output()
+_FORM, _OUTPUT = ResponseOptions(), OutputOptions()
 """Answers have every key."""
 _ENTRY_TAG, _KEY_TAG, _VALUE_TAG, _DATA_TAG = (
     bytes([tag_of(number, LENGTH_DELIMITED)])
@@ -85,7 +91,7 @@ class _Sparse:
 
 
 @dataclass(slots=True)
-class _Bags:
+class _PredictorBags:
     """Arrays of some features, as a LookupRequest has them."""
 
     ids: np.ndarray
@@ -129,7 +135,7 @@ def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS
     return LookupRequest(model, (), ids, lengths, weights, batch_size)
 
 
-decode_now = decode_request
+try_decode_inline = decode_request
 """All of it is numbers given as bytes, which never take long."""
 
 
@@ -196,7 +202,7 @@ def say_not_read(field: str) -> None:
     logger.info("Predictor/Predict: %s are not read, this server has the tables alone", field)
 
 
-def _bags(one: _Sparse, batch_size: int, limits: Limits) -> _Bags:
+def _bags(one: _Sparse, batch_size: int, limits: Limits) -> _PredictorBags:
     features = one.num_features
     if features < 0:
         raise one.wrong("num_features", f"is {features}")
@@ -213,7 +219,7 @@ def _bags(one: _Sparse, batch_size: int, limits: Limits) -> _Bags:
         at = int((lengths < 0).argmax())
         raise one.wrong("lengths", f"has {lengths[at]} at {at}: a bag has no fewer than 0 ids")
     count = int(lengths.sum(dtype=np.int64))
-    return _Bags(_ids(one, count), lengths, _weights(one, count))
+    return _PredictorBags(_ids(one, count), lengths, _weights(one, count))
 
 
 def _ids(one: _Sparse, count: int) -> np.ndarray:
@@ -244,7 +250,7 @@ def _weights(one: _Sparse, count: int) -> np.ndarray | None:
     return np.frombuffer(one.weights, _FLOAT32)
 
 
-def sizes_of(body: bytes) -> tuple[int, int]:
+def estimate_size(body: bytes) -> tuple[int, int]:
     """(bags, ids) of a PredictionRequest, or less where ids are int32; (0, 0) of what is none."""
     bags = ids = 0
     try:
@@ -261,7 +267,7 @@ def sizes_of(body: bytes) -> tuple[int, int]:
 # Answers
 
 
-def encode_now(result: LookupResult) -> Encoded | None:
+def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     """(a PredictionResponse in pieces, their bytes), or None where that would take long."""
     return with_size([*encode_pieces(result)]) if is_quick(result, _FORM) else None
 
@@ -275,20 +281,24 @@ def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
             yield np.ascontiguousarray(values, _FLOAT32).data
 
 
-def _starts(result: LookupResult) -> tuple[Sequence[bytes], Sequence[Tensor]]:
+def _starts(result: LookupResult) -> tuple[Sequence[bytes], Sequence[OutputTensor]]:
     """(what comes before the values of each key, the keys); of pooled answers kept with the model,
     by their examples."""
-    key = None if result.more or result.lengths is not None else ("predict", len(result.values))
-    made = None if key is None else result.model.answer_starts.get(key)
+    key = (
+        None
+        if result.extra_chunks or result.lengths is not None
+        else ("predict", len(result.values))
+    )
+    made = None if key is None else result.model.response_prefix_cache.get(key)
     if made is None:
         tensors = tensors_of(result, _FORM, _OUTPUT)
         made = [_start(one) for one in tensors], tensors
         keep_start(result.model, key, made)
-    starts: tuple[Sequence[bytes], Sequence[Tensor]] = made
+    starts: tuple[Sequence[bytes], Sequence[OutputTensor]] = made
     return starts
 
 
-def _start(tensor: Tensor) -> bytes:
+def _start(tensor: OutputTensor) -> bytes:
     """An entry of the map, but for its values."""
     nbytes = tensor.shape[0] * tensor.shape[1] * _FLOAT32.itemsize
     name, data = tensor.name.encode(), _DATA_TAG + varint(nbytes)

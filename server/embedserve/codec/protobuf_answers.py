@@ -11,7 +11,8 @@ from google.protobuf.json_format import ParseDict
 from embedserve.codec.model_description import describe
 from embedserve.codec.protobuf_fields import varint
 from embedserve.errors import EmbedServeError
-from embedserve.types import Encoded, LookupResult, ModelInfo, with_size
+from embedserve.lookup import EncodedResponse, LookupResult, with_size
+from embedserve.model_info import ModelInfo
 from embedserve_proto import embedding_pb2
 
 _FLOAT32, _FLOAT16 = np.dtype("<f4"), np.dtype("<f2")
@@ -23,7 +24,7 @@ ALWAYS_OF_A_RULE = {"id_type": "int64", "unknown": "error"}
 """What an IdRule message has where the rule itself says nothing of it."""
 
 
-def encode_now(result: LookupResult) -> Encoded | None:
+def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     """(an EmbedResponse in pieces, one after the other, their bytes): values are not copied. None
     where it would take long, as of pooled values it never does.
 
@@ -32,11 +33,11 @@ def encode_now(result: LookupResult) -> Encoded | None:
     """
     values, lengths, model = result.values, result.lengths, result.model
     is_plain = values.dtype is _FLOAT32 or values.dtype is _FLOAT16
-    if result.more or lengths is not None or result.unknown_ids or not is_plain:
+    if result.extra_chunks or lengths is not None or result.unknown_ids or not is_plain:
         is_long = lengths is not None and lengths.size > NOW_LENGTHS_MAX
         return None if is_long else with_size([*encode_pieces(result)])
     size = values.nbytes
-    start = model.answer_starts.get((size, values.itemsize))
+    start = model.response_prefix_cache.get((size, values.itemsize))
     if start is None:
         start = _start(model, len(values), size, values.itemsize)
     return (start, values.data), len(start) + size
@@ -44,7 +45,7 @@ def encode_now(result: LookupResult) -> Encoded | None:
 
 def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
     """The pieces of any answer, one after the other, none of which takes long to make."""
-    values = [_little_endian(one) for one in (result.values, *result.more)]
+    values = [_little_endian(one) for one in (result.values, *result.extra_chunks)]
     batch_size = sum(map(len, values)) if result.lengths is None else result.lengths.shape[1]
     size = sum(one.nbytes for one in values)
     yield _sizes(result.model, batch_size, values[0].itemsize) + VALUES_TAG + varint(size)
@@ -66,9 +67,9 @@ def _little_endian(values: np.ndarray) -> np.ndarray:
 def _start(model: ModelInfo, batch_size: int, size: int, itemsize: int) -> bytes:
     """All that comes before the values of a pooled answer; kept with its model."""
     start = _sizes(model, batch_size, itemsize) + VALUES_TAG + varint(size)
-    if len(model.answer_starts) >= model.starts_max:
-        model.answer_starts.clear()
-    model.answer_starts[size, itemsize] = start
+    if len(model.response_prefix_cache) >= model.response_prefixes_max:
+        model.response_prefix_cache.clear()
+    model.response_prefix_cache[size, itemsize] = start
     return start
 
 

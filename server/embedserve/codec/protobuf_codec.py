@@ -9,21 +9,9 @@ from itertools import compress, islice
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from embedserve.batching.checks import check_feature_count, check_lengths
-from embedserve.codec.diagnose import counted
-from embedserve.codec.protobuf_fields import (
-    I32,
-    LENGTH_DELIMITED,
-    VARINT,
-    VARINT_BYTES_MAX,
-    TooManyFieldsError,
-    count_varints,
-    fields,
-    read_varints,
-    tag_of,
-    take_out,
-)
-from embedserve.codec.protobuf_heads import (
+from embedserve.batching.validation import check_feature_count, check_lengths
+from embedserve.codec.json_errors import counted
+from embedserve.codec.prefix_templates import (
     IDS_TAG,
     INT32,
     INT64,
@@ -31,11 +19,23 @@ from embedserve.codec.protobuf_heads import (
     decode_known,
     heads,
 )
-from embedserve.codec.strings import merge
-from embedserve.codec.version_name import with_version
+from embedserve.codec.protobuf_fields import (
+    I32,
+    LENGTH_DELIMITED,
+    VARINT,
+    VARINT_BYTES_MAX,
+    TooManyFieldsError,
+    count_varints,
+    extract_fields,
+    fields,
+    read_varints,
+    tag_of,
+)
+from embedserve.codec.string_ids import merge_string_ids
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.types import LookupRequest, Output
+from embedserve.lookup import LookupRequest, OutputOptions
+from embedserve.model_names import qualified_model_name
 from embedserve_proto import embedding_pb2
 
 _FLOAT32 = np.dtype("<f4")
@@ -64,7 +64,7 @@ SMALL_BYTES = 4096
 """Of a message that the library reads whole: so few numbers may become Python objects first."""
 
 
-def decode_now(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
+def try_decode_inline(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
     """As decode_request, or None where that would take long: of numbers given as bytes it never
     does."""
     quick = _decode_quick(body, model, limits)
@@ -104,7 +104,7 @@ def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS
 def _take_numbers(body: bytes, fields_max: int) -> tuple[_Numbers, Sequence[memoryview]]:
     """(the numbers in ``body``, by field; the pieces of the message without them)."""
     try:
-        return take_out(body, NUMBERS, fields_max)
+        return extract_fields(body, NUMBERS, fields_max)
     except IndexError as error:
         raise _malformed("it ends within a field") from error
     except ValueError as error:
@@ -187,10 +187,10 @@ def _request(
     if message.output_dtype:
         request.output_dtype = _output_dtype(message.output_dtype)
     if message.version:
-        request.model = with_version(request.model, message.version)
+        request.model = qualified_model_name(request.model, message.version)
     if message.output_keys:
         check_feature_count("output_keys", len(message.output_keys), limits)
-        request.output = Output(tuple(message.output_keys[:]))
+        request.output = OutputOptions(tuple(message.output_keys[:]))
     if message.string_keys or message.string_ids:
         _add_strings(request, message)
     weights = array("weights", 1, "request_ids_max")
@@ -204,7 +204,7 @@ def _request(
     return request
 
 
-def model_of(body: bytes) -> str:
+def peek_model(body: bytes) -> str:
     """The model that an EmbedRequest names, found without decoding the rest; "" for none.
 
     Serializers write fields in their order, so that the model comes first. Of a body that is not
@@ -219,11 +219,11 @@ def model_of(body: bytes) -> str:
     return ""
 
 
-def sizes_of(body: bytes) -> tuple[int, int]:
+def estimate_size(body: bytes) -> tuple[int, int]:
     """(bags, ids) of an EmbedRequest whose ids are numbers; (0, 0) of what is none, or has over
     NOW_FIELDS_MAX fields."""
     try:
-        numbers, _ = take_out(body, NUMBERS, NOW_FIELDS_MAX)
+        numbers, _ = extract_fields(body, NUMBERS, NOW_FIELDS_MAX)
     except (TooManyFieldsError, IndexError, ValueError):
         return 0, 0
     return _count(numbers, "lengths"), _count(numbers, "ids")
@@ -284,7 +284,9 @@ def _add_strings(request: LookupRequest, message: embedding_pb2.EmbedRequest) ->
             f"string_ids has {len(strings)} ids, the lengths of string_keys add up to {expected}",
             "string_ids",
         )
-    request.ids, request.strings = merge(request.ids, strings, request.features, is_string, counts)
+    request.ids, request.strings = merge_string_ids(
+        request.ids, strings, request.features, is_string, counts
+    )
     request.string_features = string_keys
 
 

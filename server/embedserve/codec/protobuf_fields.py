@@ -122,7 +122,7 @@ class TooManyFieldsError(Exception):
     """A message has more fields than it may."""
 
 
-def take_out(
+def extract_fields(
     body: bytes, names: Mapping[int, str], fields_max: int
 ) -> tuple[dict[str, list[memoryview]], list[memoryview]]:
     """(the values of the fields whose tags have ``names``, by name and in order; the pieces of the
@@ -181,18 +181,18 @@ def read_varints(packed: bytes) -> np.ndarray:
     raise ValueError(f"a number has over {VARINT_BYTES_MAX} bytes")
 
 
-class FieldsLeft:
+class FieldBudget:
     """How many fields a message may have yet, at all its depths."""
 
     def __init__(self, count: int) -> None:
         self._count = count
 
-    def take_out(
+    def extract_fields(
         self, body: bytes, names: dict[int, str]
     ) -> tuple[dict[str, list[memoryview]], list[memoryview]]:
         """As take_out; raises TooManyFieldsError."""
         self._count -= sum(1 for _ in _up_to(body, self._count))
-        return take_out(body, names, len(body))
+        return extract_fields(body, names, len(body))
 
 
 def _up_to(body: bytes, count: int) -> Iterator[object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from embedserve.commands.running_server import RunningServer
+from embedserve.commands.running_server import ServerClient
 from embedserve.terminal.console import say
 
 TIMEOUT_S = 1800.0
@@ -12,7 +12,7 @@ TIMEOUT_S = 1800.0
 BYTES_MAX = 1 << 20
 
 
-def ask_server(server: RunningServer, action: str, model: str) -> None:
+def ask_server(client: ServerClient, action: str, model: str) -> None:
     """Has ``server`` do ``action`` and says what came of it.
 
     Raises:
@@ -20,7 +20,7 @@ def ask_server(server: RunningServer, action: str, model: str) -> None:
         ValueError: what answers is no embedserve.
     """
     body = json.dumps({"model": model} if model else {}).encode()
-    answer = server.ask(f"/admin/{action}", timeout_s=TIMEOUT_S, bytes_max=BYTES_MAX, body=body)
+    answer = client.request(f"/admin/{action}", timeout_s=TIMEOUT_S, bytes_max=BYTES_MAX, body=body)
     try:
         said = json.loads(answer)
         if "version" in said:
@@ -28,5 +28,5 @@ def ask_server(server: RunningServer, action: str, model: str) -> None:
         else:
             line = f"{model + ': ' if model else ''}{said['status']}"
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{server.url}: is no embedserve: it answers something else") from error
+        raise ValueError(f"{client.url}: is no embedserve: it answers something else") from error
     say(line)

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from embedserve import __version__
-from embedserve.commands.one_line_errors import one_line_errors
+from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.serve_options import with_settings_as_options
 from embedserve.commands.server_commands import (
     Ca,
@@ -83,7 +83,7 @@ def demo(
     ] = False,
 ) -> None:
     """Train a small model on real movie ratings and publish it."""
-    with one_line_errors():
+    with cli_errors():
         from embedserve.commands.demo import demo as run
 
         run(store, model, dtype, sharding, world_size, checkpoint, if_missing)
@@ -177,7 +177,7 @@ def publish(
     ] = None,
 ) -> None:
     """Publish the embedding tables of a checkpoint as the next version of a model."""
-    with one_line_errors():
+    with cli_errors():
         from embedserve.commands.publish import PublishOptions, publish_checkpoint
 
         options = PublishOptions(
@@ -224,7 +224,7 @@ def describe(
     ] = None,
 ) -> None:
     """Draft the description of a checkpoint's tables, as publish needs it."""
-    with one_line_errors():
+    with cli_errors():
         from embedserve.commands.describe import describe as run
 
         run(checkpoint, prefix, output, expected)
@@ -288,7 +288,7 @@ def plan(
     ] = 100,
 ) -> None:
     """Show what a sharding plan puts where and whether it fits, without loading a table."""
-    with one_line_errors():
+    with cli_errors():
         from embedserve.commands.plan import PlanOptions, plan_tables, plan_version
         from embedserve.commands.pod_patch import PodOptions
         from embedserve.commands.running_server import server_at

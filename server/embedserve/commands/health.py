@@ -5,7 +5,7 @@ Imports nothing heavy: it is asked again and again.
 
 from __future__ import annotations
 
-from embedserve.commands.running_server import CertificateWantedError, RunningServer
+from embedserve.commands.running_server import CertificateRequiredError, ServerClient
 from embedserve.processes.ports import bracketed
 
 TIMEOUT_S = 5.0
@@ -13,16 +13,16 @@ BYTES_MAX = 1 << 16
 LIVE, READY = "/health/live", "/health/ready"
 
 
-def own_server(host: str, port: int, has_tls: bool, uds: str) -> RunningServer:
+def own_server(host: str, port: int, has_tls: bool, uds: str) -> ServerClient:
     """Where one on this host is asked that listens on ``host`` and, where there is one, on the Unix
     socket ``uds``: there, as it asks for no certificate."""
     if uds:
-        return RunningServer(f"unix:{uds}")
+        return ServerClient(f"unix:{uds}")
     host = bracketed({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host))
-    return RunningServer(f"http{'s' if has_tls else ''}://{host}:{port}", is_own_host=True)
+    return ServerClient(f"http{'s' if has_tls else ''}://{host}:{port}", is_own_host=True)
 
 
-def check_health(server: RunningServer, is_ready: bool) -> None:
+def check_health(client: ServerClient, is_ready: bool) -> None:
     """Returns where it answers that it lives, or that it ``is_ready``.
 
     A server that wants its clients' certificates, and says so, lives.
@@ -32,7 +32,7 @@ def check_health(server: RunningServer, is_ready: bool) -> None:
         ValueError: it is at no address.
     """
     try:
-        server.ask(READY if is_ready else LIVE, timeout_s=TIMEOUT_S, bytes_max=BYTES_MAX)
-    except CertificateWantedError as error:
+        client.request(READY if is_ready else LIVE, timeout_s=TIMEOUT_S, bytes_max=BYTES_MAX)
+    except CertificateRequiredError as error:
         if is_ready:
             raise ConnectionError(f"{error}: ask its Unix socket (--http-uds)") from error

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from embedserve.commands.plan_view import show_plan
 from embedserve.terminal.aligned_columns import grid, out, show, write
-from embedserve.terminal.printable import printable
+from embedserve.terminal.sanitize import sanitize
 from embedserve.terminal.sizes import human_bytes
 from embedserve.terminal.stores import opened
 from embedserve_store.format.coverage import Coverage
@@ -105,7 +105,7 @@ def _show_notes(store: ModelStore, model: str, version: str) -> None:
     if notes:
         out.print()
     for note in notes:
-        write(f"note {note.when} {printable(note.who)}: {printable(note.text)}")
+        write(f"note {note.when} {sanitize(note.who)}: {sanitize(note.text)}")
 
 
 def _show_source(manifest: Manifest) -> None:
@@ -117,7 +117,7 @@ def _show_source(manifest: Manifest) -> None:
     for line in compared_lines(manifest):
         write(line)
     for key, value in source.get("meta", {}).items():
-        write(f"{printable(key)}: {printable(value)}")
+        write(f"{sanitize(key)}: {sanitize(value)}")
 
 
 def compared_lines(manifest: Manifest) -> list[str]:
@@ -142,7 +142,7 @@ def compared_lines(manifest: Manifest) -> list[str]:
         lines.append(f"pooling compared: {words}")
     if coverage.unchecked:
         lines.append(f"not compared: {'; '.join(coverage.unchecked)}")
-    return [printable(line) for line in lines]
+    return [sanitize(line) for line in lines]
 
 
 def describe_ids(rule: IdRule) -> str:

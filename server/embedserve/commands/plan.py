@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from embedserve.commands.measured_reads import Measured, measured_of
-from embedserve.commands.plan_from_metrics import Asked, propose, show_balance
+from embedserve.commands.access_stats import AccessStats, measured_of
+from embedserve.commands.plan_from_metrics import RequestedReads, propose, show_balance
 from embedserve.commands.plan_view import count_ranks, show_plan
 from embedserve.commands.pod_patch import PodOptions, PodRows, pod_patch
-from embedserve.commands.running_server import RunningServer
+from embedserve.commands.running_server import ServerClient
 from embedserve.commands.sharding import parse_sharding
 from embedserve.terminal.console import console, say
 from embedserve.terminal.sizes import human_bytes, parse_bytes
@@ -50,7 +50,7 @@ class PlanOptions:
     device_memory: str | None = None
     device_type: str = "cpu"
     output: Path | None = None
-    from_metrics: RunningServer | None = None
+    from_metrics: ServerClient | None = None
     pod: PodOptions | None = None
     """Where there is one, what a pod of the plan needs is printed in place of the plan."""
 
@@ -114,7 +114,7 @@ def plan_version(
 
 
 def _plan_from_metrics(
-    version: ModelVersion, options: PlanOptions, measured: Measured, rows: PodRows
+    version: ModelVersion, options: PlanOptions, measured: AccessStats, rows: PodRows
 ) -> None:
     tables = version.manifest.tables
     sharding = parse_sharding(options.sharding) if options.sharding else None
@@ -124,7 +124,7 @@ def _plan_from_metrics(
         world_size = measured.world_size if options.world_size is None else options.world_size
         constraints = read_constraints(options.constraints) if options.constraints else None
         memory_bytes = _memory_bytes(options)
-        asked = Asked(world_size, sharding, constraints, options.device_type, memory_bytes)
+        asked = RequestedReads(world_size, sharding, constraints, options.device_type, memory_bytes)
         plan = propose(version, measured, asked)
     show_more = partial(show_balance, version, measured, options.device_type)
     _show(tables, plan, options, rows, show_more)

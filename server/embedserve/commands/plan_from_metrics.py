@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from embedserve.commands.measured_reads import Measured
+from embedserve.commands.access_stats import AccessStats
 from embedserve.terminal.aligned_columns import grid, plain, show, write
 from embedserve.terminal.console import console, say
 from embedserve.terminal.sizes import human_bytes
 from embedserve_store.model_version import ModelVersion
-from embedserve_store.plans.constraints import TableConstraints
-from embedserve_store.plans.plan import Plan
-from embedserve_store.plans.reads import (
+from embedserve_store.plans.access_counts import (
     imbalance,
     is_divided_by_rows,
     is_known,
@@ -21,6 +19,8 @@ from embedserve_store.plans.reads import (
     under,
     whole_read_bytes,
 )
+from embedserve_store.plans.constraints import TableConstraints
+from embedserve_store.plans.plan import Plan
 
 BETTER = 0.99
 """A plan whose busiest rank reads a larger share than this of what it reads today is not worth a
@@ -28,7 +28,7 @@ change."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedReads:
     """What the command line asks of the plan; None leaves it to what was measured."""
 
     world_size: int
@@ -38,7 +38,7 @@ class Asked:
     device_memory_bytes: int | None
 
 
-def propose(version: ModelVersion, measured: Measured, asked: Asked) -> Plan:
+def propose(version: ModelVersion, measured: AccessStats, asked: RequestedReads) -> Plan:
     """The plan whose busiest rank reads least; today's, where none is better.
 
     Raises:
@@ -71,7 +71,9 @@ def propose(version: ModelVersion, measured: Measured, asked: Asked) -> Plan:
     return plan
 
 
-def show_balance(version: ModelVersion, measured: Measured, device_type: str, plan: Plan) -> None:
+def show_balance(
+    version: ModelVersion, measured: AccessStats, device_type: str, plan: Plan
+) -> None:
     """Prints what each rank holds and reads today, and would under ``plan``; and what of this is
     not known."""
     manifest = version.manifest
@@ -102,7 +104,7 @@ def show_balance(version: ModelVersion, measured: Measured, device_type: str, pl
         say(line)
 
 
-def _of(measured: Measured) -> tuple[Sequence[float], ...]:
+def _of(measured: AccessStats) -> tuple[Sequence[float], ...]:
     return measured.held_bytes, measured.lookups, measured.read_bytes
 
 
@@ -125,20 +127,20 @@ def _percent(one: float, of: Sequence[float]) -> str:
 
 
 def _expected(
-    plan: Plan, version: ModelVersion, measured: Measured, device_type: str
+    plan: Plan, version: ModelVersion, measured: AccessStats, device_type: str
 ) -> tuple[list[float], list[float]]:
     """(lookups, bytes read) of each rank."""
     tables = version.manifest.tables
     return reads_per_rank(plan, tables, under(plan, tables, measured.reads), device_type)
 
 
-def _fits(plan: Plan, version: ModelVersion, asked: Asked) -> bool:
+def _fits(plan: Plan, version: ModelVersion, asked: RequestedReads) -> bool:
     held = plan.bytes_per_rank(version.manifest.tables, asked.device_type)
     return asked.device_memory_bytes is None or max(held) <= asked.device_memory_bytes
 
 
 def _not_known(
-    plan: Plan, version: ModelVersion, measured: Measured, device_type: str
+    plan: Plan, version: ModelVersion, measured: AccessStats, device_type: str
 ) -> list[str]:
     """What a person must know to rely on the prediction, or to find a better plan."""
     lines = []

@@ -1,6 +1,6 @@
 """What a pod of a model needs, as the patch of a Deployment: `embedserve plan --kubernetes`.
 
-Memory is the sum that processes/memory.py makes; each figure is said with what it is of.
+Memory is the sum that processes/memory_bounds.py makes; each figure is said with what it is of.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from embedserve.config import ServeSettings, check_device, check_settings
-from embedserve.processes.memory import Rows, ServerMemory, server_memory
+from embedserve.processes.memory_bounds import Rows, ServerMemory, server_memory
 from embedserve.terminal.sizes import human_bytes
 
 MIB = 1 << 20

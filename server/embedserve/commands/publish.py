@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from embedserve.commands.choices import parse_choice
 from embedserve.commands.inspect import compared_lines
+from embedserve.commands.per_table_option import parse_per_table_option
 from embedserve.commands.sharding import parse_sharding
 from embedserve.terminal.console import hush_torch, say, table_progress
 from embedserve.terminal.sigterm import sigterm_interrupts
@@ -58,7 +58,7 @@ def publish_checkpoint(
             model=model,
             tables=read_description(description),
             prefix=options.prefix,
-            dtype=parse_choice(options.dtype) if options.dtype else None,
+            dtype=parse_per_table_option(options.dtype) if options.dtype else None,
             sharding=parse_sharding(options.sharding) if options.sharding else None,
             world_size=options.world_size,
             constraints=read_constraints(options.constraints) if options.constraints else None,

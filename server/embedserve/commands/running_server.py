@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
-from embedserve.terminal.printable import printable
+from embedserve.terminal.sanitize import sanitize
 
 PORTS = {"http": 80, "https": 443}
 UNIX = re.compile(r"unix:(?://(?=/)|(?!//))(.+)", re.IGNORECASE)
@@ -35,12 +35,12 @@ Answer = tuple[int, bytes]
 """Status, body."""
 
 
-class CertificateWantedError(ConnectionError):
+class CertificateRequiredError(ConnectionError):
     """The server speaks with those who show a certificate, and none was shown."""
 
 
 @dataclass(frozen=True)
-class RunningServer:
+class ServerClient:
     """Where a server is, and what it is shown.
 
     Attributes:
@@ -59,7 +59,7 @@ class RunningServer:
     token: str = field(default="", repr=False)
     is_own_host: bool = False
 
-    def ask(
+    def request(
         self, path: str, *, timeout_s: float, bytes_max: int, body: bytes | None = None
     ) -> bytes:
         """What it answers when asked for ``path``, or when it is sent a ``body`` of JSON.
@@ -76,7 +76,7 @@ class RunningServer:
         """
         connection, before = self._connection(timeout_s)
 
-        def exchange() -> Answer:
+        def pipeline() -> Answer:
             headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
             if body is not None:
                 headers["Content-Type"] = "application/json"
@@ -92,11 +92,11 @@ class RunningServer:
                 connection.close()
 
         try:
-            status, said = _within(timeout_s, exchange)
+            status, said = _within(timeout_s, pipeline)
         except (OSError, ValueError, http.client.HTTPException) as error:
             if isinstance(error, ssl.SSLError) and "CERTIFICATE_REQUIRED" in (error.reason or ""):
                 wanted = f"{self.url}: {path}: it wants a certificate"
-                raise CertificateWantedError(wanted) from error
+                raise CertificateRequiredError(wanted) from error
             raise ConnectionError(f"{self.url}: {path}: {_reason(error)}") from error
         if not 200 <= status < 300:
             raise ConnectionError(f"{self.url}: {path}: answered {_refusal(path, status, said)}")
@@ -150,7 +150,7 @@ class RunningServer:
 
 def server_at(
     url: str, ca: Path | None, cert: Path | None, key: Path | None, token_file: Path | None
-) -> RunningServer:
+) -> ServerClient:
     """The server at ``url``, with the token of a file, or of the variable EMBEDSERVE_TOKEN.
 
     Raises:
@@ -163,12 +163,12 @@ def server_at(
     else:
         found, where = os.environb.get(TOKEN_VARIABLE.encode(), b""), TOKEN_VARIABLE
         if not found:
-            return RunningServer(url, ca, cert, key)
+            return ServerClient(url, ca, cert, key)
     token = found.decode("ascii", "replace").strip()
     is_word = token.isascii() and token.isprintable() and " " not in token
     if not token or not is_word or len(found) > TOKEN_BYTES_MAX:
         raise ValueError(f"{where} holds no token, which is one word")
-    return RunningServer(url, ca, cert, key, token)
+    return ServerClient(url, ca, cert, key, token)
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -226,7 +226,7 @@ def _within(timeout_s: float, ask: Callable[[], Answer]) -> Answer:
 def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message} (--ca)"
-    return printable(str(error)) or type(error).__name__
+    return sanitize(str(error)) or type(error).__name__
 
 
 def _refusal(path: str, status: int, body: bytes) -> str:
@@ -235,7 +235,7 @@ def _refusal(path: str, status: int, body: bytes) -> str:
         said = str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError, RecursionError):
         said = body.decode(errors="replace")
-    said = f"{status}: {printable(said.strip()[:SAID_MAX])}".removesuffix(": ")
+    said = f"{status}: {sanitize(said.strip()[:SAID_MAX])}".removesuffix(": ")
     if status == 401:
         return f"{said} (--token-file, or the variable {TOKEN_VARIABLE})"
     if status == 404 and said.endswith(": Not Found"):

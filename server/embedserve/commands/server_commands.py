@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from embedserve.commands.one_line_errors import check_engine, one_line_errors
+from embedserve.commands.cli_errors import check_engine, cli_errors
 from embedserve.commands.switch import switch
 from embedserve.config import Limits, ServeSettings
 
@@ -47,7 +47,7 @@ def serve(**values: Any) -> None:
     several = ("model", "allowed_host", "trusted_proxy")
     values |= {name: tuple(values[name] or ()) for name in several}
     settings = ServeSettings(**values, limits=limits)
-    with one_line_errors():
+    with cli_errors():
         check_engine()
         from embedserve.processes.serve import serve as run
 
@@ -64,7 +64,7 @@ def admin(
     token_file: TokenFile = None,
 ) -> None:
     """Load or unload a version of a running server, or have it look at its store now."""
-    with one_line_errors():
+    with cli_errors():
         from embedserve.commands.admin import ask_server
         from embedserve.commands.running_server import server_at
 
@@ -112,7 +112,7 @@ def shadow(
     token_file: TokenFile = None,
 ) -> None:
     """Show how versions in the shadow of others would have answered otherwise."""
-    with one_line_errors():
+    with cli_errors():
         from embedserve.commands.running_server import server_at
         from embedserve.commands.shadow import show_shadows
 
@@ -138,7 +138,7 @@ def token(
 
     Nothing keeps the token itself: give it to who asks now.
     """
-    with one_line_errors():
+    with cli_errors():
         from embedserve.commands.token import make_token
 
         make_token(name, models, roles, expires, requests_per_second, concurrent)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from embedserve.commands.running_server import RunningServer
-from embedserve.terminal.printable import printable
+from embedserve.commands.running_server import ServerClient
+from embedserve.terminal.sanitize import sanitize
 
 TIMEOUT_S = 10.0
 METRICS_BYTES_MAX = 32 << 20
@@ -19,7 +19,7 @@ OURS = "embedserve_"
 
 
 def read_samples(
-    server: RunningServer,
+    client: ServerClient,
     names: Sequence[str],
     timeout_s: float = TIMEOUT_S,
     bytes_max: int = METRICS_BYTES_MAX,
@@ -30,8 +30,8 @@ def read_samples(
         ConnectionError, OSError, ValueError: as RunningServer.ask.
         ValueError: what answers is no embedserve.
     """
-    url = server.url
-    answer = server.ask("/metrics", timeout_s=timeout_s, bytes_max=bytes_max)
+    url = client.url
+    answer = client.request("/metrics", timeout_s=timeout_s, bytes_max=bytes_max)
     lines = answer.decode(errors="replace").split("\n")
     if not any(line.startswith(OURS) for line in lines):
         raise ValueError(f"{url}: is no embedserve: its /metrics has nothing of {OURS}…")
@@ -40,5 +40,5 @@ def read_samples(
         families = text_string_to_metric_families(text)
         return [sample for family in families for sample in family.samples]
     except (ValueError, LookupError, TypeError) as error:
-        said = printable(str(error)[:SAID_MAX])
+        said = sanitize(str(error)[:SAID_MAX])
         raise ValueError(f"{url}: its metrics are not what Prometheus reads: {said}") from error

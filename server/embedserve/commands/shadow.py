@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from prometheus_client.samples import Sample
 
-from embedserve.commands.running_server import RunningServer
+from embedserve.commands.running_server import ServerClient
 from embedserve.commands.server_metrics import read_samples
 from embedserve.terminal.aligned_columns import grid, plain, show, write
 
@@ -40,16 +40,16 @@ class Shadows:
             self.counts[comparison][key] = sample.value
 
 
-def show_shadows(server: RunningServer) -> None:
+def show_shadows(client: ServerClient) -> None:
     """Prints how each version in a shadow differs, key by key.
 
     Raises:
         ConnectionError, OSError, ValueError: as read_samples.
     """
-    shadows = Shadows(read_samples(server, [PREFIX]))
+    shadows = Shadows(read_samples(client, [PREFIX]))
     if not shadows.counts:
         write(
-            f"{server.url}: no version runs in the shadow of another (embedserve alias … --shadow)"
+            f"{client.url}: no version runs in the shadow of another (embedserve alias … --shadow)"
         )
     for (model, alias, version, against), counts in shadows.counts.items():
         batches = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from embedserve.commands.choices import parse_choice
+from embedserve.commands.per_table_option import parse_per_table_option
 from embedserve_store.plans.plan import Plan, read_plan
 
 
@@ -15,4 +15,4 @@ def parse_sharding(text: str) -> str | dict[str, str] | Plan:
         StoreError: the file is not a plan that can be read.
         ValueError: a table is named twice or without a type.
     """
-    return read_plan(Path(text)) if text.endswith(".json") else parse_choice(text)
+    return read_plan(Path(text)) if text.endswith(".json") else parse_per_table_option(text)

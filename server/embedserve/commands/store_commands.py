@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from embedserve.commands.one_line_errors import one_line_errors
+from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.switch import switch
 
 Cache = Annotated[
@@ -31,7 +31,7 @@ def inspect_store(
     cache: Cache = None,
 ) -> None:
     """Show what a store, a model or a version holds."""
-    with one_line_errors():
+    with cli_errors():
         from embedserve.commands.inspect import inspect as run
 
         run(store, model, version, cache)
@@ -44,7 +44,7 @@ def verify(
     cache: Cache = None,
 ) -> None:
     """Reread a version and check every byte against its checksums."""
-    with one_line_errors():
+    with cli_errors():
         from embedserve.commands.verify import verify as run
 
         run(store, model, version, cache)
@@ -65,7 +65,7 @@ def diff(
     Ends with status 1 where callers would notice: keys, their order, widths or tables, pooling, id
     rules or weights.
     """
-    with one_line_errors():
+    with cli_errors():
         from embedserve.commands.diff import diff as run
 
         is_same_layout = run(versions, cache)
@@ -101,7 +101,7 @@ def alias(
     cache: Cache = None,
 ) -> None:
     """Show, move or remove a model's aliases: names for versions, such as stable."""
-    with one_line_errors():
+    with cli_errors():
         from embedserve.commands.alias import change_alias, show_aliases
 
         if remove and version:
@@ -125,7 +125,7 @@ def rollback(
     why: Annotated[str, typer.Option(help="Kept with each change.")] = "",
 ) -> None:
     """Move an alias back to the version before, and take away what others have of its requests."""
-    with one_line_errors():
+    with cli_errors():
         from embedserve.commands.alias import roll_back_alias
 
         roll_back_alias(store, model, alias, to or None, why)
@@ -138,7 +138,7 @@ def note(
     text: Annotated[str, typer.Argument(help="What inspect is to show of this version.")],
 ) -> None:
     """Keep a note beside a version, which itself never changes."""
-    with one_line_errors():
+    with cli_errors():
         from embedserve.commands.note import note as run
 
         run(store, model, version, text)
@@ -151,7 +151,7 @@ def prune(
     dry_run: Annotated[bool, switch("--dry-run", help="Only say what would be removed.")] = False,
 ) -> None:
     """Remove old versions of a model, but those that an alias names or a server has open."""
-    with one_line_errors():
+    with cli_errors():
         from embedserve.commands.prune import prune as run
 
         run(store, model, keep, dry_run)
@@ -163,7 +163,7 @@ def delete(
     version: Annotated[int, typer.Argument(help="A number: what an alias names stays.")],
 ) -> None:
     """Remove one version of a model, unless it is the newest, or has an alias, or is open."""
-    with one_line_errors():
+    with cli_errors():
         from embedserve.commands.delete import delete as run
 
         run(store, model, version)

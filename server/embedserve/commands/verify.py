@@ -8,7 +8,7 @@ from embedserve.terminal.console import say, table_progress
 from embedserve.terminal.sizes import human_bytes
 from embedserve.terminal.stores import load_version
 from embedserve_store import verification
-from embedserve_store.format.seal import is_sealed
+from embedserve_store.format.manifest_checksum import is_sealed
 
 
 def verify(store: str, model: str, version: str | None, cache: Path | None) -> None:

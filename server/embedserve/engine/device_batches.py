@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from embedserve.engine.script import Lookup
+from embedserve.engine.compile import Lookup
 from embedserve_store.format.manifest import Manifest
 
 

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from embedserve.engine.compile import KINDS, Compiled
 from embedserve.engine.device_batches import DeviceBatches
 from embedserve.engine.replicas import Replicas
-from embedserve.engine.script import KINDS, Compiled
 from embedserve.engine.sharded import main_device
 from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.goldens.goldens_file import Goldens
-from embedserve_store.goldens.hand_pooling import row_numbers
 from embedserve_store.goldens.parity import check_answers
+from embedserve_store.goldens.reference_pooling import row_numbers
 from embedserve_store.ids.translate import IdTranslator
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan

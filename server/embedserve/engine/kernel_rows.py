@@ -41,17 +41,17 @@ def rows_of(kernel: Any) -> Rows:
     return rows, kernel.weights_offsets
 
 
-def give_rows(kernels: Sequence[Any], rows: Sequence[Rows]) -> None:
+def reattach_weights(kernels: Sequence[Any], rows: Sequence[Rows]) -> None:
     for kernel, (data, offsets) in zip(kernels, rows, strict=True):
         setattr(kernel, "weights_host" if kernel.host_size else "weights_dev", data)
         kernel.weights_offsets = offsets
 
 
-def take_rows(kernels: Sequence[Any]) -> list[Rows]:
+def detach_weights(kernels: Sequence[Any]) -> list[Rows]:
     """The rows of ``kernels``, which have none then: their modules refer to each other, and would
     hold them until Python collects its garbage."""
     rows = list(map(rows_of, kernels))
-    give_rows(kernels, [(data.new_empty(0), offsets) for data, offsets in rows])
+    reattach_weights(kernels, [(data.new_empty(0), offsets) for data, offsets in rows])
     return rows
 
 
@@ -62,8 +62,10 @@ def stood_in_for(kernels: Sequence[Any]) -> Iterator[list[torch.Tensor]]:
     # None is equal to another, nor to what else is constant: equal constants become one.
     names = (b"stands for the rows of kernel %d" % i for i in range(len(rows)))
     stand_ins = [data.new_tensor(list(name)) for name, (data, _) in zip(names, rows, strict=True)]
-    give_rows(kernels, [(one, offsets) for one, (_, offsets) in zip(stand_ins, rows, strict=True)])
+    reattach_weights(
+        kernels, [(one, offsets) for one, (_, offsets) in zip(stand_ins, rows, strict=True)]
+    )
     try:
         yield stand_ins
     finally:
-        give_rows(kernels, rows)
+        reattach_weights(kernels, rows)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import ref
 
-from embedserve.engine.script import SCRIPTED, TRACED, Program
+from embedserve.engine.compile import SCRIPTED, TRACED, Program
 from embedserve_store.format.id_rule import ROW_NUMBERS
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.plans.plan import Plan

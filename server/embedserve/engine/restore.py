@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-from embedserve.engine.bind import cpu_rows
+from embedserve.engine.attach_weights import cpu_rows
+from embedserve.engine.compile import (
+    EAGER,
+    Compiled,
+    RowLookup,
+    TensorLookup,
+    compile_lookup,
+    own_compilation_unit,
+)
 from embedserve.engine.cuda_limits import check_columns, check_fits_cuda
 from embedserve.engine.engine import Engine
 from embedserve.engine.gpus import (
@@ -27,14 +35,6 @@ from embedserve.engine.gpus import (
     why_unusable,
 )
 from embedserve.engine.programs import Programs
-from embedserve.engine.script import (
-    EAGER,
-    Compiled,
-    RowLookup,
-    TensorLookup,
-    compile_lookup,
-    own_compilation_unit,
-)
 from embedserve.engine.sharded import main_device, shard
 from embedserve.engine.unpooled import shard_unpooled
 from embedserve_store.errors import StoreError

@@ -32,7 +32,7 @@ from torchrec.distributed.types import BoundsCheckMode, ShardingEnv, ShardingPla
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 
-from embedserve.engine.bind import bind_rows, share_rows
+from embedserve.engine.attach_weights import attach_weights, share_rows
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
@@ -46,14 +46,14 @@ DATA_TYPES = {
 }
 
 
-class _ShardedCollection(ShardedQuantEmbeddingBagCollection):  # type: ignore[misc]
+class _ShardedPooledCollection(ShardedQuantEmbeddingBagCollection):  # type: ignore[misc]
     """torchrec's module without its state dict, which wants a scale and bias for float rows."""
 
     def _initialize_torch_state(self, *args: Any, **kwargs: Any) -> None:
         return None
 
 
-class _Sharder(QuantEmbeddingBagCollectionSharder):  # type: ignore[misc]
+class _PooledSharder(QuantEmbeddingBagCollectionSharder):  # type: ignore[misc]
     def shard(
         self,
         module: QuantEmbeddingBagCollection,
@@ -61,8 +61,8 @@ class _Sharder(QuantEmbeddingBagCollectionSharder):  # type: ignore[misc]
         env: ShardingEnv,
         device: torch.device | None = None,
         module_fqn: str | None = None,
-    ) -> _ShardedCollection:
-        return _ShardedCollection(module, params, env, self.fused_params, device=device)
+    ) -> _ShardedPooledCollection:
+        return _ShardedPooledCollection(module, params, env, self.fused_params, device=device)
 
 
 def main_device(device_type: str, first_gpu: int = 0) -> torch.device:
@@ -95,7 +95,7 @@ def shard(
         version, plan, device_type, is_weighted=is_weighted, first_gpu=first_gpu
     )
     if rows_of is None:
-        bind_rows(sharded.module, version, device_type)
+        attach_weights(sharded.module, version, device_type)
     else:
         share_rows(sharded.module, rows_of.module)
     return sharded
@@ -106,7 +106,7 @@ def shard_without_rows(
 ) -> DistributedModelParallel:
     """As shard, but for the rows, of which its kernels have none yet."""
     module = _meta_collection(version.manifest, is_weighted)
-    sharder = _Sharder(fused_params=_fused_params())
+    sharder = _PooledSharder(fused_params=_fused_params())
     return distribute(module, plan, device_type, sharder, first_gpu)
 
 

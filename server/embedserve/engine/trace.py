@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from embedserve.engine.kernel_rows import give_rows, kernels_of, rows_of
+from embedserve.engine.kernel_rows import kernels_of, reattach_weights, rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def trace(
 
     def function(*inputs: torch.Tensor) -> torch.Tensor:
         given, batch = inputs[: len(flat)], inputs[len(flat) :]
-        give_rows(kernels, list(zip(given[::2], given[1::2], strict=True)))
+        reattach_weights(kernels, list(zip(given[::2], given[1::2], strict=True)))
         values: torch.Tensor = lookup(*batch) if is_weighted else lookup(*batch, None)
         return values
 
@@ -63,7 +63,7 @@ def trace(
                 logger.debug("lookups are not traced: %s", error)
                 return None
             finally:
-                give_rows(kernels, rows)
+                reattach_weights(kernels, rows)
     if len(set(map(_operations, graphs))) > 1:
         return None
     traced: Traced = torch._C._create_function_from_graph("lookup", graphs[0])

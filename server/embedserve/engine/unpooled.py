@@ -25,21 +25,21 @@ from torchrec.distributed.types import BoundsCheckMode, ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
-from embedserve.engine.bind import bind_rows, share_rows
+from embedserve.engine.attach_weights import attach_weights, share_rows
 from embedserve.engine.sharded import DATA_TYPES, distribute
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
 
 
-class _AsTheyAre(nn.Module):
+class _IdentityOutputDist(nn.Module):
     """Stands for what brings the rows of several GPUs to one."""
 
     def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return tensors
 
 
-class _ShardedCollection(ShardedQuantEmbeddingCollection):  # type: ignore[misc]
+class _ShardedUnpooledCollection(ShardedQuantEmbeddingCollection):  # type: ignore[misc]
     """torchrec's module without its state dict, which wants a scale and bias for float rows, and on
     one GPU without asking NVML how GPUs are linked, as FBGEMM's all_to_one_device always does.
 
@@ -56,10 +56,10 @@ class _ShardedCollection(ShardedQuantEmbeddingCollection):  # type: ignore[misc]
         super()._create_output_dist(device)
         for output_dist in self._output_dists:
             if self.ranks == 1 and isinstance(output_dist, InferTwSequenceEmbeddingDist):
-                output_dist._dist = _AsTheyAre()
+                output_dist._dist = _IdentityOutputDist()
 
 
-class _Sharder(QuantEmbeddingCollectionSharder):  # type: ignore[misc]
+class _UnpooledSharder(QuantEmbeddingCollectionSharder):  # type: ignore[misc]
     def shard(
         self,
         module: QuantEmbeddingCollection,
@@ -67,8 +67,8 @@ class _Sharder(QuantEmbeddingCollectionSharder):  # type: ignore[misc]
         env: ShardingEnv,
         device: torch.device | None = None,
         module_fqn: str | None = None,
-    ) -> _ShardedCollection:
-        sharded = _ShardedCollection(module, params, env, self.fused_params, device=device)
+    ) -> _ShardedUnpooledCollection:
+        sharded = _ShardedUnpooledCollection(module, params, env, self.fused_params, device=device)
         sharded.ranks = env.world_size
         return sharded
 
@@ -93,7 +93,7 @@ def shard_unpooled(
     """
     sharded = shard_unpooled_without_rows(version, plan, device_type, first_gpu=first_gpu)
     if rows_of is None:
-        bind_rows(sharded.module, version, device_type)
+        attach_weights(sharded.module, version, device_type)
     else:
         share_rows(sharded.module, rows_of.module)
     return sharded
@@ -103,7 +103,7 @@ def shard_unpooled_without_rows(
     version: ModelVersion, plan: Plan, device_type: str, *, first_gpu: int = 0
 ) -> DistributedModelParallel:
     """As shard_unpooled, but for the rows, of which its kernels have none yet."""
-    sharder = _Sharder(fused_params=_fused_params())
+    sharder = _UnpooledSharder(fused_params=_fused_params())
     return distribute(_meta_collection(version.manifest), plan, device_type, sharder, first_gpu)
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from embedserve.metrics.slots import Slot
+from embedserve.metrics.shared_counters import WorkerCounters
 
 CALLERS_MAX = 256
 """Names that are counted alone, by one worker."""
@@ -45,11 +45,11 @@ class CallerMetrics:
         callers: who asks; None where nobody has a name.
     """
 
-    def __init__(self, slot: Slot, outcomes: Sequence[str]) -> None:
+    def __init__(self, counters: WorkerCounters, outcomes: Sequence[str]) -> None:
         """``outcomes`` are all that a request may have."""
         self.callers: Callers | None = None
         self._outcomes = outcomes
-        self._cells = slot.take(caller_cells(outcomes))
+        self._cells = counters.allocate(caller_cells(outcomes))
         self._own = self._cells.own.reshape(CALLERS_MAX + 1, -1)
         self._own[CALLERS_MAX, 0] = _owner(OTHERS)
         self._place: dict[str, int] = {}

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve.metrics.slots import Slot, lone_slot
+from embedserve.metrics.shared_counters import WorkerCounters, single_worker_counters
 
 SECONDS_BUCKETS = tuple(
     round(step * scale, 6)
@@ -27,12 +27,12 @@ PENDING_MAX = 4096
 class Histogram:
     """Counts in fixed buckets; observations wait in a list until there are many or a flush."""
 
-    def __init__(self, buckets: Sequence[float], slot: Slot | None = None) -> None:
+    def __init__(self, buckets: Sequence[float], counters: WorkerCounters | None = None) -> None:
         self.buckets = tuple(buckets)
         self._bounds = np.array(buckets)
         # A count for each bucket, one for what is above all, and the sum of all values.
         cells = histogram_cells(buckets)
-        self._cells = (slot or lone_slot(cells)).take(cells)
+        self._cells = (counters or single_worker_counters(cells)).allocate(cells)
         self._pending: list[float] = []
 
     def observe(self, value: float) -> None:
@@ -56,7 +56,7 @@ class Histogram:
 
     def leave(self) -> None:
         """What is observed from now on is not counted where others read it."""
-        self._cells.leave()
+        self._cells.detach()
 
     def samples(self, of: NDArray[np.bool_] | None = None) -> tuple[list[tuple[str, float]], float]:
         """([(bound, cumulative count), …, ("+Inf", count)], sum of all values) of all workers, or

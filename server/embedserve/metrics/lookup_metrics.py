@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve.metrics.slots import Cells, Slot
-from embedserve.types import Batch, ModelInfo
+from embedserve.lookup import Batch
+from embedserve.metrics.shared_counters import Cells, WorkerCounters
+from embedserve.model_info import ModelInfo
 from embedserve_store.format.table_spec import TableSpec
-from embedserve_store.plans.reads import Reads, is_divided_by_rows
+from embedserve_store.plans.access_counts import AccessCounts, is_divided_by_rows
 
 OWN_SHARE = 1 / 200
 """Of the event loop's time, that is spent on where rows lie."""
@@ -42,24 +43,28 @@ class LookupMetrics:
     """
 
     def __init__(
-        self, model: ModelInfo, slot: Slot, columns_max: int, own_share: float = OWN_SHARE
+        self,
+        model: ModelInfo,
+        counters: WorkerCounters,
+        columns_max: int,
+        own_share: float = OWN_SHARE,
     ) -> None:
         self.asked = np.zeros(len(model.features), np.int64)
         self._model = model
         self._own_share = own_share
-        self._asked = slot.take(columns_max)
-        self._per_rank = slot.take(DIVIDED_CELLS)
+        self._asked = counters.allocate(columns_max)
+        self._per_rank = counters.allocate(DIVIDED_CELLS)
         self._shown = self.asked.copy()
         # A row that is left out is not read, but where there is an answer for each id.
         self._is_left_out = model.skips_unknown & model.is_pooled
-        self._where = _Where(model)
+        self._where = _RowToRank(model)
         self._attributed = np.zeros(len(self._where.tables))
         self._look_s = 0.0  # when the next batch is looked at
 
     def leave(self) -> None:
         """What is counted from now on is not shown."""
-        self._asked.leave()
-        self._per_rank.leave()
+        self._asked.detach()
+        self._per_rank.detach()
 
     def observe(self, batch: Batch) -> None:
         """A batch that is looked up."""
@@ -90,15 +95,15 @@ class LookupMetrics:
         own[is_seen] += more / total[is_seen, None]
         self._attributed[is_seen] = of_tables[is_seen]
 
-    def _read(self, asked: Cells, unknown_ids: NDArray[np.number[Any]]) -> Cells:
-        read: Cells = asked - np.where(self._is_left_out, unknown_ids, 0.0)
+    def _read(self, requested: Cells, unknown_ids: NDArray[np.number[Any]]) -> Cells:
+        read: Cells = requested - np.where(self._is_left_out, unknown_ids, 0.0)
         return read
 
     def total_asked(self, of: NDArray[np.bool_]) -> Cells:
         """Float64 [F], ids, of the workers ``of`` which it is True."""
         return self._asked.total(of)[: self.asked.size]
 
-    def reads(self, of: NDArray[np.bool_], unknown_ids: Cells) -> Reads:
+    def reads(self, of: NDArray[np.bool_], unknown_ids: Cells) -> AccessCounts:
         """Rows, of the workers ``of`` which it is True; ``unknown_ids`` [F] are theirs."""
         read = self._read(self.total_asked(of), unknown_ids).tolist()
         by_feature = dict(zip(self._model.features, read, strict=True))
@@ -106,7 +111,7 @@ class LookupMetrics:
             -1, self._model.plan.world_size
         )
         names = [table.name for table in self._where.tables]
-        return Reads(
+        return AccessCounts(
             by_table={
                 table.name: sum(by_feature[feature] for feature in table.feature_names)
                 for table in self._model.tables
@@ -115,7 +120,7 @@ class LookupMetrics:
         )
 
 
-class _Where:
+class _RowToRank:
     """Finds the ranks of rows.
 
     The rows of each feature are cut where any of its tables is; all these ranges are numbered,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from embedserve.metrics.model_metrics import VERSION_LABELS, VersionMetrics, version_labels
-from embedserve_store.plans.reads import reads_per_rank, row_read_bytes
+from embedserve_store.plans.access_counts import reads_per_rank, row_read_bytes
 
 
 def collect_lookups(versions: Iterable[VersionMetrics]) -> Iterator[Metric]:

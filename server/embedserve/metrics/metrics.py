@@ -28,20 +28,20 @@ from embedserve.metrics.model_metrics import (
     NAME_LABELS,
     NAMES_SPARE,
     VERSION_LABELS,
+    ModelCounterTable,
     ModelMetrics,
-    Places,
     columns_most,
     name_labels,
     place_cells,
     version_labels,
 )
 from embedserve.metrics.process import PROCESS_CELLS, ProcessMetrics
-from embedserve.metrics.quiet_log import Fields, QuietLog
+from embedserve.metrics.rate_limited_logger import Fields, RateLimitedLogger
 from embedserve.metrics.request_metrics import OUTCOMES
 from embedserve.metrics.shadow_samples import collect_shadows
-from embedserve.metrics.slots import Slot, lone_slot
+from embedserve.metrics.shared_counters import WorkerCounters, single_worker_counters
 from embedserve.metrics.tls import TLS_CELLS, TlsMetrics
-from embedserve.types import ModelInfo
+from embedserve.model_info import ModelInfo
 
 logger = logging.getLogger("embedserve.requests")
 
@@ -63,16 +63,16 @@ class ProtocolMetrics:
         log: what is said of requests that failed.
     """
 
-    def __init__(self, slot: Slot | None = None, protocol: str = "rest") -> None:
-        slot = slot or lone_slot(PROTOCOL_CELLS)
+    def __init__(self, counters: WorkerCounters | None = None, protocol: str = "rest") -> None:
+        counters = counters or single_worker_counters(PROTOCOL_CELLS)
         self.protocol = protocol
-        self.log = QuietLog(logger, LINES_MAX)
+        self.log = RateLimitedLogger(logger, LINES_MAX)
         self.response_bytes = 0
         self._ended: Counter[str] = Counter()
         self._answered: list[float] = []  # seconds, which are no part of the others yet
-        self._cells = slot.take(len(OUTCOMES) + 1)
+        self._cells = counters.allocate(len(OUTCOMES) + 1)
         self._before = self._cells.own.copy()
-        self.seconds = Histogram(SECONDS_BUCKETS, slot)
+        self.seconds = Histogram(SECONDS_BUCKETS, counters)
 
     @property
     def outcomes(self) -> Counter[str]:
@@ -97,7 +97,7 @@ class ProtocolMetrics:
         """``code`` and ``message`` are an EmbedServeError's; ``fields`` what else the log tells."""
         self._ended[code] += 1
         self.seconds.observe(seconds)
-        self.log.say(logging.INFO, f"refused with {code}", message, fields=fields)
+        self.log.log(logging.INFO, f"refused with {code}", message, fields=fields)
 
     def cancelled(self, seconds: float) -> None:
         """Its client went away."""
@@ -136,7 +136,7 @@ class Metrics(Collector):
     def __init__(
         self,
         models: Iterable[ModelInfo],
-        slot: Slot | None = None,
+        counters: WorkerCounters | None = None,
         tables: str = "mapped",
         names: int = 0,
         columns_max: int = 0,
@@ -148,16 +148,16 @@ class Metrics(Collector):
         models = list(models)
         names = names or len(models)
         columns_max = columns_max or columns_most(model.manifest for model in models)
-        slot = slot or lone_slot(cells_per_worker(names, columns_max))
-        self._slot = slot
-        self._process = ProcessMetrics(slot)
-        self.tls = TlsMetrics(slot)
-        self.workers = slot.workers
+        counters = counters or single_worker_counters(cells_per_worker(names, columns_max))
+        self._slot = counters
+        self._process = ProcessMetrics(counters)
+        self.tls = TlsMetrics(counters)
+        self.workers = counters.workers
         self.tables = tables
-        self.protocols = {name: ProtocolMetrics(slot, name) for name in PROTOCOLS}
-        self.callers = CallerMetrics(slot, OUTCOMES)
+        self.protocols = {name: ProtocolMetrics(counters, name) for name in PROTOCOLS}
+        self.callers = CallerMetrics(counters, OUTCOMES)
         self.columns_max = columns_max
-        self._places = Places(slot, names + NAMES_SPARE, columns_max)
+        self._places = ModelCounterTable(counters, names + NAMES_SPARE, columns_max)
         self._places.clear_others(model.served_as for model in models)
         self.models: dict[str, ModelMetrics] = {}
         for model in models:
@@ -361,7 +361,7 @@ class Metrics(Collector):
         )
         for metrics in self.models.values():
             model = metrics.model
-            is_counted = ~model.refuses_unknown
+            is_counted = ~model.rejects_unknown
             counts = zip(model.features, metrics.version.total_unknown_ids(), strict=True)
             for (feature, count), shown in zip(counts, is_counted, strict=True):
                 if shown:

@@ -19,11 +19,11 @@ from embedserve.metrics.histogram import (
 from embedserve.metrics.lookup_metrics import LookupMetrics, lookup_cells
 from embedserve.metrics.request_metrics import REQUEST_CELLS, RequestMetrics
 from embedserve.metrics.shadow_metrics import ShadowMetrics, shadow_cells
-from embedserve.metrics.slots import Cells, Slot, lone_slot
-from embedserve.types import ModelInfo
+from embedserve.metrics.shared_counters import Cells, WorkerCounters, single_worker_counters
+from embedserve.model_info import ModelInfo
 from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest import Manifest
-from embedserve_store.plans.reads import Reads
+from embedserve_store.plans.access_counts import AccessCounts
 
 NAME_LABELS = ("model", "alias")
 """Alias: what --model has behind the "@"; empty, and so no label to Prometheus, where it has
@@ -81,23 +81,23 @@ def version_labels(model: ModelInfo) -> list[str]:
     return [model.name, model.tag, str(model.version)]
 
 
-class Places:
+class ModelCounterTable:
     """Where the names that are served are counted: places in a slot, each with the same name for
     all workers."""
 
-    def __init__(self, slot: Slot, count: int, columns_max: int) -> None:
+    def __init__(self, counters: WorkerCounters, count: int, columns_max: int) -> None:
         """Takes ``count`` places of ``slot``, for versions of up to ``columns_max`` features or
         keys."""
         self.columns_max = columns_max
-        self._slot = slot
+        self._slot = counters
         self._starts = []
         self._owners = []
         for _ in range(count):
-            self._starts.append(slot.taken)
-            self._owners.append(slot.take(1))
-            slot.take(place_cells(columns_max) - 1)
+            self._starts.append(counters.taken)
+            self._owners.append(counters.allocate(1))
+            counters.allocate(place_cells(columns_max) - 1)
 
-    def take(self, name: str) -> Slot:
+    def take(self, name: str) -> WorkerCounters:
         """The place of ``name``: the one that another worker counts it in, or this one did before
         it was restarted, or a free one.
 
@@ -117,7 +117,7 @@ class Places:
         if self._owners[i].own[0] != owner:
             self._slot.empty(start, start + place_cells(self.columns_max))
             self._owners[i].own[0] = owner
-        return self._slot.again(start)
+        return self._slot.rewind_to(start)
 
     def clear(self, name: str) -> None:
         """Has nothing counted for ``name`` any more."""
@@ -151,18 +151,18 @@ class VersionMetrics:
         requests: those that it was handed, by outcome, and their times.
     """
 
-    def __init__(self, model: ModelInfo, slot: Slot, columns_max: int) -> None:
+    def __init__(self, model: ModelInfo, counters: WorkerCounters, columns_max: int) -> None:
         """Goes on where the cells of ``slot`` were left, if they are of the same version."""
         self.model = model
         self.unknown_ids = np.zeros(len(model.features), np.int64)
-        self._number = slot.take(1)
-        start = slot.taken
-        self._unknown = slot.take(columns_max)
-        self.lookups = LookupMetrics(model, slot, columns_max)
-        self.shadow = ShadowMetrics(model, slot, columns_max)
-        self.requests = RequestMetrics(slot)
+        self._number = counters.allocate(1)
+        start = counters.taken
+        self._unknown = counters.allocate(columns_max)
+        self.lookups = LookupMetrics(model, counters, columns_max)
+        self.shadow = ShadowMetrics(model, counters, columns_max)
+        self.requests = RequestMetrics(counters)
         self._histograms = {
-            name: Histogram(buckets, slot) for name, buckets in VERSION_BUCKETS.items()
+            name: Histogram(buckets, counters) for name, buckets in VERSION_BUCKETS.items()
         }
         self.wait_seconds = self._histograms["wait_seconds"]
         self.batch_examples = self._histograms["batch_examples"]
@@ -170,13 +170,13 @@ class VersionMetrics:
         self.lookup_seconds = self._histograms["lookup_seconds"]
         if self._number.own[0] != model.version:
             self._number.own[0] = 0  # of no version, while they are emptied
-            slot.empty(start, slot.taken)
+            counters.empty(start, counters.taken)
             self._number.own[0] = model.version
         self._unknown_before = self._unknown.own[: len(model.features)].copy()
 
     def leave(self) -> None:
         """What it counts from now on is not shown."""
-        self._unknown.leave()
+        self._unknown.detach()
         self.lookups.leave()
         self.shadow.leave()
         self.requests.leave()
@@ -218,10 +218,10 @@ class VersionMetrics:
 
     def total_asked_ids(self) -> list[float]:
         """[F] of all workers."""
-        asked: list[float] = self.lookups.total_asked(self.of_this_version()).tolist()
-        return asked
+        requested: list[float] = self.lookups.total_asked(self.of_this_version()).tolist()
+        return requested
 
-    def reads(self) -> Reads:
+    def reads(self) -> AccessCounts:
         """Rows, of all workers."""
         of = self.of_this_version()
         return self.lookups.reads(of, self._total_unknown(of))
@@ -247,24 +247,27 @@ class ModelMetrics:
     """
 
     def __init__(
-        self, model: ModelInfo, slot: Slot | None = None, columns_max: int = COLUMNS_MIN
+        self,
+        model: ModelInfo,
+        counters: WorkerCounters | None = None,
+        columns_max: int = COLUMNS_MIN,
     ) -> None:
         """``slot`` begins with the place of the name."""
-        slot = slot or lone_slot(place_cells(columns_max))
+        counters = counters or single_worker_counters(place_cells(columns_max))
         self.columns_max = columns_max
-        self._owner = slot.take(1)
+        self._owner = counters.allocate(1)
         self.count_queue: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.is_damaged = False
         self.wanted_version = 0
         self.load_seconds = 0.0
         self.found_s: float | None = None
         self.is_refused = False
-        self._gauges = slot.take(len(MODEL_GAUGES))
-        self._switches = slot.take(1)
+        self._gauges = counters.allocate(len(MODEL_GAUGES))
+        self._switches = counters.allocate(1)
         self.switches = int(self._switches.own[0])
-        self._slot = slot
-        self._start = slot.taken
-        self.version = VersionMetrics(model, slot, columns_max)
+        self._slot = counters
+        self._start = counters.taken
+        self.version = VersionMetrics(model, counters, columns_max)
 
     @property
     def model(self) -> ModelInfo:
@@ -274,7 +277,7 @@ class ModelMetrics:
     def switch(self, model: ModelInfo, load_seconds: float) -> None:
         """Another version, ``model``, takes over, and counts from zero."""
         self.version.leave()
-        self.version = VersionMetrics(model, self._slot.again(self._start), self.columns_max)
+        self.version = VersionMetrics(model, self._slot.rewind_to(self._start), self.columns_max)
         self.is_damaged = False
         self.load_seconds = load_seconds
         self.switches += 1

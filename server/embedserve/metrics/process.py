@@ -12,7 +12,7 @@ from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from embedserve.metrics.log_stream import dropped_lines
-from embedserve.metrics.slots import Slot
+from embedserve.metrics.shared_counters import WorkerCounters
 
 _GAUGES = (
     ("process_virtual_memory_bytes", "Virtual memory of all workers, in bytes."),
@@ -31,8 +31,8 @@ PROCESS_CELLS = 3 + len(_GAUGES)
 class ProcessMetrics:
     """The metrics that prometheus_client has of a process, for one or several."""
 
-    def __init__(self, slot: Slot) -> None:
-        self._cells = slot.take(PROCESS_CELLS)
+    def __init__(self, counters: WorkerCounters) -> None:
+        self._cells = counters.allocate(PROCESS_CELLS)
         self._cpu_s_before = float(self._cells.own[0])
         self._dropped_before = float(self._cells.own[-1]) - dropped_lines()
         self._process = ProcessCollector(registry=None)

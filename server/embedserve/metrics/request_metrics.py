@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from embedserve.errors import EmbedServeError
 from embedserve.metrics.histogram import PENDING_MAX, SECONDS_BUCKETS, Histogram, histogram_cells
-from embedserve.metrics.slots import Slot
+from embedserve.metrics.shared_counters import WorkerCounters
 
 _ERRORS: list[type[EmbedServeError]] = [EmbedServeError, *EmbedServeError.__subclasses__()]
 OUTCOMES = ("OK", "CANCELLED", *sorted({error.code for error in _ERRORS}))
@@ -30,10 +30,10 @@ class RequestMetrics:
         seconds: of every request, whatever its outcome.
     """
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, counters: WorkerCounters) -> None:
         # A count for each outcome, and the seconds of answered and of failed requests.
-        self._cells = slot.take(len(OUTCOMES) + 2)
-        self.seconds = Histogram(SECONDS_BUCKETS, slot)
+        self._cells = counters.allocate(len(OUTCOMES) + 2)
+        self.seconds = Histogram(SECONDS_BUCKETS, counters)
         self._answered: list[float] = []
         self.answered = self._answered.append
 
@@ -60,7 +60,7 @@ class RequestMetrics:
 
     def leave(self) -> None:
         """Detaches from shared memory: what is counted later is not shown."""
-        self._cells.leave()
+        self._cells.detach()
         self.seconds.leave()
 
     def total(self, of: NDArray[np.bool_]) -> dict[str, float]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve.metrics.slots import Cells, Slot
-from embedserve.types import ModelInfo
+from embedserve.metrics.shared_counters import Cells, WorkerCounters
+from embedserve.model_info import ModelInfo
 
 BATCH_OUTCOMES = ("compared", "skipped", "failed")
 """Skipped: while the one before it was compared still."""
@@ -52,13 +52,13 @@ class ShadowMetrics:
         against: the number of the other version; 0 for none.
     """
 
-    def __init__(self, model: ModelInfo, slot: Slot, columns_max: int) -> None:
+    def __init__(self, model: ModelInfo, counters: WorkerCounters, columns_max: int) -> None:
         self._model = model
-        self._against = slot.take(1)
-        self._batches = slot.take(len(BATCH_OUTCOMES))
-        self._refused = slot.take(1)
-        self._per_key = slot.take(PER_KEY * columns_max)
-        self._per_feature = slot.take(PER_FEATURE * columns_max)
+        self._against = counters.allocate(1)
+        self._batches = counters.allocate(len(BATCH_OUTCOMES))
+        self._refused = counters.allocate(1)
+        self._per_key = counters.allocate(PER_KEY * columns_max)
+        self._per_feature = counters.allocate(PER_FEATURE * columns_max)
         self._columns_max = columns_max
 
     @property
@@ -75,7 +75,7 @@ class ShadowMetrics:
 
     def leave(self) -> None:
         for cells in (self._batches, self._refused, self._per_key, self._per_feature):
-            cells.leave()
+            cells.detach()
 
     def count(self, outcome: str) -> None:
         """A batch that was sampled ended so."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from embedserve.metrics.slots import Slot
+from embedserve.metrics.shared_counters import WorkerCounters
 
 HANDSHAKE_OUTCOMES = ("ok", "no_tls", "certificate", "failed", "too_large", "too_late", "gone")
 """It is done; what came is no TLS; the client's certificate is none that is taken; any other fault
@@ -23,10 +23,10 @@ class TlsMetrics:
         expires_s: Unix time when the certificate ends that this process shows; 0: it shows none.
     """
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, counters: WorkerCounters) -> None:
         self.handshakes: Counter[str] = Counter()
         self.expires_s: Callable[[], float] = float
-        self._cells = slot.take(TLS_CELLS)
+        self._cells = counters.allocate(TLS_CELLS)
         self._before = self._cells.own[:-1].copy()
 
     def flush(self) -> None:

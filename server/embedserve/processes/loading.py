@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embedserve.config import ServeSettings, check_device
+from embedserve.model_names import split_name
 from embedserve.terminal.console import console, say, table_progress
 from embedserve.terminal.sizes import human_bytes
 from embedserve.terminal.stores import opened
-from embedserve.types import split_name
 from embedserve_store import ModelStore, ModelVersion, StoreError, verify
 from embedserve_store.errors import missing_model
 from embedserve_store.format.tables_file import Progress

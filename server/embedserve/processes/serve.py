@@ -23,9 +23,8 @@ from embedserve.config import ServeSettings, check_settings, uds_mode
 from embedserve.metrics.log_stream import LogHandler, unblock_output
 from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import columns_most
-from embedserve.metrics.quiet_log import QuietTracebacks
-from embedserve.metrics.slots import Slot, Slots
-from embedserve.processes.announcement import say_ready_to_serve, warn_of_settings
+from embedserve.metrics.rate_limited_logger import RateLimitedTracebacks
+from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.processes.loading import (
     on_devices,
     open_folder,
@@ -35,9 +34,10 @@ from embedserve.processes.loading import (
     prepared,
     restore_all,
 )
-from embedserve.processes.loading_front import fronted
-from embedserve.processes.moves import Together
 from embedserve.processes.ports import Ports, SharedPorts, claim_ports
+from embedserve.processes.rollout_coordinator import RolloutCoordinator
+from embedserve.processes.startup_banner import log_ready, warn_about_settings
+from embedserve.processes.startup_server import serve_health_while_loading
 from embedserve.processes.supervisor import Supervisor
 from embedserve.shared_memory.settings import check_shared_memory
 from embedserve.terminal.console import hush_torch
@@ -46,12 +46,12 @@ from embedserve.terminal.sigterm import sigterm_interrupts
 from embedserve_store import ModelVersion, StoreError
 
 if TYPE_CHECKING:
-    from embedserve.exchange import Exchange
-    from embedserve.processes.rollout import Rollout
+    from embedserve.pipeline import RequestPipeline
+    from embedserve.processes.version_manager import VersionManager
 
 Versions = dict[str, ModelVersion]
-Run = Callable[["Exchange", Callable[[], None], "Rollout"], None]
-"""Serves an exchange until told to stop; calls back to tell the user that the server is ready. The
+Run = Callable[["RequestPipeline", Callable[[], None], "VersionManager"], None]
+"""Serves an pipeline until told to stop; calls back to tell the user that the server is ready. The
 rollout moves to other versions as the store says."""
 
 
@@ -68,7 +68,7 @@ def serve(settings: ServeSettings) -> None:
     check_shared_memory(settings)
     set_up_logging(settings.log_level, settings.log_format)
     _check_files(settings)
-    warn_of_settings(settings)
+    warn_about_settings(settings)
     with sigterm_interrupts():  # until models are loaded; the first process of a container needs it
         if settings.workers > 1:
             _serve_workers(settings, start_s)
@@ -102,19 +102,21 @@ def _serve_alone(settings: ServeSettings, start_s: float) -> None:
     ports = _claimed(settings)
     import_module("embedserve.processes.server")  # once for this process and the front
 
-    def run(exchange: Exchange, announce: Callable[[], None], rollout: Rollout) -> None:
+    def run(
+        pipeline: RequestPipeline, announce: Callable[[], None], version_manager: VersionManager
+    ) -> None:
         import uvloop
 
         from embedserve.processes import threads
 
         end_front()
-        uvloop.run(_until_signalled(exchange, settings, ports, announce, rollout))
+        uvloop.run(_until_signalled(pipeline, settings, ports, announce, version_manager))
         if threads.is_any_running():  # all is answered; what loads is not waited for
             logging.shutdown()
             os._exit(0)
 
     try:
-        with fronted(settings, ports) as end_front:
+        with serve_health_while_loading(settings, ports) as end_front:
             versions = prepared(settings, opened_in_time(settings, open_versions))
             _serve_here(settings, versions, ports, start_s, None, run)
     finally:
@@ -122,24 +124,24 @@ def _serve_alone(settings: ServeSettings, start_s: float) -> None:
 
 
 async def _until_signalled(
-    exchange: Exchange,
+    pipeline: RequestPipeline,
     settings: ServeSettings,
     ports: Ports,
     announce: Callable[[], None],
-    rollout: Rollout,
+    version_manager: VersionManager,
 ) -> None:
-    from embedserve.processes import following, server
-    from embedserve.processes.operator import Operator
+    from embedserve.processes import server, store_watcher
+    from embedserve.processes.admin_service import AdminService
 
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop_or_end, stop, number)
-    async with following.followed(settings, rollout, stop) as mover:
-        loop.add_signal_handler(signal.SIGHUP, mover.reload)
-        operator = Operator(settings, rollout, mover)
-        await following.begin_shares(settings, rollout)
-        await server.serve_until(stop, exchange, settings, ports, announce, operator)
+    async with store_watcher.followed(settings, version_manager, stop) as controller:
+        loop.add_signal_handler(signal.SIGHUP, controller.reload)
+        operator = AdminService(settings, version_manager, controller)
+        await store_watcher.begin_shares(settings, version_manager)
+        await server.run_server(stop, pipeline, settings, ports, announce, operator)
 
 
 def _serve_here(
@@ -147,7 +149,7 @@ def _serve_here(
     versions: Versions,
     ports: Ports | SharedPorts,
     start_s: float,
-    slot: Slot | None,
+    counters: WorkerCounters | None,
     run: Run,
     names: int = 0,
     columns_max: int = 0,
@@ -156,37 +158,39 @@ def _serve_here(
     for so many ``names`` of up to ``columns_max`` features or keys."""
     from embedserve.processes import server
 
-    is_shown = slot is None or slot.worker == 0
+    is_shown = counters is None or counters.worker == 0
     settings = on_devices(settings, versions, is_shown=is_shown)
     engines = restore_all(settings, versions, is_shown=is_shown)
     threads = server.executor_threads(settings, engines.values())
     with ThreadPoolExecutor(threads, thread_name_prefix="lookup") as executor:
-        exchange = server.build_exchange(engines, settings, executor, slot, names, columns_max)
-        rollout = server.build_rollout(exchange, engines, versions, settings, executor)
+        pipeline = server.build_pipeline(engines, settings, executor, counters, names, columns_max)
+        version_manager = server.build_version_manager(
+            pipeline, engines, versions, settings, executor
+        )
         del engines  # who answers with them lets go of them
 
         def announce() -> None:
             seconds = time.perf_counter() - start_s
-            models = exchange.models.models()
-            say_ready_to_serve(models, ports, seconds, settings)
+            models = pipeline.models.models()
+            log_ready(models, ports, seconds, settings)
 
-        run(exchange, announce, rollout)
+        run(pipeline, announce, version_manager)
 
 
 def _serve_workers(settings: ServeSettings, start_s: float) -> None:
     ports = _claimed(settings).share()
     with contextlib.ExitStack() as stack:
         stack.callback(ports.close)
-        end_front = stack.enter_context(fronted(settings, ports))
+        end_front = stack.enter_context(serve_health_while_loading(settings, ports))
         versions = prepared(settings, opened_in_time(settings, open_versions_to_fork))
         names = len(versions)
         columns_max = columns_most(version.manifest for version in versions.values())
-        slots = Slots(settings.workers, cells_per_worker(names, columns_max))
+        slots = SharedCounters(settings.workers, cells_per_worker(names, columns_max))
 
         def run_worker(index: int, channel: socket.socket) -> int:
-            slot = Slot(slots, index)
+            counters = WorkerCounters(slots, index)
             return _run_worker(
-                settings, versions, ports, slot, channel, start_s, names, columns_max
+                settings, versions, ports, counters, channel, start_s, names, columns_max
             )
 
         def find_damage() -> str:
@@ -204,7 +208,7 @@ def _serve_workers(settings: ServeSettings, start_s: float) -> None:
                 versions[name] = open_folder(path)
 
         numbers = {name: version.manifest.version for name, version in versions.items()}
-        together = Together(numbers, adopt)
+        coordinator = RolloutCoordinator(numbers, adopt)
         hang_s = settings.worker_hang_s
         supervisor = Supervisor(
             run_worker,
@@ -212,7 +216,7 @@ def _serve_workers(settings: ServeSettings, start_s: float) -> None:
             settings.drain_s,
             hang_s,
             find_damage,
-            together,
+            coordinator,
             on_ready=end_front,
             on_stop=ports.remove_files,
         )
@@ -223,7 +227,7 @@ def _run_worker(
     settings: ServeSettings,
     versions: Versions,
     ports: SharedPorts,
-    slot: Slot,
+    counters: WorkerCounters,
     channel: socket.socket,
     start_s: float,
     names: int,
@@ -232,20 +236,24 @@ def _run_worker(
     """Serves as one worker, in its process; gives the exit code."""
     from embedserve.processes import worker
 
-    def run(exchange: Exchange, announce: Callable[[], None], rollout: Rollout) -> None:
+    def run(
+        pipeline: RequestPipeline, announce: Callable[[], None], version_manager: VersionManager
+    ) -> None:
         import uvloop
 
-        if worker.wait_to_go(channel):
+        if worker.wait_for_start(channel):
             uvloop.run(
-                worker.run_worker(exchange, settings, ports, slot, channel, announce, rollout)
+                worker.run_worker(
+                    pipeline, settings, ports, counters, channel, announce, version_manager
+                )
             )
 
     try:
-        _serve_here(settings, versions, ports, start_s, slot, run, names, columns_max)
+        _serve_here(settings, versions, ports, start_s, counters, run, names, columns_max)
     except (StoreError, OSError, ValueError) as error:
         if isinstance(error, ValueError) and type(error) is not ValueError:
             raise
-        worker.tell_failure(channel, error)
+        worker.report_failure(channel, error)
         return 1
     return 0
 
@@ -265,5 +273,5 @@ def log_handler(form: str, stream: TextIO | None = None) -> logging.Handler:
     """The handler of every line of the log, to ``stream`` or stderr; ``form`` is text or json."""
     handler = LogHandler(stream)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
-    handler.addFilter(QuietTracebacks())
+    handler.addFilter(RateLimitedTracebacks())
     return handler

@@ -14,29 +14,29 @@ from concurrent.futures import ThreadPoolExecutor
 from signal import Signals
 from typing import TYPE_CHECKING, Any, cast
 
-from embedserve.access.access import Access
+from embedserve.access.authenticator import Authenticator
 from embedserve.access.client_address import ClientAddresses
-from embedserve.api.admin import Operator
+from embedserve.api.admin import AdminOperations
 from embedserve.api.console.labels import read_labels
 from embedserve.api.management import health_app, management_app
 from embedserve.batching.batcher import AT_ONCE, Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import Limits, ServeSettings, is_loopback, why_fixed
 from embedserve.errors import DRAINING
-from embedserve.exchange import Exchange
-from embedserve.followed import Followed, follow_all
+from embedserve.file_reloader import FileReloader, poll_all
 from embedserve.metrics.metrics import Metrics
-from embedserve.metrics.slots import Slot
-from embedserve.models.served_models import ServedModels
-from embedserve.processes.cores import available_cores
+from embedserve.metrics.shared_counters import WorkerCounters
+from embedserve.model_info import ModelInfo
+from embedserve.models.model_registry import ModelRegistry
+from embedserve.pipeline import RequestPipeline
+from embedserve.processes.cpu_quota import available_cores
 from embedserve.processes.example_request import example_features
 from embedserve.processes.loading import restore_one
 from embedserve.processes.ports import Ports
-from embedserve.processes.rollout import Restored, Rollout
+from embedserve.processes.version_manager import Restored, VersionManager
 from embedserve.processes.watchdog import watched
-from embedserve.shared_memory.regions import SharedMemory
-from embedserve.tracing.observer import Observer, Traces
-from embedserve.types import ModelInfo
+from embedserve.shared_memory.region_registry import RegionRegistry
+from embedserve.tracing.request_telemetry import RequestTelemetry, Traces
 from embedserve.wire.allowed_hosts import AllowedHosts
 from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.server import WireServer
@@ -70,7 +70,7 @@ def model_info(engine: Engine, name: str) -> ModelInfo:
         replanned=engine.replanned,
         lookup_kind=engine.lookup_kind,
         replicas=engine.replicas,
-        named=name,
+        served_name=name,
         example=example_features(engine.manifest, engine.goldens().bags),
     )
 
@@ -87,32 +87,34 @@ def executor_threads(settings: ServeSettings, engines: Iterable[LookupEngine]) -
     return max(2 * lookup_threads(settings), at_once)
 
 
-def build_exchange(
+def build_pipeline(
     engines: Mapping[str, Engine],
     settings: ServeSettings,
     executor: ThreadPoolExecutor,
-    slot: Slot | None = None,
+    counters: WorkerCounters | None = None,
     names: int = 0,
     columns_max: int = 0,
-) -> Exchange:
-    """The exchange over ``engines`` (by the name that they are served by); a worker counts in its
+) -> RequestPipeline:
+    """The pipeline over ``engines`` (by the name that they are served by); a worker counts in its
     ``slot``, which was made for so many ``names`` of up to ``columns_max`` features or keys."""
     infos = {name: model_info(engine, name) for name, engine in engines.items()}
-    metrics = Metrics(infos.values(), slot, settings.tables, names, columns_max)
+    metrics = Metrics(infos.values(), counters, settings.tables, names, columns_max)
     batchers = {
         name: _batcher(engine, infos[name], settings, metrics, executor)
         for name, engine in engines.items()
     }
     models = {info.name for info in infos.values()}
     default = settings.default_model or (models.pop() if len(models) == 1 else "")
-    access = Access(settings.tokens) if settings.tokens else None
+    access = Authenticator(settings.tokens) if settings.tokens else None
     metrics.callers.callers = access
     traces = _traces(settings)
-    observer = Observer(settings.slow_ms, tells_times=settings.server_timing, traces=traces)
-    prefix, served = settings.shared_memory, ServedModels(batchers, default, settings.limits)
-    shared = SharedMemory(prefix, settings.limits) if prefix else None
+    telemetry = RequestTelemetry(
+        settings.slow_ms, tells_times=settings.server_timing, traces=traces
+    )
+    prefix, served = settings.shared_memory, ModelRegistry(batchers, default, settings.limits)
+    shared = RegionRegistry(prefix, settings.limits) if prefix else None
     addresses = ClientAddresses(settings.trusted_proxy)
-    return Exchange(served, metrics, access, observer, shared, addresses)
+    return RequestPipeline(served, metrics, access, telemetry, shared, addresses)
 
 
 def _traces(settings: ServeSettings) -> Traces | None:
@@ -124,14 +126,14 @@ def _traces(settings: ServeSettings) -> Traces | None:
     return OtlpTraces(settings.otlp_endpoint, settings.trace_share)
 
 
-def build_rollout(
-    exchange: Exchange,
+def build_version_manager(
+    pipeline: RequestPipeline,
     engines: Mapping[str, Engine],
     versions: dict[str, ModelVersion],
     settings: ServeSettings,
     executor: ThreadPoolExecutor,
-) -> Rollout:
-    """What has ``exchange`` answer with other versions than ``versions``, of which the ``engines``
+) -> VersionManager:
+    """What has ``pipeline`` answer with other versions than ``versions``, of which the ``engines``
     are (both by the name that they are served by); these it replaces."""
 
     from embedserve.engine.programs import Programs
@@ -143,11 +145,11 @@ def build_rollout(
         version: ModelVersion,
         say_warming: Callable[[], None],
     ) -> Restored:
-        for one in rollout.engines.values():
+        for one in version_manager.engines.values():
             if why := why_fixed(settings, cast("Engine", one).device_type):
                 raise StoreError(f"what is served changes at a start only: {why}")
         populate(version, available_bytes())
-        beside = [cast("Engine", one) for one in rollout.engines.values()]
+        beside = [cast("Engine", one) for one in version_manager.engines.values()]
         engine = restore_one(settings, version, programs, beside, say_warming)
         if programs.add(engine):
             # Errors that torch caught hold the frames that called it, and all that is in these.
@@ -155,10 +157,10 @@ def build_rollout(
         return engine, model_info(engine, name)
 
     def make_batcher(engine: LookupEngine, info: ModelInfo) -> Batcher:
-        return _batcher(engine, info, settings, exchange.metrics, executor)
+        return _batcher(engine, info, settings, pipeline.metrics, executor)
 
-    rollout = Rollout(exchange, versions, engines, restored, make_batcher)
-    return rollout
+    version_manager = VersionManager(pipeline, versions, engines, restored, make_batcher)
+    return version_manager
 
 
 def _batcher(
@@ -178,13 +180,13 @@ def _batcher(
     )
 
 
-async def serve_until(
+async def run_server(
     stop: asyncio.Event,
-    exchange: Exchange,
+    pipeline: RequestPipeline,
     settings: ServeSettings,
     ports: Ports,
     say_ready: Callable[[], None],
-    operator: Operator | None = None,
+    operator: AdminOperations | None = None,
 ) -> None:
     """Serves on the running event loop until ``stop`` is set, then drains.
 
@@ -198,29 +200,29 @@ async def serve_until(
         ValueError: one of these was damaged since the start.
     """
     async with watched(settings.worker_hang_s if settings.workers == 1 else 0.0):
-        await _serve(stop, exchange, settings, ports, say_ready, operator)
+        await _serve(stop, pipeline, settings, ports, say_ready, operator)
 
 
 async def _serve(
     stop: asyncio.Event,
-    exchange: Exchange,
+    pipeline: RequestPipeline,
     settings: ServeSettings,
     ports: Ports,
     say_ready: Callable[[], None],
-    operator: Operator | None,
+    operator: AdminOperations | None,
 ) -> None:
     files = tls_files(settings)
     certificates = None if files is None else Certificates(files)
-    access = exchange.access
-    followed: list[Followed[Any]] = []
-    followed += [] if certificates is None else [certificates.followed]
-    followed += [] if access is None else [access.followed]
-    wires = _wires(exchange, settings, certificates, operator)
+    access = pipeline.authenticator
+    followed: list[FileReloader[Any]] = []
+    followed += [] if certificates is None else [certificates.reloader]
+    followed += [] if access is None else [access.reloader]
+    wires = _wires(pipeline, settings, certificates, operator)
     grpcio_server = None
     if settings.grpc_server == "grpcio":
         from embedserve.wire.grpcio_server import GrpcioServer
 
-        grpcio_server = GrpcioServer(exchange, ports.release_grpc(), shares_port=ports.are_shared)
+        grpcio_server = GrpcioServer(pipeline, ports.release_grpc(), shares_port=ports.are_shared)
         await grpcio_server.start()
         await wires[0].listen([ports.http_socket])
     else:
@@ -230,80 +232,80 @@ async def _serve(
         await wires[0].listen([ports.http_socket, *grpc, *unix])
     if ports.management_socket is not None:
         await wires[1].listen([ports.management_socket])
-    traces = exchange.observer.traces
+    traces = pipeline.telemetry.traces
     if traces is not None:
         traces.start()
     _freeze_garbage()
     say_ready()
     looking = [
-        asyncio.create_task(_look_for_damage(exchange.models)),
-        asyncio.create_task(follow_all(followed)),
+        asyncio.create_task(_check_integrity_periodically(pipeline.models)),
+        asyncio.create_task(poll_all(followed)),
     ]
     if access is not None:
-        looking.append(asyncio.create_task(_look_at_time(access)))
-    if exchange.shared_memory is not None:
-        looking.append(asyncio.create_task(_look_at_regions(exchange.shared_memory, access)))
+        looking.append(asyncio.create_task(_refresh_expiry_periodically(access)))
+    if pipeline.shared_memory is not None:
+        looking.append(asyncio.create_task(_poll_regions(pipeline.shared_memory, access)))
     await stop.wait()
     for task in looking:
         task.cancel()
     logger.info("draining: answering what was accepted, for at most %g s", settings.drain_s)
-    exchange.models.not_ready = DRAINING
+    pipeline.models.not_ready = DRAINING
     ports.remove_files()
     drains = [wire.drain(settings.drain_s) for wire in wires]
     if grpcio_server is not None:
         drains.append(grpcio_server.drain(settings.drain_s))
     await asyncio.gather(*drains)
-    if exchange.shared_memory is not None:
-        exchange.shared_memory.close()
+    if pipeline.shared_memory is not None:
+        pipeline.shared_memory.close()
     if traces is not None:
         await asyncio.to_thread(traces.stop)
     logger.info("stopped")
 
 
 def _wires(
-    exchange: Exchange,
+    pipeline: RequestPipeline,
     settings: ServeSettings,
     certificates: Certificates | None,
-    operator: Operator | None,
+    operator: AdminOperations | None,
 ) -> list[WireServer]:
     """Of the two ports, and of the management port where there is one. What administrators ask has
     a place only where others cannot ask it: there, or where tokens tell who they are."""
     labels = read_labels(settings.labels) if settings.labels else None
     names = AllowedHosts(settings.allowed_host)
-    is_open = is_loopback(settings.host) and exchange.access is None and certificates is None
+    is_open = is_loopback(settings.host) and pipeline.authenticator is None and certificates is None
     checked = names if is_open else None
     if settings.management_port < 0:
         operator = operator if settings.tokens else None
-        app = management_app(exchange, operator, labels)
-        return [WireServer(exchange, app, certificates, allowed_hosts=checked)]
-    service = GrpcService(exchange, has_management=False)
-    wire = WireServer(exchange, health_app(exchange), certificates, service, allowed_hosts=checked)
+        app = management_app(pipeline, operator, labels)
+        return [WireServer(pipeline, app, certificates, allowed_hosts=checked)]
+    service = GrpcService(pipeline, has_management=False)
+    wire = WireServer(pipeline, health_app(pipeline), certificates, service, allowed_hosts=checked)
     asks = not is_loopback(settings.management_host)
     management = WireServer(
-        exchange,
-        management_app(exchange, operator, labels, asks=asks),
+        pipeline,
+        management_app(pipeline, operator, labels, asks=asks),
         certificates if asks else None,
-        GrpcService(exchange, asks_admins=asks),
+        GrpcService(pipeline, asks_admins=asks),
         MANAGEMENT_LIMITS,
         None if asks else names,
     )
     return [wire, management]
 
 
-async def _look_for_damage(models: ServedModels) -> None:
+async def _check_integrity_periodically(models: ModelRegistry) -> None:
     while True:
         await asyncio.sleep(LOOK_S)
-        await models.look_for_damage()
+        await models.check_integrity()
 
 
-async def _look_at_time(access: Access) -> None:
+async def _refresh_expiry_periodically(authenticator: Authenticator) -> None:
     while True:
         await asyncio.sleep(LOOK_AT_TIME_S)
-        access.look_at_time()
+        authenticator.refresh_expiry()
 
 
-async def _look_at_regions(shared: SharedMemory, access: Access | None) -> None:
-    may_ask = None if access is None else access.may_embed
+async def _poll_regions(shared: RegionRegistry, authenticator: Authenticator | None) -> None:
+    may_ask = None if authenticator is None else authenticator.may_embed
     while True:
         await asyncio.sleep(LOOK_AT_TIME_S)
         shared.look(may_ask)

@@ -19,15 +19,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
-from embedserve.metrics.slots import Slots
-from embedserve.processes.messages import (
+from embedserve.metrics.shared_counters import SharedCounters
+from embedserve.processes.rollout_coordinator import RolloutCoordinator
+from embedserve.processes.rollout_messages import (
     FAILED,
     MESSAGE_BYTES_MAX,
-    Move,
+    RolloutMessage,
     SupervisorChannel,
     WorkerMessage,
 )
-from embedserve.processes.moves import Together
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +87,11 @@ class Supervisor:
     def __init__(
         self,
         run_worker: RunWorker,
-        slots: Slots,
+        shared_counters: SharedCounters,
         drain_s: float,
         hang_s: float = 0.0,
         find_damage: Callable[[], str] = str,
-        together: Together | None = None,
+        coordinator: RolloutCoordinator | None = None,
         on_ready: Callable[[], None] = lambda: None,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
@@ -100,22 +100,22 @@ class Supervisor:
             hang_s: how long a worker may show no sign of life; 0: for ever.
             find_damage: says which file is damaged, "" for none; asked when a worker read where
                 there is no file.
-            together: decides when workers move to other versions.
+            coordinator: decides when workers move to other versions.
             on_ready: told when a worker is ready, which takes no connection before it returns.
             on_stop: called before the workers are told to end.
         """
         self._on_ready = on_ready
         self._on_stop = on_stop
-        self._together = together
-        if together is not None:
-            together.send, together.end = self._send_to, self._end
+        self._coordinator = coordinator
+        if coordinator is not None:
+            coordinator.send, coordinator.end = self._send_to, self._end
         self._find_damage = find_damage
         self._run_worker = run_worker
-        self._slots = slots
+        self._slots = shared_counters
         self._drain_s = drain_s
         self._hang_s = hang_s
         self._looked_s = time.monotonic()
-        self._workers = [_Worker(index) for index in range(len(slots.rows))]
+        self._workers = [_Worker(index) for index in range(len(shared_counters.rows))]
         self._selector = selectors.DefaultSelector()
         self._has_gone = False
         self._is_announced = False
@@ -138,8 +138,8 @@ class Supervisor:
                 self._selector.close()
 
     def _reload(self) -> None:
-        if self._together is not None:
-            self._together.reload()
+        if self._coordinator is not None:
+            self._coordinator.reload()
 
     def _stop(self) -> None:
         self._is_hurried = self._is_stopping
@@ -148,13 +148,13 @@ class Supervisor:
     def _step(self) -> None:
         """Waits until something happens, and acts on it."""
         self._wait(self._seconds_to_restart())
-        self._let_go()
-        self._look_for_hangs()
-        if self._together is not None:
-            self._together.look_at_time()
+        self._release_workers()
+        self._check_heartbeats()
+        if self._coordinator is not None:
+            self._coordinator.check_timeouts()
         for worker in self._workers:
             if worker.pid and (status := _ended(worker.pid)) is not None:
-                self._bury(worker, status)
+                self._reap(worker, status)
             if not worker.pid and not self._is_stopping and worker.restart_at_s <= time.monotonic():
                 self._start(worker)
 
@@ -167,7 +167,7 @@ class Supervisor:
         waits = (worker.restart_at_s - now_s for worker in self._workers if not worker.pid)
         return max(0.0, min(POLL_S, *waits, POLL_S))
 
-    def _look_for_hangs(self) -> None:
+    def _check_heartbeats(self) -> None:
         """Ends workers that have shown no sign of life for too long.
 
         Time in which this process did not run either, as when all are frozen, does not count.
@@ -184,7 +184,7 @@ class Supervisor:
                 continue
             worker.silent_s += passed_s
             hang_s = self._hang_s
-            if self._together is not None and self._together.is_preparing(worker.index):
+            if self._coordinator is not None and self._coordinator.is_preparing(worker.index):
                 hang_s = max(hang_s, PREPARING_HANG_S)
             if self._hang_s and worker.silent_s > hang_s:
                 self._end_hung(worker, now_s)
@@ -212,16 +212,16 @@ class Supervisor:
             pid = os.fork()
             if not pid:
                 ours.close()
-                self._become(worker.index, theirs)
+                self._run_child(worker.index, theirs)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         theirs.close()
-        worker.channel = SupervisorChannel(ours, self._selector, lambda: self._hear(worker))
+        worker.channel = SupervisorChannel(ours, self._selector, lambda: self._on_message(worker))
         worker.pid, worker.reason = pid, ""
-        if self._together is not None:
-            self._together.start(worker.index)
+        if self._coordinator is not None:
+            self._coordinator.start(worker.index)
 
-    def _become(self, index: int, channel: socket.socket) -> NoReturn:
+    def _run_child(self, index: int, channel: socket.socket) -> NoReturn:
         """Runs the worker in the process that was forked for it, and ends that process."""
         status = 1
         try:
@@ -245,7 +245,7 @@ class Supervisor:
                 sys.stderr.flush()
             os._exit(status)
 
-    def _hear(self, worker: _Worker) -> None:
+    def _on_message(self, worker: _Worker) -> None:
         assert worker.channel is not None
         try:
             message = worker.channel.receive()
@@ -263,17 +263,19 @@ class Supervisor:
             worker.is_ready, worker.ready_s = True, time.monotonic()
             self._slots.set_ready(worker.index, True)
             self._on_ready()
-            if self._together is not None:
-                self._together.ready(worker.index)  # it takes requests with the shares of all
-            worker.channel.send(WorkerMessage.ALONE.value)
+            if self._coordinator is not None:
+                self._coordinator.on_worker_ready(
+                    worker.index
+                )  # it takes requests with the shares of all
+            worker.channel.send(WorkerMessage.START_ACCEPTING.value)
             if self._is_announced:
                 logger.info("worker %d is ready again", worker.index)
         elif message == WorkerMessage.RELOAD.value:
             self._reload()
-        elif self._together is not None and not self._is_stopping:
-            self._together.hear(worker.index, Move.from_bytes(message))
+        elif self._coordinator is not None and not self._is_stopping:
+            self._coordinator.on_message(worker.index, RolloutMessage.from_bytes(message))
 
-    def _let_go(self) -> None:
+    def _release_workers(self) -> None:
         """Lets warm workers listen: the first time all together, afterwards each alone."""
         self._has_gone = self._has_gone or all(worker.is_warm for worker in self._workers)
         if not self._has_gone:
@@ -288,16 +290,16 @@ class Supervisor:
             if first is not None:
                 first.send(WorkerMessage.ANNOUNCE.value)
 
-    def _bury(self, worker: _Worker, status: int) -> None:
+    def _reap(self, worker: _Worker, status: int) -> None:
         """Clears the place of a worker that ended with ``status``, and says when it is filled."""
         while worker.channel is not None:  # what it said last
-            self._hear(worker)
+            self._on_message(worker)
         how = _described(status)
         if status == -signal.SIGBUS and (found := self._find_damage()):
             how += f" ({found})"
         self._slots.set_ready(worker.index, False)
-        if self._together is not None and not self._is_stopping:
-            self._together.gone(worker.index, how)
+        if self._coordinator is not None and not self._is_stopping:
+            self._coordinator.on_worker_exit(worker.index, how)
         was_ready = worker.is_ready
         pid, worker.pid, worker.is_warm, worker.is_ready = worker.pid, 0, False, False
         if self._is_stopping:
@@ -341,7 +343,7 @@ class Supervisor:
             self._wait(min(POLL_S, max(0.01, left_s)))
             for worker in self._workers:
                 if worker.pid and (status := _ended(worker.pid)) is not None:
-                    self._bury(worker, status)
+                    self._reap(worker, status)
 
     def _send_to(self, index: int, message: bytes) -> None:
         channel = self._workers[index].channel

@@ -14,7 +14,7 @@ T = TypeVar("T")
 _running: set[threading.Thread] = set()
 
 
-async def in_thread(name: str, work: Callable[[], T]) -> T:
+async def run_in_daemon_thread(name: str, work: Callable[[], T]) -> T:
     """What ``work`` gives, done in a thread of its own; raises what it raises."""
     # No frame that an error passes has a name for the future that holds it: they would hold each
     # other, and all that failed, until Python collects its garbage.

@@ -14,16 +14,21 @@ import socket
 from collections.abc import AsyncIterator, Callable
 
 from embedserve.config import ServeSettings
-from embedserve.exchange import Exchange
 from embedserve.metrics.metrics import Metrics
-from embedserve.metrics.slots import Slot
-from embedserve.processes.following import begin_shares
-from embedserve.processes.messages import FAILED, MESSAGE_BYTES_MAX, WorkerChannel, WorkerMessage
-from embedserve.processes.moving_worker import MovingWorker, TellingSupervisor
-from embedserve.processes.operator import Operator
+from embedserve.metrics.shared_counters import WorkerCounters
+from embedserve.pipeline import RequestPipeline
+from embedserve.processes.admin_service import AdminService
 from embedserve.processes.ports import SharedPorts
-from embedserve.processes.rollout import Rollout
-from embedserve.processes.server import serve_until, stop_or_end
+from embedserve.processes.rollout_agent import RolloutAgent, SupervisorController
+from embedserve.processes.rollout_messages import (
+    FAILED,
+    MESSAGE_BYTES_MAX,
+    WorkerChannel,
+    WorkerMessage,
+)
+from embedserve.processes.server import run_server, stop_or_end
+from embedserve.processes.store_watcher import begin_shares
+from embedserve.processes.version_manager import VersionManager
 
 logger = logging.getLogger(__name__)
 
@@ -32,25 +37,25 @@ FLUSH_S = 0.5
 life."""
 
 
-def wait_to_go(channel: socket.socket) -> bool:
+def wait_for_start(channel: socket.socket) -> bool:
     """Tells that this worker is warm; returns when it may listen, False if it is to end."""
     channel.send(WorkerMessage.WARM.value)
     return channel.recv(MESSAGE_BYTES_MAX) == WorkerMessage.GO.value
 
 
-def tell_failure(channel: socket.socket, error: Exception) -> None:
+def report_failure(channel: socket.socket, error: Exception) -> None:
     """Tells why this worker cannot serve."""
     channel.send((FAILED + str(error).encode())[:MESSAGE_BYTES_MAX])
 
 
 async def run_worker(
-    exchange: Exchange,
+    pipeline: RequestPipeline,
     settings: ServeSettings,
     ports: SharedPorts,
-    slot: Slot,
+    counters: WorkerCounters,
     channel: socket.socket,
     announce: Callable[[], None],
-    rollout: Rollout | None = None,
+    version_manager: VersionManager | None = None,
 ) -> None:
     """Serves until SIGTERM, or until the supervisor is gone, then drains.
 
@@ -67,34 +72,34 @@ async def run_worker(
     channel.setblocking(False)
     sending = WorkerChannel(channel)
     moving = operator = None
-    if rollout is not None:
-        moving = MovingWorker(settings, rollout, sending, stop)
-        operator = Operator(settings, rollout, TellingSupervisor(sending))
-        await begin_shares(settings, rollout)
+    if version_manager is not None:
+        moving = RolloutAgent(settings, version_manager, sending, stop)
+        operator = AdminService(settings, version_manager, SupervisorController(sending))
+        await begin_shares(settings, version_manager)
 
     def hear() -> None:
         try:
             message = channel.recv(MESSAGE_BYTES_MAX)
         except ConnectionResetError:
             message = b""
-        if message == WorkerMessage.ALONE.value:
+        if message == WorkerMessage.START_ACCEPTING.value:
             alone.set()
         elif message == WorkerMessage.ANNOUNCE.value:
             announce()
         elif message and moving is not None:
-            moving.hear(message)
+            moving.on_message(message)
         elif not message:
             loop.remove_reader(channel)
             logger.error("the supervisor is gone: this worker stops, too")
             stop.set()
 
     loop.add_reader(channel, hear)
-    async with heard_regularly(exchange.metrics, slot):
+    async with heartbeat(pipeline.metrics, counters):
         bound = ports.bind()
         bound.listen(with_grpc=settings.grpc_server == "native")
         sending.send(WorkerMessage.READY.value)
         await _either(alone, stop)
-        await serve_until(stop, exchange, settings, bound, lambda: None, operator)
+        await run_server(stop, pipeline, settings, bound, lambda: None, operator)
 
 
 async def _either(*events: asyncio.Event) -> None:
@@ -105,13 +110,13 @@ async def _either(*events: asyncio.Event) -> None:
 
 
 @contextlib.asynccontextmanager
-async def heard_regularly(metrics: Metrics, slot: Slot) -> AsyncIterator[None]:
+async def heartbeat(metrics: Metrics, counters: WorkerCounters) -> AsyncIterator[None]:
     """Within, the supervisor sees that this worker lives, and other workers see soon what it
     counts; and at the end all of it."""
 
     async def flush() -> None:
         while True:
-            slot.beat()
+            counters.beat()
             metrics.flush()
             await asyncio.sleep(FLUSH_S)
 

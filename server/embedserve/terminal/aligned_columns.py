@@ -9,7 +9,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from embedserve.terminal.printable import printable
+from embedserve.terminal.sanitize import sanitize
 
 WIDTH_MAX = 10_000
 
@@ -26,7 +26,7 @@ def grid(*columns: str, numbers: Collection[str] = ()) -> Table:
 
 def plain(cell: str) -> Text:
     """What others wrote, for a cell: no markup, and nothing that moves the cursor."""
-    return Text(printable(cell))
+    return Text(sanitize(cell))
 
 
 def show(title: str, table: Table) -> None:

@@ -16,7 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from embedserve.terminal.printable import printable
+from embedserve.terminal.sanitize import sanitize
 from embedserve.terminal.sizes import human_bytes
 from embedserve_store import Progress as TableProgress
 
@@ -25,7 +25,7 @@ console = Console(stderr=True)
 
 def say(line: str) -> None:
     """A line for a person, as it is: never wrapped or coloured, so that it can be copied."""
-    console.print(printable(line), soft_wrap=True, highlight=False, markup=False)
+    console.print(sanitize(line), soft_wrap=True, highlight=False, markup=False)
 
 
 def hush_torch() -> None:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 import orjson
 
-from embedserve.terminal.printable import printable
+from embedserve.terminal.sanitize import sanitize
 
 INDENT = "    "
 """Before each line of a traceback."""
@@ -34,10 +34,10 @@ class TextLines(logging.Formatter):
         record.message = record.getMessage()
         record.asctime = self.formatTime(record)
         shown = [f" {name}={_text(value)}" for name, value in _fields(record).items()]
-        lines = [printable("".join((self.formatMessage(record), *shown)))]
+        lines = [sanitize("".join((self.formatMessage(record), *shown)))]
         if record.exc_info:
             below = self.formatException(record.exc_info).split("\n")
-            lines += [f"{INDENT}{printable(line)}" for line in below]
+            lines += [f"{INDENT}{sanitize(line)}" for line in below]
         return "\n".join(lines)
 
 

@@ -23,7 +23,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from embedserve import __version__
-from embedserve.metrics.quiet_log import QuietLog
+from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.tracing.record import RequestRecord
 from embedserve.tracing.trace_context import TraceContext, read_traceparent
 
@@ -57,7 +57,7 @@ class OtlpTraces:
         """
         self._endpoint = endpoint.rstrip("/") + "/v1/traces"
         self._share = share_percent / 100
-        self._log = QuietLog(logger)
+        self._log = RateLimitedLogger(logger)
         self._waiting: deque[tuple[RequestRecord, int]] = deque()
         self._stopping = threading.Event()
         self._is_over = False  # what waits is sent no more
@@ -77,14 +77,14 @@ class OtlpTraces:
             if context is not None:
                 return context if context.is_sampled else None
             given = traceparent.decode("latin-1")
-            self._log.say(logging.WARNING, "traceparent is not used", given)
+            self._log.log(logging.WARNING, "traceparent is not used", given)
         if self._share and random() < self._share:
             return TraceContext(f"{getrandbits(128) or 1:032x}", "", True)
         return None
 
     def add(self, record: RequestRecord) -> None:
         if len(self._waiting) >= QUEUE_MAX:
-            self._log.say(logging.WARNING, "traces are left out", f"{QUEUE_MAX} requests wait")
+            self._log.log(logging.WARNING, "traces are left out", f"{QUEUE_MAX} requests wait")
             return
         # What perf_counter counts from, in nanoseconds of Unix time.
         start_ns = time.time_ns() - int(perf_counter() * 1e9)
@@ -178,8 +178,8 @@ def spans_of(record: RequestRecord, start_ns: int, resource: Resource) -> list[R
         },
         kind=SpanKind.SERVER,
         status=Status(StatusCode.ERROR, record.outcome) if is_fault else Status(),
-        start_time=start_ns + int(record.times.begins[0] * 1e9),
-        end_time=start_ns + int(record.times.end_s * 1e9),
+        start_time=start_ns + int(record.timings.begins[0] * 1e9),
+        end_time=start_ns + int(record.timings.end_s * 1e9),
         instrumentation_scope=SCOPE,
     )
     stages = [
@@ -193,7 +193,7 @@ def spans_of(record: RequestRecord, start_ns: int, resource: Resource) -> list[R
             end_time=start_ns + int(end_s * 1e9),
             instrumentation_scope=SCOPE,
         )
-        for name, begin_s, end_s in record.times.stages()
+        for name, begin_s, end_s in record.timings.stages()
     ]
     return [root, *stages]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from embedserve.tracing.times import Times
+from embedserve.tracing.stage_timings import StageTimings
 from embedserve.tracing.trace_context import TraceContext
 
 NAME_CHARACTERS_MAX = 128
@@ -31,7 +31,7 @@ class RequestRecord:
     request_id: str
     protocol: str
     outcome: str
-    times: Times
+    timings: StageTimings
     model: str = ""
     version: int = 0
     examples: int = 0
@@ -55,4 +55,4 @@ class RequestRecord:
             "outcome": self.outcome,
         }
         fields = {name: value for name, value in known.items() if value not in ("", 0)}
-        return fields | {f"{name}_ms": ms for name, ms in self.times.milliseconds().items()}
+        return fields | {f"{name}_ms": ms for name, ms in self.timings.milliseconds().items()}

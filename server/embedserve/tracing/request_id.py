@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from random import getrandbits
 
-Told = list[tuple[bytes, bytes]]
+HeaderList = list[tuple[bytes, bytes]]
 """What an answer's headers, or a gRPC answer's trailers, tell of its request."""
 REQUEST_ID = b"x-request-id"
 ID_BYTES_MAX = 128
@@ -24,6 +24,6 @@ def request_id_of(given: bytes | None) -> bytes:
     return usable_id(given) or b"%032x" % getrandbits(128)
 
 
-def told_id(given: bytes | None) -> Told:
+def request_id_header(given: bytes | None) -> HeaderList:
     """The id of a request whose X-Request-Id is ``given``."""
     return [(REQUEST_ID, request_id_of(given))]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from embedserve.types import now_iso
+from embedserve.model_info import now_iso
 
 KEPT_MAX = 20
 KEPT_S = 600.0

@@ -13,17 +13,23 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import unquote
 
-from embedserve.access.access import CERTIFICATE, Certificate, one_header
+from embedserve.access.authenticator import CERTIFICATE, Certificate, one_header
 from embedserve.access.client_address import PEER
 from embedserve.codec.codec import Codec
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, RequestTooLargeError
-from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, late_request
-from embedserve.metrics.quiet_log import SHOWN_CHARACTERS_MAX
-from embedserve.tracing.request_id import REQUEST_ID, Told, told_id
-from embedserve.types import Parts
+from embedserve.lookup import ResponseChunks
+from embedserve.metrics.rate_limited_logger import SHOWN_CHARACTERS_MAX
+from embedserve.pipeline import (
+    REQUEST_S_MAX,
+    RequestContext,
+    RequestOptions,
+    RequestPipeline,
+    late_request,
+)
+from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.header_blocks import encode
-from embedserve.wire.http2.requests import Request
+from embedserve.wire.http2.route_resolver import Http2Request
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.rest import (
     Headers,
@@ -34,7 +40,7 @@ from embedserve.wire.rest import (
     error_answer,
     error_encoder,
     read_headers,
-    refused_early,
+    record_early_rejection,
 )
 from embedserve.wire.rest_streams import write_error
 
@@ -57,19 +63,23 @@ class ClientGoneError(Exception):
     """The client closed its connection; nobody is there to be answered."""
 
 
-class AsgiCall(Call):
+class AsgiRequestContext(RequestContext):
     """An embed request that came through ASGI; its answer is awaited."""
 
     __slots__ = ("_scope", "answered")
 
-    def __init__(self, asked: Asked, start_s: float, exchange: Exchange, scope: Scope) -> None:
-        super().__init__(asked, start_s, exchange)
+    def __init__(
+        self, options: RequestOptions, start_s: float, pipeline: RequestPipeline, scope: Scope
+    ) -> None:
+        super().__init__(options, start_s, pipeline)
         self._scope = scope
         loop = asyncio.get_running_loop()
-        self.answered: asyncio.Future[tuple[int, Headers, Parts, int]] = loop.create_future()
+        self.answered: asyncio.Future[tuple[int, Headers, ResponseChunks, int]] = (
+            loop.create_future()
+        )
 
     @property
-    def may_be_late(self) -> bool:
+    def can_delay_rejection(self) -> bool:
         return False  # while it waits, what is read says that its client went away
 
     def header(self, name: bytes) -> bytes | None:
@@ -84,15 +94,17 @@ class AsgiCall(Call):
     def peer(self) -> str:
         return str(self._scope.get(PEER, ""))
 
-    def write_answer(self, parts: Parts, nbytes: int, told: Told | None = None) -> None:
-        headers = [*answer_headers(self.asked.answer_codec, parts), *(told or ())]
+    def write_response(
+        self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+    ) -> None:
+        headers = [*answer_headers(self.options.response_codec, parts), *(headers or ())]
         self._end(200, headers, parts, nbytes)
 
-    def write_error(self, error: EmbedServeError, told: Told) -> None:
-        headers, body = error_answer(error, told, self.asked.answer_codec.encode_error)
+    def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
+        headers, body = error_answer(error, headers, self.options.response_codec.encode_error)
         self._end(error.http_status, headers, (body,), len(body))
 
-    def _end(self, status: int, headers: Headers, parts: Parts, nbytes: int) -> None:
+    def _end(self, status: int, headers: Headers, parts: ResponseChunks, nbytes: int) -> None:
         if not self.answered.done():
             self.answered.set_result((status, headers, parts, nbytes))
 
@@ -100,10 +112,10 @@ class AsgiCall(Call):
 class EmbedEndpoint:
     """The ASGI application: the embed routes itself, everything else through ``management``."""
 
-    def __init__(self, exchange: Exchange, management: ASGIApp) -> None:
-        self._exchange = exchange
+    def __init__(self, pipeline: RequestPipeline, management: ASGIApp) -> None:
+        self._pipeline = pipeline
         self._management = management
-        self._metrics = exchange.metrics.protocols["rest"]
+        self._metrics = pipeline.metrics.protocols["rest"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = embed_route(scope["path"]) if scope["type"] == "http" else None
@@ -115,22 +127,22 @@ class EmbedEndpoint:
         start_s = perf_counter()
         try:
             check_method(scope["method"])
-            asked = read_headers(route, scope["headers"], self._metrics)
+            options = read_headers(route, scope["headers"], self._metrics)
         except EmbedServeError as error:
             seconds, peer = perf_counter() - start_s, scope.get(PEER, "")
-            told = refused_early(self._exchange, error, scope["headers"], seconds, peer)
+            told = record_early_rejection(self._pipeline, error, scope["headers"], seconds, peer)
             encode = error_encoder(scope["path"])
             await _send(send, error.http_status, *error_answer(error, told, encode))
             return
-        call = AsgiCall(asked, start_s, self._exchange, scope)
+        call = AsgiRequestContext(options, start_s, self._pipeline, scope)
         try:
             authorization = call.header(b"authorization")
-            access = self._exchange.access
-            if access is None or access.admit(call, authorization):
-                self._exchange.ask(call, await self._read_body(asked.codec, receive))
+            authenticator = self._pipeline.authenticator
+            if authenticator is None or authenticator.admit(call, authorization):
+                self._pipeline.submit(call, await self._read_body(options.codec, receive))
             await self._answer(call, receive, send)
         except EmbedServeError as error:
-            call.refuse(error)
+            call.reject(error)
             status, headers, parts, _ = call.answered.result()
             await _send(send, status, headers, b"".join(parts))
         except ClientGoneError:
@@ -138,7 +150,7 @@ class EmbedEndpoint:
         finally:
             call.cancel()
 
-    async def _answer(self, call: AsgiCall, receive: Receive, send: Send) -> None:
+    async def _answer(self, call: AsgiRequestContext, receive: Receive, send: Send) -> None:
         """Sends what ``call`` is told, unless its client goes away before."""
         gone = asyncio.ensure_future(receive())
         try:
@@ -159,13 +171,13 @@ class EmbedEndpoint:
             chunk: bytes = message.get("body", b"")
             size += len(chunk)
             is_whole = not message.get("more_body", False)
-            codec.check_size(size, self._exchange.limits, is_whole=is_whole)
+            codec.check_size(size, self._pipeline.limits, is_whole=is_whole)
             if is_whole:
                 return b"".join([*chunks, chunk]) if chunks else chunk
             chunks.append(chunk)
 
 
-async def _joined(parts: Parts, nbytes: int) -> bytes | bytearray:
+async def _joined(parts: ResponseChunks, nbytes: int) -> bytes | bytearray:
     """The body that ``parts`` are, a piece in each turn of the event loop: uvicorn would keep
     pieces where held_bytes does not see them."""
     if nbytes <= JOIN_BYTES_MAX:
@@ -192,7 +204,7 @@ class AsgiStream:
     """The handler of a stream that the management application answers, in a task, once the request
     is whole."""
 
-    def __init__(self, app: ASGIApp, request: Request, stream: Stream) -> None:
+    def __init__(self, app: ASGIApp, request: Http2Request, stream: Stream) -> None:
         self._app = app
         self._request = request
         self._stream = stream
@@ -214,8 +226,8 @@ class AsgiStream:
         if is_end:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
-    def _told(self) -> Told:
-        return told_id(one_header(self._request.headers, REQUEST_ID))
+    def _told(self) -> HeaderList:
+        return request_id_header(one_header(self._request.headers, REQUEST_ID))
 
     async def _run(self) -> None:
         scope = _scope(self._request)
@@ -274,7 +286,7 @@ class AsgiStream:
         """It is answered as soon as it is there."""
 
 
-def _scope(request: Request) -> Scope:
+def _scope(request: Http2Request) -> Scope:
     path, _, query = request.target.partition(b"?")
     return {
         "type": "http",

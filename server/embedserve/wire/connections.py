@@ -10,14 +10,14 @@ import asyncio
 from time import perf_counter
 from typing import Protocol, cast
 
-from embedserve.access.access import CERTIFICATE
+from embedserve.access.authenticator import CERTIFICATE
 from embedserve.access.client_address import peer_address
-from embedserve.exchange import Exchange
+from embedserve.pipeline import RequestPipeline
 from embedserve.wire.http2.connection import UNREAD_S_MAX, Http2Connection
 from embedserve.wire.http2.frames import PREFACE, ErrorCode
-from embedserve.wire.http2.requests import OpenRequest
-from embedserve.wire.http2.uploads import Uploads
-from embedserve.wire.unread import owners_of
+from embedserve.wire.http2.route_resolver import OpenRequest
+from embedserve.wire.http2.upload_budget import UploadBudget
+from embedserve.wire.unsent_memory import owners_of
 
 FIRST_BYTES_S_MAX = 10.0
 """How long a connection may take to show its protocol, and one of HTTP/2 to send its settings."""
@@ -73,7 +73,7 @@ class Connection(Protocol):
         """Closes at once, and lets go of what was received."""
 
 
-class Registry(Protocol):
+class ConnectionManager(Protocol):
     """Where connections are kept, and what makes them."""
 
     def has_room(self) -> bool:
@@ -91,10 +91,10 @@ class Registry(Protocol):
     def discard(self, connection: Connection) -> None: ...
 
 
-class NewConnection(asyncio.Protocol):
+class ProtocolDetector(asyncio.Protocol):
     """A connection that has not said yet which protocol it speaks."""
 
-    def __init__(self, registry: Registry, *, is_local: bool = False) -> None:
+    def __init__(self, registry: ConnectionManager, *, is_local: bool = False) -> None:
         """
         Args:
             is_local: it came to a Unix socket, which no browser reaches.
@@ -161,7 +161,7 @@ class NewConnection(asyncio.Protocol):
         self._transport.abort()
 
 
-def leave_a_turn(transport: asyncio.Transport) -> None:
+def yield_to_others(transport: asyncio.Transport) -> None:
     """Reads on once other connections had their turn of the event loop."""
     transport.pause_reading()
     asyncio.get_running_loop().call_soon(_read_on, transport)
@@ -172,7 +172,7 @@ def _read_on(transport: asyncio.Transport) -> None:
         transport.resume_reading()
 
 
-class Lingering(asyncio.Protocol):
+class LingeringClose(asyncio.Protocol):
     """A connection whose last answer is written: our side is closed once that was sent.
 
     What its client still sends is thrown away for a while. Left unread, it would have the kernel
@@ -180,7 +180,7 @@ class Lingering(asyncio.Protocol):
     """
 
     def __init__(
-        self, transport: asyncio.Transport, connection: Connection, registry: Registry
+        self, transport: asyncio.Transport, connection: Connection, registry: ConnectionManager
     ) -> None:
         """Takes the transport over from its ``connection``, which must write no more."""
         self._transport = transport
@@ -202,7 +202,7 @@ class Lingering(asyncio.Protocol):
         if self._bytes_left < 0:
             self._transport.abort()
         elif len(data) >= READ_BYTES:
-            leave_a_turn(self._transport)
+            yield_to_others(self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._registry.discard(self)
@@ -245,21 +245,25 @@ class Http2Transport(asyncio.Protocol):
 
     __slots__ = (
         "_connection",
-        "_exchange",
         "_has_ended",
         "_idle_since_s",
         "_is_flush_due",
         "_loop",
         "_paused_s",
+        "_pipeline",
         "_registry",
         "_start_s",
         "_transport",
     )
 
     def __init__(
-        self, exchange: Exchange, open_request: OpenRequest, uploads: Uploads, registry: Registry
+        self,
+        pipeline: RequestPipeline,
+        open_request: OpenRequest,
+        uploads: UploadBudget,
+        registry: ConnectionManager,
     ) -> None:
-        self._exchange = exchange
+        self._pipeline = pipeline
         self._registry = registry
         self._connection = Http2Connection(open_request, uploads, self._on_output)
         self._loop = asyncio.get_running_loop()
@@ -270,7 +274,7 @@ class Http2Transport(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of that class
-        self._connection.sender.write = self._transport.write
+        self._connection.frame_writer.write = self._transport.write
         self._connection.certificate = self._transport.get_extra_info(CERTIFICATE)
         self._connection.peer = peer_address(self._transport)
         self._registry.add(self)
@@ -284,14 +288,14 @@ class Http2Transport(asyncio.Protocol):
             self._registry.has_grown(len(data))
             self._transport.pause_reading()
             self._loop.call_soon(self._go_on)
-        elif connection.receiver.held_bytes:
+        elif connection.flow_control.held_bytes:
             self._registry.has_grown(len(data))
-        sender = connection.sender
+        sender = connection.frame_writer
         if not (sender.out or sender.ready or connection.is_over):
             self._is_flush_due = False
-        elif self._exchange.models.is_closed:
+        elif self._pipeline.models.is_closed:
             # Many are refused: each refusal by itself would wake its client.
-            self._exchange.flush_later(self)
+            self._pipeline.flush_later(self)
         else:
             self.flush()
 
@@ -310,14 +314,14 @@ class Http2Transport(asyncio.Protocol):
     def _on_output(self) -> None:
         if not self._is_flush_due:
             self._is_flush_due = True
-            self._exchange.flush_later(self)
+            self._pipeline.flush_later(self)
 
     def flush(self) -> None:
         """Writes what there is to be written, as far as the client reads."""
         self._is_flush_due = False
         if self._paused_s or self._has_ended or self._transport.is_closing():
             return
-        sender = self._connection.sender
+        sender = self._connection.frame_writer
         out = sender.out
         if len(out) == 1 and not (sender.ready or sender.fresh or self._connection.is_over):
             self._transport.write(out.pop())
@@ -336,13 +340,13 @@ class Http2Transport(asyncio.Protocol):
             if self._paused_s or not sender.ready:
                 break
         if sender.fresh:
-            sender.keep()
+            sender.detach_small_bodies()
         if self._connection.is_over:
             self._end()
 
     def _end(self) -> None:
         self._has_ended = True
-        Lingering(self._transport, self, self._registry)
+        LingeringClose(self._transport, self, self._registry)
 
     def pause_writing(self) -> None:
         self._paused_s = perf_counter()
@@ -377,14 +381,14 @@ class Http2Transport(asyncio.Protocol):
         connection = self._connection
         return (
             self._transport.get_write_buffer_size()
-            + connection.receiver.held_bytes
+            + connection.flow_control.held_bytes
             + connection.left_bytes
             + len(connection.streams) * STREAM_BYTES
         )
 
     def unread(self) -> dict[int, int]:
         connection = self._connection
-        if not connection.sender.unsent_bytes:
+        if not connection.frame_writer.unsent_bytes:
             return {}
         return owners_of(
             part for stream in connection.streams.values() for part in stream.unsent or ()
@@ -406,7 +410,7 @@ class Http2Transport(asyncio.Protocol):
             connection.finish_drain()
 
     def retire(self) -> None:
-        self._connection.say_goaway()
+        self._connection.send_goaway()
         self._loop.call_later(RETIRE_PING_S_MAX, self._connection.finish_drain)
 
     def drain(self) -> None:

@@ -1,4 +1,4 @@
-"""gRPC by grpcio's own asyncio server over the same exchange: `serve --grpc-server grpcio`.
+"""gRPC by grpcio's own asyncio server over the same pipeline: `serve --grpc-server grpcio`.
 
 The reference that the wire's own gRPC is compared with, and the operator's way out. It answers
 what GrpcService answers; how calls travel is grpcio's.
@@ -22,10 +22,10 @@ from grpc_reflection.v1alpha import reflection
 
 from embedserve.codec.codec import INFER_MESSAGE, INFER_STREAMED, PREDICT, PROTOBUF, Codec
 from embedserve.errors import DRAINING, INTERNAL, EmbedServeError, EngineError, NotReadyError
-from embedserve.exchange import Asked, Call, Exchange
-from embedserve.tracing.request_id import REQUEST_ID, Told, told_id
-from embedserve.types import Parts
-from embedserve.wire.grpc import open_inference
+from embedserve.lookup import ResponseChunks
+from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
+from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header
+from embedserve.wire.grpc import open_inference_grpc
 from embedserve.wire.grpc.embed_stream import REQUESTS_MAX
 from embedserve.wire.grpc.service import PREDICTOR_NAME, SERVICE_NAME, SERVICES, GrpcService
 from embedserve.wire.grpc.statuses import error_trailers
@@ -38,15 +38,15 @@ TIMEOUT_S_MAX = 1e9
 """grpcio gives what is left of no deadline as a very large number."""
 
 
-class AwaitedCall(Call):
+class GrpcioRequestContext(RequestContext):
     """A request whose answer is awaited: the encoded message, or the error."""
 
     __slots__ = ("_metadata", "_peer", "ended", "told")
 
     def __init__(
         self,
-        asked: Asked,
-        exchange: Exchange,
+        options: RequestOptions,
+        pipeline: RequestPipeline,
         metadata: Iterable[tuple[str, str | bytes]],
         peer: str,
     ) -> None:
@@ -54,8 +54,8 @@ class AwaitedCall(Call):
         Args:
             peer: as grpcio names it, such as ipv4:192.0.2.1:40000.
         """
-        super().__init__(asked, perf_counter(), exchange)
-        self.told: Told = []
+        super().__init__(options, perf_counter(), pipeline)
+        self.told: HeaderList = []
         self._metadata = metadata
         self._peer = peer
         self.ended: asyncio.Future[bytes | EmbedServeError] = (
@@ -71,12 +71,14 @@ class AwaitedCall(Call):
         value = dict(self._metadata).get(name.decode())
         return value.encode() if isinstance(value, str) else value
 
-    def write_answer(self, parts: Parts, nbytes: int, told: Told | None = None) -> None:
-        self.told = told or []
+    def write_response(
+        self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+    ) -> None:
+        self.told = headers or []
         self._end(b"".join(parts))
 
-    def write_error(self, error: EmbedServeError, told: Told) -> None:
-        self.told = told
+    def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
+        self.told = headers
         self._end(error)
 
     def _end(self, end: bytes | EmbedServeError) -> None:
@@ -87,7 +89,9 @@ class AwaitedCall(Call):
 class GrpcioServer:
     """grpcio's server, bound, not started."""
 
-    def __init__(self, exchange: Exchange, address: str, *, shares_port: bool = False) -> None:
+    def __init__(
+        self, pipeline: RequestPipeline, address: str, *, shares_port: bool = False
+    ) -> None:
         """Binds ``address`` (HOST:PORT).
 
         Args:
@@ -96,15 +100,15 @@ class GrpcioServer:
         Raises:
             OSError: it cannot be bound.
         """
-        self._exchange = exchange
-        self._service = GrpcService(exchange)
+        self._pipeline = pipeline
+        self._service = GrpcService(pipeline)
         self._draining = asyncio.Event()
         options = [
-            ("grpc.max_receive_message_length", exchange.limits.body_bytes_max),
+            ("grpc.max_receive_message_length", pipeline.limits.body_bytes_max),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", int(shares_port)),
         ]
-        if age_s := exchange.limits.connection_age_s_max:
+        if age_s := pipeline.limits.connection_age_s_max:
             options.append(("grpc.max_connection_age_ms", round(1000 * age_s)))
         self._server = grpc.aio.server(options=options)
         predict = grpc.unary_unary_rpc_method_handler(partial(self._embed, PREDICT))
@@ -141,7 +145,7 @@ class GrpcioServer:
         service = self._service.open_inference
         methods = service.health | service.management
         return grpc.method_handlers_generic_handler(
-            open_inference.SERVICE_NAME,
+            open_inference_grpc.SERVICE_NAME,
             {
                 "ModelInfer": grpc.unary_unary_rpc_method_handler(
                     partial(self._embed, INFER_MESSAGE)
@@ -164,19 +168,19 @@ class GrpcioServer:
         self._draining.set()
         await self._server.stop(drain_s)
 
-    def _call(self, codec: Codec, context: grpc.aio.ServicerContext) -> AwaitedCall:
+    def _call(self, codec: Codec, context: grpc.aio.ServicerContext) -> GrpcioRequestContext:
         remaining_s = context.time_remaining()
         if remaining_s is not None and remaining_s > TIMEOUT_S_MAX:
             remaining_s = None
-        metrics = self._exchange.metrics.protocols["grpc"]
+        metrics = self._pipeline.metrics.protocols["grpc"]
         metadata = context.invocation_metadata() or ()
         has_id = any(name == REQUEST_ID.decode() for name, _ in metadata)
-        asked = Asked("", codec, codec, remaining_s, metrics, has_id)
-        return AwaitedCall(asked, self._exchange, metadata, context.peer())
+        options = RequestOptions("", codec, codec, remaining_s, metrics, has_id)
+        return GrpcioRequestContext(options, self._pipeline, metadata, context.peer())
 
     async def _embed(self, codec: Codec, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
         call = self._call(codec, context)
-        self._exchange.ask(call, body)
+        self._pipeline.submit(call, body)
         try:
             end = await call.ended
         finally:
@@ -190,7 +194,7 @@ class GrpcioServer:
         self, codec: Codec, bodies: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
         """Answers in order; a task reads ahead while answers are awaited."""
-        calls: deque[AwaitedCall] = deque()
+        calls: deque[GrpcioRequestContext] = deque()
         changed = asyncio.Event()
         reading = asyncio.create_task(self._read(codec, bodies, context, calls, changed))
         try:
@@ -221,7 +225,7 @@ class GrpcioServer:
         codec: Codec,
         bodies: AsyncIterator[bytes],
         context: grpc.aio.ServicerContext,
-        calls: deque[AwaitedCall],
+        calls: deque[GrpcioRequestContext],
         changed: asyncio.Event,
     ) -> bool:
         """Whether all was taken that the client sent; a drain ends it before."""
@@ -238,7 +242,7 @@ class GrpcioServer:
                     return True
                 call = self._call(codec, context)
                 calls.append(call)
-                self._exchange.ask(call, body)
+                self._pipeline.submit(call, body)
                 changed.set()
                 while len(calls) >= REQUESTS_MAX:
                     changed.clear()
@@ -265,12 +269,12 @@ async def _answer(
 
 
 async def _abort(
-    context: grpc.aio.ServicerContext, error: EmbedServeError, told: Told | None = None
+    context: grpc.aio.ServicerContext, error: EmbedServeError, headers: HeaderList | None = None
 ) -> NoReturn:
-    if told is None:
+    if headers is None:
         given = dict(context.invocation_metadata() or ()).get(REQUEST_ID.decode())
-        told = told_id(given.encode() if isinstance(given, str) else given)
-    metadata = _metadata([*error_trailers(error), *told])
+        headers = request_id_header(given.encode() if isinstance(given, str) else given)
+    metadata = _metadata([*error_trailers(error), *headers])
     await context.abort(grpc.StatusCode[error.code], error.message[:500], metadata)
     raise AssertionError("abort raises")
 

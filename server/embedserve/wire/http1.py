@@ -10,32 +10,43 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
-from embedserve.access.access import Access, Certificate
+from embedserve.access.authenticator import Authenticator, Certificate
 from embedserve.errors import EmbedServeError
-from embedserve.exchange import REQUEST_S_MAX, Asked, Call, Exchange, late_request
-from embedserve.tracing.request_id import Told
-from embedserve.types import Parts
-from embedserve.wire.connections import READ_BYTES, Registry, leave_a_turn
-from embedserve.wire.head_limits import BLANKS
-from embedserve.wire.heads import HeadForm, HeadForms
-from embedserve.wire.pieces import Pieces
+from embedserve.lookup import ResponseChunks
+from embedserve.pipeline import (
+    REQUEST_S_MAX,
+    RequestContext,
+    RequestOptions,
+    RequestPipeline,
+    late_request,
+)
+from embedserve.tracing.request_id import HeaderList
+from embedserve.wire.byte_queue import ByteQueue
+from embedserve.wire.connections import READ_BYTES, ConnectionManager, yield_to_others
+from embedserve.wire.header_templates import HeaderTemplate, HeaderTemplateCache
+from embedserve.wire.header_validation import BLANKS
 from embedserve.wire.rest import answer_headers, error_answer
-from embedserve.wire.unread import Unread
+from embedserve.wire.unsent_memory import UnsentMemory
 from embedserve.wire.uvicorn_connection import STATUS_LINES, UvicornConnection, lines_of
 
 COPY_BYTES_MAX = 64 << 10
 """A shorter answer is copied behind its head, to be written as one."""
 
 
-class Http1Call(Call):
+class Http1RequestContext(RequestContext):
     """An embed request that came as a known head and its body."""
 
     __slots__ = ("_connection", "_form", "_head")
 
     def __init__(
-        self, asked: Asked, start_s: float, connection: Http1Connection, form: HeadForm, head: bytes
+        self,
+        options: RequestOptions,
+        start_s: float,
+        connection: Http1Connection,
+        form: HeaderTemplate,
+        head: bytes,
     ) -> None:
-        super().__init__(asked, start_s, connection.exchange)
+        super().__init__(options, start_s, connection.request_pipeline)
         self._connection = connection
         self._form = form
         self._head = head
@@ -53,23 +64,25 @@ class Http1Call(Call):
         return self._connection.peer
 
     @property
-    def may_be_late(self) -> bool:
+    def can_delay_rejection(self) -> bool:
         return not self._connection.is_last  # whose body may still come
 
     def header(self, name: bytes) -> bytes | None:
         return self._form.header(self._head, name)
 
-    def write_answer(self, parts: Parts, nbytes: int, told: Told | None = None) -> None:
-        codec = self.asked.answer_codec
-        content_type, more = codec.content_type, b"" if told is None else lines_of(told)
+    def write_response(
+        self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+    ) -> None:
+        codec = self.options.response_codec
+        content_type, more = codec.content_type, b"" if headers is None else lines_of(headers)
         if codec.head_bytes is not None:
             (_, content_type), *others = answer_headers(codec, parts)
             more += lines_of(others)
         self._connection.write(STATUS_LINES[200], content_type, more, parts, nbytes)
 
-    def write_error(self, error: EmbedServeError, told: Told) -> None:
-        encode = self.asked.answer_codec.encode_error
-        ((_, content_type), *more), body = error_answer(error, told, encode)
+    def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
+        encode = self.options.response_codec.encode_error
+        ((_, content_type), *more), body = error_answer(error, headers, encode)
         line = STATUS_LINES[error.http_status]
         self._connection.write(line, content_type, lines_of(more), (body,), len(body))
 
@@ -82,15 +95,19 @@ class Http1Connection(UvicornConnection):
     """
 
     def __init__(
-        self, exchange: Exchange, forms: HeadForms, registry: Registry, **uvicorns: Any
+        self,
+        pipeline: RequestPipeline,
+        forms: HeaderTemplateCache,
+        registry: ConnectionManager,
+        **uvicorns: Any,
     ) -> None:
-        super().__init__(exchange, registry, forms.allowed_hosts, **uvicorns)
+        super().__init__(pipeline, registry, forms.allowed_hosts, **uvicorns)
         self._forms = forms
-        self._call: Http1Call | None = None  # that is read or answered
-        self._body = Pieces()
+        self._call: Http1RequestContext | None = None  # that is read or answered
+        self._body = ByteQueue()
         self._missing_bytes = 0
         self.is_last = False
-        self._unread: Unread | None = None
+        self._unread: UnsentMemory | None = None
 
     def data_received(self, data: bytes) -> None:
         if self._missing_bytes:
@@ -109,39 +126,41 @@ class Http1Connection(UvicornConnection):
             else:
                 self._start(*found, data, end)
 
-    def _start(self, form: HeadForm, length: int, data: bytes, body_start: int) -> None:
+    def _start(self, form: HeaderTemplate, length: int, data: bytes, body_start: int) -> None:
         start_s = perf_counter()
         try:
-            asked = form.asked_by(data)
+            options = form.asked_by(data)
         except EmbedServeError:
             self.parse(data)  # the endpoint refuses it
             return
-        call = self._call = Http1Call(asked, start_s, self, form, data[:body_start])
+        call = self._call = Http1RequestContext(options, start_s, self, form, data[:body_start])
         missing = length - (len(data) - body_start)
         if missing < 0:
             self.hold(data[missing:])
-        access = self.exchange.access
-        if access is not None:
+        authenticator = self.request_pipeline.authenticator
+        if authenticator is not None:
             gap = form.authorization
             authorization = None if gap is None else data[gap].strip(BLANKS)
             if missing > 0:
-                if not self._admit_early(access, call, authorization):
+                if not self._admit_early(authenticator, call, authorization):
                     return
-            elif not access.admit(call, authorization):
+            elif not authenticator.admit(call, authorization):
                 return
         if missing == 0:
-            self.exchange.ask(call, data[body_start:])
+            self.request_pipeline.submit(call, data[body_start:])
         elif missing > 0:
             self._missing_bytes = missing
             self._body.append(data[body_start:])
             self._registry.has_grown(len(data))
         else:
-            self.exchange.ask(call, data[body_start:missing])
+            self.request_pipeline.submit(call, data[body_start:missing])
 
-    def _admit_early(self, access: Access, call: Http1Call, authorization: bytes | None) -> bool:
+    def _admit_early(
+        self, authenticator: Authenticator, call: Http1RequestContext, authorization: bytes | None
+    ) -> bool:
         """Of a request that is refused no body is waited for: its answer is the last."""
         is_last, self.is_last = self.is_last, True
-        if not access.admit(call, authorization):
+        if not authenticator.admit(call, authorization):
             return False
         self.is_last = is_last
         return True
@@ -157,12 +176,12 @@ class Http1Connection(UvicornConnection):
             return
         if not self._missing_bytes:
             assert self._call is not None
-            self.exchange.ask(self._call, self._body.take_all())
+            self.request_pipeline.submit(self._call, self._body.take_all())
         elif len(data) >= READ_BYTES:
-            leave_a_turn(self.transport)
+            yield_to_others(self.transport)
 
     def write(
-        self, line: bytes, content_type: bytes, more: bytes, parts: Parts, nbytes: int
+        self, line: bytes, content_type: bytes, more: bytes, parts: ResponseChunks, nbytes: int
     ) -> None:
         """Writes the answer to the request that is under way, and goes on to the next.
 
@@ -188,7 +207,7 @@ class Http1Connection(UvicornConnection):
         else:
             self.transport.writelines([head, *parts])
             # uvloop keeps all of them until the last is sent.
-            self._unread = Unread(parts) if self.transport.get_write_buffer_size() else None
+            self._unread = UnsentMemory(parts) if self.transport.get_write_buffer_size() else None
         self._idle_since_s = perf_counter()
         self._call = None
         if is_last:
@@ -219,14 +238,14 @@ class Http1Connection(UvicornConnection):
         if self._missing_bytes and call is not None:
             if now_s - call.start_s > REQUEST_S_MAX:
                 self._missing_bytes = 0
-                self._body = Pieces()
+                self._body = ByteQueue()
                 self.is_last = True
-                call.refuse(late_request())
+                call.reject(late_request())
         else:
             super().check_time(now_s)
 
     def abort(self) -> None:
-        self._body = Pieces()
+        self._body = ByteQueue()
         super().abort()
 
     def connection_lost(self, exc: Exception | None) -> None:

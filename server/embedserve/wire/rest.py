@@ -11,14 +11,14 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import lru_cache
 
-from embedserve.access.access import headers_by_name, one_header
+from embedserve.access.authenticator import headers_by_name, one_header
 from embedserve.codec.codec import ARROW, BINARY, INFER, JSON, PROTOBUF, Codec, infer_binary
 from embedserve.errors import EmbedServeError, InvalidRequestError
-from embedserve.exchange import ROUTING_KEY, Asked, Exchange
+from embedserve.lookup import ResponseChunks
 from embedserve.metrics.metrics import ProtocolMetrics
-from embedserve.metrics.quiet_log import Fields
-from embedserve.tracing.request_id import REQUEST_ID, Told, told_id
-from embedserve.types import Parts
+from embedserve.metrics.rate_limited_logger import Fields
+from embedserve.pipeline import ROUTING_KEY, RequestOptions, RequestPipeline
+from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header
 
 Headers = list[tuple[bytes, bytes]]
 EncodeError = Callable[[EmbedServeError], bytes]
@@ -119,7 +119,7 @@ def infer_codec(json_length: bytes) -> Codec:
     return infer_binary(int(json_length))
 
 
-def read_headers(route: Route, headers: Headers, metrics: ProtocolMetrics) -> Asked:
+def read_headers(route: Route, headers: Headers, metrics: ProtocolMetrics) -> RequestOptions:
     """What ``headers`` (names in lower case) ask of ``route``.
 
     JSON unless the content type is protobuf or Arrow; answered in the format of Accept, or else of
@@ -152,10 +152,10 @@ def read_headers(route: Route, headers: Headers, metrics: ProtocolMetrics) -> As
             )
     if route.is_infer:
         codec = infer_codec(json_length) if json_length else INFER
-        return Asked(route.model, codec, INFER, wanted_s, metrics, has_id)
+        return RequestOptions(route.model, codec, INFER, wanted_s, metrics, has_id)
     codec = codec_of("", content_type, b"")
-    answer_codec = next((one for one in (*NAMED, JSON) if one.content_type in accept), codec)
-    return Asked(route.model, codec, answer_codec, wanted_s, metrics, has_id)
+    response_codec = next((one for one in (*NAMED, JSON) if one.content_type in accept), codec)
+    return RequestOptions(route.model, codec, response_codec, wanted_s, metrics, has_id)
 
 
 def check_once(headers: Headers, once: Container[bytes]) -> None:
@@ -191,7 +191,7 @@ def headers_too_large(count: int, of: str, limit: int) -> HeadersTooLargeError:
     return HeadersTooLargeError(f"the headers have {count} {of}, the limit is {limit}")
 
 
-def answer_headers(codec: Codec, parts: Parts) -> Headers:
+def answer_headers(codec: Codec, parts: ResponseChunks) -> Headers:
     """Those of an answer that ``codec`` has encoded, but for the length."""
     json_bytes = 0 if codec.head_bytes is None else codec.head_bytes(parts)
     if not json_bytes:
@@ -199,20 +199,20 @@ def answer_headers(codec: Codec, parts: Parts) -> Headers:
     return [(b"content-type", BINARY), (JSON_LENGTH, b"%d" % json_bytes)]
 
 
-def refused_early(
-    exchange: Exchange, error: EmbedServeError, headers: Headers, seconds: float, peer: str
-) -> Told:
+def record_early_rejection(
+    pipeline: RequestPipeline, error: EmbedServeError, headers: Headers, seconds: float, peer: str
+) -> HeaderList:
     """Counts and logs a request that became no call; what it is told beside its ``error``.
 
     Args:
         peer: address of the other end of its connection.
     """
-    metrics = exchange.metrics.protocols["rest"]
-    told = told_id(one_header(headers, REQUEST_ID))
+    metrics = pipeline.metrics.protocols["rest"]
+    told = request_id_header(one_header(headers, REQUEST_ID))
     request_id = told[0][1].decode("ascii")
 
     def fields() -> Fields:
-        address = exchange.addresses.find(peer, headers_by_name(headers).get)
+        address = pipeline.addresses.find(peer, headers_by_name(headers).get)
         return {"request_id": request_id, "address": address, "protocol": metrics.protocol}
 
     metrics.refused(error.code, error.message, seconds, fields)
@@ -220,13 +220,13 @@ def refused_early(
 
 
 def error_answer(
-    error: EmbedServeError, told: Told, encode: EncodeError = JSON.encode_error
+    error: EmbedServeError, extra_headers: HeaderList, encode: EncodeError = JSON.encode_error
 ) -> tuple[Headers, bytes]:
     """(headers but for the length, body) of ``error``, in the JSON shape that its route has, with
     what is ``told`` of the request."""
     kind = type(error)
     headers, body = _error_answer(kind, error.message, error.field, error.retry_after_s, encode)  # type: ignore[arg-type]  # a class has a hash
-    return [*headers, *told], body
+    return [*headers, *extra_headers], body
 
 
 @lru_cache(ERRORS_MAX)

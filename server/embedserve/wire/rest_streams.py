@@ -1,20 +1,21 @@
-"""Embed requests of REST over HTTP/2: each the handler of its stream, straight to the exchange."""
+"""Embed requests of REST over HTTP/2: each the handler of its stream, straight to the pipeline."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from embedserve.access.access import headers_by_name
+from embedserve.access.authenticator import headers_by_name
 from embedserve.codec.codec import JSON
 from embedserve.errors import EmbedServeError, RequestTooLargeError
-from embedserve.exchange import Asked, Exchange
+from embedserve.lookup import ResponseChunks
 from embedserve.metrics.metrics import ProtocolMetrics
-from embedserve.tracing.request_id import Told
-from embedserve.types import Parts
+from embedserve.pipeline import RequestOptions, RequestPipeline
+from embedserve.tracing.request_id import HeaderList
+from embedserve.wire.byte_queue import ByteQueue
 from embedserve.wire.http2.header_blocks import encode
-from embedserve.wire.http2.requests import Request
-from embedserve.wire.http2.stream import ENDED, Handler, Stream
-from embedserve.wire.pieces import Pieces
+from embedserve.wire.http2.route_resolver import Http2Request
+from embedserve.wire.http2.stream import NULL_HANDLER, Handler, Stream
+from embedserve.wire.http2_request import Http2RequestContext
 from embedserve.wire.rest import (
     Route,
     answer_headers,
@@ -22,12 +23,11 @@ from embedserve.wire.rest import (
     error_answer,
     error_encoder,
     read_headers,
-    refused_early,
+    record_early_rejection,
 )
-from embedserve.wire.stream_call import StreamCall
 
 
-class RestCall(StreamCall):
+class Http2RestContext(Http2RequestContext):
     """An embed request, from its header block to its answer.
 
     Attributes:
@@ -37,10 +37,14 @@ class RestCall(StreamCall):
     __slots__ = ("_body", "is_refused")
 
     def __init__(
-        self, asked: Asked, exchange: Exchange, headers: Mapping[bytes, bytes], stream: Stream
+        self,
+        options: RequestOptions,
+        pipeline: RequestPipeline,
+        headers: Mapping[bytes, bytes],
+        stream: Stream,
     ) -> None:
-        super().__init__(asked, exchange, headers, stream)
-        self._body = Pieces()
+        super().__init__(options, pipeline, headers, stream)
+        self._body = ByteQueue()
         self.is_refused = False
 
     def receive(self, data: bytes, is_end: bool) -> None:
@@ -57,48 +61,50 @@ class RestCall(StreamCall):
             body.append(data)
             data = body.take_all()
             self._stream.consumed(self._stream.held_bytes)
-        self.exchange.ask(self, data)
+        self.pipeline.submit(self, data)
 
     def has_size(self, nbytes: int, *, is_whole: bool) -> bool:
         """Whether a body may be so large; where it may not, it is refused."""
         try:
-            self.asked.codec.check_size(nbytes, self.exchange.limits, is_whole=is_whole)
+            self.options.codec.check_size(nbytes, self.pipeline.limits, is_whole=is_whole)
         except RequestTooLargeError as error:
-            self.refuse(error)
+            self.reject(error)
             return False
         return True
 
     def _want_more(self) -> None:
         stream = self._stream
-        left = self.asked.codec.bytes_max(self.exchange.limits) - self._body.nbytes
+        left = self.options.codec.bytes_max(self.pipeline.limits) - self._body.nbytes
         stream.expect(left if stream.missing_bytes is None else stream.missing_bytes)
 
-    def write_answer(self, parts: Parts, nbytes: int, told: Told | None = None) -> None:
+    def write_response(
+        self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+    ) -> None:
         head = encode(
             [
                 (b":status", b"200"),
-                *answer_headers(self.asked.answer_codec, parts),
+                *answer_headers(self.options.response_codec, parts),
                 (b"content-length", b"%d" % nbytes),
-                *(told or ()),
+                *(headers or ()),
             ]
         )
         self._stream.answer(head, parts, nbytes, b"")
 
-    def end(self, error: EmbedServeError, told: Told) -> None:
-        encode = self.asked.answer_codec.encode_error
-        write_error(self._stream, error, told, encode_error=encode)
+    def end(self, error: EmbedServeError, headers: HeaderList) -> None:
+        encode = self.options.response_codec.encode_error
+        write_error(self._stream, error, headers, encode_error=encode)
 
 
 def write_error(
     stream: Stream,
     error: EmbedServeError,
-    told: Told,
+    headers: HeaderList,
     method: bytes = b"POST",
     encode_error: Callable[[EmbedServeError], bytes] = JSON.encode_error,
 ) -> None:
     """Answers ``error`` in the JSON shape of its route, with what is ``told`` of the request; a
     HEAD by its headers alone."""
-    headers, body = error_answer(error, told, encode_error)
+    headers, body = error_answer(error, headers, encode_error)
     status = (b":status", b"%d" % error.http_status)
     head = encode([status, *headers, (b"content-length", b"%d" % len(body))])
     if method == b"HEAD":
@@ -108,40 +114,40 @@ def write_error(
 
 
 def open_embed(
-    route: Route, request: Request, exchange: Exchange, metrics: ProtocolMetrics
+    route: Route, request: Http2Request, pipeline: RequestPipeline, metrics: ProtocolMetrics
 ) -> Callable[[Stream], Handler]:
     """What opens embed requests to ``route`` with such a head."""
     try:
         check_method(request.method.decode("latin-1"))
-        asked = read_headers(route, request.headers, metrics)
+        options = read_headers(route, request.headers, metrics)
         by_name = headers_by_name(request.headers)
         authorization = by_name.get(b"authorization")
     except EmbedServeError as error:
-        return refused(error, request, exchange)
+        return refused(error, request, pipeline)
 
     def open_call(stream: Stream) -> Handler:
-        call = RestCall(asked, exchange, by_name, stream)
-        access = exchange.access
-        if access is not None and not access.admit(call, authorization):
+        call = Http2RestContext(options, pipeline, by_name, stream)
+        authenticator = pipeline.authenticator
+        if authenticator is not None and not authenticator.admit(call, authorization):
             call.is_refused = True
             return call
         size = stream.missing_bytes
-        if (size is None or call.has_size(size, is_whole=True)) and exchange.models.is_closed:
-            exchange.refuse_early(call)
+        if (size is None or call.has_size(size, is_whole=True)) and pipeline.models.is_closed:
+            pipeline.reject_if_overloaded(call)
         return call
 
     return open_call
 
 
 def refused(
-    error: EmbedServeError, request: Request, exchange: Exchange
+    error: EmbedServeError, request: Http2Request, pipeline: RequestPipeline
 ) -> Callable[[Stream], Handler]:
     """Opens streams only to answer them with ``error``."""
 
     def open_refused(stream: Stream) -> Handler:
-        told = refused_early(exchange, error, request.headers, 0.0, stream.connection.peer)
+        told = record_early_rejection(pipeline, error, request.headers, 0.0, stream.connection.peer)
         path = request.target.partition(b"?")[0].decode("latin-1")
         write_error(stream, error, told, request.method, error_encoder(path))
-        return ENDED
+        return NULL_HANDLER
 
     return open_refused

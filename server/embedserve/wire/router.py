@@ -7,15 +7,15 @@ from collections.abc import Callable
 from urllib.parse import unquote
 
 from embedserve.errors import EmbedServeError, InvalidRequestError
-from embedserve.exchange import Exchange
+from embedserve.pipeline import RequestPipeline
 from embedserve.wire.allowed_hosts import AllowedHosts
 from embedserve.wire.asgi import ASGIApp, AsgiStream
-from embedserve.wire.grpc.messages import WireError
+from embedserve.wire.grpc.grpc_framing import WireError
 from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.grpc.service import refused as refused_call
 from embedserve.wire.http2.connection import HEADER_LIST_BYTES_MAX
 from embedserve.wire.http2.header_blocks import Headers, encode
-from embedserve.wire.http2.requests import Opened, Request, read_request
+from embedserve.wire.http2.route_resolver import Http2Request, ResolvedRoute, read_request
 from embedserve.wire.http2.stream import Handler, Stream
 from embedserve.wire.rest import embed_route, headers_too_large
 from embedserve.wire.rest_streams import open_embed, refused
@@ -30,7 +30,7 @@ class Router:
 
     def __init__(
         self,
-        exchange: Exchange,
+        pipeline: RequestPipeline,
         management: ASGIApp,
         service: GrpcService,
         allowed_hosts: AllowedHosts | None = None,
@@ -40,12 +40,12 @@ class Router:
             allowed_hosts: that requests may name; None: any.
         """
         self._allowed_hosts = allowed_hosts
-        self._exchange = exchange
+        self._pipeline = pipeline
         self._management = management
-        self._metrics = exchange.metrics.protocols["rest"]
+        self._metrics = pipeline.metrics.protocols["rest"]
         self._grpc = service
 
-    def open_request(self, headers: Headers) -> Opened | str:
+    def open_request(self, headers: Headers) -> ResolvedRoute | str:
         """What opens a request with ``headers``, or what is malformed about them."""
         request = read_request(headers)
         if isinstance(request, str):
@@ -53,9 +53,9 @@ class Router:
         open_stream = self._find(request)
         if (b"expect", b"100-continue") in request.headers:
             open_stream = _after_continue(open_stream)
-        return Opened(open_stream, request.content_length)
+        return ResolvedRoute(open_stream, request.content_length)
 
-    def _find(self, request: Request) -> Callable[[Stream], Handler]:
+    def _find(self, request: Http2Request) -> Callable[[Stream], Handler]:
         content_type = next((v for name, v in request.headers if name == b"content-type"), b"")
         is_grpc = _is_grpc(content_type) and request.method == b"POST"
         try:
@@ -66,15 +66,15 @@ class Router:
         except EmbedServeError as error:
             if is_grpc:
                 return refused_call(WireError(error.code, error.message))
-            return refused(error, request, self._exchange)
+            return refused(error, request, self._pipeline)
         if is_grpc:
             return self._grpc.open(request)
         if wrong := wrong_target(request.target):
-            return refused(wrong, request, self._exchange)
+            return refused(wrong, request, self._pipeline)
         path = unquote(request.target.partition(b"?")[0].decode("ascii"))
         route = embed_route(path)
         if route is not None:
-            return open_embed(route, request, self._exchange, self._metrics)
+            return open_embed(route, request, self._pipeline, self._metrics)
         return lambda stream: AsgiStream(self._management, request, stream)
 
 

@@ -20,15 +20,15 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from embedserve.config import Limits
-from embedserve.exchange import Exchange
-from embedserve.metrics.quiet_log import QuietLog
+from embedserve.metrics.rate_limited_logger import RateLimitedLogger
+from embedserve.pipeline import RequestPipeline
 from embedserve.wire.allowed_hosts import AllowedHosts
 from embedserve.wire.asgi import ASGIApp, EmbedEndpoint
-from embedserve.wire.connections import Connection, Http2Transport, NewConnection
+from embedserve.wire.connections import Connection, Http2Transport, ProtocolDetector
 from embedserve.wire.grpc.service import GrpcService
-from embedserve.wire.heads import HeadForms
+from embedserve.wire.header_templates import HeaderTemplateCache
 from embedserve.wire.http1 import Http1Connection
-from embedserve.wire.http2.uploads import Uploads
+from embedserve.wire.http2.upload_budget import UploadBudget
 from embedserve.wire.router import Router
 from embedserve.wire.tls.certificates import Certificates
 from embedserve.wire.tls.handshake import Handshake, Handshakes
@@ -50,11 +50,11 @@ UPLOAD_BYTES = 256 << 20
 
 
 class WireServer:
-    """The connections of a process, of all protocols, over one exchange."""
+    """The connections of a process, of all protocols, over one pipeline."""
 
     def __init__(
         self,
-        exchange: Exchange,
+        pipeline: RequestPipeline,
         management: ASGIApp,
         certificates: Certificates | None = None,
         service: GrpcService | None = None,
@@ -69,28 +69,28 @@ class WireServer:
             limits: on connections; None: those of requests have them.
             allowed_hosts: that requests may name, but for those to Unix sockets; None: any.
         """
-        self._exchange = exchange
-        self._limits = limits or exchange.limits
+        self._pipeline = pipeline
+        self._limits = limits or pipeline.limits
         self._certificates = certificates
-        self._handshakes = Handshakes(logger, exchange.metrics.tls)
+        self._handshakes = Handshakes(logger, pipeline.metrics.tls)
         if certificates is not None:
-            exchange.metrics.tls.expires_s = lambda: certificates.expires_s
-        service, rest = service or GrpcService(exchange), exchange.metrics.protocols["rest"]
+            pipeline.metrics.tls.expires_s = lambda: certificates.expires_s
+        service, rest = service or GrpcService(pipeline), pipeline.metrics.protocols["rest"]
         # By whether a connection is local: what a head may name is part of what is remembered.
         self._routers = {
-            is_local: Router(exchange, management, service, names)
+            is_local: Router(pipeline, management, service, names)
             for is_local, names in ((False, allowed_hosts), (True, None))
         }
         self._forms = {
-            is_local: HeadForms(rest, exchange.limits, names)
+            is_local: HeaderTemplateCache(rest, pipeline.limits, names)
             for is_local, names in ((False, allowed_hosts), (True, None))
         }
-        upload_bytes = max(UPLOAD_BYTES, exchange.limits.body_bytes_max)
-        self._uploads = Uploads(upload_bytes, lambda: not exchange.models.is_closed)
-        exchange.when_room(self._uploads.retry)
-        exchange.when_large_answer(self.has_grown)
+        upload_bytes = max(UPLOAD_BYTES, pipeline.limits.body_bytes_max)
+        self._uploads = UploadBudget(upload_bytes, lambda: not pipeline.models.is_closed)
+        pipeline.on_queue_reopened(self._uploads.retry)
+        pipeline.on_large_response(self.has_grown)
         self._grown_bytes = 0  # since the connections were looked at
-        self._log = QuietLog(logger)
+        self._log = RateLimitedLogger(logger)
         self._connections: dict[Connection, float] = {}  # and when they are to retire
         self._listening: list[tuple[asyncio.Server | UnixListener, socket.socket]] = []
         self._checking: asyncio.TimerHandle | None = None
@@ -98,7 +98,7 @@ class WireServer:
         self._is_draining = False
         self._uvicorn_state = ServerState()
         self._uvicorn_config = uvicorn.Config(
-            cast(Any, EmbedEndpoint(exchange, management)),
+            cast(Any, EmbedEndpoint(pipeline, management)),
             loop="none",
             http="httptools",
             ws="none",
@@ -170,17 +170,17 @@ class WireServer:
         """What makes the connections that come to it."""
         is_local = listening.family == socket.AF_UNIX
         if self._certificates is None or is_local:
-            return partial(NewConnection, self, is_local=is_local)
+            return partial(ProtocolDetector, self, is_local=is_local)
         return self._new_handshake
 
     def _new_handshake(self) -> asyncio.Protocol:
         assert self._certificates is not None
         context = self._certificates.context
-        return Handshake(self, self._handshakes, context, lambda: NewConnection(self))
+        return Handshake(self, self._handshakes, context, lambda: ProtocolDetector(self))
 
     def http1(self, is_local: bool) -> Http1Connection:
         return Http1Connection(
-            self._exchange,
+            self._pipeline,
             self._forms[is_local],
             self,
             config=self._uvicorn_config,
@@ -190,7 +190,7 @@ class WireServer:
 
     def http2(self, is_local: bool) -> Http2Transport:
         router = self._routers[is_local]
-        return Http2Transport(self._exchange, router.open_request, self._uploads, self)
+        return Http2Transport(self._pipeline, router.open_request, self._uploads, self)
 
     def add(self, connection: Connection) -> None:
         self._connections[connection] = self._retire_s()
@@ -222,7 +222,7 @@ class WireServer:
         limit = self._limits.connections_max
         if len(self._connections) < limit:
             return True
-        self._log.say(
+        self._log.log(
             logging.WARNING, "new connections are closed", f"there are connections_max, {limit}"
         )
         return False
@@ -239,7 +239,7 @@ class WireServer:
             os.close(os.dup(0))
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._log.say(
+                self._log.log(
                     logging.ERROR,
                     "new connections are closed",
                     f"{error.strerror} ({len(self._connections)} are open); raise `ulimit -n` or "
@@ -270,7 +270,7 @@ class WireServer:
             total -= nbytes + sum(sizes[owner] for owner in unread if not users[owner])
             cut[connection.peer] += 1
         most = ", ".join(peer for peer, _ in cut.most_common(CUT_SHOWN))
-        self._log.say(
+        self._log.log(
             logging.WARNING,
             "connections are cut",
             f"{cut.total()} of them: what all hold is over connection_bytes_max, {limit}",

@@ -15,21 +15,21 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from embedserve.access.access import CERTIFICATE, Certificate
+from embedserve.access.authenticator import CERTIFICATE, Certificate
 from embedserve.access.client_address import PEER, peer_address
 from embedserve.errors import EmbedServeError, InvalidRequestError
-from embedserve.exchange import REQUEST_S_MAX, Exchange, late_request
+from embedserve.pipeline import REQUEST_S_MAX, RequestPipeline, late_request
 from embedserve.wire.allowed_hosts import AllowedHosts
-from embedserve.wire.connections import DRAIN_IDLE_S, Lingering, Registry
-from embedserve.wire.head_limits import BLANKS, HEAD_BYTES_MAX, check_head
+from embedserve.wire.connections import DRAIN_IDLE_S, ConnectionManager, LingeringClose
+from embedserve.wire.header_validation import BLANKS, HEAD_BYTES_MAX, check_headers
 from embedserve.wire.http2.connection import UNREAD_S_MAX
-from embedserve.wire.http2.sender import READ_BYTES_MIN
+from embedserve.wire.http2.frame_writer import READ_BYTES_MIN
 from embedserve.wire.rest import (
     Headers,
     error_answer,
     error_encoder,
     headers_too_large,
-    refused_early,
+    record_early_rejection,
 )
 
 KEEP_ALIVE_S = 75.0
@@ -68,8 +68,8 @@ class UvicornConnection(HttpToolsProtocol):
 
     def __init__(
         self,
-        exchange: Exchange,
-        registry: Registry,
+        pipeline: RequestPipeline,
+        registry: ConnectionManager,
         allowed_hosts: AllowedHosts | None = None,
         **uvicorns: Any,
     ) -> None:
@@ -79,8 +79,8 @@ class UvicornConnection(HttpToolsProtocol):
         """
         super().__init__(**uvicorns)
         self._allowed_hosts = allowed_hosts
-        self.exchange = exchange
-        self._limits = exchange.limits
+        self.request_pipeline = pipeline
+        self._limits = pipeline.limits
         self._registry = registry
         self._held: list[bytes] = []  # what came after what is being answered
         self._cycles: deque[RequestResponseCycle] = deque()  # those that are or will be answered
@@ -121,12 +121,12 @@ class UvicornConnection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             return self._parse_without_upgrade(piece[upgrade.args[0] :])
         except httptools.HttpParserError as error:
-            self.refuse(self._problem(error))
+            self.reject(self._problem(error))
             return False
         if was_in_head and self._is_in_head:
             self._head_bytes += len(piece)
             if self._head_bytes > HEAD_BYTES_MAX:
-                self.refuse(headers_too_large(self._head_bytes, "bytes", HEAD_BYTES_MAX))
+                self.reject(headers_too_large(self._head_bytes, "bytes", HEAD_BYTES_MAX))
                 return False
         return True
 
@@ -143,7 +143,7 @@ class UvicornConnection(HttpToolsProtocol):
         """As RFC 9110 lets a server do: nothing is upgraded to. ``rest`` follows the head."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         if method == b"CONNECT":
-            self.refuse(InvalidRequestError("method is CONNECT: this is no proxy"))
+            self.reject(InvalidRequestError("method is CONNECT: this is no proxy"))
             return False
         lines = [b"%b %b HTTP/%b\r\n" % (method, self.url, version)]
         lines += [b"%b: %b\r\n" % one for one in self.headers if one[0] != b"upgrade"]
@@ -194,7 +194,7 @@ class UvicornConnection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self._is_in_head = False
-        check_head(self.parser.get_http_version(), self.url, self.headers, self._limits)
+        check_headers(self.parser.get_http_version(), self.url, self.headers, self._limits)
         if self._allowed_hosts is not None:
             self._allowed_hosts.check(self.headers)
         super().on_headers_complete()
@@ -233,7 +233,7 @@ class UvicornConnection(HttpToolsProtocol):
     def is_busy(self) -> bool:
         return bool(self._held) or self.flow.write_paused or self.uvicorn_is_busy()
 
-    def refuse(self, error: EmbedServeError) -> None:
+    def reject(self, error: EmbedServeError) -> None:
         """Answers what is parsed with ``error``, and no more."""
         cycle = self.cycle
         is_pending = cycle is not None and not cycle.response_complete
@@ -243,7 +243,7 @@ class UvicornConnection(HttpToolsProtocol):
             return
         seconds = perf_counter() - self._message_since_s
         headers = getattr(self, "headers", [])
-        told = refused_early(self.exchange, error, headers, seconds, self.peer)
+        told = record_early_rejection(self.request_pipeline, error, headers, seconds, self.peer)
         if is_pending:
             cycle.disconnected = True
             cycle.waiting_for_100_continue = False  # which would be said after our last answer
@@ -261,7 +261,7 @@ class UvicornConnection(HttpToolsProtocol):
     def linger(self) -> None:
         """Ends the connection once its client has read what was written."""
         self._held.clear()
-        Lingering(self.transport, self, self._registry)
+        LingeringClose(self.transport, self, self._registry)
 
     @property
     def unread_bytes(self) -> int:
@@ -292,7 +292,7 @@ class UvicornConnection(HttpToolsProtocol):
             if self._is_in_head and taken_s > HEAD_S_MAX:
                 self.transport.close()
             elif self._is_in_body and taken_s > REQUEST_S_MAX:
-                self.refuse(late_request())
+                self.reject(late_request())
         elif not self.is_busy() and now_s - self._idle_since_s >= KEEP_ALIVE_S:
             self.transport.close()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from embedserve.access.clock import SteadyClock
+from embedserve.access.clock import JumpTolerantClock
 
 
 class Clocks:
@@ -11,7 +11,7 @@ class Clocks:
     def __init__(self, wall_s: float = 1_800_000_000.0) -> None:
         self.wall_s = wall_s
         self.steady_s = 100.0
-        self.clock = SteadyClock(lambda: self.wall_s, lambda: self.steady_s)
+        self.clock = JumpTolerantClock(lambda: self.wall_s, lambda: self.steady_s)
 
     def pass_s(self, seconds: float) -> None:
         self.wall_s += seconds

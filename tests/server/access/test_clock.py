@@ -15,7 +15,7 @@ def test_it_follows_a_clock_that_drifts() -> None:
     for _ in range(100):
         clocks.pass_s(1)
         clocks.wall_s += 0.5
-        clocks.clock.look()
+        clocks.clock.refresh()
     assert clocks.clock.now_s() == pytest.approx(START_S + 150)
 
 
@@ -26,13 +26,13 @@ def test_a_jump_is_named_and_believed_when_it_has_lasted(
     clocks = Clocks()
     clocks.wall_s += jump_s
     for second in range(int(LASTS_S)):
-        clocks.clock.look()
+        clocks.clock.refresh()
         assert clocks.clock.now_s() == pytest.approx(START_S + second)
         clocks.pass_s(1)
     assert [one.getMessage().split(":")[0] for one in caplog.records] == [
         f"the host's clock has jumped by {jump_s:.0f} s"
     ]
-    clocks.clock.look()
+    clocks.clock.refresh()
     assert clocks.clock.now_s() == pytest.approx(START_S + LASTS_S + jump_s)
     assert "goes by it" in caplog.records[-1].getMessage()
 
@@ -43,6 +43,6 @@ def test_a_jump_there_and_back_changes_nothing(caplog: pytest.LogCaptureFixture)
         clocks.wall_s += jump_s
         for _ in range(100):
             clocks.pass_s(1)
-            clocks.clock.look()
+            clocks.clock.refresh()
     assert clocks.clock.now_s() == pytest.approx(START_S + 200)
     assert "back where it was" in caplog.records[-1].getMessage()

@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 from server.fake_engine import FakeEngine
-from server.live import make_exchange
+from server.live import make_pipeline
 
-from embedserve.access.access import Access
+from embedserve.access.authenticator import Authenticator
 from embedserve.access.grants import hash_of
 from embedserve.api.console import routes
 from embedserve.api.console.labels import LABELS_BYTES_MAX, read_labels
@@ -95,8 +95,8 @@ async def test_who_may_have_what(
         for token, role in roles.items()
     ]
     (tmp_path / "tokens").write_text("\n".join(map(json.dumps, lines)))
-    access = Access(str(tmp_path / "tokens"))
-    app = management_app(make_exchange(engine, executor=executor, access=access))
+    access = Authenticator(str(tmp_path / "tokens"))
+    app = management_app(make_pipeline(engine, executor=executor, authenticator=access))
     wanted = {
         "/console": (200, 200, 200),
         "/console/console.js": (200, 200, 200),
@@ -119,7 +119,7 @@ async def test_labels_are_told_of_served_models(
     path = tmp_path / "labels.json"
     labels = {"t_movie": {"7": "Amélie", "9223372036854775807": "<b>last</b>"}}
     path.write_text(json.dumps({"shop": labels, "other": {}}))
-    app = management_app(make_exchange(engine, executor=executor), labels=read_labels(str(path)))
+    app = management_app(make_pipeline(engine, executor=executor), labels=read_labels(str(path)))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         for name in ("shop", "shop@7"):

@@ -13,16 +13,16 @@ import jsonschema
 import pytest
 from server.fake_engine import FakeEngine
 from server.fake_models import info_of, ruled_info, unpooled_info
-from server.live import JSON, live_server, make_exchange
+from server.live import JSON, live_server, make_pipeline
 from server.openapi import validate
 
 from embedserve.api.management import management_app
 from embedserve.batching.batcher import Batcher
 from embedserve.config import Limits
 from embedserve.errors import DRAINING
-from embedserve.exchange import Exchange
-from embedserve.tracing.observer import Observer
-from embedserve.types import ComingVersion
+from embedserve.model_info import PendingVersion
+from embedserve.pipeline import RequestPipeline
+from embedserve.tracing.request_telemetry import RequestTelemetry
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 
@@ -39,10 +39,10 @@ async def schema(rest: httpx.AsyncClient) -> dict[str, Any]:
     return described
 
 
-async def test_live_and_ready(rest: httpx.AsyncClient, exchange: Exchange) -> None:
+async def test_live_and_ready(rest: httpx.AsyncClient, pipeline: RequestPipeline) -> None:
     assert (await rest.get("/health/live")).json() == {"status": "live"}
     assert (await rest.get("/health/ready")).json() == {"status": "ready"}
-    exchange.models.not_ready = DRAINING
+    pipeline.models.not_ready = DRAINING
     assert (await rest.get("/health/live")).status_code == 200
     answer = await rest.get("/health/ready")
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
@@ -76,7 +76,7 @@ async def test_the_plan_tells_which_rank_holds_what(executor: ThreadPoolExecutor
         "movie": TablePlan("data_parallel", (Shard(0, 0, 7, 0, 12), Shard(1, 0, 7, 0, 12))),
     }
     info = replace(info_of("films", [user, movie], {}), plan=Plan(2, tables, {}))
-    app = management_app(make_exchange(FakeEngine(info), executor=executor))
+    app = management_app(make_pipeline(FakeEngine(info), executor=executor))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
         told = (await client.get("http://test/models/films/plan")).json()
         model = (await client.get("http://test/models/films")).json()
@@ -95,13 +95,13 @@ async def test_the_plan_tells_which_rank_holds_what(executor: ThreadPoolExecutor
 
 
 async def test_a_version_that_is_to_come_is_shown(
-    rest: httpx.AsyncClient, exchange: Exchange
+    rest: httpx.AsyncClient, pipeline: RequestPipeline
 ) -> None:
     assert "next" not in (await rest.get("/models/shop")).json()
-    coming = ComingVersion(
+    coming = PendingVersion(
         8, "failed", "its goldens are answered otherwise", "2026-11-22T18:00:00Z"
     )
-    exchange.models.coming["shop"] = coming
+    pipeline.models.coming["shop"] = coming
     listed = (await rest.get("/models")).json()
     assert listed["models"][0]["version"] == 7
     assert listed["models"][0]["next"] == asdict(coming)
@@ -110,7 +110,7 @@ async def test_a_version_that_is_to_come_is_shown(
 
 async def test_tables_are_described_with_their_id_rules(executor: ThreadPoolExecutor) -> None:
     engines = FakeEngine(ruled_info()), FakeEngine(unpooled_info())
-    app = management_app(make_exchange(*engines, executor=executor))
+    app = management_app(make_pipeline(*engines, executor=executor))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
         listed = (await client.get("http://test/models")).json()
         validate(listed, "Models", (await client.get("http://test/openapi.json")).json())
@@ -285,8 +285,8 @@ async def test_the_examples_of_the_open_inference_protocol_are_requests_too(
 async def test_the_examples_are_of_what_is_served_now(executor: ThreadPoolExecutor) -> None:
     """No longer those of a version before; a model without goldens to show has none."""
     engine = FakeEngine()
-    exchange = make_exchange(engine, FakeEngine(unpooled_info()), executor=executor)
-    app = management_app(exchange)
+    pipeline = make_pipeline(engine, FakeEngine(unpooled_info()), executor=executor)
+    app = management_app(pipeline)
 
     def examples() -> dict[str, Any]:
         operation = app.openapi()["paths"]["/models/{model}/embed"]["post"]
@@ -296,14 +296,16 @@ async def test_the_examples_are_of_what_is_served_now(executor: ThreadPoolExecut
     before = examples()
     assert list(before) == ["shop"]
     after = FakeEngine(replace(engine.model, example={"user": [[3]]}))
-    metrics = exchange.metrics.models["shop"]
-    exchange.models.switch("shop", Batcher(after, after.model, Limits(), metrics, executor))
+    metrics = pipeline.metrics.models["shop"]
+    pipeline.models.activate("shop", Batcher(after, after.model, Limits(), metrics, executor))
     assert examples() == {"shop": {"user": [[3]]}}
 
 
-async def test_the_slowest_requests_are_told(rest: httpx.AsyncClient, exchange: Exchange) -> None:
+async def test_the_slowest_requests_are_told(
+    rest: httpx.AsyncClient, pipeline: RequestPipeline
+) -> None:
     assert (await rest.get("/slow")).json() == {"seconds": 600, "requests": []}
-    exchange.observer = Observer(slow_ms=1e-6)
+    pipeline.telemetry = RequestTelemetry(slow_ms=1e-6)
     ids = {"X-Request-Id": "a7"}
     body = {"features": {"user": [[1, 2], [3]]}}
     assert (await rest.post("/embed", json=body, headers=ids)).status_code == 200

@@ -65,7 +65,7 @@ async def test_a_large_batch_is_cut_for_all_threads(engine: FakeEngine) -> None:
     assert sorted(lookup.batch_size for lookup in engine.lookups) == [2, 3, 3]
     assert not any(lookup.is_inline for lookup in engine.lookups)
     for bags, result in zip(all_bags, results, strict=True):
-        rows = np.concatenate([result.values, *result.more])
+        rows = np.concatenate([result.values, *result.extra_chunks])
         assert np.array_equal(rows, engine.expected(bags))
     assert metrics.version.lookup_seconds.samples()[0][-1] == ("+Inf", 1)
 
@@ -86,7 +86,7 @@ async def test_an_engine_that_waits_for_its_device_gets_whole_batches_beside_the
     assert found == [(1, False), (8, False)]
     for bags, result in zip([USER, *all_bags], [alone, *results], strict=True):
         assert np.array_equal(result.values, engine.expected(bags))
-        assert not result.more
+        assert not result.extra_chunks
 
 
 async def test_a_piece_that_fails_fails_its_batch(engine: FakeEngine) -> None:

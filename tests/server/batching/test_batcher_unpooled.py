@@ -14,8 +14,8 @@ from server.fake_models import unpooled_info
 from embedserve.batching.batcher import BAG_BYTES, Batcher
 from embedserve.batching.join import to_model_order
 from embedserve.config import Limits
+from embedserve.lookup import LookupRequest
 from embedserve.metrics.model_metrics import ModelMetrics
-from embedserve.types import LookupRequest
 
 MODEL = unpooled_info()
 UNPOOLED_ITEM = 2 * 16

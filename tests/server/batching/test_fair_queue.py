@@ -21,8 +21,8 @@ from embedserve.batching.batcher import Batcher
 from embedserve.batching.fair_queue import GONE_MIN, FairQueue
 from embedserve.config import Limits
 from embedserve.errors import OverloadedError
+from embedserve.lookup import LookupRequest, LookupResult
 from embedserve.metrics.model_metrics import ModelMetrics
-from embedserve.types import LookupRequest, LookupResult
 
 WORK_MAX = 50
 
@@ -217,7 +217,7 @@ async def test_one_who_goes_away_from_the_backlog_leaves_the_others_there(
     stay = answers[::200]
     for one in answers:
         if one not in stay:
-            one.caller.go_away()
+            one.caller.abandon()
     assert metrics.count_queue()[0] == len(stay)
     engine.release()
     await asyncio.gather(*stay)

@@ -10,10 +10,10 @@ from server.fake_engine import Bags, FakeEngine, Weights, make_request
 from server.fake_models import ruled_info, unpooled_info
 from server.strategies import bags_of, bags_of_ids, weights_or_none
 
-from embedserve.batching.join import cut, join, to_model_order
+from embedserve.batching.join import join, split_by_examples, to_model_order
 from embedserve.batching.split import in_request_order, split
 from embedserve.errors import InvalidRequestError
-from embedserve.types import LookupRequest, LookupResult
+from embedserve.lookup import LookupRequest, LookupResult
 
 ENGINE = FakeEngine()
 MODEL = ENGINE.model
@@ -33,7 +33,7 @@ def answered(
     assert batch is not None
     assert batch.batch_size == sum(request.batch_size for request in requests)
     values = []
-    for piece in cut(batch, len(engine.model.features), pieces):
+    for piece in split_by_examples(batch, len(engine.model.features), pieces):
         answer = engine.lookup(piece.ids, piece.lengths, piece.weights)
         assert len(answer) or not engine.model.is_pooled
         values.append(in_request_order(answer, piece, engine.model))
@@ -42,7 +42,7 @@ def answered(
 
 
 def rows(result: LookupResult) -> np.ndarray:
-    return np.concatenate([result.values, *result.more])
+    return np.concatenate([result.values, *result.extra_chunks])
 
 
 @pytest.mark.parametrize("engine", [ENGINE, RULED, UNPOOLED], ids=lambda e: e.model.name)

@@ -14,8 +14,8 @@ from server.waiting import until
 
 from embedserve.config import Limits
 from embedserve.errors import OverloadedError
+from embedserve.lookup import LookupRequest
 from embedserve.metrics.model_metrics import ModelMetrics
-from embedserve.types import LookupRequest
 
 LARGE, SMALL = (1, 100), (1, 1)
 """(bags, ids) of requests."""

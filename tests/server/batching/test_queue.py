@@ -64,11 +64,11 @@ async def test_one_who_goes_away_is_not_counted_any_more(
     bags: list[Bags] = [{"user": [[1], [2]]}, {"user": [[3]]}, {"user": [[4], [5], [6]]}]
     waiting = [submit(batcher, engine.request(one)) for one in bags]
     assert metrics.count_queue() == (3, 6)
-    waiting[0].caller.go_away()
+    waiting[0].caller.abandon()
     assert metrics.count_queue() == (2, 4)
-    waiting[2].caller.go_away()
+    waiting[2].caller.abandon()
     assert metrics.count_queue() == (1, 1)
-    waiting[0].caller.go_away()  # twice is as once
+    waiting[0].caller.abandon()  # twice is as once
     assert metrics.count_queue() == (1, 1)
     engine.release()
     await asyncio.gather(running, waiting[1])
@@ -83,7 +83,7 @@ async def test_one_who_goes_away_during_its_lookup_is_told_nothing(
 ) -> None:
     batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
     assert running.caller.queue is None
-    running.caller.go_away()
+    running.caller.abandon()
     engine.release()
     await submit(batcher, engine.request(ONE))
     assert not running.done()
@@ -100,7 +100,7 @@ async def test_what_went_away_does_not_keep_its_request_in_memory(
     for _ in range(3 * GONE_MIN):
         waiting = submit(batcher, engine.request(ONE))
         gone.append(weakref.ref(waiting))
-        waiting.caller.go_away()
+        waiting.caller.abandon()
     del waiting
     gc.collect()
     assert sum(ref() is not None for ref in gone) < GONE_MIN
@@ -120,7 +120,7 @@ async def test_those_who_stay_are_answered_in_order_when_others_are_cleared_away
     stay = waiting[:: len(waiting) // 5]
     for one in waiting:
         if one not in stay:
-            one.caller.go_away()
+            one.caller.abandon()
     assert metrics.count_queue() == (len(stay), len(stay))
     engine.release()
     await asyncio.gather(running, *stay)
@@ -140,11 +140,11 @@ async def test_a_full_queue_is_open_again_when_enough_went_away(
     with pytest.raises(OverloadedError):
         submit(batcher, engine.request(ONE))
     assert rooms == []
-    waiting[3].caller.go_away()
+    waiting[3].caller.abandon()
     assert (batcher.is_full, rooms) == (True, [])
-    waiting[4].caller.go_away()
+    waiting[4].caller.abandon()
     assert (batcher.is_full, rooms) == (False, [True])
-    waiting[5].caller.go_away()
+    waiting[5].caller.abandon()
     assert rooms == [True]  # it was not full
     engine.release()
     await asyncio.gather(running, *waiting[:3], *waiting[6:])

@@ -11,15 +11,16 @@ import pytest
 from server.callers import submit_to
 from server.fake_engine import Bags, FakeEngine, make_request, model_info
 from server.fake_models import ruled_info, unpooled_info
-from server.live import make_exchange
+from server.live import make_pipeline
 from server.waiting import until
 
 from embedserve.batching.join import join, to_model_order
 from embedserve.batching.shadow import compare
 from embedserve.batching.split import in_request_order
-from embedserve.exchange import Exchange
+from embedserve.lookup import LookupRequest
 from embedserve.metrics.shadow_metrics import Differences
-from embedserve.types import LookupRequest, ModelInfo
+from embedserve.model_info import ModelInfo
+from embedserve.pipeline import RequestPipeline
 
 BAGS: list[Bags] = [
     {"user": [[1, 2], []], "movie": [[3], [4, 4]], "tag": [[0], [1]]},
@@ -28,7 +29,7 @@ BAGS: list[Bags] = [
 
 
 def version(model: ModelInfo, number: int, name: str = "") -> ModelInfo:
-    return replace(model, manifest=replace(model.manifest, version=number), named=name)
+    return replace(model, manifest=replace(model.manifest, version=number), served_name=name)
 
 
 def answered(requests: list[LookupRequest], engine: FakeEngine) -> np.ndarray:
@@ -147,47 +148,47 @@ def test_ids_without_a_row_are_counted_for_both() -> None:
 
 
 @pytest.fixture
-def exchange(executor: ThreadPoolExecutor) -> Exchange:
+def pipeline(executor: ThreadPoolExecutor) -> RequestPipeline:
     """Version 7 answers; 8 is the canary, which answers as 7 would."""
     model = model_info()
     engines = (
         FakeEngine(version(model, 7), seed=7),
         FakeEngine(version(model, 8, "shop@canary"), seed=7),
     )
-    return make_exchange(*engines, executor=executor)
+    return make_pipeline(*engines, executor=executor)
 
 
-async def ask(exchange: Exchange) -> None:
-    result = await submit_to(exchange.models, make_request({"user": [[1]]}))
+async def ask(pipeline: RequestPipeline) -> None:
+    result = await submit_to(pipeline.models, make_request({"user": [[1]]}))
     assert result.model.version == 7
 
 
-def counted(exchange: Exchange, outcome: str = "compared") -> float:
-    counts = exchange.metrics.models["shop@canary"].version
+def counted(pipeline: RequestPipeline, outcome: str = "compared") -> float:
+    counts = pipeline.metrics.models["shop@canary"].version
     return counts.shadow.batches(counts.of_this_version())[outcome]
 
 
-async def until_counted(exchange: Exchange, count: int, outcome: str = "compared") -> None:
-    await until(lambda: counted(exchange, outcome) == count)
+async def until_counted(pipeline: RequestPipeline, count: int, outcome: str = "compared") -> None:
+    await until(lambda: counted(pipeline, outcome) == count)
 
 
-async def test_a_share_of_the_batches_is_compared(exchange: Exchange) -> None:
-    await ask(exchange)
-    assert counted(exchange) == 0
-    exchange.models.shadow("shop@canary", 100.0)
-    exchange.models.shadow("shop", 100.0)  # which answers, and is in nobody's shadow
+async def test_a_share_of_the_batches_is_compared(pipeline: RequestPipeline) -> None:
+    await ask(pipeline)
+    assert counted(pipeline) == 0
+    pipeline.models.shadow("shop@canary", 100.0)
+    pipeline.models.shadow("shop", 100.0)  # which answers, and is in nobody's shadow
     for count in range(1, 4):
-        await ask(exchange)
-        await until_counted(exchange, count)
-    assert exchange.models.status(exchange.models.model("shop@canary"))["shadow"] == 100.0
-    version_counts = exchange.metrics.models["shop@canary"].version
+        await ask(pipeline)
+        await until_counted(pipeline, count)
+    assert pipeline.models.status(pipeline.models.model("shop@canary"))["shadow"] == 100.0
+    version_counts = pipeline.metrics.models["shop@canary"].version
     sums = version_counts.shadow.per_key(version_counts.of_this_version())
     assert sums[0].tolist() == [3, 0, 0]  # of the other features nobody asked for an id
     assert sums[2].tolist() == [0] * 3
     assert sums[4].tolist() == [0, 3, 3]
-    exchange.models.shadow("shop@canary", 0.0)
-    await ask(exchange)
-    assert counted(exchange) == 3
+    pipeline.models.shadow("shop@canary", 0.0)
+    await ask(pipeline)
+    assert counted(pipeline) == 3
 
 
 async def test_nobody_waits_for_it_and_what_comes_meanwhile_is_skipped(
@@ -195,41 +196,41 @@ async def test_nobody_waits_for_it_and_what_comes_meanwhile_is_skipped(
 ) -> None:
     model = model_info()
     slow = FakeEngine(version(model, 8, "shop@canary"), seed=7)
-    exchange = make_exchange(FakeEngine(version(model, 7), seed=7), slow, executor=executor)
+    pipeline = make_pipeline(FakeEngine(version(model, 7), seed=7), slow, executor=executor)
     slow.hold()
-    exchange.models.shadow("shop@canary", 100.0)
+    pipeline.models.shadow("shop@canary", 100.0)
     for _ in range(5):
-        await ask(exchange)
-    assert (counted(exchange), counted(exchange, "skipped")) == (0, 4)
+        await ask(pipeline)
+    assert (counted(pipeline), counted(pipeline, "skipped")) == (0, 4)
     slow.release()
-    await until(lambda: counted(exchange) == 1)
+    await until(lambda: counted(pipeline) == 1)
 
 
 async def test_one_that_fails_is_counted_and_said_once(
     executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = version(model_info("shop", {"person": (7, 4)}), 8, "shop@canary")
-    exchange = make_exchange(
+    pipeline = make_pipeline(
         FakeEngine(version(model_info(), 7)), FakeEngine(other), executor=executor
     )
     caplog.set_level(logging.WARNING)
-    exchange.models.shadow("shop@canary", 100.0)
+    pipeline.models.shadow("shop@canary", 100.0)
     for count in (1, 2):
-        await ask(exchange)
-        await until_counted(exchange, count, "failed")
+        await ask(pipeline)
+        await until_counted(pipeline, count, "failed")
     (said,) = [one.getMessage() for one in caplog.records if one.name.startswith("embedserve")]
     assert said.startswith("shop@canary cannot be compared with version 7")
 
 
 async def test_another_version_is_compared_from_zero(
-    exchange: Exchange, executor: ThreadPoolExecutor
+    pipeline: RequestPipeline, executor: ThreadPoolExecutor
 ) -> None:
-    exchange.models.shadow("shop@canary", 100.0)
-    await ask(exchange)
-    await until(lambda: counted(exchange) == 1)
-    shadow = exchange.metrics.models["shop@canary"].version.shadow
+    pipeline.models.shadow("shop@canary", 100.0)
+    await ask(pipeline)
+    await until(lambda: counted(pipeline) == 1)
+    shadow = pipeline.metrics.models["shop@canary"].version.shadow
     assert shadow.against == 7
     shadow.begin(7)
-    assert counted(exchange) == 1
+    assert counted(pipeline) == 1
     shadow.begin(9)
-    assert (shadow.against, counted(exchange)) == (9, 0)
+    assert (shadow.against, counted(pipeline)) == (9, 0)

@@ -7,7 +7,8 @@ from server.fake_engine import Bags, make_request
 from server.fake_models import ruled_info, unpooled_info
 
 from embedserve.batching.join import join, to_model_order
-from embedserve.types import Batch, ModelInfo
+from embedserve.lookup import Batch
+from embedserve.model_info import ModelInfo
 
 RULED = ruled_info()
 UNPOOLED = unpooled_info()

@@ -14,10 +14,11 @@ from server.fake_models import unpooled_info
 
 from embedserve.codec.arrow.answers import NOW_KEYS_MAX, NOW_VECTORS_MAX
 from embedserve.codec.codec import ARROW
-from embedserve.types import LookupResult, ModelInfo, Output
+from embedserve.lookup import LookupResult, OutputOptions
+from embedserve.model_info import ModelInfo
 
 POOLED, UNPOOLED = model_info(), unpooled_info()
-BY_KEY = Output(form="keys")
+BY_KEY = OutputOptions(form="keys")
 KEYS = {"user": slice(0, 4), "movie": slice(4, 7), "tag": slice(7, 9)}
 
 
@@ -28,7 +29,7 @@ def values_of(examples: int, dtype: str = "float32") -> np.ndarray:
 def encoded(result: LookupResult) -> bytes:
     """At once where that is quick; and always the same in pieces."""
     in_pieces = b"".join(ARROW.encode(result))
-    now = ARROW.encode_now(result)
+    now = ARROW.try_encode_inline(result)
     if now is not None:
         assert b"".join(now[0]) == in_pieces
         assert now[1] == len(in_pieces)
@@ -53,7 +54,7 @@ def test_one_column_has_the_vectors_of_all_keys(examples: int, dtype: str, cut: 
     for _ in range(2):  # the second finds what the first has kept
         result = LookupResult(POOLED, values)
         if cut < examples:
-            result = LookupResult(POOLED, values[:cut], more=[values[cut:]])
+            result = LookupResult(POOLED, values[:cut], extra_chunks=[values[cut:]])
         table = read_answer(encoded(result))
         assert table.column_names == ["values"]
         assert vectors(table["values"]).dtype == dtype
@@ -66,7 +67,7 @@ def test_one_column_has_the_vectors_of_all_keys(examples: int, dtype: str, cut: 
 def test_a_column_for_each_key(examples: int, dtype: str) -> None:
     values = values_of(examples, dtype)
     result = LookupResult(POOLED, values, output=BY_KEY)
-    halves = LookupResult(POOLED, values[:1], more=[values[1:]], output=BY_KEY)
+    halves = LookupResult(POOLED, values[:1], extra_chunks=[values[1:]], output=BY_KEY)
     for one in (result, result, halves):
         table = read_answer(encoded(one))
         assert table.column_names == list(KEYS)
@@ -85,7 +86,7 @@ def test_polars_reads_them() -> None:
 
 
 @pytest.mark.parametrize("form", [None, BY_KEY])
-def test_some_keys_and_unknown_ids(form: Output | None) -> None:
+def test_some_keys_and_unknown_ids(form: OutputOptions | None) -> None:
     part = POOLED.with_keys(("tag", "user"))
     values = values_of(2)[:, [0, 1, 2, 3, 7, 8]]
     result = LookupResult(part, np.ascontiguousarray(values), {"tag": 3}, output=form)
@@ -99,7 +100,7 @@ def test_some_keys_and_unknown_ids(form: Output | None) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("form", [None, BY_KEY])
-def test_lists_of_vectors_of_an_unpooled_model(form: Output | None, dtype: str) -> None:
+def test_lists_of_vectors_of_an_unpooled_model(form: OutputOptions | None, dtype: str) -> None:
     lengths = np.array([[2, 0, 1], [0, 0, 0], [1, 1, 1], [2, 0, 1]], np.int32)
     lengths = lengths[: len(UNPOOLED.keys)]
     values = np.arange(4 * lengths.sum(), dtype=dtype).reshape(-1, 4)
@@ -115,17 +116,17 @@ def test_lists_of_vectors_of_an_unpooled_model(form: Output | None, dtype: str) 
 
 def test_values_are_not_copied_and_never_take_long_but_by_key() -> None:
     values = values_of(NOW_VECTORS_MAX // 3 + 1)
-    now = ARROW.encode_now(LookupResult(POOLED, values))
+    now = ARROW.try_encode_inline(LookupResult(POOLED, values))
     assert now is not None
     assert any(np.shares_memory(np.asarray(one), values) for one in now[0])
     large = LookupResult(POOLED, values, output=BY_KEY)
-    assert ARROW.encode_now(large) is None
+    assert ARROW.try_encode_inline(large) is None
     table = read_answer(b"".join(ARROW.encode(large)))
     assert np.array_equal(vectors(table["movie"]), values[:, 4:7])
-    assert ARROW.encode_now(LookupResult(POOLED, values[:-1], output=BY_KEY)) is not None
+    assert ARROW.try_encode_inline(LookupResult(POOLED, values[:-1], output=BY_KEY)) is not None
     few = model_info(features={f"f{at}": (2, 1) for at in range(NOW_KEYS_MAX)})
     many = model_info(features={f"f{at}": (2, 1) for at in range(NOW_KEYS_MAX + 1)})
     for model, is_now in ((few, True), (many, False)):
         one = LookupResult(model, np.zeros((1, len(model.keys)), np.float32), output=BY_KEY)
-        assert (ARROW.encode_now(one) is not None) is is_now
+        assert (ARROW.try_encode_inline(one) is not None) is is_now
         assert read_answer(encoded(one)).column_names == list(model.keys)

@@ -19,7 +19,7 @@ SEED = 34
 NOT_VERIFIED = re.compile(
     "Invalid flatbuffers message|Unexpected null field|Buffer .* did not start on 8-byte aligned"
 )
-"""Errors of Arrow's library for which nothing is rejected here, as docs/strangers.md lists them.
+"""Errors of Arrow's library for which nothing is rejected here, as docs/threat-model.md lists them.
 The library verifies all metadata of a message and the alignment of buffers. Ours checks the
 metadata that it reads, and copies values from wherever they are."""
 

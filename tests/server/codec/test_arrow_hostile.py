@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from server.arrow_streams import columns_of, stream_of
 
-from embedserve.batching.checks import check_lengths
+from embedserve.batching.validation import check_lengths
 from embedserve.codec.arrow import requests
 from embedserve.codec.arrow.flatbuffers import INT16, INT64, UINT8, Fields, Number
 from embedserve.codec.arrow.stream import (
@@ -157,12 +157,12 @@ LIES = {
 @pytest.mark.parametrize("name", LIES)
 def test_what_a_batch_says_is_not_believed(name: str) -> None:
     crafted, said = LIES[name]
-    for decode in (requests.decode_request, requests.decode_now):
+    for decode in (requests.decode_request, requests.try_decode_inline):
         with pytest.raises(InvalidRequestError) as caught:
             decode(crafted.stream(), "", LIMITS)
         assert said in caught.value.message
         assert caught.value.field == "body" or caught.value.message.startswith(caught.value.field)
-    assert sum(requests.sizes_of(crafted.stream())) <= 2 * len(crafted.stream())
+    assert sum(requests.estimate_size(crafted.stream())) <= 2 * len(crafted.stream())
 
 
 def batches(count: int) -> bytes:
@@ -401,7 +401,7 @@ def test_changed_bytes_are_refused_or_read_as_arrow_reads_them(
     if end < 0.9:
         del changed[int(end * len(body)) :]
     sent = bytes(changed)
-    bags, ids = requests.sizes_of(sent)
+    bags, ids = requests.estimate_size(sent)
     assert 0 <= bags <= len(sent)
     assert 0 <= ids <= len(sent)
     try:

@@ -21,7 +21,7 @@ from embedserve.codec.arrow import requests
 from embedserve.codec.arrow.columns import KNOWN_BYTES_MAX, KNOWN_MAX, MESSAGE_BYTES_MAX, schemas
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.errors import InvalidRequestError
-from embedserve.types import LookupRequest
+from embedserve.lookup import LookupRequest
 
 INTEGERS = [getattr(pa, f"{sign}int{bits}")() for sign in ("", "u") for bits in (8, 16, 32, 64)]
 
@@ -56,10 +56,10 @@ def test_lists_in_one_batch_or_several(
     table = columns_of(bags, weights, layout=layout, ids=ids)
     body = stream_of(table, rows=rows)
     read = assert_reads(body, bags, weights)
-    now = requests.decode_now(body, "", DEFAULT_LIMITS)
+    now = requests.try_decode_inline(body, "", DEFAULT_LIMITS)
     assert now is not None
     assert now.ids.tolist() == read.ids.tolist()
-    assert requests.sizes_of(body) == (read.lengths.size, read.ids.size)
+    assert requests.estimate_size(body) == (read.lengths.size, read.ids.size)
 
 
 @given(data=st.data(), start=st.integers(0, 2))
@@ -195,11 +195,11 @@ def test_what_takes_long_is_left_to_the_thread() -> None:
     """Many columns, batches, bags, ids or strings; a schema that is known is no more of them."""
     bags: Bags = {f"f{at}": [[1]] for at in range(200)}
     body = stream_of(columns_of(bags))
-    assert requests.decode_now(body, "", DEFAULT_LIMITS) is None
-    assert requests.sizes_of(body) == (0, 0)
+    assert requests.try_decode_inline(body, "", DEFAULT_LIMITS) is None
+    assert requests.estimate_size(body) == (0, 0)
     assert_reads(body, bags)
-    assert requests.decode_now(body, "", DEFAULT_LIMITS) is not None
-    assert requests.sizes_of(body) == (200, 200)
+    assert requests.try_decode_inline(body, "", DEFAULT_LIMITS) is not None
+    assert requests.estimate_size(body) == (200, 200)
     weighed = pa.ListArray.from_arrays([0, 300_000], np.zeros(300_000, np.float32))
     for table, rows in (
         (columns_of({"user": [[1]] * 10}), 1),
@@ -211,5 +211,5 @@ def test_what_takes_long_is_left_to_the_thread() -> None:
     ):
         body = stream_of(table, rows=rows)
         schemas.forget()
-        assert requests.decode_now(body, "", DEFAULT_LIMITS) is None
+        assert requests.try_decode_inline(body, "", DEFAULT_LIMITS) is None
         assert requests.decode_request(body).batch_size == table.num_rows

@@ -14,10 +14,10 @@ from google.protobuf.message import DecodeError
 from server.predictions import prediction_request
 
 from embedserve.codec import predictor_codec, protobuf_codec
-from embedserve.codec.open_inference import messages
+from embedserve.codec.open_inference import infer_messages
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.errors import EmbedServeError
-from embedserve.types import LookupRequest
+from embedserve.lookup import LookupRequest
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto import open_inference_pb2 as oip
 from embedserve_proto import predictor_pb2
@@ -79,7 +79,7 @@ KINDS = {
         embed_requests(),
         pb.EmbedRequest,
         {
-            "now": lambda body: protobuf_codec.decode_now(body, "", DEFAULT_LIMITS),
+            "now": lambda body: protobuf_codec.try_decode_inline(body, "", DEFAULT_LIMITS),
             "whole": lambda body: protobuf_codec.decode_request(body),
         },
     ),
@@ -87,8 +87,8 @@ KINDS = {
         infer_requests(),
         oip.ModelInferRequest,
         {
-            "now": lambda body: messages.decode_now(body, "", DEFAULT_LIMITS),
-            "whole": lambda body: messages.decode_request(body, "", DEFAULT_LIMITS),
+            "now": lambda body: infer_messages.try_decode_inline(body, "", DEFAULT_LIMITS),
+            "whole": lambda body: infer_messages.decode_request(body, "", DEFAULT_LIMITS),
         },
     ),
     "PredictionRequest": Kind(

@@ -8,14 +8,14 @@ from decimal import Decimal
 import numpy as np
 import orjson
 
-from embedserve.codec.float16_digits import fewest_digits
+from embedserve.codec.float16_digits import shortest_float16_repr
 
 EVERY = np.arange(2**16, dtype=np.uint16).view(np.float16)
 FINITE = EVERY[np.isfinite(EVERY)]
 
 
 def written(values: np.ndarray) -> str:
-    return orjson.dumps(fewest_digits(values), option=orjson.OPT_SERIALIZE_NUMPY).decode()
+    return orjson.dumps(shortest_float16_repr(values), option=orjson.OPT_SERIALIZE_NUMPY).decode()
 
 
 def test_every_finite_float16_reads_back_bit_for_bit() -> None:

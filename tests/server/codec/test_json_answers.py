@@ -14,7 +14,7 @@ from server.strategies import bags_of
 
 from embedserve.codec.json_codec import encode_error, encode_result
 from embedserve.errors import InvalidRequestError
-from embedserve.types import LookupResult
+from embedserve.lookup import LookupResult
 
 UNPOOLED = FakeEngine(unpooled_info())
 
@@ -57,7 +57,7 @@ def test_a_float16_answer_says_so_and_has_few_digits() -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_an_answer_in_pieces_is_the_joined_one(dtype: type[np.floating]) -> None:
     values = np.random.default_rng(1).standard_normal((7, 9)).astype(dtype)
-    pieces = LookupResult(model_info(), values[:3], more=[values[3:4], values[4:]])
+    pieces = LookupResult(model_info(), values[:3], extra_chunks=[values[3:4], values[4:]])
     assert encode_result(pieces) == encode_result(LookupResult(model_info(), values))
 
 

@@ -17,7 +17,7 @@ from embedserve.codec import json_codec
 from embedserve.codec.open_inference import bodies
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.errors import EmbedServeError
-from embedserve.types import LookupRequest
+from embedserve.lookup import LookupRequest
 
 INPUTS = 100_000
 """Mutated bodies of each form."""

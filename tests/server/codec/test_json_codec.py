@@ -24,10 +24,10 @@ from server.strategies import (
     weights_or_none,
 )
 
-from embedserve.codec.diagnose import CHUNK, diagnose
 from embedserve.codec.json_codec import decode_request, encode_error
+from embedserve.codec.json_errors import CHUNK, explain_invalid_json
 from embedserve.errors import InvalidRequestError
-from embedserve.types import LookupRequest
+from embedserve.lookup import LookupRequest
 
 RULED = ruled_info()
 
@@ -311,14 +311,14 @@ def test_diagnosing_calls_no_function_for_each_value(body: dict[str, Any]) -> No
     """It runs on the event loop, where everyone else waits: only the values near the wrong one are
     looked at each alone."""
     text = json.dumps(body).encode()
-    assert diagnose(text) is not None
-    assert calls_of(lambda: diagnose(text)) < 10_000
+    assert explain_invalid_json(text) is not None
+    assert calls_of(lambda: explain_invalid_json(text)) < 10_000
 
 
 def test_other_encodings_than_plain_utf_8_are_said_not_to_be_json() -> None:
     text = '{"features": {"user": [1]}}'
     for encoding in ("utf-8-sig", "utf-16", "utf-32"):
-        found = diagnose(text.encode(encoding))
+        found = explain_invalid_json(text.encode(encoding))
         assert found is not None
         assert found.message.startswith("body is not JSON: ")
 
@@ -343,7 +343,7 @@ def test_a_mutated_body_is_read_or_refused_and_nothing_else(
     if output_dtype is not None:
         parsed["output_dtype"] = output_dtype[0]
     body = json.dumps(parsed).encode()
-    found = diagnose(body)
+    found = explain_invalid_json(body)
     if found is not None:
         with pytest.raises(InvalidRequestError) as caught:
             decode_request(body, "")

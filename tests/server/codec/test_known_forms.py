@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from server.open_inference import LENGTH_HEADER, Asked, jagged
 from server.strategies import bags_of_ids
 
-from embedserve.codec.open_inference import bodies, known_bodies, known_messages, messages
-from embedserve.codec.open_inference.known import FORMS_MAX
+from embedserve.codec.open_inference import bodies, infer_messages, json_template, message_template
+from embedserve.codec.open_inference.template_cache import FORMS_MAX
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError
-from embedserve.types import LookupRequest
+from embedserve.lookup import LookupRequest
 from embedserve_proto import open_inference_pb2 as pb
 
 LIMITS = Limits()
@@ -35,7 +35,7 @@ def told(request: LookupRequest) -> tuple[object, ...]:
 def parsed_message(body: bytes) -> tuple[object, ...] | None:
     """As the library reads it; None of what is refused."""
     try:
-        return told(messages.decode_request(body, "", LIMITS))
+        return told(infer_messages.decode_request(body, "", LIMITS))
     except EmbedServeError:
         return None
 
@@ -53,12 +53,12 @@ def message(asked: Asked, version: str = "") -> bytes:
     return asked.message("shop", is_raw=True, version=version).SerializeToString()
 
 
-def form_of(body: bytes) -> known_messages.Form:
-    request = messages.decode_request(body, "", LIMITS)
+def form_of(body: bytes) -> message_template.MessageTemplate:
+    request = infer_messages.decode_request(body, "", LIMITS)
     asked = pb.ModelInferRequest.FromString(body)
     model = asked.model_name, asked.model_version
     outputs = [one.name for one in asked.outputs]
-    return known_messages.Form(model, request.model, request.features, outputs)
+    return message_template.MessageTemplate(model, request.model, request.features, outputs)
 
 
 @given(
@@ -104,10 +104,10 @@ def test_a_changed_message_is_read_as_by_the_library_or_not_by_its_form(seed: in
 def test_a_known_body_is_read_as_by_the_parser(
     bags: dict[str, list[list[int]]], outputs: tuple[str, ...], times: int
 ) -> None:
-    bodies.decode_now(*whole(Asked(jagged({name: [[1]] for name in bags}), outputs)))
+    bodies.try_decode_inline(*whole(Asked(jagged({name: [[1]] for name in bags}), outputs)))
     for one in (bags, {name: bags_of * times for name, bags_of in bags.items()}):
         body, _, limits, json_bytes = whole(Asked(jagged(one), outputs))
-        request = known_bodies.forms.read(body, json_bytes, "shop", limits)
+        request = json_template.forms.read(body, json_bytes, "shop", limits)
         assert request is not None
         assert told(request) == parsed_body(body, json_bytes)
 
@@ -121,12 +121,12 @@ def whole(asked: Asked) -> tuple[bytes, str, Limits, int]:
 def test_a_changed_body_is_read_as_by_the_parser_or_not_by_its_form(seed: int) -> None:
     random = Random(seed)
     body, model, limits, json_bytes = whole(Asked(jagged(BAGS)))
-    bodies.decode_now(body, model, limits, json_bytes)
-    assert known_bodies.forms.read(body, json_bytes, model, limits) is not None
+    bodies.try_decode_inline(body, model, limits, json_bytes)
+    assert json_template.forms.read(body, json_bytes, model, limits) is not None
     for _ in range(200):
         head = mutated(random, body[:json_bytes], [body[:json_bytes]])
         changed = head + (body[json_bytes:] if random.random() < 0.8 else random.randbytes(60))
-        request = known_bodies.forms.read(changed, len(head), model, limits)
+        request = json_template.forms.read(changed, len(head), model, limits)
         assert request is None or told(request) == parsed_body(changed, len(head))
 
 
@@ -134,14 +134,14 @@ def test_a_changed_body_is_read_as_by_the_parser_or_not_by_its_form(seed: int) -
 def test_numbers_in_names_are_no_sizes(name: str) -> None:
     for ids in ([[1, 2]], [[3]]):
         body, model, limits, json_bytes = whole(Asked(jagged({name: ids})))
-        request = bodies.decode_now(body, model, limits, json_bytes)
+        request = bodies.try_decode_inline(body, model, limits, json_bytes)
         assert request is not None
         assert (request.features, request.ids.tolist()) == ((name,), ids[0])
-        assert known_bodies.forms.read(body, json_bytes, model, limits) is None
+        assert json_template.forms.read(body, json_bytes, model, limits) is None
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    known = known_messages.Forms()
+    known = message_template.MessageTemplateCache()
     first = message(Asked(jagged({"f": [[1]]})))
     known.remember(first, form_of(first), LIMITS)
     assert known.read(first, LIMITS) is not None
@@ -150,7 +150,7 @@ def test_what_is_remembered_is_bounded() -> None:
         known.remember(body, form_of(body), LIMITS)
     assert known.read(first, LIMITS) is None
     assert known.read(body, LIMITS) is not None
-    long = message(Asked(jagged({"f" * known_messages.FORM_BYTES_MAX: [[1]]})))
+    long = message(Asked(jagged({"f" * message_template.FORM_BYTES_MAX: [[1]]})))
     known.remember(long, form_of(long), LIMITS)
     assert known.read(long, LIMITS) is None
 
@@ -159,7 +159,7 @@ def test_a_known_form_keeps_to_the_limits() -> None:
     body = message(Asked(jagged(BAGS)))
     form = form_of(body)
     binary, model, _, json_bytes = whole(Asked(jagged(BAGS)))
-    bodies.decode_now(binary, model, LIMITS, json_bytes)
+    bodies.try_decode_inline(binary, model, LIMITS, json_bytes)
     for limits in (
         Limits(request_examples_max=2),
         Limits(request_ids_max=20),
@@ -168,7 +168,7 @@ def test_a_known_form_keeps_to_the_limits() -> None:
     ):
         assert form.read(body, LIMITS) is not None
         assert form.read(body, limits) is None
-        assert known_bodies.forms.read(binary, json_bytes, model, limits) is None
+        assert json_template.forms.read(binary, json_bytes, model, limits) is None
 
 
 def test_large_messages_of_a_known_form() -> None:

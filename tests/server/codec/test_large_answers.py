@@ -12,7 +12,7 @@ from server.fake_models import unpooled_info
 from embedserve.codec.codec import JSON, PROTOBUF, Codec
 from embedserve.codec.json_codec import NOW_VALUES_MAX, PIECE_VALUES
 from embedserve.codec.protobuf_answers import NOW_LENGTHS_MAX
-from embedserve.types import LookupResult
+from embedserve.lookup import LookupResult
 from embedserve_proto import embedding_pb2 as pb
 
 POOLED, UNPOOLED = model_info(), unpooled_info()
@@ -23,7 +23,7 @@ PIECE_BYTES_MAX = 8 * PIECE_VALUES
 
 def pooled() -> LookupResult:
     values = np.arange(9 * EXAMPLES, dtype=np.float32).reshape(EXAMPLES, 9)
-    return LookupResult(POOLED, values[:2000], more=[values[2000:]])
+    return LookupResult(POOLED, values[:2000], extra_chunks=[values[2000:]])
 
 
 def unpooled() -> LookupResult:
@@ -37,17 +37,17 @@ def unpooled() -> LookupResult:
 
 def test_pooled_values_as_json() -> None:
     result = pooled()
-    assert JSON.encode_now(result) is None
+    assert JSON.try_encode_inline(result) is None
     pieces = [bytes(piece) for piece in JSON.encode(result)]
     assert len(pieces) > 2
     assert max(map(len, pieces)) < PIECE_BYTES_MAX
     answer = json.loads(b"".join(pieces))
-    assert answer["values"] == [*result.values.tolist(), *result.more[0].tolist()]
+    assert answer["values"] == [*result.values.tolist(), *result.extra_chunks[0].tolist()]
 
 
 def test_lengths_as_json() -> None:
     result = unpooled()
-    assert JSON.encode_now(result) is None
+    assert JSON.try_encode_inline(result) is None
     pieces = [bytes(piece) for piece in JSON.encode(result)]
     assert max(map(len, pieces)) < PIECE_BYTES_MAX
     answer = json.loads(b"".join(pieces))
@@ -59,7 +59,7 @@ def test_lengths_as_json() -> None:
 
 def test_lengths_as_protobuf() -> None:
     result = unpooled()
-    assert PROTOBUF.encode_now(result) is None
+    assert PROTOBUF.try_encode_inline(result) is None
     pieces = [bytes(piece) for piece in PROTOBUF.encode(result)]
     assert max(map(len, pieces)) < PIECE_BYTES_MAX
     answer = pb.EmbedResponse.FromString(b"".join(pieces))
@@ -76,7 +76,7 @@ def test_what_is_small_is_the_same_at_once(
     codec: Codec, unknown_ids: dict[str, int] | None
 ) -> None:
     result = LookupResult(POOLED, np.ones((2, 9), np.float32), unknown_ids)
-    now = codec.encode_now(result)
+    now = codec.try_encode_inline(result)
     assert now is not None
     assert b"".join(now[0]) == b"".join(codec.encode(result))
     assert now[1] == len(b"".join(now[0]))

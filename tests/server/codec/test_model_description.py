@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from server.fake_models import model_info, ruled_info, unpooled_info
 
-from embedserve.api.management import Model, Table
+from embedserve.api.management import Model, TableResponse
 from embedserve.codec.model_description import describe
 from embedserve.codec.protobuf_answers import model_message
-from embedserve.types import ModelInfo
+from embedserve.model_info import ModelInfo
 from embedserve_proto import embedding_pb2
 
 STATUS = {
@@ -56,5 +56,5 @@ def test_rest_and_grpc_agree(model: ModelInfo) -> None:
 
 def test_what_only_the_manifest_is_for_is_not_shown() -> None:
     for table in of_rest(ruled_info())["tables"]:
-        assert table.keys() == set(Table.model_fields)
+        assert table.keys() == set(TableResponse.model_fields)
         assert "sha256" not in table["ids"]

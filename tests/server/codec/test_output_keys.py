@@ -13,11 +13,12 @@ from server.fake_models import model_info, unpooled_info
 from server.live import PROTOBUF, Live, live_server
 from server.openapi import validate
 
-from embedserve.batching.checks import check_output
-from embedserve.batching.split import make_as_wanted
+from embedserve.batching.split import select_output_keys
+from embedserve.batching.validation import check_output
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError
-from embedserve.types import PARTS_MAX, LookupResult, Output
+from embedserve.lookup import LookupResult, OutputOptions
+from embedserve.model_info import PARTS_MAX
 from embedserve_proto import embedding_pb2 as pb
 
 BAGS: Bags = {"tag": [[1], [2, 3], []], "user": [[4], [], [6]]}
@@ -94,9 +95,9 @@ async def test_each_request_of_a_batch_has_its_own(live: Live, engine: FakeEngin
 @pytest.mark.parametrize("keys", SELECTIONS, ids=" ".join)
 def test_an_answer_in_pieces_stays_in_pieces(engine: FakeEngine, keys: tuple[str, ...]) -> None:
     whole = engine.expected(BAGS)
-    result = LookupResult(engine.model, whole[:1], more=[whole[1:2], whole[2:]])
-    make_as_wanted(result, Output(keys))
-    pieces = [result.values, *result.more]
+    result = LookupResult(engine.model, whole[:1], extra_chunks=[whole[1:2], whole[2:]])
+    select_output_keys(result, OutputOptions(keys))
+    pieces = [result.values, *result.extra_chunks]
     assert [len(piece) for piece in pieces] == [1, 1, 1]
     assert np.array_equal(np.concatenate(pieces), selected(engine, keys))
 
@@ -176,8 +177,8 @@ def test_few_selections_are_remembered() -> None:
     assert model.with_keys(("f1", "f0")) is first
     assert first.keys == ("f0", "f1")
     for key in model.keys:
-        assert check_output(Output((key,)), model).keys == (key,)
+        assert check_output(OutputOptions((key,)), model).keys == (key,)
         model.with_keys((key,))
-    assert len(model.parts) <= PARTS_MAX
+    assert len(model.key_selections) <= PARTS_MAX
     with pytest.raises(InvalidRequestError, match=r"output_keys\[0\] is 'f99'"):
-        check_output(Output(("f99",)), model)
+        check_output(OutputOptions(("f99",)), model)

@@ -41,7 +41,7 @@ def test_it_is_read_as_an_embed_request(data: st.DataObject, dtype: str, scored:
     assert np.array_equal(read.lengths, expected.lengths)
     given_weights = np.ones(0) if expected.weights is None else expected.weights
     assert np.array_equal(np.ones(0) if read.weights is None else read.weights, given_weights)
-    bag_count, id_count = predictor_codec.sizes_of(body)
+    bag_count, id_count = predictor_codec.estimate_size(body)
     assert bag_count == read.lengths.size
     assert id_count <= read.ids.size
     if dtype == "<i8":
@@ -50,7 +50,7 @@ def test_it_is_read_as_an_embed_request(data: st.DataObject, dtype: str, scored:
 
 @given(st.binary(max_size=200))
 def test_garbage_is_refused(body: bytes) -> None:
-    bags, ids = predictor_codec.sizes_of(body)
+    bags, ids = predictor_codec.estimate_size(body)
     assert 0 <= bags <= len(body)
     assert 0 <= ids <= len(body)
     with pytest.raises((InvalidRequestError, RequestTooLargeError)):

@@ -16,12 +16,12 @@ from server.fake_models import ruled_info, unpooled_info
 from server.strategies import bags_of, bags_of_ids, weights_or_none
 
 from embedserve.codec import protobuf_codec
-from embedserve.codec.protobuf_answers import encode_error, encode_now, model_message
+from embedserve.codec.prefix_templates import HEADS_MAX, heads
+from embedserve.codec.protobuf_answers import encode_error, model_message, try_encode_inline
 from embedserve.codec.protobuf_codec import decode_request
-from embedserve.codec.protobuf_heads import HEADS_MAX, heads
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, OverloadedError
-from embedserve.types import LookupRequest, LookupResult
+from embedserve.lookup import LookupRequest, LookupResult
 from embedserve_proto import embedding_pb2 as pb
 
 RULED = ruled_info()
@@ -30,7 +30,7 @@ UNPOOLED = FakeEngine(unpooled_info())
 
 def encoded(result: LookupResult) -> bytes:
     """The whole message, whose parts have the length that is said of them."""
-    now = encode_now(result)
+    now = try_encode_inline(result)
     assert now is not None
     parts, nbytes = now
     whole = b"".join(parts)
@@ -219,7 +219,7 @@ def test_the_answer_built_from_parts_is_the_message(
     """Whether it was looked up at once or in pieces."""
     values = np.random.default_rng(seed).standard_normal((batch_size, 9)).astype(dtype)
     first, *more = np.split(values, sorted(int(cut * batch_size) for cut in cuts))
-    result = LookupResult(model_info(), first, more=more)
+    result = LookupResult(model_info(), first, extra_chunks=more)
     answer = pb.EmbedResponse.FromString(encoded(result))
     assert answer == pb.EmbedResponse(
         model="shop",

@@ -16,10 +16,10 @@ from embedserve.codec.protobuf_fields import (
     VARINT,
     TooManyFieldsError,
     count_varints,
+    extract_fields,
     fields,
     read_varints,
     tag_of,
-    take_out,
 )
 from embedserve_proto import embedding_pb2 as pb
 
@@ -80,7 +80,7 @@ def test_what_is_taken_out_is_given_by_name_and_in_order() -> None:
     last = pb.EmbedRequest(ids=[300], weights=[0.5], string_ids=["x"])
     body = first.SerializeToString() + lone + last.SerializeToString()
     names = {PACKED_IDS: "ids", tag_of(3, VARINT): "ids", tag_of(5, I32): "weights"}
-    taken, rest = take_out(body, names, 100)
+    taken, rest = extract_fields(body, names, 100)
     assert read_varints(b"".join(taken["ids"])).tolist() == [1, 2, 7, 300]
     assert list(taken) == ["ids"]  # weights are packed here
     expected = pb.EmbedRequest(model="m", keys=["a"], lengths=[2], weights=[0.5], string_ids=["x"])
@@ -89,9 +89,9 @@ def test_what_is_taken_out_is_given_by_name_and_in_order() -> None:
 
 def test_fields_are_counted_whether_taken_out_or_not() -> None:
     body = pb.EmbedRequest(keys=["a", "b"], ids=[1]).SerializeToString()
-    take_out(body, {PACKED_IDS: "ids"}, 3)
+    extract_fields(body, {PACKED_IDS: "ids"}, 3)
     with pytest.raises(TooManyFieldsError):
-        take_out(body, {PACKED_IDS: "ids"}, 2)
+        extract_fields(body, {PACKED_IDS: "ids"}, 2)
 
 
 REQUESTS = st.builds(
@@ -145,11 +145,11 @@ def test_fields_in_a_group_are_unknown_and_count_as_others_do() -> None:
     found = [tag for tag, *_ in fields(body)]
     assert len(found) == count + 4
     assert [at for at, tag in enumerate(found) if tag == known] == [0, count + 3]
-    taken, rest = take_out(body, {known: "number"}, count + 4)
+    taken, rest = extract_fields(body, {known: "number"}, count + 4)
     assert [bytes(one) for one in taken["number"]] == [b"\x01", b"\x01"]
     assert b"".join(rest) == body[2:-2]
     with pytest.raises(TooManyFieldsError):
-        take_out(body, {known: "number"}, count)
+        extract_fields(body, {known: "number"}, count)
 
 
 class Counted(bytes):
@@ -165,5 +165,5 @@ class Counted(bytes):
 def test_no_more_of_a_group_is_read_than_fields_may_be() -> None:
     body = Counted(b"\x0b" + b"\x08\x01" * 100_000 + b"\x0c")
     with pytest.raises(TooManyFieldsError):
-        take_out(body, {}, 64)
+        extract_fields(body, {}, 64)
     assert Counted.reads < 1000

@@ -10,7 +10,7 @@ import pytest
 from embedserve.codec.codec import JSON, PROTOBUF, Codec
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.errors import InvalidRequestError
-from embedserve.types import LookupRequest
+from embedserve.lookup import LookupRequest
 from embedserve_proto import embedding_pb2 as pb
 
 

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from certificates import Authority
 from server.fake_engine import FakeEngine
-from server.live import make_exchange, serving
+from server.live import make_pipeline, serving
 from server.raw_http import our_server
 from typer.testing import CliRunner
 
 from embedserve.commands.cli import app
-from embedserve.exchange import Exchange
+from embedserve.pipeline import RequestPipeline
 from embedserve.wire.tls.certificates import Certificates, TlsFiles
 
 
 @pytest.fixture
-def exchange(engine: FakeEngine, executor: ThreadPoolExecutor) -> Exchange:
-    return make_exchange(engine, executor=executor)
+def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipeline:
+    return make_pipeline(engine, executor=executor)
 
 
 async def told(port: int, *options: str, **settings: str) -> tuple[int, str]:
@@ -31,15 +31,17 @@ async def told(port: int, *options: str, **settings: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-async def test_it_tells_who_lives_from_who_is_ready(exchange: Exchange, tmp_path: Path) -> None:
+async def test_it_tells_who_lives_from_who_is_ready(
+    pipeline: RequestPipeline, tmp_path: Path
+) -> None:
     path = str(tmp_path / "http.sock")
-    async with serving(exchange, unix=[path]) as live:
+    async with serving(pipeline, unix=[path]) as live:
         at: dict[int, dict[str, str]] = {live.http_port: {}, 1: {"EMBEDSERVE_HTTP_UDS": path}}
         for port, more in at.items():
-            exchange.models.not_ready = ""
+            pipeline.models.not_ready = ""
             assert await told(port, **more) == (0, "")
             assert await told(port, "--ready", **more) == (0, "")
-            exchange.models.not_ready = "draining"
+            pipeline.models.not_ready = "draining"
             assert await told(port, **more) == (0, "")
             status, said = await told(port, "--ready", **more)
             assert status == 1
@@ -48,7 +50,7 @@ async def test_it_tells_who_lives_from_who_is_ready(exchange: Exchange, tmp_path
 
 
 async def test_over_tls_and_where_clients_need_certificates(
-    exchange: Exchange, tmp_path: Path
+    pipeline: RequestPipeline, tmp_path: Path
 ) -> None:
     authority = Authority()
     pair = map(str, authority.sign("server").write(tmp_path, "server"))
@@ -57,14 +59,14 @@ async def test_over_tls_and_where_clients_need_certificates(
     root.write_bytes(authority.root)
     over_tls = {"EMBEDSERVE_TLS_CERT": files.certificate}
     for used in (files, replace(files, client_ca=str(root))):
-        async with our_server(exchange, Certificates(used)) as server:
+        async with our_server(pipeline, Certificates(used)) as server:
             assert await told(server.port, **over_tls) == (0, "")
             status, said = await told(server.port)
             assert (status, "answered 400: this port takes TLS only" in said) == (1, True)
             status, said = await told(server.port, "--ready", **over_tls)
             assert status == int(bool(used.client_ca))
             assert ("it wants a certificate" in said) == bool(used.client_ca)
-    async with our_server(exchange) as server:
+    async with our_server(pipeline) as server:
         status, said = await told(server.port, **over_tls)
     assert status == 1
     assert "SSL" in said

@@ -17,10 +17,10 @@ from typer.testing import CliRunner, Result
 
 from embedserve.batching.join import join, to_model_order
 from embedserve.commands.cli import app
-from embedserve.commands.running_server import RunningServer
+from embedserve.commands.running_server import ServerClient
 from embedserve.commands.server_metrics import read_samples
 from embedserve.metrics.metrics import Metrics
-from embedserve.types import ModelInfo
+from embedserve.model_info import ModelInfo
 from embedserve_store import ModelStore
 
 DRIP_S = 0.02
@@ -64,7 +64,7 @@ def test_todays_balance_and_the_predicted_one(store: Path, model: ModelInfo) -> 
 
 
 def test_names_of_one_version_are_added_up(store: Path, model: ModelInfo) -> None:
-    both = shown(model, replace(model, named="shop@canary"))
+    both = shown(model, replace(model, served_name="shop@canary"))
     with answering(page(both)) as url:
         result = run(store, "1", "--from-metrics", url, "--world-size", "1")
     assert "of 8 rows that were read of shop version 1" in result.stdout
@@ -152,6 +152,6 @@ def test_a_page_that_does_not_end_is_given_up() -> None:
         with answering(answer) as url:
             try:
                 with pytest.raises(ConnectionError, match=f"{url}: .*({message})"):
-                    read_samples(RunningServer(url), ["embedserve_"], timeout_s, 1_000_000)
+                    read_samples(ServerClient(url), ["embedserve_"], timeout_s, 1_000_000)
             finally:
                 is_over.set()

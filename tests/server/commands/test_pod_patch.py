@@ -18,7 +18,7 @@ from embedserve.batching.batcher import AT_ONCE
 from embedserve.commands.cli import app
 from embedserve.commands.pod_patch import CUDA_BYTES, PodOptions, PodRows, pod_patch
 from embedserve.config import DEFAULT_LIMITS
-from embedserve.processes.memory import PROCESS_BYTES, WORK_BYTES, memory_bytes_max
+from embedserve.processes.memory_bounds import PROCESS_BYTES, WORK_BYTES, memory_bytes_max
 
 GIB = 1 << 30
 LARGE = PodRows("dlrm@3 of store", 100 * GIB)

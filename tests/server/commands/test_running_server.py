@@ -11,16 +11,16 @@ import pytest
 from certificates import Authority
 from server.answering import Answer, answering, page
 from server.fake_engine import FakeEngine
-from server.live import make_exchange, serving
+from server.live import make_pipeline, serving
 from server.raw_http import our_server
 from typer.testing import CliRunner
 
-from embedserve.access.access import Access
+from embedserve.access.authenticator import Authenticator
 from embedserve.access.grants import new_token
 from embedserve.commands import running_server
 from embedserve.commands.cli import app
-from embedserve.commands.running_server import TOKEN_BYTES_MAX, TOKEN_VARIABLE, RunningServer
-from embedserve.exchange import Exchange
+from embedserve.commands.running_server import TOKEN_BYTES_MAX, TOKEN_VARIABLE, ServerClient
+from embedserve.pipeline import RequestPipeline
 from embedserve.wire.tls.certificates import Certificates, TlsFiles
 from embedserve_client import addresses
 
@@ -29,8 +29,8 @@ BYTES_MAX = 1 << 20
 
 
 @pytest.fixture
-def exchange(engine: FakeEngine, executor: ThreadPoolExecutor) -> Exchange:
-    return make_exchange(engine, executor=executor)
+def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipeline:
+    return make_pipeline(engine, executor=executor)
 
 
 async def told(command: str, *arguments: object, **variables: str) -> tuple[int, str]:
@@ -41,13 +41,13 @@ async def told(command: str, *arguments: object, **variables: str) -> tuple[int,
     return done.exit_code, done.output
 
 
-def ask(server: RunningServer) -> bytes:
-    return server.ask("/metrics", timeout_s=5, bytes_max=BYTES_MAX)
+def ask(client: ServerClient) -> bytes:
+    return client.request("/metrics", timeout_s=5, bytes_max=BYTES_MAX)
 
 
-async def test_a_server_is_named_in_each_form(exchange: Exchange, tmp_path: Path) -> None:
+async def test_a_server_is_named_in_each_form(pipeline: RequestPipeline, tmp_path: Path) -> None:
     path = tmp_path / "http.sock"
-    async with serving(exchange, unix=[str(path)]) as live:
+    async with serving(pipeline, unix=[str(path)]) as live:
         at = f"127.0.0.1:{live.http_port}"
         for url in (at, f"http://{at}", f"HTTP://{at}/", f"unix:{path}", f"unix://{path}"):
             # A proxy that the environment names is not asked.
@@ -86,7 +86,7 @@ def test_a_password_is_not_repeated() -> None:
 
 
 async def test_over_tls_each_side_is_shown_who_the_other_is(
-    exchange: Exchange, tmp_path: Path
+    pipeline: RequestPipeline, tmp_path: Path
 ) -> None:
     authority = Authority()
     certificate, key = authority.sign("server").write(tmp_path, "server")
@@ -96,7 +96,7 @@ async def test_over_tls_each_side_is_shown_who_the_other_is(
     both.write_bytes(client.read_bytes() + client_key.read_bytes())
     certificates = Certificates(TlsFiles(str(certificate), str(key), str(root)))
     trusting = ("--ca", root)
-    async with our_server(exchange, certificates) as server:
+    async with our_server(pipeline, certificates) as server:
         url = f"https://localhost:{server.port}"
         for shown in (("--cert", client, "--key", client_key), ("--cert", both)):
             status, said = await told("shadow", url, *trusting, *shown)
@@ -126,8 +126,8 @@ async def test_a_token_comes_from_a_file_or_a_variable(
     tokens, file = tmp_path / "tokens", tmp_path / "token"
     tokens.write_text(f'{{"name": "ops", "sha256": "{sha256}", "roles": ["admin"]}}\n')
     file.write_text(f"{token}\n")
-    exchange = make_exchange(engine, executor=executor, access=Access(str(tokens)))
-    async with our_server(exchange) as server:
+    pipeline = make_pipeline(engine, executor=executor, authenticator=Authenticator(str(tokens)))
+    async with our_server(pipeline) as server:
         url = f"127.0.0.1:{server.port}"
         assert (await told("shadow", url, "--token-file", file))[0] == 0
         assert (await told("shadow", url, **{TOKEN_VARIABLE: token}))[0] == 0
@@ -162,7 +162,7 @@ def test_what_is_no_token_is_refused_and_not_repeated(found: bytes, tmp_path: Pa
 
 
 def test_a_server_shows_no_token_of_its_own() -> None:
-    assert "secret" not in repr(RunningServer("localhost", token="secret"))
+    assert "secret" not in repr(ServerClient("localhost", token="secret"))
 
 
 def test_a_redirect_is_not_followed() -> None:
@@ -172,7 +172,7 @@ def test_a_redirect_is_not_followed() -> None:
         answering(page("", 302, Location=elsewhere)) as url,
         pytest.raises(ConnectionError, match=r"/metrics: answered 302$"),
     ):
-        ask(RunningServer(url, token="secret"))
+        ask(ServerClient(url, token="secret"))
     assert asked == []
 
 
@@ -188,7 +188,7 @@ def test_a_redirect_is_not_followed() -> None:
 )
 def test_what_a_stranger_answers_is_one_line(answer: Answer, message: str) -> None:
     with answering(answer) as url, pytest.raises(ConnectionError, match=message) as caught:
-        ask(RunningServer(url))
+        ask(ServerClient(url))
     assert str(caught.value).isprintable()
     assert str(caught.value).startswith(f"{url}: /metrics: ")
 

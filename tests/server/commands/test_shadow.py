@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.samples import Sample
 
 from embedserve.commands import shadow
-from embedserve.commands.running_server import RunningServer
+from embedserve.commands.running_server import ServerClient
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def test_it_says_where_to_read_why_batches_failed(
     ]
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(shadow, "read_samples", lambda *_: samples)
-    shadow.show_shadows(RunningServer("http://localhost"))
+    shadow.show_shadows(ServerClient("http://localhost"))
     assert f"m@canary version 2 against 1: 1 batches compared, 0 skipped, {said}" in " ".join(
         capsys.readouterr().out.split()
     )

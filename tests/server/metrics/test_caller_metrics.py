@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from embedserve.metrics.caller_metrics import CALLERS_MAX, OTHERS, CallerMetrics, caller_cells
-from embedserve.metrics.slots import Slot, Slots
+from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 
 OUTCOMES = ("OK", "INTERNAL")
 
@@ -30,8 +30,8 @@ class Asking:
         return list(counts.items())
 
 
-def counting(slots: Slots, worker: int) -> tuple[CallerMetrics, Asking]:
-    metrics, asking = CallerMetrics(Slot(slots, worker), OUTCOMES), Asking()
+def counting(shared_counters: SharedCounters, worker: int) -> tuple[CallerMetrics, Asking]:
+    metrics, asking = CallerMetrics(WorkerCounters(shared_counters, worker), OUTCOMES), Asking()
     metrics.callers = asking
     return metrics, asking
 
@@ -42,7 +42,7 @@ def totals(metrics: CallerMetrics) -> dict[tuple[str, str], float]:
 
 
 def test_workers_that_saw_callers_in_another_order_are_summed() -> None:
-    slots = Slots(2, caller_cells(OUTCOMES))
+    slots = SharedCounters(2, caller_cells(OUTCOMES))
     first, of_first = counting(slots, 0)
     second, of_second = counting(slots, 1)
     of_first.ask("a", times=2)
@@ -56,7 +56,7 @@ def test_workers_that_saw_callers_in_another_order_are_summed() -> None:
 
 
 def test_a_worker_that_is_replaced_counts_on() -> None:
-    slots = Slots(1, caller_cells(OUTCOMES))
+    slots = SharedCounters(1, caller_cells(OUTCOMES))
     before, of_before = counting(slots, 0)
     of_before.ask("a")
     of_before.ask("b")
@@ -68,7 +68,7 @@ def test_a_worker_that_is_replaced_counts_on() -> None:
 
 
 def test_names_past_the_most_are_counted_together() -> None:
-    metrics, asking = counting(Slots(1, caller_cells(OUTCOMES)), 0)
+    metrics, asking = counting(SharedCounters(1, caller_cells(OUTCOMES)), 0)
     for number in range(CALLERS_MAX + 100):
         asking.ask(f"caller-{number}", times=2)
     found = totals(metrics)
@@ -78,7 +78,7 @@ def test_names_past_the_most_are_counted_together() -> None:
 
 
 def test_the_place_of_a_name_that_is_gone_is_taken_from_zero() -> None:
-    metrics, asking = counting(Slots(1, caller_cells(OUTCOMES)), 0)
+    metrics, asking = counting(SharedCounters(1, caller_cells(OUTCOMES)), 0)
     for number in range(CALLERS_MAX):
         asking.ask(f"caller-{number}", "INTERNAL")
     metrics.flush()

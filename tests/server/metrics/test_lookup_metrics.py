@@ -14,6 +14,7 @@ from server.fake_engine import Bags, make_request
 from server.fake_models import served_of
 
 from embedserve.batching.join import join, to_model_order
+from embedserve.lookup import Batch
 from embedserve.metrics.lookup_metrics import (
     DIVIDED_CELLS,
     ROWS_LOOKED_AT_MAX,
@@ -22,14 +23,18 @@ from embedserve.metrics.lookup_metrics import (
 )
 from embedserve.metrics.metrics import Metrics, cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
-from embedserve.metrics.slots import Slot, Slots, lone_slot
-from embedserve.types import Batch, ModelInfo
+from embedserve.metrics.shared_counters import (
+    SharedCounters,
+    WorkerCounters,
+    single_worker_counters,
+)
+from embedserve.model_info import ModelInfo
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.translate import IdTranslator
+from embedserve_store.plans.access_counts import reads_per_rank
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
-from embedserve_store.plans.reads import reads_per_rank
 
 SKIP = IdRule(unknown="skip")
 TABLES = (
@@ -162,7 +167,7 @@ requests = st.fixed_dictionaries(
 
 @given(batches=st.lists(st.lists(requests, min_size=1, max_size=3), min_size=1, max_size=3))
 def test_where_every_batch_is_looked_at_all_is_exact(batches: list[list[Bags]]) -> None:
-    slot = lone_slot(lookup_cells(COLUMNS_MIN))
+    slot = single_worker_counters(lookup_cells(COLUMNS_MIN))
     lookups = LookupMetrics(MODEL, slot, COLUMNS_MIN, own_share=np.inf)
     no_ids = np.zeros(len(MODEL.features), np.int64)
     for i, requests in enumerate(batches):
@@ -182,13 +187,13 @@ def test_where_every_batch_is_looked_at_all_is_exact(batches: list[list[Bags]]) 
 
 
 def test_workers_are_added_up_and_a_replaced_one_counts_on() -> None:
-    slots = Slots(2, cells_per_worker(1, COLUMNS_MIN))
+    slots = SharedCounters(2, cells_per_worker(1, COLUMNS_MIN))
     for worker in (0, 1, 1):
         slots.set_ready(worker, True)
-        metrics = Metrics([MODEL], Slot(slots, worker))
+        metrics = Metrics([MODEL], WorkerCounters(slots, worker))
         metrics.models["shop"].version.lookups.observe(joined(BAGS))
         metrics.flush()
-    asker = Metrics([MODEL], Slot(slots, 0))
+    asker = Metrics([MODEL], WorkerCounters(slots, 0))
     assert shown(asker) == by_hand(BAGS, BAGS, BAGS)
 
 

@@ -17,17 +17,17 @@ from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from server.fake_engine import FakeEngine, model_info
 from server.fake_models import ruled_info
-from server.live import make_exchange
+from server.live import make_pipeline
 
 from embedserve.api.management import management_app
 from embedserve.errors import EmbedServeError
-from embedserve.exchange import Exchange
 from embedserve.metrics.histogram import PENDING_MAX, Histogram
 from embedserve.metrics.metrics import Metrics, cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
 from embedserve.metrics.request_metrics import OUTCOMES
-from embedserve.metrics.slots import Slot, Slots
-from embedserve.types import ModelInfo
+from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
+from embedserve.model_info import ModelInfo
+from embedserve.pipeline import RequestPipeline
 from embedserve.wire.asgi import EmbedEndpoint
 from embedserve_store import StoreError
 
@@ -51,13 +51,13 @@ def value(families: dict[str, Metric], sample_name: str, **labels: str) -> float
 
 
 @pytest.fixture
-def exchange(engine: FakeEngine, executor: ThreadPoolExecutor) -> Exchange:
-    return make_exchange(engine, executor=executor)
+def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipeline:
+    return make_pipeline(engine, executor=executor)
 
 
 @pytest.fixture
-def client(exchange: Exchange) -> httpx.AsyncClient:
-    app = EmbedEndpoint(exchange, management_app(exchange))
+def client(pipeline: RequestPipeline) -> httpx.AsyncClient:
+    app = EmbedEndpoint(pipeline, management_app(pipeline))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
@@ -125,8 +125,8 @@ async def test_counts_add_up_to_the_requests_sent(
 
 
 async def test_unknown_ids_are_counted_by_feature(executor: ThreadPoolExecutor) -> None:
-    exchange = make_exchange(FakeEngine(ruled_info()), executor=executor)
-    app = EmbedEndpoint(exchange, management_app(exchange))
+    pipeline = make_pipeline(FakeEngine(ruled_info()), executor=executor)
+    app = EmbedEndpoint(pipeline, management_app(pipeline))
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app), base_url="http://test"
     ) as client:
@@ -188,22 +188,22 @@ def samples_of(metrics: Metrics) -> dict[str, Metric]:
     return read(generate_latest(metrics.registry()).decode())
 
 
-def two_workers() -> tuple[Slots, list[Metrics]]:
+def two_workers() -> tuple[SharedCounters, list[Metrics]]:
     model = model_info()
-    slots = Slots(2, cells_per_worker(1, COLUMNS_MIN))
+    slots = SharedCounters(2, cells_per_worker(1, COLUMNS_MIN))
     for worker in (0, 1):
         slots.set_ready(worker, True)
-    return slots, [Metrics([model], Slot(slots, worker)) for worker in (0, 1)]
+    return slots, [Metrics([model], WorkerCounters(slots, worker)) for worker in (0, 1)]
 
 
 def test_a_slot_has_just_the_cells_that_the_metrics_take() -> None:
     model = model_info()
     cells = cells_per_worker(1, COLUMNS_MIN)
-    slot = Slot(Slots(1, cells), 0)
+    slot = WorkerCounters(SharedCounters(1, cells), 0)
     Metrics([model], slot)
     assert slot.taken == cells
     with pytest.raises(ValueError, match="count is 1: a slot has 0 more cells"):
-        slot.take(1)
+        slot.allocate(1)
 
 
 def test_workers_are_added_up_wherever_they_are_asked() -> None:
@@ -254,7 +254,7 @@ def test_the_replacement_counts_on() -> None:
     other.models["shop"].version.unknown_ids += 2
     other.flush()
     cpu_s = value(samples_of(one), "process_cpu_seconds_total")
-    replacement = Metrics([other.models["shop"].model], Slot(slots, 1))
+    replacement = Metrics([other.models["shop"].model], WorkerCounters(slots, 1))
     replacement.protocols["rest"].answered(0.02, 50)
     replacement.models["shop"].version.unknown_ids += 1
     replacement.flush()
@@ -342,7 +342,7 @@ def replace_version(model: ModelInfo, number: int) -> ModelInfo:
 
 def test_names_come_and_go_in_the_same_place_for_all_workers() -> None:
     _, workers = two_workers()
-    canary = replace(model_info(), named="shop@canary")
+    canary = replace(model_info(), served_name="shop@canary")
     for metrics in workers:
         metrics.add(canary).version.batch_ids.observe(5.0)
         metrics.flush()
@@ -358,7 +358,7 @@ def test_names_come_and_go_in_the_same_place_for_all_workers() -> None:
             if sample.labels["alias"] == "canary"
         ]
     for metrics in workers:  # where one begins anew, in whatever place
-        metrics.add(replace(model_info(), named="shop@other"))
+        metrics.add(replace(model_info(), served_name="shop@other"))
         metrics.add(canary).version.batch_ids.observe(3.0)
         metrics.flush()
     assert value(samples_of(workers[0]), sums, model="shop", alias="canary") == 6
@@ -367,21 +367,21 @@ def test_names_come_and_go_in_the_same_place_for_all_workers() -> None:
 def test_there_are_places_for_so_many_names() -> None:
     metrics = Metrics([model_info()])
     for i in range(NAMES_SPARE):
-        metrics.add(replace(model_info(), named=f"shop@a{i}"))
+        metrics.add(replace(model_info(), served_name=f"shop@a{i}"))
     said = f"shop@b: this server has room to count {NAMES_SPARE + 1} names since its start: restart"
     with pytest.raises(StoreError, match=said):
-        metrics.add(replace(model_info(), named="shop@b"))
+        metrics.add(replace(model_info(), served_name="shop@b"))
     metrics.remove("shop@a3")
-    metrics.add(replace(model_info(), named="shop@b"))
+    metrics.add(replace(model_info(), served_name="shop@b"))
 
 
 def test_a_worker_that_starts_with_a_later_version_counts_where_the_others_do() -> None:
     """Its row of cells is that of the one before it, whatever the features of its version."""
-    slots = Slots(2, cells_per_worker(1, 2000))
+    slots = SharedCounters(2, cells_per_worker(1, 2000))
     first = model_info("shop", {f"f{i}": (7, 4) for i in range(2000)})
     for worker, model in enumerate((first, model_info("shop", {"user": (7, 4)}))):
         slots.set_ready(worker, True)
-        metrics = Metrics([model], Slot(slots, worker), names=1, columns_max=2000)
+        metrics = Metrics([model], WorkerCounters(slots, worker), names=1, columns_max=2000)
         metrics.models["shop"].version.batch_ids.observe(5.0)
         metrics.flush()
     assert value(samples_of(metrics), "embedserve_batch_ids_sum", model="shop") == 10

@@ -9,19 +9,23 @@ from time import perf_counter
 import pytest
 from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from server.exchanges import IN_THREAD, make_exchange
 from server.fake_engine import FakeEngine, model_info
+from server.pipelines import IN_THREAD, make_pipeline
 from server.recording_call import RecordingCall, ask, asked
 from server.waiting import until
 
 from embedserve.config import Limits
-from embedserve.exchange import Exchange
 from embedserve.metrics.histogram import PENDING_MAX
 from embedserve.metrics.metrics import Metrics, cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.request_metrics import OUTCOMES, REQUEST_CELLS, RequestMetrics
-from embedserve.metrics.slots import Slot, Slots, lone_slot
-from embedserve.types import ModelInfo
+from embedserve.metrics.shared_counters import (
+    SharedCounters,
+    WorkerCounters,
+    single_worker_counters,
+)
+from embedserve.model_info import ModelInfo
+from embedserve.pipeline import RequestPipeline
 
 USER = b'{"features": {"user": [1]}}'
 FILM = b'{"features": {"film": [1]}}'
@@ -32,7 +36,9 @@ Counted = dict[tuple[str, str], dict[str, float]]
 def version_of(number: int, alias: str, features: dict[str, tuple[int, int]]) -> ModelInfo:
     info = model_info("shop", features)
     return replace(
-        info, manifest=replace(info.manifest, version=number), named=f"shop@{alias}" * bool(alias)
+        info,
+        manifest=replace(info.manifest, version=number),
+        served_name=f"shop@{alias}" * bool(alias),
     )
 
 
@@ -56,10 +62,10 @@ def limits() -> Limits:
 
 
 @pytest.fixture
-def exchange(
+def pipeline(
     stable: FakeEngine, canary: FakeEngine, executor: ThreadPoolExecutor, limits: Limits
-) -> Exchange:
-    return make_exchange(stable, canary, executor=executor, limits=limits, default_model="shop")
+) -> RequestPipeline:
+    return make_pipeline(stable, canary, executor=executor, limits=limits, default_model="shop")
 
 
 def families_of(metrics: Metrics) -> dict[str, Metric]:
@@ -92,91 +98,91 @@ async def told(*calls: RecordingCall) -> None:
 
 
 async def test_a_canary_that_fails_is_told_from_stable(
-    exchange: Exchange, canary: FakeEngine
+    pipeline: RequestPipeline, canary: FakeEngine
 ) -> None:
     canary.failure = ZeroDivisionError("secret")
     for model in ("shop", "shop@stable", "shop@canary", "shop@8"):
-        await told(ask(exchange, USER, model=model))
-    assert counted(exchange.metrics) == {
+        await told(ask(pipeline, USER, model=model))
+    assert counted(pipeline.metrics) == {
         ("stable", "7"): {"OK": 2},
         ("canary", "8"): {"INTERNAL": 2},
     }
-    assert timed(exchange.metrics) == {"7": 2, "8": 2}
-    answered_s, failed_s = exchange.metrics.models["shop@canary"].version.total_request_seconds()
+    assert timed(pipeline.metrics) == {"7": 2, "8": 2}
+    answered_s, failed_s = pipeline.metrics.models["shop@canary"].version.total_request_seconds()
     assert answered_s == 0 < failed_s
 
 
-async def test_what_a_version_alone_rejects_is_counted_with_it(exchange: Exchange) -> None:
+async def test_what_a_version_alone_rejects_is_counted_with_it(pipeline: RequestPipeline) -> None:
     """Its features are others, one of its ids has no row, or it is over a limit."""
-    await told(ask(exchange, FILM), ask(exchange, FILM, model="shop@canary"))
-    await told(ask(exchange, b'{"features": {"user": [99]}}', model="shop@canary"))
-    assert counted(exchange.metrics) == {
+    await told(ask(pipeline, FILM), ask(pipeline, FILM, model="shop@canary"))
+    await told(ask(pipeline, b'{"features": {"user": [99]}}', model="shop@canary"))
+    assert counted(pipeline.metrics) == {
         ("stable", "7"): {"OK": 1},
         ("canary", "8"): {"INVALID_ARGUMENT": 2},
     }
 
 
 async def test_a_full_queue_is_counted_with_its_version(
-    exchange: Exchange, canary: FakeEngine
+    pipeline: RequestPipeline, canary: FakeEngine
 ) -> None:
     canary.hold()
-    running = ask(exchange, USER, model="shop@canary")
+    running = ask(pipeline, USER, model="shop@canary")
     await until(lambda: canary.lookups)
-    waiting = ask(exchange, USER, model="shop@canary")
+    waiting = ask(pipeline, USER, model="shop@canary")
     for _ in range(3):  # one refused as it is queued, then undecoded ones
-        assert ask(exchange, USER, model="shop@canary").error.code == "RESOURCE_EXHAUSTED"
-    early = RecordingCall(exchange, asked(exchange, model="shop@canary"))
-    exchange.refuse_early(early)
-    await told(ask(exchange, USER))
+        assert ask(pipeline, USER, model="shop@canary").error.code == "RESOURCE_EXHAUSTED"
+    early = RecordingCall(pipeline, asked(pipeline, model="shop@canary"))
+    pipeline.reject_if_overloaded(early)
+    await told(ask(pipeline, USER))
     canary.release()
     await told(running, waiting)
-    assert counted(exchange.metrics) == {
+    assert counted(pipeline.metrics) == {
         ("stable", "7"): {"OK": 1},
         ("canary", "8"): {"OK": 2, "RESOURCE_EXHAUSTED": 4},
     }
 
 
 async def test_who_waits_too_long_or_leaves_is_counted_with_the_queues_version(
-    exchange: Exchange, canary: FakeEngine
+    pipeline: RequestPipeline, canary: FakeEngine
 ) -> None:
     canary.hold()
-    running = ask(exchange, USER, model="shop@canary")
+    running = ask(pipeline, USER, model="shop@canary")
     await until(lambda: canary.lookups)
-    late = RecordingCall(exchange, asked(exchange, model="shop@canary", timeout_s=60.0))
-    exchange.ask(late, USER)
+    late = RecordingCall(pipeline, asked(pipeline, model="shop@canary", timeout_s=60.0))
+    pipeline.submit(late, USER)
     late.deadline_s = perf_counter()
     running.cancel()
     canary.release()
     await told(late)
     assert late.error.code == "DEADLINE_EXCEEDED"
-    assert counted(exchange.metrics) == {
+    assert counted(pipeline.metrics) == {
         ("canary", "8"): {"CANCELLED": 1, "DEADLINE_EXCEEDED": 1},
     }
-    queued = RecordingCall(exchange, asked(exchange, model="shop@canary"))
-    exchange.ask(queued, USER)
+    queued = RecordingCall(pipeline, asked(pipeline, model="shop@canary"))
+    pipeline.submit(queued, USER)
     queued.cancel()
-    assert counted(exchange.metrics)["canary", "8"]["CANCELLED"] == 2
+    assert counted(pipeline.metrics)["canary", "8"]["CANCELLED"] == 2
 
 
-async def test_names_that_nobody_serves_make_no_series(exchange: Exchange) -> None:
-    before = len(families_of(exchange.metrics)["embedserve_model_requests"].samples)
+async def test_names_that_nobody_serves_make_no_series(pipeline: RequestPipeline) -> None:
+    before = len(families_of(pipeline.metrics)["embedserve_model_requests"].samples)
     for i in range(50):
-        assert ask(exchange, USER, model=f"film{i}").error.code == "NOT_FOUND"
-        assert ask(exchange, USER, model=f"shop@{i + 100}").error.code == "NOT_FOUND"
+        assert ask(pipeline, USER, model=f"film{i}").error.code == "NOT_FOUND"
+        assert ask(pipeline, USER, model=f"shop@{i + 100}").error.code == "NOT_FOUND"
         body = f'{{"version": "n{i}", "features": {{"user": [1]}}}}'.encode()
-        assert ask(exchange, body).error.code == "NOT_FOUND"
-    assert ask(exchange, b"{").error.code == "INVALID_ARGUMENT"
-    family = families_of(exchange.metrics)["embedserve_model_requests"]
+        assert ask(pipeline, body).error.code == "NOT_FOUND"
+    assert ask(pipeline, b"{").error.code == "INVALID_ARGUMENT"
+    family = families_of(pipeline.metrics)["embedserve_model_requests"]
     assert len(family.samples) == before
-    assert counted(exchange.metrics) == {}
-    assert exchange.metrics.protocols["rest"].outcomes["NOT_FOUND"] == 150
+    assert counted(pipeline.metrics) == {}
+    assert pipeline.metrics.protocols["rest"].outcomes["NOT_FOUND"] == 150
 
 
-def workers_of(count: int, *models: ModelInfo) -> tuple[Slots, list[Metrics]]:
-    slots = Slots(count, cells_per_worker(len(models), COLUMNS_MIN))
+def workers_of(count: int, *models: ModelInfo) -> tuple[SharedCounters, list[Metrics]]:
+    slots = SharedCounters(count, cells_per_worker(len(models), COLUMNS_MIN))
     for worker in range(count):
         slots.set_ready(worker, True)
-    return slots, [Metrics(models, Slot(slots, worker)) for worker in range(count)]
+    return slots, [Metrics(models, WorkerCounters(slots, worker)) for worker in range(count)]
 
 
 def record(metrics: Metrics, name: str, answered: int, failed: int) -> None:
@@ -192,7 +198,7 @@ def test_workers_are_added_up_and_a_replaced_one_counts_on() -> None:
     slots, workers = workers_of(2, STABLE, CANARY)
     for metrics in workers:
         record(metrics, "shop@canary", 3, 2)
-    again = Metrics([STABLE, CANARY], Slot(slots, 1))
+    again = Metrics([STABLE, CANARY], WorkerCounters(slots, 1))
     record(again, "shop@canary", 1, 1)
     for metrics in (workers[0], again):
         assert counted(metrics) == {("canary", "8"): {"OK": 7, "INTERNAL": 5}}
@@ -232,7 +238,7 @@ def test_a_rejection_by_a_version_that_was_replaced_is_not_the_next_ones() -> No
 
 
 def test_what_is_answered_waits_in_a_list_that_is_bounded() -> None:
-    requests = RequestMetrics(lone_slot(REQUEST_CELLS))
+    requests = RequestMetrics(single_worker_counters(REQUEST_CELLS))
     for _ in range(PENDING_MAX):
         requests.answered(0.5)
     requests.bound()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from embedserve.metrics.slots import Slot, Slots
+from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.metrics.tls import HANDSHAKE_OUTCOMES, TLS_CELLS, TlsMetrics
 
 
@@ -14,8 +14,8 @@ def shown(one: TlsMetrics) -> dict[str, float]:
 
 
 def test_counts_are_added_and_the_earliest_end_is_told() -> None:
-    slots = Slots(2, TLS_CELLS)
-    workers = [TlsMetrics(Slot(slots, number)) for number in range(2)]
+    slots = SharedCounters(2, TLS_CELLS)
+    workers = [TlsMetrics(WorkerCounters(slots, number)) for number in range(2)]
     for number, worker in enumerate(workers):
         slots.set_ready(number, True)
         worker.handshakes["ok"] += 3
@@ -27,15 +27,15 @@ def test_counts_are_added_and_the_earliest_end_is_told() -> None:
     assert shown(workers[0]) == counts | {"expiry": 2e9}
     slots.set_ready(0, False)
     assert shown(workers[1])["expiry"] == 2e9 + 1
-    replaced = TlsMetrics(Slot(slots, 0))
+    replaced = TlsMetrics(WorkerCounters(slots, 0))
     replaced.handshakes["ok"] += 1
     replaced.flush()
     assert shown(workers[1])["ok"] == 7.0
 
 
 def test_without_tls_there_is_nothing_to_tell() -> None:
-    slots = Slots(1, TLS_CELLS)
+    slots = SharedCounters(1, TLS_CELLS)
     slots.set_ready(0, True)
-    plain = TlsMetrics(Slot(slots, 0))
+    plain = TlsMetrics(WorkerCounters(slots, 0))
     plain.flush()
     assert shown(plain) == {}

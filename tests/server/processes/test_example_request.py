@@ -10,11 +10,11 @@ import numpy as np
 from server.fake_engine import make_request
 from server.fake_models import ruled_info
 
-from embedserve.batching.checks import find_invalid
 from embedserve.batching.join import to_model_order
+from embedserve.batching.validation import find_invalid
 from embedserve.codec.json_codec import decode_request
-from embedserve.processes.announcement import curl_line
 from embedserve.processes.example_request import IDS_MAX, example_features
+from embedserve.processes.startup_banner import curl_line
 from embedserve_store import Bags
 from embedserve_store.ids.string_hashes import hash_strings
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from forkserver import PYTHON, WarmPopen
 from prometheus_client.parser import text_string_to_metric_families
 from server.python import environment
-from warm_python import PYTHON, WarmPopen
 
 WAIT_S_MAX = 20.0
 SERVER = Path(__file__).parents[1]

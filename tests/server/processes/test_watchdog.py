@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from forkserver import PYTHON, WarmPopen
 from server.python import environment
-from warm_python import PYTHON, WarmPopen
 
 HANG_S = 2
 WAIT_S_MAX = 60

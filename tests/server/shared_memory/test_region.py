@@ -18,7 +18,7 @@ import pytest
 from open_files import open_below
 
 from embedserve.errors import InvalidRequestError
-from embedserve.shared_memory.place import Place
+from embedserve.shared_memory.memory_slice import MemorySlice
 from embedserve.shared_memory.region import FOLDER, Region, open_region
 
 BYTES = bytes(range(100))
@@ -61,7 +61,7 @@ def test_what_lies_there_is_read_and_written(file: Path, opened: Open) -> None:
 def test_values_of_several_pieces_follow_one_another(
     file: Path, opened: Open, dtype: type[np.floating]
 ) -> None:
-    place = Place(opened(), 4, 46)
+    place = MemorySlice(opened(), 4, 46)
     pieces = [np.full((2, 3), 1.5, dtype), np.zeros((0, 3), dtype), np.full((1, 3), -2, dtype)]
     place.write(one.data for one in pieces)
     values = b"".join(one.tobytes() for one in pieces)

@@ -15,14 +15,14 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from server.collector import Collector, collecting
 from server.fake_engine import FakeEngine
-from server.live import Live, make_exchange, serving
+from server.live import Live, make_pipeline, serving
 from server.waiting import until
 
 from embedserve.tracing import otlp
-from embedserve.tracing.observer import Observer
 from embedserve.tracing.otlp import QUEUE_MAX, SENT_AT_ONCE, STOP_S_MAX, OtlpTraces
 from embedserve.tracing.record import RequestRecord
-from embedserve.tracing.times import STAGES, Times
+from embedserve.tracing.request_telemetry import RequestTelemetry
+from embedserve.tracing.stage_timings import STAGES, StageTimings
 from embedserve.tracing.trace_context import TraceContext
 from embedserve_proto import embedding_pb2 as pb
 
@@ -42,9 +42,9 @@ def collector() -> Iterator[Collector]:
 async def traced(
     engine: FakeEngine, executor: ThreadPoolExecutor, url: str, share_percent: float = 0.0
 ) -> AsyncIterator[Live]:
-    exchange = make_exchange(engine, executor=executor)
-    exchange.observer = Observer(traces=OtlpTraces(url, share_percent))
-    async with serving(exchange) as live:
+    pipeline = make_pipeline(engine, executor=executor)
+    pipeline.telemetry = RequestTelemetry(traces=OtlpTraces(url, share_percent))
+    async with serving(pipeline) as live:
         yield live
 
 
@@ -68,7 +68,7 @@ def attributes(span: Span) -> dict[str, object]:
 
 def record(number: int = 0) -> RequestRecord:
     end_s = time.perf_counter()
-    times = Times((end_s - 0.003, end_s - 0.002), end_s)
+    times = StageTimings((end_s - 0.003, end_s - 0.002), end_s)
     trace = TraceContext(TRACE, PARENT, True)
     return RequestRecord(f"{number}", "rest", "OK", times, trace=trace)
 

@@ -17,16 +17,16 @@ from certificates import Authority, client_context
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server.fake_engine import FEATURES, FakeEngine, model_info
 from server.http2_client import Http2Client
-from server.live import Live, make_exchange, serving
+from server.live import Live, make_pipeline, serving
 from server.predictions import prediction_request
 from server.raw_http import OurServer, chunked, our_server, post, read_answer
 from server.waiting import until
 
-from embedserve.access.access import REFUSALS_BURST_S, REFUSALS_PER_S, Access
+from embedserve.access.authenticator import REFUSALS_BURST_S, REFUSALS_PER_S, Authenticator
 from embedserve.access.grants import hash_of
 from embedserve.config import Limits
-from embedserve.exchange import Exchange
-from embedserve.tracing.observer import Observer
+from embedserve.pipeline import RequestPipeline
+from embedserve.tracing.request_telemetry import RequestTelemetry
 from embedserve.wire.tls.certificates import Certificates, TlsFiles
 from embedserve_client import (
     EmbedClient,
@@ -68,7 +68,7 @@ CODES = {200: "OK", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 429: "RESO
 
 
 @pytest.fixture
-def exchange(engine: FakeEngine, executor: ThreadPoolExecutor, tmp_path: Path) -> Exchange:
+def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor, tmp_path: Path) -> RequestPipeline:
     path = tmp_path / "tokens"
     lines = [
         json.dumps({"name": token[3:], "sha256": hash_of(token.encode()), **keys})
@@ -78,19 +78,19 @@ def exchange(engine: FakeEngine, executor: ThreadPoolExecutor, tmp_path: Path) -
     path.write_text("\n".join(lines))
     films = FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
     limits = Limits(inline_bytes_max=0)
-    access = Access(str(path))
-    return make_exchange(engine, films, executor=executor, limits=limits, access=access)
+    access = Authenticator(str(path))
+    return make_pipeline(engine, films, executor=executor, limits=limits, authenticator=access)
 
 
 @pytest.fixture
-async def server(exchange: Exchange) -> AsyncIterator[OurServer]:
-    async with our_server(exchange) as server:
+async def server(pipeline: RequestPipeline) -> AsyncIterator[OurServer]:
+    async with our_server(pipeline) as server:
         yield server
 
 
 @pytest.fixture
-async def live(exchange: Exchange) -> AsyncIterator[Live]:
-    async with serving(exchange) as live:
+async def live(pipeline: RequestPipeline) -> AsyncIterator[Live]:
+    async with serving(pipeline) as live:
         yield live
 
 
@@ -121,17 +121,17 @@ async def test_http2(server: OurServer) -> None:
 async def test_metrics_and_the_log_name_who_asked(
     live: Live, caplog: pytest.LogCaptureFixture
 ) -> None:
-    live.exchange.metrics.callers.callers = live.exchange.access
-    live.exchange.observer = Observer(slow_ms=1e-6)
+    live.pipeline.metrics.callers.callers = live.pipeline.authenticator
+    live.pipeline.telemetry = RequestTelemetry(slow_ms=1e-6)
     headers = {"Authorization": "Bearer es_right"}
     assert (await live.http.post("/embed", content=BODY, headers=headers)).status_code == 200
     assert (await live.http.post("/embed", content=b"{", headers=headers)).status_code == 400
     assert (await live.http.post("/embed", content=BODY)).status_code == 401
     (record,) = [one for one in caplog.records if one.message == "slow request"]
     assert vars(record)["fields"]["caller"] == "right"
-    assert list(live.exchange.metrics.callers.total()) == []
-    live.exchange.metrics.flush()
-    assert set(live.exchange.metrics.callers.total()) == {
+    assert list(live.pipeline.metrics.callers.total()) == []
+    live.pipeline.metrics.flush()
+    assert set(live.pipeline.metrics.callers.total()) == {
         ("right", "OK", 1),
         ("right", "INVALID_ARGUMENT", 1),
         ("(unknown)", "UNAUTHENTICATED", 1),
@@ -200,7 +200,7 @@ async def test_over_its_rate_or_its_concurrency(live: Live, engine: FakeEngine) 
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await live.stub.Embed(REQUEST, metadata=metadata_of("es_slow"))
     assert dict(raised.value.trailing_metadata() or ())["retry-after"] == "60"
-    access = live.exchange.access
+    access = live.pipeline.authenticator
     assert access is not None
     clients = access._clients
     engine.hold()
@@ -348,7 +348,7 @@ async def test_nothing_that_is_said_has_a_token(
 
 
 async def test_the_names_of_certificates(
-    exchange: Exchange, executor: ThreadPoolExecutor, tmp_path: Path
+    pipeline: RequestPipeline, executor: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     authority = Authority()
     paths = authority.sign("server").write(tmp_path, "server")
@@ -358,7 +358,7 @@ async def test_the_names_of_certificates(
         name: client_context(authority.root, authority.sign(name).write(tmp_path, name))
         for name in ("ranker", "stranger")
     }
-    async with our_server(exchange, Certificates(files)) as server:
+    async with our_server(pipeline, Certificates(files)) as server:
         for name, wanted in {"ranker": 200, "stranger": 401}.items():
             for make in MAKES:
                 reader, writer = await server.open(contexts[name])

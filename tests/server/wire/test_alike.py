@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 from server.fake_engine import FakeEngine, model_info
 from server.http2_client import http2_client
-from server.live import Live, make_exchange, serving
+from server.live import Live, make_pipeline, serving
 
 BODY = b'{"features": {"user": [[1]]}}'
 Fields = list[tuple[str, str]]
@@ -54,15 +54,15 @@ async def live() -> AsyncIterator[Live]:
         replace(
             info,
             manifest=replace(info.manifest, version=number),
-            named=f"shop@{number}",
+            served_name=f"shop@{number}",
         )
         for number, info in enumerate(infos, 1)
     ]
     engines = [FakeEngine(info, seed=info.version) for info in infos]
     with ThreadPoolExecutor(1) as executor:
-        exchange = make_exchange(*engines, executor=executor, default_model="shop")
-        exchange.models.share("shop@2", 40.0)
-        async with serving(exchange) as live:
+        pipeline = make_pipeline(*engines, executor=executor, default_model="shop")
+        pipeline.models.share("shop@2", 40.0)
+        async with serving(pipeline) as live:
             yield live
 
 

@@ -14,9 +14,9 @@ import pytest
 from certificates import Authority
 from server.fake_engine import FakeEngine
 from server.http2_client import http2_client
-from server.live import Live, make_exchange, serving
+from server.live import Live, make_pipeline, serving
 
-from embedserve.access.access import Access
+from embedserve.access.authenticator import Authenticator
 from embedserve.access.grants import hash_of
 from embedserve.errors import PermissionDeniedError
 from embedserve.wire.allowed_hosts import AllowedHosts
@@ -58,9 +58,9 @@ OTHERS = (
 async def server(engine: FakeEngine, **options: object) -> AsyncIterator[Live]:
     with ThreadPoolExecutor(1) as executor:
         tokens = options.pop("tokens", None)
-        access = None if tokens is None else Access(str(tokens))
-        exchange = make_exchange(engine, executor=executor, access=access)
-        async with serving(exchange, **options) as live:  # type: ignore[arg-type]
+        access = None if tokens is None else Authenticator(str(tokens))
+        pipeline = make_pipeline(engine, executor=executor, authenticator=access)
+        async with serving(pipeline, **options) as live:  # type: ignore[arg-type]
             yield live
 
 

@@ -14,11 +14,11 @@ import pytest
 from certificates import Authority
 from server.fake_engine import FakeEngine
 from server.http2_client import http2_client
-from server.live import GRPC_SERVERS, live_server, make_exchange, serving
+from server.live import GRPC_SERVERS, live_server, make_pipeline, serving
 from server.waiting import until
 from server.ways import WAYS, Way, fields_of
 
-from embedserve.access.access import Access
+from embedserve.access.authenticator import Authenticator
 from embedserve.access.client_address import ClientAddresses
 from embedserve.access.grants import hash_of
 
@@ -48,7 +48,7 @@ async def test_a_trusted_proxy_tells_the_address(
     way: Way, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    way.live.exchange.addresses = ClientAddresses(["127.0.0.1", "10.0.0.0/8"])
+    way.live.pipeline.addresses = ClientAddresses(["127.0.0.1", "10.0.0.0/8"])
     await way.ask(is_wrong=True, x_forwarded_for=f"{FORGED}, {CLIENT}, 10.1.1.1")
     await way.ask(is_wrong=True, forwarded=f"for={CLIENT};proto=https")
     assert [fields["address"] for fields in fields_of(caplog, REFUSED)] == [CLIENT, CLIENT]
@@ -61,7 +61,7 @@ async def test_lines_of_one_header_are_one_list(
     caplog.set_level(logging.INFO)
     lines = [("X-Forwarded-For", FORGED), ("X-Forwarded-For", CLIENT)]
     async with live_server(engine) as live:
-        live.exchange.addresses = ClientAddresses(["127.0.0.1"])
+        live.pipeline.addresses = ClientAddresses(["127.0.0.1"])
         body = b'{"features": {"user": [[7]]}}'
         for _ in range(2):
             await live.http.post("/embed", content=body, headers=lines)
@@ -79,9 +79,11 @@ async def test_an_unknown_token_is_logged_with_the_address(
     tokens.write_text(json.dumps({"name": "ranker", "sha256": hash_of(b"es_ranker")}))
     method = "POST" if target == "/embed" else "GET"
     with ThreadPoolExecutor(1) as executor:
-        exchange = make_exchange(engine, executor=executor, access=Access(str(tokens)))
-        exchange.addresses = ClientAddresses(["127.0.0.1"])
-        async with serving(exchange) as live:
+        pipeline = make_pipeline(
+            engine, executor=executor, authenticator=Authenticator(str(tokens))
+        )
+        pipeline.addresses = ClientAddresses(["127.0.0.1"])
+        async with serving(pipeline) as live:
             headers = {"Authorization": "Bearer es_guess", "X-Forwarded-For": CLIENT}
             answer = await live.http.request(method, target, headers=headers)
             assert answer.status_code == 401
@@ -113,7 +115,7 @@ async def test_a_unix_socket_has_no_address(
     caplog.set_level(logging.INFO)
     path = str(tmp_path / "socket")
     with ThreadPoolExecutor(1) as executor:
-        async with serving(make_exchange(engine, executor=executor), unix=[path]):
+        async with serving(make_pipeline(engine, executor=executor), unix=[path]):
             transport = httpx.AsyncHTTPTransport(uds=path)
             async with httpx.AsyncClient(transport=transport) as client:
                 body = {"features": {"user": [[7]]}}
@@ -129,8 +131,8 @@ async def test_a_handshake_that_fails_is_logged_with_the_address(
     caplog.set_level(logging.INFO)
     certificate, key = map(str, Authority("ours").sign("server").write(tmp_path, "server"))
     with ThreadPoolExecutor(1) as executor:
-        exchange = make_exchange(engine, executor=executor)
-        async with serving(exchange, tls=(certificate, key)) as live:
+        pipeline = make_pipeline(engine, executor=executor)
+        async with serving(pipeline, tls=(certificate, key)) as live:
             reader, writer = await asyncio.open_connection("127.0.0.1", live.http_port)
             writer.write(b"GET / HTTP/1.1\r\n\r\n")
             await asyncio.wait_for(reader.read(), 10)

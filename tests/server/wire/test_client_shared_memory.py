@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from server.fake_engine import FakeEngine
 from server.fake_models import model_info, ruled_info, unpooled_info
-from server.live import Live, make_exchange, serving
+from server.live import Live, make_pipeline, serving
 from server.waiting import until
 
 from embedserve.config import Limits
-from embedserve.shared_memory.regions import EVERYBODY, SharedMemory
+from embedserve.shared_memory.region_registry import EVERYBODY, RegionRegistry
 from embedserve_client import (
     AsyncEmbedClient,
     AsyncGrpcEmbedClient,
@@ -126,9 +126,9 @@ def wide() -> FakeEngine:
 @pytest.fixture
 async def live(wide: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[Live]:
     others = FakeEngine(ruled_info()), FakeEngine(unpooled_info())
-    shared = SharedMemory(PREFIX, Limits())
-    exchange = make_exchange(wide, *others, executor=executor, shared_memory=shared)
-    async with serving(exchange) as live:
+    shared = RegionRegistry(PREFIX, Limits())
+    pipeline = make_pipeline(wide, *others, executor=executor, shared_memory=shared)
+    async with serving(pipeline) as live:
         yield live
     assert files() == []
 
@@ -139,7 +139,7 @@ async def client(live: Live, request: pytest.FixtureRequest) -> AsyncIterator[Cl
     yield client
     await client.close()
     assert files() == []
-    assert not live.exchange.shared_memory or not live.exchange.shared_memory.status(EVERYBODY)
+    assert not live.pipeline.shared_memory or not live.pipeline.shared_memory.status(EVERYBODY)
 
 
 def bags(seed: int, examples: int = EXAMPLES) -> dict[str, list[list[int]]]:
@@ -234,7 +234,7 @@ async def test_a_server_that_starts_again_is_told_again(
 ) -> None:
     await client.embed(bags(0))
     await client.embed(bags(0))
-    shared = live.exchange.shared_memory
+    shared = live.pipeline.shared_memory
     assert shared is not None
     shared.unregister(EVERYBODY)
     client.paths.clear()
@@ -313,11 +313,11 @@ async def test_versions_that_share_a_model(executor: ThreadPoolExecutor, kind: s
     ):
         info = model_info("wide", features)
         manifest = replace(info.manifest, version=number)
-        named = replace(info, manifest=manifest, named=f"wide@{alias}")
+        named = replace(info, manifest=manifest, served_name=f"wide@{alias}")
         engines.append(FakeEngine(named, seed=number))
-    shared = SharedMemory(PREFIX, Limits())
-    exchange = make_exchange(*engines, executor=executor, shared_memory=shared)
-    async with serving(exchange) as live:
+    shared = RegionRegistry(PREFIX, Limits())
+    pipeline = make_pipeline(*engines, executor=executor, shared_memory=shared)
+    async with serving(pipeline) as live:
         client = Client(live, kind, shared_memory=PREFIX)
         for alias, engine in (("stable", 0), ("canary", 1)) * 3:
             result = await client.embed(bags(5), model=f"wide@{alias}")
@@ -334,9 +334,9 @@ async def test_a_call_that_is_cancelled_takes_its_region_with_it(
     executor: ThreadPoolExecutor, wide: FakeEngine, kind: str
 ) -> None:
     """The server may yet write to it."""
-    shared, limits = SharedMemory(PREFIX, Limits()), Limits(inline_bytes_max=0)
-    exchange = make_exchange(wide, executor=executor, limits=limits, shared_memory=shared)
-    async with serving(exchange) as live:
+    shared, limits = RegionRegistry(PREFIX, Limits()), Limits(inline_bytes_max=0)
+    pipeline = make_pipeline(wide, executor=executor, limits=limits, shared_memory=shared)
+    async with serving(pipeline) as live:
         client = Client(live, kind, shared_memory=PREFIX)
         await client.embed(bags(0))
         wide.hold()
@@ -354,11 +354,11 @@ async def test_a_call_that_is_cancelled_takes_its_region_with_it(
         await client.close()
 
 
-Refusing = tuple[Callable[[], SharedMemory | None], str]
+Refusing = tuple[Callable[[], RegionRegistry | None], str]
 REFUSING: dict[str, Refusing] = {
     "none": (lambda: None, "the server has no shared memory: it is started with --shared-memory"),
     "another": (
-        lambda: SharedMemory("/another-", Limits()),
+        lambda: RegionRegistry("/another-", Limits()),
         "it does not begin with '/another-' \\(--shared-memory\\)",
     ),
 }
@@ -370,8 +370,8 @@ async def test_a_server_that_has_none_or_another(
     executor: ThreadPoolExecutor, wide: FakeEngine, of_server: str, kind: str
 ) -> None:
     make, said = REFUSING[of_server]
-    exchange = make_exchange(wide, executor=executor, shared_memory=make())
-    async with serving(exchange) as live:
+    pipeline = make_pipeline(wide, executor=executor, shared_memory=make())
+    async with serving(pipeline) as live:
         client = Client(live, kind, shared_memory=PREFIX)
         for _ in range(2):
             with pytest.raises(InvalidRequest, match=f"^shared_memory is '{PREFIX}': .*{said}"):
@@ -385,9 +385,9 @@ async def test_where_the_server_has_no_room_lookups_go_without(
     executor: ThreadPoolExecutor, wide: FakeEngine, kind: str
 ) -> None:
     limits = Limits(shared_memory_bytes_max=(1 << 20) + 1)
-    shared = SharedMemory(PREFIX, limits)
-    exchange = make_exchange(wide, executor=executor, limits=limits, shared_memory=shared)
-    async with serving(exchange) as live:
+    shared = RegionRegistry(PREFIX, limits)
+    pipeline = make_pipeline(wide, executor=executor, limits=limits, shared_memory=shared)
+    async with serving(pipeline) as live:
         client = Client(live, kind, shared_memory=PREFIX)
         held = [await client.embed(bags(number)) for number in range(6)]
         for number, result in enumerate(held):

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from server.channels import OWN_CONNECTION
 from server.fake_engine import FakeEngine
-from server.live import GRPC_SERVERS, PROTOBUF, live_server, make_exchange
+from server.live import GRPC_SERVERS, PROTOBUF, live_server, make_pipeline
 from server.raw_http import OurServer, our_server
 from server.waiting import until
 
@@ -32,7 +32,7 @@ ANSWER_S_MAX = 10
 
 @pytest.fixture
 async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
-    async with our_server(make_exchange(engine, executor=executor)) as server:
+    async with our_server(make_pipeline(engine, executor=executor)) as server:
         yield server
 
 
@@ -72,8 +72,8 @@ async def test_our_client_over_two_servers_loses_no_call(
     engine: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     """Both retire its connections again and again, and calls take turns over them."""
-    exchanges = [make_exchange(one, executor=executor) for one in (engine, FakeEngine())]
-    async with our_server(exchanges[0]) as one, our_server(exchanges[1]) as other:
+    pipelines = [make_pipeline(one, executor=executor) for one in (engine, FakeEngine())]
+    async with our_server(pipelines[0]) as one, our_server(pipelines[1]) as other:
         target = f"ipv4:127.0.0.1:{one.port},127.0.0.1:{other.port}"
         async with AsyncGrpcEmbedClient(target, timeout_s=ANSWER_S_MAX) as client:
 
@@ -88,7 +88,7 @@ async def test_our_client_over_two_servers_loses_no_call(
                     for connection in of_kind(server, Http2Transport):
                         connection.retire()
                 await asyncio.gather(*asking)
-    counts = [each.metrics.protocols["grpc"].outcomes["OK"] for each in exchanges]
+    counts = [each.metrics.protocols["grpc"].outcomes["OK"] for each in pipelines]
     assert sum(counts) == AGES * 4 * CALLS
     assert min(counts) > CALLS
 

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 from server.fake_engine import FakeEngine
-from server.live import make_exchange
+from server.live import make_pipeline
 from server.raw_http import OurServer, chunked, get, our_server, post, read_answer
 from server.waiting import until
 
@@ -30,7 +30,7 @@ GRPC = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/embed")]
 @pytest.fixture
 async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
     limits = Limits(connections_max=CONNECTIONS_MAX, connection_bytes_max=BYTES_MAX)
-    async with our_server(make_exchange(engine, executor=executor, limits=limits)) as server:
+    async with our_server(make_pipeline(engine, executor=executor, limits=limits)) as server:
         yield server
 
 

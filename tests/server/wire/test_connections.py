@@ -15,7 +15,7 @@ from h2.connection import H2Connection
 from h2.settings import SettingCodes
 from hyperframe.frame import GoAwayFrame, PingFrame
 from server.fake_engine import FakeEngine
-from server.live import IN_THREAD, PROTOBUF, make_exchange
+from server.live import IN_THREAD, PROTOBUF, make_pipeline
 from server.raw_http import OurServer, our_server, post
 from server.waiting import until
 from server.wire.http2.peer import body_of, frames_of, has_ended
@@ -35,8 +35,8 @@ WINDOW = 1 << 20
 
 @pytest.fixture
 async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
-    exchange = make_exchange(engine, executor=executor, limits=IN_THREAD)
-    async with our_server(exchange) as server:
+    pipeline = make_pipeline(engine, executor=executor, limits=IN_THREAD)
+    async with our_server(pipeline) as server:
         yield server
 
 

@@ -14,13 +14,14 @@ from server.live import GRPC_SERVERS, Live, serving
 
 from embedserve.api.embed_openapi import embed_paths
 from embedserve.batching.batcher import Batcher
-from embedserve.batching.caller import Caller
+from embedserve.batching.pending_request import PendingRequest
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError
-from embedserve.exchange import Exchange
+from embedserve.lookup import LookupRequest
 from embedserve.metrics.metrics import Metrics
-from embedserve.models.served_models import ServedModels
-from embedserve.types import LookupRequest, ModelInfo
+from embedserve.model_info import ModelInfo
+from embedserve.models.model_registry import ModelRegistry
+from embedserve.pipeline import RequestPipeline
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
@@ -62,12 +63,12 @@ LEAVES = sorted(
 )
 
 
-class FailingModels(ServedModels):
+class FailingModels(ModelRegistry):
     """Refuses every request with ``error``, which also describing the models raises."""
 
     error: Exception
 
-    def enqueue(self, request: LookupRequest, caller: Caller) -> None:
+    def enqueue(self, request: LookupRequest, pending: PendingRequest) -> None:
         raise self.error
 
     def models(self) -> list[ModelInfo]:
@@ -94,13 +95,13 @@ def grpc_server(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 async def live(models: FailingModels, metrics: Metrics, grpc_server: str) -> AsyncIterator[Live]:
-    async with serving(Exchange(models, metrics), grpc_server=grpc_server) as live:
+    async with serving(RequestPipeline(models, metrics), grpc_server=grpc_server) as live:
         yield live
 
 
 @pytest.fixture
 async def rest(models: FailingModels, metrics: Metrics) -> AsyncIterator[httpx.AsyncClient]:
-    async with serving(Exchange(models, metrics)) as live:
+    async with serving(RequestPipeline(models, metrics)) as live:
         yield live.http
 
 

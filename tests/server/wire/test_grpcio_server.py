@@ -13,9 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from running_servers import free_port
 from server.channels import OWN_CONNECTION
 from server.fake_engine import FakeEngine
-from server.live import make_exchange
+from server.live import make_pipeline
 
-from embedserve.exchange import Exchange
+from embedserve.pipeline import RequestPipeline
 from embedserve.wire.grpc.service import SERVICE_NAME
 from embedserve.wire.grpcio_server import GrpcioServer
 from embedserve_proto import embedding_pb2 as pb
@@ -24,8 +24,8 @@ from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 REQUEST = pb.EmbedRequest(keys=["tag", "user"], ids=[1, 2, 3, 4], lengths=[1, 2, 1, 0])
 
 
-async def test_health_is_not_serving_once_draining(exchange: Exchange) -> None:
-    server = GrpcioServer(exchange, "127.0.0.1:0")
+async def test_health_is_not_serving_once_draining(pipeline: RequestPipeline) -> None:
+    server = GrpcioServer(pipeline, "127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(
         f"127.0.0.1:{server.port}", options=OWN_CONNECTION
@@ -40,12 +40,12 @@ async def test_health_is_not_serving_once_draining(exchange: Exchange) -> None:
         await draining
 
 
-async def test_a_port_in_use_is_said_so(exchange: Exchange) -> None:
+async def test_a_port_in_use_is_said_so(pipeline: RequestPipeline) -> None:
     port = free_port()
-    server = GrpcioServer(exchange, f"127.0.0.1:{port}")
+    server = GrpcioServer(pipeline, f"127.0.0.1:{port}")
     await server.start()
     with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port} "):
-        GrpcioServer(exchange, f"127.0.0.1:{port}")
+        GrpcioServer(pipeline, f"127.0.0.1:{port}")
     await server.drain(0)
 
 
@@ -54,7 +54,7 @@ async def test_ending_an_idle_stream_leaves_no_error_behind(
 ) -> None:
     errors: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-    server = GrpcioServer(make_exchange(engine, executor=executor), "127.0.0.1:0")
+    server = GrpcioServer(make_pipeline(engine, executor=executor), "127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(
         f"127.0.0.1:{server.port}", options=OWN_CONNECTION

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from server.arrow_streams import ARROW, columns_of, stream_of
 from server.fake_engine import FakeEngine, model_info
-from server.live import IN_THREAD, PROTOBUF, make_exchange
+from server.live import IN_THREAD, PROTOBUF, make_pipeline
 from server.raw_http import (
     OurServer,
     PlainServer,
@@ -65,25 +65,25 @@ def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLo
 async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
     """Looks up inline."""
     films = FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
-    exchange = make_exchange(engine, films, executor=executor, limits=LIMITS)
-    async with our_server(exchange) as server:
+    pipeline = make_pipeline(engine, films, executor=executor, limits=LIMITS)
+    async with our_server(pipeline) as server:
         yield server
 
 
 @pytest.fixture
 async def plain(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[PlainServer]:
-    """uvicorn alone over an equal exchange."""
+    """uvicorn alone over an equal pipeline."""
     films = FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
-    exchange = make_exchange(engine, films, executor=executor, limits=LIMITS)
-    async with plain_server(exchange) as server:
+    pipeline = make_pipeline(engine, films, executor=executor, limits=LIMITS)
+    async with plain_server(pipeline) as server:
         yield server
 
 
 @pytest.fixture
 async def slow(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
     """Looks up in the thread, where the engine can be held."""
-    exchange = make_exchange(engine, executor=executor, limits=IN_THREAD)
-    async with our_server(exchange) as server:
+    pipeline = make_pipeline(engine, executor=executor, limits=IN_THREAD)
+    async with our_server(pipeline) as server:
         yield server
 
 
@@ -145,7 +145,7 @@ async def test_a_request_is_answered_as_by_uvicorns_way(server: OurServer, name:
     assert not was_uvicorns(server)
     counted = server.outcomes()
     assert sum(counted.values()) == 1
-    response_bytes = server.exchange.metrics.protocols["rest"].response_bytes
+    response_bytes = server.pipeline.metrics.protocols["rest"].response_bytes
     writer.write(chunked(body, *lines, url=url))
     slow = await read_answer(reader)
     assert was_uvicorns(server)
@@ -157,7 +157,7 @@ async def test_a_request_is_answered_as_by_uvicorns_way(server: OurServer, name:
         assert fast == slow
     assert fast[1].keys() == slow[1].keys()
     assert server.outcomes() == {outcome: 2 * count for outcome, count in counted.items()}
-    assert server.exchange.metrics.protocols["rest"].response_bytes == 2 * response_bytes
+    assert server.pipeline.metrics.protocols["rest"].response_bytes == 2 * response_bytes
     writer.close()
 
 
@@ -292,8 +292,8 @@ def test_any_requests_split_anyhow_are_answered_as_by_uvicorn_alone(
     packets = cut(sent, {end for end in where if end < len(sent)})
 
     async def compare() -> None:
-        exchange = make_exchange(engine, executor=executor, limits=LIMITS)
-        async with our_server(exchange) as server, plain_server(exchange) as plain:
+        pipeline = make_pipeline(engine, executor=executor, limits=LIMITS)
+        async with our_server(pipeline) as server, plain_server(pipeline) as plain:
             answers = await server.talk(*packets)
             assert comparable(answers) == comparable(await plain.talk(sent))
 
@@ -572,7 +572,7 @@ async def test_a_deadline_that_passes_in_the_queue_is_answered_504(
     first, one = await slow.open_held(engine, post(BODY))
     second, other = await slow.open()
     other.write(post(BODY, "X-Timeout-Ms: 300"))
-    metrics = next(iter(slow.exchange.metrics.models.values()))
+    metrics = next(iter(slow.pipeline.metrics.models.values()))
     await until(lambda: metrics.count_queue()[0] == 1 or slow.outcomes())
     seen_s = perf_counter()
     await until(lambda: perf_counter() > seen_s + 0.3)

@@ -11,9 +11,9 @@ import grpc
 import httpx
 import pytest
 from server.fake_engine import FakeEngine
-from server.live import Live, make_exchange, serving
+from server.live import Live, make_pipeline, serving
 
-from embedserve.access.access import Access
+from embedserve.access.authenticator import Authenticator
 from embedserve.access.grants import hash_of
 from embedserve.config import ServeSettings, check_settings
 from embedserve_proto import embedding_pb2 as pb
@@ -28,19 +28,22 @@ HEALTH = ["/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"
 
 
 @pytest.fixture
-def access(tmp_path: Path) -> Access:
+def authenticator(tmp_path: Path) -> Authenticator:
     path = tmp_path / "tokens"
     line = {"name": "boss", "sha256": hash_of(b"es_boss"), "roles": ["admin"]}
     path.write_text(json.dumps(line))
-    return Access(str(path))
+    return Authenticator(str(path))
 
 
 @pytest.fixture(params=["127.0.0.1", "0.0.0.0"])
 async def live(
-    request: pytest.FixtureRequest, engine: FakeEngine, executor: ThreadPoolExecutor, access: Access
+    request: pytest.FixtureRequest,
+    engine: FakeEngine,
+    executor: ThreadPoolExecutor,
+    authenticator: Authenticator,
 ) -> AsyncIterator[Live]:
-    exchange = make_exchange(engine, executor=executor, access=access)
-    async with serving(exchange, management_host=request.param) as live:
+    pipeline = make_pipeline(engine, executor=executor, authenticator=authenticator)
+    async with serving(pipeline, management_host=request.param) as live:
         yield live
 
 

@@ -470,7 +470,7 @@ async def test_several_versions_of_a_model() -> None:
     for alias, number in (("stable", 7), ("canary", 8)):
         info = model_info()
         manifest = replace(info.manifest, version=number)
-        named = replace(info, manifest=manifest, named=f"shop@{alias}")
+        named = replace(info, manifest=manifest, served_name=f"shop@{alias}")
         engines.append(FakeEngine(named, seed=number))
     stable, canary = engines
     asked = Asked(jagged(BAGS))
@@ -637,7 +637,7 @@ async def test_a_model_s_configuration_has_its_tensors_over_rest_and_grpc(live: 
 
 
 async def test_a_server_that_drains_is_not_ready(live: Live) -> None:
-    live.exchange.models.not_ready = "draining"
+    live.pipeline.models.not_ready = "draining"
     for path in ("/v2/health/ready", "/v2/models/shop/ready"):
         answer = await live.http.get(path)
         assert (answer.status_code, answer.json()) == (503, {"error": "draining"})

@@ -65,7 +65,7 @@ async def test_a_model_whose_features_are_all_weighted(live: Live) -> None:
 
 async def test_a_model_that_is_not_pooled_answers_a_row_for_each_id() -> None:
     async with live_server(FakeEngine(unpooled_info())) as live:
-        info = live.exchange.models.models()[0]
+        info = live.pipeline.models.models()[0]
         bags: Bags = {name: [[], []] for name in info.features} | {"item": [[3, 1], [8]]}
         answer = await PredictorStub(live.channel).Predict(prediction_request(info.features, bags))
         asked = embedding_pb2.EmbedRequest(keys=["item"], ids=[3, 1, 8], lengths=[2, 1])

@@ -14,8 +14,8 @@ from server.http2_client import http2_client
 from server.live import GRPC_SERVERS, Live, live_server
 from server.ways import WAYS, Way, fields_of
 
-from embedserve.tracing.observer import LINES_MAX, Observer
 from embedserve.tracing.request_id import ID_BYTES_MAX
+from embedserve.tracing.request_telemetry import LINES_MAX, RequestTelemetry
 
 ID = "x-request-id"
 MADE = re.compile("[0-9a-f]{32}")
@@ -27,7 +27,7 @@ async def way(request: pytest.FixtureRequest, engine: FakeEngine) -> AsyncIterat
     name: str = request.param
     server = name if name in GRPC_SERVERS else "native"
     async with live_server(engine, grpc_server=server) as live:
-        live.exchange.observer = Observer()
+        live.pipeline.telemetry = RequestTelemetry()
         yield Way(name, live)
 
 
@@ -67,7 +67,7 @@ async def test_an_id_that_cannot_be_used_is_replaced_and_named_now_and_then(
 async def test_a_slow_request_is_logged_with_where_its_time_went(
     way: Way, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    way.live.exchange.observer = Observer(slow_ms=50)
+    way.live.pipeline.telemetry = RequestTelemetry(slow_ms=50)
     assert ID not in (await way.ask()).headers
     engine.delay_s = 0.06
     told = await way.ask()
@@ -82,7 +82,7 @@ async def test_a_slow_request_is_logged_with_where_its_time_went(
 async def test_answers_tell_their_times_where_that_is_wanted(way: Way) -> None:
     if way.name == "stream":
         return  # it has one end, and many requests
-    way.live.exchange.observer = Observer(tells_times=True)
+    way.live.pipeline.telemetry = RequestTelemetry(tells_times=True)
     for is_wrong in (False, True):
         told = await way.ask(is_wrong)
         parts = dict(part.split(";dur=") for part in told.headers["server-timing"].split(", "))

@@ -10,10 +10,10 @@ import httpx
 import numpy as np
 import pytest
 from server.fake_engine import Bags, FakeEngine, model_info
-from server.live import JSON, PROTOBUF, make_exchange
+from server.live import JSON, PROTOBUF, make_pipeline
 
 from embedserve.api.management import management_app
-from embedserve.exchange import Exchange
+from embedserve.pipeline import RequestPipeline
 from embedserve.wire.asgi import EmbedEndpoint
 from embedserve_proto import embedding_pb2 as pb
 
@@ -175,7 +175,7 @@ async def test_the_limit_on_the_body_is_exact(rest: httpx.AsyncClient, size: int
         )
 
 
-async def test_a_body_past_the_limit_is_refused_before_its_end(exchange: Exchange) -> None:
+async def test_a_body_past_the_limit_is_refused_before_its_end(pipeline: RequestPipeline) -> None:
     chunks_read = 0
     sent = []
 
@@ -187,7 +187,7 @@ async def test_a_body_past_the_limit_is_refused_before_its_end(exchange: Exchang
     async def send(message: dict[str, object]) -> None:
         sent.append(message)
 
-    app = EmbedEndpoint(exchange, management_app(exchange))
+    app = EmbedEndpoint(pipeline, management_app(pipeline))
     scope = {"type": "http", "method": "POST", "path": "/embed", "headers": []}
     await app(scope, receive, send)  # type: ignore[arg-type]
     assert chunks_read == 2
@@ -198,8 +198,8 @@ async def test_a_body_past_the_limit_is_refused_before_its_end(exchange: Exchang
 async def test_a_model_name_is_decoded_once(
     name: str, executor: ThreadPoolExecutor, rest: httpx.AsyncClient
 ) -> None:
-    exchange = make_exchange(FakeEngine(model_info(name)), executor=executor)
-    app = EmbedEndpoint(exchange, management_app(exchange))
+    pipeline = make_pipeline(FakeEngine(model_info(name)), executor=executor)
+    app = EmbedEndpoint(pipeline, management_app(pipeline))
     path = "/models/" + "".join(f"%{byte:02X}" for byte in name.encode())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
         answer = await client.post(f"http://test{path}/embed", content=AS_JSON)

@@ -18,17 +18,17 @@ import numpy as np
 import pytest
 from server.fake_engine import Bags, FakeEngine
 from server.fake_models import model_info, ruled_info, unpooled_info
-from server.live import Live, make_exchange, serving
+from server.live import Live, make_pipeline, serving
 from server.open_inference import LENGTH_HEADER, Input, jagged
 from server.openapi import validate
 from server.waiting import until
 
-from embedserve.access.access import Access
+from embedserve.access.authenticator import Authenticator
 from embedserve.access.grants import hash_of
-from embedserve.codec.open_inference import known_bodies
+from embedserve.codec.open_inference import json_template
 from embedserve.config import Limits
-from embedserve.exchange import Exchange
-from embedserve.shared_memory.regions import EVERYBODY, SharedMemory
+from embedserve.pipeline import RequestPipeline
+from embedserve.shared_memory.region_registry import EVERYBODY, RegionRegistry
 from embedserve_proto import open_inference_pb2 as pb
 from embedserve_proto.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
@@ -251,10 +251,10 @@ def memory(tmp_path: Path) -> Memory:
 
 def exchange_over(
     engine: FakeEngine, executor: ThreadPoolExecutor, memory: Memory, limits: Limits | None = None
-) -> Exchange:
+) -> RequestPipeline:
     others = FakeEngine(ruled_info()), FakeEngine(unpooled_info())
-    shared = SharedMemory("/", limits or Limits(), str(memory.folder))
-    return make_exchange(engine, *others, executor=executor, limits=limits, shared_memory=shared)
+    shared = RegionRegistry("/", limits or Limits(), str(memory.folder))
+    return make_pipeline(engine, *others, executor=executor, limits=limits, shared_memory=shared)
 
 
 @pytest.fixture
@@ -434,7 +434,7 @@ async def test_what_lies_in_memory_is_of_no_known_form(
     check(memory, placed, await as_binary(live, placed), expected)
     body, headers = placed.body(is_binary=True)
     json_bytes = int(headers[LENGTH_HEADER])
-    assert known_bodies.forms.read(body, json_bytes, "shop", Limits()) is None
+    assert json_template.forms.read(body, json_bytes, "shop", Limits()) is None
     await live.http.post(f"{REST}/unregister")
     for infer in (as_binary, as_message):
         with pytest.raises(RefusedRequestError, match="'vectors', which is not registered"):
@@ -527,9 +527,9 @@ async def test_files_that_are_cut_or_removed_meanwhile(
 async def test_a_region_that_is_unregistered_while_a_request_waits(
     engine: FakeEngine, executor: ThreadPoolExecutor, memory: Memory
 ) -> None:
-    exchange = exchange_over(engine, executor, memory, Limits(inline_bytes_max=0))
+    pipeline = exchange_over(engine, executor, memory, Limits(inline_bytes_max=0))
     memory.put(INPUTS)
-    async with serving(exchange) as live:
+    async with serving(pipeline) as live:
         await register(live, memory)
         engine.hold()
         waiting = asyncio.create_task(as_message(live, Placed(INPUTS, INS, USER)))
@@ -642,7 +642,7 @@ async def test_a_region_whose_file_was_removed_is_forgotten_by_itself(
     live: Live, memory: Memory
 ) -> None:
     await register(live, memory)
-    shared = live.exchange.shared_memory
+    shared = live.pipeline.shared_memory
     assert shared is not None
     memory.ids.unlink()
     await until(lambda: list(shared.of(EVERYBODY)) == ["vectors"])
@@ -674,16 +674,16 @@ async def test_each_caller_has_its_own(
 ) -> None:
     tokens = tmp_path / "tokens"
     written(tokens)
-    access = Access(str(tokens))
-    shared = SharedMemory("/", Limits(), str(memory.folder))
-    exchange = make_exchange(engine, executor=executor, access=access, shared_memory=shared)
+    access = Authenticator(str(tokens))
+    shared = RegionRegistry("/", Limits(), str(memory.folder))
+    pipeline = make_pipeline(engine, executor=executor, authenticator=access, shared_memory=shared)
     memory.put(INPUTS)
     bodies = {
         name: json.dumps({"key": name, "offset": offset, "byte_size": 24})
         for name, offset in (("ids", IDS_OFFSET), ("vectors", VECTORS_OFFSET))
     }
     infer, _ = Placed(INPUTS, INS, {"user": None}).body(is_binary=False)
-    async with serving(exchange, management_host=management_host) as live:
+    async with serving(pipeline, management_host=management_host) as live:
 
         async def status_of(token: str, method: str, path: str, body: Any = b"") -> int:
             headers = bearer(token)
@@ -716,7 +716,7 @@ async def test_each_caller_has_its_own(
             )
             assert [one.key for one in status.regions.values()] == [key]
         written(tokens, es_a={"revoked": True})
-        await access.followed.look()
+        await access.reloader.poll()
         await until(lambda: not shared.of("a"))
         assert list(shared.of("b")) == ["ids"]
         assert await status_of("es_b", "POST", f"{REST}/region/a/register", bodies["ids"]) == 200
@@ -725,7 +725,7 @@ async def test_each_caller_has_its_own(
 async def test_where_there_is_none(
     engine: FakeEngine, executor: ThreadPoolExecutor, memory: Memory
 ) -> None:
-    async with serving(make_exchange(engine, executor=executor)) as live:
+    async with serving(make_pipeline(engine, executor=executor)) as live:
         assert "system_shared_memory" not in (await live.http.get("/v2")).json()["extensions"]
         assert (await live.http.get(f"{REST}/status")).status_code == 404
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -16,7 +16,7 @@ from server.fake_engine import FakeEngine
 from server.live import Live, live_server
 
 from embedserve.metrics.metrics import LINES_MAX
-from embedserve.metrics.quiet_log import TRACEBACKS_MAX
+from embedserve.metrics.rate_limited_logger import TRACEBACKS_MAX
 from embedserve.processes.serve import log_handler
 from embedserve.wire import asgi
 
@@ -141,7 +141,7 @@ async def test_unexpected_failures_are_logged_quoted_and_few_of_them(
     def fail(self: object, name: str) -> None:
         raise RuntimeError(name)
 
-    monkeypatch.setattr(type(live.exchange.models), "model", fail)
+    monkeypatch.setattr(type(live.pipeline.models), "model", fail)
     for _ in range(30):
         assert (await live.http.get(path)).status_code == 500
     answers = await over_http2(live.http_port, path.encode(), 30, b"GET")

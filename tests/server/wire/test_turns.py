@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import uvloop
 from server.fake_engine import FakeEngine
-from server.live import PROTOBUF, make_exchange
+from server.live import PROTOBUF, make_pipeline
 from server.raw_http import OurServer, our_server, post, read_answer
 from server.waiting import until
 
-from embedserve.wire.connections import Lingering
+from embedserve.wire.connections import LingeringClose
 from embedserve.wire.http2.frames import PREFACE
 
 pytestmark = pytest.mark.filterwarnings(
@@ -33,7 +33,7 @@ def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
 
 @pytest.fixture
 async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
-    async with our_server(make_exchange(engine, executor=executor)) as server:
+    async with our_server(make_pipeline(engine, executor=executor)) as server:
         yield server
 
 
@@ -73,13 +73,13 @@ async def test_so_is_what_is_thrown_away(
 ) -> None:
     """Of a connection whose last answer is written."""
     turns = Turns()
-    receive = Lingering.data_received
+    receive = LingeringClose.data_received
 
-    def data_received(lingering: Lingering, data: bytes) -> None:
+    def data_received(lingering: LingeringClose, data: bytes) -> None:
         turns.count(len(data))
         receive(lingering, data)
 
-    monkeypatch.setattr(Lingering, "data_received", data_received)
+    monkeypatch.setattr(LingeringClose, "data_received", data_received)
     reader, writer = await server.open()
     writer.write(PREFACE + b"no settings, which come first")
     await reader.read()

@@ -18,11 +18,11 @@ import pytest
 from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server.fake_engine import FakeEngine
-from server.live import Live, make_exchange, serving
+from server.live import Live, make_pipeline, serving
 from server.python import run_python
 from server.waiting import until
 
-from embedserve.access.access import Access
+from embedserve.access.authenticator import Authenticator
 from embedserve.access.grants import hash_of
 from embedserve.config import Limits
 from embedserve.wire.unix_listener import UnixListener
@@ -77,8 +77,8 @@ async def live(
     line = {"name": "ranker", "sha256": hash_of(TOKEN.encode()), "roles": ["embed", "admin"]}
     tokens.write_text(json.dumps(line))
     certificate, key = Authority().sign("localhost").write(tmp_path, "server")
-    exchange = make_exchange(engine, executor=executor, access=Access(str(tokens)))
-    async with serving(exchange, unix=paths, tls=(str(certificate), str(key))) as live:
+    pipeline = make_pipeline(engine, executor=executor, authenticator=Authenticator(str(tokens)))
+    async with serving(pipeline, unix=paths, tls=(str(certificate), str(key))) as live:
         yield live
 
 
@@ -131,9 +131,9 @@ async def test_a_drain_answers_what_came_and_nobody_finds_the_way_again(
     engine: FakeEngine, executor: ThreadPoolExecutor, paths: list[str]
 ) -> None:
     engine.hold()
-    exchange = make_exchange(engine, executor=executor, limits=Limits(inline_bytes_max=0))
+    pipeline = make_pipeline(engine, executor=executor, limits=Limits(inline_bytes_max=0))
     async with (
-        serving(exchange, unix=paths) as live,
+        serving(pipeline, unix=paths) as live,
         AsyncEmbedClient(f"unix:{paths[0]}") as rest,
         AsyncEmbedClient(f"unix:{paths[0]}") as late,
     ):

@@ -10,15 +10,15 @@ from time import perf_counter
 
 import pytest
 from server.fake_engine import FakeEngine
-from server.live import make_exchange
+from server.live import make_pipeline
 from server.raw_http import Answer, OurServer, chunked, cut, get, our_server, post, read_answer
 from server.waiting import until
 
 from embedserve.config import Limits
-from embedserve.exchange import REQUEST_S_MAX
-from embedserve.wire.head_limits import HEAD_BYTES_MAX, HEAD_LINES_MAX
+from embedserve.pipeline import REQUEST_S_MAX
+from embedserve.wire.header_validation import HEAD_BYTES_MAX, HEAD_LINES_MAX
 from embedserve.wire.http2.connection import UNREAD_S_MAX
-from embedserve.wire.http2.sender import READ_BYTES_MIN
+from embedserve.wire.http2.frame_writer import READ_BYTES_MIN
 from embedserve.wire.uvicorn_connection import HEAD_S_MAX, PIECE_BYTES
 
 BODY = b'{"features": {"user": [[1, 2]], "movie": [[3]]}}'
@@ -35,7 +35,7 @@ async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncItera
     limits = Limits(
         body_bytes_max=BODY_BYTES_MAX, connection_bytes_max=UNREAD_BYTES_MAX, inline_bytes_max=0
     )
-    async with our_server(make_exchange(engine, executor=executor, limits=limits)) as server:
+    async with our_server(make_pipeline(engine, executor=executor, limits=limits)) as server:
         yield server
 
 

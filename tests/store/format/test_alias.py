@@ -8,7 +8,7 @@ import pytest
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.alias import Alias, check_name, parse_alias, parse_file_name
-from embedserve_store.format.seal import sealed_json
+from embedserve_store.format.manifest_checksum import sealed_json
 
 ALIAS = Alias("m", "stable", 3, 7, "kim@trainer", "2026-11-22T16:00:00+00:00", "recall is up")
 

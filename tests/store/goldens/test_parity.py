@@ -15,8 +15,8 @@ from torchrec import EmbeddingBagCollection
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import CODES_MAX, DTYPES, TableSpec
 from embedserve_store.goldens.goldens_file import Goldens
-from embedserve_store.goldens.hand_pooling import pool, row_numbers
 from embedserve_store.goldens.parity import check_answers
+from embedserve_store.goldens.reference_pooling import pool, row_numbers
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.publishing.publish import publish

@@ -13,7 +13,7 @@ import pytest
 from mapped import map_tables, mapped_kb
 
 from embedserve_store.format.tables_file import TablesFile
-from embedserve_store.memory.mapped_tables import PIECE_BYTES, let_go, let_go_of, populate
+from embedserve_store.memory.mapped_tables import PIECE_BYTES, drop_pages, let_go, populate
 
 SIZE = 2 * PIECE_BYTES + 100 * mmap.PAGESIZE
 
@@ -50,10 +50,10 @@ def test_of_some_rows_the_pages_are_let_go_that_no_others_are_in(tmp_path: Path)
     populate(version_of(tables), 2 * SIZE)
     rows = tables.data[100 : 100 + PIECE_BYTES].reshape(-1, 64)
     before_kb = mapped_kb(tmp_path / "rows")
-    let_go_of(rows)
+    drop_pages(rows)
     let_go_kb = before_kb - mapped_kb(tmp_path / "rows")
     assert 0 <= PIECE_BYTES // 1024 - let_go_kb <= 2 * mmap.PAGESIZE // 1024
-    let_go_of(tables.data[100:200])
+    drop_pages(tables.data[100:200])
     assert not tables.data.any()
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.plans.access_counts import AccessCounts, imbalance, reads_per_rank, under
 from embedserve_store.plans.balance import balanced_plan
 from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.plan import Plan
-from embedserve_store.plans.reads import Reads, imbalance, reads_per_rank, under
 
 
 def table(name: str, rows: int = 1000, dim: int = 64) -> TableSpec:
@@ -20,13 +20,13 @@ def kinds(plan: Plan) -> dict[str, str]:
     return {name: one.sharding_type for name, one in plan.tables.items()}
 
 
-def balance(plan: Plan, tables: list[TableSpec], reads: Reads) -> float:
+def balance(plan: Plan, tables: list[TableSpec], reads: AccessCounts) -> float:
     return imbalance(reads_per_rank(plan, tables, under(plan, tables, reads))[1])
 
 
 def test_whole_tables_are_dealt_out_by_what_is_read_and_not_by_their_bytes() -> None:
     tables = [table("busy", rows=10), table("large", rows=100_000), table("b"), table("c")]
-    reads = Reads({"busy": 600.0, "large": 10.0, "b": 310.0, "c": 290.0}, {})
+    reads = AccessCounts({"busy": 600.0, "large": 10.0, "b": 310.0, "c": 290.0}, {})
     plan = balanced_plan(tables, reads, world_size=2)
     assert set(kinds(plan).values()) == {"table_wise"}
     assert balance(plan, tables, reads) == pytest.approx(1, abs=0.02)
@@ -36,9 +36,9 @@ def test_whole_tables_are_dealt_out_by_what_is_read_and_not_by_their_bytes() -> 
 def test_a_busy_table_is_divided_by_rows_only_as_it_was_counted() -> None:
     tables = [table("hot"), table("cold")]
     by_table = {"hot": 900.0, "cold": 100.0}
-    nobody_knows = Reads(by_table, {})
+    nobody_knows = AccessCounts(by_table, {})
     assert kinds(balanced_plan(tables, nobody_knows, world_size=2))["hot"] == "table_wise"
-    even = Reads(by_table, {"hot": [500.0, 400.0]}, {"hot": [0, 500]})
+    even = AccessCounts(by_table, {"hot": [500.0, 400.0]}, {"hot": [0, 500]})
     plan = balanced_plan(tables, even, world_size=2)
     assert kinds(plan)["hot"] == "row_wise"
     assert plan.tables["cold"].shards[0].rank == 1
@@ -49,7 +49,7 @@ def test_a_busy_table_is_divided_by_rows_only_as_it_was_counted() -> None:
 
 def test_on_gpus_a_busy_table_is_divided_by_columns() -> None:
     tables = [table("hot", dim=256), table("cold", dim=256)]
-    reads = Reads({"hot": 900.0, "cold": 100.0}, {"hot": [890.0, 10.0]}, {"hot": [0, 500]})
+    reads = AccessCounts({"hot": 900.0, "cold": 100.0}, {"hot": [890.0, 10.0]}, {"hot": [0, 500]})
     plan = balanced_plan(
         tables, reads, world_size=2, device_type="cuda", device_memory_bytes=1 << 30
     )
@@ -59,7 +59,7 @@ def test_on_gpus_a_busy_table_is_divided_by_columns() -> None:
 
 def test_what_fits_no_rank_is_divided_and_nothing_else() -> None:
     tables = [table("large", rows=10_000), table("b"), table("c")]
-    reads = Reads({"large": 10.0, "b": 500.0, "c": 490.0}, {})
+    reads = AccessCounts({"large": 10.0, "b": 500.0, "c": 490.0}, {})
     memory_bytes = tables[0].nbytes * 3 // 4
     plan = balanced_plan(tables, reads, world_size=2, device_memory_bytes=memory_bytes)
     assert kinds(plan) == {"large": "row_wise", "b": "table_wise", "c": "table_wise"}
@@ -68,7 +68,7 @@ def test_what_fits_no_rank_is_divided_and_nothing_else() -> None:
 
 def test_what_is_asked_for_is_done() -> None:
     tables = [table("a"), table("b")]
-    reads = Reads({"a": 10.0, "b": 500.0}, {})
+    reads = AccessCounts({"a": 10.0, "b": 500.0}, {})
     named = balanced_plan(tables, reads, world_size=2, sharding={"a": "row_wise"})
     assert kinds(named) == {"a": "row_wise", "b": "table_wise"}
     constraints = {"b": TableConstraints(("column_wise",), min_partition=32)}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from warm_python import PYTHON, run_warm
+from forkserver import PYTHON, run_warm
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from warm_python import PYTHON, run_warm
+from forkserver import PYTHON, run_warm
 
 import embedserve_store
 

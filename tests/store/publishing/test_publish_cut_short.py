@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forkserver import PYTHON, WarmPopen
 from store.listing import everything_under
 from torchrec import EmbeddingBagCollection
-from warm_python import PYTHON, WarmPopen
 
 import embedserve_store
 from embedserve_store.errors import StoreError

@@ -17,7 +17,7 @@ from torchrec import (
 
 from embedserve_store import IdRule, ModelStore, ModelVersion, publish, verify
 from embedserve_store.errors import InvalidModelError
-from embedserve_store.goldens.hand_pooling import row_numbers
+from embedserve_store.goldens.reference_pooling import row_numbers
 from embedserve_store.publishing.publish_sharded import publish_sharded
 
 TAGS = [f"tag {row}" for row in range(16)]

@@ -33,7 +33,7 @@ from embedserve_store.format.manifest import FROM_TRAINING, Manifest
 from embedserve_store.format.row_layout import dequantize_rows
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.expected import Expected, read_expected
-from embedserve_store.goldens.hand_pooling import pool
+from embedserve_store.goldens.reference_pooling import pool
 from embedserve_store.local_store import LocalStore
 from embedserve_store.plans.plan import Shard
 from embedserve_store.publishing.publish import publish

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from embedserve.api.console.labels import NO_LABELS, Labels
-from embedserve.models.served_models import ServedModels
+from embedserve.models.model_registry import ModelRegistry
 
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -60,7 +60,7 @@ class ModelLabels(BaseModel):
     )
 
 
-def add_console(app: FastAPI, models: ServedModels, labels: Labels) -> None:
+def add_console(app: FastAPI, models: ModelRegistry, labels: Labels) -> None:
     """Adds the routes to ``app``."""
 
     def file(name: str) -> Response:

@@ -39,8 +39,13 @@ from embedserve.codec.arrow.stream import (
     SCHEMA,
     message_of,
 )
-from embedserve.codec.open_inference.answers import Form, Tensor, keep_start, tensors_of
-from embedserve.types import Encoded, LookupResult, Output, with_size
+from embedserve.codec.open_inference.answers import (
+    OutputTensor,
+    ResponseOptions,
+    keep_start,
+    tensors_of,
+)
+from embedserve.lookup import EncodedResponse, LookupResult, OutputOptions, with_size
 
 VALUES = "values"
 """The column that has the vectors of all keys."""
@@ -55,11 +60,11 @@ NOW_KEYS_MAX = 64
 NOW_LENGTHS_MAX = 262_144
 NOW_VECTORS_MAX, NOW_BYTES_MAX = 16_384, 8 << 20
 """That are copied there: each takes 20 ns or so, and 14 bytes a nanosecond."""
-_ALL_KEYS, _OUTPUT = Form(), Output()
+_ALL_KEYS, _OUTPUT = ResponseOptions(), OutputOptions()
 Piece = bytes | memoryview
 
 
-class _Body:
+class _BodyBuffers:
     """The body of a record batch: which nodes and buffers it has, and their bytes.
 
     Attributes:
@@ -91,7 +96,7 @@ class _Body:
         self.add_buffer(count * dim * itemsize, pieces)
 
 
-def encode_now(result: LookupResult) -> Encoded | None:
+def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     """(a stream in pieces, their bytes): of the plain form, whose values are not copied, always;
     else None where it would take long."""
     if _is_by_key(result) and not _is_quick(result):
@@ -121,16 +126,16 @@ def _is_quick(result: LookupResult) -> bool:
         return False
     if result.lengths is not None:  # whose rows are written as they lie
         return result.lengths.size <= NOW_LENGTHS_MAX
-    values = [result.values, *result.more]
+    values = [result.values, *result.extra_chunks]
     vectors, nbytes = keys * sum(map(len, values)), sum(one.nbytes for one in values)
     return vectors <= NOW_VECTORS_MAX and nbytes <= NOW_BYTES_MAX
 
 
-def _body(result: LookupResult) -> _Body:
-    body, itemsize = _Body(), result.values.itemsize
+def _body(result: LookupResult) -> _BodyBuffers:
+    body, itemsize = _BodyBuffers(), result.values.itemsize
     dtype = _DTYPES[itemsize]
     if not _is_by_key(result):
-        values = [result.values, *result.more]
+        values = [result.values, *result.extra_chunks]
         pieces = [np.ascontiguousarray(one, dtype).data for one in values]
         body.add_vectors(sum(map(len, values)), values[0].shape[1], itemsize, pieces)
         return body
@@ -145,18 +150,18 @@ def _body(result: LookupResult) -> _Body:
     return body
 
 
-def _pieces(tensor: Tensor, result: LookupResult, dtype: np.dtype) -> Iterator[Piece]:
+def _pieces(tensor: OutputTensor, result: LookupResult, dtype: np.dtype) -> Iterator[Piece]:
     for values in tensor.pieces(result):
         yield np.ascontiguousarray(values, dtype).data
 
 
-def _start(result: LookupResult, body: _Body) -> bytes:
+def _start(result: LookupResult, body: _BodyBuffers) -> bytes:
     """All that comes before the body of the record batch; of pooled answers kept with the model,
     by their examples."""
     key = None
     if result.lengths is None and result.unknown_ids is None:
         key = ("arrow", body.nodes[0][0], result.values.itemsize, _is_by_key(result))
-        start: bytes | None = result.model.answer_starts.get(key)
+        start: bytes | None = result.model.response_prefix_cache.get(key)
         if start is not None:
             return start
     start = message_of(SCHEMA, _schema(result), 0) + message_of(

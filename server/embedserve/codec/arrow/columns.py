@@ -19,7 +19,7 @@ COLUMN_BYTES = 640
 _UINT64 = np.dtype("<u8")
 
 
-class TakesLongError(Exception):
+class WouldBlockError(Exception):
     """What is sent is not to be read on the event loop's thread."""
 
 
@@ -140,7 +140,7 @@ class Schema:
         return max(before, key=lambda one: one.buffer)
 
 
-class Schemas:
+class SchemaCache:
     """Those met before, by the bytes of their messages: callers send the same over and over.
 
     Attributes:
@@ -167,4 +167,4 @@ class Schemas:
         self.nbytes += nbytes
 
 
-schemas = Schemas()
+schemas = SchemaCache()

@@ -24,7 +24,7 @@ ALIGNMENT = 8
 """Of the largest number in a table."""
 
 
-class Table:
+class FlatTable:
     """One table among the bytes of a message."""
 
     __slots__ = ("_at", "_data", "_fields", "_vtable")
@@ -43,9 +43,9 @@ class Table:
         value: int = form.unpack_from(self._data, where)[0] if where else default
         return value
 
-    def table(self, field: int) -> Table | None:
+    def table(self, field: int) -> FlatTable | None:
         where = self._target(field)
-        return Table(self._data, where) if where else None
+        return FlatTable(self._data, where) if where else None
 
     def size(self, field: int) -> int:
         """Bytes of a string, or how many tables there are of a field that has several."""
@@ -57,11 +57,11 @@ class Table:
         size, start = self._vector(field, 1)
         return self._data[start : start + size].decode()
 
-    def tables(self, field: int) -> Iterator[Table]:
+    def tables(self, field: int) -> Iterator[FlatTable]:
         """Of a field that has several, one after the other."""
         count, start = self._vector(field, OFFSET_BYTES)
         for where in range(start, start + count * OFFSET_BYTES, OFFSET_BYTES):
-            yield Table(self._data, where + _UINT32.unpack_from(self._data, where)[0])
+            yield FlatTable(self._data, where + _UINT32.unpack_from(self._data, where)[0])
 
     def pairs(self, field: int) -> np.ndarray:
         """int64 [n, 2], of a field that has structs of two of them."""
@@ -92,9 +92,9 @@ class Table:
         return count, start
 
 
-def root(data: bytes) -> Table:
+def root(data: bytes) -> FlatTable:
     """The table that a message is."""
-    return Table(data, _UINT32.unpack_from(data, 0)[0])
+    return FlatTable(data, _UINT32.unpack_from(data, 0)[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,15 @@ from itertools import compress, pairwise
 
 import numpy as np
 
-from embedserve.batching.checks import check_feature_count, place_in
-from embedserve.codec.arrow.columns import IN_ONE, PLAIN, Column, Options, Schema, TakesLongError
-from embedserve.codec.arrow.stream import Batch, read_batches, read_schema
-from embedserve.codec.diagnose import unlike
-from embedserve.codec.strings import FEW, merge
-from embedserve.codec.version_name import with_version
+from embedserve.batching.validation import check_feature_count, place_in
+from embedserve.codec.arrow.columns import IN_ONE, PLAIN, Column, Options, Schema, WouldBlockError
+from embedserve.codec.arrow.stream import RecordBatch, read_batches, read_schema
+from embedserve.codec.json_errors import unlike
+from embedserve.codec.string_ids import FEW, merge_string_ids
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.types import LookupRequest, Output
+from embedserve.lookup import LookupRequest, OutputOptions
+from embedserve.model_names import qualified_model_name
 
 _INT64, _INT32, _FLOAT32 = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
 _UINT8 = np.dtype("u1")
@@ -34,11 +34,11 @@ NOW_TEXT_BYTES_MAX = 64 << 10
 """Of strings that are read there."""
 
 
-def decode_now(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
+def try_decode_inline(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
     """As decode_request, or None where that would take long."""
     try:
         return _decode(body, model, limits, is_now=True)
-    except TakesLongError:
+    except WouldBlockError:
         return None
 
 
@@ -60,7 +60,7 @@ def _decode(body: bytes, model: str, limits: Limits, *, is_now: bool) -> LookupR
     if len(batches) == 1:
         request = _quick(body, model, schema, batches[0], limits)
     if request is None:
-        bags = _Bags(body, schema, limits, is_now)
+        bags = _BagReader(body, schema, limits, is_now)
         for batch in batches:
             bags.add(batch)
         request = bags.request(model)
@@ -70,7 +70,7 @@ def _decode(body: bytes, model: str, limits: Limits, *, is_now: bool) -> LookupR
 
 
 def _quick(
-    body: bytes, model: str, schema: Schema, batch: Batch, limits: Limits
+    body: bytes, model: str, schema: Schema, batch: RecordBatch, limits: Limits
 ) -> LookupRequest | None:
     """The request in a batch as most callers give it, of lists of integers alone; None for one of
     many bags, and one with nulls or anything wrong."""
@@ -110,13 +110,13 @@ def _want(request: LookupRequest, options: Options, limits: Limits) -> None:
     """Has ``request`` answered as ``options`` say."""
     request.output_dtype = options.output_dtype
     if options.version:
-        request.model = with_version(request.model, options.version)
+        request.model = qualified_model_name(request.model, options.version)
     if options.output_keys or options.columns != IN_ONE:
         check_feature_count("output_keys", len(options.output_keys), limits)
-        request.output = Output(options.output_keys, form=options.columns)
+        request.output = OutputOptions(options.output_keys, form=options.columns)
 
 
-class _Bags:
+class _BagReader:
     """What record batches hold of each column, one batch after the other."""
 
     def __init__(self, body: bytes, schema: Schema, limits: Limits, is_now: bool) -> None:
@@ -129,7 +129,7 @@ class _Bags:
         self._strings: list[list[str]] = [[] for _ in schema.columns]
         self._ids = self._texts = self._text_bytes = 0
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: RecordBatch) -> None:
         schema = self._schema
         self._check_bags(batch)
         lengths = np.empty((len(schema.columns), batch.rows), _INT32)
@@ -139,7 +139,7 @@ class _Bags:
             _check_weights(batch, schema.columns[at], lengths[at], lengths[feature])
         self._lengths.append(lengths)
 
-    def _add_column(self, at: int, batch: Batch, lengths: np.ndarray) -> None:
+    def _add_column(self, at: int, batch: RecordBatch, lengths: np.ndarray) -> None:
         """Writes ``lengths``, int32 [rows]."""
         column = self._schema.columns[at]
         start, end, offsets = self._place(batch, column)
@@ -166,10 +166,10 @@ class _Bags:
                 _check_sign(batch, column, numbers, lengths)
             self._numbers[at].append(numbers)
 
-    def _check_bags(self, batch: Batch) -> None:
+    def _check_bags(self, batch: RecordBatch) -> None:
         bags = len(self._schema.columns) * (batch.first + batch.rows)
         if self._is_now and bags > NOW_BAGS_MAX:
-            raise TakesLongError
+            raise WouldBlockError
         bags_max = len(self._body) // _INT32.itemsize + self._limits.request_ids_max
         if bags > bags_max:  # lists of no values, and nulls, take no bytes
             raise RequestTooLargeError(
@@ -178,7 +178,7 @@ class _Bags:
                 "features",
             )
 
-    def _place(self, batch: Batch, column: Column) -> tuple[int, int, np.ndarray | None]:
+    def _place(self, batch: RecordBatch, column: Column) -> tuple[int, int, np.ndarray | None]:
         """(where the values of a column begin among those that there are, where they end, where
         each bag does, int32 or int64 [rows + 1]); None where all bags have as many."""
         rows, count = batch.rows, int(batch.lengths[column.value_node])
@@ -201,10 +201,10 @@ class _Bags:
                 f"features has {self._ids} ids, {self._limits.said('request_ids_max')}", "features"
             )
         if self._is_now and self._ids > NOW_IDS_MAX:
-            raise TakesLongError
+            raise WouldBlockError
 
     def _without_nulls(
-        self, batch: Batch, column: Column, lengths: np.ndarray, start: int, end: int
+        self, batch: RecordBatch, column: Column, lengths: np.ndarray, start: int, end: int
     ) -> np.ndarray | None:
         """bool [end - start], which values are in bags that are not null; None where all are. The
         lengths of null ones are then 0.
@@ -228,7 +228,7 @@ class _Bags:
         return keep
 
     def _valid(
-        self, batch: Batch, column: Column, buffer: int, start: int, end: int, of_values: bool
+        self, batch: RecordBatch, column: Column, buffer: int, start: int, end: int, of_values: bool
     ) -> np.ndarray:
         """bool [end - start], which are not null by the bitmap in ``buffer``."""
         if of_values and not column.values.buffers:
@@ -242,7 +242,7 @@ class _Bags:
 
     def _read_strings(
         self,
-        batch: Batch,
+        batch: RecordBatch,
         column: Column,
         start: int,
         end: int,
@@ -282,7 +282,7 @@ class _Bags:
         self._texts += count
         self._text_bytes += nbytes
         if self._is_now and (self._texts > FEW or self._text_bytes > NOW_TEXT_BYTES_MAX):
-            raise TakesLongError
+            raise WouldBlockError
         for what, found, limit in (
             ("strings", self._texts, "request_values_max"),
             ("bytes of strings", self._text_bytes, "request_text_bytes_max"),
@@ -314,7 +314,7 @@ class _Bags:
         if any(schema.is_string):
             strings = [one for of_feature in self._strings[:features] for one in of_feature]
             counts = lengths.sum(axis=1, dtype=np.int64).tolist()
-            request.ids, request.strings = merge(
+            request.ids, request.strings = merge_string_ids(
                 ids, strings, schema.features, schema.is_string, counts
             )
             request.string_features = frozenset(compress(schema.features, schema.is_string))
@@ -341,7 +341,7 @@ def _joined(numbers: Sequence[Sequence[np.ndarray]], dtype: np.dtype) -> np.ndar
         return np.concatenate([np.empty(0, dtype), *of_all], dtype=dtype, casting="unsafe")
 
 
-def _check_buffer(batch: Batch, column: Column, buffer: int, nbytes: int) -> None:
+def _check_buffer(batch: RecordBatch, column: Column, buffer: int, nbytes: int) -> None:
     """Raises InvalidRequestError unless a buffer of ``column`` has so many bytes."""
     if batch.sizes[buffer] < nbytes:
         raise column.wrong(
@@ -349,14 +349,16 @@ def _check_buffer(batch: Batch, column: Column, buffer: int, nbytes: int) -> Non
         )
 
 
-def _check_sign(batch: Batch, column: Column, ids: np.ndarray, lengths: np.ndarray) -> None:
+def _check_sign(batch: RecordBatch, column: Column, ids: np.ndarray, lengths: np.ndarray) -> None:
     is_large = ids > INT64_MAX
     if is_large.any():
         at = int(is_large.argmax())
         raise _wrong_value(batch, column, lengths, at, f"is {ids[at]}: ids are at most 2^63 - 1")
 
 
-def _check_weights(batch: Batch, column: Column, lengths: np.ndarray, of_ids: np.ndarray) -> None:
+def _check_weights(
+    batch: RecordBatch, column: Column, lengths: np.ndarray, of_ids: np.ndarray
+) -> None:
     is_other = lengths != of_ids
     if is_other.any():
         at = int(is_other.argmax())
@@ -374,14 +376,14 @@ def _wrong_offsets(column: Column, offsets: np.ndarray, count: int) -> InvalidRe
 
 
 def _wrong_value(
-    batch: Batch, column: Column, lengths: np.ndarray, position: int, problem: str
+    batch: RecordBatch, column: Column, lengths: np.ndarray, position: int, problem: str
 ) -> InvalidRequestError:
     """Of the value at ``position`` of what a batch's bags of these lengths hold."""
     bag, place = place_in(lengths, position)
     return column.wrong(problem, batch.first + bag, place)
 
 
-def sizes_of(body: bytes) -> tuple[int, int]:
+def estimate_size(body: bytes) -> tuple[int, int]:
     """(bags, ids) of a stream, as its schema and batches say; (0, 0) of what is none, or has more
     batches or a larger schema than are read at once."""
     bags = ids = 0
@@ -391,6 +393,6 @@ def sizes_of(body: bytes) -> tuple[int, int]:
         for batch in read_batches(body, at, schema, DEFAULT_LIMITS, is_now=True):
             bags += features * batch.rows
             ids += int(batch.lengths[schema.value_nodes[:features]].clip(0, len(body)).sum())
-    except (InvalidRequestError, RequestTooLargeError, TakesLongError):
+    except (InvalidRequestError, RequestTooLargeError, WouldBlockError):
         return 0, 0
     return min(bags, len(body)), min(ids, len(body))

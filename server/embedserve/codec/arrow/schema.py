@@ -13,7 +13,7 @@ from itertools import islice
 import msgspec
 import numpy as np
 
-from embedserve.batching.checks import check_feature_count
+from embedserve.batching.validation import check_feature_count
 from embedserve.codec.arrow.columns import (
     BY_KEY,
     IN_ONE,
@@ -21,10 +21,10 @@ from embedserve.codec.arrow.columns import (
     Column,
     Options,
     Schema,
-    TakesLongError,
     Values,
+    WouldBlockError,
 )
-from embedserve.codec.arrow.flatbuffers import INT16, INT32, MALFORMED, UINT8, Table
+from embedserve.codec.arrow.flatbuffers import INT16, INT32, MALFORMED, UINT8, FlatTable
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
 
@@ -64,7 +64,7 @@ def malformed(problem: object) -> InvalidRequestError:
     return InvalidRequestError(f"body is not an Arrow stream: {problem}", "body")
 
 
-def parse(table: Table, limits: Limits, *, is_now: bool) -> Schema:
+def parse(table: FlatTable, limits: Limits, *, is_now: bool) -> Schema:
     """What ``table`` says.
 
     Raises:
@@ -74,13 +74,13 @@ def parse(table: Table, limits: Limits, *, is_now: bool) -> Schema:
     """
     try:
         if is_now and table.size(FIELDS) > NOW_COLUMNS_MAX:
-            raise TakesLongError
+            raise WouldBlockError
         return _schema(table, limits)
     except MALFORMED as error:
         raise malformed(f"its schema cannot be read: {error}") from error
 
 
-def _schema(table: Table, limits: Limits) -> Schema:
+def _schema(table: FlatTable, limits: Limits) -> Schema:
     if table.number(_ENDIANNESS, INT16):
         raise InvalidRequestError("body has big-endian numbers: send little-endian ones", "body")
     count = table.size(FIELDS)
@@ -108,7 +108,7 @@ def _schema(table: Table, limits: Limits) -> Schema:
     )
 
 
-def _columns(table: Table) -> dict[str, Column]:
+def _columns(table: FlatTable) -> dict[str, Column]:
     """All of them, in their order."""
     columns: dict[str, Column] = {}
     nodes = buffers = 0
@@ -143,7 +143,7 @@ def _of_ids(column: Column) -> Column:
     return column
 
 
-def _column(at: int, table: Table, node: int, buffer: int) -> Column:
+def _column(at: int, table: FlatTable, node: int, buffer: int) -> Column:
     """The one at position ``at``, whose own come from ``node`` and ``buffer`` on."""
     size = table.size(NAME)
     if size > NAME_BYTES_MAX:
@@ -170,7 +170,7 @@ def _column(at: int, table: Table, node: int, buffer: int) -> Column:
     return Column(name, field, values, None, size, node, buffer, node + 1, buffer + 1)
 
 
-def _values(field: str, table: Table) -> Values:
+def _values(field: str, table: FlatTable) -> Values:
     """The type of what is no list."""
     kind, of = table.number(TYPE_KIND, UINT8), table.table(TYPE)
     name = KINDS[kind] if kind < len(KINDS) else f"{kind}"
@@ -197,7 +197,7 @@ def _wrong_type(field: str, name: str) -> InvalidRequestError:
     )
 
 
-def _options(table: Table) -> Options:
+def _options(table: FlatTable) -> Options:
     """What the metadata that is ours says."""
     count = table.size(METADATA)
     if count > METADATA_MAX:
@@ -212,7 +212,7 @@ def _options(table: Table) -> Options:
     return Options(**found) if found else PLAIN  # type: ignore[arg-type]  # as _READERS has them
 
 
-def _option(key: str, entry: Table) -> object:
+def _option(key: str, entry: FlatTable) -> object:
     reader = _READERS.get(key.removeprefix(PREFIX))
     if reader is None:
         known = ", ".join(PREFIX + name for name in _READERS)

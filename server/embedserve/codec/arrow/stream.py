@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from embedserve.codec.arrow.columns import Schema, TakesLongError, schemas
+from embedserve.codec.arrow.columns import Schema, WouldBlockError, schemas
 from embedserve.codec.arrow.flatbuffers import (
     INT16,
     INT32,
     INT64,
     MALFORMED,
     UINT8,
+    FlatTable,
     Number,
-    Table,
     Value,
     root,
     write,
@@ -58,7 +58,7 @@ CODECS = ("LZ4", "ZSTD")
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ArrowMessage:
     """One of a stream.
 
     Attributes:
@@ -67,13 +67,13 @@ class Message:
     """
 
     kind: int
-    header: Table
+    header: FlatTable
     start: int
     end: int
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RecordBatch:
     """Where a record batch has what.
 
     Attributes:
@@ -92,7 +92,7 @@ class Batch:
     sizes: list[int]
 
 
-def read_message(body: bytes, at: int) -> Message | None:
+def read_message(body: bytes, at: int) -> ArrowMessage | None:
     """The one that begins at ``at``; None at the end of the stream.
 
     Raises:
@@ -124,7 +124,7 @@ def _not_a_message(at: int, head: bytes) -> str:
     return f"a message at byte {at} begins with 0x{head[:4].hex()}, not with 0x{CONTINUATION.hex()}"
 
 
-def _message(metadata: bytes, at: int, start: int, nbytes: int) -> Message:
+def _message(metadata: bytes, at: int, start: int, nbytes: int) -> ArrowMessage:
     """Whose body comes from ``start`` on, of a stream of ``nbytes``."""
     table = root(metadata)
     version, kind = table.number(VERSION, INT16), table.number(HEADER_KIND, UINT8)
@@ -138,7 +138,7 @@ def _message(metadata: bytes, at: int, start: int, nbytes: int) -> Message:
     header, size = table.table(HEADER), table.number(BODY_BYTES, INT64)
     if header is None or not 0 <= size <= nbytes - start:
         raise ValueError(f"it says that {size} bytes follow, of which there are {nbytes - start}")
-    return Message(kind, header, start, start + size)
+    return ArrowMessage(kind, header, start, start + size)
 
 
 def read_schema(body: bytes, limits: Limits, *, is_now: bool) -> tuple[Schema, int]:
@@ -156,7 +156,7 @@ def read_schema(body: bytes, limits: Limits, *, is_now: bool) -> tuple[Schema, i
     if known is not None:
         return known, end
     if is_now and size > NOW_SCHEMA_BYTES:
-        raise TakesLongError
+        raise WouldBlockError
     message = read_message(body, 0)
     if message is None or message.kind != SCHEMA:
         raise malformed("it does not begin with a schema")
@@ -168,7 +168,7 @@ def read_schema(body: bytes, limits: Limits, *, is_now: bool) -> tuple[Schema, i
 
 def read_batches(
     body: bytes, at: int, schema: Schema, limits: Limits, *, is_now: bool
-) -> list[Batch]:
+) -> list[RecordBatch]:
     """Those that have rows.
 
     Raises:
@@ -176,14 +176,14 @@ def read_batches(
         RequestTooLargeError: there are too many, or more rows of them than ``limits`` allow.
         TakesLongError: and that ``is_now``.
     """
-    found: list[Batch] = []
+    found: list[RecordBatch] = []
     rows = pieces = 0
     columns = len(schema.columns) + BATCH_PIECES
     pieces_max = NOW_PIECES_MAX if is_now else max(PIECES_MAX, columns)
     while message := read_message(body, at):
         pieces += columns
         if pieces > pieces_max:
-            raise TakesLongError if is_now else _too_many_batches(pieces // columns)
+            raise WouldBlockError if is_now else _too_many_batches(pieces // columns)
         if message.kind != RECORD_BATCH:
             raise malformed(f"the message at byte {at} is another schema")
         batch = _read_batch(message, schema, rows, limits)
@@ -202,7 +202,9 @@ def _too_many_batches(count: int) -> RequestTooLargeError:
     )
 
 
-def _read_batch(message: Message, schema: Schema, first: int, limits: Limits) -> Batch | None:
+def _read_batch(
+    message: ArrowMessage, schema: Schema, first: int, limits: Limits
+) -> RecordBatch | None:
     """The batch in ``message``; None for one without rows."""
     try:
         return _batch(message, schema, first, limits)
@@ -210,7 +212,7 @@ def _read_batch(message: Message, schema: Schema, first: int, limits: Limits) ->
         raise malformed(f"a record batch cannot be read: {error}") from error
 
 
-def _batch(message: Message, schema: Schema, first: int, limits: Limits) -> Batch | None:
+def _batch(message: ArrowMessage, schema: Schema, first: int, limits: Limits) -> RecordBatch | None:
     table = message.header
     compression = table.table(COMPRESSION)
     if compression is not None:
@@ -242,7 +244,7 @@ def _batch(message: Message, schema: Schema, first: int, limits: Limits) -> Batc
     if not rows:
         return None
     starts, sizes = buffers[:, 0], buffers[:, 1]
-    return Batch(
+    return RecordBatch(
         rows,
         first,
         lengths,

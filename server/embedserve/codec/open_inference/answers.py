@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from embedserve.codec.version_name import with_version
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.shared_memory.place import Place
-from embedserve.types import LookupRequest, LookupResult, ModelInfo, Output
+from embedserve.lookup import LookupRequest, LookupResult, OutputOptions
+from embedserve.model_info import ModelInfo
+from embedserve.model_names import qualified_model_name
+from embedserve.shared_memory.memory_slice import MemorySlice
 
 POOLED = "pooled"
 """The output that has the vectors of all keys, one after the other."""
@@ -35,7 +36,7 @@ PLACES_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ResponseOptions:
     """How a request wants its answer written.
 
     Attributes:
@@ -52,9 +53,9 @@ class Form:
     has_keys: bool = True
     is_binary: bool = False
     others: frozenset[str] = frozenset()
-    places: Mapping[str, Place] | None = None
+    places: Mapping[str, MemorySlice] | None = None
 
-    def place(self, name: str) -> Place | None:
+    def place(self, name: str) -> MemorySlice | None:
         return None if self.places is None else self.places.get(name)
 
 
@@ -65,7 +66,7 @@ def set_output(
     are_binary: Sequence[bool],
     is_binary: bool,
     limits: Limits,
-    places: Mapping[str, Place] | None = None,
+    places: Mapping[str, MemorySlice] | None = None,
 ) -> None:
     """Has ``request`` answered with its id and the outputs of these names, all keys where there are
     none.
@@ -83,7 +84,9 @@ def set_output(
             f"id has {len(request_id)} characters, the limit is {REQUEST_ID_CHARACTERS_MAX}", "id"
         )
     if not names:
-        request.output = Output(form=Form(request_id, is_binary=is_binary), field="outputs")
+        request.output = OutputOptions(
+            form=ResponseOptions(request_id, is_binary=is_binary), field="outputs"
+        )
         return
     if len(names) > limits.request_features_max:
         raise RequestTooLargeError(
@@ -109,8 +112,8 @@ def set_output(
             f"ask for {POOLED!r}",
             "outputs",
         )
-    form = Form(request_id, has_pooled, bool(keys), most, frozenset(others), places)
-    request.output = Output(keys, "outputs", has_pooled, form)
+    form = ResponseOptions(request_id, has_pooled, bool(keys), most, frozenset(others), places)
+    request.output = OutputOptions(keys, "outputs", has_pooled, form)
 
 
 def set_output_dtype(request: LookupRequest, value: object) -> None:
@@ -137,14 +140,14 @@ def versioned(model: str, version: str) -> str:
     Raises:
         InvalidRequestError: it can be no version, or ``model`` has one already.
     """
-    return with_version(model, version) if version else model
+    return qualified_model_name(model, version) if version else model
 
 
-def form_of(result: LookupResult) -> tuple[Form, Output]:
+def response_options_of(result: LookupResult) -> tuple[ResponseOptions, OutputOptions]:
     output = result.output
     assert output is not None
     form = output.form
-    assert isinstance(form, Form)
+    assert isinstance(form, ResponseOptions)
     if form.has_pooled and not result.model.is_pooled:
         raise InvalidRequestError(
             f"outputs: model {result.model.name!r} answers one row for each id and pools nothing: "
@@ -155,7 +158,7 @@ def form_of(result: LookupResult) -> tuple[Form, Output]:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class OutputTensor:
     """An output: its name, its shape, and where its values lie in those of the answer.
 
     Attributes:
@@ -173,7 +176,7 @@ class Tensor:
 
     def pieces(self, result: LookupResult) -> Iterator[np.ndarray]:
         """Its values, C-contiguous; of several pieces one after the other."""
-        for values in (result.values, *result.more):
+        for values in (result.values, *result.extra_chunks):
             if self.rows is not None:
                 yield values[self.rows]
             elif self.columns is None:
@@ -182,37 +185,41 @@ class Tensor:
                 yield np.ascontiguousarray(values[:, self.columns])
 
 
-def tensors_of(result: LookupResult, form: Form, output: Output) -> list[Tensor]:
+def tensors_of(
+    result: LookupResult, form: ResponseOptions, output: OutputOptions
+) -> list[OutputTensor]:
     """The outputs, in the model's order."""
     model = result.model
     if result.lengths is not None:
         return _rows_of(result)
-    batch_size = len(result.values) + sum(map(len, result.more))
+    batch_size = len(result.values) + sum(map(len, result.extra_chunks))
     tensors = []
     if form.has_pooled:
-        tensors.append(Tensor(POOLED, (batch_size, sum(model.length_per_key))))
+        tensors.append(OutputTensor(POOLED, (batch_size, sum(model.length_per_key))))
     if form.has_keys:
         wanted = set(output.keys) if form.has_pooled else None
         start = 0
         for key, dim in zip(model.keys, model.length_per_key, strict=True):
             if wanted is None or key in wanted:
-                tensors.append(Tensor(key, (batch_size, dim), slice(start, start + dim)))
+                tensors.append(OutputTensor(key, (batch_size, dim), slice(start, start + dim)))
             start += dim
     return tensors
 
 
-def _rows_of(result: LookupResult) -> list[Tensor]:
+def _rows_of(result: LookupResult) -> list[OutputTensor]:
     model, lengths = result.model, result.lengths
     assert lengths is not None
     tensors, start = [], 0
     counts = lengths.sum(axis=1, dtype=np.int64).tolist()
     for key, dim, count in zip(model.keys, model.length_per_key, counts, strict=True):
-        tensors.append(Tensor(key, (count, dim), rows=slice(start, start + count)))
+        tensors.append(OutputTensor(key, (count, dim), rows=slice(start, start + count)))
         start += count
     return tensors
 
 
-def write_placed(tensors: Sequence[Tensor], result: LookupResult, form: Form) -> None:
+def write_placed(
+    tensors: Sequence[OutputTensor], result: LookupResult, form: ResponseOptions
+) -> None:
     """Puts the values of those of ``tensors`` that are to lie in shared memory there.
 
     Raises:
@@ -234,10 +241,10 @@ def write_placed(tensors: Sequence[Tensor], result: LookupResult, form: Form) ->
         place.write(values.data for values in one.pieces(result))
 
 
-def is_quick(result: LookupResult, form: Form) -> bool:
+def is_quick(result: LookupResult, form: ResponseOptions) -> bool:
     """Whether its values are written as bytes in about a millisecond."""
-    if result.more or result.lengths is not None or form.places is not None:
-        return result.values.nbytes <= NOW_BYTES_MAX and not result.more
+    if result.extra_chunks or result.lengths is not None or form.places is not None:
+        return result.values.nbytes <= NOW_BYTES_MAX and not result.extra_chunks
     return (
         result.values.nbytes <= NOW_BYTES_MAX
         or not form.has_keys
@@ -245,18 +252,18 @@ def is_quick(result: LookupResult, form: Form) -> bool:
     )
 
 
-def are_in_order(result: LookupResult, form: Form) -> bool:
+def are_in_order(result: LookupResult, form: ResponseOptions) -> bool:
     """Whether the values of all outputs, one after the other, are the answer's as they lie."""
     if result.lengths is not None:
         return True
     if form.has_pooled:
         return not form.has_keys
-    return len(result.model.keys) == 1 or (len(result.values) == 1 and not result.more)
+    return len(result.model.keys) == 1 or (len(result.values) == 1 and not result.extra_chunks)
 
 
-def start_key(kind: str, result: LookupResult, form: Form) -> tuple[object, ...] | None:
+def start_key(kind: str, result: LookupResult, form: ResponseOptions) -> tuple[object, ...] | None:
     """By what the description of its outputs is kept with the model; None where it is not kept."""
-    if result.more or result.lengths is not None or form.others or form.places is not None:
+    if result.extra_chunks or result.lengths is not None or form.others or form.places is not None:
         return None
     if form.has_pooled and form.has_keys:
         return None
@@ -267,6 +274,6 @@ def start_key(kind: str, result: LookupResult, form: Form) -> tuple[object, ...]
 def keep_start(model: ModelInfo, key: tuple[object, ...] | None, start: object) -> None:
     if key is None:
         return
-    if len(model.answer_starts) >= model.starts_max:
-        model.answer_starts.clear()
-    model.answer_starts[key] = start
+    if len(model.response_prefix_cache) >= model.response_prefixes_max:
+        model.response_prefix_cache.clear()
+    model.response_prefix_cache[key] = start

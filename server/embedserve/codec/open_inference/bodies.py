@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 
 from embedserve.codec.json_codec import NOW_BYTES_MAX, check_cost
-from embedserve.codec.open_inference import known_placed
+from embedserve.codec.open_inference import shared_memory_template
 from embedserve.codec.open_inference.answers import (
     set_output,
     set_output_dtype,
 )
-from embedserve.codec.open_inference.known_bodies import forms
-from embedserve.codec.open_inference.places import PlacedTensor, find_place
+from embedserve.codec.open_inference.json_template import forms
+from embedserve.codec.open_inference.shared_memory_tensors import PlacedTensor, find_place
 from embedserve.codec.open_inference.strings import read_strings
 from embedserve.codec.open_inference.tensors import (
     BYTES,
@@ -31,13 +31,13 @@ from embedserve.codec.open_inference.tensors import (
     wrong,
 )
 from embedserve.codec.open_inference.tensors import (
-    Tensor as Input,
+    InputTensor as Input,
 )
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
-from embedserve.shared_memory.place import Place
+from embedserve.lookup import LookupRequest
+from embedserve.shared_memory.memory_slice import MemorySlice
 from embedserve.shared_memory.region import Regions
-from embedserve.types import LookupRequest
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
@@ -75,7 +75,7 @@ class _Parameters(msgspec.Struct, gc=False):
     output_dtype: str | None = None
 
 
-class _Body(msgspec.Struct, gc=False):
+class _InferBody(msgspec.Struct, gc=False):
     inputs: list[_Input]
     outputs: list[_Output] = []
     parameters: _Parameters | None = None
@@ -91,7 +91,7 @@ class _Sizes(msgspec.Struct, gc=False):
     inputs: list[_Sized]
 
 
-_DECODER = msgspec.json.Decoder(_Body)
+_DECODER = msgspec.json.Decoder(_InferBody)
 _SIZES_DECODER = msgspec.json.Decoder(_Sizes)
 COUNTED_INPUTS_MAX = 4096
 UTF8_BYTES = 64 << 10
@@ -99,7 +99,7 @@ UTF8_BYTES = 64 << 10
 _ARRAY_CODES = {"INT64": "q", "INT32": "i", "FP32": "d"}
 
 
-def decode_now(
+def try_decode_inline(
     body: bytes,
     model: str,
     limits: Limits,
@@ -134,7 +134,7 @@ def decode_request(
     return request
 
 
-def sizes_of(body: bytes, json_bytes: int | None = None) -> tuple[int, int]:
+def estimate_size(body: bytes, json_bytes: int | None = None) -> tuple[int, int]:
     """(bags, ids) that the shapes of a request say; (0, 0) of what is none, or has over
     COUNTED_INPUTS_MAX inputs. Values are passed over."""
     head = body if json_bytes is None else body[:json_bytes]
@@ -163,7 +163,7 @@ def _decode(
         if known is not None:
             return known
     if regions and json_bytes in (None, len(body)):
-        of_placed = known_placed.forms.find(body, limits)
+        of_placed = shared_memory_template.forms.find(body, limits)
         if of_placed is not None:
             if is_now and not of_placed.is_quick:
                 return None
@@ -181,7 +181,7 @@ def _decode(
     tensors = _tensors(parsed.inputs, rest, limits, regions, is_now=is_now)
     if tensors is None:
         return None
-    read = known_placed.read_request(model, *tensors, regions, limits, is_now=is_now)
+    read = shared_memory_template.read_request(model, *tensors, regions, limits, is_now=is_now)
     if read is None:
         return None
     request, of_placed = read
@@ -198,11 +198,11 @@ def _decode(
     if len(rest) and not parsed.id and _is_plain(parsed, request):
         forms.remember(head, request, lambda marked: _sizes_of_same(marked, parsed))
     if of_placed is not None and not parsed.id:
-        known_placed.forms.remember(head, of_placed, request)
+        shared_memory_template.forms.remember(head, of_placed, request)
     return request
 
 
-def _is_plain(parsed: _Body, request: LookupRequest) -> bool:
+def _is_plain(parsed: _InferBody, request: LookupRequest) -> bool:
     """Whether its inputs are F.ids and then F.lengths of each feature, integers in binary, and
     nothing lies in shared memory, which is its caller's alone."""
     names = [f"{name}.{part}" for name in request.features for part in ("ids", "lengths")]
@@ -218,18 +218,18 @@ def _is_placed(told: _Placed) -> bool:
     return told.shared_memory_region is not None or told.shared_memory_byte_size is not None
 
 
-def _place(tensor: Input | str, told: _Placed, regions: Regions | None) -> Place:
+def _place(tensor: Input | str, told: _Placed, regions: Regions | None) -> MemorySlice:
     region, byte_size = told.shared_memory_region, told.shared_memory_byte_size
     return find_place(tensor, region, byte_size, told.shared_memory_offset, regions)
 
 
-def _places(outputs: list[_Output], regions: Regions | None) -> dict[str, Place] | None:
+def _places(outputs: list[_Output], regions: Regions | None) -> dict[str, MemorySlice] | None:
     """Of those that are to lie in shared memory."""
     told = [(one.name, one.parameters) for one in outputs if one.parameters is not None]
     return {name: _place(name, one, regions) for name, one in told if _is_placed(one)} or None
 
 
-def _sizes_of_same(head: bytes, parsed: _Body) -> list[tuple[int, int]] | None:
+def _sizes_of_same(head: bytes, parsed: _InferBody) -> list[tuple[int, int]] | None:
     """(elements, bytes) of each input that ``head`` says; None where it is not ``parsed`` but for
     these."""
     try:

@@ -11,33 +11,33 @@ from collections.abc import Iterator
 import numpy as np
 import orjson
 
-from embedserve.codec.float16_digits import fewest_digits
+from embedserve.codec.float16_digits import shortest_float16_repr
 from embedserve.codec.json_codec import NOW_VALUES_MAX, PIECE_VALUES
 from embedserve.codec.open_inference.answers import (
     DATATYPES,
-    Form,
-    Tensor,
+    OutputTensor,
+    ResponseOptions,
     are_in_order,
-    form_of,
     is_quick,
     keep_start,
+    response_options_of,
     start_key,
     tensors_of,
     write_placed,
 )
-from embedserve.codec.open_inference.places import BYTE_SIZE, OFFSET, REGION
+from embedserve.codec.open_inference.shared_memory_tensors import BYTE_SIZE, OFFSET, REGION
 from embedserve.errors import EmbedServeError
-from embedserve.shared_memory.place import Place
-from embedserve.types import Encoded, LookupResult, Parts, with_size
+from embedserve.lookup import EncodedResponse, LookupResult, ResponseChunks, with_size
+from embedserve.shared_memory.memory_slice import MemorySlice
 
 
-def encode_now(result: LookupResult) -> Encoded | None:
+def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     """As encode_pieces, or None where that would take long."""
-    form, output = form_of(result)
+    form, output = response_options_of(result)
     are_placed = form.places is not None and len(form.places) == len(output.keys) + form.has_pooled
     if are_placed or (form.is_binary and not form.others):
         return with_size([*_encode(result, form)]) if is_quick(result, form) else None
-    if result.values.size > NOW_VALUES_MAX or result.more:
+    if result.values.size > NOW_VALUES_MAX or result.extra_chunks:
         return None
     parts = [*_encode(result, form)]
     return with_size(parts if head_bytes(parts) else [b"".join(parts)])
@@ -46,15 +46,15 @@ def encode_now(result: LookupResult) -> Encoded | None:
 def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
     """The pieces of any answer, none of which takes long to make. Of one that has values in binary
     the first is the whole JSON."""
-    form, _ = form_of(result)
+    form, _ = response_options_of(result)
     yield from _encode(result, form)
 
 
-def _encode(result: LookupResult, form: Form) -> Iterator[bytes | memoryview]:
+def _encode(result: LookupResult, form: ResponseOptions) -> Iterator[bytes | memoryview]:
     assert result.output is not None
     head = _head(result, form)
     key = start_key("v2", result, form) if form.is_binary else None
-    described = None if key is None else result.model.answer_starts.get(key)
+    described = None if key is None else result.model.response_prefix_cache.get(key)
     tensors = None
     if described is None:
         tensors = tensors_of(result, form, result.output)
@@ -66,7 +66,7 @@ def _encode(result: LookupResult, form: Form) -> Iterator[bytes | memoryview]:
         keep_start(result.model, key, described)
     yield head + described
     if are_in_order(result, form) and not form.others:
-        for values in (result.values, *result.more):
+        for values in (result.values, *result.extra_chunks):
             yield values.data
         return
     for one in tensors or tensors_of(result, form, result.output):
@@ -75,14 +75,14 @@ def _encode(result: LookupResult, form: Form) -> Iterator[bytes | memoryview]:
                 yield values.data
 
 
-def _in_binary(tensor: Tensor, form: Form) -> bool:
+def _in_binary(tensor: OutputTensor, form: ResponseOptions) -> bool:
     return form.is_binary != (tensor.name in form.others)
 
 
-def _head(result: LookupResult, form: Form) -> bytes:
+def _head(result: LookupResult, form: ResponseOptions) -> bytes:
     """All that comes before the outputs."""
     model = result.model
-    start = model.answer_starts.get(("v2 model",))
+    start = model.response_prefix_cache.get(("v2 model",))
     if start is None:
         told = {"model_name": model.name, "model_version": str(model.version)}
         start = orjson.dumps(told)[:-1]
@@ -96,13 +96,13 @@ def _head(result: LookupResult, form: Form) -> bytes:
     return head
 
 
-def _start(tensor: Tensor, itemsize: int) -> bytes:
+def _start(tensor: OutputTensor, itemsize: int) -> bytes:
     """An output but for its values."""
     told = {"name": tensor.name, "datatype": DATATYPES[itemsize], "shape": tensor.shape}
     return orjson.dumps(told)[:-1]
 
 
-def _described(tensors: list[Tensor], result: LookupResult, form: Form) -> bytes:
+def _described(tensors: list[OutputTensor], result: LookupResult, form: ResponseOptions) -> bytes:
     """The outputs, with the values of those that are not in binary."""
     itemsize = result.values.itemsize
     outputs = []
@@ -119,7 +119,7 @@ def _described(tensors: list[Tensor], result: LookupResult, form: Form) -> bytes
 
 
 def _all_json(
-    head: bytes, tensors: list[Tensor], result: LookupResult, form: Form
+    head: bytes, tensors: list[OutputTensor], result: LookupResult, form: ResponseOptions
 ) -> Iterator[bytes]:
     itemsize = result.values.itemsize
     before = head + b',"outputs":['
@@ -135,26 +135,26 @@ def _all_json(
     yield before + b"]}"
 
 
-def _place_told(place: Place, nbytes: int) -> bytes:
+def _place_told(place: MemorySlice, nbytes: int) -> bytes:
     """The parameters of an output that lies in shared memory, so many bytes of it."""
     told = {REGION: place.region.name, OFFSET: place.offset, BYTE_SIZE: nbytes}
     return b',"parameters":' + orjson.dumps(told)
 
 
-def _values(tensor: Tensor, result: LookupResult) -> Iterator[bytes]:
+def _values(tensor: OutputTensor, result: LookupResult) -> Iterator[bytes]:
     before = b',"data":['
     for values in tensor.pieces(result):
         flat = values.reshape(-1)
         for start in range(0, flat.size, PIECE_VALUES):
             some = flat[start : start + PIECE_VALUES]
             if some.dtype == np.float16:
-                some = fewest_digits(some.reshape(1, -1)).reshape(-1)
+                some = shortest_float16_repr(some.reshape(1, -1)).reshape(-1)
             yield before + orjson.dumps(some, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
             before = b","
     yield b"]" if before == b"," else before + b"]"
 
 
-def head_bytes(parts: Parts) -> int:
+def head_bytes(parts: ResponseChunks) -> int:
     """How long the JSON of an answer is whose values follow it in binary; 0 of one without.
 
     Only the whole JSON ends with a brace where it is not all.

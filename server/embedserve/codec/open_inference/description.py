@@ -11,7 +11,8 @@ from embedserve.codec.open_inference.answers import DATATYPES, POOLED
 from embedserve.metrics.histogram import Histogram
 from embedserve.metrics.model_metrics import VersionMetrics
 from embedserve.metrics.request_metrics import NO_FAILURES
-from embedserve.types import ComingVersion, ModelInfo, split_name
+from embedserve.model_info import ModelInfo, PendingVersion
+from embedserve.model_names import split_name
 
 PLATFORM = "torchrec"
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
@@ -110,7 +111,7 @@ def _total(seconds: Histogram) -> tuple[int, int]:
 
 
 def repository(
-    models: Iterable[ModelInfo], coming: Mapping[str, ComingVersion], not_ready: str
+    models: Iterable[ModelInfo], coming: Mapping[str, PendingVersion], not_ready: str
 ) -> list[dict[str, str]]:
     """Every version that is served, or that is to be.
 

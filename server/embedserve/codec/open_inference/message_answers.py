@@ -9,20 +9,20 @@ from collections.abc import Iterator, Sequence
 
 from embedserve.codec.open_inference.answers import (
     DATATYPES,
-    Form,
-    Tensor,
-    form_of,
+    OutputTensor,
+    ResponseOptions,
     is_quick,
     keep_start,
+    response_options_of,
     start_key,
     tensors_of,
     write_placed,
 )
-from embedserve.codec.open_inference.places import BYTE_SIZE, OFFSET, REGION
+from embedserve.codec.open_inference.shared_memory_tensors import BYTE_SIZE, OFFSET, REGION
 from embedserve.codec.protobuf_fields import LENGTH_DELIMITED, number_of, tag_of, varint
 from embedserve.errors import EmbedServeError
-from embedserve.shared_memory.place import Place
-from embedserve.types import Encoded, LookupResult, Output, with_size
+from embedserve.lookup import EncodedResponse, LookupResult, OutputOptions, with_size
+from embedserve.shared_memory.memory_slice import MemorySlice
 from embedserve_proto import open_inference_pb2 as pb
 
 _OutputMessage = pb.ModelInferResponse.InferOutputTensor
@@ -37,13 +37,13 @@ STREAMED_TAG = bytes(
 )
 
 
-def encode_now(result: LookupResult) -> Encoded | None:
+def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     """(a ModelInferResponse in pieces, their bytes), or None where that would take long."""
-    form, output = form_of(result)
+    form, output = response_options_of(result)
     if not is_quick(result, form):
         return None
     values = result.values
-    is_one = result.lengths is None and len(values) == 1 and not result.more
+    is_one = result.lengths is None and len(values) == 1 and not result.extra_chunks
     if is_one and not output.has_all and form.places is None:
         # What most answers are: the vectors of a key lie together, and are not copied twice.
         parts: list[bytes | memoryview] = [_head(result, form)]
@@ -61,7 +61,7 @@ def encode_now(result: LookupResult) -> Encoded | None:
 
 def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
     """The pieces of any answer, none of which takes long to make."""
-    form, output = form_of(result)
+    form, output = response_options_of(result)
     described, starts, tensors = _described_once(result, form, output)
     write_placed(tensors, result, form)
     yield _head(result, form) + described
@@ -75,25 +75,25 @@ def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
 
 
 def _described_once(
-    result: LookupResult, form: Form, output: Output
-) -> tuple[bytes, list[bytes], list[Tensor]]:
+    result: LookupResult, form: ResponseOptions, output: OutputOptions
+) -> tuple[bytes, list[bytes], list[OutputTensor]]:
     """(the outputs but for their values, what comes before the values of each, the outputs); kept
     with the model where it can be."""
     key = start_key("v2 grpc", result, form)
-    made = None if key is None else result.model.answer_starts.get(key)
+    made = None if key is None else result.model.response_prefix_cache.get(key)
     if made is None:
         tensors = tensors_of(result, form, output)
         starts = [_raw_start(one, result, form) for one in tensors]
         made = _described(tensors, result, form), starts, tensors
         keep_start(result.model, key, made)
-    described: tuple[bytes, list[bytes], list[Tensor]] = made
+    described: tuple[bytes, list[bytes], list[OutputTensor]] = made
     return described
 
 
-def _head(result: LookupResult, form: Form) -> bytes:
+def _head(result: LookupResult, form: ResponseOptions) -> bytes:
     """All that comes before the outputs."""
     model = result.model
-    start = model.answer_starts.get(("v2 grpc model",))
+    start = model.response_prefix_cache.get(("v2 grpc model",))
     if start is None:
         start = pb.ModelInferResponse(
             model_name=model.name, model_version=str(model.version)
@@ -112,7 +112,9 @@ def _head(result: LookupResult, form: Form) -> bytes:
     return head
 
 
-def _described(tensors: Sequence[Tensor], result: LookupResult, form: Form) -> bytes:
+def _described(
+    tensors: Sequence[OutputTensor], result: LookupResult, form: ResponseOptions
+) -> bytes:
     datatype = DATATYPES[result.values.itemsize]
     outputs = [
         pb.ModelInferResponse.InferOutputTensor(name=one.name, datatype=datatype, shape=one.shape)
@@ -125,22 +127,22 @@ def _described(tensors: Sequence[Tensor], result: LookupResult, form: Form) -> b
     return pb.ModelInferResponse(outputs=outputs).SerializeToString()
 
 
-def _tell_place(output: _OutputMessage, place: Place, nbytes: int) -> None:
+def _tell_place(output: _OutputMessage, place: MemorySlice, nbytes: int) -> None:
     parameters = output.parameters
     parameters[REGION].string_param = place.region.name
     parameters[OFFSET].int64_param = place.offset
     parameters[BYTE_SIZE].int64_param = nbytes
 
 
-def _raw_start(tensor: Tensor, result: LookupResult, form: Form) -> bytes:
+def _raw_start(tensor: OutputTensor, result: LookupResult, form: ResponseOptions) -> bytes:
     """Of one in shared memory nothing follows: clients expect an entry for each output."""
     is_placed = form.place(tensor.name) is not None
     return RAW_OUTPUT_TAG + varint(0 if is_placed else tensor.nbytes(result.values.itemsize))
 
 
-def encode_streamed_now(result: LookupResult) -> Encoded | None:
+def try_encode_streamed_inline(result: LookupResult) -> EncodedResponse | None:
     """The same as a ModelStreamInferResponse."""
-    encoded = encode_now(result)
+    encoded = try_encode_inline(result)
     if encoded is None:
         return None
     parts, nbytes = encoded

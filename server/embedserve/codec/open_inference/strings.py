@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from embedserve.codec.open_inference.tensors import NAME_CHARACTERS_MAX, Tensor, wrong
+from embedserve.codec.open_inference.tensors import NAME_CHARACTERS_MAX, InputTensor, wrong
 from embedserve.errors import RequestTooLargeError
 
 STRING_LENGTH_BYTES = 4
 
 
-def read_strings(tensor: Tensor, raw: memoryview, count_max: int, limit: str) -> list[str]:
+def read_strings(tensor: InputTensor, raw: memoryview, count_max: int, limit: str) -> list[str]:
     """The strings of a BYTES tensor as the protocol has them in binary: each with its length, a
     little-endian uint32, before it.
 
@@ -40,7 +40,7 @@ def read_strings(tensor: Tensor, raw: memoryview, count_max: int, limit: str) ->
     return strings
 
 
-def text_of(tensor: Tensor, at: int, string: bytes) -> str:
+def text_of(tensor: InputTensor, at: int, string: bytes) -> str:
     """Raises InvalidRequestError where it is not UTF-8."""
     try:
         return string.decode()

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from embedserve.batching.checks import check_feature_count
-from embedserve.codec.strings import merge
+from embedserve.batching.validation import check_feature_count
+from embedserve.codec.string_ids import merge_string_ids
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.types import LookupRequest
+from embedserve.lookup import LookupRequest
 
 DTYPES: Mapping[str, np.dtype] = {
     "INT64": np.dtype("<i8"),
@@ -42,7 +42,7 @@ Sizes = tuple[tuple[str, ...], list[int], int]
 
 
 @dataclass(slots=True)
-class Tensor:
+class InputTensor:
     """One input; ``data`` is not checked against the rest yet."""
 
     name: str
@@ -58,10 +58,10 @@ class Tensor:
 class _Feature:
     """What was given of one feature."""
 
-    ids: Tensor | None = None
-    lengths: Tensor | None = None
-    weights: Tensor | None = None
-    padded: Tensor | None = None
+    ids: InputTensor | None = None
+    lengths: InputTensor | None = None
+    weights: InputTensor | None = None
+    padded: InputTensor | None = None
 
 
 def shown(name: str) -> str:
@@ -73,11 +73,11 @@ def shown_shape(shape: Sequence[int]) -> str:
     return str(list(shape[:8]))
 
 
-def wrong(tensor: Tensor, problem: str) -> InvalidRequestError:
+def wrong(tensor: InputTensor, problem: str) -> InvalidRequestError:
     return InvalidRequestError(f"{tensor} {problem}", f"inputs.{tensor.name[:NAME_CHARACTERS_MAX]}")
 
 
-def lookup_request(model: str, tensors: Sequence[Tensor], limits: Limits) -> LookupRequest:
+def lookup_request(model: str, tensors: Sequence[InputTensor], limits: Limits) -> LookupRequest:
     """The request of all its inputs.
 
     Raises:
@@ -95,7 +95,9 @@ def lookup_request(model: str, tensors: Sequence[Tensor], limits: Limits) -> Loo
     return _any(model, features, batch_size, limits)
 
 
-def plain_sizes(tensors: Sequence[Tensor], sizes: Sequence[int], limits: Limits) -> Sizes | None:
+def plain_sizes(
+    tensors: Sequence[InputTensor], sizes: Sequence[int], limits: Limits
+) -> Sizes | None:
     """What features have as most callers give them, integers in binary, each F.ids and then
     F.lengths; None for any other, and ones with anything wrong.
 
@@ -133,7 +135,7 @@ def plain_sizes(tensors: Sequence[Tensor], sizes: Sequence[int], limits: Limits)
     return tuple(names), counts, shape[0]
 
 
-def _quick(model: str, tensors: Sequence[Tensor], limits: Limits) -> LookupRequest | None:
+def _quick(model: str, tensors: Sequence[InputTensor], limits: Limits) -> LookupRequest | None:
     """The request of features with `plain_sizes`; None for any other, and one with anything
     wrong."""
     data: list[Any] = [one.data for one in tensors]
@@ -156,7 +158,7 @@ def add_up(lengths: np.ndarray, batch_size: int, counts: Sequence[int]) -> bool:
     return bool(of_features.tolist() == counts)
 
 
-def _by_feature(tensors: Iterable[Tensor], limits: Limits) -> dict[str, _Feature]:
+def _by_feature(tensors: Iterable[InputTensor], limits: Limits) -> dict[str, _Feature]:
     features: dict[str, _Feature] = {}
     count_max = 3 * limits.request_features_max
     for count, tensor in enumerate(tensors):
@@ -182,7 +184,7 @@ def _by_feature(tensors: Iterable[Tensor], limits: Limits) -> dict[str, _Feature
     return features
 
 
-def _check(tensor: Tensor, part: str) -> None:
+def _check(tensor: InputTensor, part: str) -> None:
     """Raises InvalidRequestError unless ``tensor`` has a datatype and shape of such a part of a
     feature, and the data for them."""
     datatypes = DATATYPES.get(part, ("INT64",))
@@ -228,7 +230,7 @@ def _check_parts(name: str, one: _Feature) -> None:
 
 def _batch_size(features: Mapping[str, _Feature], limits: Limits) -> int:
     """Examples, which all features have as many of."""
-    first: Tensor | None = None
+    first: InputTensor | None = None
     ids = 0
     for one in features.values():
         tensor = one.lengths or one.padded
@@ -337,7 +339,7 @@ def _any(
     )
 
 
-def _array(tensor: Tensor, dtype: np.dtype) -> np.ndarray:
+def _array(tensor: InputTensor, dtype: np.dtype) -> np.ndarray:
     data = tensor.data
     assert type(data) is not list
     return np.frombuffer(data, dtype)  # type: ignore[arg-type]
@@ -358,7 +360,7 @@ def _request(
     names = tuple(features)
     if not any(is_string):
         return LookupRequest(model, names, integers, lengths, weights, batch_size)
-    merged, string_ids = merge(integers, strings, names, is_string, counts)
+    merged, string_ids = merge_string_ids(integers, strings, names, is_string, counts)
     string_features = frozenset(compress(names, is_string))
     return LookupRequest(
         model, names, merged, lengths, weights, batch_size, string_features, string_ids

@@ -1,7 +1,7 @@
 """gRPC calls as the handlers of their streams: messages in, messages and a status out.
 
 A call with one message waits for it whole; a stream of messages takes them as they come. What they
-say is the exchange's, or a plain function's.
+say is the pipeline's, or a plain function's.
 """
 
 from __future__ import annotations
@@ -18,10 +18,16 @@ from embedserve.errors import (
     EngineError,
     NotReadyError,
 )
-from embedserve.exchange import REQUEST_S_MAX, Asked, Exchange, late_request
-from embedserve.tracing.request_id import REQUEST_ID, Told, request_id_of, told_id
-from embedserve.types import Parts
-from embedserve.wire.grpc.messages import PREFIX_BYTES, Deframer, WireError, framed, only_message
+from embedserve.lookup import ResponseChunks
+from embedserve.pipeline import REQUEST_S_MAX, RequestOptions, RequestPipeline, late_request
+from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header, request_id_of
+from embedserve.wire.grpc.grpc_framing import (
+    PREFIX_BYTES,
+    Deframer,
+    WireError,
+    framed,
+    only_message,
+)
 from embedserve.wire.grpc.statuses import (
     HEAD_BLOCK,
     OK_BLOCK,
@@ -33,7 +39,7 @@ from embedserve.wire.grpc.statuses import (
 )
 from embedserve.wire.http2.header_blocks import Headers, encode
 from embedserve.wire.http2.stream import Stream
-from embedserve.wire.stream_call import StreamCall
+from embedserve.wire.http2_request import Http2RequestContext
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +47,7 @@ ANSWER_BYTES_MAX = 64 << 20
 """Of one stream's answers that wait or are not sent; one request past it is still taken."""
 
 
-class OneMessage:
+class UnaryBody:
     """The body of a call with one message, as its pieces come."""
 
     __slots__ = ("_bytes_max", "_deframer", "_encoding", "_stream")
@@ -76,14 +82,14 @@ class OneMessage:
         return message
 
 
-class Unwanted:
+class DiscardedBody:
     """The body of a call that is refused, now or soon."""
 
     def receive(self, data: bytes, is_end: bool) -> None:
         """Takes no message."""
 
 
-class EmbedCall(StreamCall):
+class GrpcEmbedContext(Http2RequestContext):
     """An Embed call, from its header block to its answer: the handler of its stream. It is refused
     before its message comes while its model's queue is full."""
 
@@ -91,58 +97,62 @@ class EmbedCall(StreamCall):
 
     def __init__(
         self,
-        asked: Asked,
-        exchange: Exchange,
+        options: RequestOptions,
+        pipeline: RequestPipeline,
         encoding: bytes,
         headers: Mapping[bytes, bytes],
         stream: Stream,
     ) -> None:
-        super().__init__(asked, exchange, headers, stream)
+        super().__init__(options, pipeline, headers, stream)
         self._encoding = encoding
-        self._message: OneMessage | Unwanted | None = None
-        access = exchange.access
-        if access is not None and not access.admit(self, headers.get(b"authorization")):
-            self._message = Unwanted()
+        self._message: UnaryBody | DiscardedBody | None = None
+        authenticator = pipeline.authenticator
+        if authenticator is not None and not authenticator.admit(
+            self, headers.get(b"authorization")
+        ):
+            self._message = DiscardedBody()
             return
-        if exchange.models.is_closed:
-            exchange.refuse_early(self)
+        if pipeline.models.is_closed:
+            pipeline.reject_if_overloaded(self)
 
     def receive(self, data: bytes, is_end: bool) -> None:
         if self._message is None:
-            bytes_max = self.exchange.limits.body_bytes_max
+            bytes_max = self.pipeline.limits.body_bytes_max
             if is_end and self._encoding == b"identity":
                 whole = only_message(data, bytes_max)
                 if whole is not None:
-                    self.exchange.ask(self, whole)
+                    self.pipeline.submit(self, whole)
                     return
-            self._message = OneMessage(self._stream, self._encoding, bytes_max)
+            self._message = UnaryBody(self._stream, self._encoding, bytes_max)
         try:
             message = self._message.receive(data, is_end)
         except WireError as error:
             self._fail_framing(error)
             return
         if message is not None:
-            self.exchange.ask(self, message)
+            self.pipeline.submit(self, message)
 
     def _fail_framing(self, error: WireError) -> None:
-        def write(told: Told) -> None:
-            block = only_trailers([*wire_error_trailers(error), *told])
+        def write(headers: HeaderList) -> None:
+            block = only_trailers([*wire_error_trailers(error), *headers])
             self._stream.send_head(block, is_end=True)
 
-        self.refuse_as(error.outcome, error.message, write)
+        self.reject_with(error.outcome, error.message, write)
 
-    def write_answer(self, parts: Parts, nbytes: int, told: Told | None = None) -> None:
+    def write_response(
+        self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+    ) -> None:
         prefix, stream = b"\0" + nbytes.to_bytes(4, "big"), self._stream
-        end = OK_BLOCK if told is None else OK_BLOCK + encode(told)
-        stream.connection.sender.answer(
+        end = OK_BLOCK if headers is None else OK_BLOCK + encode(headers)
+        stream.connection.frame_writer.write_response(
             stream, HEAD_BLOCK, (prefix, *parts), nbytes + PREFIX_BYTES, end
         )
 
-    def end(self, error: EmbedServeError, told: Told) -> None:
-        self._stream.send_head(error_block(error) + encode(told), is_end=True)
+    def end(self, error: EmbedServeError, headers: HeaderList) -> None:
+        self._stream.send_head(error_block(error) + encode(headers), is_end=True)
 
 
-class UnaryCall:
+class GrpcUnaryCall:
     """A call that a plain function answers at once."""
 
     def __init__(
@@ -158,7 +168,7 @@ class UnaryCall:
         self._headers = headers
         self._stream = stream
         self._start_s = perf_counter()
-        self._message = OneMessage(stream, encoding, bytes_max)
+        self._message = UnaryBody(stream, encoding, bytes_max)
 
     def receive(self, data: bytes, is_end: bool) -> None:
         try:
@@ -177,7 +187,7 @@ class UnaryCall:
             self._stream.answer(HEAD_BLOCK, (answer,), len(answer), OK_BLOCK)
 
     def _end(self, trailers: Headers) -> None:
-        told = told_id(self._headers.get(REQUEST_ID))
+        told = request_id_header(self._headers.get(REQUEST_ID))
         self._stream.send_head(only_trailers([*trailers, *told]), is_end=True)
 
     def reset(self) -> None:
@@ -194,7 +204,7 @@ class UnaryCall:
         """It is answered as soon as it is there."""
 
 
-class MessageStream:
+class BidiStream:
     """A call with any number of messages both ways; subclasses say what becomes of one.
 
     Attributes:
@@ -273,7 +283,7 @@ class MessageStream:
         """Answers ``message``, now or later."""
         raise AssertionError("a subclass takes messages")
 
-    def write(self, parts: Parts, nbytes: int) -> None:
+    def write(self, parts: ResponseChunks, nbytes: int) -> None:
         """Sends one message."""
         if not self._has_started:
             self._has_started = True
@@ -297,7 +307,7 @@ class MessageStream:
         """Of the call: its caller's, or one that is made when it is first asked for."""
         return request_id_of(self.headers.get(REQUEST_ID))
 
-    def told(self, has_failed: bool) -> Told:
+    def told(self, has_failed: bool) -> HeaderList:
         """What its trailers tell of it: its id, where it has one or ``has_failed``."""
         is_named = has_failed or REQUEST_ID in self.headers or "request_id" in self.__dict__
         return [(REQUEST_ID, self.request_id)] if is_named else []

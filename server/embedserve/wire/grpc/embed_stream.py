@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from time import perf_counter
+from typing import TYPE_CHECKING
 
-from embedserve.access.access import Certificate
+from embedserve.access.authenticator import Certificate
 from embedserve.errors import EmbedServeError
-from embedserve.exchange import Asked, Call, Exchange
-from embedserve.tracing.request_id import Told
-from embedserve.types import Parts
-from embedserve.wire.grpc.calls import ANSWER_BYTES_MAX, MessageStream
-from embedserve.wire.http2.stream import Owner, Stream
+from embedserve.lookup import ResponseChunks
+from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
+from embedserve.tracing.request_id import HeaderList
+from embedserve.wire.grpc.calls import ANSWER_BYTES_MAX, BidiStream
+from embedserve.wire.http2.stream import Stream
+
+if TYPE_CHECKING:
+    from embedserve.wire.http2.connection import Http2Connection
 
 DRAIN_STREAM_S = 1.0
 """How long a stream goes on while the server drains: a shorter one ends by itself, and whole."""
@@ -25,7 +29,7 @@ REQUESTS_MAX = 256
 """Requests of one stream that wait for their answers or to be sent; more are left unread."""
 
 
-class StreamedRequest(Call):
+class StreamedRequestContext(RequestContext):
     """One request of a stream.
 
     Attributes:
@@ -35,12 +39,12 @@ class StreamedRequest(Call):
 
     __slots__ = ("_stream", "is_done", "nbytes", "parts", "reserved_bytes")
 
-    def __init__(self, asked: Asked, stream: EmbedStream) -> None:
-        super().__init__(asked, perf_counter(), stream.exchange)
+    def __init__(self, options: RequestOptions, stream: EmbedStream) -> None:
+        super().__init__(options, perf_counter(), stream.pipeline)
         self.deadline_s = stream.deadline_s
         self._stream = stream
         self.is_done = False
-        self.parts: Parts = ()
+        self.parts: ResponseChunks = ()
         self.nbytes = 0
         self.reserved_bytes = 0
 
@@ -64,19 +68,21 @@ class StreamedRequest(Call):
         """Of the whole stream: its trailers tell it."""
         return self._stream.request_id
 
-    def was_queued(self) -> None:
+    def on_enqueued(self) -> None:
         assert self.queue is not None
-        self._stream.reserve(self, self.queue.model.answer_bytes(self.request))
+        self._stream.reserve(self, self.request.response_bytes(self.queue.model))
         self._stream.go_on()
 
-    def write_answer(self, parts: Parts, nbytes: int, told: Told | None = None) -> None:
+    def write_response(
+        self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+    ) -> None:
         self._end(parts, nbytes)
 
-    def write_error(self, error: EmbedServeError, told: Told) -> None:
-        body = self.asked.answer_codec.encode_streamed_error(error)
+    def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
+        body = self.options.response_codec.encode_streamed_error(error)
         self._end((body,), len(body))
 
-    def _end(self, parts: Parts, nbytes: int) -> None:
+    def _end(self, parts: ResponseChunks, nbytes: int) -> None:
         self.is_done = True
         self.parts = parts
         self.nbytes = nbytes
@@ -84,27 +90,27 @@ class StreamedRequest(Call):
             self.parts = (b"".join(parts),)  # of its own: it waits for those before it
 
 
-class EmbedStream(MessageStream):
+class EmbedStream(BidiStream):
     """The handler of such a call."""
 
     def __init__(
         self,
-        asked: Asked,
-        exchange: Exchange,
+        options: RequestOptions,
+        pipeline: RequestPipeline,
         encoding: bytes,
         headers: Mapping[bytes, bytes],
         stream: Stream,
         answer_bytes_max: int = ANSWER_BYTES_MAX,
     ) -> None:
-        super().__init__(encoding, exchange.limits.body_bytes_max, headers, stream)
-        self._asked = asked
+        super().__init__(encoding, pipeline.limits.body_bytes_max, headers, stream)
+        self._asked = options
         self._authorization = headers.get(b"authorization")
-        self.exchange = exchange
-        self._requests: deque[StreamedRequest] = deque()
+        self.pipeline = pipeline
+        self._requests: deque[StreamedRequestContext] = deque()
         self._answer_bytes = 0
         self._answer_bytes_max = answer_bytes_max
         self._draining_since_s = 0.0
-        timeout_s = asked.timeout_s
+        timeout_s = options.timeout_s
         self.deadline_s = float("inf") if timeout_s is None else perf_counter() + timeout_s
 
     def has_room(self) -> bool:
@@ -117,26 +123,26 @@ class EmbedStream(MessageStream):
         return not self._requests
 
     @property
-    def connection(self) -> Owner:
+    def connection(self) -> Http2Connection:
         return self._stream.connection
 
     def take(self, message: bytes) -> None:
-        request = StreamedRequest(self._asked, self)
+        request = StreamedRequestContext(self._asked, self)
         self._requests.append(request)
-        access = self.exchange.access
-        if access is None or access.admit(request, self._authorization):
-            self.exchange.ask(request, message)
+        authenticator = self.pipeline.authenticator
+        if authenticator is None or authenticator.admit(request, self._authorization):
+            self.pipeline.submit(request, message)
         if request.queue is not None:
-            self.reserve(request, request.queue.model.answer_bytes(request.request))
+            self.reserve(request, request.request.response_bytes(request.queue.model))
         elif not request.is_done:  # it is being decoded: what it needs is not known
             self.reserve(request, self._answer_bytes_max)
 
-    def reserve(self, request: StreamedRequest, nbytes: int) -> None:
+    def reserve(self, request: StreamedRequestContext, nbytes: int) -> None:
         """Keeps room for so large an answer to ``request``."""
         self._answer_bytes += nbytes - request.reserved_bytes
         request.reserved_bytes = nbytes
 
-    def write_those_done(self, request: StreamedRequest) -> bool:
+    def write_those_done(self, request: StreamedRequestContext) -> bool:
         """Sends ``request``'s answer and those behind it that are there; False if it is not its
         turn."""
         requests = self._requests

@@ -9,15 +9,15 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from embedserve.errors import UnknownModelError
-from embedserve.wire.grpc.calls import MessageStream
-from embedserve.wire.grpc.messages import WireError
+from embedserve.wire.grpc.calls import BidiStream
+from embedserve.wire.grpc.grpc_framing import WireError
 from embedserve.wire.http2.stream import Stream
 
 SERVICE_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _RESPONSE = health_pb2.HealthCheckResponse
 
 
-class Health:
+class HealthStatuses:
     """Statuses of services, "" among them for the whole server."""
 
     def __init__(self, services: Iterable[str], is_ready: Callable[[], bool]) -> None:
@@ -55,12 +55,12 @@ def _service(message: bytes) -> str:
     return service
 
 
-class Watch(MessageStream):
+class Watch(BidiStream):
     """A Watch: tells the status now and as it changes; it ends when the server drains."""
 
     def __init__(
         self,
-        health: Health,
+        health: HealthStatuses,
         encoding: bytes,
         bytes_max: int,
         headers: Mapping[bytes, bytes],

@@ -7,33 +7,33 @@ from functools import partial
 
 from google.protobuf.message import DecodeError
 
-from embedserve.access.access import Access, Client, headers_by_name, one_header
+from embedserve.access.authenticator import Authenticator, CallerQuota, headers_by_name, one_header
 from embedserve.codec import protobuf_answers
 from embedserve.codec.codec import INFER_MESSAGE, INFER_STREAMED, PREDICT, PROTOBUF, Codec
 from embedserve.errors import EmbedServeError, InvalidRequestError
-from embedserve.exchange import ROUTING_KEY, Asked, Exchange
-from embedserve.models.served_models import ServedModels
-from embedserve.shared_memory.regions import EVERYBODY
-from embedserve.tracing.request_id import REQUEST_ID, told_id
-from embedserve.types import ModelInfo
-from embedserve.wire.grpc import health, open_inference, reflection
-from embedserve.wire.grpc.calls import EmbedCall, UnaryCall
+from embedserve.model_info import ModelInfo
+from embedserve.models.model_registry import ModelRegistry
+from embedserve.pipeline import ROUTING_KEY, RequestOptions, RequestPipeline
+from embedserve.shared_memory.region_registry import EVERYBODY
+from embedserve.tracing.request_id import REQUEST_ID, request_id_header
+from embedserve.wire.grpc import health, open_inference_grpc, reflection
+from embedserve.wire.grpc.calls import GrpcEmbedContext, GrpcUnaryCall
 from embedserve.wire.grpc.embed_stream import EmbedStream
-from embedserve.wire.grpc.messages import Deframer, WireError, timeout_s
+from embedserve.wire.grpc.grpc_framing import Deframer, WireError, timeout_s
 from embedserve.wire.grpc.statuses import error_block, only_trailers, wire_error_trailers
 from embedserve.wire.http2.header_blocks import encode
-from embedserve.wire.http2.requests import Request
-from embedserve.wire.http2.stream import ENDED, Handler, Stream
+from embedserve.wire.http2.route_resolver import Http2Request
+from embedserve.wire.http2.stream import NULL_HANDLER, Handler, Stream
 from embedserve.wire.rest import check_once
 from embedserve_proto import embedding_pb2, predictor_pb2
 
 SERVICE_NAME = embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"].full_name
 PREDICTOR_NAME = predictor_pb2.DESCRIPTOR.services_by_name["Predictor"].full_name
-SERVICES = (SERVICE_NAME, open_inference.SERVICE_NAME, PREDICTOR_NAME)
+SERVICES = (SERVICE_NAME, open_inference_grpc.SERVICE_NAME, PREDICTOR_NAME)
 
 Open = Callable[[Stream], Handler]
 HeadersByName = dict[bytes, bytes]
-Method = Callable[[bytes, Asked, HeadersByName], Open]
+Method = Callable[[bytes, RequestOptions, HeadersByName], Open]
 """What opens calls with such an encoding, asking so, with these headers."""
 ONCE_METADATA = frozenset({ROUTING_KEY, b"grpc-timeout", b"grpc-encoding"})
 """Rejected where a call has two, of which each end could read another."""
@@ -50,19 +50,21 @@ class GrpcService:
     """
 
     def __init__(
-        self, exchange: Exchange, *, has_management: bool = True, asks_admins: bool = True
+        self, pipeline: RequestPipeline, *, has_management: bool = True, asks_admins: bool = True
     ) -> None:
         """
         Args:
             has_management: tells of its models and its services, and not of its health alone.
             asks_admins: who they are, before it does so.
         """
-        self._exchange = exchange
-        access = exchange.access if asks_admins else None
-        self._metrics = exchange.metrics.protocols["grpc"]
-        self._bytes_max = exchange.limits.body_bytes_max
-        models = exchange.models
-        self.health = health.Health((*SERVICES, health.SERVICE_NAME), lambda: models.is_ready)
+        self._pipeline = pipeline
+        authenticator = pipeline.authenticator if asks_admins else None
+        self._metrics = pipeline.metrics.protocols["grpc"]
+        self._bytes_max = pipeline.limits.body_bytes_max
+        models = pipeline.models
+        self.health = health.HealthStatuses(
+            (*SERVICES, health.SERVICE_NAME), lambda: models.is_ready
+        )
         self._names = (*SERVICES, health.SERVICE_NAME, *reflection.SERVICE_NAMES)
         self._methods: dict[bytes, Method] = {
             _path(health.SERVICE_NAME, "Check"): self._unary(self.health.check),
@@ -71,7 +73,7 @@ class GrpcService:
         for service, unary, streamed, codecs in (
             (SERVICE_NAME, "Embed", "EmbedStream", (PROTOBUF, PROTOBUF)),
             (
-                open_inference.SERVICE_NAME,
+                open_inference_grpc.SERVICE_NAME,
                 "ModelInfer",
                 "ModelStreamInfer",
                 (INFER_MESSAGE, INFER_STREAMED),
@@ -79,29 +81,34 @@ class GrpcService:
         ):
             self._methods[_path(service, unary)] = partial(self._embed, codecs[0])
             self._methods[_path(service, streamed)] = self._guarded(
-                partial(self._embed_stream, codecs[1]), exchange.access, EMBEDDERS, pays=False
+                partial(self._embed_stream, codecs[1]),
+                pipeline.authenticator,
+                EMBEDDERS,
+                pays=False,
             )
         self._methods[_path(PREDICTOR_NAME, "Predict")] = partial(self._embed, PREDICT)
-        self.open_inference = open_inference.OpenInferenceService(exchange)
+        self.open_inference = open_inference_grpc.OpenInferenceService(pipeline)
         for name, function in self.open_inference.health.items():
-            self._methods[_path(open_inference.SERVICE_NAME, name)] = self._unary(function)
+            self._methods[_path(open_inference_grpc.SERVICE_NAME, name)] = self._unary(function)
         for name, of_owner in self.open_inference.shared_memory.items():
-            owned = self._of_client(partial(_owned, of_owner), exchange.access, EMBEDDERS)
-            self._methods[_path(open_inference.SERVICE_NAME, name)] = owned
+            owned = self._of_client(partial(_owned, of_owner), pipeline.authenticator, EMBEDDERS)
+            self._methods[_path(open_inference_grpc.SERVICE_NAME, name)] = owned
         if not has_management:
             return
         for name, function in (("ListModels", self.list_models), ("GetModel", self.get_model)):
-            self._methods[_path(SERVICE_NAME, name)] = self._guarded(self._unary(function), access)
+            self._methods[_path(SERVICE_NAME, name)] = self._guarded(
+                self._unary(function), authenticator
+            )
         for name, function in self.open_inference.management.items():
-            guarded = self._guarded(self._unary(function), access)
-            self._methods[_path(open_inference.SERVICE_NAME, name)] = guarded
-        statistics = self._of_client(self.open_inference.statistics, access, CALLERS)
-        self._methods[_path(open_inference.SERVICE_NAME, "ModelStatistics")] = statistics
+            guarded = self._guarded(self._unary(function), authenticator)
+            self._methods[_path(open_inference_grpc.SERVICE_NAME, name)] = guarded
+        statistics = self._of_client(self.open_inference.statistics, authenticator, CALLERS)
+        self._methods[_path(open_inference_grpc.SERVICE_NAME, "ModelStatistics")] = statistics
         for name in reflection.SERVICE_NAMES:
-            reflected = self._guarded(self._reflection, access)
+            reflected = self._guarded(self._reflection, authenticator)
             self._methods[_path(name, "ServerReflectionInfo")] = reflected
 
-    def open(self, request: Request) -> Open:
+    def open(self, request: Http2Request) -> Open:
         """What opens calls with such a head."""
         encoding = b"identity"
         wanted_s = None
@@ -118,32 +125,36 @@ class GrpcService:
                 raise WireError("UNIMPLEMENTED", f"there is no method {shown}")
             headers = headers_by_name(request.headers)
             has_id = REQUEST_ID in headers
-            asked = Asked("", PROTOBUF, PROTOBUF, wanted_s, self._metrics, has_id)
-            return method(encoding, asked, headers)
+            options = RequestOptions("", PROTOBUF, PROTOBUF, wanted_s, self._metrics, has_id)
+            return method(encoding, options, headers)
         except (WireError, InvalidRequestError) as error:
             wrong = WireError(error.code, error.message)
             return refused(wrong, one_header(request.headers, REQUEST_ID))
 
-    def _embed(self, codec: Codec, encoding: bytes, asked: Asked, headers: HeadersByName) -> Open:
-        return partial(EmbedCall, asked.in_codec(codec), self._exchange, encoding, headers)
-
-    def _embed_stream(
-        self, codec: Codec, encoding: bytes, asked: Asked, headers: HeadersByName
+    def _embed(
+        self, codec: Codec, encoding: bytes, options: RequestOptions, headers: HeadersByName
     ) -> Open:
-        check_encoding(encoding)
-        asked = asked.in_codec(codec)
-        return lambda stream: EmbedStream(asked, self._exchange, encoding, headers, stream)
-
-    def _unary(self, function: Callable[[bytes], bytes]) -> Method:
-        return lambda encoding, asked, headers: (
-            lambda stream: UnaryCall(function, encoding, self._bytes_max, headers, stream)
+        return partial(
+            GrpcEmbedContext, options.with_codec(codec), self._pipeline, encoding, headers
         )
 
-    def _watch(self, encoding: bytes, asked: Asked, headers: HeadersByName) -> Open:
+    def _embed_stream(
+        self, codec: Codec, encoding: bytes, options: RequestOptions, headers: HeadersByName
+    ) -> Open:
+        check_encoding(encoding)
+        options = options.with_codec(codec)
+        return lambda stream: EmbedStream(options, self._pipeline, encoding, headers, stream)
+
+    def _unary(self, function: Callable[[bytes], bytes]) -> Method:
+        return lambda encoding, options, headers: (
+            lambda stream: GrpcUnaryCall(function, encoding, self._bytes_max, headers, stream)
+        )
+
+    def _watch(self, encoding: bytes, options: RequestOptions, headers: HeadersByName) -> Open:
         check_encoding(encoding)
         return lambda stream: health.Watch(self.health, encoding, self._bytes_max, headers, stream)
 
-    def _reflection(self, encoding: bytes, asked: Asked, headers: HeadersByName) -> Open:
+    def _reflection(self, encoding: bytes, options: RequestOptions, headers: HeadersByName) -> Open:
         check_encoding(encoding)
         return lambda stream: reflection.ServerReflection(
             self._names, encoding, self._bytes_max, headers, stream
@@ -152,7 +163,7 @@ class GrpcService:
     def _guarded(
         self,
         method: Method,
-        access: Access | None,
+        authenticator: Authenticator | None,
         roles: frozenset[str] = CALLERS,
         *,
         pays: bool = True,
@@ -160,16 +171,18 @@ class GrpcService:
         """``method`` for those of ``roles`` alone, where there is ``access``; its calls are paid
         for by themselves, or by their messages. An Embed call sees to all that by itself, and
         health is everybody's."""
-        if access is None:
+        if authenticator is None:
             return method
 
-        def open_call(encoding: bytes, asked: Asked, headers: HeadersByName) -> Open:
-            opened = method(encoding, asked, headers)
+        def open_call(encoding: bytes, options: RequestOptions, headers: HeadersByName) -> Open:
+            opened = method(encoding, options, headers)
 
             def open_if_right(stream: Stream) -> Handler:
                 authorization = headers.get(b"authorization")
                 try:
-                    access.check(authorization, stream.connection.certificate, roles, pays=pays)
+                    authenticator.check(
+                        authorization, stream.connection.certificate, roles, pays=pays
+                    )
                 except EmbedServeError as error:
                     return _denied(stream, error, headers)
                 return opened(stream)
@@ -180,30 +193,30 @@ class GrpcService:
 
     def _of_client(
         self,
-        function: Callable[[Client | None, bytes], bytes],
-        access: Access | None,
+        function: Callable[[CallerQuota | None, bytes], bytes],
+        authenticator: Authenticator | None,
         roles: frozenset[str],
     ) -> Method:
         """Returns ``function`` as a method for clients of ``roles``, who pay for its calls; its
         client is None where there is no ``access``."""
 
-        def open_call(encoding: bytes, asked: Asked, headers: HeadersByName) -> Open:
+        def open_call(encoding: bytes, options: RequestOptions, headers: HeadersByName) -> Open:
             def open_of_client(stream: Stream) -> Handler:
                 client, authorization = None, headers.get(b"authorization")
                 try:
-                    if access is not None:
+                    if authenticator is not None:
                         certificate = stream.connection.certificate
-                        client = access.check(authorization, certificate, roles)
+                        client = authenticator.check(authorization, certificate, roles)
                 except EmbedServeError as error:
                     return _denied(stream, error, headers)
-                return self._unary(partial(function, client))(encoding, asked, headers)(stream)
+                return self._unary(partial(function, client))(encoding, options, headers)(stream)
 
             return open_of_client
 
         return open_call
 
     def list_models(self, message: bytes) -> bytes:
-        models = self._exchange.models
+        models = self._pipeline.models
         return embedding_pb2.ListModelsResponse(
             models=[_message(models, model) for model in models.models()],
             default_model=models.default_model,
@@ -214,23 +227,25 @@ class GrpcService:
             name = embedding_pb2.GetModelRequest.FromString(message).model
         except DecodeError as error:
             raise InvalidRequestError(f"body is not a GetModelRequest: {error}", "body") from error
-        models = self._exchange.models
+        models = self._pipeline.models
         return _message(models, models.model(name)).SerializeToString()
 
 
-def _owned(function: Callable[[str, bytes], bytes], client: Client | None, message: bytes) -> bytes:
+def _owned(
+    function: Callable[[str, bytes], bytes], quota: CallerQuota | None, message: bytes
+) -> bytes:
     """Calls ``function`` with the name of its caller."""
-    return function(EVERYBODY if client is None else client.grant.name, message)
+    return function(EVERYBODY if quota is None else quota.grant.name, message)
 
 
-def _message(models: ServedModels, model: ModelInfo) -> embedding_pb2.Model:
+def _message(models: ModelRegistry, model: ModelInfo) -> embedding_pb2.Model:
     return protobuf_answers.model_message(model, models.status(model))
 
 
 def _denied(stream: Stream, error: EmbedServeError, headers: HeadersByName) -> Handler:
-    told = encode(told_id(headers.get(REQUEST_ID)))
+    told = encode(request_id_header(headers.get(REQUEST_ID)))
     stream.send_head(error_block(error) + told, is_end=True)
-    return ENDED
+    return NULL_HANDLER
 
 
 def _path(service: str, method: str) -> bytes:
@@ -247,7 +262,7 @@ def refused(error: WireError, given_id: bytes | None = None) -> Open:
     block = only_trailers(wire_error_trailers(error))
 
     def open_refused(stream: Stream) -> Handler:
-        stream.send_head(block + encode(told_id(given_id)), is_end=True)
-        return ENDED
+        stream.send_head(block + encode(request_id_header(given_id)), is_end=True)
+        return NULL_HANDLER
 
     return open_refused

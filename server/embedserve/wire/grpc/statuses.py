@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from embedserve.errors import EmbedServeError
-from embedserve.wire.grpc.messages import ENCODINGS, WireError, percent_encoded
+from embedserve.wire.grpc.grpc_framing import ENCODINGS, WireError, percent_encoded
 from embedserve.wire.http2.header_blocks import Headers, encode
 
 CODES = {

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from embedserve.access.access import Certificate
+from embedserve.access.authenticator import Certificate
 from embedserve.wire.http2 import frames
-from embedserve.wire.http2.allowance import Allowance
+from embedserve.wire.http2.closed_streams import ClosedStreams
 from embedserve.wire.http2.control import DRAIN_PING, ControlFrames
-from embedserve.wire.http2.ended_streams import EndedStreams
+from embedserve.wire.http2.frame_writer import FrameWriter
 from embedserve.wire.http2.frames import (
     ACK,
     CONTINUATION,
@@ -35,12 +35,12 @@ from embedserve.wire.http2.frames import (
     violation,
 )
 from embedserve.wire.http2.header_blocks import HeaderBlocks
-from embedserve.wire.http2.receiver import STREAM_WINDOW, WINDOW_LOW, Receiver
+from embedserve.wire.http2.inbound_flow_control import STREAM_WINDOW, WINDOW_LOW, InboundFlowControl
 from embedserve.wire.http2.request_frames import UNSENT_BYTES_MAX, RequestFrames
-from embedserve.wire.http2.requests import Opened, OpenRequest
-from embedserve.wire.http2.sender import Sender
-from embedserve.wire.http2.stream import ENDED, Handler, Stream
-from embedserve.wire.http2.uploads import Uploads
+from embedserve.wire.http2.route_resolver import OpenRequest, ResolvedRoute
+from embedserve.wire.http2.stream import NULL_HANDLER, Handler, Stream
+from embedserve.wire.http2.token_bucket import TokenBucket
+from embedserve.wire.http2.upload_budget import UploadBudget
 
 STREAMS_MAX = 128
 HEADER_LIST_BYTES_MAX = 16 << 10
@@ -63,7 +63,7 @@ class Http2Connection:
 
     Attributes:
         sender, receiver: its halves.
-        idle_work: what the client may send that asks nothing.
+        abuse_budget: what the client may send that asks nothing.
         blocks: reads its header blocks.
         streams: that are open, by their number.
         streams_max: that may be; 0 once no more are taken.
@@ -86,23 +86,23 @@ class Http2Connection:
         "_requests",
         "_resets",
         "_turn_left",
+        "abuse_budget",
         "blocks",
         "certificate",
         "ended",
-        "expected",
+        "flow_control",
+        "frame_writer",
         "has_more",
-        "idle_work",
         "is_over",
         "next_id",
         "peer",
-        "receiver",
-        "sender",
+        "required_frame_type",
         "streams",
         "streams_max",
     )
 
     def __init__(
-        self, open_request: OpenRequest, uploads: Uploads, on_output: Callable[[], None]
+        self, open_request: OpenRequest, uploads: UploadBudget, on_output: Callable[[], None]
     ) -> None:
         """
         Args:
@@ -110,35 +110,35 @@ class Http2Connection:
             uploads: the room for large bodies.
             on_output: called when there is something to send.
         """
-        self.sender = Sender()
-        self.receiver = Receiver(self.sender.out, uploads, on_output)
+        self.frame_writer = FrameWriter()
+        self.flow_control = InboundFlowControl(self.frame_writer.out, uploads, on_output)
         self.streams: dict[int, Stream] = {}
         self.certificate: Certificate | None = None
         self.peer = ""
         self.is_over = False
         self.has_more = False
         self._on_output = on_output
-        self.blocks: HeaderBlocks[Opened | str] = HeaderBlocks(open_request)
+        self.blocks: HeaderBlocks[ResolvedRoute | str] = HeaderBlocks(open_request)
         self._left = b""
         self._preface_left = PREFACE
         self.next_id = 1
-        self.ended = EndedStreams(self.sender.out)
-        self.expected: int | None = SETTINGS
+        self.ended = ClosedStreams(self.frame_writer.out)
+        self.required_frame_type: int | None = SETTINGS
         self._turn_left = 0
         self.streams_max = STREAMS_MAX
         self._is_draining = False
-        self._resets = Allowance()
-        self.idle_work = Allowance()
+        self._resets = TokenBucket()
+        self.abuse_budget = TokenBucket()
         self._control = ControlFrames(self)
         self._requests = RequestFrames(self)
-        self.sender.out.append(
+        self.frame_writer.out.append(
             frames.settings(
                 (frames.SETTINGS_MAX_CONCURRENT_STREAMS, STREAMS_MAX),
                 (frames.SETTINGS_INITIAL_WINDOW_SIZE, STREAM_WINDOW),
                 (frames.SETTINGS_MAX_HEADER_LIST_SIZE, HEADER_LIST_BYTES_MAX),
             )
         )
-        self.receiver.top_up()
+        self.flow_control.top_up()
 
     def receive(self, data: bytes) -> None:
         """Takes what came. With b"" goes on with what was left for later."""
@@ -160,13 +160,13 @@ class Http2Connection:
         except ProtocolViolation as error:
             self.end(error.code, error.reason)
             return
-        if self.receiver.window <= WINDOW_LOW:
-            self.receiver.top_up()
+        if self.flow_control.window <= WINDOW_LOW:
+            self.flow_control.top_up()
 
     @property
     def is_begun(self) -> bool:
         """Whether the preface and the client's settings have come."""
-        return self.expected != SETTINGS
+        return self.required_frame_type != SETTINGS
 
     @property
     def left_bytes(self) -> int:
@@ -198,7 +198,7 @@ class Http2Connection:
                 )
             if after > end:
                 break
-            if self.expected is not None:
+            if self.required_frame_type is not None:
                 self._check_order(kind, flags)
             try:
                 if kind == HEADERS and flags == END_HEADERS and after <= last_head:
@@ -235,9 +235,9 @@ class Http2Connection:
         length = upper << 16 | lower
         start = after + HEAD_BYTES
         after = start + length
-        receiver = self.receiver
+        receiver = self.flow_control
         if (
-            type(opened) is not Opened
+            type(opened) is not ResolvedRoute
             or (opened.content_length is not None and opened.content_length != length)
             or stream_id != self.next_id
             or body_stream_id != stream_id
@@ -247,7 +247,7 @@ class Http2Connection:
             or length > receiver.whole_bytes_max
             or length > receiver.window
             or len(self.streams) >= self.streams_max
-            or self.sender.unsent_bytes > UNSENT_BYTES_MAX
+            or self.frame_writer.unsent_bytes > UNSENT_BYTES_MAX
         ):
             return 0
         self.next_id = stream_id + 2
@@ -255,15 +255,17 @@ class Http2Connection:
         self.open(stream_id, opened, data[start:after])
         return after
 
-    def open(self, stream_id: int, opened: Opened, body: bytes | None) -> None:
+    def open(self, stream_id: int, route: ResolvedRoute, body: bytes | None) -> None:
         """Opens a stream; ``body`` is all of its request's, or None where that is to come."""
-        stream = Stream(self, stream_id, self.sender.stream_window, self.receiver.stream_window)
+        stream = Stream(
+            self, stream_id, self.frame_writer.stream_window, self.flow_control.stream_window
+        )
         if body is None:
-            stream.missing_bytes = opened.content_length
+            stream.missing_bytes = route.content_length
         else:
             stream.is_received = True
         self.streams[stream_id] = stream
-        handler = opened.open(stream)
+        handler = route.open(stream)
         if not stream.is_sent:
             stream.handler = handler
             if body is not None:
@@ -271,18 +273,18 @@ class Http2Connection:
 
     def _check_order(self, kind: int, flags: int) -> None:
         """Raises ProtocolViolation for another frame than is expected."""
-        if self.expected == SETTINGS:
+        if self.required_frame_type == SETTINGS:
             if kind != SETTINGS or flags & ACK:
                 raise violation("the first frame is not SETTINGS")
-            self.expected = None
-        elif kind != self.expected:
+            self.required_frame_type = None
+        elif kind != self.required_frame_type:
             raise violation("another frame within a header block")
 
-    def spend(self, allowance: Allowance, what: str, nbytes: int = 0) -> None:
+    def spend(self, bucket: TokenBucket, what: str, nbytes: int = 0) -> None:
         """Raises ProtocolViolation where the client has done ``what`` too often."""
         count = 1 + nbytes // IDLE_BYTES
         self._turn_left -= count * IDLE_WORK
-        if not allowance.spend(count):
+        if not bucket.try_take(count):
             raise ProtocolViolation(ErrorCode.ENHANCE_YOUR_CALM, f"too many {what}")
 
     def spend_turn(self, work: int) -> None:
@@ -308,9 +310,9 @@ class Http2Connection:
         if stream.is_received and self.streams_max and not stream.held_bytes:
             # What most streams are: nothing is left of them.
             stream.is_sent = True
-            stream.handler = ENDED
+            stream.handler = NULL_HANDLER
             del self.streams[stream.id]
-            if self.sender.out:
+            if self.frame_writer.out:
                 self._on_output()
         else:
             stream.is_sent = True
@@ -342,11 +344,11 @@ class Http2Connection:
         such circles live until garbage is collected."""
         del self.streams[stream.id]
         stream.is_sent = True
-        handler, stream.handler = stream.handler, ENDED
+        handler, stream.handler = stream.handler, NULL_HANDLER
         if stream.held_bytes or stream.granted_bytes:
-            self.receiver.forget(stream)
+            self.flow_control.forget(stream)
         if stream.unsent:
-            self.sender.forget(stream)
+            self.frame_writer.forget(stream)
         if not (self.streams_max or self.streams):
             self._finish()
         return handler
@@ -359,13 +361,13 @@ class Http2Connection:
 
     def check_time(self, now_s: float) -> None:
         """Ends what takes too long; called now and then."""
-        self.receiver.check_time(now_s)
+        self.flow_control.check_time(now_s)
         if self.ended.check_time():
             self._on_output()
-        if self.sender.stuck_s(now_s) > UNREAD_S_MAX:
+        if self.frame_writer.stuck_s(now_s) > UNREAD_S_MAX:
             self.end(ErrorCode.ENHANCE_YOUR_CALM, "no window for the answers")
             return
-        for stream in list(self.sender.parked.values()):
+        for stream in list(self.frame_writer.blocked_streams.values()):
             if now_s - stream.parked_s > UNREAD_S_MAX:
                 handler = stream.handler
                 self.cancel(stream, ErrorCode.CANCEL)
@@ -373,18 +375,18 @@ class Http2Connection:
         for stream in list(self.streams.values()):
             stream.handler.check_time(now_s)
 
-    def say_goaway(self) -> None:
+    def send_goaway(self) -> None:
         """Tells the client to open no more streams; those that are on their way are taken, and all
         go on."""
         if self.streams_max and not self.is_over:  # else it was told which is the last
-            self.sender.out.append(frames.goaway(MAX_STREAM_ID, ErrorCode.NO_ERROR))
-            self.sender.out.append(frames.ping(DRAIN_PING))
+            self.frame_writer.out.append(frames.goaway(MAX_STREAM_ID, ErrorCode.NO_ERROR))
+            self.frame_writer.out.append(frames.ping(DRAIN_PING))
             self._on_output()
 
     def start_drain(self) -> None:
         """As say_goaway, and has streams end once they have answered what they took."""
         self._is_draining = True
-        self.say_goaway()
+        self.send_goaway()
         self._drain_streams()
         self._on_output()
 
@@ -397,7 +399,7 @@ class Http2Connection:
         if self.is_over or not self.streams_max:
             return
         self.streams_max = 0
-        self.sender.out.append(frames.goaway(max(0, self.next_id - 2), ErrorCode.NO_ERROR))
+        self.frame_writer.out.append(frames.goaway(max(0, self.next_id - 2), ErrorCode.NO_ERROR))
         if self._is_draining:
             self._drain_streams()
         if not self.streams:
@@ -407,7 +409,7 @@ class Http2Connection:
     def end(self, code: ErrorCode, reason: str = "") -> None:
         """Ends the connection now; what its streams wait for is dropped."""
         if not self.is_over:
-            self.sender.out.append(frames.goaway(max(0, self.next_id - 2), code, reason))
+            self.frame_writer.out.append(frames.goaway(max(0, self.next_id - 2), code, reason))
         self.close()
         self._on_output()
 
@@ -417,11 +419,11 @@ class Http2Connection:
         streams, self.streams = self.streams, {}
         for stream in streams.values():
             stream.is_sent = True
-            self.receiver.forget(stream)
-            self.sender.forget(stream)
-            handler, stream.handler = stream.handler, ENDED
+            self.flow_control.forget(stream)
+            self.frame_writer.forget(stream)
+            handler, stream.handler = stream.handler, NULL_HANDLER
             handler.reset()
-        self.receiver.close()
+        self.flow_control.close()
         self._left = b""
         self._requests.close()
         self.has_more = False

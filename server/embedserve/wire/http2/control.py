@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from embedserve.wire.http2 import frames
-from embedserve.wire.http2.allowance import Allowance
+from embedserve.wire.http2.frame_writer import FRAME_BYTES_TAKEN
 from embedserve.wire.http2.frames import (
     ACK,
     FRAME_BYTES_MAX,
@@ -23,39 +23,23 @@ from embedserve.wire.http2.frames import (
     StreamError,
     violation,
 )
-from embedserve.wire.http2.receiver import Receiver
-from embedserve.wire.http2.sender import FRAME_BYTES_TAKEN, Sender
-from embedserve.wire.http2.stream import Stream
+from embedserve.wire.http2.token_bucket import TokenBucket
+
+if TYPE_CHECKING:
+    from embedserve.wire.http2.connection import Http2Connection
 
 DRAIN_PING = b"draining"
 UPDATES_PER_FRAME = 4
 """Of windows, for each DATA frame sent: readers send one each for its stream and connection."""
 
 
-class Controlled(Protocol):
-    """What such frames act on: the connection."""
-
-    sender: Sender
-    receiver: Receiver
-    streams: dict[int, Stream]
-    idle_work: Allowance
-
-    def spend(self, allowance: Allowance, what: str, nbytes: int = 0) -> None: ...
-
-    def was_opened(self, stream_id: int) -> bool: ...
-
-    def reset_by_client(self, stream_id: int) -> None: ...
-
-    def finish_drain(self) -> None: ...
-
-
 class ControlFrames:
     """Checks such frames of one connection, and acts on them."""
 
-    def __init__(self, connection: Controlled) -> None:
+    def __init__(self, connection: Http2Connection) -> None:
         self._connection = connection
-        self._sender = connection.sender
-        self._updates = Allowance()
+        self._frame_writer = connection.frame_writer
+        self._updates = TokenBucket()
         self._data_frames_seen = 0
         self._on_frame = {
             PRIORITY: self._on_priority,
@@ -77,7 +61,7 @@ class ControlFrames:
         if kind != WINDOW_UPDATE and kind != RST_STREAM:
             # Settings may be many in a frame; of other frames the bytes are not looked at.
             nbytes = len(payload) if kind == SETTINGS else 0
-            self._connection.spend(self._connection.idle_work, "frames that ask nothing", nbytes)
+            self._connection.spend(self._connection.abuse_budget, "frames that ask nothing", nbytes)
         act = self._on_frame.get(kind)
         if act is not None:
             act(stream_id, flags, payload)
@@ -113,9 +97,9 @@ class ControlFrames:
         if len(payload) % 6 or (flags & ACK and payload):
             raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS of a wrong length")
         if flags & ACK:
-            self._connection.receiver.acknowledged(self._connection.streams.values())
+            self._connection.flow_control.acknowledged(self._connection.streams.values())
             return
-        window = self._sender.stream_window
+        window = self._frame_writer.stream_window
         for start in range(0, len(payload), 6):
             number = int.from_bytes(payload[start : start + 2], "big")
             value = int.from_bytes(payload[start + 2 : start + 6], "big")
@@ -123,14 +107,14 @@ class ControlFrames:
             if number == frames.SETTINGS_INITIAL_WINDOW_SIZE:
                 window = value
             elif number == frames.SETTINGS_MAX_FRAME_SIZE:
-                self._sender.frame_bytes_max = min(value, FRAME_BYTES_TAKEN)
-        if window != self._sender.stream_window:
+                self._frame_writer.frame_bytes_max = min(value, FRAME_BYTES_TAKEN)
+        if window != self._frame_writer.stream_window:
             # Once for all that the frame says of it: there may be many streams.
-            change = window - self._sender.stream_window
-            self._sender.stream_window = window
+            change = window - self._frame_writer.stream_window
+            self._frame_writer.stream_window = window
             for stream in list(self._connection.streams.values()):
-                self._sender.open_window(stream, change)
-        self._sender.out.append(frames.SETTINGS_ACK)
+                self._frame_writer.open_window(stream, change)
+        self._frame_writer.out.append(frames.SETTINGS_ACK)
 
     def _on_ping(self, stream_id: int, flags: int, payload: bytes) -> None:
         if stream_id:
@@ -138,7 +122,7 @@ class ControlFrames:
         if len(payload) != 8:
             raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "PING is 8 bytes")
         if not flags & ACK:
-            self._sender.out.append(frames.ping(payload, ACK))
+            self._frame_writer.out.append(frames.ping(payload, ACK))
         elif payload == DRAIN_PING:
             self._connection.finish_drain()
 
@@ -153,11 +137,11 @@ class ControlFrames:
             raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "WINDOW_UPDATE is 4 bytes")
         if stream_id and not self._connection.was_opened(stream_id):
             raise violation(f"WINDOW_UPDATE of stream {stream_id}, which was not opened")
-        if not self._updates.spend():
-            self._updates.earn(
-                UPDATES_PER_FRAME * (self._sender.data_frames - self._data_frames_seen)
+        if not self._updates.try_take():
+            self._updates.refill(
+                UPDATES_PER_FRAME * (self._frame_writer.data_frames - self._data_frames_seen)
             )
-            self._data_frames_seen = self._sender.data_frames
+            self._data_frames_seen = self._frame_writer.data_frames
             self._connection.spend(self._updates, "updates of windows")
         increment = int.from_bytes(payload, "big") & STREAM_MASK
         stream = self._connection.streams.get(stream_id) if stream_id else None
@@ -168,7 +152,7 @@ class ControlFrames:
         if stream_id and stream is None:
             return  # it has ended
         try:
-            self._sender.open_window(stream, increment)
+            self._frame_writer.open_window(stream, increment)
         except ProtocolViolation as error:
             if stream is None:
                 raise

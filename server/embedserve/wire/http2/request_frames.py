@@ -6,10 +6,8 @@ the stream's handler.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from embedserve.wire.http2.allowance import Allowance
-from embedserve.wire.http2.ended_streams import EndedStreams
 from embedserve.wire.http2.frames import (
     CONTINUATION,
     END_HEADERS,
@@ -23,38 +21,17 @@ from embedserve.wire.http2.frames import (
     violation,
     without_padding,
 )
-from embedserve.wire.http2.header_blocks import HeaderBlocks, Headers
-from embedserve.wire.http2.receiver import Receiver
-from embedserve.wire.http2.requests import Opened, wrong_header
-from embedserve.wire.http2.sender import Sender
+from embedserve.wire.http2.header_blocks import Headers
+from embedserve.wire.http2.route_resolver import wrong_header
 from embedserve.wire.http2.stream import Stream
+
+if TYPE_CHECKING:
+    from embedserve.wire.http2.connection import Http2Connection
 
 BLOCK_BYTES_MAX = 16 << 10
 """Of a compressed header block; past it the connection ends."""
 UNSENT_BYTES_MAX = 64 << 20
 """Of answers that a client does not read; past it its new streams are refused."""
-
-
-class Carrying(Protocol):
-    """What such frames act on: the connection."""
-
-    sender: Sender
-    receiver: Receiver
-    streams: dict[int, Stream]
-    streams_max: int
-    next_id: int
-    ended: EndedStreams
-    blocks: HeaderBlocks[Opened | str]
-    idle_work: Allowance
-    expected: int | None
-
-    def open(self, stream_id: int, opened: Opened, body: bytes | None) -> None: ...
-
-    def spend(self, allowance: Allowance, what: str, nbytes: int = 0) -> None: ...
-
-    def spend_turn(self, work: int) -> None: ...
-
-    def was_opened(self, stream_id: int) -> bool: ...
 
 
 class RequestFrames:
@@ -65,12 +42,19 @@ class RequestFrames:
         StreamError: it ends its stream.
     """
 
-    __slots__ = ("_block", "_block_bytes", "_block_head", "_connection", "_idle_work", "_receiver")
+    __slots__ = (
+        "_abuse_budget",
+        "_block",
+        "_block_bytes",
+        "_block_head",
+        "_connection",
+        "_flow_control",
+    )
 
-    def __init__(self, connection: Carrying) -> None:
+    def __init__(self, connection: Http2Connection) -> None:
         self._connection = connection
-        self._receiver = connection.receiver
-        self._idle_work = connection.idle_work
+        self._flow_control = connection.flow_control
+        self._abuse_budget = connection.abuse_budget
         self._block: list[bytes] = []  # of a header block that is not whole
         self._block_bytes = 0
         self._block_head = (0, 0)  # its stream and flags
@@ -91,7 +75,7 @@ class RequestFrames:
             self._block = [payload]
             self._block_bytes = len(payload)
             self._block_head = (stream_id, flags)
-            self._connection.expected = CONTINUATION
+            self._connection.required_frame_type = CONTINUATION
             self._check_block()
 
     def _without_priority(self, stream_id: int, payload: bytes) -> bytes:
@@ -107,13 +91,13 @@ class RequestFrames:
     def on_continuation(self, stream_id: int, flags: int, payload: bytes) -> None:
         if not self._block or stream_id != self._block_head[0]:
             raise violation("CONTINUATION without its HEADERS")
-        self._connection.spend(self._idle_work, "CONTINUATION frames")
+        self._connection.spend(self._abuse_budget, "CONTINUATION frames")
         self._block.append(payload)
         self._block_bytes += len(payload)
         self._check_block()
         if flags & END_HEADERS:
             block, self._block = b"".join(self._block), []
-            self._connection.expected = None
+            self._connection.required_frame_type = None
             self._on_block(stream_id, self._block_head[1], block)
 
     def _check_block(self) -> None:
@@ -137,9 +121,9 @@ class RequestFrames:
             connection.spend_turn(connection.blocks.work)
         if (
             len(connection.streams) >= connection.streams_max
-            or connection.sender.unsent_bytes > UNSENT_BYTES_MAX
+            or connection.frame_writer.unsent_bytes > UNSENT_BYTES_MAX
         ):
-            connection.spend(self._idle_work, "streams over the limit")
+            connection.spend(self._abuse_budget, "streams over the limit")
             connection.ended.reset(stream_id, ErrorCode.REFUSED_STREAM)
             return
         if isinstance(opened, str):
@@ -158,7 +142,7 @@ class RequestFrames:
             self._on_trailers(stream, flags, block)
             return
         self._connection.ended.read_headers(stream_id, flags)
-        self._connection.spend(self._idle_work, "HEADERS on streams that were reset", len(block))
+        self._connection.spend(self._abuse_budget, "HEADERS on streams that were reset", len(block))
         self._decode(block)
 
     def _decode(self, block: bytes) -> Headers:
@@ -178,7 +162,7 @@ class RequestFrames:
         stream.handler.receive(b"", True)
 
     def on_data(self, stream_id: int, flags: int, payload: bytes) -> None:
-        length, receiver = len(payload), self._receiver
+        length, receiver = len(payload), self._flow_control
         stream = self._connection.streams.get(stream_id)
         if (
             flags == END_STREAM
@@ -212,7 +196,7 @@ class RequestFrames:
             stream.handler.receive(payload, True)
         else:
             if not nbytes:
-                self._connection.spend(self._idle_work, "empty DATA frames")
+                self._connection.spend(self._abuse_budget, "empty DATA frames")
             stream.handler.receive(payload, False)
 
     def _on_late_data(self, stream_id: int, flags: int, length: int) -> None:
@@ -221,7 +205,7 @@ class RequestFrames:
         if not connection.was_opened(stream_id):
             raise violation(f"DATA on stream {stream_id}, which is not open")
         if not (length and connection.ended.may_come(stream_id)):
-            connection.spend(self._idle_work, "DATA on streams that ended")
+            connection.spend(self._abuse_budget, "DATA on streams that ended")
         connection.ended.read_data(stream_id, flags, length)
 
     def close(self) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence, Sized
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from embedserve.access.access import Certificate
 from embedserve.wire.http2.frames import ErrorCode
+
+if TYPE_CHECKING:
+    from embedserve.wire.http2.connection import Http2Connection
 
 
 class Handler(Protocol):
@@ -29,64 +31,7 @@ class Handler(Protocol):
         """The server stops: answers what it accepted, and ends."""
 
 
-class SendingHalf(Protocol):
-    """What a stream asks of its connection's sender."""
-
-    def answer(
-        self,
-        stream: Stream,
-        head: bytes,
-        parts: Sequence[bytes | memoryview],
-        nbytes: int,
-        tail: bytes,
-    ) -> None: ...
-
-    def head(self, stream: Stream, block: bytes, is_end: bool) -> None: ...
-
-    def body(self, stream: Stream, parts: Sequence[bytes | memoryview], nbytes: int) -> None: ...
-
-    def end(self, stream: Stream, tail: bytes) -> None: ...
-
-
-class ReceivingHalf(Protocol):
-    """What a stream asks of its connection's receiver."""
-
-    def consumed(self, stream: Stream, nbytes: int) -> None: ...
-
-    def want(self, stream: Stream, missing_bytes: int) -> None: ...
-
-    def narrow(self) -> None: ...
-
-
-class Owner(Protocol):
-    """What a stream and both halves ask of the connection."""
-
-    @property
-    def sender(self) -> SendingHalf: ...
-
-    @property
-    def receiver(self) -> ReceivingHalf: ...
-
-    @property
-    def certificate(self) -> Certificate | None: ...
-
-    @property
-    def peer(self) -> str: ...
-
-    @property
-    def is_over(self) -> bool: ...
-
-    @property
-    def streams(self) -> Sized: ...
-
-    def sent(self, stream: Stream) -> None: ...
-
-    def answered(self, stream: Stream) -> None: ...
-
-    def cancel(self, stream: Stream, code: ErrorCode) -> None: ...
-
-
-class Ended:
+class NullHandler:
     """The handler of a stream that has ended."""
 
     def receive(self, data: bytes, is_end: bool) -> None: ...
@@ -100,7 +45,7 @@ class Ended:
     def drain(self) -> None: ...
 
 
-ENDED = Ended()
+NULL_HANDLER = NullHandler()
 
 
 class Stream:
@@ -139,13 +84,13 @@ class Stream:
     )
 
     def __init__(
-        self, connection: Owner, stream_id: int, send_window: int, receive_window: int
+        self, connection: Http2Connection, stream_id: int, send_window: int, receive_window: int
     ) -> None:
         self.connection = connection
         self.id = stream_id
         self.send_window = send_window
         self.receive_window = receive_window
-        self.handler: Handler = ENDED
+        self.handler: Handler = NULL_HANDLER
         self.is_received = self.is_sent = self.has_asked = False
         self.held_bytes = self.granted_bytes = self.unsent_bytes = self.sent_since_parked = 0
         self.missing_bytes: int | None = None
@@ -157,19 +102,19 @@ class Stream:
         self, head: bytes, parts: Sequence[bytes | memoryview], nbytes: int, tail: bytes
     ) -> None:
         """Sends a whole answer: its header block, its body, the block of its trailers or b""."""
-        self.connection.sender.answer(self, head, parts, nbytes, tail)
+        self.connection.frame_writer.write_response(self, head, parts, nbytes, tail)
 
     def send_head(self, block: bytes, *, is_end: bool = False) -> None:
         """Sends a header block; ``is_end``: it is all of the answer, or its trailers."""
-        self.connection.sender.head(self, block, is_end)
+        self.connection.frame_writer.write_headers(self, block, is_end)
 
     def send_body(self, parts: Sequence[bytes | memoryview], nbytes: int) -> None:
         """Sends more of the body, ``nbytes`` in all, now or as the client has room."""
-        self.connection.sender.body(self, parts, nbytes)
+        self.connection.frame_writer.write_body(self, parts, nbytes)
 
     def end(self, tail: bytes) -> None:
         """Ends the answer when its body is sent, with the block of its trailers, or b""."""
-        self.connection.sender.end(self, tail)
+        self.connection.frame_writer.end(self, tail)
 
     def cancel(self, code: ErrorCode) -> None:
         """Ends the stream at once, unanswered; its handler is not told."""
@@ -177,12 +122,12 @@ class Stream:
 
     def consumed(self, nbytes: int) -> None:
         """The handler needs the room of so many received bytes no more."""
-        self.connection.receiver.consumed(self, nbytes)
+        self.connection.flow_control.consumed(self, nbytes)
 
     def expect(self, nbytes: int) -> None:
         """The handler waits for so many more bytes; gives the client room for them as there is."""
-        self.connection.receiver.want(self, nbytes)
+        self.connection.flow_control.want(self, nbytes)
 
     def keep_bodies_back(self) -> None:
         """Has the client begin its next requests with little, since one had no room."""
-        self.connection.receiver.narrow()
+        self.connection.flow_control.shrink_initial_window()

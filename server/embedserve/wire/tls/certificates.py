@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedserve.config import ServeSettings
-from embedserve.followed import Followed
+from embedserve.file_reloader import FileReloader
 
 ALPN = ["h2", "http/1.1"]
 CIPHERS_OF_TLS_1_2 = "ECDHE+AESGCM:ECDHE+CHACHA20"
@@ -65,7 +65,7 @@ class Certificates:
 
     def __init__(self, files: TlsFiles) -> None:
         """Raises OSError and ValueError, as read_context."""
-        self.followed = Followed(
+        self.reloader = FileReloader(
             f"TLS ({files.certificate})", files.paths, lambda: read_context(files), self._adopt
         )
 

@@ -17,9 +17,9 @@ from typing import cast
 from embedserve.access.client_address import peer_address
 from embedserve.codec.json_codec import encode_error
 from embedserve.errors import InvalidRequestError
-from embedserve.metrics.quiet_log import QuietLog
+from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.metrics.tls import TlsMetrics
-from embedserve.wire.connections import DRAIN_IDLE_S, Lingering, Registry
+from embedserve.wire.connections import DRAIN_IDLE_S, ConnectionManager, LingeringClose
 from embedserve.wire.tls.transport import TlsTransport
 
 HANDSHAKE_S_MAX = 10.0
@@ -40,7 +40,7 @@ class Handshakes:
     def __init__(self, logger: logging.Logger, metrics: TlsMetrics) -> None:
         self.counts = metrics.handshakes
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="tls")
-        self.log = QuietLog(logger)
+        self.log = RateLimitedLogger(logger)
 
 
 class Handshake(asyncio.Protocol):
@@ -49,7 +49,7 @@ class Handshake(asyncio.Protocol):
 
     def __init__(
         self,
-        registry: Registry,
+        registry: ConnectionManager,
         handshakes: Handshakes,
         context: ssl.SSLContext,
         make_protocol: MakeProtocol,
@@ -119,7 +119,7 @@ class Handshake(asyncio.Protocol):
             self._transport.write(out)  # of a handshake that fails, too: it says why
         if error is not None:
             self._fail(_outcome(error), _reason(error))
-            Lingering(self._transport, self, self._registry)
+            LingeringClose(self._transport, self, self._registry)
         elif stepped.result():
             self._finish()
         elif self._pending:
@@ -147,7 +147,7 @@ class Handshake(asyncio.Protocol):
             said = "this port takes TLS only: use https://"
             body = encode_error(InvalidRequestError(said))
             self._transport.write(PLAIN_HTTP + b"content-length: %d\r\n\r\n" % len(body) + body)
-        Lingering(self._transport, self, self._registry)
+        LingeringClose(self._transport, self, self._registry)
 
     def _end(self, outcome: str) -> None:
         if not self._is_over:
@@ -156,7 +156,7 @@ class Handshake(asyncio.Protocol):
 
     def _fail(self, outcome: str, why: str) -> None:
         self._end(outcome)
-        self._handshakes.log.say(
+        self._handshakes.log.log(
             logging.INFO,
             "a TLS handshake failed",
             why,

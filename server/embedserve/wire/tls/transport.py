@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from embedserve.access.access import CERTIFICATE, Certificate, certificate_of
+from embedserve.access.authenticator import CERTIFICATE, Certificate, certificate_of
 
 PIECE_BYTES = 16 << 10
 """Decrypted at once: a client may send many records in it that hold nothing."""

@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from hyperframe.frame import DataFrame, Frame, HeadersFrame, RstStreamFrame
 from server.fake_engine import FakeEngine
-from server.live import make_exchange
+from server.live import make_pipeline
 from server.waiting import until
 from server.wire.http2.peer import Peer, body_of, data, has_ended, of, resets, update
 
@@ -22,14 +22,14 @@ from embedserve.api.management import management_app
 from embedserve.codec.codec import PROTOBUF
 from embedserve.config import Limits
 from embedserve.errors import DRAINING
-from embedserve.exchange import REQUEST_S_MAX, Asked, Exchange
-from embedserve.wire.grpc.calls import MessageStream
+from embedserve.pipeline import REQUEST_S_MAX, RequestOptions, RequestPipeline
+from embedserve.wire.grpc.calls import BidiStream
 from embedserve.wire.grpc.embed_stream import DRAIN_STREAM_S, EmbedStream
-from embedserve.wire.grpc.messages import framed
+from embedserve.wire.grpc.grpc_framing import framed
 from embedserve.wire.grpc.service import SERVICE_NAME, GrpcService
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.header_blocks import Headers
-from embedserve.wire.http2.requests import Opened
+from embedserve.wire.http2.route_resolver import ResolvedRoute
 from embedserve.wire.router import Router
 from embedserve_proto import embedding_pb2 as pb
 
@@ -54,12 +54,12 @@ def head(
 
 
 class GrpcPeer(Peer):
-    """A client of a connection over an exchange, and what its calls ended with."""
+    """A client of a connection over an pipeline, and what its calls ended with."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        router = Router(exchange, management_app(exchange), GrpcService(exchange))
+    def __init__(self, pipeline: RequestPipeline) -> None:
+        router = Router(pipeline, management_app(pipeline), GrpcService(pipeline))
         super().__init__(router.open_request)
-        self.exchange = exchange
+        self.pipeline = pipeline
         self.ends: dict[int, dict[bytes, bytes]] = {}
 
     def take(self) -> list[Frame]:
@@ -101,14 +101,14 @@ class GrpcPeer(Peer):
 
 
 @pytest.fixture
-def exchange(engine: FakeEngine, executor: ThreadPoolExecutor) -> Exchange:
+def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipeline:
     limits = Limits(body_bytes_max=BODY_MAX, inline_bytes_max=0)
-    return make_exchange(engine, executor=executor, limits=limits)
+    return make_pipeline(engine, executor=executor, limits=limits)
 
 
 @pytest.fixture
-async def peer(exchange: Exchange) -> GrpcPeer:
-    return GrpcPeer(exchange)
+async def peer(pipeline: RequestPipeline) -> GrpcPeer:
+    return GrpcPeer(pipeline)
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def held(engine: FakeEngine) -> Iterator[FakeEngine]:
 
 
 def outcomes(peer: GrpcPeer) -> dict[str, int]:
-    return dict(peer.exchange.metrics.protocols["grpc"].outcomes)
+    return dict(peer.pipeline.metrics.protocols["grpc"].outcomes)
 
 
 def vector(message: bytes) -> list[float]:
@@ -246,9 +246,9 @@ async def test_a_reset_leaves_the_queue(peer: GrpcPeer, held: FakeEngine) -> Non
     peer.call(1, EMBED, framed(MESSAGE))
     await until(lambda: held.lookups)
     peer.call(3, EMBED, framed(MESSAGE))
-    assert peer.exchange.metrics.models["shop"].count_queue()[0] == 1
+    assert peer.pipeline.metrics.models["shop"].count_queue()[0] == 1
     peer.send(RstStreamFrame(3, error_code=8))
-    assert peer.exchange.metrics.models["shop"].count_queue()[0] == 0
+    assert peer.pipeline.metrics.models["shop"].count_queue()[0] == 0
     held.release()
     await peer.ended(1)
     assert outcomes(peer) == {"CANCELLED": 1, "OK": 1}
@@ -338,7 +338,7 @@ def statuses(peer: GrpcPeer, stream_id: int) -> list[int]:
 async def test_health_is_checked(peer: GrpcPeer, service: str) -> None:
     body = framed(health_pb2.HealthCheckRequest(service=service).SerializeToString())
     peer.call(1, CHECK, body)
-    peer.exchange.models.not_ready = DRAINING
+    peer.pipeline.models.not_ready = DRAINING
     peer.call(3, CHECK, body)
     assert [statuses(peer, number) for number in (1, 3)] == [[1], [2]]
 
@@ -353,7 +353,7 @@ async def test_health_of_an_unknown_service_is_not_found(peer: GrpcPeer) -> None
 
 async def test_a_change_of_health_is_told_within_a_second(peer: GrpcPeer) -> None:
     peer.call(1, WATCH, framed(health_pb2.HealthCheckRequest().SerializeToString()))
-    peer.exchange.models.not_ready = "tables.safetensors: changed"
+    peer.pipeline.models.not_ready = "tables.safetensors: changed"
     for _ in range(2):
         peer.connection.check_time(perf_counter())
         peer.take()
@@ -364,7 +364,7 @@ async def test_health_is_watched_until_the_drain(peer: GrpcPeer) -> None:
     body = framed(health_pb2.HealthCheckRequest().SerializeToString())
     peer.call(1, WATCH, body)
     assert (statuses(peer, 1), 1 in peer.ends) == ([1], False)
-    peer.exchange.models.not_ready = DRAINING
+    peer.pipeline.models.not_ready = DRAINING
     peer.connection.start_drain()
     peer.take()
     assert statuses(peer, 1) == [1, 2]
@@ -384,7 +384,7 @@ async def test_bytes_that_are_no_check_are_refused(
     assert peer.status(3) == (0, "")
 
 
-class BrokenStream(MessageStream):
+class BrokenStream(BidiStream):
     """Fails at each message."""
 
     def take(self, message: bytes) -> None:
@@ -392,8 +392,8 @@ class BrokenStream(MessageStream):
 
 
 def test_an_unforeseen_error_ends_its_stream_alone(caplog: pytest.LogCaptureFixture) -> None:
-    def open_request(headers: Headers) -> Opened:
-        return Opened(lambda stream: BrokenStream(b"identity", 100, {}, stream), None)
+    def open_request(headers: Headers) -> ResolvedRoute:
+        return ResolvedRoute(lambda stream: BrokenStream(b"identity", 100, {}, stream), None)
 
     peer = Peer(open_request)
     first, second = (
@@ -410,15 +410,15 @@ def test_an_unforeseen_error_ends_its_stream_alone(caplog: pytest.LogCaptureFixt
 
 
 async def test_what_a_stream_takes_is_bounded_by_the_bytes_of_its_answers(
-    exchange: Exchange, held: FakeEngine
+    pipeline: RequestPipeline, held: FakeEngine
 ) -> None:
-    metrics = exchange.metrics.protocols["grpc"]
-    asked = Asked("", PROTOBUF, PROTOBUF, None, metrics)
+    metrics = pipeline.metrics.protocols["grpc"]
+    asked = RequestOptions("", PROTOBUF, PROTOBUF, None, metrics)
     nbytes = 3 * 36  # an answer is 9 float32 values
 
-    def open_request(headers: Headers) -> Opened:
-        return Opened(
-            lambda stream: EmbedStream(asked, exchange, b"identity", {}, stream, nbytes), None
+    def open_request(headers: Headers) -> ResolvedRoute:
+        return ResolvedRoute(
+            lambda stream: EmbedStream(asked, pipeline, b"identity", {}, stream, nbytes), None
         )
 
     peer = Peer(open_request)
@@ -427,7 +427,7 @@ async def test_what_a_stream_takes_is_bounded_by_the_bytes_of_its_answers(
     peer.send(data(1, framed(MESSAGE)))
     await until(lambda: held.lookups)
     peer.send(data(1, framed(MESSAGE) * (count - 1), is_end=True))
-    assert exchange.metrics.models["shop"].count_queue()[0] == 2
+    assert pipeline.metrics.models["shop"].count_queue()[0] == 2
     held.release()
     # What is not written counts, too.
     await until(lambda: has_ended([*peer.take(), *peer.seen], 1))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embedserve.errors import InvalidRequestError, OverloadedError
-from embedserve.wire.grpc.messages import WireError
+from embedserve.wire.grpc.grpc_framing import WireError
 from embedserve.wire.grpc.statuses import (
     CODES,
     MESSAGE_BYTES_MAX,

@@ -20,9 +20,9 @@ from hyperframe.frame import (
 from embedserve.wire.http2.connection import Http2Connection
 from embedserve.wire.http2.frames import PREFACE, ErrorCode
 from embedserve.wire.http2.header_blocks import Headers
-from embedserve.wire.http2.requests import Opened, OpenRequest, read_request
+from embedserve.wire.http2.route_resolver import OpenRequest, ResolvedRoute, read_request
 from embedserve.wire.http2.stream import Handler, Stream
-from embedserve.wire.http2.uploads import Uploads
+from embedserve.wire.http2.upload_budget import UploadBudget
 
 F = TypeVar("F", bound=Frame)
 POST: Headers = [
@@ -78,7 +78,7 @@ class Peer:
     def __init__(
         self,
         open_request: OpenRequest | None = None,
-        uploads: Uploads | None = None,
+        uploads: UploadBudget | None = None,
         *,
         settings: dict[int, int] | None = None,
         is_begun: bool = True,
@@ -88,7 +88,7 @@ class Peer:
         self.outputs = 0
         self.connection = Http2Connection(
             open_request or self._open_request,
-            uploads or Uploads(UPLOAD_BYTES, lambda: True),
+            uploads or UploadBudget(UPLOAD_BYTES, lambda: True),
             self._on_output,
         )
         self.encoder = Encoder()
@@ -101,11 +101,11 @@ class Peer:
     def _on_output(self) -> None:
         self.outputs += 1
 
-    def _open_request(self, headers: Headers) -> Opened | str:
+    def _open_request(self, headers: Headers) -> ResolvedRoute | str:
         request = read_request(headers)
         if isinstance(request, str):
             return request
-        return Opened(self._open, request.content_length)
+        return ResolvedRoute(self._open, request.content_length)
 
     def _open(self, stream: Stream) -> Handler:
         self.handlers[stream.id] = RecordingHandler(stream, holds=self.holds)
@@ -121,7 +121,7 @@ class Peer:
 
     def take(self) -> list[Frame]:
         """The frames that are to be sent, as the transport would write them."""
-        sender = self.connection.sender
+        sender = self.connection.frame_writer
         data = bytearray()
         while True:
             if sender.ready:
@@ -130,7 +130,7 @@ class Peer:
                 break
             data += b"".join(sender.out)
             sender.out.clear()
-        sender.keep()
+        sender.detach_small_bodies()
         found = list(frames_of(bytes(data)))
         self.seen += found
         return found

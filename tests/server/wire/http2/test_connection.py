@@ -30,8 +30,8 @@ from server.wire.http2.peer import (
     update,
 )
 
+from embedserve.wire.http2.closed_streams import UNREAD_BYTES_MAX
 from embedserve.wire.http2.connection import STREAMS_MAX
-from embedserve.wire.http2.ended_streams import UNREAD_BYTES_MAX
 from embedserve.wire.http2.frames import PREFACE, ErrorCode
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.request_frames import UNSENT_BYTES_MAX

@@ -33,7 +33,7 @@ def peer() -> Peer:
     """It has a stream, and was told to open no more."""
     peer = Peer()
     peer.open(1, is_end=False)
-    peer.connection.say_goaway()
+    peer.connection.send_goaway()
     said = peer.take()
     assert lasts(said) == [MAX_STREAM_ID]
     assert [ping.opaque_data for ping in of(said, PingFrame)] == [DRAIN_PING]
@@ -78,6 +78,6 @@ def test_a_drain_before_the_ping_is_answered(peer: Peer) -> None:
 def test_nothing_is_said_once_it_is_over(peer: Peer) -> None:
     peer.connection.end(ErrorCode.NO_ERROR)
     peer.take()
-    peer.connection.say_goaway()
+    peer.connection.send_goaway()
     peer.connection.finish_drain()
     assert lasts(peer.take()) == []

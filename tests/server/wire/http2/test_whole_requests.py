@@ -19,10 +19,10 @@ from server.wire.http2.peer import (
 from embedserve.wire.http2.connection import STREAMS_MAX
 from embedserve.wire.http2.frames import FRAME_BYTES_MAX, ErrorCode
 from embedserve.wire.http2.header_blocks import Headers, encode
-from embedserve.wire.http2.receiver import STREAM_WINDOW
-from embedserve.wire.http2.requests import Opened
+from embedserve.wire.http2.inbound_flow_control import STREAM_WINDOW
+from embedserve.wire.http2.route_resolver import ResolvedRoute
 from embedserve.wire.http2.stream import Stream
-from embedserve.wire.http2.uploads import Uploads
+from embedserve.wire.http2.upload_budget import UploadBudget
 
 OK = encode([(b":status", b"200")])
 TAIL = encode([(b"grpc-status", b"0")])
@@ -39,7 +39,7 @@ def whole(peer: Peer, stream_id: int, body: bytes, headers: Headers = POST) -> l
     return [head(peer, stream_id, headers), data(stream_id, body, is_end=True)]
 
 
-def knowing_peer(uploads: Uploads | None = None) -> Peer:
+def knowing_peer(uploads: UploadBudget | None = None) -> Peer:
     """It has been sent each head before, after which its table changes no more."""
     peer = Peer(uploads=uploads)
     for number, headers in enumerate((POST, DECLARED, MALFORMED) * 2):
@@ -117,7 +117,7 @@ def test_whole_is_as_byte_by_byte(case: str) -> None:
             for number, handler in peer.handlers.items()
         }
         connection = peer.connection
-        left = sorted(connection.streams), connection.receiver.window, connection.is_over
+        left = sorted(connection.streams), connection.flow_control.window, connection.is_over
         answers.append(([frame.serialize() for frame in frames], told, left))
     assert answers[0] == answers[1]
 
@@ -139,10 +139,10 @@ def test_none_is_taken_while_draining() -> None:
 
 
 def test_one_beyond_the_connections_window_ends_it() -> None:
-    peer = knowing_peer(Uploads(UPLOAD_BYTES, lambda: False))
+    peer = knowing_peer(UploadBudget(UPLOAD_BYTES, lambda: False))
     peer.holds = True
     number = 21
-    while peer.connection.receiver.window >= 16384:
+    while peer.connection.flow_control.window >= 16384:
         # Bodies that are not whole are held, and their room is not given again.
         peer.send(head(peer, number), data(number, b"x" * 16384))
         number += 2
@@ -179,7 +179,7 @@ def test_what_is_answered_by_its_head_is_told_no_body() -> None:
         handlers.append(RecordingHandler(stream))
         return handlers[-1]
 
-    peer = Peer(lambda _: Opened(refuse, None))
+    peer = Peer(lambda _: ResolvedRoute(refuse, None))
     for number in (1, 3, 5):
         frames = peer.send(*whole(peer, number, b"body"))
         assert isinstance(frames[0], HeadersFrame)
@@ -192,7 +192,7 @@ def test_what_is_answered_by_its_head_is_told_no_body() -> None:
 def test_a_lone_answer_is_written_at_once_and_others_together() -> None:
     peer = knowing_peer()
     written: list[bytes] = []
-    peer.connection.sender.write = written.append
+    peer.connection.frame_writer.write = written.append
     peer.send(*whole(peer, 21, b"body"))
     outputs = peer.outputs
     peer.handlers[21].stream.answer(OK, (b"lone",), 4, TAIL)
@@ -211,11 +211,11 @@ def test_a_lone_answer_is_written_at_once_and_others_together() -> None:
 def test_a_lone_answer_does_not_pass_what_is_to_be_written() -> None:
     peer = knowing_peer()
     written: list[bytes] = []
-    peer.connection.sender.write = written.append
+    peer.connection.frame_writer.write = written.append
     peer.send(*whole(peer, 21, b"body"))
-    peer.connection.sender.out.append(b"a frame")
+    peer.connection.frame_writer.out.append(b"a frame")
     peer.handlers[21].stream.answer(OK, (b"lone",), 4, TAIL)
     assert written == []
-    assert peer.connection.sender.out[0] == b"a frame"
-    assert len(peer.connection.sender.out) == 2
-    peer.connection.sender.out.clear()
+    assert peer.connection.frame_writer.out[0] == b"a frame"
+    assert len(peer.connection.frame_writer.out) == 2
+    peer.connection.frame_writer.out.clear()

@@ -35,8 +35,8 @@ def bounded(peer: Peer) -> Peer:
     """``peer``, whose connection may have FRAMES_MAX pieces of output."""
     connection = peer.connection
     out = FewFrames()
-    connection.sender.out = connection.receiver.out = connection.ended._out = out
-    connection.sender.write = out.append
+    connection.frame_writer.out = connection.flow_control.out = connection.ended._out = out
+    connection.frame_writer.write = out.append
     return peer
 
 
@@ -169,11 +169,11 @@ class Model:
         self.connection += 20_000_000
         self.unacknowledged.append(20_000_000)
         self.receive(self.peer.send(update(0, 20_000_000), settings(20_000_000)))
-        sender = self.peer.connection.sender
+        sender = self.peer.connection.frame_writer
         for number in self.answered - self.gone:
             assert body_of(self.peer.seen, number) == self.bodies[number]
             assert has_ended(self.peer.seen, number)
-        assert (sender.unsent_bytes, sender.parked) == (0, {})
+        assert (sender.unsent_bytes, sender.blocked_streams) == (0, {})
         assert not sender.ready
 
 
@@ -199,7 +199,7 @@ def test_a_stream_whose_window_falls_below_zero_waits_for_an_update(window: int)
     assert len(body_of(peer.take(), 1)) == WINDOW_AT_START
     peer.send(settings(window))
     assert of(peer.send(update(0, 1_000_000)), DataFrame) == []
-    assert (stream.send_window, peer.connection.sender.parked) == (
+    assert (stream.send_window, peer.connection.frame_writer.blocked_streams) == (
         window - WINDOW_AT_START,
         {1: stream},
     )

@@ -10,7 +10,7 @@ import pytest
 from certificates import Authority, client_context
 from server.raw_http import OurServer, our_server
 
-from embedserve.exchange import Exchange
+from embedserve.pipeline import RequestPipeline
 from embedserve.wire.tls.certificates import Certificates, TlsFiles
 
 
@@ -31,8 +31,8 @@ def certificates(files: TlsFiles) -> Certificates:
 
 
 @pytest.fixture
-async def server(exchange: Exchange, certificates: Certificates) -> AsyncIterator[OurServer]:
-    async with our_server(exchange, certificates) as server:
+async def server(pipeline: RequestPipeline, certificates: Certificates) -> AsyncIterator[OurServer]:
+    async with our_server(pipeline, certificates) as server:
         yield server
 
 

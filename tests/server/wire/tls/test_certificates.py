@@ -104,13 +104,13 @@ async def test_a_damaged_pair_leaves_the_one_before_and_is_named_once(
     before = certificates.context
     damage(files, authority)
     for _ in range(3):
-        await certificates.followed.look()
+        await certificates.reloader.poll()
     assert certificates.context is before
     (record,) = caplog.records
     assert DAMAGES[damage] in record.getMessage()
     assert "goes on" in record.getMessage()
     write(files, authority.sign("server"))
-    await certificates.followed.look()
+    await certificates.reloader.poll()
     assert certificates.context is not before
     assert caplog.records[-1].getMessage().endswith("read again, and right")
 
@@ -125,12 +125,12 @@ async def test_connections_after_a_change_get_the_new_certificate_and_those_befo
     reader, writer = await server.open(client)
     write(files, authority.sign("renewed", (-1, 60)))
     os.utime(files.certificate, ns=(1, 1))  # as a copy that keeps times has it
-    await certificates.followed.look()
+    await certificates.reloader.poll()
     _, renewed = await server.open(client)
     names = [one.get_extra_info("peercert")["subject"][0][0][1] for one in (writer, renewed)]
     assert names == ["server", "renewed"]
     ends = renewed.get_extra_info("peercert")["notAfter"]
-    assert server.exchange.metrics.tls.expires_s() == ssl.cert_time_to_seconds(ends)
+    assert server.pipeline.metrics.tls.expires_s() == ssl.cert_time_to_seconds(ends)
     writer.write(get("/health/live"))
     assert (await read_answer(reader))[0] == 200
 
@@ -181,7 +181,7 @@ async def test_clients_without_a_right_certificate_are_each_told_what_is_wrong(
         "expired": "SSLV3_ALERT_CERTIFICATE_EXPIRED",
         "foreign": "TLSV1_ALERT_UNKNOWN_CA",
     }
-    assert server.exchange.metrics.tls.handshakes["certificate"] == 4
+    assert server.pipeline.metrics.tls.handshakes["certificate"] == 4
 
 
 def test_a_file_without_authorities_is_refused(mutual: TlsFiles) -> None:

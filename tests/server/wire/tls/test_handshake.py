@@ -13,12 +13,12 @@ from time import perf_counter
 import pytest
 from certificates import Authority, client_context
 from server.fake_engine import FakeEngine
-from server.live import make_exchange
+from server.live import make_pipeline
 from server.raw_http import OurServer, get, our_server, read_answer
 from server.waiting import until
 
 from embedserve.config import Limits
-from embedserve.exchange import Exchange
+from embedserve.pipeline import RequestPipeline
 from embedserve.wire.http2.frames import PREFACE
 from embedserve.wire.tls.certificates import Certificates, TlsFiles
 from embedserve.wire.tls.handshake import HANDSHAKE_BYTES_MAX, HANDSHAKE_S_MAX, Handshake
@@ -32,8 +32,8 @@ async def server(
     engine: FakeEngine, executor: ThreadPoolExecutor, certificates: Certificates
 ) -> AsyncIterator[OurServer]:
     limits = Limits(connections_max=CONNECTIONS_MAX)
-    exchange = make_exchange(engine, executor=executor, limits=limits)
-    async with our_server(exchange, certificates) as server:
+    pipeline = make_pipeline(engine, executor=executor, limits=limits)
+    async with our_server(pipeline, certificates) as server:
         yield server
 
 
@@ -47,7 +47,7 @@ async def rest_of(reader: asyncio.StreamReader) -> bytes:
 
 def counted(server: OurServer) -> dict[str, int]:
     """Handshakes by outcome."""
-    return dict(server.exchange.metrics.tls.handshakes)
+    return dict(server.pipeline.metrics.tls.handshakes)
 
 
 async def is_served(server: OurServer, client: ssl.SSLContext) -> bool:
@@ -86,9 +86,9 @@ HELLO_OF_MEGABYTES = b"\x16\x03\x01\x40\x00\x01\xff\xff\xff" + bytes(0x4000 - 4)
 
 
 async def test_a_client_of_tls_is_told_by_a_plain_port(
-    exchange: Exchange, client: ssl.SSLContext
+    pipeline: RequestPipeline, client: ssl.SSLContext
 ) -> None:
-    async with our_server(exchange) as server:
+    async with our_server(pipeline) as server:
         with pytest.raises(ssl.SSLError, match=r"WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE"):
             await server.open(client)
         await until(lambda: not server.wire.connections)
@@ -96,7 +96,7 @@ async def test_a_client_of_tls_is_told_by_a_plain_port(
 
 @pytest.mark.parametrize("nbytes", [110_000, 2 * HANDSHAKE_BYTES_MAX])
 async def test_a_chain_that_is_too_long_is_refused(
-    exchange: Exchange, files: TlsFiles, authority: Authority, tmp_path: Path, nbytes: int
+    pipeline: RequestPipeline, files: TlsFiles, authority: Authority, tmp_path: Path, nbytes: int
 ) -> None:
     """By OpenSSL at 100 KB, or by what one handshake may send."""
     root = tmp_path / "clients.pem"
@@ -105,7 +105,7 @@ async def test_a_chain_that_is_too_long_is_refused(
     der = ssl.PEM_cert_to_DER_cert(authority.root.decode())
     chain = replace(pair, certificate=pair.certificate + authority.root * (nbytes // len(der)))
     client = client_context(authority.root, chain.write(tmp_path, "long"))
-    async with our_server(exchange, Certificates(replace(files, client_ca=str(root)))) as server:
+    async with our_server(pipeline, Certificates(replace(files, client_ca=str(root)))) as server:
         try:
             reader, writer = await server.open(client)
             writer.write(LIVE)

@@ -15,7 +15,7 @@ import pytest
 from certificates import Authority
 from server.fake_engine import FakeEngine
 from server.http2_client import Http2Client
-from server.live import make_exchange
+from server.live import make_pipeline
 from server.raw_http import OurServer, get, our_server, post, read_answer
 from server.waiting import until
 
@@ -41,8 +41,8 @@ async def server(
     engine: FakeEngine, executor: ThreadPoolExecutor, certificates: Certificates
 ) -> AsyncIterator[OurServer]:
     limits = Limits(connection_bytes_max=BYTES_MAX)
-    exchange = make_exchange(engine, executor=executor, limits=limits)
-    async with our_server(exchange, certificates) as server:
+    pipeline = make_pipeline(engine, executor=executor, limits=limits)
+    async with our_server(pipeline, certificates) as server:
         yield server
 
 

@@ -1,0 +1,236 @@
+"""The server's own time for a request of `small`: without sockets, without load, without kernel.
+
+Over its own interfaces, the Open Inference Protocol (every F.ids and F.lengths; `pooled` is asked
+for) and TorchRec's predictor.
+
+    python bench/cpu_per_request.py [--times 5] [--tokens] [CHECKOUT ...] [--only JSON gRPC]
+
+Each of 64 connections is handed one request in a round, as the event loop does it, and throws its
+answer away; a round takes a millisecond or two. The best of all rounds is told: other work on the
+machine leaves some of them alone, so that a per cent shows where the rates of whole servers differ
+by ten from one second to the next. Checkouts, such as the commit before a change, take turns with
+this one. With --tokens each way is measured without and with a token, which the server asks for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count, cycle
+from pathlib import Path
+
+from load import GRPC_HEADERS, framed
+from servers.base import Way
+from servers.embedserve import GRPC, JSON, MESSAGE, OURS, EmbedServe
+from servers.embedserve_infer import EmbedServeInfer
+from servers.open_inference import infer_ways
+from workloads import Request, Workload, workload
+
+CONNECTIONS = 64
+ROUNDS = 1000
+WARM_ROUNDS = 50
+TURNS = 4
+"""Of the event loop, after which a batch is answered and written."""
+SHAPE = workload("small", "uniform")
+WINDOW_MAX = 2**31 - 1
+
+
+class Sink(asyncio.Transport):
+    """Takes everything at once, and keeps how much it was."""
+
+    def __init__(self) -> None:
+        super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
+        self.nbytes = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.nbytes += len(data)
+
+    def writelines(self, parts: object) -> None:
+        self.nbytes += 1
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        pass
+
+    def pause_reading(self) -> None:
+        raise AssertionError("a request was not read whole")
+
+
+def greeting() -> bytes:
+    """Windows that no answer fills."""
+    from embedserve.wire.http2 import frames
+
+    settings = frames.settings((frames.SETTINGS_INITIAL_WINDOW_SIZE, WINDOW_MAX))
+    return frames.PREFACE + settings + frames.window_update(0, WINDOW_MAX - 65_535)
+
+
+class Predictor(EmbedServe):
+    """Asked as TorchRec's own client asks."""
+
+    def body(self, way: Way, workload: Workload, request: Request) -> bytes:
+        from embedserve_proto.predictor_pb2 import PredictionRequest, SparseFeatures
+
+        bags = SparseFeatures(
+            num_features=len(request.lengths),
+            lengths=request.lengths.astype("<i4").tobytes(),
+            values=request.ids.astype("<i8").tobytes(),
+        )
+        asked = PredictionRequest(batch_size=request.examples, id_list_features=bags)
+        return asked.SerializeToString()
+
+
+OWN, INFER = EmbedServe(), EmbedServeInfer()
+WAYS: dict[str, tuple[EmbedServe, Way]] = {
+    **{way.name: (OWN, way) for way in (JSON, MESSAGE, GRPC)},
+    **{f"infer {way.name}": (INFER, way) for way in infer_ways(SHAPE.tables.name)},
+    "predict": (Predictor(), Way("predict", "grpc", "/predictor.Predictor/Predict")),
+}
+
+
+def over_http1(server: EmbedServe, way: Way, bodies: list[bytes]) -> Iterator[bytes]:
+    """One request after the other, the same for all connections."""
+    for body in cycle(bodies):
+        head = [f"POST {way.path} HTTP/1.1", "Host: localhost:8000"]
+        head += [f"{name}: {value}" for name, value in server.headers(way, body).items()]
+        yield "\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body
+
+
+def over_http2(server: EmbedServe, way: Way, bodies: list[bytes]) -> Iterator[bytes]:
+    from embedserve.wire.http2.frames import DATA, END_HEADERS, END_STREAM, HEADERS, head
+    from embedserve.wire.http2.header_blocks import encode
+
+    headers = {":method": "POST", ":scheme": "http", ":path": way.path, ":authority": "localhost"}
+    headers |= GRPC_HEADERS | server.headers(way, bodies[0])
+    block = encode((name.encode(), value.encode()) for name, value in headers.items())
+    for stream, body in zip(count(1, 2), cycle(bodies), strict=False):
+        message = framed(body)
+        opening = head(len(block), HEADERS, END_HEADERS, stream) + block
+        yield opening + head(len(message), DATA, END_STREAM, stream) + message
+
+
+@contextmanager
+def tokens(is_asked: bool) -> Iterator[tuple[str, dict[str, str]]]:
+    """(a file of tokens, the headers of who has one); neither where none is asked for."""
+    if not is_asked:
+        yield "", {}
+        return
+    from embedserve.access.grants import new_token
+
+    token, sha256 = new_token()
+    grant = {"name": "bench", "sha256": sha256, "requests_per_second": 1e9, "concurrent": 10**6}
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(json.dumps(grant))
+        file.flush()
+        yield file.name, {"authorization": f"Bearer {token}"}
+
+
+async def best_us(name: str, is_asked: bool) -> float:
+    """Of one request over that way, by somebody who says who they are where that ``is_asked``."""
+    import torch
+
+    from embedserve.api.management import management_app
+    from embedserve.config import ServeSettings
+    from embedserve.engine.restore import restore
+    from embedserve.processes.server import build_pipeline
+    from embedserve.wire.server import WireServer
+    from embedserve_store import ModelStore
+
+    torch.set_num_threads(1)
+    work = SHAPE
+    work.tables.make()
+    engine = restore(ModelStore(work.tables.store).load(work.tables.name), "cpu:1")
+    asked, way = WAYS[name]
+    bodies = [asked.body(way, work, request) for request in work.requests[:100]]
+    with ThreadPoolExecutor(2) as executor, tokens(is_asked) as (file, headers):
+        settings = ServeSettings(store="", tokens=file) if file else ServeSettings(store="")
+        pipeline = build_pipeline({work.tables.name: engine}, settings, executor)
+        wire = WireServer(pipeline, management_app(pipeline))
+        sinks = [Sink() for _ in range(CONNECTIONS)]
+        receivers: list[Callable[[bytes], None]] = []
+        for sink in sinks:
+            make = wire.http2 if way.protocol == "grpc" else wire.http1
+            connection = make(is_local=False)
+            connection.connection_made(sink)
+            receivers.append(connection.data_received)
+            if way.protocol == "grpc":
+                connection.data_received(greeting())
+        over = over_http2 if way.protocol == "grpc" else over_http1
+        requests = over(asked, replace(way, headers={**way.headers, **headers}), bodies)
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        best_s = float("inf")
+        for number, request in zip(range(WARM_ROUNDS + ROUNDS), requests, strict=False):
+            start_s = time.perf_counter()
+            for receive in receivers:
+                receive(request)
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            if number >= WARM_ROUNDS:
+                best_s = min(best_s, time.perf_counter() - start_s)
+        outcomes = pipeline.metrics.protocols["grpc" if way.protocol == "grpc" else "rest"].outcomes
+        assert outcomes == {"OK": CONNECTIONS * (WARM_ROUNDS + ROUNDS)}, outcomes
+        assert all(sink.nbytes for sink in sinks)
+    return best_s / CONNECTIONS * 1e6
+
+
+def measured_us(name: str, checkout: Path, is_asked: bool) -> float:
+    """By a process of its own."""
+    asked = ["--tokens"] if is_asked else []
+    return float(
+        subprocess.run(
+            [sys.executable, "-W", "ignore", __file__, "--way", name, *asked],
+            check=True,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **EmbedServe(checkout=checkout).environment()},
+        ).stdout
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The server's own time for a request.")
+    parser.add_argument("--times", type=int, default=5, help="runs of each")
+    parser.add_argument("--tokens", action="store_true", help="also with one")
+    parser.add_argument("--only", nargs="*", choices=WAYS, help="ways; all of them by default")
+    parser.add_argument("--way", help="measured in this process, of the package on its path")
+    parser.add_argument("checkouts", nargs="*", type=Path)
+    chosen = parser.parse_args()
+    os.sched_setaffinity(0, {0})
+    if chosen.way:
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
+        print(asyncio.run(best_us(chosen.way, chosen.tokens)))
+        return
+    checkouts = [*chosen.checkouts, OURS]
+    cases = [(one, False) for one in checkouts] + [(OURS, True)] * chosen.tokens
+    for name in chosen.only or WAYS:
+        found: dict[tuple[Path, bool], list[float]] = {case: [] for case in cases}
+        for _ in range(chosen.times):
+            for case in cases:
+                found[case].append(measured_us(name, *case))
+        for (checkout, is_asked), all_us in found.items():
+            shown = f"{checkout}{' with a token' if is_asked else ''}"
+            print(f"{name:12} {shown}: best {min(all_us):.2f}, worst of the bests "
+                  f"{max(all_us):.2f} us", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

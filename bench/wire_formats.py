@@ -1,0 +1,155 @@
+"""The server's processor time for a request, by the form in which it is asked.
+
+    python bench/wire_formats.py [--workload bulk] [--rounds 15] [--requests 20]
+
+One server on core 0, and one client on core 1 that asks one request after the other and reads each
+answer whole. Forms take turns, and what is told is the median of what each takes of protobuf's time
+in the same round: other work on the machine falls on all of them alike. Processor time is that of
+all the server's threads, the kernel's part for its sockets with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import pyarrow as pa
+from running import PORT, SERVER_CORE, running
+from servers.embedserve import MESSAGE, PROTOBUF, EmbedServe
+from workloads import Request, Workload, workload
+
+CLIENT_CORE = 1
+WARM_REQUESTS = 10
+ARROW = "application/vnd.apache.arrow.stream"
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to ask.
+
+    Attributes:
+        dtype: of ids in Arrow's columns; None: protobuf.
+        options: what is wanted of the answer, as metadata.
+    """
+
+    name: str
+    dtype: type[np.integer] | None = None
+    options: Mapping[str, str] | None = None
+
+    @property
+    def content_type(self) -> str:
+        return PROTOBUF if self.dtype is None else ARROW
+
+    def body(self, work: Workload, request: Request) -> bytes:
+        if self.dtype is None:
+            return EmbedServe().body(MESSAGE, work, request)
+        table = columns(work, request, self.dtype).replace_schema_metadata(self.options)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+        body: bytes = sink.getvalue().to_pybytes()
+        return body
+
+
+REFERENCE = Form("protobuf")
+FORMS = (
+    REFERENCE,
+    Form("Arrow", np.int64),
+    Form("Arrow, ids of int32", np.int32),
+    Form("Arrow, a column for each key", np.int64, {"embedserve.columns": "keys"}),
+)
+
+
+def columns(work: Workload, request: Request, dtype: type[np.integer]) -> pa.Table:
+    """A list of ids for each feature and example."""
+    arrays, start = {}, 0
+    for feature, lengths in zip(work.tables.features, request.lengths, strict=True):
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        ids = request.ids[start : start + offsets[-1]].astype(dtype)
+        arrays[feature] = pa.ListArray.from_arrays(offsets, ids)
+        start += len(ids)
+    return pa.table(arrays)
+
+
+def values_of(form: Form, work: Workload, answer: bytes) -> np.ndarray:
+    """float32 [examples, all dims] of an answer."""
+    if form.dtype is None:
+        return EmbedServe().values(MESSAGE, work, answer)
+    table = pa.ipc.open_stream(answer).read_all().combine_chunks()
+    arrays = [one.chunk(0) for one in table.columns]
+    flat = [one.flatten().to_numpy().reshape(len(one), -1) for one in arrays]
+    return np.concatenate(flat, axis=1)
+
+
+def processor_s(pid: int) -> float:
+    """All threads', of a process; nanoseconds in the kernel's own books."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(one.read_text().split()[0]) for one in tasks) / 1e9
+
+
+class Asker:
+    """One connection, and the bodies of one form."""
+
+    def __init__(self, form: Form, work: Workload) -> None:
+        self.form = form
+        self._bodies = [form.body(work, request) for request in work.requests]
+        self._client = http.client.HTTPConnection("127.0.0.1", PORT, timeout=60)
+
+    def ask(self, at: int) -> bytes:
+        body = self._bodies[at % len(self._bodies)]
+        self._client.request("POST", "/embed", body, {"Content-Type": self.form.content_type})
+        answer = self._client.getresponse()
+        content = answer.read()
+        assert answer.status == 200, content[:500]
+        return content
+
+
+def measure(pid: int, asker: Asker, requests: int) -> float:
+    """Milliseconds of the processor for a request."""
+    before_s = processor_s(pid)
+    for at in range(requests):
+        asker.ask(at)
+    return (processor_s(pid) - before_s) / requests * 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Processor time of a request, by its form.")
+    parser.add_argument("--workload", default="bulk", choices=("small", "rank", "bulk"))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--requests", type=int, default=20, help="of each form in a round")
+    chosen = parser.parse_args()
+    work = workload(chosen.workload, "uniform")
+    work.tables.make()
+    os.sched_setaffinity(0, {CLIENT_CORE})
+    with running(EmbedServe(), work, SERVER_CORE) as server:
+        askers = [Asker(form, work) for form in FORMS]
+        check(askers, work)
+        taken: dict[str, list[float]] = {form.name: [] for form in FORMS}
+        for turn in range(chosen.rounds):
+            for at in range(len(askers)):
+                asker = askers[(turn + at) % len(askers)]
+                taken[asker.form.name].append(measure(server.pid, asker, chosen.requests))
+    reference = taken[REFERENCE.name]
+    for name, all_ms in taken.items():
+        ratio = median(one / of for one, of in zip(all_ms, reference, strict=True))
+        print(f"{name:30} best {min(all_ms):8.3f}, median {median(all_ms):8.3f} ms, "
+              f"{ratio:.3f} of protobuf's")  # fmt: skip
+
+
+def check(askers: list[Asker], work: Workload) -> None:
+    """All of them are answered the same."""
+    expected = values_of(REFERENCE, work, askers[0].ask(0))
+    for asker in askers:
+        for at in range(WARM_REQUESTS):
+            asker.ask(at)
+        assert np.array_equal(values_of(asker.form, work, asker.ask(0)), expected), asker.form.name
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Very many examples, as jobs have them: cut into requests, some in flight, answered in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve_client.batch import Features, RequestBatch, Weights, batch_of
+from embedserve_client.errors import EmbedServeClientError, InvalidRequest
+from embedserve_client.rest import EmbedClient
+from embedserve_client.result import EmbedResult, OutputDType
+from embedserve_client.rpc import GrpcEmbedClient
+
+EXAMPLES = 1024
+IN_FLIGHT = 4
+
+
+def embed_in_batches(
+    client: EmbedClient | GrpcEmbedClient,
+    features: Features,
+    *,
+    weights: Weights | None = None,
+    model: str | None = None,
+    output_dtype: OutputDType = "float32",
+    output_keys: Sequence[str] = (),
+    examples: int = EXAMPLES,
+    in_flight: int = IN_FLIGHT,
+    progress: bool = False,
+) -> Iterator[EmbedResult]:
+    """The results of as many examples as memory holds, of ``examples`` at a time, in order.
+
+    client: its timeout and retries are those of each request; give it some retries. Over REST
+        requests go over as many connections, over gRPC over one.
+    features, weights, model, output_dtype, output_keys: as `EmbedClient.embed` takes them.
+    examples: of one request; the last has what is left.
+    in_flight: requests that are asked, or answered and not taken yet, at the same time.
+    progress: shows a bar on standard error, where tqdm is installed.
+
+    Raises the first EmbedServeClientError, with a note of the examples that it is about, from which
+    its field counts; what was not asked by then is not asked.
+    """
+    for name, value in (("examples", examples), ("in_flight", in_flight)):
+        if value < 1:
+            raise InvalidRequest(f"{name}: {value} is not 1 or more", field=name)
+    batch = batch_of(features, weights)
+    starts = range(0, batch.batch_size, examples)
+    cut = _Cut(batch)
+
+    def ask(start: int) -> EmbedResult:
+        stop = min(start + examples, batch.batch_size)
+        some, their_weights = cut.take(start, stop)
+        try:
+            return client.embed(
+                some,
+                weights=their_weights,
+                model=model,
+                output_dtype=output_dtype,
+                output_keys=output_keys,
+            )
+        except EmbedServeClientError as error:
+            error.add_note(f"of the examples {start} to {stop - 1}, counted from 0")
+            raise
+
+    return _in_order(ask, starts, in_flight, batch.batch_size if progress else None)
+
+
+def _in_order(
+    ask: Callable[[int], EmbedResult], starts: range, in_flight: int, total: int | None
+) -> Iterator[EmbedResult]:
+    waiting: deque[Future[EmbedResult]] = deque()
+    with ThreadPoolExecutor(in_flight, thread_name_prefix="embed") as pool, _bar(total) as bar:
+        try:
+            for start in starts:
+                if len(waiting) == in_flight:
+                    yield _taken(waiting, bar)
+                waiting.append(pool.submit(ask, start))
+            while waiting:
+                yield _taken(waiting, bar)
+        finally:
+            for one in waiting:
+                one.cancel()
+
+
+def _taken(waiting: deque[Future[EmbedResult]], bar: Any) -> EmbedResult:
+    result = waiting.popleft().result()
+    bar.update(result.batch_size)
+    return result
+
+
+class _Cut:
+    """Slices of a batch, by its examples."""
+
+    def __init__(self, batch: RequestBatch) -> None:
+        self._lengths = batch.lengths.reshape(len(batch.keys), batch.batch_size)
+        self._keys = batch.keys
+        self._weights = batch.weights
+        self._values: dict[str, NDArray[Any]] = {}
+        sizes = self._lengths.sum(axis=1, dtype=np.int64).tolist()
+        strings, strings_at, ids_at = np.array(batch.string_ids, object), 0, 0
+        for key, size in zip(batch.keys, sizes, strict=True):
+            if key in batch.string_keys:
+                self._values[key] = strings[strings_at : strings_at + size]
+                strings_at += size
+            else:
+                self._values[key] = batch.ids[ids_at : ids_at + size]
+                ids_at += size
+        self._begins = np.concatenate([[0], np.cumsum(sizes)[:-1]]).tolist()
+        ends = np.cumsum(self._lengths, axis=1, dtype=np.int64)
+        self._offsets = np.concatenate([np.zeros((len(sizes), 1), np.int64), ends], axis=1)
+
+    def take(self, start: int, stop: int) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """(features, weights) of examples [start, stop), as pairs of values and lengths."""
+        features, weights = {}, {}
+        for at, key in enumerate(self._keys):
+            first, last = self._offsets[at, start], self._offsets[at, stop]
+            lengths = self._lengths[at, start:stop]
+            features[key] = (self._values[key][first:last], lengths)
+            if self._weights is not None:
+                begin = self._begins[at]
+                weights[key] = (self._weights[begin + first : begin + last], lengths)
+        return features, weights if self._weights is not None else None
+
+
+class _NoBar:
+    """Where no progress is shown."""
+
+    def update(self, count: int) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _bar(total: int | None) -> Any:
+    if total is None:
+        return _NoBar()
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:
+        return _NoBar()
+    return tqdm(total=total, unit=" examples", unit_scale=True)

@@ -1,0 +1,99 @@
+"""Asks who asks before a management route answers; which roles each route is for."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+from fastapi import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from embedserve.access.authenticator import (
+    CERTIFICATE,
+    CLIENT,
+    Authenticator,
+    headers_by_name,
+    one_header,
+)
+from embedserve.access.client_address import PEER, ClientAddresses
+from embedserve.api.console.routes import PAGE_PATHS
+from embedserve.api.errors_openapi import is_infer
+from embedserve.codec.json_codec import encode_error
+from embedserve.codec.open_inference import body_answers
+from embedserve.errors import EmbedServeError
+from embedserve.metrics.rate_limited_logger import Fields, RateLimitedLogger
+from embedserve.tracing.request_id import REQUEST_ID, request_id_of
+
+logger = logging.getLogger("embedserve.requests")
+
+LINES_MAX = 10
+"""Lines of requests that were refused with one code, in a period of QuietLog."""
+PATH_CHARACTERS_MAX = 200
+"""Characters of a path that are logged."""
+ANYBODY: frozenset[str] = frozenset()
+CALLERS = frozenset({"embed", "admin"})
+ADMINS = frozenset({"admin"})
+
+
+def roles_of(path: str) -> frozenset[str]:
+    """The roles that may ask for ``path``, one of which is enough; none: anybody may. Probes have
+    no tokens, and the console's page asks for one itself; what is not known here is the admins'."""
+    if (
+        path == "/"
+        or path in PAGE_PATHS
+        or path.removeprefix("/v2") in ("/health/live", "/health/ready")
+    ):
+        return ANYBODY
+    if path in ("/models", "/v2") or path.startswith(("/models/", "/v2/")):
+        return CALLERS
+    return ADMINS
+
+
+class AuthMiddleware:
+    """The ASGI application, for those who may ask."""
+
+    def __init__(
+        self, app: ASGIApp, authenticator: Authenticator, addresses: ClientAddresses
+    ) -> None:
+        self._app = app
+        self._access = authenticator
+        self._addresses = addresses
+        self._log = RateLimitedLogger(logger, LINES_MAX)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        roles = roles_of(scope["path"]) if scope["type"] == "http" else ANYBODY
+        app = self._app
+        if roles:
+            authorization = one_header(scope["headers"], b"authorization")
+            try:
+                client = self._access.check(authorization, scope.get(CERTIFICATE), roles)
+                scope[CLIENT] = client
+            except EmbedServeError as error:
+                given_id = one_header(scope["headers"], REQUEST_ID)
+                app = error_response(error, error.http_status, scope["path"], given_id)
+                fields = partial(self._fields, scope)
+                self._log.log(
+                    logging.INFO, f"refused with {error.code}", error.message, fields=fields
+                )
+        await app(scope, receive, send)
+
+    def _fields(self, scope: Scope) -> Fields:
+        """Returns what the log tells of a request that is refused, beside the reason."""
+        header = headers_by_name(scope["headers"]).get
+        address = self._addresses.find(scope.get(PEER, ""), header)
+        path = scope["path"][:PATH_CHARACTERS_MAX]
+        return {"address": address, "method": scope["method"], "path": path}
+
+
+def error_response(
+    error: EmbedServeError, status: int, path: str, given_id: bytes | None
+) -> Response:
+    """``error`` in the JSON shape of every error, or of the Open Inference Protocol's routes;
+    ``given_id`` is the request's X-Request-Id."""
+    headers = {"X-Request-Id": request_id_of(given_id).decode()}
+    if error.retry_after_s:
+        headers["Retry-After"] = str(error.retry_after_s)
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    encode = body_answers.encode_error if is_infer(path) else encode_error
+    return Response(encode(error), status, headers, media_type="application/json")

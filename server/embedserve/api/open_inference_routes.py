@@ -1,0 +1,204 @@
+"""The routes of the Open Inference Protocol that look nothing up: health, metadata, configuration,
+statistics and the repository's index. POST …/infer is the wire's.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+
+from embedserve.access.authenticator import CLIENT
+from embedserve.open_inference_service import (
+    configuration,
+    metadata,
+    repository,
+    served,
+    server_metadata,
+    statistics,
+)
+from embedserve.pipeline import RequestPipeline
+
+
+class Live(BaseModel):
+    live: bool
+
+
+class Ready(BaseModel):
+    ready: bool
+
+
+class Server(BaseModel):
+    """What runs here."""
+
+    name: str
+    version: str = Field(description="Of embedserve.")
+    extensions: list[str]
+
+
+class TensorMetadata(BaseModel):
+    name: str
+    datatype: str
+    shape: list[int] = Field(description="-1: any size.")
+
+
+class ModelMetadata(BaseModel):
+    """The tensors of a model; any of its features may be left out of a request."""
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class ConfiguredTensor(BaseModel):
+    name: str
+    data_type: str = Field(description="TYPE_INT64, TYPE_INT32, TYPE_STRING or TYPE_FP32.")
+    dims: list[int] = Field(description="-1: any size.")
+
+
+class ConfiguredInput(ConfiguredTensor):
+    optional: bool
+
+
+class ModelConfig(BaseModel):
+    """The tensors of a model, as much of Triton's configuration as there is to say of it."""
+
+    name: str
+    platform: str
+    max_batch_size: int = Field(description="0: shapes say how many examples there are.")
+    input: list[ConfiguredInput]
+    output: list[ConfiguredTensor]
+
+
+class ModelReady(BaseModel):
+    name: str
+    ready: bool
+
+
+class Duration(BaseModel):
+    count: int
+    ns: int = Field(description="Nanoseconds of all.")
+
+
+class InferStatistics(BaseModel):
+    success: Duration
+    fail: Duration
+    queue: Duration
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+
+
+class ModelStatistics(BaseModel):
+    """What a model answered since the server started."""
+
+    name: str
+    version: str
+    last_inference: int
+    inference_count: int = Field(description="Examples.")
+    execution_count: int = Field(description="Batches.")
+    inference_stats: InferStatistics
+
+
+class Statistics(BaseModel):
+    model_stats: list[ModelStatistics]
+
+
+class Indexed(BaseModel):
+    """A version of a model that is served, or is to be."""
+
+    name: str
+    version: str
+    state: str = Field(description="READY, LOADING or UNAVAILABLE.")
+    reason: str
+
+
+class RepositoryIndexRequest(BaseModel):
+    ready: bool = Field(False, strict=True, description="Only what is ready; left out: all.")
+
+
+def health_routes(pipeline: RequestPipeline) -> APIRouter:
+    """For anybody."""
+    router = APIRouter(prefix="/v2/health", tags=["open inference"])
+
+    @router.get("/live")
+    async def live() -> Live:
+        """The process runs."""
+        return Live(live=True)
+
+    @router.get("/ready")
+    async def ready() -> Ready:
+        """All models are ready; 503 where they are not."""
+        pipeline.models.check_ready()
+        return Ready(ready=True)
+
+    return router
+
+
+def routes(pipeline: RequestPipeline) -> APIRouter:
+    """What there is, and what it answered."""
+    router = APIRouter(prefix="/v2", tags=["open inference"])
+    models = pipeline.models
+
+    @router.get("")
+    async def server() -> Server:
+        """What runs here."""
+        return Server.model_validate(server_metadata(pipeline))
+
+    @router.get("/models/stats")
+    async def statistics_of_all(request: Request) -> Statistics:
+        """Requests and times of every model that the caller may ask."""
+        told = {"model_stats": statistics(pipeline, quota=request.scope.get(CLIENT))}
+        return Statistics.model_validate(told)
+
+    @router.get("/models/{model}/versions/{version}")
+    async def model_version(model: str, version: str) -> ModelMetadata:
+        """The tensors of a version."""
+        return ModelMetadata.model_validate(metadata(pipeline, model, version))
+
+    @router.get("/models/{model}")
+    async def model(model: str) -> ModelMetadata:
+        """The tensors of a model."""
+        return await model_version(model, "")
+
+    @router.get("/models/{model}/versions/{version}/config")
+    async def configuration_of_version(model: str, version: str) -> ModelConfig:
+        """The tensors of a version, as Triton tells of its models."""
+        return ModelConfig.model_validate(configuration(pipeline, model, version))
+
+    @router.get("/models/{model}/config")
+    async def configuration_of_model(model: str) -> ModelConfig:
+        """The tensors of a model, as Triton tells of its models."""
+        return await configuration_of_version(model, "")
+
+    @router.get("/models/{model}/versions/{version}/ready")
+    async def model_version_ready(model: str, version: str) -> ModelReady:
+        """Whether a version is ready; 404 where there is none, 503 where it is not."""
+        name = served(pipeline, model, version).name
+        models.check_ready()
+        return ModelReady(name=name, ready=True)
+
+    @router.get("/models/{model}/ready")
+    async def model_ready(model: str) -> ModelReady:
+        """Whether a model is ready; 404 where there is none, 503 where it is not."""
+        return await model_version_ready(model, "")
+
+    @router.get("/models/{model}/versions/{version}/stats")
+    async def statistics_of_version(model: str, version: str, request: Request) -> Statistics:
+        """What a version answered."""
+        told = {"model_stats": statistics(pipeline, model, version, request.scope.get(CLIENT))}
+        return Statistics.model_validate(told)
+
+    @router.get("/models/{model}/stats")
+    async def statistics_of_model(model: str, request: Request) -> Statistics:
+        """What a model answered."""
+        return await statistics_of_version(model, "", request)
+
+    @router.post("/repository/index")
+    async def index(wanted: RepositoryIndexRequest | None = None) -> list[Indexed]:
+        """Every version that is served, or that is to be."""
+        only_ready = wanted is not None and wanted.ready
+        return [Indexed.model_validate(one) for one in repository(pipeline, only_ready=only_ready)]
+
+    return router

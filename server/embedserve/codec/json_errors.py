@@ -1,0 +1,276 @@
+"""Says what is wrong with a JSON request that the fast path refused: the field and the value.
+
+Slow and thorough, run on bad input only. Never decides whether a request is good.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from array import array
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from embedserve.codec.string_ids import integers_of
+from embedserve.errors import InvalidRequestError
+
+CHUNK = 1024
+"""Bags or values that are looked at together; only where one is wrong, each alone."""
+FEW = 8
+"""Values in a bag that are quicker looked at each alone."""
+QUOTED_CHARACTERS_MAX = 60
+INT64_MAX = 2**63 - 1
+FIELDS = ("features", "weights", "output_dtype", "version", "output_keys")
+OUTPUT_DTYPES = ("float32", "float16")
+
+
+def explain_invalid_json(body: bytes) -> InvalidRequestError | None:
+    """The first thing that is wrong with ``body``, or None if nothing is found."""
+    if not body.strip():
+        return _wrong("body", 'is empty: send JSON such as {"features": {"NAME": [[1, 2]]}}')
+    try:
+        # Python's json also reads NaN, so that a NaN is refused where it stands.
+        parsed = json.loads(body.decode())
+    except RecursionError:
+        return _wrong("body", "is nested too deeply")
+    except ValueError as error:
+        return _wrong("body", f"is not JSON: {error}")
+    if not isinstance(parsed, dict):
+        return _wrong("body", f"is {_quote(parsed)}, expected an object with the field 'features'")
+    for name in parsed:
+        if name not in FIELDS:
+            return _wrong(
+                name or '""', f"is not a field of a request; there are {', '.join(FIELDS)}"
+            )
+    return _features(parsed) or _weights(parsed) or _choices(parsed) or _output_keys(parsed)
+
+
+def _features(parsed: dict[str, Any]) -> InvalidRequestError | None:
+    features = parsed.get("features")
+    if not isinstance(features, dict):
+        what = f"is {_quote(features)}" if "features" in parsed else "is missing"
+        return _wrong("features", f"{what}: expected an object from feature to lists of ids")
+    if not features:
+        return _wrong("features", "is {}: name at least one feature")
+    for name, bags in features.items():
+        if error := _jagged(f"features.{name}", bags, "ids", _check_of(bags)):
+            return error
+    return _batch_sizes(features)
+
+
+def _check_of(bags: Any) -> Any:
+    """Returns the check of a feature's ids, which are all strings, or integers, which strings may
+    stand for. Of a mixture the fewer are wrong; where they are as many, the strings are. How many
+    strings are no integers is estimated by the first CHUNK of them."""
+    if not isinstance(bags, list):
+        return _check_id
+    ids = [*chain.from_iterable(bags)] if set(map(type, bags)) == {list} else bags
+    strings = [one for one in ids if isinstance(one, str)]
+    if len(strings) == len(ids):
+        return _check_string
+    sample = strings[:CHUNK]
+    words = sum(isinstance(integers_of([one]), int) for one in sample)
+    are_words = words * len(strings) > len(sample) * (len(ids) - len(strings))
+    return _check_string if are_words else _check_id
+
+
+def _batch_sizes(features: dict[str, list[Any]]) -> InvalidRequestError | None:
+    """All features have as many bags; a flat list is one bag."""
+    if not any(features.values()):
+        field = f"features.{next(iter(features))}"
+        return _wrong(field, "is []: an empty batch; one example without ids is [[]]")
+    first_name, first = next(iter(features.items()))
+    batch_size = _bags(first)
+    for name, bags in features.items():
+        if _bags(bags) != batch_size:
+            return _wrong(
+                f"features.{name}",
+                f"has {_examples(bags)}, but features.{first_name} has {_examples(first)}",
+            )
+    return None
+
+
+def _bags(bags: list[Any]) -> int:
+    return len(bags) if bags and isinstance(bags[0], list) else 1
+
+
+def _examples(bags: list[Any]) -> str:
+    count = _bags(bags)
+    return f"{count} example{'s' if count != 1 else ''}"
+
+
+def _weights(parsed: dict[str, Any]) -> InvalidRequestError | None:
+    weights = parsed.get("weights")
+    if weights is None:
+        return None
+    if not isinstance(weights, dict):
+        return _wrong("weights", f"is {_quote(weights)}: expected an object like features")
+    for name, bags in weights.items():
+        field = f"weights.{name}"
+        if name not in parsed["features"]:
+            return _wrong(field, f"has no features.{name} beside it")
+        if error := _jagged(field, bags, "weights", _check_weight):
+            return error
+        if error := _same_shape(name, parsed["features"][name], bags):
+            return error
+    return None
+
+
+def _same_shape(name: str, ids: list[Any], weights: list[Any]) -> InvalidRequestError | None:
+    id_bags, weight_bags = _as_bags(ids), _as_bags(weights)
+    if len(id_bags) != len(weight_bags):
+        return _wrong(
+            f"weights.{name}", f"has {_examples(weights)}, features.{name} has {_examples(ids)}"
+        )
+    if list(map(len, id_bags)) == list(map(len, weight_bags)):
+        return None
+    for i, (bag, weight_bag) in enumerate(zip(id_bags, weight_bags, strict=True)):
+        if len(bag) != len(weight_bag):
+            return _wrong(f"weights.{name}[{i}]", unlike(len(weight_bag), len(bag)))
+    return None
+
+
+def _as_bags(bags: list[Any]) -> list[list[Any]]:
+    return bags if bags and isinstance(bags[0], list) else [bags]
+
+
+def _choices(parsed: dict[str, Any]) -> InvalidRequestError | None:
+    version = parsed.get("version")
+    if isinstance(version, bool) or not isinstance(version, int | str | None):
+        return _wrong("version", f"is {_quote(version)}, expected a number or an alias")
+    if isinstance(version, int) and not 0 <= version <= INT64_MAX:
+        return _wrong("version", f"is {_quote(version)}, expected a number from 0 to {INT64_MAX}")
+    output_dtype = parsed.get("output_dtype", OUTPUT_DTYPES[0])
+    if output_dtype in OUTPUT_DTYPES:
+        return None
+    expected = " or ".join(f'"{name}"' for name in OUTPUT_DTYPES)
+    return _wrong("output_dtype", f"is {_quote(output_dtype)}, expected {expected}")
+
+
+def _output_keys(parsed: dict[str, Any]) -> InvalidRequestError | None:
+    output_keys = parsed.get("output_keys")
+    if output_keys is None:
+        return None
+    if not isinstance(output_keys, list):
+        return _wrong("output_keys", f"is {_quote(output_keys)}: expected a list of keys")
+    for i, key in enumerate(output_keys):
+        if problem := "expected a key" if not isinstance(key, str) else _check_string(key):
+            return _wrong(f"output_keys[{i}]", f"is {_quote(key)}: {problem}")
+    return None
+
+
+def _jagged(field: str, bags: Any, what: str, check: Any) -> InvalidRequestError | None:
+    """A list of lists, or one flat list."""
+    if not isinstance(bags, list):
+        return _wrong(field, f"is {_quote(bags)}: expected a list of lists of {what}")
+    if bags and isinstance(bags[0], list):
+        for start, chunk in _chunks(bags):
+            if set(map(type, chunk)) == {list} and _all_right([*chain(*chunk)], check):
+                continue
+            for i, bag in enumerate(chunk, start):
+                if not isinstance(bag, list):
+                    return _wrong(f"{field}[{i}]", f"is {_quote(bag)}: expected a list of {what}")
+                if error := _bag(f"{field}[{i}]", bag, check):
+                    return error
+        return None
+    return _bag(field, bags, check)
+
+
+def _bag(field: str, bag: list[Any], check: Any) -> InvalidRequestError | None:
+    if len(bag) < FEW and not any(map(check, bag)):
+        return None
+    for start, chunk in _chunks(bag):
+        if _all_right(chunk, check):
+            continue
+        for i, value in enumerate(chunk, start):
+            if problem := check(value):
+                return _wrong(f"{field}[{i}]", f"is {_quote(value)}: {problem}")
+    return None
+
+
+def _chunks(values: list[Any]) -> Iterator[tuple[int, list[Any]]]:
+    for start in range(0, len(values), CHUNK):
+        yield start, values[start : start + CHUNK]
+
+
+def _all_right(values: list[Any], check: Any) -> bool:
+    """Whether ``check`` would find nothing wrong with ``values``, without a call for each."""
+    types = set(map(type, values))
+    try:
+        if check is _check_string:
+            return types <= {str} and isinstance("".join(values).encode(), bytes)
+        if check is _check_id:
+            if str in types:
+                return types <= {int, str} and not isinstance(integers_of([*map(str, values)]), int)
+            return types <= {int} and len(array("q", values)) == len(values)
+        if not types <= {int, float}:
+            return False
+        with np.errstate(over="ignore"):
+            as_float32 = np.frombuffer(array("d", values)).astype(np.float32)
+        return bool(np.isfinite(as_float32).all())
+    except (OverflowError, UnicodeEncodeError):
+        return False
+
+
+def _check_id(value: Any) -> str:
+    if isinstance(value, str) and not isinstance(integers_of([value]), int):
+        return ""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return "ids are integers, or strings for a whole feature"
+    if not -INT64_MAX - 1 <= value <= INT64_MAX:
+        return "ids are 64-bit integers"
+    return ""
+
+
+def _check_string(value: Any) -> str:
+    if not isinstance(value, str):
+        return "most ids of this feature are strings"
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return "half of a surrogate pair is no text"
+    return ""
+
+
+def _check_weight(value: Any) -> str:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return "weights are numbers"
+    try:
+        struct.pack("<f", value)
+        is_finite = math.isfinite(value)
+    except (OverflowError, struct.error):  # of floats, of integers
+        is_finite = False
+    return "" if is_finite else "weights are finite float32 numbers"
+
+
+def unlike(weights: int, ids: int) -> str:
+    """Returns what is wrong with the weights of a bag, such as "has 2 weights for 1 id"."""
+    return f"has {counted(weights, 'weight')} for {counted(ids, 'id')}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Returns a count with its noun, such as "1 id" and "2 ids"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _quote(value: Any) -> str:
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return "nested too deeply"
+    if len(text) > QUOTED_CHARACTERS_MAX:
+        return text[:QUOTED_CHARACTERS_MAX] + "…"
+    return text
+
+
+def _wrong(field: str, problem: str) -> InvalidRequestError:
+    # A name may hold half of a surrogate pair, which no answer could be encoded with.
+    return InvalidRequestError(_as_text(f"{field} {problem}"), _as_text(field))
+
+
+def _as_text(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()

@@ -1,0 +1,394 @@
+"""ModelInfer's requests by their bytes.
+
+Those that are alike but for their numbers are read by known_messages.py, other small ones by the
+protobuf library. Of larger ones the numbers are found where they lie in the bytes, and what becomes
+Python objects is counted before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from math import prod
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from embedserve.codec.open_inference import shared_memory_template
+from embedserve.codec.open_inference.answers import (
+    set_output,
+    set_output_dtype,
+    versioned,
+)
+from embedserve.codec.open_inference.message_template import FORM_INPUTS_MAX, MessageTemplate, forms
+from embedserve.codec.open_inference.shared_memory_tensors import PlacedTensor, is_placed, place_in
+from embedserve.codec.open_inference.strings import read_strings, text_of
+from embedserve.codec.open_inference.tensors import (
+    BYTES,
+    DTYPES,
+    Data,
+    count,
+    wrong,
+)
+from embedserve.codec.open_inference.tensors import InputTensor as Input
+from embedserve.codec.protobuf_fields import (
+    I32,
+    LENGTH_DELIMITED,
+    VARINT,
+    FieldBudget,
+    TooManyFieldsError,
+    count_varints,
+    extract_fields,
+    fields,
+    number_of,
+    read_varints,
+    tag_of,
+)
+from embedserve.config import Limits
+from embedserve.errors import InvalidRequestError, RequestTooLargeError
+from embedserve.lookup import LookupRequest
+from embedserve.shared_memory.region import Regions
+from embedserve_proto import open_inference_pb2 as pb
+
+_Request = pb.ModelInferRequest
+_InputMessage = pb.ModelInferRequest.InferInputTensor
+SMALL_BYTES = 16 << 10
+"""Of a message, without its raw contents, that the library reads whole: what it may cost the event
+loop is a few hundred microseconds."""
+NOW_BYTES_MAX = 64 << 10
+"""Of strings that are read on the event loop's thread."""
+NOW_FIELDS_MAX = 4096
+
+
+INPUTS_TAG = tag_of(number_of(_Request, "inputs"), LENGTH_DELIMITED)
+MODEL_TAG = tag_of(number_of(_Request, "model_name"), LENGTH_DELIMITED)
+VERSION_TAG = tag_of(number_of(_Request, "model_version"), LENGTH_DELIMITED)
+REQUEST_ID_TAG = tag_of(number_of(_Request, "id"), LENGTH_DELIMITED)
+OUTPUTS_TAG = tag_of(number_of(_Request, "outputs"), LENGTH_DELIMITED)
+RAW_TAG = tag_of(number_of(_Request, "raw_input_contents"), LENGTH_DELIMITED)
+NAME_TAG = tag_of(number_of(_InputMessage, "name"), LENGTH_DELIMITED)
+SHAPE_TAG = tag_of(number_of(_InputMessage, "shape"), LENGTH_DELIMITED)
+SHAPE_BYTES_MAX = 40
+CONTENTS_TAG = tag_of(number_of(_InputMessage, "contents"), LENGTH_DELIMITED)
+CONTENTS = {
+    "INT64": "int64_contents",
+    "INT32": "int_contents",
+    "FP32": "fp32_contents",
+    BYTES: "bytes_contents",
+}
+"""The field of an input's numbers, by its datatype."""
+_CONTENTS_TAGS = {
+    tag_of(number_of(pb.InferTensorContents, field), LENGTH_DELIMITED): field
+    for field in CONTENTS.values()
+} | {
+    # not packed, each a field of its own: parsers take both
+    tag_of(number_of(pb.InferTensorContents, "int64_contents"), VARINT): "int64_contents",
+    tag_of(number_of(pb.InferTensorContents, "int_contents"), VARINT): "int_contents",
+    tag_of(number_of(pb.InferTensorContents, "fp32_contents"), I32): "fp32_contents",
+}
+_Contents = dict[str, list[memoryview]]
+
+
+def try_decode_inline(
+    body: bytes, model: str, limits: Limits, regions: Regions | None = None
+) -> LookupRequest | None:
+    """As decode_request, or None where that would take long: of raw numbers it never does."""
+    known = forms.read(body, limits)
+    if known is not None:
+        return known
+    if regions:
+        form = shared_memory_template.forms.find(body, limits)
+        if form is not None:
+            known = form.read_known(regions) if form.is_quick else None
+            if known is not None or not form.is_quick:
+                return known
+    small_bytes = min(SMALL_BYTES, limits.request_values_max, limits.request_text_bytes_max)
+    if len(body) <= small_bytes:
+        message = _parse(body)
+        contents = message.raw_input_contents
+        request = _request(body, message, contents, None, limits, regions, is_now=True)
+        _remember(body, message, contents, request, limits)
+        return request
+    try:
+        raw, rest = _take_raw(body, min(NOW_FIELDS_MAX, limits.request_values_max))
+    except TooManyFieldsError:
+        return None
+    if sum(map(len, rest)) > small_bytes:
+        return None
+    message = _parse(b"".join(rest))
+    is_text = [one.datatype == BYTES for one in message.inputs if not is_placed(one.parameters)]
+    text_bytes = sum(len(one) for one, is_one in zip(raw, is_text, strict=False) if is_one)
+    if text_bytes > NOW_BYTES_MAX:
+        return None
+    request = _request(body, message, raw, None, limits, regions, is_now=True)
+    _remember(body, message, raw, request, limits)
+    return request
+
+
+def _remember(
+    body: bytes,
+    message: pb.ModelInferRequest,
+    raw: Sequence[bytes | memoryview],
+    request: LookupRequest | None,
+    limits: Limits,
+) -> None:
+    """If all is raw; of what lies in shared memory known_placed.py has the forms."""
+    if request is None or any(one.parameters for one in message.outputs):
+        return
+    inputs = len(message.inputs)
+    is_plain = len(raw) == inputs == 2 * len(request.features) and not request.string_features
+    if is_plain and inputs <= FORM_INPUTS_MAX:
+        model = message.model_name, message.model_version
+        outputs = [one.name for one in message.outputs]
+        forms.remember(
+            body, MessageTemplate(model, request.model, request.features, outputs), limits
+        )
+
+
+def decode_request(
+    body: bytes, model: str, limits: Limits, regions: Regions | None = None
+) -> LookupRequest:
+    """The ModelInferRequest in ``body``, which names its model itself.
+
+    Args:
+        regions: of shared memory that the caller has; None: the server has none.
+
+    Raises:
+        InvalidRequestError: it is none, or not a batch of jagged ids.
+        RequestTooLargeError: it has more than ``limits`` allow, told before it is read.
+    """
+    form = shared_memory_template.forms.find(body, limits) if regions else None
+    if form is not None and regions is not None:
+        known = form.read_known(regions)
+        if known is not None:
+            return known
+    try:
+        raw, inputs, rest = _take_inputs(body, limits)
+    except TooManyFieldsError as error:
+        raise RequestTooLargeError(
+            "body has too many tensors, strings and numbers that are not packed: "
+            + limits.said("request_values_max"),
+            "body",
+        ) from error
+    text_bytes = sum(map(len, rest)) + sum(
+        sum(map(len, contents.get("bytes_contents", ()))) for contents, _ in inputs
+    )
+    text_bytes += sum(len(of_input) for _, of_input in inputs)
+    if text_bytes > limits.request_text_bytes_max:
+        raise RequestTooLargeError(
+            f"body has {text_bytes} bytes beside its numbers, "
+            + limits.said("request_text_bytes_max"),
+            "body",
+        )
+    message = _parse(b"".join(rest))
+    for _, of_input in inputs:
+        try:
+            message.inputs.add().MergeFromString(of_input)
+        except DecodeError as error:
+            raise _malformed(error) from error
+    of_inputs = [contents for contents, _ in inputs]
+    request = _request(body, message, raw, of_inputs, limits, regions, is_now=False)
+    assert request is not None  # it may take long
+    return request
+
+
+def peek_model(body: bytes) -> str:
+    """The model that a ModelInferRequest names, found without decoding the rest; "" for none.
+
+    Serializers write fields in their order, so that the model and its version come first.
+    """
+    named = {MODEL_TAG: "", VERSION_TAG: ""}
+    try:
+        for tag, _, start, end in islice(fields(body), len(named)):
+            if tag in named:
+                named[tag] = body[start:end].decode(errors="replace")
+    except (IndexError, ValueError):
+        pass
+    model, version = named[MODEL_TAG], named[VERSION_TAG]
+    return f"{model}@{version}" if version else model
+
+
+def estimate_size(body: bytes) -> tuple[int, int]:
+    """(bags, ids) that the shapes of a ModelInferRequest say; (0, 0) of what is none, or has over
+    NOW_FIELDS_MAX fields."""
+    inputs = []
+    try:
+        taken, _ = extract_fields(body, {INPUTS_TAG: "inputs"}, NOW_FIELDS_MAX)
+        fields_left = NOW_FIELDS_MAX
+        for one in taken.get("inputs", ()):
+            name, sizes = "", b""
+            for tag, _, start, end in islice(fields(bytes(one)), fields_left):
+                fields_left -= 1
+                if tag == NAME_TAG:
+                    name = bytes(one[start:end]).decode(errors="replace")
+                elif tag == SHAPE_TAG and end - start <= SHAPE_BYTES_MAX:
+                    sizes = bytes(one[start:end])
+            inputs.append((name, read_varints(sizes).tolist()))
+    except (TooManyFieldsError, IndexError, ValueError):
+        return 0, 0
+    bags, ids = count(inputs)
+    return min(bags, len(body)), min(ids, len(body))
+
+
+def _parse(body: bytes) -> pb.ModelInferRequest:
+    try:
+        return _Request.FromString(body)
+    except DecodeError as error:
+        raise _malformed(error) from error
+
+
+def _malformed(problem: object) -> InvalidRequestError:
+    return InvalidRequestError(f"body is not a ModelInferRequest: {problem}", "body")
+
+
+def _take_raw(body: bytes, fields_max: int) -> tuple[list[memoryview], list[memoryview]]:
+    """(raw_input_contents, the pieces of the message without them)."""
+    try:
+        taken, rest = extract_fields(body, {RAW_TAG: "raw"}, fields_max)
+    except IndexError as error:
+        raise _malformed("it ends within a field") from error
+    except ValueError as error:
+        raise _malformed(error) from error
+    return taken.get("raw", []), rest
+
+
+def _take_inputs(
+    body: bytes, limits: Limits
+) -> tuple[list[memoryview], list[tuple[_Contents, bytes]], list[memoryview]]:
+    """(raw_input_contents; of each input its contents and itself without them; the rest)."""
+    left = FieldBudget(limits.request_values_max)
+    try:
+        taken, rest = left.extract_fields(body, {RAW_TAG: "raw", INPUTS_TAG: "inputs"})
+        inputs = []
+        for one in taken.get("inputs", ()):
+            of_input, others = left.extract_fields(bytes(one), {CONTENTS_TAG: "contents"})
+            contents: _Contents = {}
+            for part in of_input.get("contents", ()):  # parsers merge them
+                numbers, _ = left.extract_fields(bytes(part), _CONTENTS_TAGS)
+                for name, values in numbers.items():
+                    contents.setdefault(name, []).extend(values)
+            inputs.append((contents, b"".join(others)))
+    except IndexError as error:
+        raise _malformed("it ends within a field") from error
+    except ValueError as error:
+        raise _malformed(error) from error
+    return taken.get("raw", []), inputs, rest
+
+
+def _request(
+    body: bytes,
+    message: pb.ModelInferRequest,
+    raw: Sequence[bytes | memoryview],
+    contents: Sequence[_Contents] | None,
+    limits: Limits,
+    regions: Regions | None,
+    *,
+    is_now: bool,
+) -> LookupRequest | None:
+    """The request of ``message``; None where it is to be made now, and would take long.
+
+    Args:
+        body: its bytes.
+        raw: its raw_input_contents.
+        contents: of each input, which the message has not; None: it has them.
+    """
+    are_placed = [is_placed(one.parameters) for one in message.inputs]
+    if raw and len(raw) != are_placed.count(False):
+        raise InvalidRequestError(
+            f"raw_input_contents has {len(raw)} entries for {are_placed.count(False)} inputs",
+            "raw_input_contents",
+        )
+    tensors: list[Input] = []
+    placed: list[PlacedTensor] = []
+    left = iter(raw)
+    for at, one in enumerate(message.inputs):
+        tensor = Input(one.name, one.datatype, one.shape[:], b"")
+        tensors.append(tensor)
+        has_contents = one.HasField("contents") or (contents is not None and bool(contents[at]))
+        if are_placed[at]:
+            if has_contents:
+                raise wrong(tensor, "has contents, and is to lie in shared memory: send one")
+            placed.append((tensor, place_in(one.parameters, tensor, regions)))
+        elif not raw:
+            if contents is not None:
+                tensor.data = _from_contents(tensor, contents[at], limits)
+            else:
+                tensor.data = _from_message(tensor, one)
+        elif has_contents:
+            raise wrong(tensor, "has contents, but there are raw_input_contents: send one")
+        else:
+            data = next(left)
+            tensor.data = _raw_strings(tensor, data, limits) if one.datatype == BYTES else data
+    model = versioned(message.model_name, message.model_version)
+    read = shared_memory_template.read_request(
+        model, tensors, placed, regions, limits, is_now=is_now
+    )
+    if read is None:
+        return None
+    request, form = read
+    outputs = message.outputs
+    names = [one.name for one in outputs] if outputs else ()
+    places = {
+        one.name: place_in(one.parameters, one.name, regions)
+        for one in outputs
+        if is_placed(one.parameters)
+    }
+    set_output(request, message.id, names, (True,) * len(names), True, limits, places or None)
+    if message.parameters and "output_dtype" in message.parameters:
+        set_output_dtype(request, message.parameters["output_dtype"].string_param)
+    if form is not None and not message.id:
+        shared_memory_template.forms.remember(body, form, request)
+    return request
+
+
+def _raw_strings(tensor: Input, raw: bytes | memoryview, limits: Limits) -> list[str]:
+    if len(raw) > limits.request_text_bytes_max:
+        raise RequestTooLargeError(
+            f"{tensor} has {len(raw)} bytes, {limits.said('request_text_bytes_max')}", "inputs"
+        )
+    count_max, limit = limits.request_values_max, limits.said("request_values_max")
+    return read_strings(tensor, memoryview(raw), count_max, limit)
+
+
+def _from_message(tensor: Input, message: pb.ModelInferRequest.InferInputTensor) -> Data:
+    """The values of an input that the library has read."""
+    field = CONTENTS.get(tensor.datatype)
+    if field is None:
+        return b""  # what such a datatype is refused for is said with the others
+    values = getattr(message.contents, field)[:]
+    _check_field(tensor, field, len(values))
+    if tensor.datatype == BYTES:
+        return [text_of(tensor, at, one) for at, one in enumerate(values)]
+    return np.array(values, DTYPES[tensor.datatype])
+
+
+def _from_contents(tensor: Input, contents: _Contents, limits: Limits) -> Data:
+    """The same of one whose values were found where they lie."""
+    field = CONTENTS.get(tensor.datatype)
+    if field is None:
+        return b""
+    values = contents.get(field, [])
+    if tensor.datatype == BYTES:
+        _check_field(tensor, field, len(values))
+        return [text_of(tensor, at, bytes(one)) for at, one in enumerate(values)]
+    joined = b"".join(values)
+    if tensor.datatype == "FP32":
+        return joined
+    count = count_varints(joined)
+    if count > limits.request_ids_max:
+        raise RequestTooLargeError(
+            f"{tensor} has {count} values, {limits.said('request_ids_max')}", "inputs"
+        )
+    _check_field(tensor, field, count)
+    try:
+        return read_varints(joined).astype(DTYPES[tensor.datatype], copy=False)
+    except ValueError as error:
+        raise wrong(tensor, f"is not packed integers: {error}") from error
+
+
+def _check_field(tensor: Input, field: str, count: int) -> None:
+    if len(tensor.shape) > 2:
+        return  # it is refused with the others
+    expected = prod(tensor.shape)
+    if count != expected:
+        raise wrong(tensor, f"has {count} values in {field}, not {expected}")

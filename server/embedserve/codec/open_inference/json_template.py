@@ -1,0 +1,175 @@
+"""The JSON before binary tensors where it is as one before it, but for its numbers.
+
+A caller's bodies name the same inputs and outputs over and over. What differs is the sizes of the
+inputs, and the tensors behind the JSON: of a body whose form is known these alone are read. A form
+has F.ids and then F.lengths of each feature, integers in binary, and no id of the request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from embedserve.codec.open_inference.message_template import (
+    BATCH_SIZES_MAX,
+    FORM_INPUTS_MAX,
+    VIEWED_BYTES,
+)
+from embedserve.codec.open_inference.template_cache import TemplateCache
+from embedserve.codec.open_inference.tensors import add_up
+from embedserve.config import Limits
+from embedserve.lookup import LookupRequest
+
+_INT64, _INT32 = np.dtype("<i8"), np.dtype("<i4")
+_frombuffer = np.frombuffer
+FORM_BYTES_MAX = 8192
+DIGITS_MAX = 9
+NUMBERS_PER_FEATURE = 4
+"""Ids, their bytes, examples, the bytes of lengths: in this order."""
+_NUMBER = re.compile(rb"(?<=[\[:, ])(?:0|[1-9]\d{0,17})(?=[ ,\]}])")
+_MARK = 10**12
+Sizes = Sequence[tuple[int, int]]
+"""(elements, bytes) of each input, in the order of the JSON."""
+
+
+class JsonTemplate:
+    """How such a JSON is between its numbers."""
+
+    def __init__(self, between: Sequence[bytes], like: LookupRequest) -> None:
+        """
+        Args:
+            between: what stands before, between and behind the numbers.
+            like: a request of this form, whose features and output all have.
+        """
+        self._between = between
+        self._features, self._output, self._dtype = like.features, like.output, like.output_dtype
+        self._middles: dict[int, tuple[bytes, ...]] = {}
+        self._nbytes = sum(map(len, between))
+
+    def read(self, body: bytes, end: int, model: str, limits: Limits) -> LookupRequest | None:
+        """The request of ``body``, whose JSON ends at ``end``; None where it is of another form,
+        and where anything is wrong with it."""
+        if (
+            len(self._features) > limits.request_features_max
+            or end > limits.request_text_bytes_max
+            or end > limits.request_values_max
+            or not body.startswith(self._between[0])
+        ):
+            return None
+        read = self._read_sizes(body, end, limits)
+        if read is None:
+            return None
+        counts, batch_size = read
+        return self._read_contents(body, end, model, counts, batch_size)
+
+    def _read_sizes(self, body: bytes, end: int, limits: Limits) -> tuple[list[int], int] | None:
+        """(ids of each feature, examples)."""
+        between, position = self._between, len(self._between[0])
+        find, startswith = body.find, body.startswith
+        middles: tuple[bytes, ...] = ()
+        counts: list[int] = []
+        batch_size = 0
+        for at in range(len(self._features)):
+            first = between[NUMBERS_PER_FEATURE * at + 1]
+            stop = find(first, position, position + DIGITS_MAX + len(first))
+            digits = body[position:stop]
+            if stop < 0 or not digits.isdigit() or (digits[0] == ord("0") and len(digits) > 1):
+                return None
+            count = int(digits)
+            size = b"%d" % (8 * count)
+            position = stop + len(first)
+            if not startswith(size, position):
+                return None
+            position += len(size)
+            if not at:
+                batch_size = self._batch_size(body, position)
+                if not 0 < batch_size <= limits.request_examples_max:
+                    return None
+                middles = self._middles.get(batch_size) or self._add(batch_size)
+            if not startswith(middles[at], position):
+                return None
+            position += len(middles[at])
+            counts.append(count)
+        is_whole = position == end and sum(counts) <= limits.request_ids_max
+        return (counts, batch_size) if is_whole else None
+
+    def _batch_size(self, body: bytes, position: int) -> int:
+        """As the first lengths have it; what ``_add`` makes of it is compared with all."""
+        start = position + len(self._between[2])
+        digits = body[start : start + DIGITS_MAX].partition(self._between[3][:1])[0]
+        return int(digits) if digits.isdigit() else 0
+
+    def _add(self, batch_size: int) -> tuple[bytes, ...]:
+        """What follows the bytes of each feature's ids, up to the next feature's."""
+        told, size = b"%d" % batch_size, b"%d" % (4 * batch_size)
+        between = self._between
+        middles = tuple(
+            between[at] + told + between[at + 1] + size + between[at + 2]
+            for at in range(2, len(between), NUMBERS_PER_FEATURE)
+        )
+        if len(self._middles) >= BATCH_SIZES_MAX:
+            self._middles.clear()
+        self._middles[batch_size] = middles
+        return middles
+
+    def _read_contents(
+        self, body: bytes, position: int, model: str, counts: list[int], batch_size: int
+    ) -> LookupRequest | None:
+        view = body if len(body) <= VIEWED_BYTES else memoryview(body)
+        ids, lengths = [], []
+        lengths_bytes = 4 * batch_size
+        for count in counts:
+            middle = position + 8 * count
+            ids.append(view[position:middle])
+            position = middle + lengths_bytes
+            lengths.append(view[middle:position])
+        if position != len(body):
+            return None
+        joined = _frombuffer(b"".join(lengths), _INT32)
+        if not add_up(joined, batch_size, counts):
+            return None
+        integers = _frombuffer(b"".join(ids), _INT64)
+        request = LookupRequest(model, self._features, integers, joined, None, batch_size)
+        request.output, request.output_dtype = self._output, self._dtype
+        return request
+
+
+class JsonTemplateCache(TemplateCache[JsonTemplate]):
+    """The forms of the bodies met last."""
+
+    def read(self, body: bytes, end: int, model: str, limits: Limits) -> LookupRequest | None:
+        """The request of a body of a known form; None of any other."""
+        for form in self:
+            request = form.read(body, end, model, limits)
+            if request is not None:
+                return request
+        return None
+
+    def remember(
+        self, head: bytes, like: LookupRequest, estimate_size: Callable[[bytes], Sizes | None]
+    ) -> None:
+        """If the numbers in ``head``, a JSON that is of no known form, are the sizes of its inputs
+        and no others.
+
+        Args:
+            like: its request.
+            estimate_size: what a JSON of other numbers says; None where anything else differs, too.
+        """
+        if len(head) > FORM_BYTES_MAX:
+            return
+        between = _NUMBER.split(head)
+        numbers = len(between) - 1
+        features = len(like.features)
+        if numbers != NUMBERS_PER_FEATURE * features or 2 * features > FORM_INPUTS_MAX:
+            return
+        # A number in a name would be one of the sizes no more, and none that is one is another's.
+        marks = [b"%d" % (_MARK + at) for at in range(numbers)]
+        marked = b"".join(part for pair in zip(between, marks, strict=False) for part in pair)
+        expected = [(_MARK + at, _MARK + at + 1) for at in range(0, numbers, 2)]
+        if estimate_size(marked + between[-1]) == expected:
+            self.add(JsonTemplate(between, like))
+
+
+forms = JsonTemplateCache()

@@ -1,0 +1,227 @@
+"""ModelInferRequests that are as one before them, but for their numbers.
+
+A caller's requests name the same model, inputs and outputs over and over. What differs is the
+request's id, the sizes of the inputs and their contents: these alone are read of a message whose
+form is known, which is one with F.ids and then F.lengths of each feature, integers and raw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from embedserve.codec.open_inference.answers import set_output
+from embedserve.codec.open_inference.template_cache import TemplateCache
+from embedserve.codec.open_inference.tensors import add_up
+from embedserve.codec.protobuf_fields import (
+    LENGTH_DELIMITED,
+    number_of,
+    read_varint,
+    tag_of,
+    varint,
+)
+from embedserve.config import Limits
+from embedserve.lookup import LookupRequest, OutputOptions
+from embedserve_proto import open_inference_pb2 as pb
+
+_Request = pb.ModelInferRequest
+_Input = pb.ModelInferRequest.InferInputTensor
+_INT64, _INT32 = np.dtype("<i8"), np.dtype("<i4")
+_frombuffer = np.frombuffer
+FORM_BYTES_MAX = 4096
+FORM_INPUTS_MAX = 128
+BATCH_SIZES_MAX = 32
+"""Of which a form keeps what it is between the numbers of ids: all forms together a few megabytes
+at most."""
+WIDTHS = 3
+"""Bytes of the largest count of ids that is read here, two millions."""
+VIEWED_BYTES = 64 << 10
+"""A message of more is not copied twice."""
+INPUTS_TAG = bytes([tag_of(number_of(_Request, "inputs"), LENGTH_DELIMITED)])
+REQUEST_ID_TAG = tag_of(number_of(_Request, "id"), LENGTH_DELIMITED)
+RAW_TAG = bytes([tag_of(number_of(_Request, "raw_input_contents"), LENGTH_DELIMITED)])
+SHAPE_TAG = bytes([tag_of(number_of(_Input, "shape"), LENGTH_DELIMITED)])
+SMALL_COUNTS = 256
+RAW_STARTS = tuple(RAW_TAG + varint(8 * count) for count in range(SMALL_COUNTS))
+"""What comes before the contents of so many ids."""
+_Stems = tuple[bytes, ...]
+"""An input up to its only size, by how many bytes that has, from 1."""
+_Middles = tuple[tuple[_Stems, ...], bytes, bytes]
+"""Of a batch size: what stands between the counts of ids, by the width of the next; what follows
+the last; what comes before the contents of lengths."""
+
+
+class MessageTemplate:
+    """How messages are between their numbers.
+
+    Attributes:
+        head: their bytes up to the request's id.
+    """
+
+    def __init__(
+        self, model: tuple[str, str], named: str, features: Sequence[str], outputs: Sequence[str]
+    ) -> None:
+        """
+        Args:
+            model: (model_name, model_version).
+            named: how the model is then asked for.
+        """
+        name, version = model
+        self.head = _Request(model_name=name, model_version=version).SerializeToString()
+        self._named, self._features, self._outputs = named, tuple(features), tuple(outputs)
+        self._ids = [_stems(f"{one}.ids", "INT64") for one in features]
+        self._lengths = [_stems(f"{one}.lengths", "INT32") for one in features]
+        asked = [_Request.InferRequestedOutputTensor(name=one) for one in outputs]
+        self._tail = _Request(outputs=asked).SerializeToString()
+        self._middles: dict[int, _Middles] = {}
+        self._fits: Limits | None = None
+        self._output: OutputOptions | None = None  # of a request without an id
+        self.nbytes = sum(len(one[0]) for one in (*self._ids, *self._lengths))
+        self.nbytes += len(self.head) + len(self._tail)
+
+    def read(self, body: bytes, limits: Limits) -> LookupRequest | None:
+        """The request of ``body``, which begins with the head; None where it is of another form,
+        and where anything is wrong with it."""
+        if limits is not self._fits and not self._is_allowed(limits):
+            return None
+        position, request_id = len(self.head), ""
+        try:
+            if body[position] == REQUEST_ID_TAG:
+                size, start = read_varint(body, position + 1)
+                position = start + size
+                request_id = body[start:position].decode()
+            read = self._read_sizes(body, position, limits)
+            if read is None:
+                return None
+            counts, batch_size, position, lengths_start = read
+            request = self._read_contents(body, position, counts, batch_size, lengths_start)
+        except (IndexError, ValueError):
+            return None
+        if request is None:
+            return None
+        if self._output is None or request_id:
+            names = self._outputs
+            set_output(request, request_id, names, (True,) * len(names), True, limits)
+            self._output = None if request_id else request.output
+        else:
+            request.output = self._output
+        return request
+
+    def _is_allowed(self, limits: Limits) -> bool:
+        """Whether a message of this form is, but for its numbers."""
+        text_bytes_max = min(limits.request_text_bytes_max, limits.request_values_max)
+        if len(self._features) > limits.request_features_max or self.nbytes > text_bytes_max:
+            return False
+        self._fits = limits
+        return True
+
+    def _read_sizes(
+        self, body: bytes, position: int, limits: Limits
+    ) -> tuple[list[int], int, int, bytes] | None:
+        """(ids of each feature, examples, where the contents begin, what comes before those of
+        lengths); None as ``read``."""
+        count, position = _count(body, position, self._ids[0])
+        at = position + len(self._lengths[0][0])
+        batch_size, _ = read_varint(body, at)
+        if not 0 < batch_size <= limits.request_examples_max:
+            return None
+        middles = self._middles.get(batch_size)
+        if middles is None:
+            middles = self._add(batch_size)
+        between, last, lengths_start = middles
+        counts = [count]
+        for stems in between:
+            stem = stems[0]
+            after = position + len(stem)
+            count = body[after] if body.startswith(stem, position) else 0x80
+            if count < 0x80:
+                position = after + 1
+            else:
+                count, position = _count(body, position, stems)
+            counts.append(count)
+        if min(counts) < 0 or sum(counts) > limits.request_ids_max:
+            return None
+        if not body.startswith(last, position):
+            return None
+        return counts, batch_size, position + len(last), lengths_start
+
+    def _add(self, batch_size: int) -> _Middles:
+        size = varint(batch_size)
+        lengths = [one[len(size) - 1] + size for one in self._lengths]
+        between = tuple(
+            tuple(before + stem for stem in stems)
+            for before, stems in zip(lengths, self._ids[1:], strict=False)
+        )
+        middles = between, lengths[-1] + self._tail, RAW_TAG + varint(4 * batch_size)
+        if len(self._middles) >= BATCH_SIZES_MAX:
+            self._middles.clear()
+        self._middles[batch_size] = middles
+        return middles
+
+    def _read_contents(
+        self, body: bytes, position: int, counts: list[int], batch_size: int, lengths_start: bytes
+    ) -> LookupRequest | None:
+        view = body if len(body) <= VIEWED_BYTES else memoryview(body)
+        ids, lengths = [], []
+        lengths_bytes, start_bytes = 4 * batch_size, len(lengths_start)
+        startswith = body.startswith
+        for count in counts:
+            start = RAW_STARTS[count] if count < SMALL_COUNTS else RAW_TAG + varint(8 * count)
+            first = position + len(start)
+            end = first + 8 * count
+            if not (startswith(start, position) and startswith(lengths_start, end)):
+                return None
+            bags = end + start_bytes
+            position = bags + lengths_bytes
+            ids.append(view[first:end])
+            lengths.append(view[bags:position])
+        if position != len(body):
+            return None
+        joined = _frombuffer(b"".join(lengths), _INT32)
+        if not add_up(joined, batch_size, counts):
+            return None
+        integers = _frombuffer(b"".join(ids), _INT64)
+        return LookupRequest(self._named, self._features, integers, joined, None, batch_size)
+
+
+def _stems(name: str, datatype: str) -> _Stems:
+    """Up to the size of an input of one dimension, if it has so many bytes."""
+    described = _Input(name=name, datatype=datatype).SerializeToString()
+    stems = []
+    for width in range(1, WIDTHS + 1):
+        shape = SHAPE_TAG + bytes([width])
+        size = len(described) + len(shape) + width
+        stems.append(INPUTS_TAG + varint(size) + described + shape)
+    return tuple(stems)
+
+
+def _count(body: bytes, position: int, stems: _Stems) -> tuple[int, int]:
+    """(the size of the input at ``position``, where it ends); -1 of another one."""
+    for width, stem in enumerate(stems, 1):
+        if body.startswith(stem, position):
+            start = position + len(stem)
+            count, end = read_varint(body, start)
+            return (count if end == start + width else -1), end
+    return -1, position
+
+
+class MessageTemplateCache(TemplateCache[MessageTemplate]):
+    """The forms of the messages met last."""
+
+    def read(self, body: bytes, limits: Limits) -> LookupRequest | None:
+        """The request in a message of a known form; None for any other."""
+        for form in self:
+            if body.startswith(form.head):
+                request = form.read(body, limits)
+                if request is not None:
+                    return request
+        return None
+
+    def remember(self, body: bytes, form: MessageTemplate, limits: Limits) -> None:
+        """If ``body``, whose form is not known, is of ``form``: serializers may write otherwise."""
+        if form.nbytes <= FORM_BYTES_MAX and form.read(body, limits) is not None:
+            self.add(form)
+
+
+forms = MessageTemplateCache()

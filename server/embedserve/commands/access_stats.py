@@ -1,0 +1,149 @@
+"""What a running server has read of a version's tables, by its metrics (lookup_samples.py)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from prometheus_client.samples import Sample
+
+from embedserve.commands.running_server import ServerClient
+from embedserve.commands.server_metrics import read_samples
+from embedserve.terminal.sanitize import sanitize
+from embedserve_store.errors import StoreError
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.model_version import ModelVersion
+from embedserve_store.plans.access_counts import AccessCounts, is_divided_by_rows
+from embedserve_store.plans.plan import Plan
+
+TABLE_LOOKUPS = "embedserve_table_lookups_total"
+ROW_WISE_LOOKUPS = "embedserve_row_wise_lookups_total"
+RANK_LOOKUPS = "embedserve_rank_lookups_total"
+RANK_BYTES = "embedserve_rank_read_bytes_total"
+HELD_BYTES = "embedserve_table_bytes"
+REPLANNED = "embedserve_model_replanned"
+NAMES = (TABLE_LOOKUPS, ROW_WISE_LOOKUPS, RANK_LOOKUPS, RANK_BYTES, HELD_BYTES, REPLANNED)
+COUNT_END = 2.0**63
+LISTED_MAX = 20
+Counts = dict[str, dict[tuple[str, ...], float]]
+"""By metric, then by the values of the labels that say what of the version is counted."""
+
+
+@dataclass(frozen=True)
+class AccessStats:
+    """What a server read since it began to count.
+
+    Attributes:
+        reads: of tables, and of those divided by rows by rank.
+        held_bytes: int [world_size], of tables on each rank.
+        lookups, read_bytes: [world_size].
+        is_stored_plan: it serves by the stored plan.
+    """
+
+    reads: AccessCounts
+    held_bytes: Sequence[float]
+    lookups: Sequence[float]
+    read_bytes: Sequence[float]
+    is_stored_plan: bool
+
+    @property
+    def world_size(self) -> int:
+        return len(self.held_bytes)
+
+
+def measured_of(client: ServerClient, version: ModelVersion) -> AccessStats:
+    """What ``server`` has read of ``version``, whatever names it is served by.
+
+    Raises:
+        ConnectionError, OSError, ValueError: as read_samples.
+        StoreError: the server serves no such version, or one of other tables, counts none of
+            this, or has read nothing yet.
+    """
+    manifest = version.manifest
+    url, samples = client.url, read_samples(client, NAMES)
+    aliases = _aliases(samples, url, manifest.model, str(manifest.version))
+    counts = _counts(samples, url, manifest.model, aliases)
+    by_table = {name: n for (name,), n in counts[TABLE_LOOKUPS].items()}
+    names = [table.name for table in manifest.tables]
+    if sorted(by_table) != sorted(names):
+        raise StoreError(
+            f"{url}: its tables of {manifest.model} version {manifest.version} are "
+            f"{_listed(by_table)}, in the store they are {_listed(names)}"
+        )
+    if not sum(by_table.values()):
+        raise StoreError(
+            f"{url}: no row of {manifest.model} version {manifest.version} was read since it began "
+            "to count: ask it for something first"
+        )
+    held, lookups, read_bytes = (
+        _per_rank(counts[name], url, name) for name in (HELD_BYTES, RANK_LOOKUPS, RANK_BYTES)
+    )
+    by_rank: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
+    for (name, rank), count in counts[ROW_WISE_LOOKUPS].items():
+        by_rank[name][(rank,)] = count
+    divided = {name: _per_rank(of, url, ROW_WISE_LOOKUPS) for name, of in by_rank.items()}
+    if {len(held)} != {len(lookups), len(read_bytes), *map(len, divided.values()), len(held)}:
+        raise ValueError(f"{url}: its metrics are of different numbers of ranks")
+    is_stored = not any(counts[REPLANNED].values()) and version.plan.world_size == len(held)
+    starts = {
+        table.name: _starts(table, version.plan if is_stored else None, len(held))
+        for table in manifest.tables
+        if table.name in divided
+    }
+    return AccessStats(
+        AccessCounts(by_table, divided, starts), held, lookups, read_bytes, is_stored
+    )
+
+
+def _aliases(samples: Iterable[Sample], url: str, model: str, version: str) -> dict[str, str]:
+    """The aliases that ``model`` is served by in that ``version``, which is their value."""
+    tables = [sample.labels for sample in samples if sample.name == TABLE_LOOKUPS]
+    served = dict.fromkeys((of.get("model", ""), of.get("version", "")) for of in tables)
+    if (model, version) not in served:
+        shown = _listed([f"{name} version {number}" for name, number in served])
+        raise StoreError(
+            f"{url}: does not serve {model} version {version}: "
+            f"{f'it serves {shown}' if shown else 'it counts no lookups by table'}"
+        )
+    of_model = [of for of in tables if of["model"] == model and of["version"] == version]
+    return {of.get("alias", ""): version for of in of_model}
+
+
+def _counts(samples: Iterable[Sample], url: str, model: str, aliases: Mapping[str, str]) -> Counts:
+    """Under all ``aliases`` together; of what is no counter, under one of them."""
+    counts: Counts = {name: {} for name in NAMES}
+    for sample in samples:
+        labels, name = sample.labels, sample.name
+        version = aliases.get(labels.get("alias", ""))
+        is_of_it = labels.get("model") == model and labels.get("version", version) == version
+        if name not in counts or version is None or not is_of_it:
+            continue
+        if not 0 <= sample.value < COUNT_END:
+            raise ValueError(f"{url}: {name} is {sample.value}, expected a count")
+        key = tuple(labels[one] for one in ("table", "rank") if one in labels)
+        before = counts[name].get(key, 0.0) if name.endswith("_total") else 0.0
+        counts[name][key] = before + sample.value
+    return counts
+
+
+def _listed(names: Collection[str]) -> str:
+    """Some of them, which a stranger may have written."""
+    more = ", …" if len(names) > LISTED_MAX else ""
+    return sanitize(", ".join(islice(names, LISTED_MAX))) + more
+
+
+def _per_rank(counts: Mapping[tuple[str, ...], float], url: str, name: str) -> list[float]:
+    try:
+        return [counts[(str(rank),)] for rank in range(max(1, len(counts)))]
+    except KeyError as error:
+        raise ValueError(f"{url}: {name} has no rank {error.args[0][0]}") from None
+
+
+def _starts(table: TableSpec, stored: Plan | None, world_size: int) -> list[int]:
+    """The row that each rank begins with; where a server planned anew, as torchrec has it."""
+    if stored is not None and is_divided_by_rows(stored.tables[table.name]):
+        return [shard.row_offset for shard in stored.tables[table.name].shards]
+    rows = -(-table.num_embeddings // world_size)
+    return [min(rank * rows, table.num_embeddings) for rank in range(world_size)]

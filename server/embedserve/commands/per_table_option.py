@@ -1,0 +1,25 @@
+"""What an option says for all tables, or for each: "int8" or "user=int8,movie=float32"."""
+
+from __future__ import annotations
+
+
+def parse_per_table_option(text: str) -> str | dict[str, str]:
+    """The one name in ``text``, or the name of each table in it.
+
+    Raises:
+        ValueError: a table is named twice or without a name after its "=".
+
+    >>> parse_choice("int8"), parse_choice("user=int8, movie=float32")
+    ('int8', {'user': 'int8', 'movie': 'float32'})
+    """
+    if "=" not in text:
+        return text
+    choice: dict[str, str] = {}
+    for part in text.split(","):
+        table, equals, name = (piece.strip() for piece in part.partition("="))
+        if not (table and equals and name):
+            raise ValueError(f"{part.strip()!r} in {text!r}: expected TABLE=NAME")
+        if table in choice:
+            raise ValueError(f"{text!r} names table {table!r} twice")
+        choice[table] = name
+    return choice

@@ -1,0 +1,194 @@
+"""Gives the kernels of a sharded model their rows out of the mapped tables file.
+
+On CPU a kernel is pointed into the mapping, so that ranks, models and processes share the pages
+and resharding moves nothing; only column shards, which are no range of the file, are copied. On
+CUDA everything is copied to its device (staging.py). Never writes to the mapping.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
+
+from embedserve.engine.device_upload import RowCopy, copy_all
+from embedserve.engine.kernel_rows import KernelTables, Rows
+from embedserve_store.format.table_spec import SCALE_BIAS_BYTES, row_bytes
+from embedserve_store.model_version import ModelVersion
+from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES
+
+logger = logging.getLogger(__name__)
+
+
+def attach_weights(
+    sharded: ShardedQuantEmbeddingBagCollection, version: ModelVersion, device_type: str
+) -> None:
+    """Gives every kernel of ``sharded`` its shards' rows: on CPU mapped, on CUDA copied.
+
+    Column shards are no range of the file: on CPU too they are copied, and only they. torchrec
+    gives column_wise tables kernels of their own.
+
+    Raises:
+        StoreError: a row that CUDA's kernels cannot dequantize.
+    """
+    if device_type != "cpu":
+        copy_all(gpu_copies(sharded, version), str(version.path))
+        return
+    mapped = as_tensor(version.tables.data)
+    copied_bytes = 0
+    for kernel, config in sharded.tbes_configs().items():
+        if has_column_shards(config):
+            rows, offsets = _copied_columns(mapped, config, version)
+            copied_bytes += rows.numel()
+            _point(kernel, rows, offsets)
+        else:
+            offsets = [start for start, _, _ in byte_ranges(config, version)]
+            _point(kernel, mapped, offsets)
+    if copied_bytes:
+        logger.info("%s: copied %d bytes of column_wise shards", version.path, copied_bytes)
+
+
+def _point(kernel: Any, rows: torch.Tensor, offsets: list[int]) -> None:
+    """Lets a CPU ``kernel`` read its shards in ``rows`` (uint8) from these bytes on."""
+    kernel.weights_host = rows
+    kernel.host_size = rows.numel()
+    kernel.weights_physical_offsets = offsets
+    kernel.initialize_logical_weights_placements_and_offsets()
+    kernel.weight_initialized = True
+
+
+def share_rows(
+    sharded: ShardedQuantEmbeddingBagCollection, bound: ShardedQuantEmbeddingBagCollection
+) -> None:
+    """Points the kernels of ``sharded`` at the rows of ``bound``, their twin of the same plan; one
+    that is on another GPU at a copy of them, which is made from GPU to GPU."""
+    for kernel, twin in zip(sharded.tbes_configs(), bound.tbes_configs(), strict=True):
+        device = kernel.current_device
+        kernel.weights_host, kernel.host_size = twin.weights_host.to(device), twin.host_size
+        kernel.weights_dev, kernel.dev_size = twin.weights_dev.to(device), twin.dev_size
+        kernel.weights_physical_offsets = twin.weights_physical_offsets
+        kernel.initialize_logical_weights_placements_and_offsets()
+        kernel.weight_initialized = True
+
+
+def cpu_rows(version: ModelVersion, kernels: Sequence[KernelTables]) -> list[Rows]:
+    """Returns the rows of ``version`` that each CPU kernel reads: mapped, or of column shards
+    copied as bind_rows does."""
+    mapped, rows = as_tensor(version.tables.data), []
+    for kernel in kernels:
+        data, offsets = mapped, [start for start, _, _ in byte_ranges(kernel.config, version)]
+        if has_column_shards(kernel.config):
+            data, offsets = _copied_columns(mapped, kernel.config, version)
+        rows.append((data, torch.tensor([offsets[shard] for shard in kernel.shards])))
+    return rows
+
+
+def as_tensor(data: np.ndarray) -> torch.Tensor:
+    """``data`` (read-only mapped uint8) as a tensor over the same memory, never written to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        return torch.from_numpy(data)
+
+
+def byte_ranges(config: Any, version: ModelVersion) -> Iterator[tuple[int, int, int]]:
+    """(first byte, rows, bytes of a row) in the mapped file of each table shard of a kernel; of
+    a column shard, where its rows lie whole."""
+    specs = {table.name: table for table in version.manifest.tables}
+    for shard_config in config.embedding_tables:
+        spec = specs[shard_config.name]
+        first_row = shard_config.local_metadata.shard_offsets[0]
+        start = version.tables.offsets[spec.name] + first_row * spec.row_bytes
+        yield start, shard_config.local_rows, spec.row_bytes
+
+
+def _is_column_shard(shard_config: Any) -> bool:
+    return bool(shard_config.local_cols != shard_config.embedding_dim)
+
+
+def has_column_shards(config: Any) -> bool:
+    """Whether a kernel's shards are columns of their tables, which torchrec gives kernels of their
+    own."""
+    return any(_is_column_shard(one) for one in config.embedding_tables)
+
+
+def _copied_columns(
+    mapped: torch.Tensor, config: Any, version: ModelVersion
+) -> tuple[torch.Tensor, list[int]]:
+    """(a copy of the column shards of a CPU kernel, uint8, where each begins in it)"""
+    shards = list(_shard_rows(config, mapped, version))
+    sizes = [sum(part.numel() for part in parts) for parts in shards]
+    offsets = [0, *accumulate(sizes)]
+    rows = torch.empty(offsets.pop(), dtype=torch.uint8)
+    for shard_config, parts, start, size in zip(
+        config.embedding_tables, shards, offsets, sizes, strict=True
+    ):
+        target = rows[start : start + size].view(len(parts[0]), -1)
+        _row_copy(shard_config, parts, target, version).fill(target, 0)
+    return rows, offsets
+
+
+def gpu_copies(
+    sharded: ShardedQuantEmbeddingBagCollection, version: ModelVersion
+) -> list[list[RowCopy]]:
+    """What each GPU's kernels are to be given; allocates its memory, where each row is padded to 16
+    bytes, as CUDA's kernels read it."""
+    mapped, alignment = as_tensor(version.tables.data), ROW_ALIGNMENT_BYTES["cuda"]
+    of_devices: dict[torch.device, list[RowCopy]] = {}
+    for kernel, config in sharded.tbes_configs().items():
+        kernel.initialize_weights()
+        copies = of_devices.setdefault(kernel.weights_dev.device, [])
+        for shard_config, parts, offset in zip(
+            config.embedding_tables,
+            _shard_rows(config, mapped, version),
+            kernel.weights_physical_offsets,
+            strict=True,
+        ):
+            rows, bytes_a_row = len(parts[0]), sum(part.shape[1] for part in parts)
+            pitch = -(-bytes_a_row // alignment) * alignment
+            target = kernel.weights_dev.narrow(0, offset, rows * pitch).view(rows, pitch)
+            copies.append(_row_copy(shard_config, parts, target, version))
+    return list(of_devices.values())
+
+
+def _row_copy(
+    shard_config: Any,
+    parts: tuple[torch.Tensor, ...],
+    target: torch.Tensor,
+    version: ModelVersion,
+) -> RowCopy:
+    tables, first_row = version.tables, shard_config.local_metadata.shard_offsets[0]
+    return RowCopy(
+        table=tables.tables[shard_config.name],
+        first_row=first_row,
+        stored=tables.rows(shard_config.name)[first_row : first_row + len(target)],
+        is_mapped=tables.is_mapped,
+        parts=parts,
+        target=target,
+    )
+
+
+def _shard_rows(
+    config: Any, mapped: torch.Tensor, version: ModelVersion
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The stored bytes of each table shard of a kernel, as views of the mapping [rows, bytes]
+    that stand side by side in its rows: of int8 and int4 columns scale and bias, then codes."""
+    specs = {table.name: table for table in version.manifest.tables}
+    ranges = byte_ranges(config, version)
+    for (start, rows, bytes_a_row), shard_config in zip(
+        ranges, config.embedding_tables, strict=True
+    ):
+        whole = mapped[start : start + rows * bytes_a_row].view(rows, bytes_a_row)
+        if not _is_column_shard(shard_config):
+            yield (whole,)
+            continue
+        dtype = specs[shard_config.name].dtype
+        head = 0 if dtype.startswith("float") else SCALE_BIAS_BYTES
+        column = shard_config.local_metadata.shard_offsets[1]
+        first, last = (row_bytes(dtype, c) for c in (column, column + shard_config.local_cols))
+        yield whole[:, :head], whole[:, first:last]

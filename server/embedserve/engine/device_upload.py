@@ -1,0 +1,191 @@
+"""Rows of the mapped file on their way to devices: each has two pinned buffers, and a thread.
+
+While one buffer is copied to the device the other is filled, so that at no time more than these
+lie in this host's memory, beside the page cache. No line of it has run on a GPU yet; with the CPU
+as the device the same is done without streams and pinned memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import cycle
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from embedserve.engine.cuda_limits import check_half_range
+from embedserve_store.format.table_spec import CODES_MAX, SCALE_BIAS_BYTES, TableSpec
+from embedserve_store.memory.mapped_tables import drop_pages
+
+logger = logging.getLogger(__name__)
+
+BUFFER_BYTES = 64 << 20
+BUFFERS = 2
+"""Of each device."""
+PROGRESS_S = 5.0
+"""Between two lines of the log."""
+
+
+@dataclass(frozen=True)
+class RowCopy:
+    """Rows of a shard, and where they go.
+
+    Attributes:
+        table: of which they are.
+        first_row: in it.
+        stored: uint8 [rows, bytes], as they lie in the file.
+        is_mapped: whether that is a mapping of it, whose pages may be let go.
+        parts: uint8 [rows, bytes] each, views of ``stored`` that stand side by side in the target.
+        target: uint8 [rows, pitch], in which each row may have more bytes than the parts together.
+    """
+
+    table: TableSpec
+    first_row: int
+    stored: NDArray[np.uint8]
+    is_mapped: bool
+    parts: tuple[torch.Tensor, ...]
+    target: torch.Tensor
+
+    def blocks(self, block_bytes: int) -> Iterator[tuple[int, int]]:
+        """(first, count) of the rows, in blocks of at most so many bytes of the target."""
+        rows, pitch = self.target.shape
+        step = max(1, block_bytes // pitch)
+        return ((row, min(step, rows - row)) for row in range(0, rows, step))
+
+    def fill(self, block: torch.Tensor, first: int) -> None:
+        """Writes rows, from ``first`` on, to ``block``, uint8 [count, pitch] in this host's memory;
+        zeros behind each."""
+        column = 0
+        for part in self.parts:
+            width = part.shape[1]
+            block.narrow(1, column, width).copy_(part.narrow(0, first, len(block)))
+            column += width
+        block[:, column:] = 0
+
+    def check(self, first: int, count: int) -> None:
+        """Raises StoreError where GPUs cannot serve one of these rows."""
+        if self.table.dtype in CODES_MAX:
+            heads = self.stored[first : first + count, :SCALE_BIAS_BYTES]
+            check_half_range(heads, self.table, self.first_row + first)
+
+    def release(self, first: int, count: int) -> None:
+        """Of the mapping: these rows are not read again."""
+        if self.is_mapped:
+            drop_pages(self.stored[first : first + count])
+
+
+def copy_all(
+    groups: Sequence[Sequence[RowCopy]], what: str, buffer_bytes: int = BUFFER_BYTES
+) -> None:
+    """Makes the copies of each group, which go to one device, in a thread of its own; the log says
+    how far those of ``what`` are. Returns once all are there.
+
+    Raises:
+        StoreError: a row that GPUs cannot serve.
+    """
+    groups = [group for group in groups if group]
+    if not groups:
+        return
+    progress = _Progress(what, sum(one.target.numel() for group in groups for one in group))
+    with ThreadPoolExecutor(len(groups), thread_name_prefix="load") as threads:
+        running = [threads.submit(_copy_group, one, progress, buffer_bytes) for one in groups]
+        for copied in running:
+            copied.result()
+    progress.say()
+
+
+def _copy_group(group: Sequence[RowCopy], progress: _Progress, buffer_bytes: int) -> None:
+    buffer_bytes = min(buffer_bytes, max(one.target.numel() for one in group))
+    buffer_bytes = max(buffer_bytes, *(one.target.shape[1] for one in group))
+    try:
+        with _Buffers(group[0].target.device, buffer_bytes) as buffers:
+            for copy in group:
+                for first, count in copy.blocks(buffer_bytes):
+                    if progress.is_over:
+                        return
+                    copy.check(first, count)
+                    buffers.copy(copy, first, count)
+                    copy.release(first, count)
+                    progress.add(count * copy.target.shape[1])
+    except BaseException:
+        progress.is_over = True
+        raise
+
+
+class _Buffers:
+    """Of one device, in turns; what was copied is there once it was left."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        is_cuda = device.type == "cuda"
+        self._stream: torch.cuda.Stream | None = None
+        if is_cuda:
+            torch.cuda.synchronize(device)  # FBGEMM has the default stream fill targets with zeros
+            self._stream = torch.cuda.Stream(device)
+        buffers = [
+            torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(BUFFERS)
+        ]
+        self._turns = cycle([(one, torch.cuda.Event() if is_cuda else None) for one in buffers])
+
+    def __enter__(self) -> _Buffers:
+        return self
+
+    def copy(self, copy: RowCopy, first: int, count: int) -> None:
+        """Has rows copied; they may not be there yet."""
+        buffer, copied = next(self._turns)
+        if copied is not None:
+            copied.synchronize()  # what it had before
+        pitch = copy.target.shape[1]
+        block = buffer[: count * pitch].view(count, pitch)
+        copy.fill(block, first)
+        with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
+            copy.target.narrow(0, first, count).copy_(block, non_blocking=True)
+        if copied is not None:
+            copied.record(self._stream)
+
+    def __exit__(self, *of_error: object) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class _Progress:
+    """What was copied so far, of all threads; said every few seconds.
+
+    Attributes:
+        is_over: a thread failed: the others need not go on.
+    """
+
+    def __init__(self, what: str, nbytes: int) -> None:
+        self.is_over = False
+        self._what = what
+        self._all_bytes = nbytes
+        self._done_bytes = 0
+        self._lock = threading.Lock()
+        self._start_s = self._said_s = time.perf_counter()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self._done_bytes += nbytes
+            now_s = time.perf_counter()
+            is_due = now_s - self._said_s >= PROGRESS_S
+            if is_due:
+                self._said_s = now_s
+        if is_due:
+            self.say()
+
+    def say(self) -> None:
+        seconds = time.perf_counter() - self._start_s
+        logger.info(
+            "%s: copied %.2f of %.2f GB to its devices in %.1f s, %.1f GB/s",
+            self._what,
+            self._done_bytes / 1e9,
+            self._all_bytes / 1e9,
+            seconds,
+            self._done_bytes / 1e9 / max(seconds, 1e-9),
+        )

@@ -1,0 +1,320 @@
+"""What is served: versions of models by name, each with the queue of its batcher.
+
+Admits a decoded request (model, features, sizes) and hands it to its model's batcher, which
+checks ids and weights for a whole batch at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any, NoReturn, Protocol
+
+from embedserve.batching.batcher import Batcher
+from embedserve.batching.join import to_model_order
+from embedserve.batching.pending_request import PendingRequest
+from embedserve.config import Limits
+from embedserve.errors import (
+    EmbedServeError,
+    NotReadyError,
+    OverloadedError,
+    RequestTooLargeError,
+    UnknownModelError,
+)
+from embedserve.lookup import LookupRequest
+from embedserve.model_info import ModelInfo, PendingVersion, now_iso
+from embedserve.model_names import split_name
+from embedserve.models.traffic_split import TrafficSplit
+
+logger = logging.getLogger(__name__)
+
+
+QUICK_BYTES_MAX = 1 << 20
+"""Of a body whose sizes are told in less than a millisecond."""
+
+
+class RequestEstimator(Protocol):
+    """Tells of a body without decoding it which model it names, "" for none, and how many (bags,
+    ids) it has, about."""
+
+    def peek_model(self, body: bytes) -> str: ...
+
+    def estimate_size(self, body: bytes) -> tuple[int, int]: ...
+
+
+class ModelRegistry:
+    """Served versions by name, and whether requests are taken.
+
+    A name is what --model has: NAME, NAME@VERSION or NAME@ALIAS. A model may be served under
+    several; a request that names the model alone is answered by the first of them, or by those that
+    have a share of such requests.
+
+    Attributes:
+        default_model: answers requests that name none; "" if they must name one.
+        is_full: whether a queue of one of the models is full.
+        is_closed: whether one of the models takes no request, be it small or large.
+        not_ready: why load balancers are told to send no more, as while draining; "" while they
+            may. What still comes in over open connections is answered.
+        coming: versions that are being loaded or were refused, by the name that waits for them.
+        leaving: (name, version) of those that still answer what they hold.
+        since: by name, since when its version answers: ISO 8601, UTC.
+    """
+
+    def __init__(self, batchers: Mapping[str, Batcher], default_model: str, limits: Limits) -> None:
+        self._batchers: dict[str, Batcher] = {}
+        self._routes = TrafficSplit([], {})
+        self._shares: dict[str, float] = {}
+        self._shadows: dict[str, float] = {}
+        self._shadow_thread = ThreadPoolExecutor(1, "shadow")
+        self._only: Batcher | None = None
+        self.default_model = default_model
+        self.limits = limits
+        self.is_full = False
+        self.is_closed = False
+        self.not_ready = ""
+        self.coming: dict[str, PendingVersion] = {}
+        self.leaving: list[tuple[str, int]] = []
+        self.since: dict[str, str] = {}
+        self._damaged: dict[str, str] = {}
+        self._on_answered: Callable[[], None] | None = None
+        self._on_room: Callable[[], None] | None = None
+        for name, batcher in batchers.items():
+            self.activate(name, batcher)
+
+    def activate(self, name: str, batcher: Batcher) -> Batcher | None:
+        """Has ``batcher`` answer what comes for ``name`` from now on; gives the one before, if
+        there is one, which answers what it holds."""
+        before = self._batchers.get(name)
+        if self._on_answered is not None:
+            batcher.on_answered = self._on_answered
+        batcher.on_full, batcher.on_room = self._poll, self._has_room
+        self._batchers[name] = batcher
+        self.since[name] = now_iso()
+        self.coming.pop(name, None)
+        self._changed(name)
+        return before
+
+    def remove(self, name: str) -> Batcher:
+        """Has nothing answer for ``name`` any more; gives what did, which answers what it holds."""
+        batcher = self._batchers.pop(name)
+        del self.since[name]
+        self._shares.pop(name, None)
+        self._shadows.pop(name, None)
+        self._changed(name)
+        return batcher
+
+    def _changed(self, name: str) -> None:
+        self._damaged.pop(name, None)
+        self._routes = TrafficSplit(list(self._batchers.values()), self._shares)
+        batchers = tuple(self._batchers.values())
+        self._only = batchers[0] if len(batchers) == 1 else None
+        self._compare()
+        self._has_room()
+
+    def share(self, name: str, percent: float) -> None:
+        """Has ``name`` answer so many of the requests that name its model and no version."""
+        if self._shares.get(name, 0.0) != percent:
+            self._shares[name] = percent
+            self._routes = TrafficSplit(list(self._batchers.values()), self._shares)
+
+    def models(self) -> list[ModelInfo]:
+        return [batcher.model for batcher in self._batchers.values()]
+
+    def model(self, name: str) -> ModelInfo:
+        """Raises UnknownModelError if no model of that name is served."""
+        return self._batcher(name).model
+
+    def shadow(self, name: str, percent: float) -> None:
+        """Has ``name`` look up so many of the batches of the version that answers for its model,
+        too, and be compared with it."""
+        if self._shadows.get(name, 0.0) != percent:
+            self._shadows[name] = percent
+            self._compare()
+
+    def _compare(self) -> None:
+        """One version for each model, the first that is to be."""
+        for batcher in self._batchers.values():
+            batcher.shadow = None
+        for name, percent in self._shadows.items():
+            candidate = self._batchers.get(name)
+            served = None if candidate is None else self._routes.by_name[candidate.model.name]
+            if candidate is None or served is None or candidate is served or not percent:
+                continue
+            if served.shadow is None:
+                served.shadow = candidate.shadow_of(served.model, percent, self._shadow_thread)
+
+    def status(self, model: ModelInfo) -> dict[str, Any]:
+        """How ``model``, which is one of ``models``, is served, as JSON values."""
+        name = model.served_as
+        coming = self.coming.get(name)
+        return {
+            "alias": model.tag,
+            "share": self._routes.share_of(name),
+            "shadow": self._shadows.get(name, 0.0),
+            "since": self.since[name],
+            "next": None if coming is None else asdict(coming),
+            "leaving": [version for one, version in self.leaving if one == name],
+        }
+
+    def enqueue(self, request: LookupRequest, pending: PendingRequest) -> None:
+        """Hands ``request`` over; ``caller``, which has its deadline, is told the answer.
+
+        Raises:
+            EmbedServeError: the request is refused at once, and ``caller`` is told nothing. An
+                InvalidRequestError that shows only in the batch is told to ``caller``.
+        """
+        routes, name = self._routes, request.model or self.default_model
+        batcher = routes.by_name.get(name)
+        if batcher is None:
+            batcher = self._batcher(request.model)  # which says what there is
+        elif name in routes.weighted:
+            batcher = routes.choose(name, pending.routing_key)
+        model, limits = batcher.model, self.limits
+        examples, ids = request.batch_size, request.ids.size
+        answer_bytes = (
+            examples * model.response_bytes_per_example + ids * model.response_bytes_per_id
+        )
+        try:
+            if (
+                examples > limits.request_examples_max
+                or ids > limits.request_ids_max
+                or answer_bytes > limits.request_output_bytes_max
+            ):
+                self._refuse_size(request, model)
+            batcher.enqueue(to_model_order(request, model), pending)
+        except EmbedServeError as error:
+            error.of(model)
+            raise
+
+    def check_open(
+        self, model: str, body: bytes, peek: RequestEstimator, *, is_quick: bool = False
+    ) -> None:
+        """Raises OverloadedError while the queue that a request would wait in is full.
+
+        Asked before a request is decoded, of any thread.
+
+        Args:
+            model: as its URL says; "" where that says none.
+            peek: asked of ``body`` only where that matters.
+            is_quick: a body that takes long to look at is let in.
+        """
+        batchers = self._possible(model or self.default_model)
+        if not model and self._only is None and (named := peek.peek_model(body)):
+            batchers = self._possible(named) or batchers
+        if not batchers or not all(batcher.is_full for batcher in batchers):
+            return
+        _check_any(batchers, lambda batcher: batcher.check_open())
+        if not is_quick or len(body) <= QUICK_BYTES_MAX:
+            bags, ids = peek.estimate_size(body)
+            _check_any(batchers, lambda batcher: batcher.check_open_for(bags, ids))
+
+    def check_any_open(self, model: str) -> None:
+        """As check_open, before there is a body: raises where no body could be let in."""
+        if batchers := self._possible(model):
+            _check_any(batchers, lambda batcher: batcher.check_open())
+
+    def _possible(self, name: str) -> Sequence[Batcher]:
+        """Those of which one answers a request to ``name``, whatever version its body names."""
+        if self._only is not None:
+            return (self._only,)
+        return self._routes.possible.get(name, ())
+
+    def call_back(self, on_answered: Callable[[], None], on_room: Callable[[], None]) -> None:
+        """Has it told when a batch's callers were told, and when a queue has room again."""
+        self._on_answered, self._on_room = on_answered, on_room
+        for batcher in self._batchers.values():
+            batcher.on_answered = on_answered
+
+    def _poll(self) -> None:
+        self.is_full = any(batcher.is_full for batcher in self._batchers.values())
+        self.is_closed = any(batcher.is_closed for batcher in self._batchers.values())
+
+    def _has_room(self) -> None:
+        self._poll()
+        if self._on_room is not None:
+            self._on_room()
+
+    @property
+    def is_ready(self) -> bool:
+        return not (self.not_ready or self._damaged)
+
+    async def check_integrity(self) -> None:
+        """Is not ready any more where a model's rows are not what they were at the start, until
+        another version of it answers."""
+        for name, batcher in tuple(self._batchers.items()):
+            damage = await batcher.find_damage()
+            if damage and name not in self._damaged and self._batchers.get(name) is batcher:
+                logger.error("not ready any more: %s", damage)
+                self._damaged[name] = damage
+                batcher.note_damage()
+
+    def check_ready(self) -> None:
+        """Raises NotReadyError where it is not."""
+        for reason in (self.not_ready, *self._damaged.values()):
+            if reason:
+                raise NotReadyError(reason)
+
+    def _batcher(self, name: str) -> Batcher:
+        if name.startswith("@"):  # of the default model
+            name = (split_name(self.default_model)[0] + name) if self.default_model else ""
+        batcher = self._routes.by_name.get(name or self.default_model)
+        if batcher is not None:
+            return batcher
+        if self.not_ready and not self._batchers:
+            raise NotReadyError(self.not_ready)
+        served = ", ".join(self._batchers)
+        if not name:
+            raise UnknownModelError(
+                f"the request names no model and there is no default (serve --default-model): "
+                f"this server has {served}",
+                "model",
+            )
+        model, version = split_name(name)
+        if version and (there := self._routes.possible.get(model)):
+            versions = ", ".join(map(_shown, there))
+            shown = version if version.isdecimal() else repr(version)
+            raise UnknownModelError(
+                f"version is {shown}: the versions of {model} are {versions}", "version"
+            )
+        raise UnknownModelError(f"model is {name!r}: this server has {served}", "model")
+
+    def _refuse_size(self, request: LookupRequest, model: ModelInfo) -> NoReturn:
+        limits = self.limits
+        if request.batch_size > limits.request_examples_max:
+            raise RequestTooLargeError(
+                f"features: the batch has {request.batch_size} examples, "
+                + limits.said("request_examples_max"),
+                "features",
+            )
+        if request.ids.size > limits.request_ids_max:
+            raise RequestTooLargeError(
+                f"features: the batch has {request.ids.size} ids, "
+                + limits.said("request_ids_max"),
+                "features",
+            )
+        asked = (
+            f"{request.batch_size} examples has"
+            if model.is_pooled
+            else f"{request.ids.size} ids has up to"
+        )
+        raise RequestTooLargeError(
+            f"features: the answer to {asked} {request.response_bytes(model)} bytes, "
+            + limits.said("request_output_bytes_max"),
+            "features",
+        )
+
+
+def _check_any(batchers: Sequence[Batcher], check: Callable[[Batcher], None]) -> None:
+    """Raises OverloadedError where ``check`` raises it of all of ``batchers``."""
+    for batcher in batchers[1:]:
+        with contextlib.suppress(OverloadedError):
+            return check(batcher)
+    check(batchers[0])
+
+
+def _shown(batcher: Batcher) -> str:
+    tag, number = batcher.model.tag, batcher.model.version
+    return str(number) if tag in ("", str(number)) else f"{number} ({tag})"

@@ -1,0 +1,111 @@
+"""What is told when a server starts: settings that are likely a mistake; and when it is ready: what
+it serves, where, and a command that asks it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+
+from embedserve.config import ServeSettings, is_loopback
+from embedserve.model_info import ModelInfo
+from embedserve.model_names import split_name
+from embedserve.processes.ports import Ports, SharedPorts, bracketed
+from embedserve.terminal.console import say
+
+logger = logging.getLogger(__name__)
+
+
+def log_ready(
+    models: list[ModelInfo],
+    ports: Ports | SharedPorts,
+    seconds: float,
+    settings: ServeSettings,
+) -> None:
+    """Tells what is served, where, and how to ask it."""
+    for model in models:
+        plans = ((table.name, model.plan.tables[table.name]) for table in model.tables)
+        shown = ", ".join(f"{name} {plan.sharding_type}" for name, plan in plans)
+        ranks = len(model.bytes_per_rank)
+        copies = f"{model.replicas} replicas of " if model.replicas > 1 else ""
+        tag = f" ({model.tag})" if model.tag not in ("", str(model.version)) else ""
+        tables = "1 table" if len(model.tables) == 1 else f"{len(model.tables)} tables"
+        say(
+            f"{model.name} version {model.version}{tag}: {copies}{tables} "
+            f"over {ranks} {model.device_type} rank{'s' if ranks > 1 else ''} ({shown}), "
+            f"lookups {model.lookup_kind}"
+        )
+    host = "localhost" if ports.host in ("0.0.0.0", "::") else bracketed(ports.host)
+    base = f"{'https' if settings.tls_cert else 'http'}://{host}:{ports.http}"
+    count = f"{settings.workers} workers, " if settings.workers > 1 else ""
+    pages = base
+    if ports.management >= 0:
+        behind = settings.management_host
+        scheme = "https" if settings.tls_cert and not is_loopback(behind) else "http"
+        pages = f"{scheme}://{bracketed(behind)}:{ports.management}"
+    say(
+        f"ready after {seconds:.1f} s: {count}REST {base}{_and_unix(settings.http_uds)} "
+        f"(docs at {pages}/docs), gRPC {host}:{ports.grpc}{_and_unix(settings.grpc_uds)}"
+    )
+    say("try:")
+    print(f"  {curl_line(base, models[0], curl_options(settings))}", flush=True)
+
+
+def _and_unix(path: str) -> str:
+    return f" and unix:{path}" if path else ""
+
+
+def curl_options(settings: ServeSettings) -> str:
+    """What curl needs to be told; the client's own certificate stands for itself."""
+    options = "-s"
+    if settings.tls_cert:
+        options += f" --cacert {shlex.quote(settings.tls_cert)}"
+    if settings.tls_client_ca:
+        options += " --cert CLIENT.pem"
+    if settings.tokens:
+        options += ' -H "Authorization: Bearer $TOKEN"'
+    return options
+
+
+def curl_line(base: str, model: ModelInfo, options: str) -> str:
+    """A command that works as pasted."""
+    body = json.dumps({"features": model.example}, separators=(",", ":"))
+    return f"curl {options} {base}/models/{model.name}/embed -d {shlex.quote(body)}"
+
+
+def warn_about_settings(settings: ServeSettings) -> None:
+    """Logs a warning for each setting that is allowed, and likely a mistake."""
+    reached = _reached_from_elsewhere(settings)
+    if reached:
+        has_tls, asks_who = bool(settings.tls_cert), bool(settings.tokens or settings.tls_client_ca)
+        if not (has_tls or asks_who):
+            logger.warning(
+                "%s, without tokens and without TLS: whoever reaches it may ask all that it "
+                "answers, and can read what others ask (--tokens, --tls-cert)",
+                reached,
+            )
+        elif not asks_who:
+            logger.warning(
+                "%s, without tokens: whoever reaches it may ask all that it answers (--tokens)",
+                reached,
+            )
+        elif not has_tls:
+            logger.warning(
+                "%s, with tokens and without TLS: tokens can be read on their way (--tls-cert, or "
+                "a proxy in front that has TLS, on this host)",
+                reached,
+            )
+    tags = [split_name(name)[1] for name in settings.model]
+    if settings.follow == "alias" and all(not tag or tag.isdigit() for tag in tags):
+        logger.warning(
+            "follow is 'alias', but no model is named NAME@ALIAS: nothing is followed (--model)"
+        )
+
+
+def _reached_from_elsewhere(settings: ServeSettings) -> str:
+    """The setting that has others than this host reach the server; "" where none has."""
+    if not is_loopback(settings.host):
+        return f"host is {settings.host!r}"
+    if settings.management_port >= 0 and not is_loopback(settings.management_host):
+        return f"management_host is {settings.management_host!r}"
+    return ""

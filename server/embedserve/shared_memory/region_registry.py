@@ -1,0 +1,158 @@
+"""The regions of shared memory that callers have registered, each its owner's alone.
+
+Who registered a region may use, see and unregister it, over any connection and protocol: clients
+register over one and ask over others. Used on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+
+from embedserve.config import Limits
+from embedserve.errors import (
+    InvalidRequestError,
+    RefusedError,
+    RequestTooLargeError,
+    UnknownRegionError,
+)
+from embedserve.shared_memory.region import FOLDER, Region, Regions, open_region
+
+EVERYBODY = ""
+"""Owns the regions of those whom nobody asks who they are."""
+OWNER_SHARE = 1 / 2
+"""Of the limits, that one owner may have who is not everybody."""
+NAME_CHARACTERS_MAX = 256
+NONE: Regions = MappingProxyType({})
+
+
+class RegionRegistry:
+    """The regions of a process."""
+
+    def __init__(self, prefix: str, limits: Limits, folder: str = FOLDER) -> None:
+        """
+        Args:
+            prefix: what keys begin with that may be registered, after a slash.
+        """
+        self._prefix = prefix
+        self._limits = limits
+        self._folder = folder
+        self._regions: dict[str, dict[str, Region]] = {}
+
+    def of(self, owner: str) -> Regions:
+        """What requests of ``owner`` may name."""
+        return self._regions.get(owner, NONE)
+
+    def register(self, owner: str, name: str, key: str, offset: int, byte_size: int) -> None:
+        """Has ``name`` stand for a range of the file that ``key`` names.
+
+        Raises:
+            InvalidRequestError: name, key or range are wrong, or the file is.
+            RefusedError: there is a region of that name, there are too many, or another owner has
+                one in the file.
+            RequestTooLargeError: it is larger than all of them may be.
+        """
+        if not 0 < len(name) <= NAME_CHARACTERS_MAX:
+            raise InvalidRequestError(
+                f"name has {len(name)} characters, expected 1 to {NAME_CHARACTERS_MAX}", "name"
+            )
+        if offset < 0 or byte_size < 1:
+            raise InvalidRequestError(
+                f"offset is {offset} and byte_size {byte_size}, expected 0 or more and 1 or more",
+                "byte_size" if byte_size < 1 else "offset",
+            )
+        self._drop_unlinked()
+        if name in self.of(owner):
+            raise RefusedError(
+                f"shared memory region {name!r} is registered already: unregister it first", "name"
+            )
+        self._check_room(owner, byte_size)
+        region = open_region(name, key, offset, byte_size, self._prefix, self._folder)
+        if self._is_anothers(region.file, owner):
+            region.close()
+            shown = key[:NAME_CHARACTERS_MAX]
+            raise RefusedError(f"key is {shown!r}: another caller has registered its file", "key")
+        self._regions.setdefault(owner, {})[name] = region
+
+    def status(self, owner: str, name: str = "") -> list[Region]:
+        """Of one region, or of all that ``owner`` has.
+
+        Raises:
+            UnknownRegionError: it has none of that name.
+        """
+        self._drop_unlinked()
+        own = self.of(owner)
+        if not name:
+            return list(own.values())
+        if name not in own:
+            raise UnknownRegionError(
+                f"shared memory region {name[:NAME_CHARACTERS_MAX]!r} is not registered", "name"
+            )
+        return [own[name]]
+
+    def unregister(self, owner: str, name: str = "") -> None:
+        """Forgets one region, or all that ``owner`` has; one that there is not is forgotten."""
+        for one in [name] if name else list(self.of(owner)):
+            if one in self.of(owner):
+                self._drop(owner, one)
+
+    def look(self, may_ask: Callable[[str], bool] | None) -> None:
+        """Forgets regions whose file was removed, and those of owners who may not ask any more;
+        called about every second."""
+        for owner in list(self._regions):
+            if may_ask is not None and not may_ask(owner):
+                self.unregister(owner)
+        self._drop_unlinked()
+
+    def close(self) -> None:
+        """Forgets all."""
+        for owner in list(self._regions):
+            self.unregister(owner)
+
+    def _drop_unlinked(self) -> None:
+        for owner, regions in list(self._regions.items()):
+            for name in [name for name, one in regions.items() if one.is_unlinked]:
+                self._drop(owner, name)
+
+    def _drop(self, owner: str, name: str) -> None:
+        regions = self._regions[owner]
+        regions.pop(name).close()
+        if not regions:
+            del self._regions[owner]
+
+    def _check_room(self, owner: str, byte_size: int) -> None:
+        every = [one for regions in self._regions.values() for one in regions.values()]
+        parts = [("all callers'", every, 1.0)]
+        if owner != EVERYBODY:
+            parts.insert(0, ("this caller's", list(self.of(owner).values()), OWNER_SHARE))
+        limits = self._limits
+        for whose, held, part in parts:
+            count_max = int(part * limits.shared_memory_regions_max)
+            if len(held) >= count_max:
+                raise RefusedError(
+                    f"{len(held)} regions of shared memory are registered, {whose} limit is "
+                    f"{count_max} (--shared-memory-regions-max): unregister others first",
+                    "name",
+                )
+            bytes_max = int(part * limits.shared_memory_bytes_max)
+            if byte_size > bytes_max:
+                raise RequestTooLargeError(
+                    f"byte_size is {byte_size}, {whose} limit is {bytes_max} "
+                    "(--shared-memory-bytes-max)",
+                    "byte_size",
+                )
+            nbytes = sum(one.byte_size for one in held)
+            if nbytes + byte_size > bytes_max:
+                raise RefusedError(
+                    f"byte_size is {byte_size}, and {nbytes} bytes are registered: {whose} limit "
+                    f"is {bytes_max} (--shared-memory-bytes-max)",
+                    "byte_size",
+                )
+
+    def _is_anothers(self, file: tuple[int, int], owner: str) -> bool:
+        return any(
+            one.file == file
+            for other, regions in self._regions.items()
+            if other != owner
+            for one in regions.values()
+        )

@@ -1,0 +1,70 @@
+"""Bytes as they come, kept in their pieces and joined once."""
+
+from __future__ import annotations
+
+SMALL_BYTES = 512
+"""Pieces below it are put together: an object of its own costs more than a byte."""
+
+
+class ByteQueue:
+    """A queue of bytes.
+
+    Attributes:
+        nbytes: not taken yet.
+    """
+
+    __slots__ = ("_pieces", "_start", "nbytes")
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._start = 0  # of what is not taken, in the first piece
+        self.nbytes = 0
+
+    def append(self, piece: bytes) -> None:
+        pieces = self._pieces
+        self.nbytes += len(piece)
+        if len(piece) < SMALL_BYTES and pieces and len(pieces[-1]) < SMALL_BYTES:
+            pieces[-1] += piece
+        else:
+            pieces.append(piece)
+
+    def front(self, nbytes: int) -> bytes:
+        """The first so many, which are there; they are not taken."""
+        first, end = self._pieces[0], self._start + nbytes
+        if end > len(first):
+            first, end = self._join(), nbytes
+        return first[self._start : end]
+
+    def take(self, nbytes: int, skipped: int = 0) -> bytes:
+        """Takes the first so many, which are there; gives them without the first ``skipped``."""
+        if not nbytes:
+            return b""
+        first, end = self._pieces[0], self._start + nbytes
+        if end > len(first):
+            if nbytes == self.nbytes and not self._start:
+                return self._take_all(skipped)
+            first, end = self._join(), nbytes
+        taken = first[self._start + skipped : end]
+        self._start = end
+        self.nbytes -= nbytes
+        if end == len(first):
+            del self._pieces[0]
+            self._start = 0
+        return taken
+
+    def take_all(self) -> bytes:
+        return self.take(self.nbytes)
+
+    def _take_all(self, skipped: int) -> bytes:
+        """Of several pieces, copied once."""
+        pieces, self._pieces = self._pieces, []
+        self.nbytes = 0
+        if skipped > len(pieces[0]):
+            return b"".join(pieces)[skipped:]
+        return b"".join((memoryview(pieces[0])[skipped:], *pieces[1:]))
+
+    def _join(self) -> bytes:
+        first, *rest = self._pieces
+        whole = b"".join((memoryview(first)[self._start :], *rest))
+        self._pieces, self._start = [whole], 0
+        return whole

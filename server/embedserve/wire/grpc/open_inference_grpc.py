@@ -1,0 +1,146 @@
+"""inference.GRPCInferenceService: what answers each of its calls.
+
+ModelInfer and ModelStreamInfer are Embed and EmbedStream in another codec; the others are plain
+functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message import DecodeError, Message
+
+from embedserve.access.authenticator import CallerQuota
+from embedserve.errors import EmbedServeError, InvalidRequestError, UnknownModelError
+from embedserve.open_inference_service import (
+    configuration,
+    metadata,
+    repository,
+    served,
+    server_metadata,
+    statistics,
+)
+from embedserve.pipeline import RequestPipeline
+from embedserve.shared_memory.region_registry import RegionRegistry
+from embedserve_proto import open_inference_pb2 as pb
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+M = TypeVar("M", bound=Message)
+
+
+class OpenInferenceService:
+    """The calls with one message and no lookup.
+
+    Attributes:
+        health, management: by name; each takes a message and gives the answer, or raises
+            EmbedServeError. Health is for anybody.
+        shared_memory: the same, of whoever asks, whose name comes before the message; none where
+            there is no shared memory.
+    """
+
+    def __init__(self, pipeline: RequestPipeline) -> None:
+        self._pipeline = pipeline
+        self.health: dict[str, Callable[[bytes], bytes]] = {
+            "ServerLive": self._live,
+            "ServerReady": self._ready,
+        }
+        self.management: dict[str, Callable[[bytes], bytes]] = {
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._server,
+            "ModelMetadata": self._model,
+            "ModelConfig": self._configuration,
+            "RepositoryIndex": self._repository,
+        }
+        shared = pipeline.shared_memory
+        self.shared_memory = {} if shared is None else SharedMemoryCalls(shared).calls
+
+    def _live(self, message: bytes) -> bytes:
+        return pb.ServerLiveResponse(live=True).SerializeToString()
+
+    def _ready(self, message: bytes) -> bytes:
+        return pb.ServerReadyResponse(ready=self._pipeline.models.is_ready).SerializeToString()
+
+    def _model_ready(self, message: bytes) -> bytes:
+        asked = _read(message, pb.ModelReadyRequest)
+        try:
+            served(self._pipeline, asked.name, asked.version)
+        except UnknownModelError:
+            return pb.ModelReadyResponse(ready=False).SerializeToString()
+        return pb.ModelReadyResponse(ready=self._pipeline.models.is_ready).SerializeToString()
+
+    def _server(self, message: bytes) -> bytes:
+        return _written(server_metadata(self._pipeline), pb.ServerMetadataResponse())
+
+    def _model(self, message: bytes) -> bytes:
+        asked = _read(message, pb.ModelMetadataRequest)
+        told = metadata(self._pipeline, asked.name, asked.version)
+        return _written(told, pb.ModelMetadataResponse())
+
+    def _configuration(self, message: bytes) -> bytes:
+        asked = _read(message, pb.ModelConfigRequest)
+        told = {"config": configuration(self._pipeline, asked.name, asked.version)}
+        return _written(told, pb.ModelConfigResponse())
+
+    def statistics(self, quota: CallerQuota | None, message: bytes) -> bytes:
+        """Answers ModelStatistics for the models that ``client`` may ask."""
+        asked = _read(message, pb.ModelStatisticsRequest)
+        told = {"model_stats": statistics(self._pipeline, asked.name, asked.version, quota)}
+        return _written(told, pb.ModelStatisticsResponse())
+
+    def _repository(self, message: bytes) -> bytes:
+        asked = _read(message, pb.RepositoryIndexRequest)
+        models = repository(self._pipeline, only_ready=asked.ready)
+        return _written({"models": models}, pb.RepositoryIndexResponse())
+
+
+class SharedMemoryCalls:
+    """Of Triton's extension: regions of shared memory are told, registered and unregistered.
+
+    Attributes:
+        calls: by name; each takes the name of who asks, and a message.
+    """
+
+    def __init__(self, shared: RegionRegistry) -> None:
+        self._shared = shared
+        self.calls: dict[str, Callable[[str, bytes], bytes]] = {
+            "SystemSharedMemoryStatus": self._status,
+            "SystemSharedMemoryRegister": self._register,
+            "SystemSharedMemoryUnregister": self._unregister,
+        }
+
+    def _status(self, owner: str, message: bytes) -> bytes:
+        asked = _read(message, pb.SystemSharedMemoryStatusRequest)
+        told = pb.SystemSharedMemoryStatusResponse()
+        for one in self._shared.status(owner, asked.name):
+            status = told.regions[one.name]
+            status.name, status.key = one.name, one.key
+            status.offset, status.byte_size = one.offset, one.byte_size
+        return told.SerializeToString()
+
+    def _register(self, owner: str, message: bytes) -> bytes:
+        asked = _read(message, pb.SystemSharedMemoryRegisterRequest)
+        self._shared.register(owner, asked.name, asked.key, asked.offset, asked.byte_size)
+        return pb.SystemSharedMemoryRegisterResponse().SerializeToString()
+
+    def _unregister(self, owner: str, message: bytes) -> bytes:
+        asked = _read(message, pb.SystemSharedMemoryUnregisterRequest)
+        self._shared.unregister(owner, asked.name)
+        return pb.SystemSharedMemoryUnregisterResponse().SerializeToString()
+
+
+def _read(message: bytes, kind: type[M]) -> M:
+    try:
+        return kind.FromString(message)
+    except DecodeError as error:
+        raise _problem(kind, error) from error
+
+
+def _problem(kind: type[Message], error: DecodeError) -> EmbedServeError:
+    """For the caller to raise: an error that a name of its frame holds is a circle."""
+    return InvalidRequestError(f"body is not a {kind.__name__}: {error}", "body")
+
+
+def _written(told: dict[str, Any], message: Message) -> bytes:
+    return ParseDict(told, message).SerializeToString()

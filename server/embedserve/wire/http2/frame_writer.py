@@ -1,0 +1,301 @@
+"""The sending half of a connection: answers as frames, within the windows of the client.
+
+Small answers are one piece of bytes at once. What the client has no window for waits with its
+stream; streams that have something to send take turns of a few frames each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+from embedserve.wire.http2 import frames
+from embedserve.wire.http2.frames import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    FRAME_BYTES_MAX,
+    HEAD,
+    HEADERS,
+    WINDOW_AT_START,
+    WINDOW_MAX,
+    ErrorCode,
+    ProtocolViolation,
+)
+from embedserve.wire.http2.header_blocks import NO_TABLE
+from embedserve.wire.http2.stream import Stream
+
+TURN_BYTES = 64 << 10
+"""Of a stream's body, before it is another's turn where others wait."""
+OUT_BYTES_MAX = 1 << 20
+"""Framed at a time, before it is written."""
+KEPT_BYTES_MIN = 1 << 20
+"""A smaller answer that waits is copied: it is a slice of its batch, and would keep that."""
+READ_BYTES_MIN = 64 << 10
+"""Sent since a client was first waited for, after which it counts as reading."""
+END_HEADERS_AND_STREAM = END_HEADERS | END_STREAM
+FRAME_BYTES_TAKEN = 1 << 20
+"""Of larger frames that a client allows, no use is made."""
+
+
+class FrameWriter:
+    """Frames what streams send.
+
+    Attributes:
+        window: bytes of DATA that the client takes on this connection.
+        stream_window: of a new stream.
+        frame_bytes_max: of a payload that the client takes.
+        out: what is to be written, in order.
+        write: writes an answer while there is nothing in ``out``.
+        unsent_bytes: of all streams.
+        data_frames: sent so far.
+        fresh: streams that have written since ``keep`` was called.
+        ready: streams that have something to send, and a window for it.
+        parked: streams whose client gives them no window.
+    """
+
+    __slots__ = (
+        "_block_start",
+        "_given_bytes",
+        "_stuck_since_s",
+        "_whole_bytes_max",
+        "blocked_streams",
+        "data_frames",
+        "frame_bytes_max",
+        "fresh",
+        "out",
+        "ready",
+        "stream_window",
+        "unsent_bytes",
+        "window",
+        "write",
+    )
+
+    def __init__(self) -> None:
+        self.window = WINDOW_AT_START
+        self.stream_window = WINDOW_AT_START
+        self.frame_bytes_max = FRAME_BYTES_MAX
+        self.out: list[bytes | memoryview] = []
+        self.write: Callable[[bytes], None] = self.out.append
+        self.unsent_bytes = 0
+        self.data_frames = 0
+        self.blocked_streams: dict[int, Stream] = {}
+        self.ready: deque[Stream] = deque()
+        self.fresh: list[Stream] = []
+        self._block_start = NO_TABLE
+        self._whole_bytes_max = -1  # of an answer that is framed at once; none is before the first
+        self._given_bytes = 0  # of the connection's window, since _stuck_since_s
+        self._stuck_since_s = perf_counter()
+
+    def write_response(
+        self,
+        stream: Stream,
+        head: bytes,
+        parts: Sequence[bytes | memoryview],
+        nbytes: int,
+        tail: bytes,
+    ) -> None:
+        """A whole answer: at once where it fits into one frame, else as there is room."""
+        if (
+            nbytes > stream.send_window
+            or nbytes > self.window
+            or nbytes > self._whole_bytes_max
+            or stream.is_sent
+            or stream.tail is not None
+        ):
+            self.write_headers(stream, head, False)
+            self.write_body(stream, parts, nbytes)
+            self.end(stream, tail)
+            return
+        self.window -= nbytes
+        self.data_frames += 1
+        number, pack = stream.id, HEAD.pack
+        head_head = pack(0, len(head), HEADERS, END_HEADERS, number)
+        if tail:
+            body_head = pack(0, nbytes, DATA, 0, number)
+            tail_head = pack(0, len(tail), HEADERS, END_HEADERS_AND_STREAM, number)
+            pieces = (head_head, head, body_head, *parts, tail_head, tail)
+        else:
+            body_head = pack(0, nbytes, DATA, END_STREAM, number)
+            pieces = (head_head, head, body_head, *parts)
+        connection = stream.connection
+        # Beside others' an answer waits: more may end with the same batch, to be written with it.
+        is_lone = len(connection.streams) == 1 and not self.out
+        (self.write if is_lone else self.out.append)(b"".join(pieces))
+        connection.answered(stream)
+
+    def write_headers(self, stream: Stream, block: bytes, is_end: bool) -> None:
+        if stream.is_sent or stream.tail is not None:
+            return  # its end is written already: an answer is never two
+        block = self._block_start + block
+        self._block_start = b""
+        self._whole_bytes_max = FRAME_BYTES_MAX
+        flags = END_HEADERS
+        if is_end:
+            flags |= END_STREAM
+        self._block(stream.id, block, flags)
+        if is_end:
+            stream.is_sent = True
+        stream.connection.sent(stream)
+
+    def _block(self, stream_id: int, block: bytes, flags: int) -> None:
+        """A header block, in as many frames as it needs."""
+        first, rest = block[:FRAME_BYTES_MAX], block[FRAME_BYTES_MAX:]
+        kind = HEADERS
+        while rest:
+            self.out += (frames.head(len(first), kind, flags & ~END_HEADERS, stream_id), first)
+            kind, flags = frames.CONTINUATION, END_HEADERS
+            first, rest = rest[:FRAME_BYTES_MAX], rest[FRAME_BYTES_MAX:]
+        self.out += (frames.head(len(first), kind, flags, stream_id), first)
+
+    def write_body(self, stream: Stream, parts: Sequence[bytes | memoryview], nbytes: int) -> None:
+        if stream.is_sent or stream.tail is not None or not nbytes:
+            return
+        if stream.unsent is None:
+            stream.unsent = deque()
+        was_empty = not stream.unsent
+        stream.unsent.extend([memoryview(part).cast("B") for part in parts if len(part)])
+        stream.unsent_bytes += nbytes
+        self.unsent_bytes += nbytes
+        self.fresh.append(stream)
+        if was_empty:
+            self._make_ready(stream)
+        stream.connection.sent(stream)
+
+    def end(self, stream: Stream, tail: bytes) -> None:
+        if stream.is_sent or stream.tail is not None:
+            return
+        stream.tail = tail
+        if not stream.unsent:
+            self._send_tail(stream)
+        stream.connection.sent(stream)
+
+    def _make_ready(self, stream: Stream) -> None:
+        if stream.send_window > 0:
+            self.ready.append(stream)
+        else:
+            self._block_stream(stream)
+
+    def _block_stream(self, stream: Stream) -> None:
+        self.blocked_streams[stream.id] = stream
+        if not stream.parked_s:
+            stream.parked_s = perf_counter()
+            stream.sent_since_parked = 0
+
+    def pump(self) -> int:
+        """Frames what the windows allow, some of it: more once that was written. Gives how many
+        bytes."""
+        left = OUT_BYTES_MAX
+        while self.ready and self.window > 0 and left > 0:
+            stream = self.ready.popleft()
+            if not stream.unsent or stream.is_sent:
+                continue
+            if stream.send_window <= 0:  # SETTINGS has lowered it since the stream became ready
+                self._block_stream(stream)
+                continue
+            left -= self._send_some(stream, TURN_BYTES if self.ready else left)
+            if not stream.unsent:
+                self._has_sent(stream)
+            else:
+                self._make_ready(stream)
+        return OUT_BYTES_MAX - left
+
+    def detach_small_bodies(self) -> None:
+        """Copies what has to wait, once all was framed that can be: see KEPT_BYTES_MIN."""
+        fresh, self.fresh = self.fresh, []
+        for stream in fresh:
+            if stream.unsent and stream.unsent_bytes < KEPT_BYTES_MIN:
+                stream.unsent = deque((memoryview(b"".join(stream.unsent)),))
+
+    def _send_some(self, stream: Stream, bytes_max: int) -> int:
+        """Frames up to ``bytes_max`` of a stream that has a body and, as the connection, a window
+        above 0. Returns how many bytes."""
+        unsent = stream.unsent
+        assert unsent is not None
+        turn = left = min(bytes_max, stream.send_window, self.window)
+        while left > 0 and unsent:
+            part = unsent.popleft()
+            if len(part) > left:
+                unsent.appendleft(part[left:])
+                part = part[:left]
+            left -= len(part)
+            self._frame_part(stream, part, END_STREAM if stream.tail == b"" and not unsent else 0)
+        sent = turn - left
+        stream.send_window -= sent
+        self.window -= sent
+        stream.unsent_bytes -= sent
+        self.unsent_bytes -= sent
+        if stream.parked_s:
+            stream.sent_since_parked += sent
+            if stream.sent_since_parked >= READ_BYTES_MIN:
+                stream.parked_s = 0.0
+        return sent
+
+    def _frame_part(self, stream: Stream, part: memoryview, flags: int) -> None:
+        """Frames ``part``; ``flags`` are those of its last frame."""
+        out, size = self.out, self.frame_bytes_max
+        start = 0
+        if len(part) > size:
+            head = frames.head(size, DATA, 0, stream.id)
+            for start in range(size, len(part), size):
+                out.append(head)
+                out.append(part[start - size : start])
+        out.append(frames.head(len(part) - start, DATA, flags, stream.id))
+        out.append(part[start:])
+        self.data_frames += 1 + start // size
+
+    def _has_sent(self, stream: Stream) -> None:
+        """All of the body that was written has been framed."""
+        stream.parked_s = 0.0
+        if stream.tail == b"":
+            stream.is_sent = True
+            stream.connection.sent(stream)
+        elif stream.tail is not None:
+            self._send_tail(stream)
+            stream.connection.sent(stream)
+        else:
+            stream.handler.resume()
+
+    def _send_tail(self, stream: Stream) -> None:
+        if stream.tail:
+            self.out.append(
+                frames.head(len(stream.tail), HEADERS, END_HEADERS | END_STREAM, stream.id)
+                + stream.tail
+            )
+        else:
+            self.out.append(frames.head(0, DATA, END_STREAM, stream.id))
+        stream.is_sent = True
+
+    def stuck_s(self, now_s: float) -> float:
+        """For how long answers have waited for the connection's window; asked now and then."""
+        if not self.ready or self.window > 0 or self._given_bytes >= READ_BYTES_MIN:
+            self._stuck_since_s = now_s
+            self._given_bytes = 0
+        return now_s - self._stuck_since_s
+
+    def forget(self, stream: Stream) -> None:
+        """The stream has ended: what it has not sent is dropped."""
+        if stream.unsent:
+            self.unsent_bytes -= stream.unsent_bytes
+            stream.unsent.clear()
+            stream.unsent_bytes = 0
+            self.blocked_streams.pop(stream.id, None)
+
+    def open_window(self, stream: Stream | None, increment: int) -> None:
+        """The client takes more: on ``stream``, or on the connection.
+
+        Raises:
+            ProtocolViolation: more than a window can be.
+        """
+        if stream is None:
+            self.window += increment
+            self._given_bytes += increment
+            is_over = self.window > WINDOW_MAX
+        else:
+            stream.send_window += increment
+            is_over = stream.send_window > WINDOW_MAX
+            if stream.send_window > 0 and self.blocked_streams.pop(stream.id, None) is not None:
+                self.ready.append(stream)
+        if is_over:
+            raise ProtocolViolation(ErrorCode.FLOW_CONTROL_ERROR, "a window is over 2^31 - 1")

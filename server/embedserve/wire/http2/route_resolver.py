@@ -1,0 +1,121 @@
+"""What a request over HTTP/2 is, from its headers: well formed or not, and by whom it is handled.
+
+RFC 9113, section 8. Headers are looked at once for each header block that is new.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from embedserve.wire.http2.header_blocks import Headers
+from embedserve.wire.http2.stream import Handler, Stream
+
+PSEUDO = {b":method", b":scheme", b":path", b":authority"}
+CONNECTION_SPECIFIC = {
+    b"connection",
+    b"keep-alive",
+    b"proxy-connection",
+    b"transfer-encoding",
+    b"upgrade",
+}
+LENGTH_DIGITS_MAX = 19
+_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
+_METHOD = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_VALUE = re.compile(rb"[^\0\r\n]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Http2Request:
+    """The head of a request.
+
+    Attributes:
+        target: its path, with what follows a "?".
+        headers: without the pseudo-headers; :authority is the host.
+        list_bytes: of the header list, as SETTINGS_MAX_HEADER_LIST_SIZE counts them.
+        content_length: as declared; None where it is not.
+    """
+
+    method: bytes
+    scheme: bytes
+    target: bytes
+    headers: Headers
+    list_bytes: int
+    content_length: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRoute:
+    """How requests with such headers are handled."""
+
+    open: Callable[[Stream], Handler]
+    content_length: int | None
+
+
+OpenRequest = Callable[[Headers], ResolvedRoute | str]
+"""What opens the handler of a request with these headers; or what is malformed about them."""
+
+
+def read_request(headers: Headers) -> Http2Request | str:
+    """The request that ``headers`` are the head of, or what is malformed about them."""
+    pseudo: dict[bytes, bytes] = {}
+    regular: Headers = []
+    for name, value in headers:
+        if name.startswith(b":"):
+            if regular or name in pseudo or name not in PSEUDO:
+                return f"a pseudo-header out of place: {_shown(name)}"
+            if not _is_value(value):
+                return f"the value of {_shown(name)} is malformed"
+            pseudo[name] = value
+            continue
+        if wrong := wrong_header(name, value):
+            return wrong
+        regular.append((name, value))
+    method, scheme, target = (pseudo.get(name, b"") for name in (b":method", b":scheme", b":path"))
+    if not method or not scheme or not target:
+        return "a pseudo-header is missing: :method, :scheme or :path"
+    if not _METHOD.fullmatch(method):
+        return ":method is malformed"
+    if target[:1] != b"/" and not (target == b"*" and method == b"OPTIONS"):
+        return ":path does not begin with '/'"
+    lengths = {value for name, value in regular if name == b"content-length"}
+    if any(not value.isdigit() or len(value) > LENGTH_DIGITS_MAX for value in lengths):
+        return "content-length is not a number"
+    if len(lengths) > 1:
+        return "content-length is given twice"
+    hosts = [value for name, value in regular if name == b"host"]
+    authority = pseudo.get(b":authority")
+    if len(hosts) > 1:
+        return "host is given twice"
+    if authority is not None and hosts and hosts[0].lower() != authority.lower():
+        return "host is not :authority"
+    if authority is not None and not hosts:
+        regular.append((b"host", authority))
+    return Http2Request(
+        method,
+        scheme,
+        target,
+        regular,
+        sum(len(name) + len(value) + 32 for name, value in headers),
+        int(lengths.pop()) if lengths else None,
+    )
+
+
+def wrong_header(name: bytes, value: bytes) -> str:
+    """What is malformed about a header that is not a pseudo-header; "" if nothing is."""
+    if not _NAME.fullmatch(name):
+        return f"a header's name is malformed: {_shown(name)}"
+    if not _is_value(value):
+        return f"the value of {_shown(name)} is malformed"
+    if name in CONNECTION_SPECIFIC or (name == b"te" and value != b"trailers"):
+        return f"{_shown(name)} has no place in HTTP/2"
+    return ""
+
+
+def _is_value(value: bytes) -> bool:
+    return _VALUE.fullmatch(value) is not None and value == value.strip(b" \t")
+
+
+def _shown(name: bytes) -> str:
+    return name[:64].decode("ascii", "replace")

@@ -1,0 +1,73 @@
+"""Kernels read the mapped file; what lies in no range of it is copied, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torchrec.distributed import DistributedModelParallel
+
+from embedserve.engine.attach_weights import as_tensor
+from embedserve.engine.sharded import shard
+from embedserve_store import ModelVersion
+
+Publish = Callable[..., ModelVersion]
+
+SHARDING = {
+    "movie": "column_wise",
+    "genre": "column_wise",
+    "user": "row_wise",
+    "recent": "data_parallel",
+}
+
+
+def test_only_column_shards_are_copied(
+    published: Publish, caplog: pytest.LogCaptureFixture
+) -> None:
+    version = published(dtype="int8", sharding=SHARDING, world_size=2)
+    with caplog.at_level(logging.INFO, "embedserve"):
+        sharded = shard(version, version.plan, "cpu", is_weighted=False).module
+    mapped = as_tensor(version.tables.data)
+    copied = {}
+    for kernel, config in sharded.tbes_configs().items():
+        if kernel.weights_host.data_ptr() != mapped.data_ptr():
+            names = {table.name for table in config.embedding_tables}
+            copied[kernel.weights_host.data_ptr()] = names, kernel.weights_host.numel()
+    assert {name for names, _ in copied.values() for name in names} == {"movie", "genre"}
+    total_bytes = sum(count for _, count in copied.values())
+    assert total_bytes == version.plan.column_shard_bytes(version.manifest.tables)
+    assert f"copied {total_bytes} bytes of column_wise shards" in caplog.text
+
+
+def test_a_column_shard_keeps_its_rows_scale_and_bias(published: Publish) -> None:
+    version = published(dtype="int8", sharding=SHARDING, world_size=2)
+    sharded = shard(version, version.plan, "cpu", is_weighted=False).module
+    stored = torch.from_numpy(version.tables.rows("user").copy())
+    assert stored.shape == (50, 36)
+    movie = as_tensor(version.tables.rows("movie"))
+    found = 0
+    for kernel, config in sharded.tbes_configs().items():
+        for table, offset in zip(
+            config.embedding_tables, kernel.weights_physical_offsets, strict=True
+        ):
+            if table.name == "movie":
+                column = table.local_metadata.shard_offsets[1]
+                rows = kernel.weights_host[offset : offset + 1001 * 36].view(1001, 36)
+                assert torch.equal(rows[:, :4], movie[:, :4])
+                assert torch.equal(rows[:, 4:], movie[:, 4 + column : 4 + column + 32])
+                found += 1
+    assert found == 2
+
+
+def test_the_weighted_twin_shares_the_copy(published: Publish) -> None:
+    version = published(sharding=SHARDING, world_size=2)
+    plain = shard(version, version.plan, "cpu", is_weighted=False)
+    weighted = shard(version, version.plan, "cpu", is_weighted=True, rows_of=plain)
+
+    def addresses(module: DistributedModelParallel) -> list[int]:
+        return [kernel.weights_host.data_ptr() for kernel in module.module.tbes_configs()]
+
+    assert addresses(plain) == addresses(weighted)
+    assert len(set(addresses(plain))) > 1

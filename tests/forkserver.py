@@ -1,0 +1,325 @@
+"""Python that has imported torch already: forked, where a start would import for seconds.
+
+What is run so is a process as any other: a child of the one that asked, with its own pid,
+arguments, environment, folder and files, and an end that wait() tells. What an interpreter reads
+but once is not its own: -W ignore and OMP_NUM_THREADS=1 hold for all. What is about starting, or
+about what is imported, is not to be run so.
+
+As a script this is the process that forks. It has one thread, and starts when first asked. It has
+compiled a lookup, too: what TorchScript reads and makes at the first one, the others need not.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import importlib
+import inspect
+import json
+import logging
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+PYTHON = (sys.executable, "-W", "ignore")
+"""What each command begins with: -m MODULE, -c CODE or a script and arguments follow."""
+IMPORTED = (
+    "torch.distributed.checkpoint",
+    "embedserve.commands.cli",
+    "embedserve.commands.publish",
+    "embedserve.engine.restore",
+    "embedserve.processes.admin_service",
+    "embedserve.processes.serve",
+    "embedserve.processes.worker",
+    "embedserve_store.plans.planner",
+    "uvloop",
+)
+"""With what these import."""
+NOT_FOR_ALL = ("COLUMNS", "PYTHONHASHSEED", "PYTHONPATH")
+"""Variables of who asks first that would be read once, by the interpreter or as it imports."""
+LENGTH_BYTES = 8
+PR_SET_CHILD_SUBREAPER = 36
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A process that is to be forked.
+
+    Attributes:
+        is_session: it leads a session of its own.
+        has_warm_children: what it starts of PYTHON by subprocess is forked, too.
+    """
+
+    args: list[str]
+    cwd: str
+    env: dict[str, str]
+    is_session: bool
+    has_warm_children: bool
+
+
+class WarmPopen(subprocess.Popen[Any]):
+    """subprocess.Popen of PYTHON and what follows; see Asked for ``has_warm_children``."""
+
+    def __init__(
+        self, args: Any, *others: Any, has_warm_children: bool = False, **options: Any
+    ) -> None:
+        self._has_warm_children = has_warm_children
+        super().__init__(args, *others, **options)
+
+    def _execute_child(self, args: Sequence[object], *others: Any) -> None:
+        cwd, env = others[4:6]
+        pipes = others[9:15]
+        ends = (pipes[0], pipes[3], pipes[5])
+        files = [own if end == -1 else end for own, end in enumerate(ends)]
+        asked = Asked(
+            [str(part) for part in args],
+            os.path.abspath(cwd or ""),
+            dict(os.environ if env is None else env),
+            is_session=bool(others[20]),
+            has_warm_children=self._has_warm_children,
+        )
+        try:
+            with _ONE_AT_A_TIME:
+                self.pid = self._forker().fork(asked, files)
+        finally:
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+        self._child_created = True
+
+    @staticmethod
+    def _forker() -> Forker:
+        return started_forker()
+
+
+def run_warm(
+    command: Sequence[str | Path],
+    *,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+    timeout: float,
+    has_warm_children: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """subprocess.run(command, capture_output=True, text=True, …) of PYTHON and what follows."""
+    pipe = subprocess.PIPE
+    with WarmPopen(
+        command,
+        has_warm_children=has_warm_children,
+        cwd=cwd,
+        env=env,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+class Forker:
+    """The process that forks, as the one that asks it sees it."""
+
+    def __init__(self, channel: socket.socket, wait: Callable[[], object]) -> None:
+        self._channel = channel
+        self._wait = wait
+        atexit.register(self._end)
+
+    def fork(self, asked: Asked, files: list[int]) -> int:
+        """The pid of what is now a child of this process."""
+        if tuple(asked.args[: len(PYTHON)]) != PYTHON:
+            raise ValueError(f"is not run by {PYTHON}: {asked.args}")
+        message = json.dumps(vars(asked)).encode()
+        _adopt_orphans(True)
+        try:
+            socket.send_fds(self._channel, [len(message).to_bytes(LENGTH_BYTES)], files)
+            self._channel.sendall(message)
+            return int.from_bytes(_received(self._channel, LENGTH_BYTES))
+        finally:
+            _adopt_orphans(False)
+
+    def _end(self) -> None:
+        self._channel.shutdown(socket.SHUT_RDWR)
+        self._channel.close()
+        self._wait()
+
+
+@cache
+def started_forker() -> Forker:
+    """The one of this process."""
+    channel, theirs = socket.socketpair()
+    environment = {name: os.environ[name] for name in os.environ if name not in NOT_FOR_ALL}
+    with theirs:
+        process = subprocess.Popen(
+            [*PYTHON, __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=environment | {"OMP_NUM_THREADS": "1", "TERM": "dumb"},
+        )
+    return Forker(channel, process.wait)
+
+
+def _adopt_orphans(is_wanted: bool) -> None:
+    """Whether descendants whose parent ends become children of this process."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(is_wanted), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def _received(channel: socket.socket, length: int) -> bytes:
+    received = bytearray()
+    while len(received) < length:
+        part = channel.recv(length - len(received))
+        if not part:
+            raise EOFError("the process that forks, or the one that asks it, has ended")
+        received += part
+    return bytes(received)
+
+
+def _fork_until_closed(channel: socket.socket) -> Asked:
+    """Returns in each process that it forks, with what that one is to be."""
+    while True:
+        head, files, _, _ = socket.recv_fds(channel, LENGTH_BYTES, 3)
+        if not head:
+            os._exit(0)
+        asked = Asked(**json.loads(_received(channel, int.from_bytes(head))))
+        told, tell = os.pipe()
+        adopted, let_go = os.pipe()
+        between = os.fork()
+        if not between:
+            pid = os.fork()
+            if pid:
+                os.write(tell, pid.to_bytes(LENGTH_BYTES))
+                os._exit(0)
+            os.read(adopted, 1)
+            for number, file in enumerate(files):
+                os.dup2(file, number)
+            os.closerange(3, max(*files, told, tell, adopted, let_go, channel.detach()) + 1)
+            if asked.is_session:
+                os.setsid()
+            os.environ.clear()
+            os.environ.update(asked.env)
+            return asked
+        os.waitpid(between, 0)  # from now on its child is that of the process that asks
+        os.write(let_go, b"!")
+        channel.sendall(os.read(told, LENGTH_BYTES))
+        for file in (*files, told, tell, adopted, let_go):
+            os.close(file)
+
+
+def _fork_what_this_starts() -> Asked | None:
+    """Forks another that forks, for what this process starts of PYTHON. Returns None here, and in
+    what that one forks what it is to be."""
+    channel, theirs = socket.socketpair()
+    pid = os.fork()
+    if not pid:
+        channel.close()
+        return _fork_until_closed(theirs)
+    theirs.close()
+    forker = Forker(channel, lambda: os.waitpid(pid, 0))
+    plain = subprocess.Popen
+
+    class Popen(WarmPopen):
+        _forker = staticmethod(lambda: forker)
+
+        def _execute_child(self, args: Any, *others: Any) -> None:
+            is_python = isinstance(args, list | tuple) and tuple(args[: len(PYTHON)]) == PYTHON
+            kind: Any = WarmPopen if is_python else plain
+            kind._execute_child(self, args, *others)
+
+    subprocess.Popen = Popen  # type: ignore[misc]
+    return None
+
+
+def _compile_lookups() -> None:
+    """As a server does: of a model on one rank, and of one on two."""
+    import torch
+
+    from embedserve.engine.restore import restore
+    from embedserve.terminal.console import hush_torch
+    from embedserve_store import ModelStore, TableSpec, publish
+
+    hush_torch()
+    lines_of: Any = cache(inspect.getsourcelines)  # the same functions of torchrec for each model
+    module: Any = inspect
+    module.getsourcelines = lambda one: lines_of(getattr(one, "__func__", one))
+    rows = {"embedding_bags.t.weight": torch.ones(8, 4)}
+    tables = [TableSpec("t", 8, 4, ("f",), "sum", "float32")]
+    with tempfile.TemporaryDirectory() as store:
+        for ranks, sharding in ((1, "table_wise"), (2, "row_wise")):
+            publish(rows, store, model=sharding, tables=tables, sharding=sharding, world_size=ranks)
+            restore(ModelStore(store).load(sharding))
+    logging.getLogger().handlers.clear()  # made for what torchrec says
+
+
+class _End:
+    """Ends a forked process after all that it does at its end: without tearing down what it was
+    forked with, which takes longer than most of what is run. Called by atexit, last."""
+
+    status = 0
+
+    def __call__(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(self.status)
+
+
+def _main() -> None:
+    end = _End()
+    atexit.register(end)
+    for name in IMPORTED:
+        importlib.import_module(name)
+    try:
+        _compile_lookups()
+    except Exception:  # whatever is wrong, there are tests of it
+        traceback.print_exc()
+    if os.listdir("/proc/self/task") != [str(os.getpid())]:
+        raise RuntimeError("what forks has several threads: what is forked would lack them")
+    gc.collect()
+    gc.freeze()
+    installed = sys.path[1:]
+    asked = _fork_until_closed(socket.socket(fileno=int(sys.argv[1])))
+    if asked.has_warm_children:
+        asked = _fork_what_this_starts() or asked
+    try:
+        _run(asked, installed)
+    except SystemExit as error:
+        end.status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        raise
+    except KeyboardInterrupt:
+        atexit.unregister(end)  # Python ends itself by the signal
+        raise
+    except BaseException:
+        end.status = 1
+        raise
+
+
+def _run(asked: Asked, installed: list[str]) -> None:
+    os.chdir(asked.cwd)
+    args = asked.args[len(PYTHON) :]
+    path = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    if args[0] == "-c":
+        sys.path[:], sys.argv[:] = ["", *path, *installed], ["-c", *args[2:]]
+        exec(compile(args[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif args[0] == "-m":
+        sys.path[:], sys.argv[:] = [asked.cwd, *path, *installed], args[1:]
+        runpy.run_module(args[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[:], sys.argv[:] = [os.path.dirname(args[0]), *path, *installed], args
+        runpy.run_path(args[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    _main()

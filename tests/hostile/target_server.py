@@ -1,0 +1,84 @@
+"""The process that the hostile tests attack: the whole server over a table in numpy, without torch.
+
+Prints its two ports when ready. Its limits are those that its argument names, if any: "defaults"
+of a server that is told none, "narrow" of one with little memory for connections. Two arguments
+more are its certificate and key: both ports then take TLS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import uvloop
+from server.fake_engine import FakeEngine, model_info
+from server.pipelines import make_pipeline
+
+from embedserve.config import DEFAULT_LIMITS, Limits, ServeSettings
+from embedserve.processes.ports import claim_ports
+from embedserve.processes.server import run_server
+
+ROWS, DIM = 500, 64
+LIMITS = Limits(body_bytes_max=1 << 20, queue_examples_max=1 << 20, queue_ids_max=1 << 24)
+NARROW = Limits(
+    connections_max=500,
+    connection_bytes_max=64 << 20,
+    request_output_bytes_max=16 << 20,
+    queue_examples_max=1 << 24,
+)
+
+
+def table() -> np.ndarray:
+    """Rows of whole numbers, whose sums are exact."""
+    return np.arange(ROWS * DIM, dtype=np.float32).reshape(ROWS, DIM)
+
+
+class TableEngine(FakeEngine):
+    """Sums of the table's rows; it keeps no batch. Of one id each, as hostile requests have where
+    their answers are large, they take the millisecond that torch takes for 8 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__(model_info("m", {"user": (ROWS, DIM)}))
+        self.table = table()
+
+    def lookup(
+        self,
+        ids: np.ndarray,
+        lengths: np.ndarray,
+        weights: np.ndarray | None = None,
+        in_half: bool = False,
+    ) -> np.ndarray:
+        if (lengths == 1).all():
+            return np.take(self.table, ids, axis=0)
+        sums = np.zeros((len(lengths), DIM), np.float32)
+        filled = lengths > 0
+        starts = (lengths.cumsum() - lengths)[filled]
+        if starts.size:
+            # Beside the event loop, as real lookups are: neither holds the interpreter's lock.
+            sums[filled] = np.add.reduceat(np.take(self.table, ids, axis=0), starts)
+        return sums
+
+
+async def serve(limits: Limits, certificate: str = "", key: str = "") -> None:
+    """Until SIGTERM; prints the ports once they take requests."""
+    settings = ServeSettings(
+        store="", limits=limits, tls_cert=certificate, tls_key=key, allowed_host=("*",)
+    )
+    ports = claim_ports("127.0.0.1", 0, 0)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    with ThreadPoolExecutor(1) as executor:
+        pipeline = make_pipeline(TableEngine(), executor=executor, limits=limits)
+
+        def say_ready() -> None:
+            print(ports.http, ports.grpc, flush=True)
+
+        await run_server(stop, pipeline, settings, ports, say_ready)
+
+
+if __name__ == "__main__":
+    named = {"": LIMITS, "defaults": DEFAULT_LIMITS, "narrow": NARROW}
+    uvloop.run(serve(named["".join(sys.argv[1:2])], *sys.argv[2:]))

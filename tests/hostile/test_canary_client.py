@@ -1,0 +1,56 @@
+"""The clock that the neighbour goes by: waiting for a core does not count, all else does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from hostile.canary_client import uncrowded_s
+
+BUSY = 3
+BUSY_S = 1.0
+SLEPT_S = 0.3
+SPIN = "import os; os.sched_setaffinity(0, {%d}); print(flush=True)\nwhile True: pass"
+
+
+@pytest.fixture
+def core() -> Iterator[int]:
+    """One that others keep busy; the test is on it."""
+    before = os.sched_getaffinity(0)
+    core = min(before)
+    others = [
+        subprocess.Popen([sys.executable, "-c", SPIN % core], stdout=subprocess.PIPE)
+        for _ in range(BUSY)
+    ]
+    try:
+        for other in others:
+            assert other.stdout is not None
+            other.stdout.readline()
+        os.sched_setaffinity(0, {core})
+        yield core
+    finally:
+        os.sched_setaffinity(0, before)
+        for other in others:
+            other.kill()
+            other.communicate()
+
+
+@pytest.mark.usefixtures("core")
+def test_what_it_waits_for_a_core_does_not_count() -> None:
+    start_s, start_uncrowded_s = time.perf_counter(), uncrowded_s(os.getpid())
+    while time.perf_counter() - start_s < BUSY_S:
+        pass
+    # It is told twice here, as that of both: of its turns, a quarter, a part is left at most.
+    assert uncrowded_s(os.getpid()) - start_uncrowded_s < BUSY_S / 2
+
+
+def test_what_the_other_process_waits_for_otherwise_counts() -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        start_s = uncrowded_s(other.pid)
+        time.sleep(SLEPT_S)
+        assert uncrowded_s(other.pid) - start_s > SLEPT_S / 2
+        other.kill()

@@ -1,0 +1,302 @@
+"""Who asks, what they may, and what each is told who may not."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+from server.access.clocks import Clocks
+
+from embedserve.access.authenticator import (
+    KNOWN_MAX,
+    REFUSAL_WAIT_S_MAX,
+    REFUSALS_BURST_S,
+    REFUSALS_PER_S,
+    UNKNOWN,
+    Authenticator,
+    CallerQuota,
+    Certificate,
+    certificate_of,
+)
+from embedserve.access.grants import new_token, read_grants
+from embedserve.errors import (
+    EmbedServeError,
+    PermissionDeniedError,
+    RateLimitedError,
+    UnauthenticatedError,
+)
+
+NOW_S = 1_800_000_000.0
+
+
+class FakeTarget:
+    """A request that says who asks."""
+
+    def __init__(
+        self, authorization: str | None = None, certificate: Certificate | None = None
+    ) -> None:
+        self.authorization = None if authorization is None else authorization.encode()
+        self.certificate = certificate
+        self.quota: CallerQuota | None = None
+        self.start_s = perf_counter()
+        self.can_delay_rejection = True
+
+    def reject_after(self, error: EmbedServeError, wait_s: float) -> None:
+        raise error
+
+
+class Tokens:
+    """A file of tokens, and the access by it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "tokens"
+        self.path.write_text("")
+        self.clocks = Clocks(NOW_S)
+        self.access = Authenticator(str(self.path), self.clocks.clock)
+
+    async def add(self, name: str, **keys: Any) -> str:
+        token, sha256 = new_token()
+        line = json.dumps({"name": name, "sha256": sha256, **keys})
+        await self.write(self.path.read_text() + line + "\n")
+        return token
+
+    async def write(self, text: str) -> None:
+        self.path.write_text(text)
+        await self.access.reloader.poll()
+
+    def admit(self, token: str) -> FakeTarget:
+        return self.ask(FakeTarget(f"Bearer {token}"))
+
+    def ask(self, asking: FakeTarget) -> FakeTarget:
+        assert self.access.admit(asking, asking.authorization)
+        return asking
+
+    def refusal(self, authorization: str | None, certificate: Certificate | None = None) -> str:
+        with pytest.raises(EmbedServeError) as raised:
+            self.ask(FakeTarget(authorization, certificate))
+        return f"{raised.value.http_status} {raised.value.message}"
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Tokens:
+    return Tokens(tmp_path)
+
+
+async def test_who_may_ask_for_vectors_now(tokens: Tokens) -> None:
+    await tokens.add("ranker")
+    await tokens.add("lost", revoked=True)
+    await tokens.add("late", expires="2020-01-01")
+    await tokens.add("boss", roles=["admin"])
+    names = ("ranker", "lost", "late", "boss", "nobody")
+    assert [name for name in names if tokens.access.may_embed(name)] == ["ranker"]
+    await tokens.write("")
+    assert not tokens.access.may_embed("ranker")
+
+
+async def test_each_wrong_token_has_its_answer(tokens: Tokens) -> None:
+    right = await tokens.add("right")
+    expired = await tokens.add("late", expires="2020-01-01")
+    revoked = await tokens.add("lost", revoked=True)
+    admin = await tokens.add("boss", roles=["admin"])
+    foreign, _ = new_token()
+    assert tokens.admit(right).quota is not None
+    tokens.ask(FakeTarget(f"bearer   {right}"))
+    assert tokens.refusal(None).startswith("401 nothing says who asks")
+    assert tokens.refusal("") == "401 Authorization is not Bearer and one token"
+    assert tokens.refusal(f"Basic {right}") == "401 Authorization is not Bearer and one token"
+    assert tokens.refusal("Bearer hunter2") == "401 the token is wrong: it is none of embedserve's"
+    assert tokens.refusal(f"Bearer {foreign}").startswith("401 the token is unknown")
+    assert tokens.refusal(f"Bearer {right[:-1]}").startswith("401 the token is unknown")
+    assert tokens.refusal(f"Bearer {expired}") == (
+        "401 the token of 'late' expired at 2020-01-01T00:00:00+00:00"
+    )
+    assert tokens.refusal(f"Bearer {revoked}") == "401 the token of 'lost' was revoked"
+    assert tokens.refusal(f"Bearer {admin}") == "403 'boss' may not embed"
+
+
+async def test_what_expires_ends_within_a_look_and_a_jump_of_the_clock_ends_nothing(
+    tokens: Tokens,
+) -> None:
+    token = await tokens.add("x", expires="2027-01-15T08:01:40Z")  # 100 s after the start
+    tokens.clocks.wall_s += 86400
+    for _ in range(99):
+        tokens.access.refresh_expiry()
+        tokens.admit(token)
+        tokens.clocks.pass_s(1)
+    tokens.clocks.pass_s(1)
+    tokens.access.refresh_expiry()
+    assert "expired" in tokens.refusal(f"Bearer {token}")
+
+
+async def test_a_line_that_goes_is_refused_at_once_and_others_go_on(tokens: Tokens) -> None:
+    first, second = await tokens.add("first"), await tokens.add("second")
+    for one in (first, second):
+        tokens.admit(one)
+    lines = tokens.path.read_text().splitlines()
+    await tokens.write(lines[1])
+    assert "unknown" in tokens.refusal(f"Bearer {first}")
+    tokens.admit(second)
+
+
+async def test_a_bad_line_leaves_what_was_before_and_is_named_once(
+    tokens: Tokens, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    token = await tokens.add("first")
+    caplog.clear()
+    good = tokens.path.read_text()
+    for _ in range(3):
+        await tokens.write(good + '{"name": "half')
+    tokens.admit(token)
+    (record,) = caplog.records
+    assert "line 2: no JSON" in record.getMessage()
+    tokens.path.unlink()
+    await tokens.access.reloader.poll()
+    tokens.admit(token)
+    await tokens.write(good)
+    assert "and right" in caplog.records[-1].getMessage()
+
+
+async def test_requests_under_way_are_limited_through_a_reload(tokens: Tokens) -> None:
+    token = await tokens.add("x", concurrent=2)
+    first, _ = tokens.admit(token), tokens.admit(token)
+    await tokens.add("y")
+    assert tokens.refusal(f"Bearer {token}") == (
+        "429 'x' has 2 requests under way, which is its limit"
+    )
+    assert first.quota is not None
+    first.quota.leave("OK")
+    tokens.admit(token)
+
+
+async def test_a_rate_gives_a_second_at_once_and_then_what_it_says(
+    tokens: Tokens,
+) -> None:
+    slow = await tokens.add("slow", requests_per_second=0.01)
+    tokens.admit(slow)
+    with pytest.raises(RateLimitedError, match=r"'slow' is over its 0\.01 requests") as raised:
+        tokens.admit(slow)
+    assert raised.value.retry_after_s == 60
+    some = await tokens.add("some", requests_per_second=5)
+    for _ in range(5):
+        tokens.admit(some)
+    with pytest.raises(RateLimitedError) as raised:
+        tokens.admit(some)
+    assert raised.value.retry_after_s == 1
+
+
+async def test_refusals_wait_once_they_are_very_many(tokens: Tokens) -> None:
+    client = tokens.admit(await tokens.add("x", requests_per_second=1)).quota
+    assert client is not None
+    at_once = int(REFUSALS_BURST_S * REFUSALS_PER_S)
+    waits_s = [client.rejection_wait_s(1000.0) for _ in range(2 * REFUSALS_PER_S)]
+    assert waits_s[:at_once] == [0.0] * at_once
+    assert 0 < waits_s[at_once + 1] <= 2 / REFUSALS_PER_S
+    assert waits_s == sorted(waits_s)
+    assert waits_s[-1] == REFUSAL_WAIT_S_MAX
+    assert client.rejection_wait_s(1010.0) == 0.0
+
+
+async def test_models(tokens: Tokens) -> None:
+    client = tokens.admit(await tokens.add("x", models=["shop"])).quota
+    assert client is not None
+    for asked, default in (("shop", "films"), ("shop@3", ""), ("", "shop"), ("@old", "shop@3")):
+        client.check_model(asked, default)
+    for asked, default in (("films", "shop"), ("none@3", "shop"), ("", "films"), ("@3", "films")):
+        with pytest.raises(PermissionDeniedError, match=r"'x' may not ask model '(films|none)'"):
+            client.check_model(asked, default)
+
+
+async def test_certificates_are_names(tokens: Tokens) -> None:
+    await tokens.write('{"name": "ranker", "certificate": "spiffe://cluster/ranker"}\n')
+    right = Certificate(("any", "spiffe://cluster/ranker"), NOW_S + 10)
+    asking = FakeTarget(None, right)
+    tokens.ask(asking)
+    assert asking.quota is not None
+    assert asking.quota.grant.name == "ranker"
+    stranger = Certificate(("stranger",), NOW_S + 10)
+    assert "nobody's here" in tokens.refusal(None, stranger)
+    assert "Bearer" in tokens.refusal("x", right)
+    tokens.clocks.pass_s(11)
+    tokens.access.refresh_expiry()
+    assert tokens.refusal(None, right) == "401 the client's certificate has expired"
+
+
+def test_the_names_of_a_certificate() -> None:
+    found = {
+        "subject": ((("organizationName", "x"),), (("commonName", "ranker"),)),
+        "subjectAltName": (("DNS", "a.b"), ("IP Address", "1.2.3.4"), ("URI", "spiffe://x")),
+    }
+    certificate = certificate_of(found, 5.0)
+    assert certificate is not None
+    assert certificate.names == ("ranker", "a.b", "spiffe://x")
+    assert certificate_of(None, 5.0) is None
+
+
+async def test_what_is_remembered_is_bounded(tokens: Tokens) -> None:
+    token = await tokens.add("x")
+    for spaces in range(2 * KNOWN_MAX):
+        tokens.ask(FakeTarget("Bearer " + " " * spaces + token))
+    assert len(tokens.access._known) <= KNOWN_MAX
+    for _ in range(100):
+        with pytest.raises(UnauthenticatedError):
+            tokens.ask(FakeTarget(f"Bearer {new_token()[0]}"))
+    assert len(tokens.access._known) <= KNOWN_MAX
+
+
+async def test_requests_are_counted_by_who_asked(tokens: Tokens) -> None:
+    token, late = await tokens.add("x", concurrent=1), await tokens.add("late", revoked=True)
+    asking = tokens.admit(token)
+    tokens.refusal(f"Bearer {token}")  # one is under way
+    tokens.refusal(f"Bearer {late}")
+    tokens.refusal("Bearer hunter2")
+    await tokens.add("y")  # those of before are counted through a reload
+    assert asking.quota is not None
+    asking.quota.leave("OK")
+    assert dict(tokens.access.take_counts()) == {
+        "x": {"RESOURCE_EXHAUSTED": 1, "OK": 1},
+        "late": {"UNAUTHENTICATED": 1},
+        UNKNOWN: {"UNAUTHENTICATED": 1},
+    }
+    assert tokens.access.take_counts() == []
+    assert tokens.access.names() == {"x", "late", "y", UNKNOWN}
+
+
+def test_a_caller_keeps_its_name_and_its_limits_as_its_token_changes(tmp_path: Path) -> None:
+    """While both hold it has two tokens, and one rate."""
+    (old, old_hash), (new, new_hash), path = new_token(), new_token(), tmp_path / "tokens"
+    limits = {"name": "ranker", "requests_per_second": 1}
+    path.write_text(json.dumps({**limits, "sha256": old_hash}))
+    access = Authenticator(str(path))
+
+    def client_of(token: str) -> CallerQuota:
+        return access.check(f"Bearer {token}".encode(), None, frozenset({"embed"}), pays=False)
+
+    client = client_of(old)
+    for hashes in ([old_hash, new_hash], [new_hash]):
+        path.write_text(json.dumps({**limits, "sha256": hashes}))
+        access._adopt(read_grants(str(path)))
+        assert client_of(new) is client
+    with pytest.raises(UnauthenticatedError, match="unknown"):
+        client_of(old)
+    path.write_text(json.dumps({**limits, "sha256": [old_hash, new_hash]}))
+    access._adopt(read_grants(str(path)))
+    for token, is_over in ((old, False), (new, True)):
+        authorization = f"Bearer {token}".encode()
+        if is_over:
+            with pytest.raises(RateLimitedError):
+                access.check(authorization, None, frozenset({"embed"}))
+        else:
+            access.check(authorization, None, frozenset({"embed"}))
+
+
+def test_a_wrong_line_is_named_by_its_file_once(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}, line 1: name is missing$"):
+        Authenticator(str(path))

@@ -1,0 +1,270 @@
+"""Bad requests are told apart and named; what a model has no use for is refused at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from server.fake_engine import FEATURES, Bags, FakeEngine, Weights, make_request
+from server.fake_models import info_of, ruled_info, unpooled_info
+from server.strategies import bags_of, bags_of_ids
+
+from embedserve.batching.join import join, to_model_order
+from embedserve.batching.validation import find_invalid
+from embedserve.errors import InvalidRequestError
+from embedserve.lookup import LookupRequest
+from embedserve.model_info import ModelInfo
+from embedserve_store.format.id_rule import IdRule
+from embedserve_store.format.table_spec import TableSpec
+
+ENGINE = FakeEngine()
+MODEL = ENGINE.model
+RULED = ruled_info()
+UNPOOLED = unpooled_info()
+
+
+def string_model() -> ModelInfo:
+    """Refuses titles that it does not know."""
+    rule = IdRule("map", id_type="string")
+    table = TableSpec("t_title", 2, 4, ("title",), "sum", "float32", ids=rule)
+    return info_of("films", [table], {"t_title": ("Heat", "Alien")})
+
+
+def ordered(bags: Bags, weights: Weights | None = None, model: ModelInfo = MODEL) -> LookupRequest:
+    return to_model_order(make_request(bags, weights), model)
+
+
+def spoil(request: LookupRequest, how: str, place: int) -> LookupRequest:
+    """``request`` with one id, length or weight made wrong."""
+    ids, lengths = request.ids.copy(), request.lengths.copy()
+    weights = np.ones(ids.size, np.float32) if request.weights is None else request.weights.copy()
+    if how == "length":
+        lengths[place % lengths.size] += 1
+    elif how == "negative length":
+        # The sum stays as it was.
+        place %= lengths.size
+        lengths[place - 1] += lengths[place] + 1
+        lengths[place] = -1
+    elif not ids.size:
+        return spoil(request, "length", place)
+    elif how in ("nan", "inf"):
+        weights[place % ids.size] = float(how)
+    else:
+        ids[place % ids.size] = {"negative": -1, "large": 11, "huge": 2**63 - 1}[how]
+    return LookupRequest(request.model, request.features, ids, lengths, weights, request.batch_size)
+
+
+HOW = ("length", "negative length", "nan", "inf", "negative", "large", "huge")
+
+
+@given(data=st.data())
+def test_exactly_the_bad_requests_are_found_and_no_neighbour_is_harmed(
+    data: st.DataObject,
+) -> None:
+    all_bags = data.draw(st.lists(bags_of_ids(), min_size=1, max_size=5))
+    bad = data.draw(st.sets(st.integers(0, len(all_bags) - 1)))
+    requests = [
+        spoil(ordered(bags), data.draw(st.sampled_from(HOW)), data.draw(st.integers(0, 99)))
+        if i in bad
+        else ordered(bags)
+        for i, bags in enumerate(all_bags)
+    ]
+    errors = find_invalid(requests, MODEL)
+    assert errors.keys() == bad
+    assert all(error.field for error in errors.values())
+    assert (join(requests, MODEL) is None) == bool(bad)
+    good = [i for i in range(len(requests)) if i not in bad]
+    if good:
+        batch = join([requests[i] for i in good], MODEL)
+        assert batch is not None
+        values = ENGINE.lookup(batch.ids, batch.lengths, batch.weights)
+        alone = [ENGINE.expected(all_bags[i]) for i in good]
+        assert np.array_equal(values, np.concatenate(alone))
+
+
+@pytest.mark.parametrize(
+    ("bags", "field", "message"),
+    [
+        (
+            {"user": [[0], [1, 7]]},
+            "features.user[1][1]",
+            "7: ids of 'user' are row numbers from 0 to 6",
+        ),
+        ({"tag": [[-1]]}, "features.tag[0][0]", "-1: ids of 'tag' are row numbers from 0 to 4"),
+        (
+            {"movie": [[], [2**63 - 1]]},
+            "features.movie[1][0]",
+            "9223372036854775807: ids of 'movie' are row numbers from 0 to 10",
+        ),
+        (
+            {"user": [[9, 1, 8]]},
+            "features.user[0][0]",
+            "9: ids of 'user' are row numbers from 0 to 6 (1 more are wrong)",
+        ),
+    ],
+)
+def test_an_id_past_its_table_is_named_with_place_and_value(
+    bags: Bags, field: str, message: str
+) -> None:
+    error = find_invalid([ordered(bags)], MODEL)[0]
+    assert error.field == field
+    assert error.message == f"{field} is {message}"
+    assert join([ordered(bags)], MODEL) is None
+
+
+def test_the_last_row_of_every_table_is_a_row() -> None:
+    bags = {feature: [[rows - 1, 0]] for feature, (rows, _) in FEATURES.items()}
+    assert find_invalid([ordered(bags)], MODEL) == {}
+
+
+def test_a_weight_that_is_not_a_number_is_named_with_its_place() -> None:
+    weights = {"user": [[1.0], [2.0, float("nan")]], "tag": [[], [1.0]]}
+    request = ordered({"user": [[1], [2, 3]], "tag": [[], [4]]}, weights)
+    error = find_invalid([request], MODEL)[0]
+    assert error.field == "weights.user[1][1]"
+    assert error.message == "weights.user[1][1] is nan: weights are finite numbers"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([1, 1, 1, 1, 1, 2], "lengths add up to 7, but there are 6 ids"),
+        ([1, 1, 1, 4, -1, 0], "lengths[4] is -1: a bag cannot hold fewer than 0 ids"),
+        ([2**31 - 1] * 6, "lengths add up to 12884901882, but there are 6 ids"),
+    ],
+)
+@pytest.mark.parametrize("features", [("user", "movie", "tag"), ("tag", "movie", "user")])
+def test_lengths_that_are_no_partition_of_the_ids_are_said_so(
+    lengths: list[int], message: str, features: tuple[str, ...]
+) -> None:
+    ids = np.zeros(6, np.int64)
+    request = LookupRequest("", features, ids, np.array(lengths, np.int32), None, 2)
+    with pytest.raises(InvalidRequestError) as caught:
+        raise find_invalid([to_model_order(request, MODEL)], MODEL)[0]
+    assert caught.value.message == message
+
+
+@pytest.mark.parametrize(
+    ("bags", "field", "message"),
+    [
+        ({"shelf": [[], [100, 12]]}, "features.shelf[1][1]", "12: not one of the 3 ids of 'shelf'"),
+        (
+            {"shelf": [[-1, 300, 7]]},
+            "features.shelf[0][0]",
+            "-1: not one of the 3 ids of 'shelf' (1 more are wrong)",
+        ),
+    ],
+)
+def test_an_id_that_no_vocabulary_has_is_named_with_place_and_value(
+    bags: Bags, field: str, message: str
+) -> None:
+    request = ordered(bags, model=RULED)
+    error = find_invalid([request], RULED)[0]
+    assert error.field == field
+    assert error.message == f"{field} is {message}"
+    assert join([request], RULED) is None
+
+
+def test_ids_that_may_be_unknown_are_not_wrong() -> None:
+    bags: Bags = {
+        "user": [[5, 2**62]],
+        "movie": [[-1, 11, 2**63 - 1]],
+        "tag": [["no such tag"]],
+        "day": [[-(2**63), 2**63 - 1]],
+    }
+    assert find_invalid([ordered(bags, model=RULED)], RULED) == {}
+
+
+def test_a_string_that_is_unknown_is_shown_as_it_was_sent_and_shortened() -> None:
+    strict = string_model()
+    for string, shown in (("wär", "'wär'"), ("a'\n", '"a\'\\n"'), ("x" * 99, "'" + "x" * 59 + "…")):
+        error = find_invalid([ordered({"title": [["Heat", string]]}, model=strict)], strict)[0]
+        field = "features.title[0][1]"
+        assert error.field == field
+        assert error.message == f"{field} is {shown}: not one of the 2 ids of 'title'"
+
+
+@pytest.mark.parametrize(
+    ("bags", "model", "field", "message"),
+    [
+        (
+            {"movie": [[1], []], "user": [[], ["abc"]]},
+            RULED,
+            "features.user[1][0]",
+            "is 'abc': ids of 'user' are integers of 64 bits",
+        ),
+        (
+            {"user": [[0], []], "tag": [[], [7]]},
+            RULED,
+            "features.tag[1][0]",
+            "is 7: ids of 'tag' are strings",
+        ),
+        *[
+            (
+                {"user": [["7", "8"], [], ["9", wrong]]},
+                MODEL,
+                "features.user[2][1]",
+                f"is {wrong!r}: ids of 'user' are integers of 64 bits",
+            )
+            for wrong in ("+1", " 1", "1.0", "\uff11", "", "007", str(2**63), str(-(2**63) - 1))
+        ],
+        ({"tag": [[0]]}, UNPOOLED, "features.tag[0][0]", "is 0: ids of 'tag' are strings"),
+    ],
+)
+def test_strings_for_integers_and_the_reverse_are_refused(
+    bags: Bags, model: ModelInfo, field: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        ordered(bags, model=model)
+    assert caught.value.field == field
+    assert caught.value.message == f"{field} {message}"
+
+
+@given(data=st.data(), model=st.sampled_from([MODEL, RULED, UNPOOLED]))
+def test_integers_may_be_given_as_strings(data: st.DataObject, model: ModelInfo) -> None:
+    bags = data.draw(bags_of(model))
+    as_strings = {
+        feature: [list(map(str, bag)) for bag in feature_bags]
+        if data.draw(st.booleans())
+        else feature_bags
+        for feature, feature_bags in bags.items()
+    }
+    sent = make_request(as_strings)
+    sent_ids = sent.ids.copy()
+    taken, plain = to_model_order(sent, model), ordered(bags, model=model)
+    assert taken.features == plain.features
+    assert np.array_equal(taken.ids, plain.ids)
+    assert np.array_equal(taken.lengths, plain.lengths)
+    assert taken.string_features == plain.string_features
+    assert (taken.strings is None) == (not taken.string_features)
+    assert np.array_equal(sent.ids, sent_ids)  # another version may be asked the same
+
+
+def test_an_integer_that_was_a_string_is_checked_as_any() -> None:
+    error = find_invalid([ordered({"user": [["1", "7"]]})], MODEL)[0]
+    assert error.message == "features.user[0][1] is 7: ids of 'user' are row numbers from 0 to 6"
+
+
+def test_empty_bags_are_of_either_type() -> None:
+    request = ordered({"user": [[]], "movie": [[1]], "tag": [[]]}, model=RULED)
+    assert find_invalid([request], RULED) == {}
+
+
+def test_an_unknown_feature_is_said_before_the_type_of_its_ids() -> None:
+    with pytest.raises(InvalidRequestError, match="no such feature"):
+        ordered({"actor": [["x"]]}, model=RULED)
+
+
+def test_lengths_that_do_not_add_up_are_said_before_types() -> None:
+    request = make_request({"tag": [["drama"]], "user": [[1]]})
+    request.lengths = np.array([9, -3], np.int32)
+    with pytest.raises(InvalidRequestError, match=r"^lengths\[1\] is -3"):
+        to_model_order(request, RULED)
+
+
+def test_weights_are_refused_where_nothing_is_pooled() -> None:
+    request = make_request({"item": [[1]]}, {"item": [[0.5]]})
+    with pytest.raises(InvalidRequestError, match=r"^weights: model 'sequence'") as caught:
+        to_model_order(request, UNPOOLED)
+    assert caught.value.field == "weights"

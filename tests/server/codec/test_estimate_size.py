@@ -1,0 +1,109 @@
+"""How large a request is, told without decoding it: no more than it is, and nearly that."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from server.open_inference import LENGTH_HEADER, Asked, Input, jagged
+from server.strategies import bags_of_ids, weights_or_none
+
+from embedserve.codec import json_codec, protobuf_codec
+from embedserve.codec.open_inference import bodies, infer_messages
+from embedserve.codec.protobuf_codec import NOW_FIELDS_MAX
+from embedserve_proto import embedding_pb2 as pb
+
+
+@given(
+    ids=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=50),
+    lengths=st.lists(st.integers(0, 2**31 - 1), max_size=50),
+    is_raw=st.booleans(),
+)
+def test_of_a_message_it_is_what_it_holds(ids: list[int], lengths: list[int], is_raw: bool) -> None:
+    message = pb.EmbedRequest(model="shop", keys=["user", "item"], weights=[1.0] * len(ids))
+    if is_raw:
+        message.ids_bytes = np.array(ids, "<i8").tobytes()
+        message.lengths_bytes = np.array(lengths, "<i4").tobytes()
+    else:
+        message.ids.extend(ids)
+        message.lengths.extend(lengths)
+    assert protobuf_codec.estimate_size(message.SerializeToString()) == (len(lengths), len(ids))
+
+
+@given(
+    bags=bags_of_ids(),
+    padded=st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), max_size=3),
+)
+def test_of_the_open_inference_protocol_it_is_what_shapes_say(
+    bags: dict[str, list[list[int]]], padded: list[list[int]]
+) -> None:
+    inputs = jagged(bags)
+    inputs += [Input("more", "INT64", padded)] if padded else []
+    asked = Asked(inputs)
+    flat = [bag for feature in (*bags.values(), padded) for bag in feature]
+    expected = len(flat), sum(map(len, flat))
+    assert bodies.estimate_size(asked.json_body()) == expected
+    body, headers = asked.binary_body()
+    assert bodies.estimate_size(body, int(headers[LENGTH_HEADER])) == expected
+    for is_raw in (True, False):
+        message = asked.message("shop", is_raw=is_raw).SerializeToString()
+        assert infer_messages.estimate_size(message) == expected
+
+
+@pytest.mark.parametrize("size", [-1, 2**62])
+def test_shapes_that_say_too_much_are_no_more_than_the_body(size: int) -> None:
+    asked = Asked([Input("f.ids", "INT64", [1], [size])])
+    for estimate_size, body in (
+        (bodies.estimate_size, asked.json_body()),
+        (infer_messages.estimate_size, asked.message("shop", is_raw=True).SerializeToString()),
+    ):
+        assert estimate_size(body) == (0, len(body) if size > 0 else 0)
+
+
+@given(st.binary(max_size=200))
+def test_of_garbage_it_is_nothing_that_breaks(body: bytes) -> None:
+    for estimate_size in (
+        protobuf_codec.estimate_size,
+        json_codec.estimate_size,
+        bodies.estimate_size,
+        infer_messages.estimate_size,
+    ):
+        bags, ids = estimate_size(body)
+        assert 0 <= bags <= len(body)
+        assert 0 <= ids <= len(body)
+
+
+@pytest.mark.parametrize(("more", "sizes"), [(0, (1, 1)), (1, (0, 0))])
+def test_of_a_message_in_many_pieces_it_is_unknown(more: int, sizes: tuple[int, int]) -> None:
+    body = pb.EmbedRequest(ids=[1], lengths=[1]).SerializeToString()
+    body += pb.EmbedRequest(keys=[""] * (NOW_FIELDS_MAX - 2 + more)).SerializeToString()
+    assert protobuf_codec.estimate_size(body) == sizes
+
+
+@given(data=st.data(), output_dtype=st.sampled_from(["float32", "float16", None]))
+def test_of_json_it_is_no_more_than_it_holds(data: st.DataObject, output_dtype: str | None) -> None:
+    features = data.draw(bags_of_ids())
+    weights = data.draw(weights_or_none(features))
+    body: dict[str, object] = {"features": features}
+    body |= {"weights": weights} if weights else {}
+    body |= {"output_dtype": output_dtype} if output_dtype else {}
+    bags, ids = json_codec.estimate_size(json.dumps(body).encode())
+    flat = [bag for feature in features.values() for bag in feature]
+    assert bags <= len(flat) + len(features)
+    assert ids <= sum(map(len, flat))
+
+
+def test_of_json_with_strings_it_is_unknown() -> None:
+    body = json.dumps({"features": {"word": [["a,b,[c,,,,,,,,,"]]}})
+    assert json_codec.estimate_size(body.encode()) == (0, 0)
+
+
+@pytest.mark.parametrize("weights", [{}, {"weights": {"user": [[0.5] * 1000] * 10}}])
+def test_of_json_with_long_bags_it_is_nearly_what_it_holds(weights: dict[str, object]) -> None:
+    body = json.dumps({"features": {"user": [[7] * 1000] * 10}} | weights)
+    bags, ids = json_codec.estimate_size(body.encode())
+    assert bags == 11
+    assert 9980 < ids <= 10_000

@@ -1,0 +1,103 @@
+"""The model that a message names, found without decoding it: as decoding finds it, or none."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embedserve.codec.protobuf_codec import MODEL_FIELDS_MAX, peek_model
+from embedserve_proto import embedding_pb2 as pb
+
+MODEL_TAG = b"\x0a"
+NAME = st.text(max_size=200)
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> pb.EmbedRequest:
+    return pb.EmbedRequest(
+        model=draw(NAME),
+        keys=draw(st.lists(st.text(max_size=5), max_size=4)),
+        ids=draw(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4)),
+        lengths=draw(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4)),
+        weights=draw(st.lists(st.floats(width=32, allow_nan=False), max_size=4)),
+        ids_bytes=draw(st.binary(max_size=300)),
+        lengths_bytes=draw(st.binary(max_size=20)),
+        string_ids=draw(st.lists(st.text(max_size=5), max_size=4)),
+        output_dtype=draw(st.sampled_from([pb.FLOAT32, pb.FLOAT16])),
+    )
+
+
+@given(messages())
+def test_it_is_the_model_of_the_message(message: pb.EmbedRequest) -> None:
+    assert peek_model(message.SerializeToString()) == message.model
+
+
+@given(data=st.data(), message=messages(), unknown=st.lists(st.integers(100, 200), max_size=3))
+def test_it_is_found_in_any_order_of_fields_and_among_unknown_ones(
+    data: st.DataObject, message: pb.EmbedRequest, unknown: list[int]
+) -> None:
+    fields = []
+    for field, _ in message.ListFields():
+        one = pb.EmbedRequest()
+        one.MergeFrom(message)
+        for other, _ in message.ListFields():
+            if other.name != field.name:
+                one.ClearField(other.name)
+        fields.append(one.SerializeToString())
+    for number in unknown:
+        wire_type, rest = data.draw(
+            st.sampled_from([(0, b"\x96\x01"), (1, bytes(8)), (2, b"\x03abc"), (5, bytes(4))])
+        )
+        fields.append(varint(number << 3 | wire_type) + rest)
+    body = b"".join(data.draw(st.permutations(fields)))
+    assert pb.EmbedRequest.FromString(body).model == message.model
+    assert peek_model(body) == message.model
+
+
+def varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*encoded, value))
+
+
+@given(st.binary(max_size=300))
+def test_garbage_names_some_model_or_none_and_never_raises(body: bytes) -> None:
+    assert isinstance(peek_model(body), str)
+
+
+@given(message=messages(), end=st.integers(0, 1000))
+def test_of_a_message_that_is_cut_off_it_is_the_start_of_its_model(
+    message: pb.EmbedRequest, end: int
+) -> None:
+    found = peek_model(message.SerializeToString()[:end])
+    assert message.model.startswith(found.rstrip("\ufffd")) or not found
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\x0a",
+        b"\x80" * 100,
+        b"\xff" * 100,
+        b"\x0b\x0a\x04shop",  # a group, which no serializer writes
+        b"\x12\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01" + b"\x0a\x04shop",
+        b"\x08\x05",  # the model's number with another type
+    ],
+)
+def test_what_names_none_is_none(body: bytes) -> None:
+    assert peek_model(body) == ""
+
+
+@pytest.mark.parametrize("count", [MODEL_FIELDS_MAX - 1, MODEL_FIELDS_MAX])
+def test_no_more_than_so_many_fields_are_looked_at(count: int) -> None:
+    body = b"\x18\x01" * count + MODEL_TAG + b"\x04shop"
+    assert pb.EmbedRequest.FromString(body).model == "shop"
+    assert peek_model(body) == ("shop" if count < MODEL_FIELDS_MAX else "")
+
+
+def test_a_name_that_is_not_utf_8_is_no_error() -> None:
+    assert peek_model(MODEL_TAG + b"\x02\xff\xfe") == "\ufffd\ufffd"

@@ -1,0 +1,273 @@
+"""Requests whose tensors lie in shared memory are read by a known form as by the parsers, and what
+is kept of one caller's gives another nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server.open_inference import Asked, Input, jagged
+
+from embedserve.codec.open_inference import bodies, infer_messages
+from embedserve.codec.open_inference.answers import ResponseOptions
+from embedserve.codec.open_inference.shared_memory_template import FORM_BYTES_MAX, forms
+from embedserve.codec.open_inference.shared_memory_tensors import NOW_BYTES_MAX
+from embedserve.codec.open_inference.template_cache import FORMS_MAX
+from embedserve.config import Limits
+from embedserve.errors import InvalidRequestError, RequestTooLargeError, UnknownRegionError
+from embedserve.lookup import LookupRequest
+from embedserve.shared_memory.region import Region, open_region
+
+LIMITS = Limits()
+BAGS: dict[str, list[list[Any]]] = {"user": [[4], [], [6]], "tag": [[1], [2, 3] * 9, []]}
+OTHERS: dict[str, list[list[Any]]] = {"user": [[], [5, 9], []], "tag": [[8] * 19, [], []]}
+"""As many ids, so that the request is told by the same bytes."""
+FILE_BYTES = 2 << 20
+Regions = Mapping[str, Region]
+
+
+class Caller:
+    """Has a region `ids` and a region `vectors`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir()
+        for name in ("ids", "vectors"):
+            (folder / name).write_bytes(bytes(FILE_BYTES))
+        self.regions = {name: self.opened(name, FILE_BYTES) for name in ("ids", "vectors")}
+
+    def opened(self, name: str, nbytes: int) -> Region:
+        return open_region(name, name, 0, nbytes, folder=str(self._folder))
+
+    def put(self, inputs: list[Input], gap: int = 0) -> list[tuple[int, int]]:
+        """(offset, bytes) of each."""
+        places, data = [], b""
+        for one in inputs:
+            data += bytes(gap)
+            places.append((len(data), len(one.raw)))
+            data += one.raw
+        with (self._folder / "ids").open("r+b") as file:
+            file.write(data)
+        return places
+
+    def cut(self) -> None:
+        (self._folder / "ids").write_bytes(b"")
+
+
+@pytest.fixture
+def caller(tmp_path: Path) -> Iterator[Callable[[str], Caller]]:
+    callers: list[Caller] = []
+
+    def make(name: str) -> Caller:
+        callers.append(Caller(tmp_path / name))
+        return callers[-1]
+
+    yield make
+    for one in callers:
+        for region in one.regions.values():
+            region.close()
+
+
+def told(region: str, place: tuple[int, int]) -> dict[str, Any]:
+    return {
+        "shared_memory_region": region,
+        "shared_memory_offset": place[0],
+        "shared_memory_byte_size": place[1],
+    }
+
+
+OUTPUT = "pooled"
+OUTPUT_PLACE = (64, 4096)
+
+
+def body(inputs: list[Input], places: list[tuple[int, int]], request_id: str = "") -> bytes:
+    request: dict[str, Any] = {
+        "inputs": [
+            one.head | {"parameters": told("ids", place)}
+            for one, place in zip(inputs, places, strict=True)
+        ],
+        "outputs": [{"name": OUTPUT, "parameters": told("vectors", OUTPUT_PLACE)}],
+        "parameters": {"output_dtype": "FP16"},
+    }
+    return json.dumps(request | ({"id": request_id} if request_id else {})).encode()
+
+
+def message(inputs: list[Input], places: list[tuple[int, int]], request_id: str = "") -> bytes:
+    asked = Asked([], (OUTPUT,), request_id, {"output_dtype": "FP16"})
+    request = asked.message("shop", is_raw=True)
+    tensors = [(request.outputs[0], "vectors", OUTPUT_PLACE)]
+    for one, place in zip(inputs, places, strict=True):
+        added = request.inputs.add(name=one.name, datatype=one.datatype, shape=one.sizes)
+        tensors.append((added, "ids", place))  # type: ignore[arg-type]
+    for tensor, region, place in tensors:
+        for name, value in told(region, place).items():
+            kind = "string_param" if isinstance(value, str) else "int64_param"
+            setattr(tensor.parameters[name], kind, value)
+    return request.SerializeToString(deterministic=True)
+
+
+FORMS = {
+    "REST": (body, bodies.try_decode_inline, bodies.decode_request),
+    "gRPC": (message, infer_messages.try_decode_inline, infer_messages.decode_request),
+}
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Any:
+    return FORMS[request.param]
+
+
+def contents(request: LookupRequest | None) -> tuple[object, ...]:
+    assert request is not None
+    assert request.output is not None
+    answered = request.output.form
+    assert isinstance(answered, ResponseOptions)
+    places = answered.places
+    assert places is not None
+    assert request.weights is None
+    return (
+        (request.model, request.features, request.batch_size, request.output_dtype),
+        (request.ids.tolist(), request.lengths.tolist(), request.output.has_all),
+        {name: (id(one.region), one.offset, one.nbytes) for name, one in places.items()},
+    )
+
+
+def expected(bags: Mapping[str, list[list[Any]]], caller: Caller) -> tuple[object, ...]:
+    ids = [one for of_feature in bags.values() for bag in of_feature for one in bag]
+    lengths = [len(bag) for of_feature in bags.values() for bag in of_feature]
+    return (
+        ("shop", tuple(bags), 3, "float16"),
+        (ids, lengths, True),
+        {OUTPUT: (id(caller.regions["vectors"]), *OUTPUT_PLACE)},
+    )
+
+
+@pytest.mark.parametrize("gap", [0, 24])
+def test_what_lies_there_now_is_read(caller: Callable[[str], Caller], form: Any, gap: int) -> None:
+    make, try_decode_inline, decode = form
+    one = caller("one")
+    asked = make(jagged(BAGS), one.put(jagged(BAGS), gap))
+    assert forms.find(asked, LIMITS) is None
+    for bags in (BAGS, OTHERS, BAGS):
+        one.put(jagged(bags), gap)
+        for read in (try_decode_inline, decode):
+            assert contents(read(asked, "shop", LIMITS, regions=one.regions)) == expected(bags, one)
+        assert forms.find(asked, LIMITS) is not None
+
+
+def test_another_callers_regions_are_its_own(caller: Callable[[str], Caller], form: Any) -> None:
+    make, try_decode_inline, _ = form
+    one, another = caller("one"), caller("another")
+    asked = make(jagged(BAGS), one.put(jagged(BAGS)))
+    another.put(jagged(OTHERS))
+    for _ in range(2):
+        request = try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+        assert contents(request) == expected(BAGS, one)
+        request = try_decode_inline(asked, "shop", LIMITS, regions=another.regions)
+        assert contents(request) == expected(OTHERS, another)
+    for regions, said in (
+        ({}, "which is not registered"),
+        ({"ids": one.regions["ids"]}, "^output 'pooled' .* 'vectors', which is not registered"),
+        ({"vectors": one.regions["vectors"]}, r"^input 'user\.ids' .* 'ids', which is not"),
+    ):
+        with pytest.raises(UnknownRegionError, match=said):
+            try_decode_inline(asked, "shop", LIMITS, regions=regions)
+    with pytest.raises(InvalidRequestError, match="which this server does not use"):
+        try_decode_inline(asked, "shop", LIMITS, regions=None)
+
+
+@pytest.mark.parametrize(("name", "nbytes"), [("ids", 100), ("vectors", 4000)])
+def test_a_region_that_is_shorter_now(
+    caller: Callable[[str], Caller], form: Any, name: str, nbytes: int
+) -> None:
+    make, try_decode_inline, _ = form
+    one = caller("one")
+    asked = make(jagged(BAGS), one.put(jagged(BAGS)))
+    try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+    shorter = one.regions | {name: one.opened(name, nbytes)}
+    with pytest.raises(InvalidRequestError, match=f"region '{name}', which has {nbytes}$"):
+        try_decode_inline(asked, "shop", LIMITS, regions=shorter)
+    shorter[name].close()
+
+
+def test_what_is_wrong_there_now_is_said(caller: Callable[[str], Caller], form: Any) -> None:
+    make, try_decode_inline, _ = form
+    one = caller("one")
+    asked = make(jagged(BAGS), one.put(jagged(BAGS)))
+    try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+    one.put(jagged(BAGS | {"user": [[4], [], []]}))
+    with pytest.raises(InvalidRequestError, match=r"'user\.lengths' .* adds up to"):
+        try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+    one.cut()
+    with pytest.raises(InvalidRequestError, match="'ids': its file was cut to 0 bytes"):
+        try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+    one.regions["ids"].close()
+    with pytest.raises(InvalidRequestError, match="'ids': it is not registered any more"):
+        try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+
+
+def test_much_is_read_beside_the_event_loop(caller: Callable[[str], Caller], form: Any) -> None:
+    make, try_decode_inline, decode = form
+    one = caller("one")
+    bags = {"user": [list(range(NOW_BYTES_MAX // 8)), [1], []]}
+    asked = make(jagged(bags), one.put(jagged(bags)))
+    for _ in range(2):
+        assert try_decode_inline(asked, "shop", LIMITS, regions=one.regions) is None
+        request = decode(asked, "shop", LIMITS, regions=one.regions)
+        assert contents(request) == expected(bags, one)
+    assert forms.find(asked, LIMITS) is not None
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(request_examples_max=2),
+        Limits(request_ids_max=20),
+        Limits(request_features_max=1),
+        Limits(body_bytes_max=100),
+    ],
+)
+def test_limits_are_kept_to(caller: Callable[[str], Caller], form: Any, limits: Limits) -> None:
+    make, try_decode_inline, _ = form
+    one = caller("one")
+    asked = make(jagged(BAGS), one.put(jagged(BAGS)))
+    try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+    with pytest.raises(RequestTooLargeError):
+        try_decode_inline(asked, "shop", limits, regions=one.regions)
+
+
+def test_what_is_of_no_form(caller: Callable[[str], Caller], form: Any) -> None:
+    make, try_decode_inline, _ = form
+    one = caller("one")
+    weighted = [*jagged(BAGS), Input("tag.weights", "FP32", [0.5] * 19)]
+    without_ids = jagged({"user": [[]]})
+    strings = jagged({"user": [["a"]]})
+    for inputs, request_id in (
+        (weighted, ""),
+        (without_ids, ""),
+        (strings, ""),
+        (jagged(BAGS), "7"),
+    ):
+        asked = make(inputs, one.put(inputs), request_id)
+        assert try_decode_inline(asked, "shop", LIMITS, regions=one.regions) is not None
+        assert forms.find(asked, LIMITS) is None
+
+
+def test_what_is_kept_is_bounded(caller: Callable[[str], Caller], form: Any) -> None:
+    make, _, decode = form
+    one = caller("one")
+
+    def ask(name: str) -> bytes:
+        inputs = jagged({name: [[1]]})
+        asked: bytes = make(inputs, one.put(inputs))
+        decode(asked, "shop", LIMITS, regions=one.regions)
+        return asked
+
+    first = ask("first")
+    every = [ask(f"f{at}") for at in range(FORMS_MAX)]
+    assert forms.find(first, LIMITS) is None
+    assert all(forms.find(one, LIMITS) is not None for one in every)
+    assert forms.find(ask("f" * FORM_BYTES_MAX), LIMITS) is None

@@ -1,0 +1,126 @@
+"""One line at first, then one for many; what a caller wrote stays within its line."""
+
+from __future__ import annotations
+
+import logging
+from itertools import count
+from time import monotonic
+
+import pytest
+
+from embedserve.metrics import rate_limited_logger
+from embedserve.metrics.rate_limited_logger import (
+    PERIOD_S,
+    SHOWN_CHARACTERS_MAX,
+    TRACEBACKS_MAX,
+    RateLimitedLogger,
+    RateLimitedTracebacks,
+)
+
+
+class Clock:
+    now_s = monotonic()
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(rate_limited_logger, "monotonic", clock)
+    return clock
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> RateLimitedLogger:
+    caplog.set_level(logging.INFO)
+    return RateLimitedLogger(logging.getLogger("quiet"))
+
+
+def test_the_first_is_said_and_the_next_line_counts_the_others(
+    log: RateLimitedLogger, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for i in range(1000):
+        log.log(logging.INFO, "refused", f"id {i}")
+    assert caplog.messages == ["refused: id 0"]
+    clock.now_s += PERIOD_S
+    log.log(logging.INFO, "refused", "id 1000")
+    assert caplog.messages[1:] == ["refused: id 1000 (999 more like it since the last line)"]
+    clock.now_s += PERIOD_S
+    log.log(logging.INFO, "refused")
+    assert caplog.messages[2:] == ["refused"]
+
+
+def test_kinds_do_not_hide_each_other(
+    log: RateLimitedLogger, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        log.log(logging.INFO, "refused", "why")
+        log.log(logging.WARNING, "cut", "who")
+    assert caplog.messages == ["refused: why", "cut: who"]
+    assert [record.levelno for record in caplog.records] == [logging.INFO, logging.WARNING]
+
+
+def test_what_a_caller_wrote_is_one_short_line(
+    log: RateLimitedLogger, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.log(logging.INFO, "refused", "a\n2026 ERROR all is lost\x1b[2J \u202e" + "x" * 10_000)
+    (line,) = caplog.messages
+    assert line.startswith("refused: a\\n2026 ERROR all is lost\\x1b[2J \\u202e")
+    assert line.isascii()
+    assert len(line) < 2 * SHOWN_CHARACTERS_MAX
+
+
+def test_a_traceback_is_logged_once(
+    log: RateLimitedLogger, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError:
+            log.log(logging.ERROR, "a request failed", with_traceback=True)
+    assert caplog.text.count("Traceback") == 1
+
+
+def test_several_lines_of_a_kind_are_said_where_wanted(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    log = RateLimitedLogger(logging.getLogger("quiet"), lines=3)
+    numbers = count()
+    for _ in range(100):
+        log.log(logging.INFO, "slow", fields=lambda: {"number": next(numbers)})
+    assert caplog.messages == ["slow"] * 3
+    clock.now_s += PERIOD_S
+    log.log(logging.INFO, "slow", fields=lambda: {"number": next(numbers)})
+    assert caplog.messages[3:] == ["slow (97 more like it since the last line)"]
+    # Nobody asked for those of lines that were not said.
+    assert [vars(record)["fields"]["number"] for record in caplog.records] == [0, 1, 2, 3]
+
+
+def test_tracebacks_of_one_place_are_limited_and_counted(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("any.library")
+    caplog.handler.addFilter(quiet := RateLimitedTracebacks())
+
+    def fail_at(path: str) -> None:
+        try:
+            raise ValueError(path)
+        except ValueError:
+            logger.exception("%s failed", path)
+
+    try:
+        for i in range(1000):
+            fail_at(f"/{i}")
+            logger.error("no traceback")
+        assert caplog.messages.count("no traceback") == 1000
+        kept = [message for message in caplog.messages if message != "no traceback"]
+        assert kept == [f"/{i} failed" for i in range(TRACEBACKS_MAX)]
+        clock.now_s += PERIOD_S
+        fail_at("/last")
+    finally:
+        caplog.handler.removeFilter(quiet)
+    left_out = 1000 - TRACEBACKS_MAX
+    assert caplog.messages[-1] == f"/last failed ({left_out} more like it since the last line)"

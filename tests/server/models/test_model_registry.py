@@ -1,0 +1,376 @@
+"""Which model a request is for, which limits it keeps, whether there is room and readiness."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from server.callers import submit_to
+from server.fake_engine import Bags, FakeEngine, make_request, model_info
+from server.fake_models import unpooled_info
+from server.live import make_pipeline
+from server.waiting import until
+
+from embedserve.batching.batcher import Batcher
+from embedserve.config import Limits
+from embedserve.errors import (
+    DRAINING,
+    InvalidRequestError,
+    NotReadyError,
+    OverloadedError,
+    RequestTooLargeError,
+    UnknownModelError,
+)
+from embedserve.models.model_registry import QUICK_BYTES_MAX, ModelRegistry
+from embedserve.pipeline import RequestPipeline
+from embedserve_store.errors import StoreError
+
+USER: Bags = {"user": [[1, 2]]}
+
+
+@pytest.fixture
+def other() -> FakeEngine:
+    return FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
+
+
+async def test_a_request_is_answered_by_the_model_that_it_names(
+    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    models = make_pipeline(engine, other, executor=executor).models
+    for named, answers in (("films", other), ("shop", engine), ("", engine)):
+        result = await submit_to(models, make_request(USER, model=named))
+        assert result.model is answers.model
+        assert np.array_equal(result.values, answers.expected(USER))
+    assert models.models() == [engine.model, other.model]
+    assert models.model("films") is other.model
+    assert models.model("") is engine.model
+
+
+async def test_an_unknown_model_is_named_with_those_that_there_are(
+    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    models = make_pipeline(engine, other, executor=executor).models
+    with pytest.raises(UnknownModelError, match="model is 'shoes': this server has shop, films"):
+        submit_to(models, make_request(USER, model="shoes"))
+    with pytest.raises(UnknownModelError):
+        models.model("shoes")
+
+
+async def test_without_a_default_a_request_must_name_a_model(
+    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    models = make_pipeline(engine, other, executor=executor, default_model="").models
+    with pytest.raises(UnknownModelError, match="names no model and there is no default"):
+        submit_to(models, make_request(USER))
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (
+            Limits(request_examples_max=2),
+            "the batch has 3 examples, the limit is 2 (--request-examples-max)",
+        ),
+        (Limits(request_ids_max=2), "the batch has 3 ids, the limit is 2 (--request-ids-max)"),
+        (
+            Limits(request_output_bytes_max=72),
+            "the answer to 3 examples has 108 bytes, the limit is 72 (--request-output-bytes-max)",
+        ),
+    ],
+)
+async def test_a_request_past_a_limit_is_refused_with_both_numbers_and_the_setting(
+    engine: FakeEngine, executor: ThreadPoolExecutor, limits: Limits, message: str
+) -> None:
+    models = make_pipeline(engine, executor=executor, limits=limits).models
+    with pytest.raises(RequestTooLargeError) as caught:
+        submit_to(models, make_request({"user": [[1], [2], [3]]}))
+    assert caught.value.message == f"features: {message}"
+    assert caught.value.field == "features"
+    await submit_to(models, make_request({"user": [[1], [2]]}))
+
+
+async def test_of_an_unpooled_model_the_limit_is_on_a_row_for_each_id_and_table(
+    executor: ThreadPoolExecutor,
+) -> None:
+    engine = FakeEngine(unpooled_info())
+    # 4 float32 a row, and up to two rows an id: item is served by two tables.
+    limits = Limits(request_output_bytes_max=3 * 2 * 16)
+    models = make_pipeline(engine, executor=executor, limits=limits).models
+    allowed = make_request({"item": [[1, 2, 3]]})
+    assert allowed.response_bytes(engine.model) == 96
+    assert (await submit_to(models, allowed)).values.nbytes == 96
+    message = "^features: the answer to 4 ids has up to 128 bytes, the limit is 96 "
+    with pytest.raises(RequestTooLargeError, match=message):
+        submit_to(models, make_request({"item": [[1, 2, 3, 4]]}))
+    with pytest.raises(InvalidRequestError, match=r"^weights: model 'sequence' answers one row"):
+        submit_to(models, make_request({"item": [[1]]}, {"item": [[1.0]]}))
+
+
+async def test_an_unknown_feature_is_refused_before_the_queue(
+    engine: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    pipeline = make_pipeline(engine, executor=executor)
+    with pytest.raises(InvalidRequestError, match=r"features\.actor"):
+        submit_to(pipeline.models, make_request({"actor": [[1]]}))
+    assert pipeline.metrics.models["shop"].count_queue()[0] == 0
+
+
+async def test_while_draining_requests_are_answered_but_readiness_is_not(
+    engine: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    models = make_pipeline(engine, executor=executor).models
+    models.check_ready()
+    models.not_ready = DRAINING
+    with pytest.raises(NotReadyError, match="draining"):
+        models.check_ready()
+    result = await submit_to(models, make_request(USER))
+    assert np.array_equal(result.values, engine.expected(USER))
+
+
+async def test_a_model_whose_rows_have_changed_is_not_ready_and_answers_on(
+    engine: FakeEngine, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipeline = make_pipeline(engine, executor=executor)
+    models = pipeline.models
+    await models.check_integrity()
+    models.check_ready()
+    metrics = pipeline.metrics.models["shop"]
+    metrics.flush()
+    assert metrics.gauges()[1]["damaged"] == 0
+    engine.damage = StoreError("tables.safetensors: changed")
+    for _ in range(2):
+        await models.check_integrity()
+    with pytest.raises(NotReadyError, match=r"tables\.safetensors: changed"):
+        models.check_ready()
+    metrics.flush()
+    assert metrics.gauges()[1]["damaged"] == 1
+    assert caplog.text.count("not ready any more: tables.safetensors: changed") == 1
+    result = await submit_to(models, make_request(USER))
+    assert np.array_equal(result.values, engine.expected(USER))
+
+
+async def test_a_look_that_fails_is_logged_and_is_no_damage(
+    engine: FakeEngine, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    models = make_pipeline(engine, executor=executor).models
+    engine.damage = RuntimeError("no memory")
+    await models.check_integrity()
+    models.check_ready()
+    assert "looking whether the rows have changed" in caplog.text
+    assert "RuntimeError: no memory" in caplog.text
+
+
+class Full:
+    """Two models, of which "shop", the default one, is full and "films" is open."""
+
+    def __init__(self, engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor) -> None:
+        limits = Limits(inline_bytes_max=0, queue_examples_max=1)
+        self.models = make_pipeline(engine, other, executor=executor, limits=limits).models
+        engine.hold()
+        self.running = submit_to(self.models, make_request(USER))
+        self._engine = engine
+
+    async def fill(self) -> None:
+        await until(lambda: self._engine.lookups)
+        self.waiting = submit_to(self.models, make_request(USER))
+        with pytest.raises(OverloadedError):
+            submit_to(self.models, make_request(USER))
+
+
+@pytest.fixture
+async def full(
+    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+) -> AsyncIterator[ModelRegistry]:
+    one = Full(engine, other, executor)
+    assert not one.models.is_full
+    await one.fill()
+    yield one.models
+    engine.release()
+    await asyncio.gather(one.running, one.waiting)
+    assert not one.models.is_full
+
+
+class Peek:
+    """Names a model and is of a size, or may not be asked."""
+
+    def __init__(self, named: str | None = None, sizes: tuple[int, int] = (0, 0)) -> None:
+        self._named = named
+        self._sizes = sizes
+
+    def peek_model(self, body: bytes) -> str:
+        assert self._named is not None, "the body was looked at"
+        return self._named
+
+    def estimate_size(self, body: bytes) -> tuple[int, int]:
+        return self._sizes
+
+
+NEVER_ASKED = Peek()
+
+
+async def test_a_full_model_is_refused_and_no_other(full: ModelRegistry) -> None:
+    assert full.is_full
+    assert full.is_closed
+    for model in ("", "shop"):
+        with pytest.raises(OverloadedError, match="the queue of 'shop' is full"):
+            full.check_open(model, b"", Peek(""))
+    full.check_open("films", b"", NEVER_ASKED)
+    full.check_open("nobody", b"", NEVER_ASKED)
+
+
+async def test_the_body_is_asked_only_where_its_model_matters(full: ModelRegistry) -> None:
+    full.check_open("", b"", Peek("films"))
+    for named in ("shop", "", "nobody"):  # one unknown is refused as the default would be
+        with pytest.raises(OverloadedError):
+            full.check_open("", b"", Peek(named))
+    with pytest.raises(OverloadedError):
+        full.check_open("shop", b"", NEVER_ASKED)
+
+
+async def test_a_lone_model_is_full_whatever_the_body_names(
+    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    limits = Limits(inline_bytes_max=0, queue_examples_max=1)
+    models = make_pipeline(engine, executor=executor, limits=limits).models
+    engine.hold()
+    running = submit_to(models, make_request(USER))
+    await until(lambda: engine.lookups)
+    waiting = submit_to(models, make_request(USER))
+    models.check_open("", b"", NEVER_ASKED)
+    with pytest.raises(OverloadedError):
+        submit_to(models, make_request(USER))
+    for model in ("", "shop", "nobody"):
+        with pytest.raises(OverloadedError):
+            models.check_open(model, b"", NEVER_ASKED)
+        with pytest.raises(OverloadedError):
+            models.check_any_open(model)
+    engine.release()
+    await asyncio.gather(running, waiting)
+
+
+async def test_while_the_queue_for_large_requests_is_full_small_ones_are_let_in(
+    engine: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    large: Bags = {"user": [[1, 2, 3]]}
+    limits = Limits(inline_bytes_max=50, queue_examples_max=1)
+    models = make_pipeline(engine, executor=executor, limits=limits).models
+    engine.hold()
+    answers = [submit_to(models, make_request(large))]
+    await until(lambda: engine.lookups)
+    answers.append(submit_to(models, make_request(large)))
+    with pytest.raises(OverloadedError):
+        submit_to(models, make_request(large))
+    assert (models.is_full, models.is_closed) == (True, False)
+    models.check_any_open("shop")
+    models.check_open("", b"", Peek(sizes=(1, 1)))
+    with pytest.raises(OverloadedError, match="the queue of 'shop' for large requests is full"):
+        models.check_open("", b"", Peek(sizes=(1, 1000)))
+    with pytest.raises(OverloadedError, match="the queue of 'shop' for large requests is full"):
+        models.check_open("", b"", Peek(sizes=(1000, 1)))
+    large_body = bytes(QUICK_BYTES_MAX + 1)
+    models.check_open("", large_body, Peek(sizes=(1, 1000)), is_quick=True)
+    with pytest.raises(OverloadedError):
+        models.check_open("", large_body[1:], Peek(sizes=(1, 1000)), is_quick=True)
+    with pytest.raises(OverloadedError):
+        models.check_open("", large_body, Peek(sizes=(1, 1000)))
+    engine.release()
+    await asyncio.gather(*answers)
+    assert not models.is_full
+
+
+async def test_where_none_is_the_default_the_model_that_is_named_decides(
+    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    limits = Limits(inline_bytes_max=0, queue_examples_max=1)
+    pipeline = make_pipeline(engine, other, executor=executor, limits=limits, default_model="")
+    models = pipeline.models
+    engine.hold()
+    answers = [submit_to(models, make_request(USER, model="shop"))]
+    await until(lambda: engine.lookups)
+    answers.append(submit_to(models, make_request(USER, model="shop")))
+    with pytest.raises(OverloadedError):
+        submit_to(models, make_request(USER, model="shop"))
+    models.check_open("", b"", Peek("films"))
+    with pytest.raises(OverloadedError):
+        models.check_open("", b"", Peek("shop"))
+    engine.release()
+    await asyncio.gather(*answers)
+
+
+async def test_before_its_body_has_come_only_what_names_a_full_model_is_refused(
+    full: ModelRegistry,
+) -> None:
+    with pytest.raises(OverloadedError):
+        full.check_any_open("shop")
+    full.check_any_open("films")
+    full.check_any_open("")  # its body may name the other
+    full.check_any_open("nobody")
+
+
+def next_batcher(
+    pipeline: RequestPipeline, engine: FakeEngine, executor: ThreadPoolExecutor
+) -> Batcher:
+    """Of the version of "shop" that ``engine`` has."""
+    metrics = pipeline.metrics.models["shop"]
+    metrics.switch(engine.model, 0.1)
+    return Batcher(engine, engine.model, pipeline.limits, metrics, executor)
+
+
+async def test_the_next_version_answers_what_comes_and_the_one_before_what_waits(
+    engine: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    pipeline = make_pipeline(engine, executor=executor, limits=Limits(inline_bytes_max=0))
+    models = pipeline.models
+    after = FakeEngine(model_info(), seed=9)
+    engine.hold()
+    before = [submit_to(models, make_request(USER)) for _ in range(2)]
+    await until(lambda: engine.lookups)
+    old = models.activate("shop", next_batcher(pipeline, after, executor))
+    assert old is not None
+    for named in ("", "shop"):
+        result = await submit_to(models, make_request(USER, model=named))
+        assert result.model is after.model
+        assert np.array_equal(result.values, after.expected(USER))
+    assert models.models() == [after.model]
+    engine.release()
+    retired = asyncio.Event()
+    old.retire(retired.set)
+    for one in before:
+        result = await one
+        assert result.model is engine.model
+        assert np.array_equal(result.values, engine.expected(USER))
+    await retired.wait()
+
+
+async def test_a_next_version_has_an_empty_queue_and_its_rows_are_as_published(
+    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    limits = Limits(inline_bytes_max=0, queue_examples_max=2)
+    pipeline = make_pipeline(engine, other, executor=executor, limits=limits)
+    models = pipeline.models
+    engine.damage = StoreError("tables.safetensors: changed")
+    await models.check_integrity()
+    assert not models.is_ready
+    engine.hold()
+    before = [submit_to(models, make_request(USER)) for _ in range(2)]
+    await until(lambda: engine.lookups)
+    before += [submit_to(models, make_request(USER)) for _ in range(2)]
+    with pytest.raises(OverloadedError):
+        submit_to(models, make_request(USER))
+    assert models.is_full
+    rooms: list[bool] = []
+    models.call_back(lambda: None, lambda: rooms.append(models.is_full))
+    after = FakeEngine(model_info(), seed=9)
+    old = models.activate("shop", next_batcher(pipeline, after, executor))
+    assert old is not None
+    old.retire(lambda: None)
+    assert rooms == [False]
+    models.check_ready()
+    await submit_to(models, make_request(USER))
+    engine.release()
+    await asyncio.gather(*before)
+    await models.check_integrity()
+    models.check_ready()

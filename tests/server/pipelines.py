@@ -1,0 +1,42 @@
+"""Pipelines over fake engines; for processes that need no client of theirs, too."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+
+from server.fake_engine import FakeEngine
+
+from embedserve.access.authenticator import Authenticator
+from embedserve.batching.batcher import Batcher
+from embedserve.config import Limits
+from embedserve.metrics.metrics import Metrics
+from embedserve.metrics.shared_counters import WorkerCounters
+from embedserve.models.model_registry import ModelRegistry
+from embedserve.pipeline import RequestPipeline
+from embedserve.shared_memory.region_registry import RegionRegistry
+
+IN_THREAD = Limits(inline_bytes_max=0)
+"""Every batch runs in the thread, where a fake engine may be slow."""
+
+
+def make_pipeline(
+    *engines: FakeEngine,
+    executor: Executor,
+    limits: Limits | None = None,
+    default_model: str | None = None,
+    counters: WorkerCounters | None = None,
+    authenticator: Authenticator | None = None,
+    shared_memory: RegionRegistry | None = None,
+) -> RequestPipeline:
+    """What server.build_exchange makes of restored engines; the first is the default."""
+    limits = limits or Limits()
+    metrics = Metrics([engine.model for engine in engines], counters)
+    batchers = {
+        engine.model.served_as: Batcher(
+            engine, engine.model, limits, metrics.models[engine.model.served_as], executor
+        )
+        for engine in engines
+    }
+    default = engines[0].model.name if default_model is None else default_model
+    models = ModelRegistry(batchers, default, limits)
+    return RequestPipeline(models, metrics, authenticator, shared_memory=shared_memory)

@@ -1,0 +1,126 @@
+"""What an operator asks of one process: done, or refused with the reason."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from server.processes.test_store_watcher import Serving, appear
+from server.processes.test_store_watcher import later as later
+from server.processes.test_store_watcher import published as published
+from server.processes.test_store_watcher import store as store
+from server.waiting import until
+
+from embedserve.errors import RefusedError
+from embedserve.processes.admin_service import AdminService
+from embedserve.processes.store_watcher import followed
+from embedserve_store import StoreError, set_alias
+
+
+class Operated(Serving):
+    """A process with an operator, which follows nothing by itself."""
+
+    def __init__(self, store: Path, executor: ThreadPoolExecutor) -> None:
+        super().__init__(store, executor, follow="none")
+        self.operator = AdminService(self.settings, self.rollout, self.alone)
+
+    def served(self) -> dict[str, int]:
+        return {model.served_as: model.version for model in self.pipeline.models.models()}
+
+
+async def test_names_are_loaded_beside_others_and_unloaded(
+    store: Path, later: Path, executor: ThreadPoolExecutor
+) -> None:
+    operated = Operated(store, executor)
+    operator = operated.operator
+    appear(later, store, 2)
+    set_alias(store, "shop", "canary", 2)
+    assert await operator.load("shop@canary") == 2
+    assert await operator.load("shop@1") == 1
+    assert operated.served() == {"shop": 1, "shop@canary": 2, "shop@1": 1}
+    assert await operator.load("shop") == 2  # in the place of the one before
+    assert operated.served() == {"shop": 2, "shop@canary": 2, "shop@1": 1}
+    await operator.unload("shop")
+    assert operated.served() == {"shop@canary": 2, "shop@1": 1}
+    assert await operated.answering() == 2  # the next of the model
+    await operator.unload("shop@canary")
+    with pytest.raises(RefusedError, match=r"^model is 'shop@1', and nothing else is served$"):
+        await operator.unload("shop@1")
+    with pytest.raises(RefusedError, match=r"^model is 'shop': this server has shop@1$"):
+        await operator.unload("shop")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("shop@9", r"shop: version 9 does not exist; versions are 1"),
+        ("shop@none", "'none' is no version and no alias"),
+        ("films", "there is no model 'films'"),
+        ("../shop", r"'\.\./shop' is not the name of a model"),
+        ("shop@", "model is 'shop@': expected NAME, NAME@VERSION or NAME@ALIAS"),
+        ("", "'' is not the name of a model"),
+    ],
+)
+async def test_what_there_is_not_is_refused(
+    store: Path, executor: ThreadPoolExecutor, name: str, problem: str
+) -> None:
+    operated = Operated(store, executor)
+    with pytest.raises(RefusedError, match=problem) as caught:
+        await operated.operator.load(name)
+    assert (caught.value.http_status, caught.value.field) == (409, "model")
+    assert operated.served() == {"shop": 1}
+
+
+async def test_what_cannot_be_served_is_refused_and_may_be_tried_again(
+    store: Path, later: Path, executor: ThreadPoolExecutor
+) -> None:
+    operated = Operated(store, executor)
+    appear(later, store, 2)
+    operated.failures[2] = StoreError("no room")
+    for _ in range(2):
+        with pytest.raises(RefusedError, match=r"^shop version 2 stays out: no room$"):
+            await operated.operator.load("shop")
+    assert operated.served() == {"shop": 1}
+    del operated.failures[2]
+    assert await operated.operator.load("shop") == 2
+
+
+async def test_a_reload_looks_at_all_that_is_served(
+    store: Path, later: Path, executor: ThreadPoolExecutor
+) -> None:
+    operated, stop = Operated(store, executor), asyncio.Event()
+    async with followed(operated.settings, operated.rollout, stop) as mover:
+        operator = AdminService(operated.settings, operated.rollout, mover)
+        appear(later, store, 2)
+        operated.failures[2] = StoreError("no room")
+        operator.reload()
+        await until(lambda: operated.rollout.rejected("shop") == 2)
+        del operated.failures[2]
+        operator.reload()
+        await until(lambda: operated.rollout.number("shop") == 2)
+        stop.set()
+
+
+async def test_a_reload_that_finds_nothing_new_says_so(
+    store: Path, later: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    operated, stop = Operated(store, executor), asyncio.Event()
+    nothing = "looked at the store, as asked: nothing new"
+    async with followed(operated.settings, operated.rollout, stop) as mover:
+        operator = AdminService(operated.settings, operated.rollout, mover)
+        operator.reload()
+        await until(lambda: caplog.messages == [nothing])
+        operator.reload()
+        await until(lambda: caplog.messages == [nothing, nothing])
+        appear(later, store, 2)
+        operator.reload()
+        await until(lambda: operated.rollout.number("shop") == 2)
+        assert caplog.messages.count(nothing) == 2
+        (store / "shop").rename(store / "gone")
+        operator.reload()
+        await until(lambda: caplog.messages[-1] == f"{nothing}; it cannot tell of shop")
+        stop.set()

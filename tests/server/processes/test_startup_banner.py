@@ -1,0 +1,72 @@
+"""What a server says of its models when it is ready."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from server.fake_models import model_info
+
+from embedserve.config import ServeSettings
+from embedserve.processes.ports import SharedPorts
+from embedserve.processes.startup_banner import log_ready, warn_about_settings
+
+
+@pytest.mark.parametrize(
+    ("replicas", "said"),
+    [(1, ": 3 tables over 1 cuda rank ("), (4, ": 4 replicas of 3 tables over 1 cuda rank (")],
+)
+def test_replicas_are_told(capsys: pytest.CaptureFixture[str], replicas: int, said: str) -> None:
+    model = replace(model_info(), device_type="cuda", replicas=replicas, example={"user": [[1]]})
+    ports = SharedPorts("127.0.0.1", 8000, 8001, -1, ())
+    log_ready([model], ports, 1.0, ServeSettings(store=""))
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("features", "said"),
+    [({"a": (3, 4)}, "1 table over 1 cpu rank ("), ({"a": (3, 4), "b": (3, 4)}, "2 tables over")],
+)
+def test_one_table_is_no_plural(
+    capsys: pytest.CaptureFixture[str], features: dict[str, tuple[int, int]], said: str
+) -> None:
+    ports = SharedPorts("127.0.0.1", 8000, 8001, -1, ())
+    log_ready([model_info("m", features)], ports, 1.0, ServeSettings(store=""))
+    assert f": {said}" in " ".join(capsys.readouterr().err.split())
+
+
+TLS = {"tls_cert": "cert.pem", "tls_key": "key.pem"}
+BEHIND = {"management_port": 0, "management_host": "10.0.0.1"}
+DOUBTFUL: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "defaults": ({}, []),
+    "tokens, on loopback": ({"tokens": "tokens"}, []),
+    "all": ({"host": "0.0.0.0", "tokens": "tokens", **TLS}, []),
+    "clients' certificates": ({"host": "0.0.0.0", "tls_client_ca": "ca.pem", **TLS}, []),
+    "nothing": ({"host": "0.0.0.0"}, ["host is '0.0.0.0', without tokens and without TLS"]),
+    "no tokens": ({"host": "::", **TLS}, ["host is '::', without tokens: "]),
+    "no TLS": (
+        {"host": "10.0.0.1", "tokens": "tokens"},
+        ["host is '10.0.0.1', with tokens and without TLS"],
+    ),
+    "management elsewhere": (
+        {"tokens": "tokens", **BEHIND},
+        ["management_host is '10.0.0.1', with tokens and without TLS"],
+    ),
+    "no alias": ({"follow": "alias", "model": ("a", "b@3")}, ["no model is named NAME@ALIAS"]),
+    "no model": ({"follow": "alias"}, ["no model is named NAME@ALIAS"]),
+    "an alias": ({"follow": "alias", "model": ("a", "b@stable")}, []),
+}
+
+
+@pytest.mark.parametrize("name", DOUBTFUL)
+def test_settings_that_are_likely_a_mistake_are_logged(
+    caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    values, expected = DOUBTFUL[name]
+    warn_about_settings(ServeSettings(store="", **values))
+    assert len(caplog.records) == len(expected)
+    for message, start in zip(caplog.messages, expected, strict=True):
+        assert start in message
+    assert all(record.levelno == logging.WARNING for record in caplog.records)

@@ -1,0 +1,28 @@
+"""What answers while the models load ends when it is told to, whatever it does."""
+
+from __future__ import annotations
+
+from server.python import run_python
+
+STOPPED = """
+import os, signal, socket
+from pathlib import Path
+from embedserve.config import ServeSettings
+from embedserve.processes.startup_server import serve_health_while_loading
+from embedserve.processes.ports import claim_ports
+
+ports = claim_ports("127.0.0.1", 0, 0)
+with serve_health_while_loading(ServeSettings(store=""), ports) as end:
+    (front,) = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    os.kill(int(front), signal.SIGSTOP)
+    socket.create_connection(("127.0.0.1", ports.http))
+    end()
+    print("there" if Path(f"/proc/{front}").exists() else "ended")
+    ports.http_socket.settimeout(10)
+    print(ports.http_socket.accept()[1][0])
+"""
+
+
+def test_a_front_that_hangs_is_killed_and_who_waited_is_left_to_the_server() -> None:
+    done = run_python("-c", STOPPED)
+    assert (done.stdout, done.stderr) == ("ended\n127.0.0.1\n", "")

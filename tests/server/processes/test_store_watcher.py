@@ -1,0 +1,447 @@
+"""A process follows what its store says, whatever becomes of the store meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from server.callers import submit_to
+from server.fake_engine import FakeEngine, make_request
+from server.fake_models import served_of
+from server.live import make_pipeline
+from server.python import run_warm_python
+from server.waiting import until
+
+from embedserve.batching.batcher import Batcher
+from embedserve.batching.lookup_engine import LookupEngine
+from embedserve.config import ServeSettings
+from embedserve.model_info import ModelInfo
+from embedserve.processes import server, store_watcher
+from embedserve.processes.ports import claim_ports
+from embedserve.processes.serve import _until_signalled
+from embedserve.processes.store_watcher import (
+    LocalController,
+    StoreWatcher,
+    VersionResolver,
+    begin_shares,
+    followed,
+)
+from embedserve.processes.version_manager import Restored, VersionManager
+from embedserve_store import ModelStore, ModelVersion, StoreError, set_alias
+
+PUBLISH = """
+import sys, torch
+from embedserve_store import TableSpec, publish
+for value in (1, 2, 3):
+    weight = torch.full((7, 4), float(value))
+    tables = [TableSpec("t_user", 7, 4, ("user",), "sum", "float32")]
+    publish({"embedding_bags.t_user.weight": weight}, sys.argv[1], model="shop", tables=tables)
+"""
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with versions 1, 2 and 3 of "shop"."""
+    store = tmp_path_factory.mktemp("versions") / "store"
+    done = run_warm_python("-c", PUBLISH, store)
+    assert done.returncode == 0, done.stderr
+    return store
+
+
+@pytest.fixture
+def later(published: Path, tmp_path: Path) -> Path:
+    """Where versions lie that are yet to appear in ``store``."""
+    return shutil.copytree(published, tmp_path / "later")
+
+
+@pytest.fixture
+def store(later: Path, tmp_path: Path) -> Path:
+    """With version 1 alone."""
+    (tmp_path / "store" / "shop").mkdir(parents=True)
+    (later / "shop" / "1").rename(tmp_path / "store" / "shop" / "1")
+    return tmp_path / "store"
+
+
+def appear(later: Path, store: Path, number: int) -> None:
+    move(later / "shop" / str(number), store / "shop" / str(number))
+
+
+def move(one: Path, other: Path) -> Path:
+    return one.rename(other)
+
+
+class Serving:
+    """A process that answers from a store with fake engines, and looks at it when told to."""
+
+    def __init__(
+        self,
+        store: Path | str,
+        executor: ThreadPoolExecutor,
+        model: str = "shop",
+        follow: str = "latest",
+    ) -> None:
+        self.name = model
+        self.settings = ServeSettings(str(store), model=(model,), follow=follow, follow_s=0.1)
+        first = ModelStore(store).load("shop", model.partition("@")[2] or None)
+        self.attempts: list[int] = []
+        self.failures: dict[int, Exception] = {}
+        engine, _ = self._restore(model, first, lambda: None)
+        self.attempts.clear()
+        assert isinstance(engine, FakeEngine)
+        self.pipeline = make_pipeline(engine, executor=executor)
+        self._executor = executor
+        versions = {model: first}
+        self.rollout = VersionManager(
+            self.pipeline, versions, {model: engine}, self._restore, self._make_batcher
+        )
+        self.alone = LocalController(self.rollout)
+        self._follower = StoreWatcher(VersionResolver(self.settings), self.rollout, self.alone)
+
+    def _restore(
+        self,
+        name: str,
+        version: ModelVersion,
+        say_warming: Callable[[], None],
+    ) -> Restored:
+        manifest = version.manifest
+        self.attempts.append(manifest.version)
+        if manifest.version in self.failures:
+            raise self.failures[manifest.version]
+        info = replace(served_of(manifest, version.translator), served_name=name)
+        return FakeEngine(info, seed=manifest.version), info
+
+    def _make_batcher(self, engine: LookupEngine, info: ModelInfo) -> Batcher:
+        metrics = self.pipeline.metrics.models[info.served_as]
+        return Batcher(engine, info, self.pipeline.limits, metrics, self._executor)
+
+    def shown(self) -> tuple[dict[str, Any] | None, bool]:
+        """(what /models tells of the next version, whether the metrics say that it was refused)"""
+        models, metrics = self.pipeline.models, self.pipeline.metrics
+        status = models.status(models.model(self.name))
+        metrics.flush()
+        return status["next"], bool(metrics.models[self.name].gauges()[1]["refused"])
+
+    async def look(self) -> int:
+        """Looks at the store; gives the version that answers then."""
+        await self._follower.poll()
+        return await self.answering()
+
+    async def answering(self) -> int:
+        result = await submit_to(self.pipeline.models, make_request({"user": [[1]]}))
+        return result.model.version
+
+
+async def test_the_latest_version_answers(
+    store: Path, later: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    serving = Serving(store, executor)
+    assert await serving.look() == 1
+    appear(later, store, 3)
+    assert await serving.look() == 3
+    appear(later, store, 2)
+    assert await serving.look() == 3
+    shutil.rmtree(store / "shop" / "3")  # what is not there any more is not served any more
+    assert await serving.look() == 2
+    assert serving.attempts == [3, 2]
+    assert caplog.messages == [
+        "shop is answered by version 3 from now on, no more by 1",
+        "shop is answered by version 2 from now on, no more by 3",
+    ]
+
+
+async def test_an_alias_is_followed_there_and_back(
+    store: Path, later: Path, executor: ThreadPoolExecutor
+) -> None:
+    appear(later, store, 2)
+    set_alias(store, "shop", "stable", 1)
+    for follow in ("alias", "latest"):
+        serving = Serving(store, executor, "shop@stable", follow)
+        assert await serving.look() == 1
+        for number in (2, 1, 2, 1):
+            set_alias(store, "shop", "stable", number)
+            assert await serving.look() == number
+
+
+@pytest.mark.parametrize(
+    ("model", "follow"), [("", "alias"), ("shop", "alias"), ("shop@1", "latest")]
+)
+async def test_what_is_not_followed_stays(
+    store: Path, later: Path, executor: ThreadPoolExecutor, model: str, follow: str
+) -> None:
+    serving = Serving(store, executor, model, follow)
+    appear(later, store, 2)
+    assert await serving.look() == 1
+    assert serving.attempts == []
+
+
+async def test_a_version_that_fails_is_tried_once_and_said_once(
+    store: Path, later: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving = Serving(store, executor)
+    serving.failures[2] = StoreError("its goldens are answered otherwise")
+    appear(later, store, 2)
+    for _ in range(3):
+        assert await serving.look() == 1
+    assert serving.attempts == [2]
+    assert caplog.messages == ["shop: version 2 stays out: its goldens are answered otherwise"]
+    assert serving.pipeline.models.coming[serving.name].state == "failed"
+    appear(later, store, 3)
+    assert await serving.look() == 3
+    assert serving.pipeline.models.coming == {}
+
+
+async def test_one_that_has_not_come_whole_is_waited_for(
+    store: Path, later: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a folder is copied into the store, file by file."""
+    caplog.set_level(logging.INFO)
+    serving = Serving(store, executor)
+    (store / "shop" / "2").mkdir()
+    for name in ("goldens.safetensors", "plan.json", "manifest.json", "tables.safetensors"):
+        for _ in range(2):
+            assert await serving.look() == 1
+        shutil.copy(later / "shop" / "2" / name, store / "shop" / "2")
+    assert await serving.look() == 2
+    assert serving.attempts == [2]
+    *said, moved = caplog.messages
+    assert len(said) == len(set(said)) == 2  # no manifest, then no tables
+    assert all(line.startswith("shop: version 2 stays out: ") for line in said)
+    assert moved.startswith("shop is answered by version 2")
+    assert serving.shown() == (None, False)
+
+
+def cut_tables(folder: Path) -> None:
+    tables = folder / "tables.safetensors"
+    tables.chmod(0o644)
+    with tables.open("r+b") as file:
+        file.truncate(tables.stat().st_size - 16)
+
+
+def damage_goldens(folder: Path) -> None:
+    goldens = folder / "goldens.safetensors"
+    goldens.chmod(0o644)
+    goldens.write_bytes(b"damaged")
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [(cut_tables, "tables.safetensors"), (damage_goldens, "goldens.safetensors")],
+)
+async def test_one_that_cannot_be_opened_is_shown_with_why_and_tried_at_each_look(
+    store: Path,
+    later: Path,
+    executor: ThreadPoolExecutor,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], None],
+    named: str,
+) -> None:
+    serving = Serving(store, executor)
+    whole = shutil.copytree(later / "shop" / "2", later / "whole")
+    damage(later / "shop" / "2")
+    appear(later, store, 2)
+    seen = []
+    for _ in range(3):
+        assert await serving.look() == 1
+        shown, is_refused = serving.shown()
+        assert shown is not None
+        assert (shown["version"], shown["state"], is_refused) == (2, "failed", True)
+        assert named in shown["reason"]
+        seen.append(shown)
+    assert caplog.messages == [f"shop: version 2 stays out: {seen[0]['reason']}"]
+    assert seen[0] == seen[2]
+    shutil.rmtree(store / "shop" / "2")
+    move(whole, store / "shop" / "2")
+    assert await serving.look() == 2
+    assert serving.shown() == (None, False)
+
+
+async def test_a_pulled_one_without_room_is_shown_with_why(
+    store: Path,
+    later: Path,
+    executor: ThreadPoolExecutor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """How much is free differs at each look: it is shown, and logged once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    serving = Serving(f"file://{store}", executor)
+    appear(later, store, 2)
+    usage = SimpleNamespace(total=1 << 30)
+    for usage.free in (0, 77, 1_088):
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "disk_usage", lambda path: usage)
+            assert await serving.look() == 1
+        shown, is_refused = serving.shown()
+        assert shown is not None
+        assert (shown["version"], shown["state"], is_refused) == (2, "failed", True)
+        assert f"{usage.free:,}" in shown["reason"]
+    assert len(caplog.messages) == 1
+    assert await serving.look() == 2
+    assert serving.shown() == (None, False)
+
+
+async def test_one_that_is_mended_and_answers_wrongly_is_tried_once(
+    store: Path, later: Path, executor: ThreadPoolExecutor
+) -> None:
+    """A version that was opened and answers wrongly is tried once, also where it could not be
+    opened first."""
+    serving = Serving(store, executor)
+    serving.failures[2] = StoreError("its goldens are answered otherwise")
+    whole = shutil.copytree(later / "shop" / "2", later / "whole")
+    cut_tables(later / "shop" / "2")
+    appear(later, store, 2)
+    assert await serving.look() == 1
+    shutil.rmtree(store / "shop" / "2")
+    move(whole, store / "shop" / "2")
+    for _ in range(3):
+        assert await serving.look() == 1
+    assert serving.attempts == [2]
+    shown, is_refused = serving.shown()
+    assert shown is not None
+    assert (shown["reason"], is_refused) == ("its goldens are answered otherwise", True)
+
+
+async def test_a_store_that_goes_away_and_comes_back(
+    store: Path, later: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    serving = Serving(store, executor)
+    away = move(store, store.parent / "away")
+    for _ in range(3):
+        assert await serving.look() == 1
+    move(away, store)
+    appear(later, store, 2)
+    assert await serving.look() == 2
+    gone, back, moved = caplog.messages
+    assert gone.startswith("shop cannot be followed: ")
+    assert "No such file" in gone
+    assert back == "shop cannot be followed: no more"
+    assert moved.startswith("shop is answered by version 2")
+
+
+async def test_an_alias_to_nothing_or_that_is_removed_changes_nothing(
+    store: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    set_alias(store, "shop", "stable", 1)
+    serving = Serving(store, executor, "shop@stable")
+    set_alias(store, "shop", "stable", None)
+    for _ in range(2):
+        assert await serving.look() == 1
+    (said,) = caplog.messages
+    assert "'stable' is no version and no alias" in said
+
+
+async def test_of_several_that_appear_at_once_only_the_last_is_loaded(
+    store: Path, later: Path, executor: ThreadPoolExecutor
+) -> None:
+    serving = Serving(store, executor)
+    for number in (2, 3):
+        appear(later, store, number)
+    assert await serving.look() == 3
+    assert serving.attempts == [3]
+
+
+async def test_a_remote_store_is_followed(
+    store: Path,
+    later: Path,
+    executor: ThreadPoolExecutor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = f"file://{store}"
+    set_alias(url, "shop", "stable", 1)
+    serving = Serving(url, executor, "shop@stable")
+    assert await serving.look() == 1
+    appear(later, store, 2)
+    for number in (2, 1):
+        set_alias(url, "shop", "stable", number)
+        assert await serving.look() == number
+    answering = serving.rollout.versions["shop@stable"].path
+    assert answering.is_relative_to(tmp_path / "cache")
+
+
+async def test_the_store_is_looked_at_until_the_stop(
+    store: Path, later: Path, executor: ThreadPoolExecutor
+) -> None:
+    serving, stop = Serving(store, executor), asyncio.Event()
+    async with followed(serving.settings, serving.rollout, stop):
+        appear(later, store, 2)
+        await until(lambda: serving.rollout.number("shop") == 2)
+        stop.set()
+        await asyncio.sleep(serving.settings.follow_s)  # a look that had begun may end
+        appear(later, store, 3)
+        await asyncio.sleep(5 * serving.settings.follow_s)
+        assert await serving.answering() == 2
+
+
+async def test_shares_begin_before_the_first_look(
+    store: Path, executor: ThreadPoolExecutor
+) -> None:
+    set_alias(store, "shop", "canary", 1, shadow=20)
+    serving = Serving(store, executor, "shop@canary", "alias")
+    models = serving.pipeline.models
+    await begin_shares(serving.settings, serving.rollout)
+    assert models.status(models.model("shop@canary"))["shadow"] == 20
+
+
+async def test_a_process_serves_once_it_has_the_shares(
+    store: Path, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_alias(store, "shop", "canary", 1, shadow=20)
+    serving = Serving(store, executor, "shop@canary", "alias")
+    models = serving.pipeline.models
+    shadows: list[float] = []
+
+    async def run_server(*_: object) -> None:
+        shadows.append(models.status(models.model("shop@canary"))["shadow"])
+
+    monkeypatch.setattr(server, "run_server", run_server)
+    ports = claim_ports("127.0.0.1", 0, 0)
+    ports.close()
+    await _until_signalled(serving.pipeline, serving.settings, ports, lambda: None, serving.rollout)
+    assert shadows == [20]
+
+
+async def test_a_start_does_not_wait_for_shares_for_ever(
+    store: Path,
+    executor: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    set_alias(store, "shop", "canary", 1, shadow=20)
+    serving = Serving(store, executor, "shop@canary", "alias")
+    answers = threading.Event()
+    monkeypatch.setattr(store_watcher, "SHARES_S_MAX", 0.05)
+    monkeypatch.setattr(VersionResolver, "wanted", lambda *_: answers.wait() and {})
+    await begin_shares(serving.settings, serving.rollout)
+    answers.set()
+    assert caplog.messages == ["the store has not told the shares in 0.05 s: they begin later"]
+
+
+async def test_a_start_does_not_end_where_the_shares_cannot_be_read(
+    store: Path,
+    executor: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whatever it is that a store raises: a follower looks again."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("of a library")
+
+    serving = Serving(store, executor, "shop@1", "alias")
+    monkeypatch.setattr(VersionResolver, "wanted", fail)
+    await begin_shares(serving.settings, serving.rollout)
+    assert caplog.messages == ["the shares cannot be read: they begin later"]

@@ -1,0 +1,159 @@
+"""Whose regions are whose, how many there are, and when they go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from open_files import open_below
+
+from embedserve.config import Limits
+from embedserve.errors import (
+    InvalidRequestError,
+    RefusedError,
+    RequestTooLargeError,
+    UnknownRegionError,
+)
+from embedserve.shared_memory.region_registry import EVERYBODY, RegionRegistry
+
+FILES = ("a", "b", "c", "d", "e")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in FILES:
+        (tmp_path / name).write_bytes(bytes(100))
+    return tmp_path
+
+
+@pytest.fixture
+def shared(folder: Path) -> RegionRegistry:
+    limits = Limits(shared_memory_regions_max=4, shared_memory_bytes_max=300)
+    return RegionRegistry("/", limits, str(folder))
+
+
+def names(shared: RegionRegistry, owner: str = EVERYBODY) -> list[str]:
+    return [one.name for one in shared.status(owner)]
+
+
+def test_what_is_registered_is_told_until_it_is_unregistered(shared: RegionRegistry) -> None:
+    shared.register(EVERYBODY, "ids", "/a", 10, 20)
+    shared.register(EVERYBODY, "vectors", "a", 30, 40)
+    (one,) = shared.status(EVERYBODY, "vectors")
+    assert (one.name, one.key, one.offset, one.byte_size) == ("vectors", "a", 30, 40)
+    assert names(shared) == ["ids", "vectors"]
+    assert list(shared.of(EVERYBODY)) == ["ids", "vectors"]
+    shared.unregister(EVERYBODY, "ids")
+    shared.unregister(EVERYBODY, "ids")
+    assert names(shared) == ["vectors"]
+    with pytest.raises(UnknownRegionError, match="region 'ids' is not registered"):
+        shared.status(EVERYBODY, "ids")
+    shared.register(EVERYBODY, "ids", "b", 0, 1)
+    shared.unregister(EVERYBODY)
+    shared.unregister(EVERYBODY)
+    assert names(shared) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("", "a", 0, 1), "name has 0 characters, expected 1 to 256"),
+        (("n" * 257, "a", 0, 1), "name has 257 characters, expected 1 to 256"),
+        (("ids", "a", -1, 1), "offset is -1 and byte_size 1, expected 0 or more and 1 or more"),
+        (("ids", "a", 0, 0), "offset is 0 and byte_size 0, expected 0 or more and 1 or more"),
+        (("ids", "a", 1, 100), "offset and byte_size end at 101, but 'a' has 100 bytes"),
+        (("ids", "../a", 0, 1), "key is '../a': it is no name of a file"),
+    ],
+)
+def test_what_cannot_be_registered(
+    shared: RegionRegistry, asked: tuple[str, str, int, int], said: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^{said}"):
+        shared.register(EVERYBODY, *asked)
+    assert names(shared) == []
+
+
+def test_a_name_is_given_once(shared: RegionRegistry) -> None:
+    shared.register(EVERYBODY, "ids", "a", 0, 100)
+    with pytest.raises(RefusedError, match="region 'ids' is registered already: unregister it"):
+        shared.register(EVERYBODY, "ids", "b", 0, 100)
+    assert shared.status(EVERYBODY)[0].key == "a"
+
+
+def test_there_are_no_more_than_so_many(shared: RegionRegistry) -> None:
+    for name in FILES[:4]:
+        shared.register(EVERYBODY, name, name, 0, 10)
+    said = r"^4 regions .* all callers' limit is 4 \(--shared-memory-regions-max\)"
+    with pytest.raises(RefusedError, match=said):
+        shared.register(EVERYBODY, "e", "e", 0, 10)
+    shared.unregister(EVERYBODY, "a")
+    shared.register(EVERYBODY, "e", "e", 0, 10)
+
+
+def test_they_have_no_more_bytes_than_so_many(shared: RegionRegistry, folder: Path) -> None:
+    (folder / "large").write_bytes(bytes(301))
+    with pytest.raises(RequestTooLargeError, match=r"^byte_size is 301, all callers' limit is 300"):
+        shared.register(EVERYBODY, "large", "large", 0, 301)
+    for name in ("a", "b"):
+        shared.register(EVERYBODY, name, name, 0, 100)
+    said = r"^byte_size is 101, and 200 bytes are registered: all callers' limit is 300 \(--sh"
+    with pytest.raises(RefusedError, match=said):
+        shared.register(EVERYBODY, "large", "large", 0, 101)
+    shared.register(EVERYBODY, "large", "large", 0, 100)
+
+
+def test_each_owner_has_its_own(shared: RegionRegistry) -> None:
+    shared.register("ranker", "ids", "a", 0, 100)
+    assert names(shared, "other") == []
+    assert list(shared.of("other")) == []
+    with pytest.raises(UnknownRegionError):
+        shared.status("other", "ids")
+    shared.unregister("other", "ids")
+    shared.unregister("other")
+    with pytest.raises(RefusedError, match="key is '/a': another caller has registered its file"):
+        shared.register("other", "mine", "/a", 0, 1)
+    shared.register("other", "ids", "b", 0, 1)
+    assert [one.key for one in shared.status("ranker")] == ["a"]
+    assert [one.key for one in shared.status("other")] == ["b"]
+
+
+def test_one_owner_has_half_of_all(shared: RegionRegistry) -> None:
+    shared.register("ranker", "a", "a", 0, 50)
+    with pytest.raises(
+        RequestTooLargeError, match=r"^byte_size is 151, this caller's limit is 150"
+    ):
+        shared.register("ranker", "b", "b", 0, 151)
+    with pytest.raises(RefusedError, match="and 50 bytes are registered: this caller's limit is"):
+        shared.register("ranker", "b", "b", 0, 101)
+    shared.register("ranker", "b", "b", 0, 100)
+    with pytest.raises(RefusedError, match=r"^2 regions .* this caller's limit is 2 "):
+        shared.register("ranker", "c", "c", 0, 1)
+    shared.register("other", "c", "c", 0, 1)
+    shared.register("other", "d", "d", 0, 1)
+    with pytest.raises(RefusedError, match=r"^4 regions .* all callers' limit is 4 "):
+        shared.register("third", "e", "e", 0, 1)
+
+
+def test_those_whose_file_was_removed_go(shared: RegionRegistry, folder: Path) -> None:
+    shared.register(EVERYBODY, "ids", "a", 0, 100)
+    shared.register(EVERYBODY, "vectors", "b", 0, 100)
+    assert len(open_below(folder)) == 2
+    (folder / "a").unlink()
+    shared.look(None)
+    assert list(shared.of(EVERYBODY)) == ["vectors"]
+    (folder / "b").unlink()
+    assert names(shared) == []
+    assert not open_below(folder)
+    shared.register(EVERYBODY, "ids", "c", 0, 100)
+    (folder / "c").unlink()
+    shared.register(EVERYBODY, "ids", "d", 0, 100)  # of the same name
+    shared.close()
+    assert not open_below(folder)
+
+
+def test_those_of_owners_who_may_not_ask_go(shared: RegionRegistry) -> None:
+    shared.register("ranker", "ids", "a", 0, 1)
+    shared.register("other", "ids", "b", 0, 1)
+    shared.look(lambda owner: owner == "other")
+    assert (names(shared, "ranker"), names(shared, "other")) == ([], ["ids"])
+    shared.register("other", "more", "a", 0, 1)

@@ -1,0 +1,455 @@
+"""The pipeline: refused undecoded while full, in time, told, counted and flushed once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from time import perf_counter
+
+import numpy as np
+import pytest
+from server.fake_engine import FakeEngine, model_info
+from server.live import make_pipeline
+from server.recording_call import (
+    BODY,
+    SECRET,
+    RecordingCall,
+    ask,
+    asked,
+    expect_internal,
+    fail,
+    metrics_of,
+    outcomes,
+)
+from server.waiting import until
+
+from embedserve.codec.codec import JSON, PROTOBUF, Codec
+from embedserve.config import Limits
+from embedserve.errors import DeadlineExceededError, OverloadedError
+from embedserve.lookup import LookupRequest, ResponseChunks
+from embedserve.pipeline import RequestOptions, RequestPipeline
+from embedserve.tracing.request_id import HeaderList
+from embedserve_proto import embedding_pb2 as pb
+
+BAD = b'{"features": {"user": [99]}}'
+LARGE_LIMITS = Limits(inline_bytes_max=2000, queue_examples_max=1, request_values_max=1 << 20)
+"""A request of 200 ids is large."""
+
+
+@pytest.fixture
+def limits() -> Limits:
+    return Limits(inline_bytes_max=0, queue_examples_max=1)
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    """A thread for each model."""
+    with ThreadPoolExecutor(2) as executor:
+        yield executor
+
+
+@pytest.fixture
+def other() -> FakeEngine:
+    return FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
+
+
+@pytest.fixture
+def pipeline(
+    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor, limits: Limits
+) -> RequestPipeline:
+    return make_pipeline(engine, other, executor=executor, limits=limits)
+
+
+@pytest.fixture
+async def full(pipeline: RequestPipeline, engine: FakeEngine) -> AsyncIterator[RequestPipeline]:
+    """Its model "shop", the default one, is full; "films" is open."""
+    engine.hold()
+    running = ask(pipeline)
+    await until(lambda: engine.lookups)
+    waiting = ask(pipeline)
+    assert isinstance(ask(pipeline).error, OverloadedError)
+    assert outcomes(pipeline) == {"RESOURCE_EXHAUSTED": 1}
+    yield pipeline
+    engine.release()
+    await until(lambda: running.told and waiting.told)
+
+
+def undecodable(decoded: list[bytes], codec: Codec) -> Codec:
+    """``codec``, but what is decoded is listed."""
+
+    def try_decode_inline(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
+        decoded.append(body)
+        return codec.try_decode_inline(body, model, limits)
+
+    return replace(codec, try_decode_inline=try_decode_inline)
+
+
+def bodies(codec: Codec, *bags: list[int]) -> Sequence[bytes]:
+    """A request of each bag."""
+    if codec is JSON:
+        return [json.dumps({"features": {"user": bag}}).encode() for bag in bags]
+    messages = [pb.EmbedRequest(keys=["user"], ids=bag, lengths=[len(bag)]) for bag in bags]
+    return [message.SerializeToString() for message in messages]
+
+
+def ask_each(pipeline: RequestPipeline, codec: Codec, *bodies: bytes) -> list[RecordingCall]:
+    calls = [RecordingCall(pipeline, asked(pipeline, codec)) for _ in bodies]
+    for call, body in zip(calls, bodies, strict=True):
+        pipeline.submit(call, body)
+    return calls
+
+
+async def test_an_answer_is_encoded_and_counted_once(
+    pipeline: RequestPipeline, engine: FakeEngine
+) -> None:
+    call = ask(pipeline)
+    await until(lambda: call.told)
+    (body,) = call.told
+    assert isinstance(body, bytes)
+    values = np.frombuffer(pb.EmbedResponse.FromString(body).values, "<f4")
+    assert np.array_equal(values, engine.expected({"user": [[1]]})[0])
+    assert outcomes(pipeline) == {"OK": 1}
+    assert metrics_of(pipeline).response_bytes == len(body)
+
+
+async def test_while_its_model_is_full_a_request_is_refused_undecoded(
+    full: RequestPipeline,
+) -> None:
+    decoded: list[bytes] = []
+    for model in ("", "shop"):
+        call = RecordingCall(full, asked(full, undecodable(decoded, JSON), model=model))
+        full.submit(call, b"not decoded, so not said to be wrong")
+        assert isinstance(call.error, OverloadedError)
+        assert call.error.message == "the queue of 'shop' is full: it holds 1 examples and 1 ids"
+    assert decoded == []
+    assert outcomes(full) == {"RESOURCE_EXHAUSTED": 3}
+
+
+async def test_while_one_model_is_full_another_answers(
+    full: RequestPipeline, other: FakeEngine
+) -> None:
+    call = ask(full, model="films")
+    await until(lambda: call.told)
+    assert isinstance(call.told[0], bytes)
+    assert len(other.lookups) == 1
+
+
+@pytest.mark.parametrize(("named", "is_refused"), [("films", False), ("shop", True), ("", True)])
+async def test_the_model_that_a_message_names_decides_whether_it_is_refused_undecoded(
+    full: RequestPipeline, named: str, is_refused: bool
+) -> None:
+    decoded: list[bytes] = []
+    call = RecordingCall(full, asked(full, undecodable(decoded, PROTOBUF)))
+    message = pb.EmbedRequest(model=named, keys=["user"], ids=[1], lengths=[1])
+    full.submit(call, message.SerializeToString())
+    await until(lambda: call.told)
+    assert bool(decoded) != is_refused
+    assert isinstance(call.told[0], OverloadedError) == is_refused
+
+
+@pytest.mark.parametrize("codec", [JSON, PROTOBUF])
+async def test_while_the_queue_for_large_requests_is_full_they_are_refused_undecoded(
+    engine: FakeEngine, executor: ThreadPoolExecutor, codec: Codec
+) -> None:
+    body, large, huge = bodies(codec, [1], [1] * 200, [1] * 400_000)
+    pipeline = make_pipeline(engine, executor=executor, limits=LARGE_LIMITS)
+    engine.hold()
+    answered = ask_each(pipeline, codec, large)
+    await until(lambda: engine.lookups)
+    answered += ask_each(pipeline, codec, large)
+    (refused,) = ask_each(pipeline, codec, large)
+    assert "holds 1 examples, 1 more pass" in refused.error.message
+    told = "the queue of 'shop' for large requests is full: it holds 1 examples and 200 ids"
+    decoded: list[bytes] = []
+    watched = replace(undecodable(decoded, codec), decode=fail)
+    undecoded = ask_each(pipeline, watched, large, huge)
+    await until(lambda: all(call.told for call in undecoded))  # the last one in the thread
+    assert [call.error.message for call in undecoded] == [told, told]
+    assert large not in decoded  # and what takes long is not decoded in the thread
+    (small,) = ask_each(pipeline, watched, body)
+    await until(lambda: small.told)
+    assert isinstance(small.told[0], bytes)
+    assert decoded[-1] == body
+    engine.release()
+    await until(lambda: all(call.told for call in answered))
+    assert outcomes(pipeline) == {"OK": 3, "RESOURCE_EXHAUSTED": 3}
+
+
+async def test_what_waits_to_be_decoded_is_refused_undecoded_once_its_queue_is_full(
+    engine: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    large, huge = bodies(JSON, [1] * 200, [1] * 400_000)
+    pipeline = make_pipeline(engine, executor=executor, limits=LARGE_LIMITS)
+    engine.hold()
+    gate = threading.Event()
+
+    def decode(body: bytes, model: str, limits: Limits) -> LookupRequest:
+        gate.wait()
+        return JSON.decode(body, model, limits)
+
+    (decoded,) = ask_each(pipeline, replace(JSON, decode=decode), huge)
+    (waits,) = ask_each(pipeline, replace(JSON, decode=fail), huge)
+    answered = ask_each(pipeline, JSON, large)
+    await until(lambda: engine.lookups)
+    answered += ask_each(pipeline, JSON, large)
+    (refused,) = ask_each(pipeline, JSON, large)
+    assert isinstance(refused.error, OverloadedError)
+    gate.set()
+    await until(lambda: waits.told)
+    assert decoded.error.message == waits.error.message
+    assert "for large requests is full" in waits.error.message
+    engine.release()
+    await until(lambda: all(call.told for call in answered))
+    assert outcomes(pipeline) == {"OK": 2, "RESOURCE_EXHAUSTED": 3}
+
+
+async def test_what_names_a_full_model_is_refused_before_its_body_has_come(
+    full: RequestPipeline,
+) -> None:
+    call = RecordingCall(full, asked(full, model="shop"))
+    full.reject_if_overloaded(call)
+    assert isinstance(call.error, OverloadedError)
+    assert not call.is_waiting
+    assert outcomes(full) == {"RESOURCE_EXHAUSTED": 2}
+    for model in ("", "films", "nobody"):
+        call = RecordingCall(full, asked(full, model=model))
+        full.reject_if_overloaded(call)
+        assert call.told == []
+        assert call.is_waiting
+    assert outcomes(full) == {"RESOURCE_EXHAUSTED": 2}
+
+
+async def test_nothing_is_refused_early_while_there_is_room(pipeline: RequestPipeline) -> None:
+    call = RecordingCall(pipeline, asked(pipeline, model="shop"))
+    pipeline.reject_if_overloaded(call)
+    assert (call.told, outcomes(pipeline)) == ([], {})
+
+
+async def test_room_is_told_when_the_queue_has_some_again(
+    pipeline: RequestPipeline, engine: FakeEngine
+) -> None:
+    told: list[bool] = []
+    pipeline.on_queue_reopened(lambda: told.append(not pipeline.models.is_full))
+    engine.hold()
+    first = ask(pipeline)
+    await until(lambda: engine.lookups)
+    second = ask(pipeline)
+    ask(pipeline)
+    assert (told, pipeline.models.is_full) == ([], True)
+    engine.release()
+    await until(lambda: first.told and second.told)
+    assert told == [True]
+
+
+async def test_the_deadline_counts_from_the_first_byte(
+    pipeline: RequestPipeline, engine: FakeEngine
+) -> None:
+    decoded: list[bytes] = []
+    wanted = asked(pipeline, undecodable(decoded, JSON), timeout_s=5.0)
+    late = RecordingCall(pipeline, wanted, perf_counter() - 5.1)
+    pipeline.submit(late, BODY)
+    assert isinstance(late.error, DeadlineExceededError)
+    assert late.error.message.startswith("the deadline had passed when the request was read, 5100.")
+    assert decoded == []
+    assert outcomes(pipeline) == {"DEADLINE_EXCEEDED": 1}
+    in_time = RecordingCall(pipeline, wanted, perf_counter() - 1)
+    pipeline.submit(in_time, BODY)
+    await until(lambda: in_time.told)
+    assert isinstance(in_time.told[0], bytes)
+    assert len(engine.lookups) == 1
+
+
+async def test_a_deadline_that_passes_in_the_queue_is_told(
+    pipeline: RequestPipeline, engine: FakeEngine
+) -> None:
+    engine.hold()
+    running = ask(pipeline)
+    await until(lambda: engine.lookups)
+    late = ask(pipeline)
+    assert late.queue is not None
+    late.deadline_s = perf_counter()
+    engine.release()
+    await until(lambda: running.told and late.told)
+    assert isinstance(late.error, DeadlineExceededError)
+    assert len(engine.lookups) == 1
+    assert outcomes(pipeline) == {"OK": 1, "DEADLINE_EXCEEDED": 1}
+
+
+async def test_an_unforeseen_error_in_decoding_is_answered_in_general(
+    pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = RecordingCall(pipeline, asked(pipeline, replace(JSON, try_decode_inline=fail)))
+    pipeline.submit(call, BODY)
+    expect_internal(call, caplog)
+    assert outcomes(pipeline) == {"INTERNAL": 1}
+
+
+async def test_an_unforeseen_error_in_reading_a_messages_model_is_answered_in_general(
+    full: RequestPipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = RecordingCall(full, asked(full, replace(PROTOBUF, peek_model=fail)))
+    full.submit(call, b"")
+    expect_internal(call, caplog)
+
+
+async def test_an_answer_that_cannot_be_encoded_fails_alone(
+    engine: FakeEngine, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipeline = make_pipeline(engine, executor=executor)
+    wanted = RequestOptions(
+        "", JSON, replace(PROTOBUF, try_encode_inline=fail), None, metrics_of(pipeline)
+    )
+    others = (RecordingCall(pipeline, one) for one in (wanted, asked(pipeline)))
+    neighbours = [ask(pipeline), *others]
+    for call in neighbours[1:]:
+        pipeline.submit(call, BODY)
+    await until(lambda: all(call.told for call in neighbours))
+    assert len(engine.lookups) == 1
+    expect_internal(neighbours[1], caplog)
+    assert isinstance(neighbours[0].told[0], bytes)
+    assert neighbours[0].told == neighbours[2].told
+    assert outcomes(pipeline) == {"OK": 2, "INTERNAL": 1}
+
+
+async def test_an_answer_that_cannot_be_written_fails_alone(
+    engine: FakeEngine, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipeline = make_pipeline(engine, executor=executor)
+    first, second = (RecordingCall(pipeline, asked(pipeline)) for _ in range(2))
+    first.failure = ZeroDivisionError(SECRET)
+    for call in (first, second):
+        pipeline.submit(call, BODY)
+    await until(lambda: first.told and second.told)
+    expect_internal(first, caplog)
+    assert isinstance(second.told[0], bytes)
+    assert outcomes(pipeline) == {"OK": 1, "INTERNAL": 1}
+
+
+@pytest.mark.parametrize(
+    ("body", "model", "code"),
+    [
+        (b"{", "", "INVALID_ARGUMENT"),
+        (BAD, "", "INVALID_ARGUMENT"),
+        (BODY, "nobody", "NOT_FOUND"),
+    ],
+)
+async def test_a_refusal_is_told_and_counted_once(
+    pipeline: RequestPipeline, body: bytes, model: str, code: str
+) -> None:
+    call = ask(pipeline, body, model=model)
+    await until(lambda: call.told)
+    assert call.error.code == code
+    assert not call.is_waiting
+    call.cancel()
+    assert outcomes(pipeline) == {code: 1}
+
+
+async def test_a_client_that_goes_away_leaves_the_queue_and_is_counted_once(
+    pipeline: RequestPipeline, engine: FakeEngine
+) -> None:
+    engine.hold()
+    running = ask(pipeline)
+    await until(lambda: engine.lookups)
+    waiting = ask(pipeline)
+    waiting.cancel()
+    waiting.cancel()
+    assert pipeline.metrics.models["shop"].count_queue()[0] == 0
+    assert outcomes(pipeline) == {"CANCELLED": 1}
+    engine.release()
+    await until(lambda: running.told)
+    running.cancel()
+    assert waiting.told == []
+    assert len(engine.lookups) == 1
+    assert outcomes(pipeline) == {"CANCELLED": 1, "OK": 1}
+
+
+async def test_a_client_that_goes_away_during_its_lookup_is_told_nothing(
+    pipeline: RequestPipeline, engine: FakeEngine
+) -> None:
+    engine.hold()
+    call = ask(pipeline)
+    await until(lambda: engine.lookups)
+    call.cancel()
+    engine.release()
+    again = ask(pipeline)
+    await until(lambda: again.told)
+    assert call.told == []
+    assert outcomes(pipeline) == {"CANCELLED": 1, "OK": 1}
+
+
+class CountingWriter:
+    """Collects what is written, and how much at a flush."""
+
+    def __init__(self) -> None:
+        self.pending = 0
+        self.flushes: list[int] = []
+
+    def flush(self) -> None:
+        self.flushes.append(self.pending)
+        self.pending = 0
+
+
+class WrittenCall(RecordingCall):
+    """Its answer is written through ``writer``."""
+
+    __slots__ = ("writer",)
+    writer: CountingWriter
+
+    def write_response(
+        self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+    ) -> None:
+        super().write_response(parts, nbytes, headers)
+        if not self.writer.pending:
+            self.pipeline.flush_later(self.writer)
+        self.writer.pending += 1
+
+
+async def test_the_answers_of_a_batch_are_written_together_at_its_end(
+    engine: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    pipeline = make_pipeline(engine, executor=executor)
+    writers = CountingWriter(), CountingWriter()
+    calls = [WrittenCall(pipeline, asked(pipeline)) for _ in range(5)]
+    for i, call in enumerate(calls):
+        call.pipeline, call.writer = pipeline, writers[i % 2]
+        pipeline.submit(call, BODY)
+    await until(lambda: writers[1].flushes)
+    await asyncio.sleep(0)
+    assert [writer.flushes for writer in writers] == [[3], [2]]
+
+
+async def test_what_is_written_beside_a_batch_is_flushed_in_the_next_turn(
+    pipeline: RequestPipeline,
+) -> None:
+    writer = CountingWriter()
+    pipeline.flush_later(writer)
+    assert writer.flushes == []
+    await asyncio.sleep(0)
+    assert writer.flushes == [0]
+    await asyncio.sleep(0)
+    assert writer.flushes == [0]
+
+
+async def test_a_writer_that_fails_keeps_no_other_from_writing(
+    pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    flushed: list[str] = []
+
+    class Broken:
+        def flush(self) -> None:
+            flushed.append("broken")
+            raise RuntimeError("its transport is closed")
+
+    class Whole:
+        def flush(self) -> None:
+            flushed.append("whole")
+
+    for writer in (Whole(), Broken(), Whole()):
+        pipeline.flush_later(writer)
+    pipeline.flush()
+    assert flushed == ["whole", "broken", "whole"]
+    assert "its transport is closed" in caplog.text

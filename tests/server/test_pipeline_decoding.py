@@ -1,0 +1,215 @@
+"""What takes long to decode is decoded in a thread: answered all the same, within bounds, while
+the event loop goes on."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from time import perf_counter
+
+import numpy as np
+import pytest
+from server.fake_engine import FakeEngine
+from server.gate import Gate
+from server.live import make_pipeline
+from server.recording_call import BODY, RecordingCall, ask, asked, expect_internal, fail, outcomes
+from server.waiting import until
+
+from embedserve import codec_executor
+from embedserve.codec import json_codec, protobuf_codec
+from embedserve.codec.codec import JSON, PROTOBUF, Codec
+from embedserve.config import Limits
+from embedserve.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestTooLargeError,
+)
+from embedserve.pipeline import RequestPipeline
+from embedserve_proto import embedding_pb2 as pb
+
+LARGE = json.dumps({"features": {"user": [1, 2] * json_codec.NOW_BYTES_MAX}}).encode()
+WRONG = json.dumps({"features": {"user": [[1]] * json_codec.NOW_BYTES_MAX + [["a"]]}}).encode()
+LIMITS = Limits(request_values_max=1 << 20)
+
+
+def held(gate: Gate) -> Codec:
+    """JSON, but what is decoded in the thread is held up by ``gate``."""
+    return replace(JSON, decode=gate.before(JSON.decode))
+
+
+@pytest.fixture
+def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipeline:
+    return make_pipeline(engine, executor=executor, limits=LIMITS)
+
+
+def ask_large(pipeline: RequestPipeline, codec: Codec, body: bytes = LARGE) -> RecordingCall:
+    call = RecordingCall(pipeline, asked(pipeline, codec))
+    pipeline.submit(call, body)
+    return call
+
+
+async def test_others_are_answered_while_a_large_request_is_decoded(
+    pipeline: RequestPipeline, engine: FakeEngine, gate: Gate
+) -> None:
+    large = ask_large(pipeline, held(gate))
+    small = ask(pipeline)
+    await until(lambda: small.told)
+    assert large.told == []
+    gate.opened.set()
+    await until(lambda: large.told)
+    (body,) = large.told
+    assert isinstance(body, bytes)
+    values = np.frombuffer(pb.EmbedResponse.FromString(body).values, "<f4")
+    expected = engine.expected({"user": [[1, 2] * json_codec.NOW_BYTES_MAX]})[0]
+    assert np.array_equal(values, expected)
+    assert gate.threads[0] is not threading.main_thread()
+    assert outcomes(pipeline) == {"OK": 2}
+
+
+async def test_what_is_wrong_with_a_large_request_is_told(pipeline: RequestPipeline) -> None:
+    call = ask_large(pipeline, JSON, WRONG)
+    assert call.told == []
+    await until(lambda: call.told)
+    assert isinstance(call.error, InvalidRequestError)
+    assert call.error.field == f"features.user[{json_codec.NOW_BYTES_MAX}][0]"
+    assert outcomes(pipeline) == {"INVALID_ARGUMENT": 1}
+
+
+async def test_an_unforeseen_error_in_the_thread_is_answered_in_general(
+    pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = ask_large(pipeline, replace(JSON, decode=fail))
+    await until(lambda: call.told)
+    expect_internal(call, caplog)
+    assert outcomes(pipeline) == {"INTERNAL": 1}
+
+
+@pytest.mark.parametrize("body", [LARGE, WRONG])
+async def test_a_client_that_goes_away_meanwhile_costs_no_lookup(
+    pipeline: RequestPipeline, engine: FakeEngine, gate: Gate, body: bytes
+) -> None:
+    gone = ask_large(pipeline, held(gate), body)
+    await until(lambda: gate.threads)
+    gone.cancel()
+    after = ask_large(pipeline, held(gate))
+    gate.opened.set()
+    await until(lambda: after.told)
+    assert gone.told == []
+    assert len(engine.lookups) == 1
+    assert outcomes(pipeline) == {"CANCELLED": 1, "OK": 1}
+
+
+async def test_a_deadline_that_passes_meanwhile_is_told(
+    pipeline: RequestPipeline, engine: FakeEngine, gate: Gate
+) -> None:
+    late = RecordingCall(pipeline, asked(pipeline, held(gate), timeout_s=60.0))
+    pipeline.submit(late, LARGE)
+    await until(lambda: gate.threads)
+    late.deadline_s = perf_counter()
+    gate.opened.set()
+    await until(lambda: late.told)
+    assert isinstance(late.error, DeadlineExceededError)
+    assert engine.lookups == []
+
+
+async def test_no_more_than_so_many_bytes_wait_to_be_decoded(
+    pipeline: RequestPipeline, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec_executor, "ASIDE_BYTES_MAX", 2 * len(LARGE))
+    waiting = [ask_large(pipeline, held(gate)) for _ in range(2)]
+    over = ask_large(pipeline, held(gate))
+    assert isinstance(over.error, OverloadedError)
+    assert f"{2 * len(LARGE)} of other large requests and answers wait" in over.error.message
+    small = ask(pipeline)
+    await until(lambda: small.told)
+    gate.opened.set()
+    await until(lambda: all(call.told for call in waiting))
+    again = ask_large(pipeline, held(gate))
+    await until(lambda: again.told)
+    assert outcomes(pipeline) == {"RESOURCE_EXHAUSTED": 1, "OK": 4}
+
+
+async def test_a_lone_request_is_decoded_however_large_it_is(
+    pipeline: RequestPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec_executor, "ASIDE_BYTES_MAX", 1)
+    call = ask_large(pipeline, JSON)
+    await until(lambda: call.told)
+    assert outcomes(pipeline) == {"OK": 1}
+
+
+def message(**more: object) -> bytes:
+    return pb.EmbedRequest(keys=["user"], **more).SerializeToString()  # type: ignore[arg-type]
+
+
+MANY = protobuf_codec.NOW_BYTES_MAX + 1
+
+
+@pytest.mark.parametrize(
+    ("codec", "body", "is_now"),
+    [
+        (JSON, BODY, True),
+        (JSON, LARGE, False),
+        (PROTOBUF, message(ids_bytes=bytes(8 * MANY), lengths_bytes=b"\1\0\0\0"), True),
+        (PROTOBUF, message(ids=[1] * MANY, lengths=[MANY]), False),
+        (PROTOBUF, message(ids=[1] * 1000, lengths=[1000]), True),
+        (PROTOBUF, message(string_keys=["user"], string_ids=["a"] * 5000, lengths=[5000]), False),
+        (PROTOBUF, message(string_keys=["user"], string_ids=["a" * MANY], lengths=[1]), False),
+    ],
+)
+def test_what_is_quick_to_read_is_decoded_now(codec: Codec, body: bytes, is_now: bool) -> None:
+    now = codec.try_decode_inline(body, "", LIMITS)
+    assert (now is not None) == is_now
+    if now is not None:
+        assert np.array_equal(now.ids, codec.decode(body, "", LIMITS).ids)
+
+
+@pytest.mark.parametrize("count_max", [100, 1999])
+def test_what_is_quick_to_read_has_no_more_values_than_it_may(count_max: int) -> None:
+    body = message(string_keys=["user"], string_ids=["a"] * 2000, lengths=[2000])
+    assert PROTOBUF.try_decode_inline(body, "", Limits(request_values_max=count_max)) is None
+    assert PROTOBUF.try_decode_inline(body, "", LIMITS) is not None
+
+
+SMALL_LIMITS = Limits(
+    request_features_max=3,
+    request_ids_max=1000,
+    request_examples_max=100,
+    request_values_max=2000,
+    request_text_bytes_max=100_000,
+)
+
+
+@pytest.mark.parametrize(
+    ("codec", "body", "said"),
+    [
+        (JSON, b'{"features": {"user": [%b1]}}' % (b"1," * 2000), "--request-values-max"),
+        (JSON, b'{"features": {"user": [%b[]]}}' % (b"[]," * 2000), "--request-values-max"),
+        (JSON, b"[" * 3000, "--request-values-max"),
+        (JSON, b'{"features": {"a":[1],"b":[],"c":[],"d":[]}}', "--request-features-max"),
+        (PROTOBUF, message(ids=[1] * 1001, lengths=[1001]), "--request-ids-max"),
+        (PROTOBUF, message(ids=[2**60] * 2000, lengths=[1001]), "--request-ids-max"),
+        (PROTOBUF, message(ids_bytes=bytes(8008), lengths=[1001]), "--request-ids-max"),
+        (PROTOBUF, message(weights=[1.0] * 1001, lengths=[1]), "--request-ids-max"),
+        (PROTOBUF, message(lengths=[0] * 101), "--request-examples-max"),
+        (PROTOBUF, message(string_ids=["a"] * 2000), "--request-values-max"),
+        (PROTOBUF, b"\x12\x04user" + b"\x18\x01" * 2000, "--request-values-max"),
+        (PROTOBUF, message(model="a" * 100_000), "--request-text-bytes-max"),
+        (
+            PROTOBUF,
+            pb.EmbedRequest(keys=list("abcd")).SerializeToString(),
+            "--request-features-max",
+        ),
+    ],
+)
+def test_what_costs_too_much_is_refused_with_its_limit_and_setting(
+    codec: Codec, body: bytes, said: str
+) -> None:
+    with pytest.raises(RequestTooLargeError) as caught:
+        codec.decode(body, "", SMALL_LIMITS)
+    name = said.removeprefix("--").replace("-", "_")
+    assert f"the limit is {getattr(SMALL_LIMITS, name)} ({said})" in caught.value.message
+    assert caught.value.field

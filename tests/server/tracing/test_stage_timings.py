@@ -1,0 +1,26 @@
+"""The stages of a request follow each other without a gap, as far as it came."""
+
+from __future__ import annotations
+
+import pytest
+
+from embedserve.tracing.stage_timings import STAGES, StageTimings
+
+BEGINS = (10.0, 10.001, 10.003, 10.006, 10.01)
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_stages_add_up_to_the_whole(count: int) -> None:
+    times = StageTimings(BEGINS[:count], 10.015)
+    stages = times.stages()
+    assert [name for name, _, _ in stages] == list(STAGES[:count])
+    assert [begin_s for _, begin_s, _ in stages] == list(BEGINS[:count])
+    assert [end_s for _, _, end_s in stages] == [*BEGINS[1:count], 10.015]
+    *lengths, total = times.milliseconds().values()
+    assert sum(lengths) == pytest.approx(total) == pytest.approx(15)
+
+
+def test_server_timing_has_milliseconds() -> None:
+    assert StageTimings(BEGINS, 10.015).server_timing() == (
+        b"read;dur=1, queue;dur=2, lookup;dur=3, encode;dur=4, write;dur=5, total;dur=15"
+    )

@@ -1,0 +1,151 @@
+"""gRPC's framing, timeouts and status messages, and what of a client's bytes is refused."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from itertools import pairwise
+from urllib.parse import unquote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embedserve.wire.grpc.grpc_framing import (
+    Deframer,
+    WireError,
+    framed,
+    only_message,
+    percent_encoded,
+    timeout_s,
+)
+
+BYTES_MAX = 1000
+
+
+def compressed(data: bytes) -> bytes:
+    return b"\x01" + len(data).to_bytes(4, "big") + data
+
+
+def messages_of(deframer: Deframer, *chunks: bytes) -> list[bytes]:
+    messages = []
+    for chunk in chunks:
+        deframer.feed(chunk)
+        while (message := deframer.next_message()) is not None:
+            messages.append(message)
+    return messages
+
+
+@given(st.lists(st.binary(max_size=40), max_size=8), st.lists(st.integers(0, 400), max_size=8))
+def test_messages_come_out_whole_however_they_are_cut(sent: list[bytes], cuts: list[int]) -> None:
+    body = b"".join(framed(message) for message in sent)
+    places = [0, *sorted(min(cut, len(body)) for cut in cuts), len(body)]
+    chunks = [body[start:end] for start, end in pairwise(places)]
+    deframer = Deframer(BYTES_MAX, b"identity")
+    assert messages_of(deframer, *chunks) == sent
+    deframer.check_end()
+    assert deframer.nbytes == 0
+
+
+def test_parts_make_one_message() -> None:
+    assert framed(b"ab", memoryview(b"cdef").cast("H")) == b"\0\0\0\0\6abcdef"
+
+
+def test_a_body_of_one_message_is_known() -> None:
+    assert only_message(framed(b"abc"), 3) == b"abc"
+    assert only_message(framed(b""), 3) == b""
+    for other in (b"", b"\0\0", framed(b"abc")[:-1], framed(b"abc") + b"\0", framed(b"abcd")):
+        assert only_message(other, 3) is None
+    assert only_message(compressed(b"abc"), 3) is None
+
+
+@pytest.mark.parametrize("place", range(1, 8))
+def test_a_body_that_ends_within_a_message_is_refused(place: int) -> None:
+    deframer = Deframer(BYTES_MAX, b"identity")
+    deframer.feed(framed(b"abc")[:place])
+    assert deframer.next_message() is None
+    with pytest.raises(WireError, match="within a message") as caught:
+        deframer.check_end()
+    assert caught.value.code == "INTERNAL"
+
+
+def test_a_message_over_the_limit_is_refused_before_it_has_come() -> None:
+    deframer = Deframer(BYTES_MAX, b"identity")
+    deframer.feed(b"\0" + (BYTES_MAX + 1).to_bytes(4, "big"))
+    with pytest.raises(WireError, match=r"has 1001 bytes, the limit is 1000") as caught:
+        deframer.next_message()
+    assert caught.value.code == "RESOURCE_EXHAUSTED"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "how"), [(b"gzip", gzip.compress), (b"deflate", zlib.compress)]
+)
+def test_compressed_messages_are_read_among_others(encoding: bytes, how: object) -> None:
+    assert callable(how)
+    whole = b"a" * BYTES_MAX
+    deframer = Deframer(BYTES_MAX, encoding)
+    assert messages_of(deframer, compressed(how(whole)), framed(b"b")) == [whole, b"b"]
+
+
+@pytest.mark.parametrize("nbytes", [BYTES_MAX + 1, 100 * BYTES_MAX])
+def test_a_message_that_grows_over_the_limit_is_refused(nbytes: int) -> None:
+    deframer = Deframer(BYTES_MAX, b"gzip")
+    with pytest.raises(WireError, match="over 1000 decompressed") as caught:
+        messages_of(deframer, compressed(gzip.compress(bytes(nbytes))))
+    assert caught.value.code == "RESOURCE_EXHAUSTED"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body"),
+    [
+        (b"identity", compressed(b"abc")),
+        (b"gzip", compressed(b"abc")),
+        (b"gzip", compressed(gzip.compress(b"abc", mtime=0)[:-1])),
+        (b"gzip", compressed(gzip.compress(b"abc", mtime=0) + b"x")),
+        (b"identity", b"\x02" + framed(b"abc")[1:]),
+    ],
+)
+def test_what_cannot_be_decompressed_is_refused(encoding: bytes, body: bytes) -> None:
+    with pytest.raises(WireError, match="compressed") as caught:
+        messages_of(Deframer(BYTES_MAX, encoding), body)
+    assert caught.value.code == "INTERNAL"
+
+
+def test_an_unknown_encoding_is_refused() -> None:
+    with pytest.raises(WireError, match="'br'") as caught:
+        Deframer(BYTES_MAX, b"br")
+    assert caught.value.code == "UNIMPLEMENTED"
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        (b"1H", 3600),
+        (b"2M", 120),
+        (b"3S", 3),
+        (b"250m", 0.25),
+        (b"99999999u", 99.999999),
+        (b"5n", 5e-9),
+    ],
+)
+def test_timeouts_have_units(value: bytes, seconds: float) -> None:
+    assert timeout_s(value) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"m", b"5", b"5s", b"-5m", b"1.5S", b"123456789n", "٣S".encode()]
+)
+def test_what_is_no_timeout_is_refused(value: bytes) -> None:
+    with pytest.raises(WireError, match="grpc-timeout is"):
+        timeout_s(value)
+
+
+@given(st.text())
+def test_status_messages_are_printable_and_come_back(message: str) -> None:
+    try:
+        message.encode()
+    except UnicodeEncodeError:
+        return
+    encoded = percent_encoded(message)
+    assert all(0x20 <= byte <= 0x7E for byte in encoded)
+    assert unquote(encoded.decode()) == message

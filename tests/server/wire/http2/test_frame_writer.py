@@ -1,0 +1,377 @@
+"""Answers as frames: within every window, in turn, whole, and not kept for who does not read."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from time import perf_counter
+
+import numpy as np
+import pytest
+from hyperframe.frame import DataFrame, HeadersFrame, RstStreamFrame, SettingsFrame
+from hypothesis import given
+from hypothesis import strategies as st
+from server.wire.http2.peer import Peer, body_of, expect_end, has_ended, of, resets, update
+
+from embedserve.wire.http2.connection import UNREAD_S_MAX
+from embedserve.wire.http2.frame_writer import KEPT_BYTES_MIN, TURN_BYTES
+from embedserve.wire.http2.frames import ErrorCode
+from embedserve.wire.http2.header_blocks import encode
+
+OK = encode([(b":status", b"200")])
+TAIL = encode([(b"grpc-status", b"0")])
+WINDOW = 65535
+LARGE = np.random.default_rng(0).integers(0, 256, 7_000_000, np.uint8).tobytes()
+
+
+def answer(peer: Peer, stream_id: int, body: bytes, tail: bytes = b"") -> None:
+    peer.handlers[stream_id].stream.answer(OK, (body,), len(body), tail)
+
+
+@pytest.mark.parametrize("tail", [b"", TAIL])
+@pytest.mark.parametrize("body", [b"", b"x", b"x" * 16384])
+def test_a_small_answer_is_written_at_once(body: bytes, tail: bytes) -> None:
+    peer = Peer()
+    peer.open(1)
+    answer(peer, 1, b"first")  # which ends the use of the peer's table
+    peer.take()
+    peer.open(3)
+    answer(peer, 3, body, tail)
+    (piece,) = peer.connection.frame_writer.out
+    frames = peer.take()
+    assert body_of(frames, 3) == body
+    assert [type(one) for one in frames[1:]] == [DataFrame] + [HeadersFrame] * bool(tail)
+    assert [("END_STREAM" in one.flags) for one in frames] == [False] * (len(frames) - 1) + [True]
+    assert len(piece) == sum(9 + len(one.serialize()) - 9 for one in frames)
+
+
+def test_the_first_block_says_that_no_table_is_used() -> None:
+    """RFC 7541, section 4.2: so that blocks made in advance depend on nothing."""
+    peer = Peer()
+    peer.open(1)
+    answer(peer, 1, b"x", TAIL)
+    first, _, tail = peer.take()
+    assert isinstance(first, HeadersFrame)
+    assert first.data == b"\x20" + OK
+    assert peer.answer_headers(first) == [(b":status", b"200")]
+    assert peer.decoder.header_table_size == 0
+    assert peer.answer_headers(tail) == [(b"grpc-status", b"0")]
+
+
+def test_a_long_header_block_is_continued() -> None:
+    peer = Peer()
+    peer.open(1)
+    block = encode([(b":status", b"200"), (b"x-long", b"a" * 40_000)])
+    peer.handlers[1].stream.send_head(block, is_end=True)
+    head, *rest = peer.take()
+    assert isinstance(head, HeadersFrame)
+    assert [len(one.data) <= 16384 for one in (head, *rest)] == [True] * 3  # type: ignore[attr-defined]
+    assert [("END_HEADERS" in one.flags) for one in (head, *rest)] == [False, False, True]
+    whole = head.data + b"".join(one.data for one in rest)  # type: ignore[attr-defined]
+    assert whole == b"\x20" + block
+    assert "END_STREAM" in head.flags
+
+
+@pytest.mark.parametrize("tail", [b"", TAIL])
+def test_a_large_answer_reaches_a_client_with_small_windows_whole(tail: bytes) -> None:
+    peer = Peer()
+    peer.open(1)
+    answer(peer, 1, LARGE, tail)
+    frames = peer.take()
+    received = bytearray(body_of(frames, 1))
+    assert len(received) == WINDOW
+    while len(received) < len(LARGE):
+        frames = peer.send(update(1, 30_000), update(0, 30_000))
+        more = body_of(frames, 1)
+        assert 0 < len(more) <= 30_000
+        received += more
+        assert all(len(one.data) <= 16384 for one in of(frames, DataFrame))
+    assert received == LARGE
+    assert has_ended(frames, 1)
+    assert peer.connection.streams == {}
+    assert peer.connection.frame_writer.unsent_bytes == 0
+
+
+@given(
+    sizes=st.lists(st.integers(0, 200_000), min_size=1, max_size=5),
+    updates=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 70_000)), max_size=30),
+)
+def test_no_window_is_ever_passed_and_every_answer_comes_whole(
+    sizes: list[int], updates: list[tuple[int, int]]
+) -> None:
+    peer = Peer()
+    windows = {0: WINDOW}
+    bodies = {}
+    for i, size in enumerate(sizes):
+        number = 2 * i + 1
+        peer.open(number)
+        windows[number] = WINDOW
+        bodies[number] = LARGE[i : i + size]
+        answer(peer, number, bodies[number], TAIL if i % 2 else b"")
+    frames = peer.take()
+    last = [(0, 2_000_000), *[(i + 1, 400_000) for i in range(len(sizes))]]
+    for place, increment in [*updates, *last]:
+        number = 0 if place == 0 else 2 * ((place - 1) % len(sizes)) + 1
+        for frame in of(frames, DataFrame):
+            windows[0] -= len(frame.data)
+            windows[frame.stream_id] -= len(frame.data)
+        assert all(window >= 0 for window in windows.values())
+        windows[number] += increment
+        frames = peer.send(update(number, increment))
+    for number, body in bodies.items():
+        assert body_of(peer.seen, number) == body
+        assert has_ended(peer.seen, number)
+
+
+def test_streams_take_turns() -> None:
+    peer = Peer(settings={4: 10_000_000})
+    for number in range(1, 20, 2):
+        peer.open(number)
+        answer(peer, number, LARGE[:300_000])
+    peer.take()
+    frames = peer.send(update(0, 10 * TURN_BYTES))
+    share = [len(body_of(frames, number)) for number in range(1, 20, 2)]
+    assert sum(share) == 10 * TURN_BYTES
+    assert max(share) - min(share) <= 2 * TURN_BYTES
+    assert min(share) > 0
+
+
+def test_a_small_answer_does_not_wait_for_a_large_one() -> None:
+    peer = Peer(settings={4: 10_000_000})
+    peer.open(1)
+    peer.open(3)
+    answer(peer, 1, LARGE)
+    peer.take()
+    answer(peer, 3, b"small")
+    frames = peer.send(update(0, 2 * TURN_BYTES))
+    assert body_of(frames, 3) == b"small"
+    assert len(body_of(frames, 1)) == 2 * TURN_BYTES - 5
+
+
+def test_a_stream_without_a_window_stops_no_other() -> None:
+    peer = Peer(settings={4: 0})
+    peer.open(1)
+    peer.open(3)
+    for number in (1, 3):
+        answer(peer, number, b"abc", TAIL)
+    frames = peer.take()
+    assert len(of(frames, HeadersFrame)) == 2
+    assert of(frames, DataFrame) == []
+    frames = peer.send(update(3, 2))
+    assert (body_of(frames, 3), has_ended(frames, 3)) == (b"ab", False)
+    frames = peer.send(update(3, 1))
+    assert (body_of(frames, 3), has_ended(frames, 3)) == (b"c", True)
+    assert body_of(peer.seen, 1) == b""
+    assert body_of(peer.send(update(1, 100)), 1) == b"abc"
+
+
+def test_an_answer_without_a_body_needs_no_window() -> None:
+    peer = Peer(settings={4: 0})
+    peer.open(1)
+    answer(peer, 1, b"", TAIL)
+    assert has_ended(peer.take(), 1)
+
+
+def test_settings_change_the_windows_of_open_streams() -> None:
+    """RFC 9113, section 6.9.2: also to below zero."""
+    peer = Peer()
+    peer.open(1)
+    answer(peer, 1, LARGE[:100_000])
+    assert len(body_of(peer.take(), 1)) == WINDOW
+    peer.send(update(0, 1_000_000))
+    assert body_of(peer.send(SettingsFrame(0, {4: 1000})), 1) == b""
+    assert peer.handlers[1].stream.send_window == 1000 - WINDOW
+    assert body_of(peer.send(update(1, WINDOW - 1000)), 1) == b""
+    assert len(body_of(peer.send(update(1, 10)), 1)) == 10
+    assert len(body_of(peer.send(SettingsFrame(0, {4: 1500})), 1)) == 500
+    assert peer.open(3).stream.send_window == 1500
+    peer.send(SettingsFrame(0, {4: 200_000}))
+    assert body_of(peer.seen, 1) == LARGE[:100_000]
+
+
+def test_larger_frames_are_sent_where_the_client_takes_them() -> None:
+    peer = Peer(settings={4: 1_000_000, 5: 50_000})
+    peer.send(update(0, 1_000_000))
+    peer.open(1)
+    answer(peer, 1, LARGE[:100_000])
+    sizes = [len(one.data) for one in of(peer.take(), DataFrame)]
+    assert max(sizes) == 50_000
+    assert sum(sizes) == 100_000
+
+
+@pytest.mark.parametrize("how", ["reset", "close"])
+def test_what_is_not_sent_is_dropped_with_its_stream(how: str) -> None:
+    peer = Peer()
+    peer.open(1)
+    values = np.zeros(2_000_000, np.uint8)
+    kept = weakref.ref(values)
+    peer.handlers[1].stream.answer(OK, (values.data,), values.nbytes, b"")
+    del values
+    peer.take()
+    assert peer.connection.frame_writer.unsent_bytes == 2_000_000 - WINDOW
+    if how == "reset":
+        assert peer.send(RstStreamFrame(1, error_code=8)) == []
+    else:
+        peer.connection.close()
+    assert peer.connection.frame_writer.unsent_bytes == 0
+    peer.handlers.clear()
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_small_answer_that_waits_is_a_copy() -> None:
+    """As a slice of its batch it would keep all of that."""
+    peer = Peer(settings={4: 0})
+    peer.open(1)
+    batch = np.arange(KEPT_BYTES_MIN, dtype=np.uint8)
+    kept = weakref.ref(batch)
+    part = batch[100:1100]
+    peer.handlers[1].stream.answer(OK, (b"prefix", part.data), 1006, TAIL)
+    peer.take()
+    expected = b"prefix" + part.tobytes()
+    del batch, part
+    gc.collect()
+    assert kept() is None
+    assert body_of(peer.send(update(1, 2000)), 1) == expected
+
+
+def test_a_body_in_pieces_is_sent_as_it_comes_and_asks_for_more() -> None:
+    peer = Peer()
+    handler = peer.open(1)
+    stream = handler.stream
+    stream.send_head(OK)
+    (head,) = peer.take()
+    assert peer.answer_headers(head) == [(b":status", b"200")]
+    for i, piece in enumerate((b"ab", b"", b"c" * 70_000)):
+        stream.send_body((piece,), len(piece))
+        peer.take()
+        assert handler.resumes == min(i + 1, 1)
+    assert stream.unsent_bytes == 70_002 - WINDOW
+    peer.send(update(0, 10_000), update(1, 10_000))
+    assert handler.resumes == 2
+    stream.end(TAIL)
+    frames = peer.take()
+    assert has_ended(frames, 1)
+    assert body_of(peer.seen, 1) == b"ab" + b"c" * 70_000
+
+
+def test_an_end_waits_for_the_body_before_it() -> None:
+    peer = Peer()
+    stream = peer.open(1).stream
+    stream.send_head(OK)
+    stream.send_body((b"c" * 70_000,), 70_000)
+    stream.end(TAIL)
+    assert not has_ended(peer.take(), 1)
+    assert has_ended(peer.send(update(0, 10_000), update(1, 10_000)), 1)
+
+
+def test_a_cancelled_stream_sends_no_more() -> None:
+    peer = Peer()
+    handler = peer.open(1)
+    handler.stream.send_head(OK)
+    handler.stream.send_body((b"x" * 100_000,), 100_000)
+    peer.take()
+    handler.stream.cancel(ErrorCode.INTERNAL_ERROR)
+    assert resets(peer.take()) == [(1, ErrorCode.INTERNAL_ERROR)]
+    handler.stream.send_body((b"y",), 1)
+    handler.stream.end(TAIL)
+    handler.stream.cancel(ErrorCode.CANCEL)
+    assert peer.send(update(0, 100_000), update(1, 100_000)) == []
+    assert handler.resets == 0
+
+
+def test_an_answer_that_its_reader_gives_no_window_is_ended() -> None:
+    peer = Peer()
+    handlers = [peer.open(1), peer.open(3)]
+    peer.send(update(0, 1_000_000))
+    answer(peer, 1, LARGE[:100_000])
+    answer(peer, 3, b"x" * 100)
+    peer.take()
+    now_s = perf_counter()
+    peer.connection.check_time(now_s + UNREAD_S_MAX - 1)
+    assert peer.take() == []
+    peer.connection.check_time(perf_counter() + UNREAD_S_MAX)
+    assert resets(peer.take()) == [(1, ErrorCode.CANCEL)]
+    assert [one.resets for one in handlers] == [1, 0]
+
+
+def test_a_reader_that_reads_slowly_is_not_ended() -> None:
+    peer = Peer()
+    handler = peer.open(1)
+    peer.send(update(0, 1_000_000))
+    answer(peer, 1, LARGE[:300_000])
+    peer.take()
+    peer.send(update(1, 65_536))
+    after_s = perf_counter()
+    peer.connection.check_time(after_s + UNREAD_S_MAX - 1)
+    assert (resets(peer.take()), handler.resets) == ([], 0)
+
+
+def test_a_reader_that_gives_a_byte_at_a_time_is_ended() -> None:
+    peer = Peer()
+    peer.open(1)
+    peer.send(update(0, 1_000_000))
+    answer(peer, 1, LARGE[:300_000])
+    peer.take()
+    parked_s = peer.handlers[1].stream.parked_s
+    assert parked_s
+    for _ in range(10):
+        peer.send(update(1, 1))
+    assert peer.handlers[1].stream.parked_s == parked_s
+    peer.connection.check_time(parked_s + UNREAD_S_MAX + 1)
+    assert resets(peer.take()) == [(1, ErrorCode.CANCEL)]
+
+
+def test_a_client_that_gives_the_connection_no_window_is_ended() -> None:
+    """Its streams have windows of their own, so that none of them is to blame."""
+    peer = Peer(settings={4: 1_000_000})
+    handler = peer.open(1)
+    start_s = perf_counter()
+    peer.connection.check_time(start_s)
+    answer(peer, 1, LARGE[:300_000])
+    peer.take()
+    for _ in range(10):  # a byte at a time is no progress
+        peer.send(update(0, 1))
+    peer.connection.check_time(start_s + UNREAD_S_MAX)
+    assert peer.take() == []
+    peer.connection.check_time(start_s + UNREAD_S_MAX + 1)
+    expect_end(peer, peer.take(), ErrorCode.ENHANCE_YOUR_CALM)
+    assert handler.resets == 1
+
+
+def test_a_client_that_gives_some_window_now_and_then_is_not_ended() -> None:
+    peer = Peer(settings={4: 10_000_000})
+    peer.open(1)
+    answer(peer, 1, LARGE)
+    peer.take()
+    now_s = perf_counter()
+    for _ in range(20):
+        peer.connection.check_time(now_s)
+        now_s += UNREAD_S_MAX - 1
+        peer.send(update(0, TURN_BYTES))
+    assert not peer.connection.is_over
+
+
+def test_a_client_that_waits_for_nothing_need_not_give_a_window() -> None:
+    peer = Peer()
+    peer.open(1)
+    answer(peer, 1, b"x" * WINDOW)
+    peer.take()
+    now_s = perf_counter()
+    for i in range(5):
+        peer.connection.check_time(now_s + i * UNREAD_S_MAX)
+    assert not peer.connection.is_over
+
+
+def test_an_answer_is_never_two_also_where_the_second_would_fit_at_once() -> None:
+    peer = Peer(settings={4: 0})
+    peer.open(1)
+    answer(peer, 1, b"waits for a window")
+    # A window comes as the connection reads, before what waits is written.
+    peer.handlers[1].stream.send_window = 100
+    answer(peer, 1, b"second")
+    peer.handlers[1].stream.send_window = 0
+    peer.take()
+    peer.send(update(1, 1000))
+    assert len(of(peer.seen, HeadersFrame)) == 1
+    assert body_of(peer.seen, 1) == b"waits for a window"

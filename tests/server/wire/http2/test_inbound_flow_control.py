@@ -1,0 +1,379 @@
+"""What clients may send: their windows, what is given back, and what a large body is granted."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import pytest
+from hyperframe.frame import Frame, RstStreamFrame, SettingsFrame, WindowUpdateFrame
+from server.wire.http2.peer import Peer, data, expect_end, of, resets
+
+from embedserve.wire.http2.frames import ErrorCode
+from embedserve.wire.http2.inbound_flow_control import (
+    CONNECTION_WINDOW,
+    NARROW_S,
+    NARROW_STREAM_WINDOW,
+    STREAM_WINDOW,
+    UNACKNOWLEDGED_MAX,
+)
+from embedserve.wire.http2.upload_budget import UploadBudget
+
+FRAME = 16384
+INITIAL_WINDOW_SIZE = SettingsFrame.INITIAL_WINDOW_SIZE
+
+
+class Gate:
+    """Whether uploads are let in."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+    def __call__(self) -> bool:
+        return self.is_open
+
+
+def given(frames: list[Frame], stream_id: int) -> int:
+    """How much more window ``frames`` give."""
+    return sum(
+        one.window_increment for one in of(frames, WindowUpdateFrame) if one.stream_id == stream_id
+    )
+
+
+def send(peer: Peer, stream_id: int, nbytes: int) -> list[Frame]:
+    """So many bytes of a body, in whole frames."""
+    frames = [data(stream_id, bytes(FRAME))] * (nbytes // FRAME)
+    if nbytes % FRAME:
+        frames.append(data(stream_id, bytes(nbytes % FRAME)))
+    return peer.send(*frames)
+
+
+def test_a_stream_may_send_its_window_and_no_byte_more() -> None:
+    peer = Peer()
+    peer.holds = True
+    handler = peer.open(1, is_end=False)
+    neighbour = peer.open(3, is_end=False)
+    assert resets(send(peer, 1, STREAM_WINDOW)) == []
+    assert resets(send(peer, 1, 1)) == [(1, ErrorCode.FLOW_CONTROL_ERROR)]
+    assert (len(handler.body), handler.resets, neighbour.resets) == (STREAM_WINDOW, 1, 0)
+
+
+def test_the_connection_may_send_its_window_and_no_byte_more() -> None:
+    peer = Peer(uploads=UploadBudget(1 << 30, lambda: False))
+    peer.holds = True
+    *numbers, last = range(1, 2 * CONNECTION_WINDOW // STREAM_WINDOW + 2, 2)
+    for number in (*numbers, last):
+        peer.open(number, is_end=False)
+    answered = []
+    for number in numbers:
+        answered += send(peer, number, STREAM_WINDOW)
+    assert given(answered, 0) == 0
+    assert not peer.connection.is_over
+    expect_end(peer, send(peer, last, 1), ErrorCode.FLOW_CONTROL_ERROR)
+
+
+@pytest.mark.parametrize("padding", [0, 255])
+def test_padding_takes_window_and_gives_the_connections_back(padding: int) -> None:
+    """RFC 9113, section 6.1: all of the payload counts."""
+    peer = Peer()
+    handler = peer.open(1, is_end=False)
+    answered = peer.send(*[data(1, b"", padding=padding)] * 10)
+    assert handler.stream.receive_window == STREAM_WINDOW - 10 * (padding + 1)
+    assert handler.stream.held_bytes == 0
+    before = given(peer.first, 0) + 65535
+    for i in range(1, 200):
+        number = 2 * i + 1
+        peer.send(peer.headers(number, is_end=False))
+        answered += peer.send(*[data(number, b"x" * 10_000, padding=255)] * 5)
+        answered += peer.send(data(number, b"", is_end=True))
+        peer.handlers[number].stream.send_head(b"", is_end=True)
+        peer.take()
+    sent = 10 * (padding + 1) + 199 * 5 * 10_256
+    assert sent - CONNECTION_WINDOW // 2 < given(answered, 0) <= sent
+    assert before == CONNECTION_WINDOW
+
+
+def test_what_is_consumed_is_given_back_before_the_window_ends() -> None:
+    peer = Peer()
+    handler = peer.open(1, is_end=False)
+    answered = []
+    for _ in range(100):
+        answered += send(peer, 1, 5 * FRAME)
+    assert len(handler.body) == 500 * FRAME
+    sent = 500 * FRAME
+    assert sent - STREAM_WINDOW < given(answered, 1) <= sent
+    assert sent - CONNECTION_WINDOW < given(answered, 0) <= sent
+    assert not peer.connection.is_over
+
+
+def test_what_a_stream_that_ended_held_is_given_back() -> None:
+    peer = Peer(uploads=UploadBudget(1 << 30, lambda: False))
+    peer.holds = True
+    answered = []
+    for i in range(20):
+        number = 2 * i + 1
+        peer.open(number, is_end=False)
+        answered += send(peer, number, STREAM_WINDOW)
+        answered += peer.send(RstStreamFrame(number, error_code=8))
+    assert given(answered, 0) >= 20 * STREAM_WINDOW - CONNECTION_WINDOW
+    assert not peer.connection.is_over
+
+
+def test_data_on_streams_that_ended_counts_for_the_connection_alone() -> None:
+    peer = Peer()
+    handler = peer.open(1, is_end=False)
+    handler.stream.send_head(b"", is_end=True)  # which resets the rest of the request
+    peer.take()
+    answered = []
+    for _ in range(10):
+        answered += send(peer, 1, 8 * FRAME)
+    assert given(answered, 0) > 80 * FRAME - CONNECTION_WINDOW
+    assert not peer.connection.is_over
+
+
+def test_a_body_larger_than_the_window_is_granted_what_it_needs() -> None:
+    gate = Gate()
+    peer = Peer(uploads=UploadBudget(8 << 20, gate))
+    peer.holds = True
+    handler = peer.open(1, is_end=False)
+    size = 5 << 20
+    answered = []
+    while missing := size - len(handler.body):
+        handler.stream.expect(missing)
+        answered += peer.take()
+        window, has = handler.stream.receive_window, len(handler.body)
+        # A step is as large as what came, and asked for when half of one is left.
+        assert 0 < window <= 1.5 * max(has, STREAM_WINDOW)
+        answered += send(peer, 1, min(FRAME, window))
+    assert given(answered, 1) == size - STREAM_WINDOW
+    assert given(answered, 0) >= size - CONNECTION_WINDOW
+    assert not peer.connection.is_over
+    assert resets(send(peer, 1, 1)) == [(1, ErrorCode.FLOW_CONTROL_ERROR)]
+
+
+def test_what_fits_into_the_window_is_not_asked_for() -> None:
+    peer = Peer(uploads=UploadBudget(1, lambda: True))
+    handler = peer.open(1, is_end=False)
+    handler.stream.expect(STREAM_WINDOW)
+    assert peer.take() == []
+
+
+def test_while_the_queue_is_full_a_large_body_is_granted_nothing() -> None:
+    gate = Gate()
+    uploads = UploadBudget(8 << 20, gate)
+    peer = Peer(uploads=uploads)
+    peer.holds = True
+    handler = peer.open(1, is_end=False)
+    gate.is_open = False
+    answered = send(peer, 1, STREAM_WINDOW)
+    handler.stream.expect(1 << 20)
+    assert given([*answered, *peer.take()], 1) == 0
+    gate.is_open = True
+    uploads.retry()
+    assert given(peer.take(), 1) == STREAM_WINDOW
+
+
+def test_connections_are_granted_in_turn_and_give_back_as_streams_end() -> None:
+    uploads = UploadBudget(STREAM_WINDOW, lambda: True)
+    peers = [wanting(uploads) for _ in range(3)]
+    assert [given(peer.take(), 1) for peer in peers] == [STREAM_WINDOW, 0, 0]
+    peers[1].send(RstStreamFrame(1, error_code=8))
+    assert [given(peer.take(), 1) for peer in peers] == [0, 0, 0]
+    peers[0].send(RstStreamFrame(1, error_code=8))
+    assert [given(peer.take(), 1) for peer in peers] == [0, 0, STREAM_WINDOW]  # one went away
+    peers[2].connection.close()
+    assert given(wanting(uploads).take(), 1) == STREAM_WINDOW
+
+
+def wanting(uploads: UploadBudget) -> Peer:
+    """One that has sent a window's bytes and waits to send a megabyte more."""
+    peer = Peer(uploads=uploads)
+    peer.holds = True
+    handler = peer.open(1, is_end=False)
+    send(peer, 1, STREAM_WINDOW)
+    peer.take()
+    handler.stream.expect(1 << 20)
+    return peer
+
+
+def test_a_grant_is_given_back_once_all_has_come() -> None:
+    uploads = UploadBudget(STREAM_WINDOW, lambda: True)
+    first, second = wanting(uploads), wanting(uploads)
+    first.take()
+    assert given(second.take(), 1) == 0
+    first.send(data(1, bytes(STREAM_WINDOW // 32), is_end=True))
+    stream = first.handlers[1].stream
+    stream.consumed(stream.held_bytes)
+    assert given(second.take(), 1) == STREAM_WINDOW
+
+
+def test_a_grant_is_given_back_as_messages_of_a_stream_are_consumed() -> None:
+    """Else the second large message of one stream would wait for ever."""
+    uploads = UploadBudget(STREAM_WINDOW, lambda: True)
+    peer = wanting(uploads)
+    stream = peer.handlers[1].stream
+    for _ in range(3):
+        assert stream.granted_bytes == STREAM_WINDOW
+        send(peer, 1, STREAM_WINDOW)
+        stream.consumed(stream.held_bytes)
+        assert stream.granted_bytes == 0
+        assert stream.receive_window >= STREAM_WINDOW // 2
+        send(peer, 1, stream.receive_window)
+        stream.expect(1 << 20)
+
+
+def test_bodies_that_all_have_begun_do_not_wait_for_each_other_for_ever() -> None:
+    """Each holds a part, and none can end in the connection's window."""
+    peer = Peer()
+    peer.holds = True
+    for number in range(1, 21, 2):
+        peer.open(number, is_end=False)
+    answered: list[Frame] = []
+    window = CONNECTION_WINDOW
+    for number in range(1, 21, 2):
+        for _ in range(STREAM_WINDOW // FRAME):
+            assert window >= FRAME, "the connection is stuck"
+            window -= FRAME
+            answered = send(peer, number, FRAME)
+            window += given(answered, 0)
+    for number in range(1, 21, 2):
+        assert len(peer.handlers[number].body) == STREAM_WINDOW
+    assert not peer.connection.is_over
+
+
+def test_room_that_comes_later_is_told_at_once() -> None:
+    """What waits for it sends nothing that would be answered."""
+    gate = Gate()
+    uploads = UploadBudget(8 << 20, gate)
+    peer = Peer(uploads=uploads)
+    peer.holds = True
+    gate.is_open = False
+    for number in range(1, 2 * CONNECTION_WINDOW // STREAM_WINDOW, 2):
+        peer.open(number, is_end=False)
+        send(peer, number, STREAM_WINDOW)
+    before = peer.outputs
+    gate.is_open = True
+    uploads.retry()
+    assert peer.outputs > before
+    assert given(peer.take(), 0) >= STREAM_WINDOW
+
+
+def settings_windows(frames: list[Frame]) -> list[int]:
+    """The windows of streams that ``frames`` announce."""
+    announced = (one.settings.get(INITIAL_WINDOW_SIZE) for one in of(frames, SettingsFrame))
+    return [window for window in announced if window is not None]
+
+
+def acknowledgement() -> Frame:
+    return SettingsFrame(0, flags=["ACK"])
+
+
+def narrowed(uploads: UploadBudget | None = None) -> Peer:
+    """A client that was refused for a full queue, and has taken note of it."""
+    peer = Peer(uploads=uploads)
+    peer.holds = True
+    peer.send(acknowledgement())
+    peer.open(1).stream.keep_bodies_back()
+    assert settings_windows(peer.take()) == [NARROW_STREAM_WINDOW]
+    return peer
+
+
+def test_a_refused_client_begins_with_little_once_it_knows() -> None:
+    peer = narrowed()
+    peer.open(3, is_end=False)
+    assert resets(send(peer, 3, STREAM_WINDOW)) == []  # which was sent before it knew
+    peer.send(acknowledgement())
+    peer.open(5, is_end=False)
+    assert resets(send(peer, 5, NARROW_STREAM_WINDOW)) == []
+    assert resets(send(peer, 5, 1)) == [(5, ErrorCode.FLOW_CONTROL_ERROR)]
+
+
+@pytest.mark.parametrize("nbytes", [NARROW_STREAM_WINDOW, NARROW_STREAM_WINDOW + 1])
+def test_what_a_refused_client_sends_whole_is_little_too(nbytes: int) -> None:
+    peer = narrowed()
+    peer.send(acknowledgement())
+    is_refused = nbytes > NARROW_STREAM_WINDOW
+    for number in (3, 5):
+        frames = peer.send(
+            peer.headers(number, is_end=False), data(number, bytes(nbytes), is_end=True)
+        )
+        assert resets(frames) == [(number, ErrorCode.FLOW_CONTROL_ERROR)] * is_refused
+        assert peer.handlers[number].is_whole is not is_refused
+
+
+def test_streams_that_are_open_as_it_takes_note_lose_as_much() -> None:
+    peer = narrowed()
+    peer.open(3, is_end=False)
+    send(peer, 3, FRAME)
+    peer.send(acknowledgement())
+    stream = peer.handlers[3].stream
+    assert stream.receive_window == NARROW_STREAM_WINDOW - FRAME
+    stream.expect(3 * FRAME)
+    assert given(peer.take(), 3) == 4 * FRAME - NARROW_STREAM_WINDOW
+    assert resets(send(peer, 3, 3 * FRAME)) == []
+    assert len(peer.handlers[3].body) == 4 * FRAME
+
+
+def test_a_body_that_was_kept_back_is_let_in_as_there_is_room() -> None:
+    gate = Gate()
+    uploads = UploadBudget(1 << 20, gate)
+    peer = narrowed(uploads)
+    peer.send(acknowledgement())
+    gate.is_open = False
+    peer.open(3, is_end=False)
+    send(peer, 3, NARROW_STREAM_WINDOW)
+    peer.handlers[3].stream.expect(100_000)
+    assert given(peer.take(), 3) == 0
+    gate.is_open = True
+    uploads.retry()
+    assert given(peer.take(), 3) == 100_000
+
+
+def test_it_is_told_once_and_told_again_when_it_was_not_refused_for_a_while() -> None:
+    peer = narrowed()
+    stream = peer.handlers[1].stream
+    stream.keep_bodies_back()
+    assert settings_windows(peer.take()) == []
+    peer.send(acknowledgement())
+    peer.connection.check_time(0.0)
+    assert settings_windows(peer.take()) == []
+    for _ in range(2):
+        peer.connection.check_time(perf_counter() + NARROW_S)
+    assert settings_windows(peer.take()) == [STREAM_WINDOW]
+    peer.send(acknowledgement())
+    peer.open(5, is_end=False)
+    assert resets(send(peer, 5, STREAM_WINDOW)) == []
+
+
+def test_acknowledgements_of_nothing_change_nothing() -> None:
+    peer = narrowed()
+    peer.send(*[acknowledgement()] * 5)
+    assert peer.connection.flow_control.stream_window == NARROW_STREAM_WINDOW
+    assert not peer.connection.is_over
+
+
+def test_who_acknowledges_nothing_is_sent_no_more_settings() -> None:
+    peer = Peer()
+    stream = peer.open(1).stream
+    sent = []
+    for _ in range(100):
+        stream.keep_bodies_back()
+        peer.connection.check_time(perf_counter() + 2 * NARROW_S)
+        sent += settings_windows(peer.take())
+    assert len(sent) < UNACKNOWLEDGED_MAX
+    for _ in range(UNACKNOWLEDGED_MAX):
+        peer.send(acknowledgement())
+    assert peer.connection.flow_control.stream_window == sent[-1]
+    peer.connection.check_time(perf_counter() + 2 * NARROW_S)
+    stream.keep_bodies_back()
+    assert settings_windows(peer.take()) == [STREAM_WINDOW, NARROW_STREAM_WINDOW]
+
+
+def test_an_empty_frame_ends_a_body_whose_window_was_lowered_below_zero() -> None:
+    """RFC 9113, section 6.9.1: an empty frame with END_STREAM needs no window."""
+    peer = narrowed()
+    handler = peer.open(3, is_end=False)
+    send(peer, 3, 60_000)
+    peer.send(acknowledgement())
+    assert handler.stream.receive_window == NARROW_STREAM_WINDOW - 60_000
+    assert resets(peer.send(data(3, b"", is_end=True))) == []
+    assert (handler.is_whole, len(handler.body)) == (True, 60_000)

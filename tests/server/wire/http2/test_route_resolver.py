@@ -1,0 +1,123 @@
+"""Which headers make a request (RFC 9113, section 8), and what is said of others."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embedserve.wire.http2.header_blocks import Headers
+from embedserve.wire.http2.route_resolver import Http2Request, read_request
+
+METHOD, SCHEME, PATH = (b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/embed?a=1")
+PSEUDO = [METHOD, SCHEME, PATH]
+
+
+def test_a_request_is_read() -> None:
+    headers = [*PSEUDO, (b":authority", b"h:1"), (b"a", b"b"), (b"content-length", b"12")]
+    size = sum(len(name) + len(value) + 32 for name, value in headers)
+    assert read_request(headers) == Http2Request(
+        b"POST",
+        b"http",
+        b"/embed?a=1",
+        [(b"a", b"b"), (b"content-length", b"12"), (b"host", b"h:1")],
+        size,
+        12,
+    )
+
+
+def test_a_host_is_the_authority() -> None:
+    request = read_request([*PSEUDO, (b":authority", b"a:1"), (b"host", b"A:1")])
+    assert isinstance(request, Http2Request)
+    assert request.headers == [(b"host", b"A:1")]
+    assert request.content_length is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "problem"),
+    [
+        ([(b":authority", b"a"), (b"host", b"b")], "host is not :authority"),
+        ([(b":authority", b"a"), (b"host", b"a"), (b"host", b"a")], "host is given twice"),
+        ([(b"host", b"a"), (b"host", b"b")], "host is given twice"),
+    ],
+)
+def test_another_or_a_second_host_is_malformed(
+    hosts: list[tuple[bytes, bytes]], problem: str
+) -> None:
+    assert read_request([*PSEUDO, *hosts]) == problem
+
+
+def test_the_target_of_options_may_be_the_server() -> None:
+    request = read_request([(b":method", b"OPTIONS"), SCHEME, (b":path", b"*")])
+    assert isinstance(request, Http2Request)
+
+
+def test_a_length_may_be_given_twice_alike() -> None:
+    request = read_request([*PSEUDO, (b"content-length", b"5"), (b"content-length", b"5")])
+    assert isinstance(request, Http2Request)
+    assert request.content_length == 5
+
+
+@pytest.mark.parametrize(
+    ("headers", "said"),
+    [
+        ([METHOD, SCHEME], "a pseudo-header is missing"),
+        ([METHOD, PATH], "a pseudo-header is missing"),
+        ([SCHEME, PATH], "a pseudo-header is missing"),
+        ([], "a pseudo-header is missing"),
+        ([METHOD, SCHEME, (b":path", b"")], "a pseudo-header is missing"),
+        ([METHOD, SCHEME, (b":path", b"*")], ":path does not begin with '/'"),
+        ([METHOD, SCHEME, (b":path", b"embed")], ":path does not begin with '/'"),
+        ([METHOD, SCHEME, (b":path", b"http://h/")], ":path does not begin with '/'"),
+        ([*PSEUDO, METHOD], "a pseudo-header out of place: :method"),
+        ([METHOD, SCHEME, (b"a", b"b"), PATH], "a pseudo-header out of place: :path"),
+        ([*PSEUDO, (b":status", b"200")], "a pseudo-header out of place: :status"),
+        ([*PSEUDO, (b":protocol", b"x")], "a pseudo-header out of place: :protocol"),
+        ([*PSEUDO, (b"", b"x")], "a header's name is malformed"),
+        ([*PSEUDO, (b"Upper", b"x")], "a header's name is malformed: Upper"),
+        ([*PSEUDO, (b"a b", b"x")], "a header's name is malformed"),
+        ([*PSEUDO, (b"a:", b"x")], "a header's name is malformed"),
+        ([*PSEUDO, (b"a\n", b"x")], "a header's name is malformed"),
+        ([*PSEUDO, (b"\xff", b"x")], "a header's name is malformed"),
+        ([*PSEUDO, (b"a", b"x\r\ny")], "the value of a is malformed"),
+        ([*PSEUDO, (b"a", b"x\n")], "the value of a is malformed"),
+        ([*PSEUDO, (b"a", b"x\0")], "the value of a is malformed"),
+        ([*PSEUDO, (b"a", b" x")], "the value of a is malformed"),
+        ([*PSEUDO, (b"a", b"x\t")], "the value of a is malformed"),
+        ([*PSEUDO, (b"connection", b"close")], "connection has no place in HTTP/2"),
+        ([*PSEUDO, (b"keep-alive", b"5")], "keep-alive has no place"),
+        ([*PSEUDO, (b"proxy-connection", b"x")], "proxy-connection has no place"),
+        ([*PSEUDO, (b"transfer-encoding", b"chunked")], "transfer-encoding has no place"),
+        ([*PSEUDO, (b"upgrade", b"h2c")], "upgrade has no place"),
+        ([*PSEUDO, (b"te", b"gzip")], "te has no place"),
+        ([*PSEUDO, (b"content-length", b"")], "content-length is not a number"),
+        ([*PSEUDO, (b"content-length", b"-1")], "content-length is not a number"),
+        ([*PSEUDO, (b"content-length", b"+1")], "content-length is not a number"),
+        ([*PSEUDO, (b"content-length", b"1_0")], "content-length is not a number"),
+        ([*PSEUDO, (b"content-length", b"9" * 20)], "content-length is not a number"),
+        ([*PSEUDO, (b"content-length", b"1"), (b"content-length", b"2")], "is given twice"),
+    ],
+)
+def test_what_is_malformed_is_said(headers: Headers, said: str) -> None:
+    request = read_request(headers)
+    assert isinstance(request, str)
+    assert said in request
+
+
+@pytest.mark.parametrize("value", [b"value\r", b"\nvalue", b"a\x00b", b"value "])
+@pytest.mark.parametrize("name", [b":path", b":method", b":scheme", b":authority"])
+def test_pseudo_headers_hold_no_line_breaks_either(name: bytes, value: bytes) -> None:
+    """RFC 9113, section 8.2.1: field values of all kinds."""
+    headers = dict([*PSEUDO, (b":authority", b"h")])
+    headers[name] = b"/" + value if name == b":path" else value
+    assert isinstance(read_request(list(headers.items())), str)
+
+
+@given(st.lists(st.tuples(st.binary(max_size=10), st.binary(max_size=10)), max_size=5))
+def test_any_headers_are_a_request_or_a_sentence(headers: Headers) -> None:
+    for one in (headers, [*PSEUDO, *headers]):
+        request = read_request(one)
+        if isinstance(request, str):
+            assert request
+        else:
+            assert all(b"\n" not in value for _, value in request.headers)

@@ -1,0 +1,43 @@
+"""A queue of bytes: in order, whatever the pieces, and no object for each byte."""
+
+from __future__ import annotations
+
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embedserve.wire.byte_queue import SMALL_BYTES, ByteQueue
+
+BYTES_PER_SMALL_PIECE_MAX = 2.0
+SIZES = st.one_of(st.integers(0, 8), st.integers(SMALL_BYTES - 2, SMALL_BYTES + 2))
+
+
+@given(
+    st.lists(st.tuples(SIZES, st.lists(st.tuples(SIZES, st.integers(0, 6)), max_size=4))),
+)
+def test_what_is_taken_is_what_came(rounds: list[tuple[int, list[tuple[int, int]]]]) -> None:
+    pieces, expected, number = ByteQueue(), b"", 0
+    for size, takes in rounds:
+        piece = bytes((number + i) % 251 for i in range(size))
+        number += size
+        pieces.append(piece)
+        expected += piece
+        for wanted, skipped in takes:
+            nbytes = min(wanted, len(expected))
+            if nbytes:
+                assert pieces.front(nbytes) == expected[:nbytes]
+            assert pieces.take(nbytes, skipped) == expected[:nbytes][skipped:]
+            expected = expected[nbytes:]
+            assert pieces.nbytes == len(expected)
+    assert pieces.take_all() == expected
+    assert pieces.nbytes == 0
+
+
+def test_a_body_of_single_bytes_takes_little_more_than_itself() -> None:
+    pieces, count = ByteQueue(), 100_000
+    for _ in range(count):
+        pieces.append(b"x")
+    held = sum(map(sys.getsizeof, pieces._pieces)) + sys.getsizeof(pieces._pieces)
+    assert held < BYTES_PER_SMALL_PIECE_MAX * count
+    assert pieces.take_all() == b"x" * count

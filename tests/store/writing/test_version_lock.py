@@ -1,0 +1,145 @@
+"""What is in use is not removed, and nothing is held by who lets go of it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from open_files import open_below
+
+from embedserve_store.errors import StoreError
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.local_store import LocalStore
+from embedserve_store.memory.resident_tables import make_resident
+from embedserve_store.publishing.publish import publish
+from embedserve_store.writing import version_lock as holds
+from embedserve_store.writing.version_lock import HeldError, hold, remove_unheld, unheld
+
+TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rows = torch.ones(10, 4)
+    return publish({"embedding_bags.t.weight": rows}, tmp_path, model="m", tables=TABLES).path
+
+
+def is_held(folder: Path) -> bool:
+    try:
+        with unheld(folder):
+            return False
+    except HeldError:
+        return True
+
+
+def test_who_opens_a_version_holds_it_until_it_is_let_go(folder: Path) -> None:
+    store = LocalStore(folder.parent.parent)
+    first, second = store.load("m"), store.load("m")
+    assert is_held(folder)
+    del first
+    assert is_held(folder)
+    resident = make_resident(second)
+    del second
+    assert is_held(folder)
+    del resident
+    assert not is_held(folder)
+    store.manifest("m")
+    assert not is_held(folder)
+
+
+def test_no_descriptor_is_left_over(folder: Path, tmp_path: Path) -> None:
+    store = LocalStore(folder.parent.parent)
+    version = store.load("m")
+    before = open_below(tmp_path)
+    assert before
+    for _ in range(100):
+        version = store.load("m")
+    assert open_below(tmp_path) == before
+    assert version.manifest.version == 1
+
+
+def test_processes_that_are_forked_hold_it_on(folder: Path) -> None:
+    version = LocalStore(folder.parent.parent).load("m")
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writing)
+        os.read(reading, 1)  # until the parent is done
+        os._exit(0)
+    os.close(reading)
+    try:
+        assert version.hold is not None
+        del version
+        assert is_held(folder)
+    finally:
+        os.close(writing)
+        os.waitpid(child, 0)
+    assert not is_held(folder)
+
+
+def test_a_child_that_lets_go_leaves_it_to_its_parent(folder: Path) -> None:
+    version = LocalStore(folder.parent.parent).load("m")
+    child = os.fork()
+    if not child:
+        del version
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert is_held(folder)
+    assert version.manifest.version == 1
+
+
+def test_what_is_being_removed_is_not_opened(folder: Path) -> None:
+    store = LocalStore(folder.parent.parent)
+    with unheld(folder), pytest.raises(StoreError, match="m/1: is being removed"):
+        store.load("m")
+    assert store.load("m").manifest.version == 1
+    remove_unheld(folder)
+    with pytest.raises(StoreError, match=r"m/1/manifest\.json: cannot be read: No such file"):
+        hold(folder)
+
+
+def test_one_that_is_removed_as_it_is_opened_is_not_held(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+    moved = folder.with_name("moved")
+
+    def after_it_went(descriptor: int, kind: int) -> None:
+        moved.mkdir()
+        for path in folder.iterdir():
+            path.rename(moved / path.name)
+        (folder / "manifest.json").write_bytes(b"another")
+        flock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", after_it_went)
+    with pytest.raises(StoreError, match="m/1: was removed meanwhile"):
+        hold(folder)
+
+
+def test_a_file_system_without_locks_is_named_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    holds._say_no_locks.cache_clear()
+    versions = [LocalStore(folder.parent.parent).load("m") for _ in range(3)]
+    remove_unheld(folder)
+    assert len(versions) == 3
+    assert not folder.exists()
+    said = [one.getMessage() for one in caplog.records if "has no locks" in one.getMessage()]
+    assert len(said) == 1
+    assert said[0].endswith("are not seen when others are removed: No locks available")
+
+
+def test_a_pipe_is_not_waited_for(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
+    with pytest.raises(StoreError, match="is no regular file"):
+        hold(folder)
+    assert not is_held(folder)

@@ -1,0 +1,105 @@
+"""What is forked from warm Python is a process as one that starts by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from forkserver import PYTHON, WarmPopen, run_warm
+
+TIMEOUT_S = 120
+
+
+def test_it_is_a_child_with_its_own_arguments_folder_and_environment(tmp_path: Path) -> None:
+    code = "import os, sys; print(os.getppid(), os.getcwd(), sys.argv, os.environ, input())"
+    pipe = subprocess.PIPE
+    environment = {"ONLY": "this"}
+    with WarmPopen(
+        [*PYTHON, "-c", code, "a", tmp_path],
+        cwd=tmp_path,
+        env=environment,
+        stdin=pipe,
+        stdout=pipe,
+        text=True,
+    ) as process:
+        printed, _ = process.communicate("asked\n", timeout=TIMEOUT_S)
+    arguments = ["-c", "a", str(tmp_path)]
+    assert printed == f"{os.getpid()} {tmp_path} {arguments} environ({environment}) asked\n"
+    assert process.returncode == 0
+
+
+def test_torch_is_imported_and_nothing_runs_beside_it() -> None:
+    code = (
+        "import os, sys; print('torch' in sys.modules, "
+        "os.listdir('/proc/self/task') == [str(os.getpid())], len(os.listdir('/proc/self/fd')))"
+    )
+    done = run_warm([*PYTHON, "-c", code], timeout=TIMEOUT_S)
+    assert done.stdout == "True True 4\n"  # three, and that of the folder
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "error"),
+    [
+        ("import sys; sys.exit(7)", 7, ""),
+        ("import sys; sys.exit('why')", 1, "why"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero"),
+        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
+        ("import atexit, sys; atexit.register(print, 'end', file=sys.stderr)", 0, "end"),
+    ],
+)
+def test_how_it_ends_is_told(code: str, status: int, error: str) -> None:
+    done = run_warm([*PYTHON, "-c", code], timeout=TIMEOUT_S)
+    assert done.returncode == status
+    assert done.stderr.splitlines()[-1:] == ([error] if error else [])
+
+
+def test_it_gets_signals() -> None:
+    code = "import time; print('started', flush=True); time.sleep(600)"
+    with WarmPopen([*PYTHON, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        assert process.poll() is None
+        process.terminate()
+        assert process.wait(TIMEOUT_S) == -signal.SIGTERM
+
+
+def test_modules_and_scripts_run_as_main(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys, beside; print(__name__, sys.argv[1:])\n")
+    (tmp_path / "beside.py").touch()
+    for command in ([script], ["-m", "script"]):
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        done = run_warm([*PYTHON, *command, "x"], env=environment, timeout=TIMEOUT_S)
+        assert done.stdout == "__main__ ['x']\n", done.stderr
+
+
+def test_another_python_is_refused() -> None:
+    with pytest.raises(ValueError, match="is not run by"):
+        run_warm(["python", "-c", "pass"], timeout=TIMEOUT_S)
+
+
+def test_what_it_starts_is_warm_too_where_that_is_asked() -> None:
+    of_child = "import os, sys; print('torch' in sys.modules, os.getppid(), flush=True)"
+    code = (
+        "import os, subprocess, sys\n"
+        f"subprocess.run([sys.executable, '-W', 'ignore', '-c', {of_child!r}], check=True)\n"
+        "subprocess.run(['echo', 'another'], check=True)\n"
+        "print(os.getpid())"
+    )
+    for is_warm in (True, False):
+        done = run_warm([*PYTHON, "-c", code], timeout=TIMEOUT_S, has_warm_children=is_warm)
+        *said, pid = done.stdout.splitlines()
+        assert said == [f"{is_warm} {pid}", "another"], done.stderr
+
+
+def test_it_may_lead_a_session() -> None:
+    code = "import os; print(os.getsid(0) == os.getpid())"
+    for is_session in (True, False):
+        command = [*PYTHON, "-c", code]
+        with WarmPopen(
+            command, start_new_session=is_session, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.communicate(timeout=TIMEOUT_S)[0] == f"{is_session}\n"
