@@ -22,7 +22,7 @@ from embedserve.metrics.histogram import COUNT_BUCKETS, LOOKUP_SECONDS_BUCKETS, 
 from embedserve.metrics.metrics import OUTCOMES, PROTOCOLS, Metrics
 from embedserve.metrics.tls import HANDSHAKE_OUTCOMES
 from embedserve.processes.memory_bounds import CONNECTION_TLS_BYTES, memory_bytes_max, memory_parts
-from embedserve.terminal.sizes import human_bytes
+from embedserve_store.terminal.sizes import human_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 RULES = ROOT / "deploy" / "monitoring" / "rules.yaml"

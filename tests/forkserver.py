@@ -38,7 +38,7 @@ PYTHON = (sys.executable, "-W", "ignore")
 IMPORTED = (
     "torch.distributed.checkpoint",
     "embedserve.commands.cli",
-    "embedserve.commands.publish",
+    "embedserve_store.commands.publish",
     "embedserve.engine.restore",
     "embedserve.processes.admin_service",
     "embedserve.processes.serve",
@@ -247,8 +247,8 @@ def _compile_lookups() -> None:
     import torch
 
     from embedserve.engine.restore import restore
-    from embedserve.terminal.console import hush_torch
     from embedserve_store import ModelStore, TableSpec, publish
+    from embedserve_store.terminal.console import hush_torch
 
     hush_torch()
     lines_of: Any = cache(inspect.getsourcelines)  # the same functions of torchrec for each model

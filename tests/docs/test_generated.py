@@ -16,9 +16,9 @@ from server.fake_models import ruled_info
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.metrics.metrics import Metrics
 from embedserve.processes.memory_bounds import memory_bytes_max
-from embedserve.terminal.sizes import human_bytes
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
+from embedserve_store.terminal.sizes import human_bytes
 
 DOCS = ROOT / "docs"
 

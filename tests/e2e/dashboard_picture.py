@@ -26,8 +26,8 @@ from e2e.demo_server import Demo, make_demo
 from e2e.test_monitoring import DASHBOARD, VARIABLES, make_token, scraped
 from running_servers import run_command, running
 
-from embedserve.terminal.sizes import human_bytes
 from embedserve_client import EmbedClient, EmbedServeClientError, GrpcEmbedClient
+from embedserve_store.terminal.sizes import human_bytes
 
 COLUMNS = 24
 """Of Grafana's grid."""

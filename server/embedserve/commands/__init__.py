@@ -1,1 +1,1 @@
-"""What each command of the command line does: progress and messages for a person."""
+"""The command line: what each command prints, and the commands that need a server."""

@@ -11,12 +11,12 @@ from prometheus_client.samples import Sample
 
 from embedserve.commands.running_server import ServerClient
 from embedserve.commands.server_metrics import read_samples
-from embedserve.terminal.sanitize import sanitize
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.access_counts import AccessCounts, is_divided_by_rows
 from embedserve_store.plans.plan import Plan
+from embedserve_store.terminal.sanitize import sanitize
 
 TABLE_LOOKUPS = "embedserve_table_lookups_total"
 ROW_WISE_LOOKUPS = "embedserve_row_wise_lookups_total"

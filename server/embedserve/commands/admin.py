@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from embedserve.commands.running_server import ServerClient
-from embedserve.terminal.console import say
+from embedserve_store.terminal.console import say
 
 TIMEOUT_S = 1800.0
 """To load a version; a server gives it up after as long."""

@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from embedserve import __version__
-from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.serve_options import with_settings_as_options
 from embedserve.commands.server_commands import (
     Ca,
@@ -25,7 +24,8 @@ from embedserve.commands.server_commands import (
     shadow,
     token,
 )
-from embedserve.commands.store_commands import (
+from embedserve_store.commands.cli_errors import cli_errors
+from embedserve_store.commands.store_commands import (
     Cache,
     alias,
     delete,
@@ -36,7 +36,7 @@ from embedserve.commands.store_commands import (
     rollback,
     verify,
 )
-from embedserve.commands.switch import Command, Group, switch
+from embedserve_store.commands.switch import Command, Group, switch
 
 app = typer.Typer(
     name="embedserve",
@@ -84,7 +84,7 @@ def demo(
 ) -> None:
     """Train a small model on real movie ratings and publish it."""
     with cli_errors():
-        from embedserve.commands.demo import demo as run
+        from embedserve_store.commands.demo import demo as run
 
         run(store, model, dtype, sharding, world_size, checkpoint, if_missing)
 
@@ -178,7 +178,7 @@ def publish(
 ) -> None:
     """Publish the embedding tables of a checkpoint as the next version of a model."""
     with cli_errors():
-        from embedserve.commands.publish import PublishOptions, publish_checkpoint
+        from embedserve_store.commands.publish import PublishOptions, publish_checkpoint
 
         options = PublishOptions(
             prefix=prefix,
@@ -225,7 +225,7 @@ def describe(
 ) -> None:
     """Draft the description of a checkpoint's tables, as publish needs it."""
     with cli_errors():
-        from embedserve.commands.describe import describe as run
+        from embedserve_store.commands.describe import describe as run
 
         run(checkpoint, prefix, output, expected)
 

@@ -16,13 +16,10 @@ from rich.console import Console
 
 from embedserve.commands.access_stats import AccessStats, measured_of
 from embedserve.commands.plan_from_metrics import RequestedReads, propose, show_balance
-from embedserve.commands.plan_view import count_ranks, show_plan
 from embedserve.commands.pod_patch import PodOptions, PodRows, pod_patch
 from embedserve.commands.running_server import ServerClient
-from embedserve.commands.sharding import parse_sharding
-from embedserve.terminal.console import console, say
-from embedserve.terminal.sizes import human_bytes, parse_bytes
-from embedserve.terminal.stores import load_version
+from embedserve_store.commands.plan_view import count_ranks, show_plan
+from embedserve_store.commands.sharding import parse_sharding
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.format.version_folder import to_json_bytes
@@ -31,6 +28,9 @@ from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
 from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES, Plan, check_fits
 from embedserve_store.sources.description import read_description
+from embedserve_store.terminal.console import console, say
+from embedserve_store.terminal.sizes import human_bytes, parse_bytes
+from embedserve_store.terminal.stores import load_version
 
 if TYPE_CHECKING:
     from embedserve_store.plans.planner import Sharding

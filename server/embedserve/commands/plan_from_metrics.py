@@ -7,9 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from embedserve.commands.access_stats import AccessStats
-from embedserve.terminal.aligned_columns import grid, plain, show, write
-from embedserve.terminal.console import console, say
-from embedserve.terminal.sizes import human_bytes
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.access_counts import (
     imbalance,
@@ -21,6 +18,9 @@ from embedserve_store.plans.access_counts import (
 )
 from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.plan import Plan
+from embedserve_store.terminal.aligned_columns import grid, plain, show, write
+from embedserve_store.terminal.console import console, say
+from embedserve_store.terminal.sizes import human_bytes
 
 BETTER = 0.99
 """A plan whose busiest rank reads a larger share than this of what it reads today is not worth a

@@ -11,7 +11,7 @@ from typing import Any
 
 from embedserve.config import ServeSettings, check_device, check_settings
 from embedserve.processes.memory_bounds import Rows, ServerMemory, server_memory
-from embedserve.terminal.sizes import human_bytes
+from embedserve_store.terminal.sizes import human_bytes
 
 MIB = 1 << 20
 CORES_MIN = 2

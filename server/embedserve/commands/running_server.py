@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
-from embedserve.terminal.sanitize import sanitize
+from embedserve_store.terminal.sanitize import sanitize
 
 PORTS = {"http": 80, "https": 443}
 UNIX = re.compile(r"unix:(?://(?=/)|(?!//))(.+)", re.IGNORECASE)

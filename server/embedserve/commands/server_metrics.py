@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from embedserve.commands.running_server import ServerClient
-from embedserve.terminal.sanitize import sanitize
+from embedserve_store.terminal.sanitize import sanitize
 
 TIMEOUT_S = 10.0
 METRICS_BYTES_MAX = 32 << 20

@@ -13,7 +13,7 @@ from prometheus_client.samples import Sample
 
 from embedserve.commands.running_server import ServerClient
 from embedserve.commands.server_metrics import read_samples
-from embedserve.terminal.aligned_columns import grid, plain, show, write
+from embedserve_store.terminal.aligned_columns import grid, plain, show, write
 
 PREFIX = "embedserve_shadow_"
 Comparison = tuple[str, ...]

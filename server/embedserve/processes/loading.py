@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 
 from embedserve.config import ServeSettings, check_device
 from embedserve.model_names import split_name
-from embedserve.terminal.console import console, say, table_progress
-from embedserve.terminal.sizes import human_bytes
-from embedserve.terminal.stores import opened
 from embedserve_store import ModelStore, ModelVersion, StoreError, verify
 from embedserve_store.errors import missing_model
 from embedserve_store.format.tables_file import Progress
 from embedserve_store.memory.available_memory import available_bytes
 from embedserve_store.memory.resident_tables import check_room, huge_page_bytes, make_resident
 from embedserve_store.remote.remote_store import is_url
+from embedserve_store.terminal.console import console, say, table_progress
+from embedserve_store.terminal.sizes import human_bytes
+from embedserve_store.terminal.stores import opened
 
 if TYPE_CHECKING:
     from embedserve.engine.engine import Engine

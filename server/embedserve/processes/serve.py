@@ -34,16 +34,16 @@ from embedserve.processes.loading import (
     prepared,
     restore_all,
 )
+from embedserve.processes.log_lines import JsonLines, TextLines
 from embedserve.processes.ports import Ports, SharedPorts, claim_ports
 from embedserve.processes.rollout_coordinator import RolloutCoordinator
 from embedserve.processes.startup_banner import log_ready, warn_about_settings
 from embedserve.processes.startup_server import serve_health_while_loading
 from embedserve.processes.supervisor import Supervisor
 from embedserve.shared_memory.settings import check_shared_memory
-from embedserve.terminal.console import hush_torch
-from embedserve.terminal.log_lines import JsonLines, TextLines
-from embedserve.terminal.sigterm import sigterm_interrupts
 from embedserve_store import ModelVersion, StoreError
+from embedserve_store.terminal.console import hush_torch
+from embedserve_store.terminal.sigterm import sigterm_interrupts
 
 if TYPE_CHECKING:
     from embedserve.pipeline import RequestPipeline

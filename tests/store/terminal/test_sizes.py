@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from embedserve.terminal.sizes import human_bytes, parse_bytes
+from embedserve_store.terminal.sizes import human_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from pooled import collection
 from torchrec import PoolingType
 
-from embedserve.commands.publish import report
 from embedserve_store import IdRule, publish
+from embedserve_store.commands.publish import report
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
-from embedserve.terminal.aligned_columns import grid, plain, show, write
-from embedserve.terminal.console import say
-from embedserve.terminal.stores import opened
 from embedserve_store import Alias, ModelStore, StoreError, roll_back, set_alias
+from embedserve_store.terminal.aligned_columns import grid, plain, show, write
+from embedserve_store.terminal.console import say
+from embedserve_store.terminal.stores import opened
 
 ALIKE = 0.7
 """Share of two names that is equal (difflib) where one may be a slip of the other."""

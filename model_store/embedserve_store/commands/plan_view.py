@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from embedserve.terminal.sizes import human_bytes
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan, TablePlan, shard_bytes
+from embedserve_store.terminal.sizes import human_bytes
 
 LETTERS = string.ascii_uppercase + string.ascii_lowercase
 NO_LETTER = "*"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from server.python import run_warm_python
 
-from embedserve.terminal.sigterm import sigterm_interrupts
+from embedserve_store.terminal.sigterm import sigterm_interrupts
 
 KILLED_AT_FIRST_PROGRESS = """
 import contextlib, os, signal, sys

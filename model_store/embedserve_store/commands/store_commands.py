@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from embedserve.commands.cli_errors import cli_errors
-from embedserve.commands.switch import switch
+from embedserve_store.commands.cli_errors import cli_errors
+from embedserve_store.commands.switch import switch
 
 Cache = Annotated[
     Path | None,
@@ -32,7 +32,7 @@ def inspect_store(
 ) -> None:
     """Show what a store, a model or a version holds."""
     with cli_errors():
-        from embedserve.commands.inspect import inspect as run
+        from embedserve_store.commands.inspect import inspect as run
 
         run(store, model, version, cache)
 
@@ -45,7 +45,7 @@ def verify(
 ) -> None:
     """Reread a version and check every byte against its checksums."""
     with cli_errors():
-        from embedserve.commands.verify import verify as run
+        from embedserve_store.commands.verify import verify as run
 
         run(store, model, version, cache)
 
@@ -66,7 +66,7 @@ def diff(
     rules or weights.
     """
     with cli_errors():
-        from embedserve.commands.diff import diff as run
+        from embedserve_store.commands.diff import diff as run
 
         is_same_layout = run(versions, cache)
     if not is_same_layout:
@@ -102,7 +102,7 @@ def alias(
 ) -> None:
     """Show, move or remove a model's aliases: names for versions, such as stable."""
     with cli_errors():
-        from embedserve.commands.alias import change_alias, show_aliases
+        from embedserve_store.commands.alias import change_alias, show_aliases
 
         if remove and version:
             raise ValueError(f"--remove takes no version, found {version!r}")
@@ -126,7 +126,7 @@ def rollback(
 ) -> None:
     """Move an alias back to the version before, and take away what others have of its requests."""
     with cli_errors():
-        from embedserve.commands.alias import roll_back_alias
+        from embedserve_store.commands.alias import roll_back_alias
 
         roll_back_alias(store, model, alias, to or None, why)
 
@@ -139,7 +139,7 @@ def note(
 ) -> None:
     """Keep a note beside a version, which itself never changes."""
     with cli_errors():
-        from embedserve.commands.note import note as run
+        from embedserve_store.commands.note import note as run
 
         run(store, model, version, text)
 
@@ -152,7 +152,7 @@ def prune(
 ) -> None:
     """Remove old versions of a model, but those that an alias names or a server has open."""
     with cli_errors():
-        from embedserve.commands.prune import prune as run
+        from embedserve_store.commands.prune import prune as run
 
         run(store, model, keep, dry_run)
 
@@ -164,6 +164,6 @@ def delete(
 ) -> None:
     """Remove one version of a model, unless it is the newest, or has an alias, or is open."""
     with cli_errors():
-        from embedserve.commands.delete import delete as run
+        from embedserve_store.commands.delete import delete as run
 
         run(store, model, version)

@@ -16,9 +16,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from embedserve.terminal.sanitize import sanitize
-from embedserve.terminal.sizes import human_bytes
 from embedserve_store import Progress as TableProgress
+from embedserve_store.terminal.sanitize import sanitize
+from embedserve_store.terminal.sizes import human_bytes
 
 console = Console(stderr=True)
 

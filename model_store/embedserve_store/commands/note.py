@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from embedserve.terminal.console import say
 from embedserve_store import add_note
+from embedserve_store.terminal.console import say
 
 
 def note(store: str, model: str, version: str, text: str) -> None:

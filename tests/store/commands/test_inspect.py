@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from embedserve.commands.cli import app
-from embedserve.commands.inspect import compared_lines, describe_ids
 from embedserve_store import IdRule, StoreError
+from embedserve_store.commands.inspect import compared_lines, describe_ids
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
 

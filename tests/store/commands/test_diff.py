@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from writable import writable
 
 from embedserve.commands.cli import app
-from embedserve.commands.diff import VersionName, parse
+from embedserve_store.commands.diff import VersionName, parse
 from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest_checksum import sealed_json
 from embedserve_store.local_store import LocalStore

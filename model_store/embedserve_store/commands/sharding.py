@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from embedserve.commands.per_table_option import parse_per_table_option
+from embedserve_store.commands.per_table_option import parse_per_table_option
 from embedserve_store.plans.plan import Plan, read_plan
 
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 import orjson
 
-from embedserve.terminal.sanitize import sanitize
+from embedserve_store.terminal.sanitize import sanitize
 
 INDENT = "    "
 """Before each line of a traceback."""

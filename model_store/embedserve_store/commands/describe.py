@@ -6,12 +6,12 @@ from pathlib import Path
 
 import typer
 
-from embedserve.terminal.console import say
 from embedserve_store.errors import StoreError
 from embedserve_store.goldens.expected import read_expected
 from embedserve_store.sources.checkpoint import open_checkpoint
 from embedserve_store.sources.description import read_description
 from embedserve_store.sources.description_draft import draft_description
+from embedserve_store.terminal.console import say
 
 
 def describe(checkpoint: Path, prefix: str, output: Path | None, expected: Path | None) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from embedserve.commands.plan_view import bar, show_plan, where
+from embedserve_store.commands.plan_view import bar, show_plan, where
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from embedserve.terminal.console import say
 from embedserve_store import prune as prune_versions
+from embedserve_store.terminal.console import say
 
 
 def prune(store: str, model: str, keep: int, is_trial: bool) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from embedserve.terminal.console import console
-from embedserve.terminal.sizes import human_bytes
 from embedserve_store import ModelStore, ModelVersion
 from embedserve_store.remote.remote_files import TransferProgress
+from embedserve_store.terminal.console import console
+from embedserve_store.terminal.sizes import human_bytes
 
 
 def load_version(store: str, cache: Path | None, model: str, version: str | None) -> ModelVersion:

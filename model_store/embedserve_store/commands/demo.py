@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from embedserve.commands.publish import describe_error
-from embedserve.terminal.console import hush_torch, say, step_progress
-from embedserve.terminal.sigterm import sigterm_interrupts
-from embedserve.terminal.sizes import human_bytes
 from embedserve_store import ModelStore
+from embedserve_store.commands.publish import describe_error
 from embedserve_store.demo import build_demo
 from embedserve_store.demo.labels import labels_path, write_labels
+from embedserve_store.terminal.console import hush_torch, say, step_progress
+from embedserve_store.terminal.sigterm import sigterm_interrupts
+from embedserve_store.terminal.sizes import human_bytes
 
 
 def demo(

@@ -9,7 +9,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from embedserve.terminal.sanitize import sanitize
+from embedserve_store.terminal.sanitize import sanitize
 
 WIDTH_MAX = 10_000
 

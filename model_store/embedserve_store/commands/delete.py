@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from embedserve.terminal.console import say
 from embedserve_store import remove_version
+from embedserve_store.terminal.console import say
 
 
 def delete(store: str, model: str, version: int) -> None:

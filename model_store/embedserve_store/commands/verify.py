@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from embedserve.terminal.console import say, table_progress
-from embedserve.terminal.sizes import human_bytes
-from embedserve.terminal.stores import load_version
 from embedserve_store import verification
 from embedserve_store.format.manifest_checksum import is_sealed
+from embedserve_store.terminal.console import say, table_progress
+from embedserve_store.terminal.sizes import human_bytes
+from embedserve_store.terminal.stores import load_version
 
 
 def verify(store: str, model: str, version: str | None, cache: Path | None) -> None:

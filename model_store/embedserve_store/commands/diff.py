@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from embedserve.terminal.aligned_columns import grid, show, write
-from embedserve.terminal.console import table_progress
-from embedserve.terminal.stores import load_version
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.comparison.version_diff import TableDiff, VersionDiff, compare
+from embedserve_store.terminal.aligned_columns import grid, show, write
+from embedserve_store.terminal.console import table_progress
+from embedserve_store.terminal.stores import load_version
 
 NUMBERS = ("rows", "changed", "share", "drift mean", "drift max", "at row", "cosine mean")
 """Of the rows that both versions have. Drift is a changed row's relative L2 distance,

@@ -1,0 +1,1 @@
+"""The command line over a model store: publish, inspect, alias, prune and so on."""
