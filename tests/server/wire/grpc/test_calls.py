@@ -229,6 +229,18 @@ async def test_a_malformed_timeout_is_refused(peer: GrpcPeer, value: bytes) -> N
     assert peer.status(1) == (13, f"grpc-timeout is {value.decode()!r}")
 
 
+@pytest.mark.parametrize("name", [b"x-routing-key", b"grpc-timeout", b"grpc-encoding"])
+@pytest.mark.parametrize("path", [EMBED, STREAM])
+async def test_what_may_be_there_once_is_refused_twice(
+    peer: GrpcPeer, engine: FakeEngine, path: str, name: bytes
+) -> None:
+    """As over HTTP/1 and HTTP/2: each end could read another."""
+    peer.call(1, path, framed(MESSAGE), more=[(name, b"1S"), (name, b"2S")])
+    shown = name.decode().title()
+    assert peer.status(1) == (3, f"there are several {shown} headers, expected one")
+    assert engine.lookups == []
+
+
 async def test_a_deadline_that_has_passed_is_told(peer: GrpcPeer, engine: FakeEngine) -> None:
     peer.call(1, EMBED, framed(MESSAGE), more=[(b"grpc-timeout", b"0n")])
     assert peer.status(1)[0] == 4
