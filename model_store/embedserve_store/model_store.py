@@ -90,7 +90,7 @@ class ModelStore:
         changes = self.alias_changes(model)
         alias = self._alias(model, name, max(changes[name])) if name in changes else None
         if alias is None or alias.version is None:
-            there = ", ".join(sorted(changes.keys() - {name})) or "none"
+            there = ", ".join(self.aliases(model)) or "none"
             raise UnknownAliasError(
                 f"{self.where}/{model}: {name!r} is no version and no alias, aliases are {there}"
             )

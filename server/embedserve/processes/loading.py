@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from embedserve.config import ServeSettings, check_device
 from embedserve.model_names import split_name
 from embedserve_store import ModelStore, ModelVersion, StoreError, verify
-from embedserve_store.errors import missing_model
+from embedserve_store.errors import UnknownAliasError, missing_model
 from embedserve_store.format.tables_file import Progress
 from embedserve_store.memory.available_memory import available_bytes
 from embedserve_store.memory.resident_tables import check_room, huge_page_bytes, make_resident
@@ -56,7 +56,39 @@ def open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
             raise ValueError(
                 f"default_model is {default!r}, but what is served is {', '.join(wanted)}"
             )
-        return {name: load_named(store, name) for name in wanted}
+        return _loaded(store, wanted, default)
+
+
+def _loaded(store: ModelStore, wanted: Sequence[str], default: str) -> dict[str, ModelVersion]:
+    """Loads what is ``wanted``, without aliases that were removed, as by a rollback, beside other
+    versions of their model: a server that is started again answers as those that went on.
+
+    Args:
+        default: the name of a model or of a version that is never left out.
+
+    Raises:
+        StoreError: one cannot be loaded, or an alias that never was there is wanted.
+    """
+    versions: dict[str, ModelVersion] = {}
+    removed: dict[str, UnknownAliasError] = {}
+    for name in wanted:
+        try:
+            versions[name] = load_named(store, name)
+        except UnknownAliasError as error:
+            if name == default or not store.alias_history(*split_name(name)):
+                raise
+            removed[name] = error
+    served = {split_name(name)[0] for name in versions}
+    for name, unknown in removed.items():
+        if split_name(name)[0] not in served:
+            raise unknown
+        logger.warning(
+            "%s is not served, its alias was removed: once it is set again, start the server again "
+            "or have it load %s",
+            name,
+            name,
+        )
+    return versions
 
 
 def opened_in_time(

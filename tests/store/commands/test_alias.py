@@ -151,3 +151,26 @@ def test_a_rollback_tells_what_it_did(two: Path) -> None:
     assert run("rollback", two, "m", "--to", "2")[2] == "m: stable is version 2: it was version 1\n"
     code, _, said = run("rollback", two, "m", "--alias", "stble")
     assert (code, said) == (1, f"embedserve: {two}/m: no alias 'stble', aliases are stable\n")
+
+
+def test_a_start_leaves_out_an_alias_that_a_rollback_removed(
+    two: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Servers that are started again after it answer as those that went on; a name that never was
+    an alias, or all that is served of a model, is no such name."""
+    for version in ("1", "2"):
+        run("alias", two, "m", "stable", version)
+    run("alias", two, "m", "canary", "2", "--share", "10")
+    run("rollback", two, "m")
+    names = ("m@canary", "m@stable")
+    versions = open_versions(ServeSettings(str(two), model=names))
+    assert {name: one.manifest.version for name, one in versions.items()} == {"m@stable": 1}
+    (message,) = caplog.messages
+    assert message.startswith("m@canary is not served, its alias was removed: ")
+    for settings in (
+        ServeSettings(str(two), model=("m@stable", "m@cannary")),
+        ServeSettings(str(two), model=("m@canary",)),
+        ServeSettings(str(two), model=names, default_model="m@canary"),
+    ):
+        with pytest.raises(StoreError, match="is no version and no alias, aliases are stable"):
+            open_versions(settings)

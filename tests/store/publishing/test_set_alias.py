@@ -58,6 +58,8 @@ def test_one_that_is_removed_is_none_and_keeps_its_history(store: Path) -> None:
     assert [one.version for one in models.alias_history("m", "stable")] == [None, 1]
     with pytest.raises(StoreError, match=r"store/m: 'stable' is no version and no alias, .* none$"):
         models.load("m", "stable")
+    with pytest.raises(StoreError, match=r"'stble' is no version and no alias, aliases are none$"):
+        models.load("m", "stble")
     with pytest.raises(StoreError, match="store/m: no alias 'stable' to remove"):
         set_alias(store, "m", "stable", None)
     assert set_alias(store, "m", "stable", 2).number == 3
