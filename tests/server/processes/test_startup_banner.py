@@ -1,13 +1,15 @@
-"""What a server says of its models when it is ready."""
+"""What a server says of its settings when it starts, and of its models when it is ready."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from server.fake_models import model_info
+from server.python import run_python
 
 from embedserve.config import ServeSettings
 from embedserve.processes.ports import SharedPorts
@@ -70,3 +72,13 @@ def test_settings_that_are_likely_a_mistake_are_logged(
     for message, start in zip(caplog.messages, expected, strict=True):
         assert start in message
     assert all(record.levelno == logging.WARNING for record in caplog.records)
+
+
+def test_a_start_logs_them_once(tmp_path: Path) -> None:
+    """Also with workers, and before anything is loaded: here there is nothing to load."""
+    options = ["--host", "0.0.0.0", "--http-port", "0", "--grpc-port", "0", "--workers", "2"]
+    arguments = ["embedserve", "serve", str(tmp_path), *options]
+    code = f"import sys; from embedserve.__main__ import main; sys.argv = {arguments}; main()"
+    done = run_python("-c", code)
+    assert done.returncode == 1
+    assert done.stderr.count("without tokens and without TLS") == 1
