@@ -31,59 +31,64 @@ def limit(default: float, sentence: str) -> Any:
 class Limits:
     """How much work the server takes on, in a request, in a batch and in the queue."""
 
-    body_bytes_max: int = limit(32 * MIB, "Bytes of one request's body or message.")
-    request_examples_max: int = limit(65_536, "Examples of one request.")
-    request_features_max: int = limit(4096, "Features that one request names.")
-    request_ids_max: int = limit(1_048_576, "Ids of one request.")
+    body_bytes_max: int = limit(32 * MIB, "Bytes of one request body or message.")
+    request_examples_max: int = limit(65_536, "Examples in one request.")
+    request_features_max: int = limit(4096, "Features named by one request.")
+    request_ids_max: int = limit(1_048_576, "Ids in one request.")
     request_values_max: int = limit(
         131_072,
-        "Values of one request that are read one by one: of JSON its commas and opening brackets "
-        "are counted, of protobuf its keys, strings and what is not packed, of Arrow its strings.",
+        "Values of one request that are parsed one at a time: commas and opening brackets of "
+        "JSON; keys, strings and unpacked numbers of protobuf; strings of Arrow.",
     )
     request_text_bytes_max: int = limit(
         4 * MIB,
-        "Bytes of one request's JSON, of a protobuf message beside its numbers, or of Arrow's "
+        "Bytes of one request's JSON, of a protobuf message without its numbers, or of Arrow's "
         "strings.",
     )
-    request_output_bytes_max: int = limit(64 * MIB, "Bytes of one answer's float32 values.")
+    request_output_bytes_max: int = limit(64 * MIB, "Bytes of float32 values in one response.")
     batch_ids_max: int = limit(
-        262_144, "Ids of a batch of several requests; a larger request is a batch of its own."
+        262_144, "Ids in a batch of several requests; a larger request is a batch of its own."
     )
-    batch_output_bytes_max: int = limit(8 * MIB, "Bytes of such a batch's float32 values.")
+    batch_output_bytes_max: int = limit(
+        8 * MIB, "Bytes of float32 values in a batch of several requests."
+    )
     queue_examples_max: int = limit(
         131_072,
-        "Examples waiting before requests are refused; of one connection, half of them.",
+        "Examples in a model's queue; the server rejects requests beyond it. One connection "
+        "may hold half.",
     )
     queue_ids_max: int = limit(
-        2_097_152, "Ids waiting before requests are refused; of one connection, half of them."
+        2_097_152,
+        "Ids in a model's queue; the server rejects requests beyond it. One connection may "
+        "hold half.",
     )
     connections_max: int = limit(
-        16_384, "Open connections of a process; past it new ones are closed."
+        16_384, "Open connections of a process; the server closes new ones beyond it."
     )
     connection_age_s_max: float = limit(
         0.0,
-        "Seconds, a tenth more or less, after which a client is asked to connect anew, as behind "
-        "several servers it must to be spread over them again: over HTTP/2 by GOAWAY, over "
-        "HTTP/1.1 by Connection: close; what is under way goes on. 0: never.",
+        "Seconds, plus or minus a tenth, after which the server asks a client to reconnect, so "
+        "that load balancers spread clients again: GOAWAY over HTTP/2, Connection: close over "
+        "HTTP/1.1. Requests in flight complete. 0: never.",
     )
     connection_bytes_max: int = limit(
         1024 * MIB,
-        "Bytes that the connections of a process hold, in all: requests that have not come whole, "
-        "and answers that clients have not read; past it those with most are cut.",
+        "Bytes held by all connections of a process: incomplete requests and unread responses. "
+        "Beyond it the server closes the connections that hold most.",
     )
     shared_memory_regions_max: int = limit(
-        256, "Regions of shared memory that are registered at once; by one token, half of them."
+        256, "Registered shared-memory regions; one token may register half."
     )
     shared_memory_bytes_max: int = limit(
-        1024 * MIB, "Bytes of all these regions; of those of one token, half of them."
+        1024 * MIB, "Bytes of all registered regions; one token may register half."
     )
     delay_ms_max: float = limit(
-        0.0, "How long a lone request waits for company, for GPUs; 0: it does not."
+        0.0, "Milliseconds that a request waits for others to join its batch, for GPUs. 0: none."
     )
     inline_bytes_max: int = limit(
         8 * MIB,
-        "Rows read and values written by a batch that runs on the event loop's thread, about a "
-        "millisecond of work; a larger one runs in a thread of its own.",
+        "Bytes read and written by a batch that runs on the event loop's thread, about a "
+        "millisecond of work; a larger batch runs in a lookup thread.",
     )
 
     def said(self, name: str) -> str:
@@ -100,160 +105,167 @@ class ServeSettings:
 
     store: str
     """A folder, or the URL of a remote store."""
-    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for all interfaces.")
     allowed_host: tuple[str, ...] = setting(
         (),
-        "A name that requests may have as their Host, beside localhost and loopback addresses, "
-        "where a port on a loopback address has neither tokens nor TLS: a web site can make its "
-        "own name resolve to this host. May be repeated; * for any, where a proxy checks it.",
+        "Host name that requests may use besides localhost and loopback addresses. It is "
+        "checked on loopback ports without tokens and TLS, because a web site can make its own "
+        "name resolve to this host. Repeatable; * allows any, for use behind a proxy that "
+        "checks it.",
     )
     trusted_proxy: tuple[str, ...] = setting(
         (),
         "Address or network, such as 10.0.0.0/8, of a proxy whose Forwarded or X-Forwarded-For "
-        "header tells the log a client's address. May be repeated.",
+        "header gives the client address for the log. Repeatable.",
     )
-    http_port: int = setting(8000, "REST, health and metrics; 0: any.", min=0, max=65535)
-    grpc_port: int = setting(8001, "gRPC; 0: any.", min=0, max=65535)
+    http_port: int = setting(
+        8000, "Port for REST, health and metrics. 0: any free port.", min=0, max=65535
+    )
+    grpc_port: int = setting(8001, "Port for gRPC. 0: any free port.", min=0, max=65535)
     management_port: int = setting(
         -1,
-        "Takes metrics, the pages and which models there are off the two ports, where health alone "
-        "stays; 0: any; -1: they stay there.",
+        "Separate port for metrics, docs, console and model listing; the main ports then serve "
+        "inference and health only. 0: any free port; -1: no separate port.",
         min=-1,
         max=65535,
     )
     management_host: str = setting(
         "127.0.0.1",
-        "Address of the management port. On a loopback address it asks for no token and takes no "
-        "TLS; any other needs --tokens.",
+        "Address of the management port. On a loopback address it needs neither tokens nor "
+        "TLS; any other address requires --tokens.",
     )
     http_uds: str = setting(
         "",
-        "Path of a Unix socket that takes, from callers on this host, what the HTTP port takes, "
-        "without TLS. Default: none.",
+        "Path of a Unix socket that serves local clients as the HTTP port does, without TLS. "
+        "Default: none.",
     )
-    grpc_uds: str = setting("", "The same beside the gRPC port. Default: none.")
+    grpc_uds: str = setting(
+        "",
+        "Path of a Unix socket that serves local clients as the gRPC port does, without TLS. "
+        "Default: none.",
+    )
     uds_mode: str = setting(
-        "600", "Octal mode of the files of both: who may write may connect, 660 for a group."
+        "600",
+        "Octal mode of both socket files; write permission allows connecting, 660 allows a group.",
     )
     shared_memory: str = setting(
         "",
-        "What the names of files in /dev/shm begin with that callers may have ids read from and "
-        "answers written to, by the Open Inference Protocol: such as /ranker-, or / for any. Needs "
-        "one worker, and ports that this host alone reaches. Default: off.",
+        "Prefix of the /dev/shm files that clients may register for shared-memory input and "
+        "output (Open Inference Protocol), such as /ranker-; / allows any. Requires one worker "
+        "and loopback ports. Default: off.",
     )
     grpc_server: str = setting(
         "native",
-        "native: by this server itself, on both ports; grpcio: by grpcio's own server on the gRPC "
-        "port, slower, to compare with.",
+        "native: this server's own HTTP/2 on both ports; grpcio: grpcio's server on the gRPC "
+        "port, slower, for comparison.",
     )
     tls_cert: str = setting(
         "",
-        "PEM file of this server's certificate and those that lead to its root; both ports then "
-        "take TLS only. It and the two below are read again when they change.",
+        "PEM file with the server certificate and its chain; both ports then require TLS. "
+        "Reloaded on change, as are the next two files.",
     )
-    tls_key: str = setting("", "PEM file of the certificate's key, not locked by a password.")
+    tls_key: str = setting("", "PEM file with the certificate's private key, without a password.")
     tls_client_ca: str = setting(
         "",
-        "PEM file of those whose certificates clients must show, and of their revocation lists, if "
-        "any. Default: clients need none.",
+        "PEM file with the CAs of client certificates, and their revocation lists, if any; "
+        "clients must then present one. Default: no client certificates.",
     )
     tokens: str = setting(
         "",
-        "File of those who may ask, a line for each, as `embedserve token` makes them; read again "
-        "when it changes. Default: everybody may.",
+        "Token file, one JSON object per line as written by `embedserve token`; reloaded on "
+        "change. Default: no authentication.",
     )
     labels: str = setting(
         "",
-        "JSON file of what people call ids, for the console: "
-        '`{"MODEL": {"TABLE": {"ID": "LABEL"}}}`; read at the start.',
+        'JSON file with names for ids, shown by the console: `{"MODEL": {"TABLE": {"ID": '
+        '"LABEL"}}}`; read at startup.',
     )
     model: tuple[str, ...] = setting(
         (),
-        "A model to serve, NAME, NAME@VERSION or NAME@ALIAS; may be repeated, also for several "
-        "versions of one model, of which the first answers what names none. Default: all of the "
-        "store, the newest version of each.",
+        "Model to serve: NAME, NAME@VERSION or NAME@ALIAS. Repeatable, also for several "
+        "versions of one model; the first then answers requests that name none. Default: the "
+        "newest version of every model in the store.",
     )
     follow: str = setting(
         "none",
-        "alias: models named NAME@ALIAS move with it while they are served; latest: those named "
-        "without a version move to each newer one, too; none: what is served changes at a start, "
-        "and at a SIGHUP.",
+        "none: served versions change only at startup and on SIGHUP; alias: models given as "
+        "NAME@ALIAS follow their alias; latest: models given without a version also follow the "
+        "newest version.",
     )
-    follow_s: float = setting(
-        10.0, "Seconds between two looks at what the store says.", min=0.1, max=86400
-    )
+    follow_s: float = setting(10.0, "Seconds between two polls of the store.", min=0.1, max=86400)
     wait: bool = setting(
-        False, "Wait for the models while the store does not have them, or cannot be reached."
+        False,
+        "Wait at startup for models that the store does not have yet, and for a store that is "
+        "unreachable.",
     )
     default_model: str = setting(
-        "", "Answers requests that name none. Default: the model, if only one is served."
+        "", "Model for requests that name none. Default: the only model, if one is served."
     )
     cache: str = setting(
-        "", "Folder for what is pulled from a remote store. Default: ~/.cache/embedserve."
+        "", "Folder for versions pulled from a remote store. Default: ~/.cache/embedserve."
     )
     devices: str = setting(
         "auto",
-        "cuda; cpu, as many ranks in memory as the plan has; cpu:N, so many; or auto: GPUs where "
-        "they hold all models, else cpu.",
+        "auto: GPUs if they hold all models, else cpu; cuda; cpu: as many in-memory ranks as "
+        "the plan has; cpu:N: N in-memory ranks.",
     )
     gpu_layout: str = setting(
         "auto",
-        "Of several GPUs: replicas, each has all models, and a batch goes to the one with the "
-        "least to do; shards, the tables are divided over them by the plan; auto: replicas where "
-        "all models fit on each, else shards.",
+        "Use of several GPUs. replicas: each GPU holds all models, and a batch goes to the "
+        "least busy one; shards: the plan divides the tables over them; auto: replicas if all "
+        "models fit on each GPU, else shards.",
     )
-    strict_plan: bool = setting(
-        False, "Refuse to start where the stored plan does not fit the host."
-    )
+    strict_plan: bool = setting(False, "Refuse to start if the stored plan does not fit the host.")
     lookup: str = setting(
         "compiled",
-        "compiled: traced or scripted to tensor operations; eager: DistributedModelParallel's own "
-        "forward on a KeyedJaggedTensor, slower, to compare and to debug.",
+        "compiled: traced or scripted to tensor operations; eager: DistributedModelParallel's "
+        "own forward on a KeyedJaggedTensor, slower, for comparison and debugging.",
     )
     workers: int = setting(
         1,
-        "Processes that share the ports and the tables, one for each core to serve from.",
+        "Processes that share the ports and the tables; use one per core that serves.",
         min=1,
         max=256,
     )
     worker_hang_s: float = setting(
         10.0,
-        "Seconds without a sign of life after which one of several workers is replaced, and a "
-        "server of one process ends with exit code 1, to be started again; 2 or more, 0: never.",
+        "Seconds without a heartbeat after which a worker is replaced; a server of one process "
+        "exits with code 1 instead, so that it is restarted. At least 2; 0: never.",
         min=0,
         max=3600,
     )
     tables: str = setting(
         "mapped",
-        "mapped: read from the files as they are needed; resident: first copied into memory, in "
-        "huge pages where the host has them.",
+        "mapped: read from the files on demand; resident: copied into memory first, in huge "
+        "pages if the host has them.",
     )
-    verify: bool = setting(False, "First check every byte of the store against its checksums.")
+    verify: bool = setting(
+        False, "Check every byte of the store against its checksums before serving."
+    )
     drain_s: float = setting(
         10.0, "Seconds that accepted requests may take after SIGTERM.", min=0, max=3600
     )
     log_level: str = setting("info", "debug, info, warning or error.")
-    log_format: str = setting("text", "text, or json: an object for each line of the log.")
+    log_format: str = setting("text", "text, or json: one JSON object per line.")
     slow_ms: float = setting(
         1000.0,
-        "Requests that take longer are logged, with where their time went; 0: none are.",
+        "Requests that take longer are logged with their latency breakdown. 0: none are logged.",
         min=0,
         max=LIMIT_MAX,
     )
     server_timing: bool = setting(
         False,
-        "Every answer tells where its time went: in the header Server-Timing, in gRPC's trailers.",
+        "Return the latency breakdown with every response: Server-Timing header, or gRPC trailer.",
     )
     otlp_endpoint: str = setting(
         "",
-        "URL of an OpenTelemetry collector that takes OTLP over HTTP, such as "
-        "http://localhost:4318, which the spans of requests are sent to; needs the extra `otel`. "
-        "Default: there are no traces.",
+        "URL of an OpenTelemetry collector (OTLP over HTTP), such as http://localhost:4318, "
+        "that receives the spans of requests; requires the extra `otel`. Default: no traces.",
     )
     trace_share: float = setting(
         0.0,
-        "Percent of the requests without a traceparent that are traced; one with it says for "
-        "itself whether it is.",
+        "Sampling rate, in percent, for requests without a traceparent header; with one, its "
+        "sampled flag decides.",
         min=0,
         max=100,
     )
