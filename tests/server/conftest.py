@@ -11,7 +11,7 @@ import pytest
 from server.fake_engine import FakeEngine, model_info
 from server.gate import Gate
 from server.live import Live, live_server, make_pipeline
-from server.python import run_warm_python
+from server.small_store import publish_small_model
 from server.waiting import given_up_after
 
 from embedserve.api.management import management_app
@@ -23,19 +23,6 @@ from embedserve.wire.asgi import EmbedEndpoint
 
 MakeBatcher = Callable[[Limits], Batcher]
 TEST_S_MAX = 30
-
-PUBLISH = """
-import sys, torch
-from embedserve.commands.cli import app
-checkpoint, tables, store = sys.argv[1:]
-torch.save({"embedding_bags.t_user.weight": torch.ones(7, 4)}, checkpoint)
-options = "--model shop --sharding row_wise --world-size 2"
-app(["publish", checkpoint, tables, store, *options.split()])
-"""
-TABLES = """
-tables:
-- {name: t_user, num_embeddings: 7, embedding_dim: 4, feature_names: [user], pooling: sum}
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -113,10 +100,4 @@ async def live(engine: FakeEngine, limits: Limits, grpc_server: str) -> AsyncIte
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with one small model, published in another process: torch stays out of this one."""
-    folder = tmp_path_factory.mktemp("store")
-    (folder / "tables.yaml").write_text(TABLES)
-    done = run_warm_python(
-        "-c", PUBLISH, folder / "model.pt", folder / "tables.yaml", folder / "store"
-    )
-    assert done.returncode == 0, done.stderr
-    return folder / "store"
+    return publish_small_model(tmp_path_factory.mktemp("store"))

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from embedserve import __version__
+from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.serve_options import with_settings_as_options
 from embedserve.commands.server_commands import (
     Ca,
@@ -24,8 +25,7 @@ from embedserve.commands.server_commands import (
     shadow,
     token,
 )
-from embedserve_store.commands.cli_errors import cli_errors
-from embedserve_store.commands.store_commands import (
+from embedserve.commands.store_commands import (
     Cache,
     alias,
     delete,
@@ -36,7 +36,7 @@ from embedserve_store.commands.store_commands import (
     rollback,
     verify,
 )
-from embedserve_store.commands.switch import Command, Group, switch
+from embedserve.commands.switch import Command, Group, switch
 
 app = typer.Typer(
     name="embedserve",

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from embedserve.commands.cli_errors import check_engine, cli_errors
+from embedserve.commands.switch import switch
 from embedserve.config import Limits, ServeSettings
-from embedserve_store.commands.cli_errors import check_engine, cli_errors
-from embedserve_store.commands.switch import switch
 
 Ca = Annotated[
     Path | None,

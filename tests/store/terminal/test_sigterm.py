@@ -17,7 +17,7 @@ KILLED_AT_FIRST_PROGRESS = """
 import contextlib, os, signal, sys
 import torch
 from embedserve.commands.cli import app
-from embedserve.commands import demo, publish
+from embedserve_store.commands import demo, publish
 
 @contextlib.contextmanager
 def killed(*_):

@@ -1,6 +1,6 @@
 """Clients that no server should have to do with, some at a time, in a process of their own.
 
-What they do is that of tests/hostile and tests/fuzz; here it goes on while others are served.
+What they do is that of tests/hostile and tools/fuzz; here it goes on while others are served.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whether a server speaks the Open Inference Protocol, version 2: each clause asked for, over REST
 and gRPC, and a line for each.
 
-    python tests/interop/conformance/open_inference.py --model movies
+    python tools/conformance/open_inference.py --model movies
 
 What a request may hold is told by the model's own metadata. Every input is sent empty, for two
 examples, so that any model of embedserve answers it; other servers need a model of such tensors
@@ -16,14 +16,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "proto"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "proto"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import grpc
 import httpx
-from interop.conformance import grpc_clauses as rpc
-from interop.conformance import rest_clauses as rest
-from interop.conformance.asked import ANSWER_S_MAX, Asked
+from conformance import grpc_clauses as rpc
+from conformance import rest_clauses as rest
+from conformance.asked import ANSWER_S_MAX, Asked
 
 CLAUSES: tuple[Callable[[Asked], None], ...] = (
     rest.server_metadata,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
-from interop.conformance.asked import (
+from conformance.asked import (
     ANSWER_S_MAX,
     Asked,
     check_outputs,

@@ -1,6 +1,6 @@
 """Which clauses of open_inference.py NVIDIA's Triton keeps: where it does not, either is wrong.
 
-    python tests/interop/conformance/of_triton.py          # after make bench-peers
+    python tools/conformance/of_triton.py          # after make bench-peers
 
 Serves a model with the tensors of ours. Tells and ends as open_inference.py does.
 """
@@ -17,8 +17,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from running_servers import free_port
 from servers.triton import Triton

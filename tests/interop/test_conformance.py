@@ -10,7 +10,7 @@ import pytest
 from interop.lookups import SHARED_MEMORY
 from running_servers import Running
 
-SCRIPT = Path(__file__).with_name("open_inference.py")
+SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "conformance" / "open_inference.py"
 RUN_S_MAX = 120
 
 

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from interop.conformance.asked import BYTES_OF, Asked, check_error, check_outputs
+from conformance.asked import BYTES_OF, Asked, check_error, check_outputs
 
 LENGTH_HEADER = "Inference-Header-Content-Length"
 SHARED_MEMORY = "/v2/systemsharedmemory"

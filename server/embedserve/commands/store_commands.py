@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from embedserve_store.commands.cli_errors import cli_errors
-from embedserve_store.commands.switch import switch
+from embedserve.commands.cli_errors import cli_errors
+from embedserve.commands.switch import switch
 
 Cache = Annotated[
     Path | None,

@@ -1,0 +1,19 @@
+"""Class names of the server are unique, so that a search for one finds one."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import embedserve
+
+
+def test_no_two_classes_share_a_name() -> None:
+    places = defaultdict(list)
+    for path in sorted(Path(embedserve.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path.name}:{node.lineno}")
+    assert len(places) > 100
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
