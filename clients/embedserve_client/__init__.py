@@ -29,8 +29,10 @@ EmbedServeClientError; see `errors`. Overloaded and Unavailable are worth anothe
 whom to trust.
 """
 
-from embedserve_client.batch import Features, Weights
 from embedserve_client.bulk import embed_in_batches
+from embedserve_client.core.batch import Features, Weights
+from embedserve_client.core.models import IdRule, ModelInfo, ModelList, TableInfo
+from embedserve_client.core.result import EmbedResult, JaggedVectors, OutputDType
 from embedserve_client.errors import (
     DeadlineExceeded,
     EmbedServeClientError,
@@ -43,11 +45,9 @@ from embedserve_client.errors import (
     Unavailable,
     UnknownModel,
 )
-from embedserve_client.models import IdRule, ModelInfo, ModelList, TableInfo
-from embedserve_client.rest import AsyncEmbedClient, EmbedClient
-from embedserve_client.result import EmbedResult, JaggedVectors, OutputDType
-from embedserve_client.rpc import AsyncGrpcEmbedClient, GrpcEmbedClient
-from embedserve_client.stream import StreamAnswer, StreamItem, StreamRequest
+from embedserve_client.grpc.client import AsyncGrpcEmbedClient, GrpcEmbedClient
+from embedserve_client.grpc.stream import StreamAnswer, StreamItem, StreamRequest
+from embedserve_client.rest.client import AsyncEmbedClient, EmbedClient
 
 __all__ = [
     "AsyncEmbedClient",

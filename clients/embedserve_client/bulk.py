@@ -10,11 +10,11 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_client.batch import Features, RequestBatch, Weights, batch_of
+from embedserve_client.core.batch import Features, RequestBatch, Weights, batch_of
+from embedserve_client.core.result import EmbedResult, OutputDType
 from embedserve_client.errors import EmbedServeClientError, InvalidRequest
-from embedserve_client.rest import EmbedClient
-from embedserve_client.result import EmbedResult, OutputDType
-from embedserve_client.rpc import GrpcEmbedClient
+from embedserve_client.grpc.client import GrpcEmbedClient
+from embedserve_client.rest.client import EmbedClient
 
 EXAMPLES = 1024
 IN_FLIGHT = 4

@@ -21,7 +21,7 @@ from locust.env import Environment
 from locust.exception import CatchResponseError
 
 from embedserve_client import EmbedServeClientError, GrpcEmbedClient
-from embedserve_client.wire import AnswerReader
+from embedserve_client.core.messages import AnswerReader
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 from options import LoadTest, prepare

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_client import ModelInfo, ModelList
-from embedserve_client.batch import batch_of
-from embedserve_client.wire import request_of
+from embedserve_client.core.batch import batch_of
+from embedserve_client.core.messages import request_of
 from embedserve_proto import embedding_pb2 as pb
 from ids import FeatureIds, ids_by_feature
 

@@ -12,10 +12,10 @@ import pytest
 from google.protobuf.json_format import ParseDict
 
 from embedserve_client import EmbedServeClientError
-from embedserve_client.calls import Call
-from embedserve_client.grpc_requests import GrpcRequests
-from embedserve_client.rest_requests import RestRequests
-from embedserve_client.rpc_calls import Rpc, grpc_errors
+from embedserve_client.grpc.calls import Rpc, grpc_errors
+from embedserve_client.grpc.requests import GrpcRequests
+from embedserve_client.rest.calls import Call
+from embedserve_client.rest.requests import RestRequests
 from embedserve_proto import open_inference_pb2 as pb
 
 PREFIX = f"/embedserve-test-steps-{os.getpid()}-"

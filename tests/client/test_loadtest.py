@@ -15,7 +15,7 @@ from server.fake_models import VOCABULARIES, model_info, ruled_info, unpooled_in
 from server.live import JSON, PROTOBUF, live_server
 
 from embedserve_client import IdRule, ModelInfo, ModelList, TableInfo
-from embedserve_client.models import model_list_from_json
+from embedserve_client.core.models import model_list_from_json
 from embedserve_proto import embedding_pb2 as pb
 from ids import FeatureIds, ids_by_feature, read_vocabularies, spread, zipf_ranks
 from traffic import (

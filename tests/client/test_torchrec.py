@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedserve_client.batch import batch_of
+from embedserve_client.core.batch import batch_of
+from embedserve_client.core.result import EmbedResult, Layout
 from embedserve_client.errors import InvalidRequest
-from embedserve_client.result import EmbedResult, Layout
 
 
 def test_importing_the_client_imports_no_torch() -> None:

@@ -22,7 +22,7 @@ from embedserve.commands.cli import app
 from embedserve.commands.running_server import TOKEN_BYTES_MAX, TOKEN_VARIABLE, ServerClient
 from embedserve.pipeline import RequestPipeline
 from embedserve.wire.tls.certificates import Certificates, TlsFiles
-from embedserve_client import addresses
+from embedserve_client.core import addresses
 
 NO_SHADOW = "no version runs in the shadow of another"
 BYTES_MAX = 1 << 20

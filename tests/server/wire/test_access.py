@@ -35,8 +35,8 @@ from embedserve_client import (
     PermissionDenied,
     Unauthenticated,
 )
-from embedserve_client.rest import AsyncEmbedClient
-from embedserve_client.rpc import AsyncGrpcEmbedClient
+from embedserve_client.grpc.client import AsyncGrpcEmbedClient
+from embedserve_client.rest.client import AsyncEmbedClient
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto import open_inference_pb2 as oip
 from embedserve_proto.open_inference_pb2_grpc import GRPCInferenceServiceStub

@@ -30,7 +30,7 @@ from embedserve_client import (
     TooLarge,
     UnknownModel,
 )
-from embedserve_client.calls import Call
+from embedserve_client.rest.calls import Call
 from embedserve_proto import open_inference_pb2 as pb
 
 PREFIX = f"/embedserve-test-{os.getpid()}-"

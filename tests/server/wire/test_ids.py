@@ -21,8 +21,8 @@ from embedserve_client import (
     EmbedServeClientError,
     StreamRequest,
 )
-from embedserve_client.batch import batch_of
-from embedserve_client.wire import request_of
+from embedserve_client.core.batch import batch_of
+from embedserve_client.core.messages import request_of
 
 RULED = FakeEngine(ruled_info())
 UNPOOLED = FakeEngine(unpooled_info())

@@ -27,8 +27,8 @@ from embedserve.access.grants import hash_of
 from embedserve.config import Limits
 from embedserve.wire.unix_listener import UnixListener
 from embedserve_client import EmbedClient, GrpcEmbedClient, Unauthenticated, Unavailable
-from embedserve_client.rest import AsyncEmbedClient
-from embedserve_client.rpc import AsyncGrpcEmbedClient
+from embedserve_client.grpc.client import AsyncGrpcEmbedClient
+from embedserve_client.rest.client import AsyncEmbedClient
 
 TOKEN = "es_ranker"
 OUT_OF_DESCRIPTORS = """

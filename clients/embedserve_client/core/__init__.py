@@ -1,0 +1,1 @@
+"""What the clients share: batches of ids, results, retries, addresses, credentials."""

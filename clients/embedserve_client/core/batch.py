@@ -1,0 +1,190 @@
+"""A request as flat arrays, feature-major: the fields of a KeyedJaggedTensor, without torch.
+
+Joins the features of a mapping or a table, or reads a KeyedJaggedTensor, and checks what no feature
+can know alone: equal batch sizes, weights shaped as the ids. Hands on a `Batch` to `wire`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from reprlib import repr as short
+from typing import Any, Protocol, TypeAlias, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve_client.core.bags import Bags, Values, ids_of, split, strings_of, weights_of
+from embedserve_client.core.columns import Column, columns_of, is_column, is_tensor, numpy_of
+from embedserve_client.errors import InvalidRequest
+
+
+class JaggedTensor(Protocol):
+    """What we ask of a torchrec KeyedJaggedTensor."""
+
+    def keys(self) -> Sequence[str]: ...
+    def values(self) -> Any: ...
+    def lengths(self) -> Any: ...
+    def weights_or_none(self) -> Any: ...
+
+
+Features: TypeAlias = Mapping[str, Values] | JaggedTensor | Column
+"""Each feature's ids, by its name: a mapping, a KeyedJaggedTensor, or a table, whose columns are
+the features."""
+Weights: TypeAlias = Mapping[str, Values]
+
+
+@dataclass(frozen=True)
+class RequestBatch:
+    """lengths int32 [len(keys) * batch_size] and weights float32 [sum(lengths)] are of all keys;
+    string_ids are the ids of string_keys, and ids int64 those of the other keys."""
+
+    keys: tuple[str, ...]
+    batch_size: int
+    ids: NDArray[np.int64]
+    lengths: NDArray[np.int32]
+    weights: NDArray[np.float32] | None
+    string_keys: tuple[str, ...] = ()
+    string_ids: Sequence[str] = ()
+
+
+def batch_of(features: Features, weights: Weights | None = None) -> RequestBatch:
+    """The batch of a mapping or a KeyedJaggedTensor; InvalidRequest says what is wrong."""
+    if is_column(features):
+        features = columns_of(features)
+    if isinstance(features, Mapping):
+        return _batch_of_mapping(features, weights or {})
+    if not _is_jagged_tensor(features):
+        raise InvalidRequest(
+            f"features: {short(features)} is no mapping, no table and no KeyedJaggedTensor",
+            field="features",
+        )
+    if weights is not None:
+        raise InvalidRequest(
+            "weights: a KeyedJaggedTensor carries its own; give none beside it", field="weights"
+        )
+    return _batch_of_jagged_tensor(features)
+
+
+def _batch_of_mapping(features: Mapping[str, Values], weights: Weights) -> RequestBatch:
+    _check_keys(list(features))
+    bags = {key: split(f"features.{key}", value) for key, value in features.items()}
+    lengths = [bag.lengths for bag in bags.values()]
+    _check_batch_sizes(bags)
+    strings = {
+        key: found
+        for key, bag in bags.items()
+        if (found := strings_of(f"features.{key}", bag)) is not None
+    }
+    ids = [ids_of(f"features.{key}", bag) for key, bag in bags.items() if key not in strings]
+    return RequestBatch(
+        keys=tuple(features),
+        batch_size=len(lengths[0]),
+        ids=np.concatenate(ids) if ids else np.zeros(0, np.int64),
+        lengths=np.concatenate(lengths),
+        weights=_joined_weights(weights, bags) if weights else None,
+        string_keys=tuple(strings),
+        string_ids=list(chain.from_iterable(strings.values())),
+    )
+
+
+def _check_keys(keys: Sequence[object]) -> None:
+    if not keys:
+        raise InvalidRequest("features: the request names none", field="features")
+    for at, key in enumerate(keys):
+        if not isinstance(key, str) or not key:
+            raise InvalidRequest(f"features: {key!r} is no feature name", field="features")
+        if key in keys[:at]:
+            raise InvalidRequest(f"features.{key}: named twice", field=f"features.{key}")
+
+
+def _check_batch_sizes(bags: Mapping[str, Bags]) -> None:
+    first, *others = bags
+    size = len(bags[first].lengths)
+    if size == 0:
+        raise InvalidRequest(f"features.{first}: it has no example", field=f"features.{first}")
+    for key in others:
+        if len(bags[key].lengths) != size:
+            raise InvalidRequest(
+                f"features.{key}: {len(bags[key].lengths)} examples, "
+                f"but features.{first} has {size}",
+                field=f"features.{key}",
+            )
+
+
+def _joined_weights(weights: Weights, bags: Mapping[str, Bags]) -> NDArray[np.float32]:
+    """One weight per id of all features: those that have none count every id once."""
+    for key in weights:
+        if key not in bags:
+            raise InvalidRequest(
+                f"weights.{key}: the request has no feature {key!r}", field=f"weights.{key}"
+            )
+    return np.concatenate(
+        [
+            _weights_like(f"weights.{key}", weights[key], bag)
+            if key in weights
+            else np.ones(len(bag.flat), dtype=np.float32)
+            for key, bag in bags.items()
+        ]
+    )
+
+
+def _weights_like(field: str, value: Values, ids: Bags) -> NDArray[np.float32]:
+    """Weights shaped as the ids; a flat array may also be one weight per id, in their order."""
+    if is_tensor(value):
+        value = numpy_of(value)
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.size == len(ids.flat):
+        return weights_of(field, Bags(value, ids.lengths))
+    given = split(field, value)
+    if not np.array_equal(given.lengths, ids.lengths):
+        raise _misshapen(field, given.lengths, ids.lengths)
+    return weights_of(field, given)
+
+
+def _misshapen(field: str, given: NDArray[np.int32], wanted: NDArray[np.int32]) -> InvalidRequest:
+    if len(given) != len(wanted):
+        why = f"{len(given)} examples with {given.sum()} weights"
+        wants = f"{len(wanted)} with {wanted.sum()} ids"
+        return InvalidRequest(f"{field}: {why}, but the feature has {wants}", field=field)
+    example = int(np.flatnonzero(given != wanted)[0])
+    at = f"{field}[{example}]"
+    shapes = f"{_counted(given[example], 'weight')} for {_counted(wanted[example], 'id')}"
+    return InvalidRequest(f"{at}: {shapes}", field=at)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _is_jagged_tensor(features: object) -> TypeGuard[JaggedTensor]:
+    return all(hasattr(features, name) for name in ("keys", "values", "lengths", "weights_or_none"))
+
+
+def _batch_of_jagged_tensor(tensor: JaggedTensor) -> RequestBatch:
+    keys = tuple(tensor.keys())
+    _check_keys(keys)
+    if getattr(tensor, "variable_stride_per_key", bool)():
+        raise InvalidRequest(
+            "features: the KeyedJaggedTensor has another batch size for every key",
+            field="features",
+        )
+    lengths = numpy_of(tensor.lengths())
+    bags = split("features", (numpy_of(tensor.values()), lengths))
+    weights = tensor.weights_or_none()
+    return RequestBatch(
+        keys=keys,
+        batch_size=_batch_size(keys, lengths),
+        ids=ids_of("features", bags),
+        lengths=bags.lengths,
+        weights=None if weights is None else _weights_like("weights", numpy_of(weights), bags),
+    )
+
+
+def _batch_size(keys: Sequence[str], lengths: NDArray[Any]) -> int:
+    if len(lengths) % len(keys):
+        raise InvalidRequest(
+            f"features: {len(lengths)} lengths do not divide by {len(keys)} keys",
+            field="features",
+        )
+    if not len(lengths):
+        raise InvalidRequest("features: it has no example", field="features")
+    return len(lengths) // len(keys)

@@ -1,0 +1,1 @@
+"""Clients over gRPC, sync and async, and their streams."""

@@ -1,0 +1,116 @@
+"""The gRPC calls of requests with tensors in shared memory."""
+
+from functools import partial
+from typing import Any
+
+import grpc
+
+from embedserve_client.errors import (
+    EmbedServeClientError,
+    InvalidRequest,
+    PermissionDenied,
+    TooLarge,
+    Unauthenticated,
+    UnknownModel,
+)
+from embedserve_client.grpc.calls import Rpc, error_of
+from embedserve_client.shm.protocol import (
+    BYTE_SIZE,
+    DATATYPES,
+    OFFSET,
+    REGION,
+    Answer,
+    Lookup,
+    SharedMemoryRejected,
+    TensorSlice,
+    answer_of,
+    no_shared_memory,
+    reading,
+    wrong_shared_memory,
+)
+from embedserve_client.shm.regions import Region
+from embedserve_proto import open_inference_pb2 as pb
+from embedserve_proto import open_inference_pb2_grpc as pb_grpc
+
+_REFUSALS = (InvalidRequest, UnknownModel, Unauthenticated, PermissionDenied, TooLarge)
+_REFUSAL_CODES = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED)
+
+
+class GrpcSharedMemory:
+    """Makes them; `placed.PlacedCalls`."""
+
+    bytes_min = 512 << 10
+
+    def __init__(self, prefix: str, channel: Any) -> None:
+        """prefix: what the server's --shared-memory says, for messages."""
+        self._prefix = prefix
+        make_stub: Any = pb_grpc.GRPCInferenceServiceStub
+        self._stub = make_stub(channel)
+
+    def register(self, region: Region, timeout_s: float | None) -> Rpc[None]:
+        return Rpc(
+            method=self._stub.SystemSharedMemoryRegister,
+            request=pb.SystemSharedMemoryRegisterRequest(
+                name=region.name, key=region.key, offset=0, byte_size=region.nbytes
+            ),
+            read=lambda message: None,
+            timeout_s=timeout_s,
+            read_error=partial(_register_error, self._prefix),
+        )
+
+    def infer(
+        self,
+        region: Region,
+        inputs: list[TensorSlice],
+        outputs: list[TensorSlice],
+        lookup: Lookup,
+        model: str,
+        timeout_s: float | None,
+    ) -> Rpc[Answer]:
+        request = pb.ModelInferRequest(model_name=model)
+        request.parameters["output_dtype"].string_param = DATATYPES[lookup.output_dtype]
+        for one in inputs:
+            added = request.inputs.add(name=one.name, datatype=one.datatype, shape=[one.size])
+            _place(added.parameters, region, one)
+        for one in outputs:
+            _place(request.outputs.add(name=one.name).parameters, region, one)
+        return Rpc(
+            method=self._stub.ModelInfer,
+            request=request,
+            read=_read_answer,
+            timeout_s=timeout_s,
+            metadata=lookup.headers,
+            read_error=_error,
+        )
+
+
+def _place(parameters: Any, region: Region, one: TensorSlice) -> None:
+    parameters[REGION].string_param = region.name
+    parameters[OFFSET].int64_param = one.offset
+    parameters[BYTE_SIZE].int64_param = one.nbytes
+
+
+def _read_answer(message: pb.ModelInferResponse) -> Answer:
+    """ServerError where it is none."""
+    with reading():
+        outputs = [
+            (one.name, one.shape, one.datatype, REGION in one.parameters) for one in message.outputs
+        ]
+        parameters = [(name, one.int64_param) for name, one in message.parameters.items()]
+        return answer_of(message.model_name, message.model_version, outputs, parameters)
+
+
+def _register_error(prefix: str, error: Any) -> EmbedServeClientError:
+    if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+        return no_shared_memory(prefix)
+    if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
+        return wrong_shared_memory(prefix, error.details() or "")
+    return _error(error)
+
+
+def _error(error: Any) -> EmbedServeClientError:
+    """Of a request with tensors in shared memory; what is busy or failed is so without, too."""
+    said = error_of(error)
+    if isinstance(said, _REFUSALS) or error.code() in _REFUSAL_CODES:
+        return SharedMemoryRejected(error.details() or "")
+    return said

@@ -1,0 +1,194 @@
+"""Pipelined lookups over one gRPC stream: answers in the order of the requests.
+
+grpc takes the requests from `_outgoing` in its own time; for each, a step tells the reading
+side what became of it: sent with so many examples, or refused here. The reading side takes a
+step, then the answer it stands for, so that an item that failed keeps its place and the
+stream goes on. When the requests end, or grpc ends the call, a last step says so.
+"""
+
+import asyncio
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Sequence,
+)
+from dataclasses import dataclass
+from enum import Enum
+from queue import SimpleQueue
+from typing import Any, TypeAlias
+
+import grpc
+
+from embedserve_client.core.batch import Features, Weights, batch_of
+from embedserve_client.core.messages import AnswerReader, request_of
+from embedserve_client.core.result import EmbedResult, OutputDType
+from embedserve_client.errors import EmbedServeClientError, InvalidRequest, ServerError, error_from
+from embedserve_client.grpc.calls import Ending, grpc_errors
+from embedserve_proto import embedding_pb2 as pb
+
+
+@dataclass(frozen=True)
+class StreamRequest:
+    """One item of a stream, for those that need weights, name a model, or want float16 or
+    some keys."""
+
+    features: Features
+    weights: Weights | None = None
+    model: str | None = None
+    output_dtype: OutputDType = "float32"
+    output_keys: Sequence[str] = ()
+
+
+StreamItem: TypeAlias = StreamRequest | Features
+StreamAnswer: TypeAlias = EmbedResult | EmbedServeClientError
+
+
+@dataclass(frozen=True)
+class _Sent:
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class _Broken:
+    """The caller's own iterable raised."""
+
+    error: Exception
+
+
+class _End(Enum):
+    ALL_SENT = "every request was sent"
+    CUT = "the call ended first"
+
+
+_Step: TypeAlias = _Sent | InvalidRequest | _Broken | _End
+_Tell: TypeAlias = Callable[[_Step], None]
+
+
+def stream_answers(
+    open_call: Callable[[Iterator[pb.EmbedRequest]], Any],
+    items: Iterable[StreamItem],
+    answers: AnswerReader,
+) -> Generator[StreamAnswer, None, None]:
+    """The answers of a sync stream, which is cancelled when the iterator is closed early."""
+    steps: SimpleQueue[_Step] = SimpleQueue()
+    call = open_call(_outgoing(items, steps.put))
+    if not call.add_callback(lambda: steps.put(_End.CUT)):
+        steps.put(_End.CUT)
+    try:
+        while not isinstance(step := steps.get(), _End):
+            answer = _receive(call) if isinstance(step, _Sent) else None
+            yield _outcome(step, answer, answers)
+        _check_end(step, _receive(call))
+    finally:
+        call.cancel()
+
+
+async def stream_answers_async(
+    open_call: Callable[[AsyncIterator[pb.EmbedRequest]], Any],
+    items: Iterable[StreamItem] | AsyncIterable[StreamItem],
+    answers: AnswerReader,
+) -> AsyncGenerator[StreamAnswer, None]:
+    """The answers of an async stream; as `stream_answers`."""
+    steps: asyncio.Queue[_Step] = asyncio.Queue()
+    call = open_call(_outgoing_async(items, steps.put_nowait))
+    ending = Ending(call)
+    call.add_done_callback(lambda _: steps.put_nowait(_End.CUT))
+    try:
+        while not isinstance(step := await steps.get(), _End):
+            answer = await _receive_async(call, ending) if isinstance(step, _Sent) else None
+            yield _outcome(step, answer, answers)
+        _check_end(step, await _receive_async(call, ending))
+    finally:
+        call.cancel()
+
+
+def _outgoing(items: Iterable[StreamItem], tell: _Tell) -> Iterator[pb.EmbedRequest]:
+    try:
+        for item in items:
+            message, step = _encoded(item)
+            tell(step)
+            if message is not None:
+                yield message
+    except Exception as error:
+        tell(_Broken(error))
+    else:
+        tell(_End.ALL_SENT)
+
+
+async def _outgoing_async(
+    items: Iterable[StreamItem] | AsyncIterable[StreamItem], tell: _Tell
+) -> AsyncIterator[pb.EmbedRequest]:
+    try:
+        async for item in _each(items):
+            message, step = _encoded(item)
+            tell(step)
+            if message is not None:
+                yield message
+    except Exception as error:
+        tell(_Broken(error))
+    else:
+        tell(_End.ALL_SENT)
+
+
+async def _each(
+    items: Iterable[StreamItem] | AsyncIterable[StreamItem],
+) -> AsyncIterator[StreamItem]:
+    if isinstance(items, AsyncIterable):
+        async for item in items:
+            yield item
+    else:
+        for item in items:
+            yield item
+
+
+def _encoded(item: StreamItem) -> tuple[pb.EmbedRequest | None, _Step]:
+    request = item if isinstance(item, StreamRequest) else StreamRequest(item)
+    try:
+        batch = batch_of(request.features, request.weights)
+        message = request_of(batch, request.model, request.output_dtype, request.output_keys)
+    except InvalidRequest as error:
+        return None, error
+    return message, _Sent(batch.batch_size)
+
+
+def _receive(call: Any) -> pb.EmbedResponse | None:
+    """The next answer; None after the last."""
+    with grpc_errors():
+        return next(call, None)
+
+
+async def _receive_async(call: Any, ending: Ending) -> pb.EmbedResponse | None:
+    try:
+        answer = await call.read()
+    except grpc.RpcError as raised:
+        code, details = await ending.status()
+        if code is grpc.StatusCode.OK:
+            return None
+        raise error_from(code.name, details) from raised
+    return None if answer is grpc.aio.EOF else answer
+
+
+def _outcome(
+    step: _Sent | InvalidRequest | _Broken,
+    answer: pb.EmbedResponse | None,
+    answers: AnswerReader,
+) -> StreamAnswer:
+    if isinstance(step, _Broken):
+        raise step.error
+    if isinstance(step, InvalidRequest):
+        return step
+    if answer is None:
+        raise ServerError("the server ended the stream before it answered every request")
+    return answers.outcome(answer, step.batch_size)
+
+
+def _check_end(step: _End, answer: pb.EmbedResponse | None) -> None:
+    if answer is not None:
+        raise ServerError("the server sent more answers than it got requests")
+    if step is _End.CUT:
+        raise ServerError("the server ended the stream before it got every request")

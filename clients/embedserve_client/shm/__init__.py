@@ -1,0 +1,1 @@
+"""Lookups through shared memory, for clients on the host of the server."""

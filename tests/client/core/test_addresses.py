@@ -1,0 +1,101 @@
+"""Addresses are written alike for REST and gRPC."""
+
+from __future__ import annotations
+
+import pytest
+from client.fake import FakeModel
+
+from embedserve_client import EmbedClient, GrpcEmbedClient
+from embedserve_client.core.addresses import base_url_of, names_several, target_of, unix_path_of
+
+
+@pytest.mark.parametrize(
+    ("address", "base_url", "target"),
+    [
+        ("127.0.0.1:8000", "http://127.0.0.1:8000", ("127.0.0.1:8000", False)),
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000", ("127.0.0.1:8000", False)),
+        ("http://host:8000/", "http://host:8000/", ("host:8000", False)),
+        ("https://host:8443", "https://host:8443", ("host:8443", True)),
+        ("https://host", "https://host", ("host:443", True)),
+        ("http://host", "http://host", ("host:80", False)),
+        ("localhost", "http://localhost", ("localhost:80", False)),
+        ("HTTP://Host:8000", "HTTP://Host:8000", ("host:8000", False)),
+        ("[::1]:8000", "http://[::1]:8000", ("[::1]:8000", False)),
+        ("http://[::1]:8000", "http://[::1]:8000", ("[::1]:8000", False)),
+        ("unix:/run/embed", "http://localhost", ("unix:/run/embed", False)),
+    ],
+)
+def test_an_address_is_taken_by_both(address: str, base_url: str, target: object) -> None:
+    assert base_url_of(address) == base_url
+    assert target_of(address) == target
+
+
+@pytest.mark.parametrize(
+    "target", ["dns:///host:8001", "unix:/run/embed", "ipv4:1.2.3.4:5,6.7.8.9:5"]
+)
+def test_grpcs_own_targets_are_left_to_it(target: str) -> None:
+    assert target_of(target) == (target, False)
+
+
+@pytest.mark.parametrize(
+    ("target", "is_several"),
+    [
+        ("dns:///host:8001", True),
+        ("DNS:host:8001", True),
+        ("ipv4:1.2.3.4:5,6.7.8.9:5", True),
+        ("ipv6:[::1]:5", True),
+        ("host:8001", False),
+        ("https://host", False),
+        ("unix:/run/embed", False),
+        ("xds:///embed", False),
+    ],
+)
+def test_targets_that_are_several_servers_are_told(target: str, is_several: bool) -> None:
+    assert names_several(target) == is_several
+
+
+@pytest.mark.parametrize(
+    ("address", "path"),
+    [
+        ("unix:/run/embed", "/run/embed"),
+        ("unix:///run/embed", "/run/embed"),
+        ("unix:run/embed", "run/embed"),
+        ("Unix:/run/a:b c", "/run/a:b c"),
+        ("unix://host/run", None),
+        ("unix:", None),
+        ("http://unix:80", None),
+        ("host:80", None),
+    ],
+)
+def test_a_unix_socket_is_told_by_its_path(address: str, path: str | None) -> None:
+    assert unix_path_of(address) == path
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("ftp://host:8000", "http://", "http://host:port", "", ":8000"),
+        *("unix:", "unix://host/run", "unix-abstract:embed"),
+    ],
+)
+def test_what_is_no_address_of_a_rest_server_is_named(address: str) -> None:
+    with pytest.raises(ValueError, match="base_url: "):
+        EmbedClient(address)
+
+
+@pytest.mark.parametrize(
+    "address", ["http://host:8001/embed", "https://", "http://host:99999", "ftp://host", ""]
+)
+def test_what_is_no_address_of_a_grpc_server_is_named(address: str) -> None:
+    with pytest.raises(ValueError, match="target: "):
+        GrpcEmbedClient(address)
+
+
+def test_both_clients_reach_their_server_by_the_other_form(
+    rest_url: str, grpc_target: str, model: FakeModel
+) -> None:
+    with EmbedClient(rest_url.removeprefix("http://")) as client:
+        assert client.embed({"user": [1]}).batch_size == 1
+    with GrpcEmbedClient(f"http://{grpc_target}") as grpc:
+        assert grpc.embed({"user": [1]}).batch_size == 1
+    assert len(model.requests) == 2

@@ -1,0 +1,201 @@
+"""Several features as one batch, their weights, and TorchRec's KeyedJaggedTensor."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embedserve_client.core.batch import batch_of
+from embedserve_client.errors import InvalidRequest
+
+
+def test_features_are_joined_feature_major() -> None:
+    batch = batch_of(
+        {
+            "product": [[101, 202], [], [303]],
+            "user": np.array([404, 505, 606]),
+            "shop": (np.array([1, 2]), np.array([0, 2, 0])),
+        }
+    )
+
+    assert batch.keys == ("product", "user", "shop")
+    assert batch.batch_size == 3
+    assert batch.ids.tolist() == [101, 202, 303, 404, 505, 606, 1, 2]
+    assert batch.lengths.tolist() == [2, 0, 1, 1, 1, 1, 0, 2, 0]
+    assert batch.weights is None
+
+
+def test_strings_stand_apart_from_integers_and_lengths_are_of_all() -> None:
+    batch = batch_of(
+        {"title": [["a"], ["b", "c"]], "user": [[1], []], "tag": [[], ["d"]], "shop": [[], []]},
+        {"user": [[0.5], []], "tag": [[], [2.0]]},
+    )
+
+    assert batch.keys == ("title", "user", "tag", "shop")
+    assert (batch.string_keys, list(batch.string_ids)) == (("title", "tag"), ["a", "b", "c", "d"])
+    assert (batch.ids.dtype, batch.ids.tolist()) == (np.dtype(np.int64), [1])
+    assert batch.lengths.tolist() == [1, 2, 1, 0, 0, 1, 0, 0]
+    assert batch.weights is not None
+    assert batch.weights.tolist() == [1, 1, 1, 0.5, 2]
+
+
+def test_strings_alone_leave_no_integers() -> None:
+    batch = batch_of({"title": ["a"]})
+
+    assert (batch.ids.dtype, batch.ids.size) == (np.dtype(np.int64), 0)
+    assert batch.string_keys == ("title",)
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ({}, "features: the request names none"),
+        ({"": [1]}, "features: '' is no feature name"),
+        ({3: [1]}, "features: 3 is no feature name"),
+        ({"user": np.zeros((0, 2), int)}, "features.user: it has no example"),
+        ([[1]], r"features: \[\[1\]\] is no mapping, no table and no KeyedJaggedTensor"),
+        (
+            {"movie": [[1], [2]], "user": [[1]]},
+            "features.user: 1 examples, but features.movie has 2",
+        ),
+    ],
+)
+def test_wrong_features_are_named(features: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{message}$"):
+        batch_of(features)
+
+
+@pytest.mark.parametrize(
+    ("ids", "weights"),
+    [
+        ([[1, 2], [3]], [[0.5, 1.5], [2.5]]),
+        ([[1, 2], [3]], np.array([0.5, 1.5, 2.5])),
+        ([[1, 2], [3]], (np.array([0.5, 1.5, 2.5]), np.array([2, 1]))),
+        ((np.array([1, 2, 3]), np.array([2, 1])), np.array([0.5, 1.5, 2.5])),
+        ((np.array([1, 2, 3]), np.array([2, 1])), [[0.5, 1.5], [2.5]]),
+        (np.array([1, 2, 3]), [[0.5], [1.5], [2.5]]),
+        (np.array([[1, 2, 3]]), np.array([[0.5, 1.5, 2.5]])),
+        ([1, 2, 3], [0.5, 1.5, 2.5]),
+    ],
+)
+def test_weights_take_the_shape_of_the_ids(ids: Any, weights: Any) -> None:
+    batch = batch_of({"movie": ids}, {"movie": weights})
+
+    assert batch.weights is not None
+    assert batch.weights.tolist() == [0.5, 1.5, 2.5]
+
+
+def test_features_without_weights_count_every_id_once() -> None:
+    batch = batch_of({"user": [[1, 2]], "movie": [[3]]}, {"movie": [[0.5]]})
+
+    assert batch.weights is not None
+    assert batch.weights.tolist() == [1.0, 1.0, 0.5]
+
+
+def test_no_weights_are_none() -> None:
+    assert batch_of({"user": [1]}, {}).weights is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "weights", "message"),
+    [
+        ([[1, 2], [3]], [[0.5], [1.5]], r"weights.movie\[0\]: 1 weight for 2 ids"),
+        (
+            np.array([[1, 2]]),
+            np.array([[1.0], [2.0]]),
+            "weights.movie: 2 examples with 2 weights, but the feature has 1 with 2 ids",
+        ),
+        (
+            np.array([1, 2]),
+            np.array([1.0, 2.0, 3.0]),
+            "weights.movie: 3 examples with 3 weights, but the feature has 2 with 2 ids",
+        ),
+    ],
+)
+def test_weights_of_another_shape_are_refused(ids: Any, weights: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{message}$"):
+        batch_of({"movie": ids}, {"movie": weights})
+
+
+def test_weights_of_a_feature_not_asked_for_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"^weights\.film: the request has no feature 'film'$"):
+        batch_of({"movie": [1]}, {"film": [1.0]})
+
+
+class FakeTensor:
+    """The part of a torch tensor that is asked for."""
+
+    def __init__(self, values: Any) -> None:
+        self._array = np.array(values)
+
+    def detach(self) -> "FakeTensor":
+        return self
+
+    def cpu(self) -> "FakeTensor":
+        return self
+
+    def numpy(self) -> np.ndarray:
+        return self._array
+
+
+class FakeJagged:
+    """The part of a KeyedJaggedTensor that is asked for; the real one is tested below."""
+
+    def __init__(self, keys: list[str], lengths: Any, ids: Any, weights: Any = None) -> None:
+        self._keys = keys
+        self._lengths, self._ids = FakeTensor(lengths), FakeTensor(ids)
+        self._weights = None if weights is None else FakeTensor(weights)
+
+    def keys(self) -> list[str]:
+        return self._keys
+
+    def lengths(self) -> FakeTensor:
+        return self._lengths
+
+    def values(self) -> FakeTensor:
+        return self._ids
+
+    def weights_or_none(self) -> FakeTensor | None:
+        return self._weights
+
+
+def test_a_jagged_tensor_is_the_whole_request() -> None:
+    tensor = FakeJagged(["product", "user"], [2, 0, 1, 1, 1, 1], [1, 2, 3, 4, 5, 6], [0.5] * 6)
+
+    batch = batch_of(tensor)
+
+    assert (batch.keys, batch.batch_size) == (("product", "user"), 3)
+    assert batch.ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch.lengths.tolist() == [2, 0, 1, 1, 1, 1]
+    assert batch.weights is not None
+    assert batch.weights.tolist() == [0.5] * 6
+
+
+class VariableJagged(FakeJagged):
+    """One with a batch size per key."""
+
+    def variable_stride_per_key(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (FakeJagged([], [], []), "features: the request names none"),
+        (FakeJagged(["a"], [], []), "features: it has no example"),
+        (FakeJagged(["a", "a"], [1, 1], [1, 2]), "features.a: named twice"),
+        (FakeJagged(["a", "b"], [1], [1]), "features: 1 lengths do not divide by 2 keys"),
+        (FakeJagged(["a"], [1], [1, 2]), "features: the lengths sum up to 1, but there are 2"),
+        (FakeJagged(["a"], [1], [1.0]), r"features\[0\]: 1.0 is float64, not an integer id"),
+        (FakeJagged(["a"], [1], [1], [1.0, 2.0]), "weights: 2 examples with 2 weights"),
+        (VariableJagged(["a"], [1], [1]), "features: the KeyedJaggedTensor has another batch"),
+    ],
+)
+def test_a_wrong_jagged_tensor_is_refused(tensor: FakeJagged, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{message}"):
+        batch_of(tensor)
+
+
+def test_a_jagged_tensor_takes_no_weights_beside_it() -> None:
+    with pytest.raises(InvalidRequest, match="carries its own"):
+        batch_of(FakeJagged(["a"], [1], [1]), {"a": [1.0]})

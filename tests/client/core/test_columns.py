@@ -1,0 +1,171 @@
+"""Ids in columns and tables of pandas, polars and pyarrow, and in torch's tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+import torch
+
+from embedserve_client.core.bags import ids_of, split, strings_of
+from embedserve_client.core.batch import batch_of
+from embedserve_client.errors import InvalidRequest
+
+LISTS = [[1, 2], [], None, [3]]
+"""Of which None stands for a null."""
+
+
+def ids(value: Any) -> tuple[list[int], list[int]]:
+    bags = split("f", value)
+    return ids_of("f", bags).tolist(), bags.lengths.tolist()
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array(LISTS),
+        pa.array(LISTS, pa.large_list(pa.int32())),
+        pa.chunked_array([LISTS[:2], LISTS[2:]], pa.list_(pa.int64())),
+        pl.Series(LISTS),
+        pl.Series(LISTS, dtype=pl.List(pl.UInt32)),
+        pd.Series(LISTS),
+        pd.Series([np.array([1, 2]), np.array([], int), None, np.array([3])]),
+        pd.Series(LISTS, dtype=pd.ArrowDtype(pa.list_(pa.int64()))),
+        pd.Series(LISTS, index=[9, 9, 7, 5]),
+    ],
+    ids=lambda column: f"{type(column).__module__.partition('.')[0]} {type(column).__name__}",
+)
+def test_a_column_of_lists_is_a_bag_per_example(column: Any) -> None:
+    assert ids(column) == ([1, 2, 3], [2, 0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([5, None, 7]),
+        pl.Series([5, None, 7]),
+        pd.Series([5, None, 7], dtype="Int64"),
+        pa.array([5, None, 7]).dictionary_encode(),
+    ],
+    ids=lambda column: type(column).__module__,
+)
+def test_a_column_of_ids_is_one_per_example_and_null_is_none(column: Any) -> None:
+    assert ids(column) == ([5, 7], [1, 0, 1])
+
+
+def test_a_column_of_lists_of_one_length_is_read() -> None:
+    assert ids(pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int64(), 2))) == (
+        [1, 2, 3, 4],
+        [2, 0, 2],
+    )
+    assert ids(pl.Series([[1, 2], [3, 4]], dtype=pl.Array(pl.Int64, 2))) == ([1, 2, 3, 4], [2, 2])
+
+
+def test_an_empty_column_has_no_example() -> None:
+    assert ids(pa.array([], pa.list_(pa.int64()))) == ([], [])
+    assert ids(pa.chunked_array([], pa.int64())) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([["a", "b"], [], ["c"]]),
+        pl.Series([["a", "b"], [], ["c"]]),
+        pd.Series([["a", "b"], [], ["c"]]),
+        pa.array([["a", "b"], [], ["c"]], pa.list_(pa.dictionary(pa.int8(), pa.string()))),
+    ],
+    ids=lambda column: type(column).__module__,
+)
+def test_strings_in_columns_are_strings(column: Any) -> None:
+    bags = split("f", column)
+    assert strings_of("f", bags) == ["a", "b", "c"]
+    assert bags.lengths.tolist() == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (pa.array([[1], [None]]), "f: a bag holds a null"),
+        (pa.array([[1.5]]), r"f\[0\]: 1.5 is float64, not an integer id"),
+        (pd.Series([1.0, None]), r"f\[0\]: 1.0 is float64, not an integer id"),
+        (pa.array([[True]]), r"f\[0\]: True is bool, not an integer id"),
+        (pd.Series([[1], "a"]), "f: "),
+        (pa.array([[2**63]], pa.list_(pa.uint64())), r"f\[0\]: 9223372036854775808 does not fit"),
+        (pd.Series([[2**64]]), "f: "),
+    ],
+    ids=str,
+)
+def test_what_is_no_id_is_named(column: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        ids(column)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        pa.table({"user": [7, 8], "movie": [[1, 2], None]}),
+        pa.record_batch({"user": [7, 8], "movie": [[1, 2], None]}),
+        pl.DataFrame({"user": [7, 8], "movie": [[1, 2], None]}),
+        pd.DataFrame({"user": [7, 8], "movie": [[1, 2], None]}, index=["a", "b"]),
+    ],
+    ids=lambda table: type(table).__module__,
+)
+def test_a_tables_columns_are_the_features(table: Any) -> None:
+    batch = batch_of(table)
+    assert (batch.keys, batch.batch_size) == (("user", "movie"), 2)
+    assert batch.ids.tolist() == [7, 8, 1, 2]
+    assert batch.lengths.tolist() == [1, 1, 2, 0]
+
+
+@pytest.mark.parametrize("column", [pa.array([[1]]), pl.Series([[1]]), pd.Series([[1]])])
+def test_a_column_alone_is_no_table(column: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"features: [A-Za-z]+ is one column"):
+        batch_of(column)
+
+
+def test_two_columns_of_one_name_are_refused() -> None:
+    twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["user", "user"])
+    with pytest.raises(InvalidRequest, match=r"features\.user: named twice"):
+        batch_of(twice)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pl.Series(["a", None]),
+        pl.Series(["a", None], dtype=pl.Categorical),
+        pa.array(["a", None]).dictionary_encode(),
+        pd.Series(["a", None], dtype="string"),
+    ],
+    ids=lambda column: str(getattr(column, "dtype", "arrow")),
+)
+def test_a_column_of_strings_is_one_per_example_and_null_is_none(column: Any) -> None:
+    bags = split("f", column)
+    assert strings_of("f", bags) == ["a"]
+    assert bags.lengths.tolist() == [1, 0]
+
+
+def test_a_slice_of_a_column_is_read() -> None:
+    assert ids(pa.array([[1, 2], [3], None, [4]]).slice(1)) == ([3, 4], [1, 0, 1])
+
+
+def test_tensors_are_taken_like_arrays() -> None:
+    assert ids(torch.tensor([[1, 2], [3, 4]])) == ([1, 2, 3, 4], [2, 2])
+    assert ids((torch.tensor([1, 2, 3]), torch.tensor([2, 0, 1]))) == ([1, 2, 3], [2, 0, 1])
+    assert ids((torch.tensor([1]), np.array([1]))) == ([1], [1])
+    assert ids([torch.tensor([1, 2]), torch.tensor([3])]) == ([1, 2, 3], [2, 1])
+    with pytest.raises(InvalidRequest, match=r"f\[0\]: 0\.5 is float32, not an integer id"):
+        ids(torch.tensor([0.5]))
+
+
+def test_weights_may_be_columns_too() -> None:
+    batch = batch_of({"f": pa.array([[1, 2], [3]])}, {"f": pa.array([[0.5, 1.0], [2.0]])})
+    assert batch.weights is not None
+    assert batch.weights.tolist() == [0.5, 1.0, 2.0]
+    flat = batch_of({"f": [[1, 2], [3]]}, {"f": torch.tensor([0.5, 1.0, 2.0])})
+    assert flat.weights is not None
+    assert flat.weights.tolist() == [0.5, 1.0, 2.0]

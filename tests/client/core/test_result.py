@@ -1,0 +1,84 @@
+"""Views per key, and the way to TorchRec."""
+
+import numpy as np
+import pytest
+
+from embedserve_client.core.result import EmbedResult, Layout
+
+VALUES = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+@pytest.fixture
+def result() -> EmbedResult:
+    values = VALUES.copy()
+    values.flags.writeable = False
+    return EmbedResult(values, Layout(("movie", "user"), (2, 1)), "shop", 7)
+
+
+def test_a_key_is_a_view_of_its_columns(result: EmbedResult) -> None:
+    assert result["movie"].tolist() == [[0, 1], [3, 4]]
+    assert result["user"].tolist() == [[2], [5]]
+    assert np.shares_memory(result["user"], result.values)
+
+
+def test_an_unknown_key_names_those_there_are(result: EmbedResult) -> None:
+    with pytest.raises(KeyError, match="'film' is no key of shop; it has movie, user"):
+        result["film"]
+
+
+def test_printed_it_shows_shapes_and_the_first_values(
+    result: EmbedResult, jagged: EmbedResult
+) -> None:
+    assert str(result) == (
+        "shop version 7: 2 examples, float32\n  movie  2 x 2  [0, 1] …\n  user   2 x 1  [2] …"
+    )
+    assert str(jagged) == (
+        "sequence version 7: 2 examples, float32\n  movie  3 x 2  [0, 1] …\n  user   1 x 2  [6, 7]"
+    )
+
+
+def test_printed_it_says_what_was_unknown_and_leaves_out_the_rest() -> None:
+    layout = Layout(("user", "movie"), (6, 2))
+    values = (np.arange(8)[None, :] / 3).astype(np.float16)
+    one = EmbedResult(values, layout, "shop", 7, {"user": 2, "movie": 1})
+
+    assert str(one) == (
+        "shop version 7: 1 example, float16\n"
+        "  user   1 x 6  [0, 0.3333, 0.6665, 1, …]\n"
+        "  movie  1 x 2  [2, 2.334]\n"
+        "  ids without a row: 2 of user, 1 of movie"
+    )
+    assert str(EmbedResult(np.zeros((0, 8), np.float32), layout, "shop", 7)) == (
+        "shop version 7: 0 examples, float32\n  user   0 x 6\n  movie  0 x 2"
+    )
+
+
+def test_to_dict_has_every_key_in_order(result: EmbedResult) -> None:
+    vectors = result.to_dict()
+
+    assert list(vectors) == ["movie", "user"]
+    assert vectors["movie"].tolist() == [[0, 1], [3, 4]]
+
+
+@pytest.fixture
+def jagged() -> EmbedResult:
+    """Three ids of movie in the second example, one of user in the first."""
+    values = np.arange(8, dtype=np.float32).reshape(4, 2)
+    lengths = np.array([[0, 3], [1, 0]], np.int32)
+    return EmbedResult(values, Layout(("movie", "user"), (2, 2)), "sequence", 7, {}, lengths)
+
+
+def test_a_key_that_is_not_pooled_is_a_view_of_its_rows(jagged: EmbedResult) -> None:
+    assert jagged["movie"].values.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert jagged["movie"].lengths.tolist() == [0, 3]
+    assert jagged["user"].values.tolist() == [[6, 7]]
+    assert jagged["user"].lengths.tolist() == [1, 0]
+    assert np.shares_memory(jagged["user"].values, jagged.values)
+    assert (jagged.batch_size, jagged.is_pooled) == (2, False)
+
+
+def test_tensors_of_the_other_kind_are_refused(result: EmbedResult, jagged: EmbedResult) -> None:
+    with pytest.raises(TypeError, match="model 'sequence' is not pooled: call to_jagged_tensors"):
+        jagged.to_keyed_tensor()
+    with pytest.raises(TypeError, match="model 'shop' is pooled: call to_keyed_tensor"):
+        result.to_jagged_tensors()

@@ -1,0 +1,60 @@
+"""The status of an ended call, when grpc's failed write gets in its way."""
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from embedserve_client.grpc.calls import Ending
+
+SERVERS = (grpc.StatusCode.UNAVAILABLE, "draining")
+GRPCS = (grpc.StatusCode.INTERNAL, "Internal error from Core")
+
+
+class FakeCall:
+    """An aio call whose status changes at every look, until the last."""
+
+    def __init__(self, *statuses: tuple[grpc.StatusCode, str]) -> None:
+        self._statuses = list(statuses)
+        self._callback: Callable[[Any], None] | None = None
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self._callback = callback
+
+    def end(self) -> None:
+        assert self._callback is not None
+        self._callback(self)
+
+    async def code(self) -> grpc.StatusCode:
+        return self._statuses[0][0]
+
+    async def details(self) -> str:
+        details = self._statuses[0][1]
+        if len(self._statuses) > 1:
+            del self._statuses[0]
+        return details
+
+
+@pytest.mark.parametrize(
+    ("statuses", "ended"),
+    [
+        ([SERVERS], SERVERS),
+        ([SERVERS, GRPCS], SERVERS),
+        ([GRPCS, SERVERS], SERVERS),
+        ([GRPCS, GRPCS, GRPCS, SERVERS], SERVERS),
+        ([GRPCS], GRPCS),
+    ],
+)
+async def test_the_servers_status_counts_whenever_it_comes(
+    statuses: list[tuple[grpc.StatusCode, str]], ended: tuple[grpc.StatusCode, str]
+) -> None:
+    call = FakeCall(*statuses)
+    ending = Ending(call)
+    call.end()
+
+    assert await ending.status() == ended
+
+
+async def test_a_status_nobody_noted_is_asked_for() -> None:
+    assert await Ending(FakeCall(SERVERS)).status() == SERVERS

@@ -1,0 +1,192 @@
+"""Files in /dev/shm: who has which, how long, and that none is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embedserve_client import InvalidRequest
+from embedserve_client.shm.regions import LENT_MAX, REGION_BYTES_MIN, Region, Regions
+
+PREFIX = f"/embedserve-test-regions-{os.getpid()}-"
+FLOAT32 = np.dtype("<f4")
+
+
+@pytest.fixture
+def regions() -> Iterator[Regions]:
+    regions = Regions(PREFIX)
+    yield regions
+    regions.close()
+    assert files() == []
+
+
+def files() -> list[Path]:
+    return list(Path("/dev/shm").glob(f"{PREFIX[1:]}*"))
+
+
+def taken(regions: Regions, nbytes: int = 1) -> Region:
+    region = regions.take(nbytes)
+    assert region is not None
+    return region
+
+
+def test_a_region_is_one_requests_at_a_time(regions: Regions) -> None:
+    first, second = taken(regions), taken(regions)
+
+    assert first is not second
+    regions.give(first)
+    assert taken(regions) is first
+    assert {path.name for path in files()} == {first.name, second.name}
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in files())
+
+
+def test_what_is_written_is_in_the_file(regions: Regions) -> None:
+    region = taken(regions)
+
+    end = region.write(3, np.arange(4, dtype="<i8"))
+
+    data = Path(region.path).read_bytes()
+    assert (len(data), end) == (region.nbytes, 3 + 32)
+    assert np.array_equal(np.frombuffer(data[3:end], "<i8"), np.arange(4))
+    assert region.write(end, np.zeros(0, "<i8")) == end
+
+
+def test_it_has_the_next_power_of_two_and_a_larger_one_takes_its_place(regions: Regions) -> None:
+    small = taken(regions)
+    regions.give(small)
+    large = taken(regions, 3 * REGION_BYTES_MIN)
+    regions.give(large)
+
+    assert (small.nbytes, large.nbytes) == (REGION_BYTES_MIN, 4 * REGION_BYTES_MIN)
+    assert [path.name for path in files()] == [large.name]
+    assert taken(regions, 2 * REGION_BYTES_MIN) is large
+
+
+def test_vectors_are_lent_until_nobody_holds_a_view(regions: Regions) -> None:
+    region = taken(regions)
+    region.write(64, np.arange(6, dtype=FLOAT32))
+
+    column = regions.lend(region, 64, (2, 3), FLOAT32)[:, 1]
+
+    assert column.tolist() == [1.0, 4.0]
+    assert not column.flags.writeable
+    assert taken(regions) is not region
+    del column
+    gc.collect()
+    assert taken(regions) is region
+
+
+def test_of_more_results_than_so_many_each_has_a_copy(regions: Regions) -> None:
+    held = []
+    for number in range(LENT_MAX + 3):
+        region = taken(regions)
+        region.write(0, np.full(2, number, FLOAT32))
+        held.append(regions.lend(region, 0, (1, 2), FLOAT32))
+
+    assert [one[0, 0] for one in held] == list(range(LENT_MAX + 3))
+    assert not any(one.flags.writeable for one in held)
+    assert len(files()) == LENT_MAX + 1
+
+
+def test_what_is_dropped_has_no_name_any_more(regions: Regions) -> None:
+    region = taken(regions)
+
+    regions.drop(region)
+
+    assert files() == []
+    regions.give(region)
+    assert taken(regions) is not region
+
+
+def test_vectors_outlive_their_file() -> None:
+    regions = Regions(PREFIX)
+    region = taken(regions)
+    region.write(0, np.ones(4, FLOAT32))
+    values = regions.lend(region, 0, (2, 2), FLOAT32)
+
+    regions.close()
+
+    assert files() == []
+    assert regions.take(1) is None
+    assert values.sum() == 4
+
+
+def test_who_forgets_to_close_leaves_nothing() -> None:
+    regions = Regions(PREFIX)
+    taken(regions)
+    assert len(files()) == 1
+
+    del regions
+    gc.collect()
+
+    assert files() == []
+
+
+def test_a_forked_process_has_its_own(regions: Regions) -> None:
+    parents = taken(regions)
+    regions.give(parents)
+
+    child = os.fork()
+    if not child:
+        own = regions.take(1)
+        regions.close()
+        os._exit(own is not None and own is not parents and not os.path.exists(own.path))
+
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert [path.name for path in files()] == [parents.name]
+    assert taken(regions) is parents
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(regions: Regions) -> None:
+    own = taken(regions)
+    child = os.fork()
+    if not child:
+        regions.take(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert len(files()) == 2
+
+    next_one = Regions(PREFIX)
+    others = taken(next_one)
+
+    assert {path.name for path in files()} == {own.name, others.name}
+    next_one.close()
+
+
+def test_threads_never_share_one(regions: Regions) -> None:
+    def use(number: int) -> bool:
+        region = taken(regions)
+        region.write(0, np.full(1000, number, "<i8"))
+        is_own = bool((region.array(0, 1000, np.dtype("<i8")) == number).all())
+        regions.give(region)
+        return is_own
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(use, range(400)))
+    assert len(files()) <= 8
+
+
+def test_where_there_is_no_room_there_is_none(regions: Regions) -> None:
+    assert regions.take(1 << 50) is None
+
+
+@pytest.mark.parametrize("prefix", ["", "ranker-", "/a/b", 7])
+def test_what_can_be_no_prefix(prefix: str) -> None:
+    with pytest.raises(ValueError, match="is no slash and what names begin with"):
+        Regions(prefix)
+
+
+def test_a_file_that_cannot_be_made_is_told() -> None:
+    regions = Regions("/" + 300 * "x")
+
+    with pytest.raises(InvalidRequest, match="cannot be made: File name too long") as caught:
+        regions.take(1)
+
+    assert caught.value.field == "shared_memory"
