@@ -1,1 +1,1 @@
-"""The wire: connections, HTTP/1, HTTP/2 and gRPC. It knows bytes and statuses, not ids."""
+"""Network protocols: connections, HTTP/1, HTTP/2 and gRPC. Handles bytes and statuses, not ids."""

@@ -1,7 +1,7 @@
-"""Checks the Host of requests to a loopback address, against DNS rebinding.
+"""Host header check for servers on a loopback address, against DNS rebinding.
 
-A page of any site can make its own name resolve to 127.0.0.1, and the browser then lets it send
-requests to this server as if it were that site. Such requests carry the site's name as their Host.
+Any website can make its own name resolve to 127.0.0.1. A browser then lets its pages send requests
+to this server as same-origin requests. Such requests carry the site's name as their Host.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+?)\.?(?::[0-9]{0,5})?")
 
 
 class AllowedHosts:
-    """The names that a request's Host may have: localhost, loopback addresses, and those given."""
+    """Allowed values of the Host header: localhost, loopback addresses, and configured names."""
 
     def __init__(self, names: Collection[str] = ()) -> None:
         """
         Args:
-            names: accepted beside localhost and addresses, without a port; ANY accepts all.
+            names: further host names, without ports; ANY allows all.
         """
         self._names = {name.lower().rstrip(".") for name in names}
 
     def check(self, headers: Collection[tuple[bytes, bytes]]) -> None:
-        """Checks the ``host`` of ``headers`` (names in lower case); none, which browsers never
-        send, is accepted.
+        """Checks the ``host`` of ``headers`` (names in lower case).
+
+        A missing or empty Host is accepted, because browsers always send one.
 
         Raises:
-            PermissionDeniedError: it is another name.
+            PermissionDeniedError: the name is not allowed.
         """
         for name, value in headers:
             if name == b"host" and value and not self._has(value.decode("latin-1")):

@@ -1,7 +1,7 @@
-"""The ASGI application behind the wire: management routes, and unusual embed requests of HTTP/1.
+"""ASGI side of the server: management routes, and HTTP/1 embed requests off the fast path.
 
-``EmbedEndpoint`` is what uvicorn runs for HTTP/1; ``AsgiStream`` runs the management application
-for one stream of HTTP/2.
+uvicorn runs ``EmbedEndpoint`` for HTTP/1. ``AsgiStream`` runs the management application for one
+HTTP/2 stream.
 """
 
 from __future__ import annotations
@@ -53,18 +53,22 @@ Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MANAGEMENT_BODY_BYTES_MAX = 64 << 10
-"""Of a request that is not an embed request: none of them needs a body."""
+"""Bytes of the body of a management request over HTTP/2; none needs a larger one."""
 
 JOIN_BYTES_MAX = 1 << 20
-"""Copied without a break."""
+"""Bytes of a response copied in one event-loop iteration, before yielding to other connections."""
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection; nobody is there to be answered."""
+    """The client closed its connection, so no response is possible."""
 
 
 class AsgiRequestContext(RequestContext):
-    """An embed request that came through ASGI; its answer is awaited."""
+    """An embed request received through ASGI.
+
+    Attributes:
+        answered: future of the response: (status, headers, chunks of the body, bytes).
+    """
 
     __slots__ = ("_scope", "answered")
 
@@ -80,7 +84,7 @@ class AsgiRequestContext(RequestContext):
 
     @property
     def can_delay_rejection(self) -> bool:
-        return False  # while it waits, what is read says that its client went away
+        return False  # during the delay the unread body would be taken for a disconnect
 
     def header(self, name: bytes) -> bytes | None:
         return one_header(self._scope["headers"], name)
@@ -110,7 +114,7 @@ class AsgiRequestContext(RequestContext):
 
 
 class EmbedEndpoint:
-    """The ASGI application: the embed routes itself, everything else through ``management``."""
+    """The ASGI application: handles the embed routes, and passes all others to ``management``."""
 
     def __init__(self, pipeline: RequestPipeline, management: ASGIApp) -> None:
         self._pipeline = pipeline
@@ -151,7 +155,7 @@ class EmbedEndpoint:
             call.cancel()
 
     async def _answer(self, call: AsgiRequestContext, receive: Receive, send: Send) -> None:
-        """Sends what ``call`` is told, unless its client goes away before."""
+        """Sends the response to ``call``, unless its client disconnects first."""
         gone = asyncio.ensure_future(receive())
         try:
             await asyncio.wait((call.answered, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -178,8 +182,11 @@ class EmbedEndpoint:
 
 
 async def _joined(parts: ResponseChunks, nbytes: int) -> bytes | bytearray:
-    """The body that ``parts`` are, a piece in each turn of the event loop: uvicorn would keep
-    pieces where held_bytes does not see them."""
+    """Joins the chunks of a body, copying JOIN_BYTES_MAX in each event-loop iteration.
+
+    The body is passed to uvicorn as a whole. uvicorn would keep chunks where held_bytes does not
+    count them.
+    """
     if nbytes <= JOIN_BYTES_MAX:
         return b"".join(parts)
     body = bytearray(nbytes)
@@ -201,8 +208,7 @@ async def _send(send: Send, status: int, headers: Headers, body: bytes | bytearr
 
 
 class AsgiStream:
-    """The handler of a stream that the management application answers, in a task, once the request
-    is whole."""
+    """Stream handler that runs the management application in a task after the request is read."""
 
     def __init__(self, app: ASGIApp, request: Http2Request, stream: Stream) -> None:
         self._app = app
@@ -283,7 +289,7 @@ class AsgiStream:
             write_error(self._stream, late_request(), self._told())
 
     def drain(self) -> None:
-        """It is answered as soon as it is there."""
+        """Does nothing: the request is answered as soon as it is complete."""
 
 
 def _scope(request: Http2Request) -> Scope:

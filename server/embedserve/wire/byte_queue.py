@@ -1,23 +1,23 @@
-"""Bytes as they come, kept in their pieces and joined once."""
+"""Reassembly buffer: received chunks of bytes, joined once when they are taken."""
 
 from __future__ import annotations
 
 SMALL_BYTES = 512
-"""Pieces below it are put together: an object of its own costs more than a byte."""
+"""Bytes below which adjacent chunks are joined, because the overhead of an object exceeds them."""
 
 
 class ByteQueue:
-    """A queue of bytes.
+    """A FIFO queue of bytes, stored as chunks.
 
     Attributes:
-        nbytes: not taken yet.
+        nbytes: bytes in the queue.
     """
 
     __slots__ = ("_pieces", "_start", "nbytes")
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
-        self._start = 0  # of what is not taken, in the first piece
+        self._start = 0  # of the remaining bytes in the first chunk
         self.nbytes = 0
 
     def append(self, piece: bytes) -> None:
@@ -29,14 +29,14 @@ class ByteQueue:
             pieces.append(piece)
 
     def front(self, nbytes: int) -> bytes:
-        """The first so many, which are there; they are not taken."""
+        """Returns the first ``nbytes`` without taking them; the queue must hold as many."""
         first, end = self._pieces[0], self._start + nbytes
         if end > len(first):
             first, end = self._join(), nbytes
         return first[self._start : end]
 
     def take(self, nbytes: int, skipped: int = 0) -> bytes:
-        """Takes the first so many, which are there; gives them without the first ``skipped``."""
+        """Takes the first ``nbytes``; the queue must hold as many. Omits the first ``skipped``."""
         if not nbytes:
             return b""
         first, end = self._pieces[0], self._start + nbytes
@@ -56,7 +56,7 @@ class ByteQueue:
         return self.take(self.nbytes)
 
     def _take_all(self, skipped: int) -> bytes:
-        """Of several pieces, copied once."""
+        """Takes all bytes of several chunks with a single copy."""
         pieces, self._pieces = self._pieces, []
         self.nbytes = 0
         if skipped > len(pieces[0]):

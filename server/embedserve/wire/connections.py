@@ -1,7 +1,7 @@
-"""Connections as asyncio's protocols: the first bytes tell HTTP/2 from HTTP/1.
+"""Connections as asyncio protocols: protocol detection, HTTP/2 transport and lingering close.
 
-``Http2Transport`` moves bytes between a socket and an Http2Connection, and reads no more while its
-client does not read.
+The first bytes of a connection tell HTTP/2 from HTTP/1. ``Http2Transport`` moves bytes between a
+socket and an Http2Connection, and stops reading while its client does not read (backpressure).
 """
 
 from __future__ import annotations
@@ -20,84 +20,96 @@ from embedserve.wire.http2.upload_budget import UploadBudget
 from embedserve.wire.unsent_memory import owners_of
 
 FIRST_BYTES_S_MAX = 10.0
-"""How long a connection may take to show its protocol, and one of HTTP/2 to send its settings."""
+"""Seconds until a connection's protocol must be known, and until HTTP/2 SETTINGS must arrive."""
 IDLE_S_MAX = 600.0
-"""How long an HTTP/2 connection may have no stream: its clients expect to keep it."""
+"""Seconds an HTTP/2 connection may be without streams; long, as clients expect to keep it."""
 LINGER_S_MAX = 1.0
-"""How long a client may take to close its side of a connection whose last answer is written."""
+"""Seconds a client may take to close its side after the last response is written."""
 LINGER_BYTES_MAX = 64 << 20
-"""Of what it still sends meanwhile."""
+"""Bytes discarded from a client during a lingering close; more aborts the connection."""
 READ_BYTES = 128 << 10
-"""After a read of so much it is others' turn: libuv reads 32 times 256 KiB of a connection."""
+"""Bytes of a read after which a connection yields to others. libuv alone would read 32 times
+256 KiB from one connection."""
 DRAIN_IDLE_S = 1.0
-"""How long a draining connection waits for a request that may be on its way."""
+"""Seconds a draining connection waits for a request that may be in flight."""
 DRAIN_PING_S_MAX = 1.0
-"""How long a client may take to answer the ping of a drain."""
+"""Seconds a draining connection waits for the acknowledgement of its ping."""
 RETIRE_PING_S_MAX = 10.0
-"""The same where the server goes on, and can wait for what is on its way from afar."""
+"""Seconds a retiring connection waits for the acknowledgement of its ping. The server continues to
+run, so it can wait for slow networks."""
 STREAM_BYTES = 4 << 10
-"""What an open stream takes, about, beside what was received and is to be sent."""
+"""Approximate bytes of memory per open stream, without received and unsent data."""
 JOINED_BYTES_MAX = 64 << 10
-"""Pieces of no more bytes are written as one."""
+"""Bytes of output up to which chunks are joined into one write."""
 
 
 class Connection(Protocol):
-    """What the server asks of any of its connections."""
+    """Interface of every connection of the server."""
 
     @property
     def peer(self) -> str:
-        """The address of its other end."""
+        """Address of the client."""
 
     @property
     def held_bytes(self) -> int:
-        """Of requests that have not come whole, and of small answers that are not read."""
+        """Bytes of incomplete requests and of small unsent responses."""
 
     def unread(self) -> dict[int, int]:
-        """Bytes of what large answers that are not read keep in memory, by its identity:
-        connections may keep the same batch."""
+        """Returns the bytes of memory kept alive by large unsent responses, by id() of the owner.
+
+        The owner is a batch's output array, which several connections may share.
+        """
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Lets go of what it holds: there is no connection any more."""
+        """Releases what the connection holds, after it is lost."""
 
     def check_time(self, now_s: float) -> None:
-        """Ends what takes too long (perf_counter seconds); called now and then."""
+        """Ends work past its time limits; called every CHECK_S with perf_counter seconds."""
 
     def retire(self) -> None:
-        """Asks its client to connect anew: what was asked and what is on its way is answered, and
-        streams go on until their client ends them."""
+        """Requests the client to reconnect.
+
+        Requests received or in flight are answered, and streams continue until the client ends
+        them.
+        """
 
     def drain(self) -> None:
-        """Answers what was asked, takes no more, and closes."""
+        """Answers the requests received, rejects new ones, and closes."""
 
     def abort(self) -> None:
-        """Closes at once, and lets go of what was received."""
+        """Closes the connection immediately and releases received data."""
 
 
 class ConnectionManager(Protocol):
-    """Where connections are kept, and what makes them."""
+    """Registry and factory of connections, implemented by WireServer."""
 
     def has_room(self) -> bool:
-        """Whether there may be one more."""
+        """Returns whether another connection is allowed."""
 
     def has_grown(self, nbytes: int) -> None:
-        """Told of what connections hold from now on, where it is not little."""
+        """Records that connections hold ``nbytes`` more; small amounts need not be reported."""
 
-    def http1(self, is_local: bool) -> asyncio.Protocol: ...
+    def http1(self, is_local: bool) -> asyncio.Protocol:
+        """Creates an HTTP/1 connection."""
 
-    def http2(self, is_local: bool) -> asyncio.Protocol: ...
+    def http2(self, is_local: bool) -> asyncio.Protocol:
+        """Creates an HTTP/2 connection."""
 
-    def add(self, connection: Connection) -> None: ...
+    def add(self, connection: Connection) -> None:
+        """Registers a connection."""
 
-    def discard(self, connection: Connection) -> None: ...
+    def discard(self, connection: Connection) -> None:
+        """Unregisters a connection."""
 
 
 class ProtocolDetector(asyncio.Protocol):
-    """A connection that has not said yet which protocol it speaks."""
+    """A new connection, until its first bytes show which protocol it speaks."""
 
     def __init__(self, registry: ConnectionManager, *, is_local: bool = False) -> None:
         """
         Args:
-            is_local: it came to a Unix socket, which no browser reaches.
+            registry: registry and factory of connections.
+            is_local: whether it was accepted on a Unix socket, which no browser reaches.
         """
         self._registry = registry
         self._is_local = is_local
@@ -148,7 +160,7 @@ class ProtocolDetector(asyncio.Protocol):
             self._transport.close()
 
     def retire(self) -> None:
-        """It soon is another connection, or closed."""
+        """Does nothing: the connection is about to switch to its protocol, or close."""
 
     def drain(self) -> None:
         asyncio.get_running_loop().call_later(DRAIN_IDLE_S, self._close_if_new)
@@ -162,7 +174,7 @@ class ProtocolDetector(asyncio.Protocol):
 
 
 def yield_to_others(transport: asyncio.Transport) -> None:
-    """Reads on once other connections had their turn of the event loop."""
+    """Pauses reading until the next event-loop iteration, so that other connections are served."""
     transport.pause_reading()
     asyncio.get_running_loop().call_soon(_read_on, transport)
 
@@ -173,16 +185,16 @@ def _read_on(transport: asyncio.Transport) -> None:
 
 
 class LingeringClose(asyncio.Protocol):
-    """A connection whose last answer is written: our side is closed once that was sent.
+    """A connection whose last response is written; the server's side closes after it is sent.
 
-    What its client still sends is thrown away for a while. Left unread, it would have the kernel
-    throw away our last answers.
+    Data that the client still sends is discarded for a while. If it were left unread, the kernel
+    would reset the connection and drop the last responses.
     """
 
     def __init__(
         self, transport: asyncio.Transport, connection: Connection, registry: ConnectionManager
     ) -> None:
-        """Takes the transport over from its ``connection``, which must write no more."""
+        """Takes over the transport of ``connection``, which must write no more."""
         self._transport = transport
         self._connection = connection
         self._registry = registry
@@ -194,7 +206,7 @@ class LingeringClose(asyncio.Protocol):
         transport.resume_reading()
         if transport.can_write_eof():
             transport.write_eof()
-        else:  # as over TLS
+        else:  # a transport without half-close
             transport.close()
 
     def data_received(self, data: bytes) -> None:
@@ -224,24 +236,26 @@ class LingeringClose(asyncio.Protocol):
             self._transport.abort()
 
     def retire(self) -> None:
-        """It ends already."""
+        """Does nothing: the connection is already ending."""
 
     def drain(self) -> None:
-        """It ends already."""
+        """Does nothing: the connection is already ending."""
 
     def abort(self) -> None:
         self._transport.abort()
 
 
 def _may_be_http1(data: bytes) -> bool:
-    """False where the first line is whole and no request line of HTTP/1: neither protocol's error
-    would be understood."""
+    """Returns False if the first line is complete but is no HTTP/1 request line.
+
+    The client would then understand an error response of neither protocol.
+    """
     line, end, _ = data.partition(b"\r\n")
     return not end or b" HTTP/" in line or not line
 
 
 class Http2Transport(asyncio.Protocol):
-    """An HTTP/2 connection and its socket."""
+    """An HTTP/2 connection over an asyncio transport."""
 
     __slots__ = (
         "_connection",
@@ -281,10 +295,10 @@ class Http2Transport(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         connection = self._connection
-        self._is_flush_due = True  # what is answered while reading is written at its end
+        self._is_flush_due = True  # responses written while reading are flushed once at the end
         connection.receive(data)
         if connection.has_more:
-            # Other connections are read before the rest is.
+            # Yields to other connections before the rest is read.
             self._registry.has_grown(len(data))
             self._transport.pause_reading()
             self._loop.call_soon(self._go_on)
@@ -294,7 +308,7 @@ class Http2Transport(asyncio.Protocol):
         if not (sender.out or sender.ready or connection.is_over):
             self._is_flush_due = False
         elif self._pipeline.models.is_closed:
-            # Many are refused: each refusal by itself would wake its client.
+            # Under overload many rejections follow: they are batched, as each write wakes a client.
             self._pipeline.flush_later(self)
         else:
             self.flush()
@@ -303,12 +317,12 @@ class Http2Transport(asyncio.Protocol):
         if self._has_ended or self._transport.is_closing():
             return
         if self._paused_s:
-            return  # resume_writing goes on
+            return  # resume_writing continues
         self._transport.resume_reading()
         try:
             self.data_received(b"")
         except Exception:
-            self._transport.abort()  # as the transport does where data_received raises
+            self._transport.abort()  # as the transport does if data_received raises
             raise
 
     def _on_output(self) -> None:
@@ -317,7 +331,7 @@ class Http2Transport(asyncio.Protocol):
             self._pipeline.flush_later(self)
 
     def flush(self) -> None:
-        """Writes what there is to be written, as far as the client reads."""
+        """Writes pending output until the transport is full."""
         self._is_flush_due = False
         if self._paused_s or self._has_ended or self._transport.is_closing():
             return
@@ -365,7 +379,7 @@ class Http2Transport(asyncio.Protocol):
             self._transport.resume_reading()
 
     def eof_received(self) -> bool:
-        """The client sends no more, and so cannot end a stream properly: all of it ends."""
+        """Closes the connection: a client that has closed its side cannot end streams properly."""
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -397,7 +411,7 @@ class Http2Transport(asyncio.Protocol):
     def check_time(self, now_s: float) -> None:
         connection = self._connection
         if self._transport.is_closing() and not self._paused_s:
-            self._paused_s = now_s  # its client has ended it, and may not read
+            self._paused_s = now_s  # the client may not read the remaining output
         if self._paused_s and now_s - self._paused_s > UNREAD_S_MAX:
             self._transport.abort()
             return

@@ -1,7 +1,8 @@
-"""gRPC by grpcio's own asyncio server over the same pipeline: `serve --grpc-server grpcio`.
+"""gRPC server based on grpcio's asyncio server, over the same pipeline.
 
-The reference that the wire's own gRPC is compared with, and the operator's way out. It answers
-what GrpcService answers; how calls travel is grpcio's.
+Selected by `serve --grpc-server grpcio`. It is the reference for the gRPC implementation in
+``wire/grpc``, and a fallback for operators. It serves the methods of GrpcService; grpcio handles
+the transport.
 """
 
 from __future__ import annotations
@@ -35,11 +36,16 @@ logger = logging.getLogger(__name__)
 
 _PEER = re.compile(r"ipv[46]:(.*):[0-9]+")
 TIMEOUT_S_MAX = 1e9
-"""grpcio gives what is left of no deadline as a very large number."""
+"""Seconds above which a remaining time means no deadline; grpcio then reports a huge number."""
 
 
 class GrpcioRequestContext(RequestContext):
-    """A request whose answer is awaited: the encoded message, or the error."""
+    """An embed request received through grpcio.
+
+    Attributes:
+        ended: future of the encoded response message, or of the error.
+        told: extra trailing metadata, such as the request id.
+    """
 
     __slots__ = ("_metadata", "_peer", "ended", "told")
 
@@ -52,7 +58,10 @@ class GrpcioRequestContext(RequestContext):
     ) -> None:
         """
         Args:
-            peer: as grpcio names it, such as ipv4:192.0.2.1:40000.
+            options: request options.
+            pipeline: request pipeline.
+            metadata: invocation metadata of the call.
+            peer: address of the client in grpcio's format, such as ipv4:192.0.2.1:40000.
         """
         super().__init__(options, perf_counter(), pipeline)
         self.told: HeaderList = []
@@ -87,7 +96,11 @@ class GrpcioRequestContext(RequestContext):
 
 
 class GrpcioServer:
-    """grpcio's server, bound, not started."""
+    """grpcio's asyncio server, which is bound at construction and listens after ``start``.
+
+    Attributes:
+        port: bound port.
+    """
 
     def __init__(
         self, pipeline: RequestPipeline, address: str, *, shares_port: bool = False
@@ -95,10 +108,12 @@ class GrpcioServer:
         """Binds ``address`` (HOST:PORT).
 
         Args:
-            shares_port: other processes of this server bind it, too.
+            pipeline: request pipeline.
+            address: address to bind.
+            shares_port: whether other processes of this server bind the same port.
 
         Raises:
-            OSError: it cannot be bound.
+            OSError: the address cannot be bound.
         """
         self._pipeline = pipeline
         self._service = GrpcService(pipeline)
@@ -163,7 +178,7 @@ class GrpcioServer:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def drain(self, drain_s: float) -> None:
-        """Takes no more calls, and waits up to ``drain_s`` for those that are running."""
+        """Rejects new calls, and waits up to ``drain_s`` for the calls in flight."""
         await self._health.enter_graceful_shutdown()
         self._draining.set()
         await self._server.stop(drain_s)
@@ -193,7 +208,7 @@ class GrpcioServer:
     async def _embed_stream(
         self, codec: Codec, bodies: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """Answers in order; a task reads ahead while answers are awaited."""
+        """Yields responses in request order; a task reads ahead while responses are awaited."""
         calls: deque[GrpcioRequestContext] = deque()
         changed = asyncio.Event()
         reading = asyncio.create_task(self._read(codec, bodies, context, calls, changed))
@@ -228,7 +243,7 @@ class GrpcioServer:
         calls: deque[GrpcioRequestContext],
         changed: asyncio.Event,
     ) -> bool:
-        """Whether all was taken that the client sent; a drain ends it before."""
+        """Submits the requests of a stream. Returns False if a drain ended it before the client."""
         draining = asyncio.create_task(self._draining.wait())
         try:
             while True:
@@ -280,7 +295,7 @@ async def _abort(
 
 
 def _metadata(headers: Headers) -> tuple[tuple[str, str], ...]:
-    """As grpcio takes it, which sees to the status by itself."""
+    """Converts headers to grpcio's metadata, without the status headers that grpcio sets itself."""
     return tuple(
         (name.decode(), value.decode()) for name, value in headers if not name.startswith(b"grpc-")
     )

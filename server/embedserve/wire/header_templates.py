@@ -1,10 +1,9 @@
-"""Matches the head of an embed request over HTTP/1 without what differs from request to request.
+"""Template cache for the headers of embed requests over HTTP/1.
 
-A caller's requests have the same few heads (request line and headers) over and over, but for the
-values of some headers: a trace, a request's id, a token, a length. A head that is new is parsed,
-by llhttp, and remembered as a form with gaps where such values stand; what comes next is compared
-with the forms of its length. Heads that ask for anything but a plain embed request are left to
-uvicorn: chunked bodies, Expect, other methods, versions and routes.
+A caller repeats the same few request lines and headers, except for some values: trace, request id,
+token, length. New headers are parsed by llhttp and cached as a template with gaps for such values.
+Later headers are compared with the templates of the same length. Anything but a plain embed
+request is left to uvicorn: chunked bodies, Expect, other methods, versions and routes.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from embedserve.wire.rest import (
 )
 
 FORMS_MAX = 1024
-"""Remembered of all lengths; past it all are forgotten."""
+"""Templates cached for all lengths together; the cache is cleared when it is full."""
 FORMS_PER_LENGTH_MAX = 8
-"""The oldest goes for a new one."""
+"""Templates cached per header length; a new one evicts the oldest."""
 
 READ_HEADERS = {
     b"accept",
@@ -47,27 +46,29 @@ READ_HEADERS = {
     b"transfer-encoding",
     b"upgrade",
 }
-"""Those whose values decide what becomes of a request; of others the values are gaps."""
+"""Headers whose values affect the handling of a request and are literal in a template. The values
+of all other headers are gaps."""
 SEVERAL_HEADERS = (b"authorization", REQUEST_ID, TRACEPARENT, *LIST_HEADERS)
-"""Headers that a template has once: where a request has several, headers_by_name says what they
-count as."""
+"""Headers that a template may have once. If a request repeats such a header, uvicorn handles it,
+and headers_by_name decides its value."""
 SPECIAL_HEADERS = {b"transfer-encoding", b"expect", b"upgrade"}
 SPECIAL_CHARACTERS = set("%?#")
-"""Of a URL: more than a path as it is."""
+"""Characters of a URL that is not a literal path."""
 LENGTH_DIGITS_MAX = 19
 CONTROLS = bytes(c for c in (*range(32), 127) if c != ord("\t"))
-"""What no value holds (RFC 9110, section 5.5), and what ends a line."""
+"""Control characters: never part of a header value (RFC 9110, section 5.5), or the end of a line.
+"""
 _LINE = re.compile(rb"\r\n([^:\r\n]+):[ \t]*([^\r\n]*?)[ \t]*(?=\r\n)")
 
 
 class HeaderTemplate:
-    """Heads of plain embed requests that are equal but for the values in their gaps.
+    """Template of plain embed requests' headers: literal bytes with gaps for variable values.
 
     Attributes:
-        asked: what they ask for, but for a timeout and how long a body's JSON is.
-        authorization: the gap of this header; None where they have none.
-        body_bytes_max: of the body that follows.
-        gaps: (name, start, end) of each value.
+        options: request options, without the timeout and the length of the body's JSON.
+        authorization: gap of the authorization header; None if there is no such header.
+        body_bytes_max: limit of the body in bytes.
+        gaps: (name, start, end) of each variable value.
     """
 
     __slots__ = (
@@ -86,7 +87,12 @@ class HeaderTemplate:
     )
 
     def __init__(self, head: bytes, options: RequestOptions, body_bytes_max: int) -> None:
-        """``head`` with its empty line, which llhttp has found right."""
+        """
+        Args:
+            head: request line and headers with their empty line, as validated by llhttp.
+            options: request options parsed from ``head``.
+            body_bytes_max: limit of the body in bytes.
+        """
         self.options = options
         self.body_bytes_max = body_bytes_max
         self.gaps: list[tuple[bytes, int, int]] = []
@@ -102,7 +108,7 @@ class HeaderTemplate:
         parts.append((start, head[start:]))
         self._parts = tuple(parts)
         self._printing_bytes = len(head.translate(None, CONTROLS))
-        self._last, self._last_length = b"\0", -1  # the head that matched last, and its length
+        self._last, self._last_length = b"\0", -1  # last match, and its content length
         self._gap_of = {name: slice(start, end) for name, start, end in self.gaps}
         self.authorization = self._gap_of.get(b"authorization")
         self._length_gap = self._gap_of.get(b"content-length")
@@ -110,10 +116,10 @@ class HeaderTemplate:
         self._json_length_gap = self._gap_of.get(JSON_LENGTH)
 
     def content_length(self, data: bytes, end: int) -> int:
-        """Of the body that follows the head data[:end]; -1 if that is another head.
+        """Returns the content length of the headers data[:end]; -1 if they do not match.
 
-        A value that breaks its line would be headers of its own, and one with another control
-        character is none: those that the form has must be all.
+        A value with a line break would add headers, and any other control character is invalid.
+        The headers must therefore have only the control characters of the template.
         """
         if data.startswith(self._last):
             return self._last_length
@@ -123,22 +129,23 @@ class HeaderTemplate:
         head = data[:end]
         if len(head.translate(None, CONTROLS)) != self._printing_bytes:
             return -1
-        digits = head[self._length_gap]  # type: ignore[index]  # a form without one is not made
+        digits = head[self._length_gap]  # type: ignore[index]  # every template has a content-length
         if not digits.isdigit() or len(digits) > LENGTH_DIGITS_MAX:
             return -1
         self._last, self._last_length = head, int(digits)
         return self._last_length
 
     def header(self, head: bytes, name: bytes) -> bytes | None:
-        """The value that stands in the gap of ``name`` in ``head``, if the form has one."""
+        """Returns the value of the gap of ``name`` in ``head``; None if there is no such gap."""
         gap = self._gap_of.get(name)
         return None if gap is None else head[gap].strip(BLANKS)
 
     def asked_by(self, data: bytes) -> RequestOptions:
-        """What the head at the front of ``data`` asks for.
+        """Returns the request options of the headers at the front of ``data``.
 
         Raises:
-            InvalidRequestError: its X-Timeout-Ms is none, or what it says of its JSON no length.
+            InvalidRequestError: X-Timeout-Ms is not a positive number, or the declared JSON length
+                is no length.
         """
         one = self.options
         if self._timeout_gap is None and self._json_length_gap is None:
@@ -154,14 +161,16 @@ class HeaderTemplate:
 
 
 class HeaderTemplateCache:
-    """The forms of the heads seen so far; shared by the connections of a server."""
+    """Cache of header templates by header length, shared by the connections of a server."""
 
     def __init__(
         self, metrics: ProtocolMetrics, limits: Limits, allowed_hosts: AllowedHosts | None = None
     ) -> None:
         """
         Args:
-            allowed_hosts: that heads may name; None: any.
+            metrics: REST metrics, part of the request options.
+            limits: limits on request bodies.
+            allowed_hosts: allowed Host names; None: any.
         """
         self._metrics = metrics
         self._limits = limits
@@ -170,8 +179,10 @@ class HeaderTemplateCache:
         self._count = 0
 
     def match(self, data: bytes, end: int) -> tuple[HeaderTemplate, int] | None:
-        """The form of the head data[:end] (with its empty line) and the length of the body that
-        follows; None for what uvicorn should see to."""
+        """Returns (template, content length) for the headers data[:end] with their empty line.
+
+        Returns None if uvicorn must handle the request.
+        """
         for form in self._forms.get(end, ()):
             length = form.content_length(data, end)
             if length >= 0:
@@ -200,8 +211,10 @@ class HeaderTemplateCache:
 def parse_head(
     head: bytes, metrics: ProtocolMetrics, limits: Limits, allowed_hosts: AllowedHosts | None = None
 ) -> HeaderTemplate | None:
-    """The form of ``head`` (with its empty line) if it is that of a plain embed request, to one of
-    ``allowed_hosts``."""
+    """Returns the template of ``head`` (with its empty line), or None.
+
+    Only a plain embed request to one of ``allowed_hosts`` has a template.
+    """
     reader = _Reader()
     try:
         reader.parser.feed_data(head)
@@ -227,15 +240,15 @@ def parse_head(
     except EmbedServeError:
         return None
     form = HeaderTemplate(head, options, options.codec.bytes_max(limits))
-    # What llhttp and the pattern see differently, such as folded lines, has no form.
+    # No template where llhttp and the pattern disagree, as on folded lines.
     return form if len(_LINE.findall(head)) == len(names) else None
 
 
 class _Reader:
-    """What llhttp finds in a head.
+    """Callbacks of llhttp that collect a request's URL and headers.
 
     Attributes:
-        is_plain: it is whole, a POST of HTTP/1.1, and its connection is kept alive.
+        is_plain: whether the headers are complete, of a POST of HTTP/1.1 with keep-alive.
     """
 
     def __init__(self) -> None:
@@ -251,7 +264,7 @@ class _Reader:
         self.headers.append((name.lower(), value.rstrip(BLANKS)))
 
     def on_headers_complete(self) -> None:
-        # Asked here: at the end of the message, which an empty body is, llhttp starts anew.
+        # Read here: llhttp resets at the end of the message, which follows for an empty body.
         self.is_plain = (
             self.parser.get_method() == b"POST"
             and self.parser.get_http_version() == "1.1"

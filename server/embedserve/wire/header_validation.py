@@ -1,4 +1,4 @@
-"""What a head of HTTP/1 may be, past what llhttp finds right: as RFC 9112 has it, and limits."""
+"""Validation of HTTP/1 headers beyond llhttp's checks: rules of RFC 9112, and limits."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from embedserve.wire.rest import (
 )
 
 BLANKS = b" \t"
-"""Optional whitespace, of which none is part of a value (RFC 9110, section 5.5)."""
+"""Optional whitespace around a header value, not part of it (RFC 9110, section 5.5)."""
 HEAD_BYTES_MAX = 16 << 10
 HEAD_LINES_MAX = 100
 VERSIONS = ("1.0", "1.1")
 
 
 def check_headers(version: str, url: bytes, headers: Headers, limits: Limits) -> None:
-    """Checks a head that has come whole.
+    """Validates the complete headers of a request.
 
     Args:
-        version: such as "1.1".
-        headers: names in lower case.
-        limits: on the body, which depends on its type.
+        version: HTTP version, such as "1.1".
+        url: request target.
+        headers: headers with names in lower case.
+        limits: limits on the body, which depend on its type.
 
     Raises:
-        HeadersTooLargeError: it has more bytes or lines than the limits.
-        VersionError: it is of another version.
-        InvalidRequestError: it has not one Host, which HTTP/1.1 wants, or no length of its JSON
-            where it says one.
-        RequestTooLargeError: it declares a larger body.
+        HeadersTooLargeError: the headers exceed HEAD_BYTES_MAX or HEAD_LINES_MAX.
+        VersionError: the version is none of VERSIONS.
+        InvalidRequestError: the Host header is missing (HTTP/1.1) or repeated, or the declared
+            JSON length is no length.
+        RequestTooLargeError: the declared body is larger than ``limits``.
     """
     nbytes = len(url) + sum([len(name) + len(value) + 4 for name, value in headers])
     if nbytes > HEAD_BYTES_MAX:

@@ -1,8 +1,8 @@
-"""One HTTP/1 connection: plain embed requests are answered here, everything else by uvicorn.
+"""HTTP/1 connection with a fast path for plain embed requests; uvicorn handles all others.
 
-A request that is a known head and its body is asked as its last bytes come, and its answer is
-written as its batch ends: no task, no future and no ASGI message, which together cost more than
-the lookup. Requests of one connection are answered one at a time.
+A request whose headers match a template is submitted when its last bytes arrive, and its response
+is written when its batch ends. The fast path uses no task, future or ASGI message, which together
+cost more than the lookup. Requests of one connection are answered one at a time.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from embedserve.wire.unsent_memory import UnsentMemory
 from embedserve.wire.uvicorn_connection import STATUS_LINES, UvicornConnection, lines_of
 
 COPY_BYTES_MAX = 64 << 10
-"""A shorter answer is copied behind its head, to be written as one."""
+"""Bytes of a response body up to which it is copied behind its headers, for a single write."""
 
 
 class Http1RequestContext(RequestContext):
-    """An embed request that came as a known head and its body."""
+    """An embed request on the fast path: headers that match a template, and a body."""
 
     __slots__ = ("_connection", "_form", "_head")
 
@@ -65,7 +65,7 @@ class Http1RequestContext(RequestContext):
 
     @property
     def can_delay_rejection(self) -> bool:
-        return not self._connection.is_last  # whose body may still come
+        return not self._connection.is_last  # a rejection before the body arrives must not wait
 
     def header(self, name: bytes) -> bytes | None:
         return self._form.header(self._head, name)
@@ -88,10 +88,10 @@ class Http1RequestContext(RequestContext):
 
 
 class Http1Connection(UvicornConnection):
-    """uvicorn's connection with a short way for embed requests.
+    """uvicorn's connection with a fast path for embed requests.
 
     Attributes:
-        is_last: the next answer is the last.
+        is_last: whether the next response is the last on the connection.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Http1Connection(UvicornConnection):
     ) -> None:
         super().__init__(pipeline, registry, forms.allowed_hosts, **uvicorns)
         self._forms = forms
-        self._call: Http1RequestContext | None = None  # that is read or answered
+        self._call: Http1RequestContext | None = None  # request being read or answered
         self._body = ByteQueue()
         self._missing_bytes = 0
         self.is_last = False
@@ -131,7 +131,7 @@ class Http1Connection(UvicornConnection):
         try:
             options = form.asked_by(data)
         except EmbedServeError:
-            self.parse(data)  # the endpoint refuses it
+            self.parse(data)  # the endpoint rejects it
             return
         call = self._call = Http1RequestContext(options, start_s, self, form, data[:body_start])
         missing = length - (len(data) - body_start)
@@ -158,7 +158,10 @@ class Http1Connection(UvicornConnection):
     def _admit_early(
         self, authenticator: Authenticator, call: Http1RequestContext, authorization: bytes | None
     ) -> bool:
-        """Of a request that is refused no body is waited for: its answer is the last."""
+        """Authenticates a request before its body arrives. Returns False if it is rejected.
+
+        The response to a rejected request is the last, because its body is not read.
+        """
         is_last, self.is_last = self.is_last, True
         if not authenticator.admit(call, authorization):
             return False
@@ -183,12 +186,14 @@ class Http1Connection(UvicornConnection):
     def write(
         self, line: bytes, content_type: bytes, more: bytes, parts: ResponseChunks, nbytes: int
     ) -> None:
-        """Writes the answer to the request that is under way, and goes on to the next.
+        """Writes the response to the current request, then continues with the next.
 
         Args:
-            line: the status line.
+            line: status line.
+            content_type: value of the content-type header.
             more: lines of further headers.
-            nbytes: of all ``parts``.
+            parts: chunks of the body.
+            nbytes: total bytes of ``parts``.
         """
         is_last = self.is_last or (self._is_draining and not self._held)
         if is_last:
@@ -206,7 +211,7 @@ class Http1Connection(UvicornConnection):
             self.transport.write(b"".join((head, *parts)))
         else:
             self.transport.writelines([head, *parts])
-            # uvloop keeps all of them until the last is sent.
+            # uvloop keeps all chunks alive until the last is sent.
             self._unread = UnsentMemory(parts) if self.transport.get_write_buffer_size() else None
         self._idle_since_s = perf_counter()
         self._call = None

@@ -1,4 +1,4 @@
-"""An embed request that has a stream of HTTP/2 for itself, of gRPC or REST."""
+"""Base class of embed requests that have an HTTP/2 stream each, over gRPC or REST."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.http2.stream import Stream
 
 LATE_STREAMS_MAX = 16
-"""Of a connection whose refusals wait."""
+"""Open streams of a connection up to which its rejections may be delayed."""
 
 
 class Http2RequestContext(RequestContext):
-    """The handler of its stream; subclasses read the request and write its answer."""
+    """An embed request as stream handler. Subclasses read the request and write the response."""
 
     __slots__ = ("_headers", "_stream")
 
@@ -52,7 +52,8 @@ class Http2RequestContext(RequestContext):
 
     @property
     def can_delay_rejection(self) -> bool:
-        """Others may share the connection, which has but so many streams."""
+        """Whether a rejection may be delayed: a delayed stream counts against the stream limit,
+        which other callers on the connection share."""
         return len(self._stream.connection.streams) <= LATE_STREAMS_MAX
 
     def header(self, name: bytes) -> bytes | None:
@@ -60,7 +61,7 @@ class Http2RequestContext(RequestContext):
 
     @abstractmethod
     def end(self, error: EmbedServeError, headers: HeaderList) -> None:
-        """Ends the stream with ``error``, and what is ``told`` of its request."""
+        """Ends the stream with ``error`` and the extra ``headers``, such as the request id."""
 
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
         if isinstance(error, OverloadedError):
@@ -71,11 +72,11 @@ class Http2RequestContext(RequestContext):
         self.cancel()
 
     def resume(self) -> None:
-        """The whole answer is written at once: there is no more."""
+        """Does nothing: the complete response is written in one call."""
 
     def check_time(self, now_s: float) -> None:
         if not self._stream.is_received and now_s - self.start_s > REQUEST_S_MAX:
             self.reject(late_request())
 
     def drain(self) -> None:
-        """It was accepted, so it is answered."""
+        """Does nothing: the request was accepted and is answered."""

@@ -1,8 +1,8 @@
-"""REST as its requests and answers are written: routes, headers, statuses. Without I/O.
+"""REST wire format of embed requests: routes, headers and statuses. Without I/O.
 
-POST /embed, POST /models/{model}/embed and, of the Open Inference Protocol,
-POST /v2/models/{model}/infer, over HTTP/1 and HTTP/2; every other request is the management
-application's (api/).
+The routes are POST /embed, POST /models/{model}/embed and, of the Open Inference Protocol,
+POST /v2/models/{model}/infer, over HTTP/1 and HTTP/2. The management application (api/) handles
+every other request.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_hea
 Headers = list[tuple[bytes, bytes]]
 EncodeError = Callable[[EmbedServeError], bytes]
 ERRORS_MAX = 16
-"""Whose answers are remembered."""
+"""Error responses that are cached."""
 JSON_LENGTH = b"inference-header-content-length"
-"""Of a body of the Open Inference Protocol that has tensors behind its JSON."""
+"""Header with the bytes of JSON in an Open Inference Protocol body; binary tensors follow it."""
 LENGTH_DIGITS_MAX = 19
 ONCE_HEADERS = frozenset({ROUTING_KEY, b"x-timeout-ms", JSON_LENGTH})
-"""Rejected where a request has two, of which each end could read another."""
+"""Headers that may occur once: with two, a proxy and the server could each read another value."""
 NAMED = (PROTOBUF, ARROW)
-"""What a content type has to name; other bodies are read as JSON."""
+"""Codecs selected by content type; bodies of any other type are read as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where embed requests go.
+    """Target of an embed request.
 
     Attributes:
-        model: "" for the default one; of one of its versions MODEL@VERSION.
-        is_infer: of the Open Inference Protocol.
+        model: model name, or MODEL@VERSION; "" for the default model.
+        is_infer: whether it is a route of the Open Inference Protocol.
     """
 
     model: str
@@ -67,7 +67,7 @@ class VersionError(EmbedServeError):
 
 
 def embed_route(path: str) -> Route | None:
-    """The embed route that ``path`` is, if it is one."""
+    """Returns the embed route of ``path``; None if it is no embed route."""
     if path == "/embed":
         return Route("")
     if path.endswith("/embed") and path.startswith("/models/"):
@@ -84,23 +84,25 @@ def embed_route(path: str) -> Route | None:
 
 
 def error_encoder(path: str) -> Callable[[EmbedServeError], bytes]:
-    """How errors of what is asked of ``path`` are written."""
+    """Returns the encoder of errors for requests to ``path``."""
     is_infer = path == "/v2" or path.startswith("/v2/")
     return INFER.encode_error if is_infer else JSON.encode_error
 
 
 def check_method(method: str) -> None:
-    """Raises MethodNotAllowedError for what an embed route is not asked by."""
+    """Raises MethodNotAllowedError unless ``method`` is POST."""
     if method != "POST":
         raise MethodNotAllowedError(f"method is {method}: send a POST")
 
 
 def codec_of(path: str, content_type: bytes, json_length: bytes) -> Codec:
-    """Of a body: JSON unless its content type is protobuf or Arrow; of the Open Inference Protocol
-    with tensors behind it where ``json_length`` is not empty.
+    """Returns the codec of a request body.
+
+    The codec is JSON unless the content type is protobuf or Arrow. Paths of the Open Inference
+    Protocol use its JSON, with binary tensors behind it if ``json_length`` is not empty.
 
     Raises:
-        InvalidRequestError: that is no length.
+        InvalidRequestError: ``json_length`` is no length.
     """
     if path.startswith("/v2/"):
         return infer_codec(json_length) if json_length else INFER
@@ -109,7 +111,11 @@ def codec_of(path: str, content_type: bytes, json_length: bytes) -> Codec:
 
 
 def infer_codec(json_length: bytes) -> Codec:
-    """Raises InvalidRequestError: it is no length."""
+    """Returns the codec of a body with ``json_length`` bytes of JSON before binary tensors.
+
+    Raises:
+        InvalidRequestError: ``json_length`` is no length.
+    """
     if not json_length.isdigit() or len(json_length) > LENGTH_DIGITS_MAX:
         raise InvalidRequestError(
             f"Inference-Header-Content-Length is {json_length.decode('latin-1')[:64]!r}, expected "
@@ -120,14 +126,14 @@ def infer_codec(json_length: bytes) -> Codec:
 
 
 def read_headers(route: Route, headers: Headers, metrics: ProtocolMetrics) -> RequestOptions:
-    """What ``headers`` (names in lower case) ask of ``route``.
+    """Parses the request options from ``headers`` (names in lower case) for ``route``.
 
-    JSON unless the content type is protobuf or Arrow; answered in the format of Accept, or else of
-    the request. X-Timeout-Ms is how long the caller waits for the answer.
+    The body is JSON unless the content type is protobuf or Arrow. The response has the format
+    of Accept, or else of the request. X-Timeout-Ms is how long the caller waits for the response.
 
     Raises:
         InvalidRequestError: X-Timeout-Ms is not a positive number, Inference-Header-Content-Length
-            no length, or one of ONCE_HEADERS is there twice.
+            is no length, or one of ONCE_HEADERS occurs twice.
         UnsupportedEncodingError: the body is compressed.
     """
     content_type = accept = json_length = b""
@@ -159,7 +165,7 @@ def read_headers(route: Route, headers: Headers, metrics: ProtocolMetrics) -> Re
 
 
 def check_once(headers: Headers, once: Container[bytes]) -> None:
-    """Raises InvalidRequestError for a header of ``once`` that ``headers`` have twice."""
+    """Raises InvalidRequestError if a header of ``once`` occurs twice in ``headers``."""
     found: set[bytes] = set()
     for name, _ in headers:
         if name in found and name in once:
@@ -169,10 +175,10 @@ def check_once(headers: Headers, once: Container[bytes]) -> None:
 
 
 def timeout_s(value: bytes) -> float:
-    """Seconds of an X-Timeout-Ms header.
+    """Parses an X-Timeout-Ms header. Returns seconds.
 
     Raises:
-        InvalidRequestError: it is not a positive number.
+        InvalidRequestError: the value is not a positive number.
     """
     try:
         timeout_ms = float(value)
@@ -187,12 +193,12 @@ def timeout_s(value: bytes) -> float:
 
 
 def headers_too_large(count: int, of: str, limit: int) -> HeadersTooLargeError:
-    """What is said of headers that have ``count`` "bytes" or "lines"."""
+    """Returns the error of headers with ``count`` units ("bytes" or "lines") over ``limit``."""
     return HeadersTooLargeError(f"the headers have {count} {of}, the limit is {limit}")
 
 
 def answer_headers(codec: Codec, parts: ResponseChunks) -> Headers:
-    """Those of an answer that ``codec`` has encoded, but for the length."""
+    """Returns the headers of a response encoded by ``codec``, without content-length."""
     json_bytes = 0 if codec.head_bytes is None else codec.head_bytes(parts)
     if not json_bytes:
         return [(b"content-type", codec.content_type)]
@@ -202,10 +208,17 @@ def answer_headers(codec: Codec, parts: ResponseChunks) -> Headers:
 def record_early_rejection(
     pipeline: RequestPipeline, error: EmbedServeError, headers: Headers, seconds: float, peer: str
 ) -> HeaderList:
-    """Counts and logs a request that became no call; what it is told beside its ``error``.
+    """Counts and logs a request that is rejected before it has a RequestContext.
 
     Args:
-        peer: address of the other end of its connection.
+        pipeline: request pipeline.
+        error: reason of the rejection.
+        headers: headers of the request.
+        seconds: duration of the request.
+        peer: address of the connection's other end.
+
+    Returns:
+        extra headers of the response: the request id.
     """
     metrics = pipeline.metrics.protocols["rest"]
     told = request_id_header(one_header(headers, REQUEST_ID))
@@ -222,8 +235,11 @@ def record_early_rejection(
 def error_answer(
     error: EmbedServeError, extra_headers: HeaderList, encode: EncodeError = JSON.encode_error
 ) -> tuple[Headers, bytes]:
-    """(headers but for the length, body) of ``error``, in the JSON shape that its route has, with
-    what is ``told`` of the request."""
+    """Returns (headers without content-length, body) of the response to ``error``.
+
+    ``encode`` writes the JSON format of the route. The extra headers, such as the request id,
+    come last.
+    """
     kind = type(error)
     headers, body = _error_answer(kind, error.message, error.field, error.retry_after_s, encode)  # type: ignore[arg-type]  # a class has a hash
     return [*headers, *extra_headers], body
@@ -233,7 +249,7 @@ def error_answer(
 def _error_answer(
     kind: type[EmbedServeError], message: str, field: str, retry_after_s: int, encode: EncodeError
 ) -> tuple[Headers, bytes]:
-    """While a queue is full, or a caller over its rate, many are told the same."""
+    """Encodes an error response. Cached, because overload and rate limits repeat the same error."""
     headers = [(b"content-type", JSON.content_type)]
     if kind.http_status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

@@ -1,4 +1,4 @@
-"""Embed requests of REST over HTTP/2: each the handler of its stream, straight to the pipeline."""
+"""REST embed requests over HTTP/2: stream handlers that submit directly to the pipeline."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from embedserve.wire.rest import (
 
 
 class Http2RestContext(Http2RequestContext):
-    """An embed request, from its header block to its answer.
+    """A REST embed request over HTTP/2, from its header block to its response.
 
     Attributes:
-        is_refused: now, or soon: its body is not wanted.
+        is_refused: whether the request is rejected, perhaps after a delay; its body is discarded.
     """
 
     __slots__ = ("_body", "is_refused")
@@ -64,7 +64,7 @@ class Http2RestContext(Http2RequestContext):
         self.pipeline.submit(self, data)
 
     def has_size(self, nbytes: int, *, is_whole: bool) -> bool:
-        """Whether a body may be so large; where it may not, it is refused."""
+        """Returns whether a body of ``nbytes`` is allowed; rejects the request if it is not."""
         try:
             self.options.codec.check_size(nbytes, self.pipeline.limits, is_whole=is_whole)
         except RequestTooLargeError as error:
@@ -102,8 +102,10 @@ def write_error(
     method: bytes = b"POST",
     encode_error: Callable[[EmbedServeError], bytes] = JSON.encode_error,
 ) -> None:
-    """Answers ``error`` in the JSON shape of its route, with what is ``told`` of the request; a
-    HEAD by its headers alone."""
+    """Writes the response to ``error`` in the JSON format of its route; to HEAD without a body.
+
+    ``headers`` are extra headers, such as the request id.
+    """
     headers, body = error_answer(error, headers, encode_error)
     status = (b":status", b"%d" % error.http_status)
     head = encode([status, *headers, (b"content-length", b"%d" % len(body))])
@@ -116,7 +118,7 @@ def write_error(
 def open_embed(
     route: Route, request: Http2Request, pipeline: RequestPipeline, metrics: ProtocolMetrics
 ) -> Callable[[Stream], Handler]:
-    """What opens embed requests to ``route`` with such a head."""
+    """Returns the handler factory for embed requests to ``route`` with these headers."""
     try:
         check_method(request.method.decode("latin-1"))
         options = read_headers(route, request.headers, metrics)
@@ -142,7 +144,7 @@ def open_embed(
 def refused(
     error: EmbedServeError, request: Http2Request, pipeline: RequestPipeline
 ) -> Callable[[Stream], Handler]:
-    """Opens streams only to answer them with ``error``."""
+    """Returns a handler factory that answers each stream with ``error``."""
 
     def open_refused(stream: Stream) -> Handler:
         told = record_early_rejection(pipeline, error, request.headers, 0.0, stream.connection.peer)

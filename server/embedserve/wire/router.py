@@ -1,4 +1,4 @@
-"""Which handler an HTTP/2 request goes to: gRPC's, an embed route's, or the management's."""
+"""Router of HTTP/2 requests to their handlers: gRPC, an embed route, or management."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONTINUE = encode([(b":status", b"100")])
 
 
 class Router:
-    """Finds what handles a request by its head; what it finds serves all with the same head."""
+    """Resolves request headers to a route, which is reused for all requests with equal headers."""
 
     def __init__(
         self,
@@ -37,7 +37,10 @@ class Router:
     ) -> None:
         """
         Args:
-            allowed_hosts: that requests may name; None: any.
+            pipeline: request pipeline.
+            management: ASGI application for management requests.
+            service: gRPC service.
+            allowed_hosts: allowed Host names; None: any.
         """
         self._allowed_hosts = allowed_hosts
         self._pipeline = pipeline
@@ -46,7 +49,7 @@ class Router:
         self._grpc = service
 
     def open_request(self, headers: Headers) -> ResolvedRoute | str:
-        """What opens a request with ``headers``, or what is malformed about them."""
+        """Returns the route for ``headers``, or an error message if they are malformed."""
         request = read_request(headers)
         if isinstance(request, str):
             return request
@@ -79,8 +82,11 @@ class Router:
 
 
 def wrong_target(target: bytes) -> InvalidRequestError | None:
-    """The error of a target that HTTP/1 would not take either: what is not printable ASCII stands
-    percent-encoded in it (RFC 3986, section 2)."""
+    """Returns the error for a target that is not printable ASCII; None if it is.
+
+    Other characters must be percent-encoded (RFC 3986, section 2). HTTP/1 rejects such targets,
+    too.
+    """
     found = _NO_TARGET.search(target)
     if found is None:
         return None
@@ -91,7 +97,7 @@ def wrong_target(target: bytes) -> InvalidRequestError | None:
 
 
 def _after_continue(open_stream: Callable[[Stream], Handler]) -> Callable[[Stream], Handler]:
-    """Tells a client to go on that waits for that before it sends its body."""
+    """Wraps a handler factory so that it sends 100 (Continue) first, if the body is incomplete."""
 
     def tell(stream: Stream) -> Handler:
         if not stream.is_received:

@@ -1,4 +1,4 @@
-"""Listens on the ports of one process, and owns its connections from their start to the drain."""
+"""Listener of one process's ports, and owner of its connections from accept to drain."""
 
 from __future__ import annotations
 
@@ -38,19 +38,20 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
 CHECK_S = 1.0
-"""Between two looks at the connections for what takes too long."""
+"""Seconds between two checks of the connections' time and memory limits."""
 AGE_JITTER = (0.9, 1.1)
-"""What the greatest age of a connection is multiplied by."""
+"""Range of the random factor of connection_age_s_max, so that retirements are spread in time."""
 LOOK_BYTES = 64 << 20
-"""That connections may hold more before they are looked at again, sooner than that."""
+"""Bytes by which connections may grow before their memory is checked ahead of CHECK_S."""
 CUT_SHOWN = 5
-"""Addresses that the log names of connections that are cut, those with most of them."""
+"""Client addresses in the log of aborted connections, those with the most connections first."""
 UPLOAD_BYTES = 256 << 20
-"""Of bodies under way, past what every stream may send; at least one of the largest."""
+"""Bytes of request bodies in flight beyond the stream windows; at least one body of the largest
+size always fits."""
 
 
 class WireServer:
-    """The connections of a process, of all protocols, over one pipeline."""
+    """The server of a process's connections, of all protocols, over one request pipeline."""
 
     def __init__(
         self,
@@ -63,11 +64,12 @@ class WireServer:
     ) -> None:
         """
         Args:
-            management: the ASGI application that answers all but embed requests.
-            certificates: of connections over TLS; None: they are plain.
-            service: what of gRPC is answered; None: all.
-            limits: on connections; None: those of requests have them.
-            allowed_hosts: that requests may name, but for those to Unix sockets; None: any.
+            pipeline: request pipeline.
+            management: ASGI application for all requests except embed requests.
+            certificates: TLS certificates; None: connections are plaintext.
+            service: gRPC service; None: all gRPC methods.
+            limits: limits on connections; None: the limits of ``pipeline``.
+            allowed_hosts: allowed Host names, not checked on Unix sockets; None: any.
         """
         self._pipeline = pipeline
         self._limits = limits or pipeline.limits
@@ -76,7 +78,7 @@ class WireServer:
         if certificates is not None:
             pipeline.metrics.tls.expires_s = lambda: certificates.expires_s
         service, rest = service or GrpcService(pipeline), pipeline.metrics.protocols["rest"]
-        # By whether a connection is local: what a head may name is part of what is remembered.
+        # Keyed by is_local: cached routes and templates depend on the allowed Host names.
         self._routers = {
             is_local: Router(pipeline, management, service, names)
             for is_local, names in ((False, allowed_hosts), (True, None))
@@ -89,9 +91,9 @@ class WireServer:
         self._uploads = UploadBudget(upload_bytes, lambda: not pipeline.models.is_closed)
         pipeline.on_queue_reopened(self._uploads.retry)
         pipeline.on_large_response(self.has_grown)
-        self._grown_bytes = 0  # since the connections were looked at
+        self._grown_bytes = 0  # since the last memory check
         self._log = RateLimitedLogger(logger)
-        self._connections: dict[Connection, float] = {}  # and when they are to retire
+        self._connections: dict[Connection, float] = {}  # to perf_counter time of retirement
         self._listening: list[tuple[asyncio.Server | UnixListener, socket.socket]] = []
         self._checking: asyncio.TimerHandle | None = None
         self._is_empty = asyncio.Event()
@@ -112,8 +114,10 @@ class WireServer:
         self._uvicorn_config.load()
 
     async def listen(self, sockets: Sequence[socket.socket]) -> None:
-        """Takes connections of all ``sockets``, which are bound; each of any protocol. Unix sockets
-        listen already, and have no TLS."""
+        """Accepts connections of any protocol on all ``sockets``, which are bound.
+
+        Unix sockets are listening already, and never use TLS.
+        """
         loop = asyncio.get_running_loop()
         for sock in sockets:
             server: asyncio.Server | UnixListener
@@ -127,7 +131,7 @@ class WireServer:
         self._check()
 
     async def drain(self, drain_s: float) -> None:
-        """Takes no more connections, answers what was accepted, and closes all in ``drain_s``."""
+        """Stops listening, answers accepted requests, and closes all connections in ``drain_s``."""
         self._is_draining = True
         while self._listening:
             server, sock = self._listening.pop()
@@ -151,8 +155,10 @@ class WireServer:
             self._checking.cancel()
 
     async def _accept_waiting(self, listening: socket.socket) -> None:
-        """Takes the connections that the kernel has taken: their clients may have sent requests.
-        No more than wait at once: to a socket that workers share they go on to come."""
+        """Accepts the connections in the kernel's queue, whose clients may have sent requests.
+
+        Accepts at most BACKLOG, because a socket that workers share keeps receiving connections.
+        """
         for _ in range(BACKLOG):
             try:
                 sock, _ = listening.accept()
@@ -167,7 +173,7 @@ class WireServer:
             await loop.connect_accepted_socket(self._maker_for(listening), sock)
 
     def _maker_for(self, listening: socket.socket) -> Callable[[], asyncio.Protocol]:
-        """What makes the connections that come to it."""
+        """Returns the factory of connections accepted on ``listening``."""
         is_local = listening.family == socket.AF_UNIX
         if self._certificates is None or is_local:
             return partial(ProtocolDetector, self, is_local=is_local)
@@ -214,7 +220,7 @@ class WireServer:
         self._look_for_descriptors()
 
     def _retire_s(self) -> float:
-        """When a connection that begins now does; many that began together do not together."""
+        """Returns the perf_counter time to retire a connection accepted now, with random jitter."""
         age_s = self._limits.connection_age_s_max
         return perf_counter() + age_s * random.uniform(*AGE_JITTER) if age_s else math.inf
 
@@ -230,11 +236,11 @@ class WireServer:
     def has_grown(self, nbytes: int) -> None:
         self._grown_bytes += nbytes
         if self._grown_bytes > LOOK_BYTES:
-            # Now: in one turn of the event loop each connection may be read for megabytes.
+            # Not deferred: one event-loop iteration may read megabytes from each connection.
             self._cut_largest()
 
     def _look_for_descriptors(self) -> None:
-        """Says where the kernel keeps connections from us, which libuv does not tell."""
+        """Logs when file descriptors run out: accept then fails, which libuv does not report."""
         try:
             os.close(os.dup(0))
         except OSError as error:
@@ -247,11 +253,11 @@ class WireServer:
                 )
 
     def _cut_largest(self) -> None:
-        """Aborts the connections that hold most, where all together hold too much."""
+        """Aborts the connections that hold most memory, until the total is within the limit."""
         self._grown_bytes = 0
         limit = self._limits.connection_bytes_max
         held = [(one.held_bytes, one.unread(), one) for one in self._connections]
-        sizes: dict[int, int] = {}  # of what unread answers keep: some keep the same
+        sizes: dict[int, int] = {}  # of batches kept by unsent responses, which may share them
         users: Counter[int] = Counter()
         for _, unread, _ in held:
             if unread:
@@ -265,7 +271,7 @@ class WireServer:
         while total > limit:
             nbytes, unread, connection = held.pop()
             connection.abort()
-            self.discard(connection)  # before it is told that it is lost
+            self.discard(connection)  # before its connection_lost is called
             users.subtract(unread.keys())
             total -= nbytes + sum(sizes[owner] for owner in unread if not users[owner])
             cut[connection.peer] += 1

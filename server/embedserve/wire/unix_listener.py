@@ -1,7 +1,7 @@
-"""Accepts the connections of a Unix socket, which all workers of a server share.
+"""Listener on a Unix socket that all workers of a server share.
 
-One in each turn of the event loop: what takes all that wait at once, as libuv does, takes those of
-the other workers, too, and a client's pool of connections is then one worker's.
+A worker accepts one connection in each event-loop iteration. libuv accepts all waiting connections
+at once. One worker would then get a client's whole connection pool.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ import socket
 from collections.abc import Callable
 
 RETRY_S = 1.0
-"""Before another try where a connection could not be taken."""
+"""Seconds before accepting is retried after an error such as too many open files."""
 
 
 class UnixListener:
-    """Listens from its start to its close.
+    """Accept loop of a Unix socket, from ``start`` to ``close``.
 
     Attributes:
-        is_waiting: whether there was no descriptor, or no memory, for a connection.
+        is_waiting: whether accepting is paused after an error, for lack of descriptors or memory.
     """
 
     def __init__(self, sock: socket.socket, new_connection: Callable[[], asyncio.Protocol]) -> None:
         """
         Args:
-            sock: which is bound and listens; closed at the end.
+            sock: socket that is bound and listening; ``close`` closes it.
+            new_connection: factory of the protocol of an accepted connection.
         """
         self._sock = sock
         self._new_connection = new_connection
@@ -50,9 +51,9 @@ class UnixListener:
     def _accept(self) -> None:
         try:
             accepted, _ = self._sock.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # another worker was first
+        except (BlockingIOError, ConnectionAbortedError):  # another worker accepted it
             return
-        except OSError:  # such as too many open files, which the server says
+        except OSError:  # such as too many open files, which the server logs
             self._loop.remove_reader(self._sock)
             self._retrying = self._loop.call_later(RETRY_S, self.start)
             return

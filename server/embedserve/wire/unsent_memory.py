@@ -1,4 +1,8 @@
-"""What answers that are not read keep in memory: not their rest, but all that they are part of."""
+"""Memory pinned by unsent responses.
+
+A response is a view of its batch's output array and keeps the whole array alive. The array is
+therefore counted as a whole, and once for all its responses.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,10 @@ from weakref import ref
 
 
 def owners_of(parts: Iterable[bytes | memoryview]) -> dict[int, int]:
-    """Bytes of what ``parts`` keep, by its identity: a slice keeps the values of its batch."""
+    """Returns the bytes of the objects that ``parts`` keep alive, by their id().
+
+    A slice keeps the values of its whole batch.
+    """
     return {id(owner): _size(owner) for owner in _owners(parts)}
 
 
@@ -26,10 +33,12 @@ def _size(owner: Any) -> int:
 
 
 class UnsentMemory:
-    """What an answer keeps whose parts were handed to a transport. Keeps nothing itself.
+    """Memory that a response keeps after its chunks were passed to a transport.
+
+    Holds weak references only.
 
     Attributes:
-        own_bytes: of parts that are no slices.
+        own_bytes: bytes of chunks that are not slices of a batch.
     """
 
     __slots__ = ("_batches", "own_bytes")
@@ -40,6 +49,6 @@ class UnsentMemory:
         self._batches = [ref(one) for one in owners if not isinstance(one, bytes)]
 
     def batches(self) -> dict[int, int]:
-        """As owners_of, of the batches that are still there."""
+        """Returns the bytes of batches that are still alive, by their id(), like owners_of."""
         alive = [one() for one in self._batches]
         return {id(one): one.nbytes for one in alive if one is not None}

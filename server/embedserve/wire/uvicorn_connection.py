@@ -1,7 +1,8 @@
-"""An HTTP/1 connection as uvicorn has it, within bounds.
+"""uvicorn's HTTP/1 connection with limits on headers, time and pipelining.
 
-Heads are limited and checked as RFC 9112 wants them, Upgrade is ignored, what is wrong is answered
-in the JSON of every error, and of a pipeline no more is parsed than what is being answered.
+Headers are limited and validated as RFC 9112 requires, and Upgrade is ignored. Malformed requests
+are answered with the JSON error format. Pipelined requests are not parsed ahead of the request
+being answered.
 """
 
 from __future__ import annotations
@@ -33,23 +34,24 @@ from embedserve.wire.rest import (
 )
 
 KEEP_ALIVE_S = 75.0
-"""An idle connection is closed after so long; longer than what stands before a server waits."""
+"""Seconds until an idle connection is closed; longer than the idle timeout of usual proxies."""
 HEAD_S_MAX = 10.0
-"""How long the head of a request may take to come."""
+"""Seconds the headers of a request may take to arrive."""
 URL_BYTES_SAID = 200
-"""Of one that cannot be read."""
+"""Bytes of an invalid URL that the error message quotes."""
 HEAD_COPIES = 3
-"""Of a head that has not ended: its lines as they came, as headers, and what both take more."""
+"""Memory of incomplete headers, as a multiple of their bytes: raw lines, parsed headers, and the
+overhead of both."""
 PIECE_BYTES = 4 << 10
-"""Parsed at once, after which requests that have come are answered: what the shortest ones, sent
-all at once, may cost the event loop."""
+"""Bytes parsed before the parser checks for a pipelined request and stops. Bounds the event-loop
+time of the shortest requests sent in one segment."""
 
 
 class Flow(FlowControl):
-    """uvicorn's, but that a task of its own does not resume reading while something is held.
+    """uvicorn's flow control, which does not resume reading while received data is held.
 
     Attributes:
-        is_held: whether it is.
+        is_held: whether received data is held; uvicorn's tasks then cannot resume reading.
     """
 
     is_held = False
@@ -60,7 +62,7 @@ class Flow(FlowControl):
 
 
 class UvicornConnection(HttpToolsProtocol):
-    """uvicorn's protocol, which parses requests and runs the ASGI application for each."""
+    """uvicorn's protocol with limits: parses requests and runs the ASGI application for each."""
 
     flow: Flow
     certificate: Certificate | None
@@ -75,21 +77,24 @@ class UvicornConnection(HttpToolsProtocol):
     ) -> None:
         """
         Args:
-            allowed_hosts: that requests may name; None: any.
+            pipeline: request pipeline.
+            registry: registry of the server's connections.
+            allowed_hosts: allowed Host names; None: any.
+            uvicorns: arguments of uvicorn's protocol.
         """
         super().__init__(**uvicorns)
         self._allowed_hosts = allowed_hosts
         self.request_pipeline = pipeline
         self._limits = pipeline.limits
         self._registry = registry
-        self._held: list[bytes] = []  # what came after what is being answered
-        self._cycles: deque[RequestResponseCycle] = deque()  # those that are or will be answered
+        self._held: list[bytes] = []  # received behind the request being answered
+        self._cycles: deque[RequestResponseCycle] = deque()  # requests being answered or queued
         self._is_draining = False
         self._idle_since_s = 0.0
-        self._message_since_s = 0.0  # that is parsed; 0: none
+        self._message_since_s = 0.0  # perf_counter start of the message being parsed; 0: none
         self._is_in_head = self._is_in_body = False
-        self._head_bytes = 0  # of a head that has not ended, in pieces that held nothing else
-        self._body_bytes = 0  # of the message that is parsed, so far
+        self._head_bytes = 0  # of incomplete headers, in chunks with nothing else
+        self._body_bytes = 0  # received of the message being parsed
         self._unread_bytes_seen = 0
         self._unread_since_s = 0.0
 
@@ -104,8 +109,8 @@ class UvicornConnection(HttpToolsProtocol):
     # Reading
 
     def parse(self, data: bytes) -> None:
-        """Parses requests, as far as they are answered at once; holds the rest."""
-        self._unset_keepalive_if_required()  # ours sees to all requests, and to those under way
+        """Parses requests until one must wait for an earlier response; holds the rest."""
+        self._unset_keepalive_if_required()  # check_time enforces keep-alive, for all requests
         for start in range(0, len(data), PIECE_BYTES):
             if self.pipeline:
                 self.hold(data[start:])
@@ -114,7 +119,7 @@ class UvicornConnection(HttpToolsProtocol):
                 return
 
     def _parse_piece(self, piece: bytes) -> bool:
-        """False where the connection ends."""
+        """Parses one chunk. Returns False if the request was rejected."""
         was_in_head = self._is_in_head
         try:
             self.parser.feed_data(piece)
@@ -131,16 +136,19 @@ class UvicornConnection(HttpToolsProtocol):
         return True
 
     def _problem(self, error: httptools.HttpParserError) -> EmbedServeError:
-        """What is wrong with what llhttp, or one of its callbacks below, does not take."""
+        """Returns the error for data that llhttp or one of the callbacks below has rejected."""
         if isinstance(error.__context__, EmbedServeError):
             return error.__context__
         reason: object = error
-        if isinstance(error, httptools.HttpParserCallbackError):  # which reads nothing else
+        if isinstance(error, httptools.HttpParserCallbackError):  # uvicorn parses the URL
             reason = f"its URL is {self.url[:URL_BYTES_SAID].decode('latin-1')!r}"
         return InvalidRequestError(f"not a request of HTTP/1.1: {reason}")
 
     def _parse_without_upgrade(self, rest: bytes) -> bool:
-        """As RFC 9110 lets a server do: nothing is upgraded to. ``rest`` follows the head."""
+        """Parses a request again without its Upgrade header, which RFC 9110 lets a server ignore.
+
+        ``rest`` is the data behind the headers. Returns False if the request was rejected.
+        """
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         if method == b"CONNECT":
             self.reject(InvalidRequestError("method is CONNECT: this is no proxy"))
@@ -151,15 +159,17 @@ class UvicornConnection(HttpToolsProtocol):
         return self._parse_piece(b"".join((*lines, b"\r\n", rest)))
 
     def hold(self, data: bytes) -> None:
-        """Keeps what a client sent before its answer came, and reads no more until then."""
+        """Holds data received before the current response is written, and pauses reading."""
         self._held.append(data)
         self._registry.has_grown(len(data))
         self.flow.is_held = True
         self.flow.pause_reading()
 
     def take_held(self) -> None:
-        """Goes on with it. Until then nothing is read: uvloop may read before it makes a call that
-        is due."""
+        """Processes the held data, then resumes reading.
+
+        Reading stays paused until this call runs, because uvloop may read before a scheduled call.
+        """
         if not self._held or not self.may_take() or self.transport.is_closing():
             return
         data = b"".join(self._held)
@@ -169,7 +179,7 @@ class UvicornConnection(HttpToolsProtocol):
         self.data_received(data)
 
     def may_take(self) -> bool:
-        """Whether what is held is to be read now."""
+        """Returns whether held data may be processed now."""
         return not (self.flow.write_paused or self.pipeline)
 
     def resume_writing(self) -> None:
@@ -177,7 +187,7 @@ class UvicornConnection(HttpToolsProtocol):
         if self._held:
             self.loop.call_soon(self.take_held)
 
-    # What llhttp finds
+    # Callbacks of llhttp
 
     def on_message_begin(self) -> None:
         self._message_since_s = perf_counter()
@@ -188,7 +198,7 @@ class UvicornConnection(HttpToolsProtocol):
         scope[CERTIFICATE], scope[PEER] = self.certificate, self.peer
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value.rstrip(BLANKS))  # llhttp takes off what stands before it
+        super().on_header(name, value.rstrip(BLANKS))  # llhttp strips leading blanks
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -227,18 +237,23 @@ class UvicornConnection(HttpToolsProtocol):
     # Ends
 
     def uvicorn_is_busy(self) -> bool:
+        """Returns whether uvicorn is parsing or answering a request."""
         cycle = self.cycle
         return bool(self._message_since_s) or not (cycle is None or cycle.response_complete)
 
     def is_busy(self) -> bool:
+        """Returns whether the connection is not idle."""
         return bool(self._held) or self.flow.write_paused or self.uvicorn_is_busy()
 
     def reject(self, error: EmbedServeError) -> None:
-        """Answers what is parsed with ``error``, and no more."""
+        """Answers the message being parsed with ``error`` and closes the connection.
+
+        If an earlier request is still pending, its response is the last, and ``error`` is dropped.
+        """
         cycle = self.cycle
         is_pending = cycle is not None and not cycle.response_complete
         if is_pending and not self._is_in_body:
-            cycle.keep_alive = False  # what was asked before is answered, and ends the connection
+            cycle.keep_alive = False  # the earlier request is answered, then the connection ends
             self.flow.pause_reading()
             return
         seconds = perf_counter() - self._message_since_s
@@ -246,7 +261,7 @@ class UvicornConnection(HttpToolsProtocol):
         told = record_early_rejection(self.request_pipeline, error, headers, seconds, self.peer)
         if is_pending:
             cycle.disconnected = True
-            cycle.waiting_for_100_continue = False  # which would be said after our last answer
+            cycle.waiting_for_100_continue = False  # 100 would follow the final response
             cycle.message_event.set()
         if self.pipeline or (self._is_in_body and cycle.response_started):
             self.transport.close()
@@ -259,13 +274,13 @@ class UvicornConnection(HttpToolsProtocol):
         self.linger()
 
     def linger(self) -> None:
-        """Ends the connection once its client has read what was written."""
+        """Starts a lingering close: ends the connection after the client has read the output."""
         self._held.clear()
         LingeringClose(self.transport, self, self._registry)
 
     @property
     def unread_bytes(self) -> int:
-        """Of answers that the client has not taken."""
+        """Bytes of responses in the transport's write buffer."""
         return self.transport.get_write_buffer_size()
 
     @property
@@ -277,7 +292,7 @@ class UvicornConnection(HttpToolsProtocol):
         return {}
 
     def check_time(self, now_s: float) -> None:
-        """Closes a connection that idles, sends or reads for too long; called now and then."""
+        """Closes a connection that is idle, sends or reads for too long; called every CHECK_S."""
         if self.flow.write_paused or self.transport.is_closing():
             unread_bytes = self.unread_bytes
             if not 0 < self._unread_bytes_seen < unread_bytes + READ_BYTES_MIN:
@@ -297,20 +312,20 @@ class UvicornConnection(HttpToolsProtocol):
             self.transport.close()
 
     def retire(self) -> None:
-        """Has the next answer be the last. One that idles is not closed for it: a request may be
-        on its way."""
+        """Makes the next response the last. An idle connection stays open, because a request may
+        be in flight."""
         self._is_draining = True
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.keep_alive = False
 
     def drain(self) -> None:
-        """Answers what was asked and what is on its way, and tells the client to ask no more."""
+        """Answers requests received or in flight, then closes the connection."""
         self.retire()
         self.loop.call_later(DRAIN_IDLE_S, self._close_if_idle)
 
     def _close_if_idle(self) -> None:
         if self.transport.is_closing() or self._cycles:
-            return  # what was asked before the head that is on its way is answered, then it ends
+            return  # the pending requests are answered first; the last response ends it
         if self._is_in_head or not self.is_busy():
             self.linger()
 
@@ -323,13 +338,14 @@ class UvicornConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._held.clear()
         self._registry.discard(self)
-        for cycle in self._cycles:  # uvicorn tells but the newest
+        for cycle in self._cycles:  # uvicorn notifies only the newest
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
 
 
 def lines_of(headers: Headers) -> bytes:
+    """Returns ``headers`` as HTTP/1 header lines."""
     return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 

@@ -1,1 +1,1 @@
-"""gRPC over HTTP/2: its messages, statuses and methods; without I/O."""
+"""gRPC over HTTP/2: messages, statuses and methods, without I/O."""

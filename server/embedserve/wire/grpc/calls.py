@@ -1,7 +1,7 @@
-"""gRPC calls as the handlers of their streams: messages in, messages and a status out.
+"""gRPC calls as stream handlers: messages in, messages and a status out.
 
-A call with one message waits for it whole; a stream of messages takes them as they come. What they
-say is the pipeline's, or a plain function's.
+A unary call waits for its complete message; a streaming call takes messages as they arrive. The
+pipeline or a plain function processes the messages.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from embedserve.wire.http2_request import Http2RequestContext
 logger = logging.getLogger(__name__)
 
 ANSWER_BYTES_MAX = 64 << 20
-"""Of one stream's answers that wait or are not sent; one request past it is still taken."""
+"""Bytes of one stream's responses that are pending or unsent; one request above it is accepted."""
 
 
 class UnaryBody:
-    """The body of a call with one message, as its pieces come."""
+    """The body of a unary call, received in chunks."""
 
     __slots__ = ("_bytes_max", "_deframer", "_encoding", "_stream")
 
@@ -59,17 +59,18 @@ class UnaryBody:
         self._deframer: Deframer | None = None
 
     def receive(self, data: bytes, is_end: bool) -> bytes | None:
-        """The message, once all has come.
+        """Takes a chunk. Returns the message after the last chunk, otherwise None.
 
         Raises:
-            WireError: there is none, it is too large, or not framed or compressed rightly.
+            WireError: the body is not exactly one message, or the message is too large, or its
+                framing or compression is malformed.
         """
         if self._deframer is None:
             self._deframer = Deframer(self._bytes_max, self._encoding)
         deframer = self._deframer
         deframer.feed(data)
         if not is_end:
-            # The size is known from the start: one that is too large is refused before it comes.
+            # The prefix has the size: a message that is too large is rejected before it arrives.
             self._stream.expect(deframer.check_size())
             return None
         self._stream.consumed(self._stream.held_bytes)
@@ -83,15 +84,17 @@ class UnaryBody:
 
 
 class DiscardedBody:
-    """The body of a call that is refused, now or soon."""
+    """The body of a call that is rejected, immediately or after a delay."""
 
     def receive(self, data: bytes, is_end: bool) -> None:
-        """Takes no message."""
+        """Discards a chunk."""
 
 
 class GrpcEmbedContext(Http2RequestContext):
-    """An Embed call, from its header block to its answer: the handler of its stream. It is refused
-    before its message comes while its model's queue is full."""
+    """An Embed call as stream handler, from its header block to its response.
+
+    While a queue is full the call may be rejected before its message arrives.
+    """
 
     __slots__ = ("_encoding", "_message")
 
@@ -153,7 +156,7 @@ class GrpcEmbedContext(Http2RequestContext):
 
 
 class GrpcUnaryCall:
-    """A call that a plain function answers at once."""
+    """A unary call that a plain function answers without a lookup."""
 
     def __init__(
         self,
@@ -163,7 +166,15 @@ class GrpcUnaryCall:
         headers: Mapping[bytes, bytes],
         stream: Stream,
     ) -> None:
-        """``function`` takes the message and gives the answer, or raises EmbedServeError."""
+        """
+        Args:
+            function: takes the request message and returns the response message, or raises
+                EmbedServeError.
+            encoding: value of grpc-encoding.
+            bytes_max: limit of the message in bytes.
+            headers: headers of the call by name.
+            stream: stream of the call.
+        """
         self._function = function
         self._headers = headers
         self._stream = stream
@@ -191,35 +202,35 @@ class GrpcUnaryCall:
         self._stream.send_head(only_trailers([*trailers, *told]), is_end=True)
 
     def reset(self) -> None:
-        """Nothing waits."""
+        """Does nothing: no work is pending."""
 
     def resume(self) -> None:
-        """The answer is written at once."""
+        """Does nothing: the complete response is written in one call."""
 
     def check_time(self, now_s: float) -> None:
         if not self._stream.is_received and now_s - self._start_s > REQUEST_S_MAX:
             self._end(error_trailers(late_request()))
 
     def drain(self) -> None:
-        """It is answered as soon as it is there."""
+        """Does nothing: the call is answered as soon as its message is complete."""
 
 
 class BidiStream:
-    """A call with any number of messages both ways; subclasses say what becomes of one.
+    """A bidirectional streaming call. Subclasses process the messages in ``take``.
 
     Attributes:
-        is_read: the client has sent all, and all was taken.
-        headers: of the call.
+        is_read: whether the client has ended its side and all messages were taken.
+        headers: headers of the call by name.
     """
 
     def __init__(
         self, encoding: bytes, bytes_max: int, headers: Mapping[bytes, bytes], stream: Stream
     ) -> None:
-        """Raises WireError: UNIMPLEMENTED, there is no such encoding."""
+        """Raises WireError (UNIMPLEMENTED) if ``encoding`` is not supported."""
         self.headers = headers
         self._stream = stream
         self._deframer = Deframer(bytes_max, encoding)
-        self._whole_s = perf_counter()  # when no message was under way
+        self._whole_s = perf_counter()  # when last no incomplete message was buffered
         self._has_started = False
         self._has_all = False
         self._is_over = False
@@ -236,7 +247,7 @@ class BidiStream:
         self.go_on()
 
     def go_on(self) -> None:
-        """Takes what messages there are, as long as there is room for their answers."""
+        """Takes buffered messages while there is room for their responses; ends a finished call."""
         if self._is_over or self._is_taking:
             return
         self._is_taking = True
@@ -272,19 +283,19 @@ class BidiStream:
         self._stream.expect(self._deframer.check_size())
 
     def has_room(self) -> bool:
-        """Whether another message may be taken."""
+        """Returns whether another message may be taken."""
         return self._stream.unsent_bytes < ANSWER_BYTES_MAX
 
     def is_idle(self) -> bool:
-        """Whether all that was taken has been answered."""
+        """Returns whether all messages taken have been answered."""
         return True
 
     def take(self, message: bytes) -> None:
-        """Answers ``message``, now or later."""
+        """Processes ``message``; the response may be written later."""
         raise AssertionError("a subclass takes messages")
 
     def write(self, parts: ResponseChunks, nbytes: int) -> None:
-        """Sends one message."""
+        """Sends one response message."""
         if not self._has_started:
             self._has_started = True
             self._stream.send_head(HEAD_BLOCK)
@@ -292,7 +303,7 @@ class BidiStream:
         self._stream.send_body((prefix, *parts), nbytes + PREFIX_BYTES)
 
     def finish(self, trailers: Headers) -> None:
-        """Ends the call."""
+        """Ends the call with ``trailers``; does nothing if it has ended."""
         if self._is_over:
             return
         self._is_over = True
@@ -304,11 +315,11 @@ class BidiStream:
 
     @cached_property
     def request_id(self) -> bytes:
-        """Of the call: its caller's, or one that is made when it is first asked for."""
+        """Request id of the call: the caller's, or an id generated at the first access."""
         return request_id_of(self.headers.get(REQUEST_ID))
 
     def told(self, has_failed: bool) -> HeaderList:
-        """What its trailers tell of it: its id, where it has one or ``has_failed``."""
+        """Returns extra trailers: the request id, if the call has one or ``has_failed``."""
         is_named = has_failed or REQUEST_ID in self.headers or "request_id" in self.__dict__
         return [(REQUEST_ID, self.request_id)] if is_named else []
 
@@ -319,7 +330,10 @@ class BidiStream:
         self.go_on()
 
     def check_time(self, now_s: float) -> None:
-        """A stream may be idle for as long as its connection is open, but not within a message."""
+        """Ends a stream whose message stays incomplete for REQUEST_S_MAX.
+
+        Between messages a stream may be idle for as long as its connection is open.
+        """
         if not (self._deframer.nbytes and self.has_room()):
             self._whole_s = now_s
         elif now_s - self._whole_s > REQUEST_S_MAX:

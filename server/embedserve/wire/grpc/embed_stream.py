@@ -1,8 +1,8 @@
-"""One EmbedStream or ModelStreamInfer call: its requests are read ahead, and answered in order.
+"""EmbedStream and ModelStreamInfer calls: requests are read ahead and answered in order.
 
-Reading goes on while answers are awaited, until a window of requests or bytes is full. An answer is
-encoded as soon as it is there, so that none keeps the values of its whole batch. Never ends a
-request that was accepted, unless its client went away.
+Reading continues while responses are awaited, up to a limit of requests and bytes. A response is
+encoded as soon as its result is ready, so that it does not keep its whole batch alive. An accepted
+request is cancelled only if its client disconnects.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ if TYPE_CHECKING:
     from embedserve.wire.http2.connection import Http2Connection
 
 DRAIN_STREAM_S = 1.0
-"""How long a stream goes on while the server drains: a shorter one ends by itself, and whole."""
+"""Seconds a stream continues while the server drains; shorter streams can finish completely."""
 REQUESTS_MAX = 256
-"""Requests of one stream that wait for their answers or to be sent; more are left unread."""
+"""Requests of one stream that wait for a response or for sending it; more are left unread."""
 
 
 class StreamedRequestContext(RequestContext):
     """One request of a stream.
 
     Attributes:
-        parts, nbytes: its encoded answer, once ``is_done``.
-        reserved_bytes: of the stream's room for answers.
+        is_done: whether the response is encoded.
+        parts: chunks of the encoded response, once ``is_done``.
+        nbytes: total bytes of ``parts``.
+        reserved_bytes: bytes reserved for the response in the stream's response budget.
     """
 
     __slots__ = ("_stream", "is_done", "nbytes", "parts", "reserved_bytes")
@@ -65,7 +67,7 @@ class StreamedRequestContext(RequestContext):
 
     @property
     def request_id(self) -> bytes:
-        """Of the whole stream: its trailers tell it."""
+        """Request id of the whole stream, which is sent in its trailers."""
         return self._stream.request_id
 
     def on_enqueued(self) -> None:
@@ -87,11 +89,16 @@ class StreamedRequestContext(RequestContext):
         self.parts = parts
         self.nbytes = nbytes
         if not self._stream.write_those_done(self):
-            self.parts = (b"".join(parts),)  # of its own: it waits for those before it
+            self.parts = (b"".join(parts),)  # a copy: it waits for earlier responses
 
 
 class EmbedStream(BidiStream):
-    """The handler of such a call."""
+    """Handler of an EmbedStream or ModelStreamInfer call.
+
+    Attributes:
+        pipeline: request pipeline.
+        deadline_s: perf_counter time of the call's deadline; infinity if it has none.
+    """
 
     def __init__(
         self,
@@ -134,17 +141,19 @@ class EmbedStream(BidiStream):
             self.pipeline.submit(request, message)
         if request.queue is not None:
             self.reserve(request, request.request.response_bytes(request.queue.model))
-        elif not request.is_done:  # it is being decoded: what it needs is not known
+        elif not request.is_done:  # in decoding: the response size is unknown
             self.reserve(request, self._answer_bytes_max)
 
     def reserve(self, request: StreamedRequestContext, nbytes: int) -> None:
-        """Keeps room for so large an answer to ``request``."""
+        """Reserves ``nbytes`` of the response budget for the response to ``request``."""
         self._answer_bytes += nbytes - request.reserved_bytes
         request.reserved_bytes = nbytes
 
     def write_those_done(self, request: StreamedRequestContext) -> bool:
-        """Sends ``request``'s answer and those behind it that are there; False if it is not its
-        turn."""
+        """Sends the response to ``request`` and the finished responses behind it.
+
+        Returns False if an earlier response is not ready yet.
+        """
         requests = self._requests
         if requests[0] is not request:
             return False
@@ -156,7 +165,7 @@ class EmbedStream(BidiStream):
         return True
 
     def drain(self) -> None:
-        """Goes on for a while, as its next requests may be on their way."""
+        """Starts the drain: continues for DRAIN_STREAM_S, as further requests may be in flight."""
         self._draining_since_s = self._draining_since_s or perf_counter()
 
     def check_time(self, now_s: float) -> None:

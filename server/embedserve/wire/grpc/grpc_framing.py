@@ -1,7 +1,7 @@
-"""gRPC as it is written over HTTP/2: framed messages, timeouts, status messages.
+"""gRPC wire format over HTTP/2: framed messages, timeouts and status messages.
 
-Pure functions and one buffer, without I/O (github.com/grpc/grpc, doc/PROTOCOL-HTTP2.md). What a
-client framed wrongly is a WireError; what the messages say is not looked at here.
+Pure functions and one buffer, without I/O (github.com/grpc/grpc, doc/PROTOCOL-HTTP2.md). Malformed
+framing raises WireError. The contents of messages are not parsed here.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from urllib.parse import quote
 from embedserve.wire.byte_queue import ByteQueue
 
 PREFIX = struct.Struct(">BI")
-"""Of a message: whether it is compressed, then its length."""
+"""Prefix of a message: compressed flag, then length."""
 PREFIX_BYTES = PREFIX.size
 ENCODINGS = b"identity,deflate,gzip"
-"""What requests may be compressed with, as grpc-accept-encoding says it."""
+"""Supported compressions of requests, as the value of grpc-accept-encoding."""
 WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
-"""As zlib has them: gzip's header and trailer, or zlib's own."""
+"""zlib window bits by encoding: with gzip's header and trailer, or with zlib's own."""
 SECONDS_PER_UNIT = {
     ord("H"): 3600.0,
     ord("M"): 60.0,
@@ -29,15 +29,16 @@ SECONDS_PER_UNIT = {
 }
 TIMEOUT_DIGITS_MAX = 8
 UNRESERVED = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
-"""What a status message holds as it is, beside letters and digits: all ASCII that prints but %."""
+"""Characters of a status message that are not percent-encoded, besides letters and digits: all
+printable ASCII except %."""
 
 
 class WireError(Exception):
-    """The client's bytes are not what gRPC sends.
+    """The client's bytes are malformed gRPC.
 
     Attributes:
-        code: the canonical code's name that the call ends with.
-        message: a sentence for the caller.
+        code: name of the canonical status code that ends the call.
+        message: error message for the caller.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -47,21 +48,21 @@ class WireError(Exception):
 
     @property
     def outcome(self) -> str:
-        """As metrics count it, which know the codes of requests that could be read."""
+        """Code under which metrics count the error; they have no UNIMPLEMENTED."""
         return "INVALID_ARGUMENT" if self.code == "UNIMPLEMENTED" else self.code
 
 
 def framed(*parts: bytes | memoryview) -> bytes:
-    """The message that ``parts`` make, with its prefix, uncompressed."""
+    """Returns ``parts`` joined into one uncompressed message with its prefix."""
     size = sum([memoryview(part).nbytes for part in parts])
     return b"".join((b"\0", size.to_bytes(4, "big"), *parts))
 
 
 def timeout_s(value: bytes) -> float:
-    """Seconds of a grpc-timeout header, such as b"250m".
+    """Parses a grpc-timeout header, such as b"250m". Returns seconds.
 
     Raises:
-        WireError: INTERNAL, it is none.
+        WireError: INTERNAL, the value is malformed.
     """
     digits, unit = value[:-1], value[-1:]
     if len(digits) <= TIMEOUT_DIGITS_MAX and digits.isdigit() and unit[0] in SECONDS_PER_UNIT:
@@ -70,12 +71,15 @@ def timeout_s(value: bytes) -> float:
 
 
 def percent_encoded(message: str) -> bytes:
-    """``message`` as grpc-message has it."""
+    """Returns ``message`` percent-encoded for the grpc-message trailer."""
     return quote(message, safe=UNRESERVED).encode()
 
 
 def only_message(body: bytes, bytes_max: int) -> bytes | None:
-    """The message if ``body`` is exactly one, uncompressed and not over ``bytes_max``."""
+    """Returns the message if ``body`` is exactly one uncompressed message within ``bytes_max``.
+
+    Returns None for any other body.
+    """
     size = len(body) - PREFIX_BYTES
     if size < 0 or size > bytes_max or PREFIX.unpack_from(body) != (0, size):
         return None
@@ -83,17 +87,20 @@ def only_message(body: bytes, bytes_max: int) -> bytes | None:
 
 
 class Deframer:
-    """Cuts messages out of the chunks of a request's body, and decompresses them.
+    """Extracts messages from the chunks of a request body, and decompresses them.
 
     Attributes:
-        nbytes: not cut out yet.
+        nbytes: buffered bytes of messages that are not extracted yet.
     """
 
     def __init__(self, bytes_max: int, encoding: bytes) -> None:
-        """``bytes_max`` bounds a message both as it came and decompressed.
+        """
+        Args:
+            bytes_max: limit of a message in bytes, both as received and decompressed.
+            encoding: value of grpc-encoding.
 
         Raises:
-            WireError: UNIMPLEMENTED, there is no such ``encoding`` here.
+            WireError: UNIMPLEMENTED, ``encoding`` is not supported.
         """
         if encoding != b"identity" and encoding not in WINDOW_BITS:
             name = encoding.decode("latin-1")
@@ -110,10 +117,11 @@ class Deframer:
         self._pieces.append(chunk)
 
     def next_message(self) -> bytes | None:
-        """The next message, or None until more is fed.
+        """Returns the next message, or None if it is incomplete.
 
         Raises:
-            WireError: RESOURCE_EXHAUSTED, it is too large; INTERNAL, it is no message.
+            WireError: RESOURCE_EXHAUSTED, the message is too large; INTERNAL, it cannot be
+                decompressed.
         """
         pieces = self._pieces
         if pieces.nbytes < PREFIX_BYTES:
@@ -136,10 +144,10 @@ class Deframer:
             raise WireError("INTERNAL", "the request ended within a message")
 
     def check_size(self) -> int:
-        """How many bytes the message lacks that has begun; 0 where its size has not come.
+        """Returns the missing bytes of the next message; 0 if its prefix has not arrived.
 
         Raises:
-            WireError: RESOURCE_EXHAUSTED, it is too large.
+            WireError: RESOURCE_EXHAUSTED, the message is too large.
         """
         nbytes = self._pieces.nbytes
         if nbytes < PREFIX_BYTES:
@@ -156,7 +164,7 @@ class Deframer:
         )
 
     def _decompressed(self, message: bytes) -> bytes:
-        """Never makes more than a byte past the limit."""
+        """Decompresses a message. Its output never exceeds the limit by more than one byte."""
         stream = zlib.decompressobj(WINDOW_BITS[self._encoding])
         try:
             whole = stream.decompress(message, self._bytes_max + 1)

@@ -1,4 +1,4 @@
-"""Health as grpc.health.v1 has it: the status of each service, asked for or watched."""
+"""Health service grpc.health.v1: the Check and Watch methods."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _RESPONSE = health_pb2.HealthCheckResponse
 
 
 class HealthStatuses:
-    """Statuses of services, "" among them for the whole server."""
+    """Health status of each service; "" is the whole server."""
 
     def __init__(self, services: Iterable[str], is_ready: Callable[[], bool]) -> None:
         self._services = ("", *services)
         self._is_ready = is_ready
 
     def check(self, message: bytes) -> bytes:
-        """Answers a Check.
+        """Answers a Check call.
 
         Raises:
-            UnknownModelError: there is no such service.
-            WireError: INTERNAL, it is none.
+            UnknownModelError: the service does not exist.
+            WireError: INTERNAL, the message is no HealthCheckRequest.
         """
         service = _service(message)
         status = self.status(service)
@@ -56,7 +56,10 @@ def _service(message: bytes) -> str:
 
 
 class Watch(BidiStream):
-    """A Watch: tells the status now and as it changes; it ends when the server drains."""
+    """Handler of a Watch call: sends the status immediately and at each change.
+
+    The call ends when the server drains.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""inference.GRPCInferenceService: what answers each of its calls.
+"""Unary methods of inference.GRPCInferenceService (Open Inference Protocol).
 
-ModelInfer and ModelStreamInfer are Embed and EmbedStream in another codec; the others are plain
-functions.
+ModelInfer and ModelStreamInfer are Embed and EmbedStream with another codec. The other methods are
+plain functions, and are implemented here.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ M = TypeVar("M", bound=Message)
 
 
 class OpenInferenceService:
-    """The calls with one message and no lookup.
+    """Methods with one message and without a lookup.
+
+    Each function takes a request message and returns the response message, or raises
+    EmbedServeError.
 
     Attributes:
-        health, management: by name; each takes a message and gives the answer, or raises
-            EmbedServeError. Health is for anybody.
-        shared_memory: the same, of whoever asks, whose name comes before the message; none where
-            there is no shared memory.
+        health: functions by method name; they need no authentication.
+        management: functions by method name.
+        shared_memory: functions by method name, which take the caller's name before the message;
+            empty if shared memory is off.
     """
 
     def __init__(self, pipeline: RequestPipeline) -> None:
@@ -84,7 +87,7 @@ class OpenInferenceService:
         return _written(told, pb.ModelConfigResponse())
 
     def statistics(self, quota: CallerQuota | None, message: bytes) -> bytes:
-        """Answers ModelStatistics for the models that ``client`` may ask."""
+        """Answers ModelStatistics for the models that the caller of ``quota`` may use."""
         asked = _read(message, pb.ModelStatisticsRequest)
         told = {"model_stats": statistics(self._pipeline, asked.name, asked.version, quota)}
         return _written(told, pb.ModelStatisticsResponse())
@@ -96,10 +99,10 @@ class OpenInferenceService:
 
 
 class SharedMemoryCalls:
-    """Of Triton's extension: regions of shared memory are told, registered and unregistered.
+    """Methods of Triton's shared-memory extension: status, register and unregister of regions.
 
     Attributes:
-        calls: by name; each takes the name of who asks, and a message.
+        calls: functions by method name; each takes the caller's name and a message.
     """
 
     def __init__(self, shared: RegionRegistry) -> None:
@@ -138,7 +141,10 @@ def _read(message: bytes, kind: type[M]) -> M:
 
 
 def _problem(kind: type[Message], error: DecodeError) -> EmbedServeError:
-    """For the caller to raise: an error that a name of its frame holds is a circle."""
+    """Returns the error for the caller to raise.
+
+    An error that is stored in a local variable of its own frame would be a reference cycle.
+    """
     return InvalidRequestError(f"body is not a {kind.__name__}: {error}", "body")
 
 

@@ -1,6 +1,6 @@
-"""Server reflection, v1 and v1alpha: which services there are, and their descriptions.
+"""Server reflection, v1 and v1alpha: list of services and their descriptors.
 
-The messages of both are the same on the wire; what they say is grpcio-reflection's.
+Both versions have the same messages on the wire. grpcio-reflection produces the responses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SERVICE_NAMES = ("grpc.reflection.v1.ServerReflection", reflection.SERVICE_NAME)
 
 
 class ServerReflection(BidiStream):
-    """A ServerReflectionInfo call."""
+    """Handler of a ServerReflectionInfo call."""
 
     def __init__(
         self,

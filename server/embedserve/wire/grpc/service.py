@@ -1,4 +1,4 @@
-"""The methods that gRPC clients may call, and what opens a call of each."""
+"""gRPC methods of the server, with a handler factory for each."""
 
 from __future__ import annotations
 
@@ -34,19 +34,22 @@ SERVICES = (SERVICE_NAME, open_inference_grpc.SERVICE_NAME, PREDICTOR_NAME)
 Open = Callable[[Stream], Handler]
 HeadersByName = dict[bytes, bytes]
 Method = Callable[[bytes, RequestOptions, HeadersByName], Open]
-"""What opens calls with such an encoding, asking so, with these headers."""
+"""Resolver of (encoding, request options, headers) to a handler factory of calls."""
 ONCE_METADATA = frozenset({ROUTING_KEY, b"grpc-timeout", b"grpc-encoding"})
-"""Rejected where a call has two, of which each end could read another."""
+"""Metadata that may occur once: with two, a proxy and the server could each read another value."""
 EMBEDDERS = frozenset({"embed"})
 CALLERS = frozenset({"embed", "admin"})
 
 
 class GrpcService:
-    """embedserve.v1.EmbeddingService, inference.GRPCInferenceService, TorchRec's
+    """Registry of the gRPC methods.
+
+    The services are embedserve.v1.EmbeddingService, inference.GRPCInferenceService, TorchRec's
     predictor.Predictor, health and reflection.
 
     Attributes:
-        health: which services are ready.
+        health: health status of each service.
+        open_inference: unary methods of inference.GRPCInferenceService.
     """
 
     def __init__(
@@ -54,8 +57,10 @@ class GrpcService:
     ) -> None:
         """
         Args:
-            has_management: tells of its models and its services, and not of its health alone.
-            asks_admins: who they are, before it does so.
+            pipeline: request pipeline.
+            has_management: whether models, statistics and reflection are served, besides inference
+                and health.
+            asks_admins: whether management methods require authentication.
         """
         self._pipeline = pipeline
         authenticator = pipeline.authenticator if asks_admins else None
@@ -109,7 +114,7 @@ class GrpcService:
             self._methods[_path(name, "ServerReflectionInfo")] = reflected
 
     def open(self, request: Http2Request) -> Open:
-        """What opens calls with such a head."""
+        """Returns the handler factory for calls with the headers of ``request``."""
         encoding = b"identity"
         wanted_s = None
         try:
@@ -168,9 +173,12 @@ class GrpcService:
         *,
         pays: bool = True,
     ) -> Method:
-        """``method`` for those of ``roles`` alone, where there is ``access``; its calls are paid
-        for by themselves, or by their messages. An Embed call sees to all that by itself, and
-        health is everybody's."""
+        """Wraps ``method`` to allow only callers with one of ``roles``.
+
+        Without ``authenticator`` it returns ``method`` itself. With ``pays`` each call counts
+        against the caller's rate, otherwise its messages do. Embed calls authenticate by
+        themselves, and health needs no authentication.
+        """
         if authenticator is None:
             return method
 
@@ -197,8 +205,11 @@ class GrpcService:
         authenticator: Authenticator | None,
         roles: frozenset[str],
     ) -> Method:
-        """Returns ``function`` as a method for clients of ``roles``, who pay for its calls; its
-        client is None where there is no ``access``."""
+        """Wraps ``function`` as a method for callers with one of ``roles``.
+
+        Each call counts against the caller's rate. ``function`` receives the caller's quota and
+        the message; the quota is None without ``authenticator``.
+        """
 
         def open_call(encoding: bytes, options: RequestOptions, headers: HeadersByName) -> Open:
             def open_of_client(stream: Stream) -> Handler:
@@ -234,7 +245,7 @@ class GrpcService:
 def _owned(
     function: Callable[[str, bytes], bytes], quota: CallerQuota | None, message: bytes
 ) -> bytes:
-    """Calls ``function`` with the name of its caller."""
+    """Calls ``function`` with the caller's name and the message; EVERYBODY without a quota."""
     return function(EVERYBODY if quota is None else quota.grant.name, message)
 
 
@@ -253,12 +264,15 @@ def _path(service: str, method: str) -> bytes:
 
 
 def check_encoding(encoding: bytes) -> None:
-    """Raises WireError: UNIMPLEMENTED, messages are not decompressed from it."""
+    """Raises WireError (UNIMPLEMENTED) if ``encoding`` is not supported."""
     Deframer(0, encoding)
 
 
 def refused(error: WireError, given_id: bytes | None = None) -> Open:
-    """Opens calls only to end them; ``given_id`` is their callers' x-request-id."""
+    """Returns a handler factory that ends each call with ``error``.
+
+    ``given_id`` is the x-request-id of the call.
+    """
     block = only_trailers(wire_error_trailers(error))
 
     def open_refused(stream: Stream) -> Handler:

@@ -1,4 +1,4 @@
-"""How a gRPC call ends: status codes, and the header blocks of answers, errors and trailers."""
+"""gRPC status codes, and header blocks of responses, errors and trailers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ CODES = {
     "UNAVAILABLE": 14,
     "UNAUTHENTICATED": 16,
 }
-"""The codes that are used here, by name (github.com/grpc/grpc, doc/statuscodes.md)."""
+"""Status codes that the server uses, by name (github.com/grpc/grpc, doc/statuscodes.md)."""
 MESSAGE_BYTES_MAX = 2000
-"""Of a status message: percent-encoding triples it, and clients refuse trailers over 8 KiB."""
+"""Bytes of a status message before percent-encoding, which may triple it. Clients reject trailers
+over 8 KiB."""
 BLOCKS_MAX = 16
-"""Of errors, remembered."""
+"""Header blocks of errors that are cached."""
 FIELD_CHARACTERS_MAX = 500
-"""Of an error's field, which goes into the same trailers."""
+"""Characters of an error's field name, which is part of the same trailers."""
 
 _HEAD: Headers = [(b":status", b"200"), (b"content-type", b"application/grpc")]
 HEAD_BLOCK = encode(_HEAD)
@@ -37,12 +38,12 @@ OK_BLOCK = encode(OK_TRAILERS)
 
 
 def error_trailers(error: EmbedServeError) -> Headers:
-    """The trailers of a call that ends with ``error``: its code, message, field and patience."""
+    """Returns the trailers of a call that ends with ``error``."""
     return _error_trailers(error.code, error.message, error.field, error.retry_after_s)
 
 
 def error_block(error: EmbedServeError) -> bytes:
-    """The header block of an answer that is nothing but ``error``."""
+    """Returns the header block of a Trailers-Only response with ``error``. The block is cached."""
     return _error_block(error.code, error.message, error.field, error.retry_after_s)
 
 
@@ -58,12 +59,12 @@ def _error_trailers(code: str, message: str, field: str, retry_after_s: int) -> 
 
 @lru_cache(BLOCKS_MAX)
 def _error_block(code: str, message: str, field: str, retry_after_s: int) -> bytes:
-    """While a queue is full, the many that are refused are told the same."""
+    """Encodes an error response. Cached, because an overload rejects many calls with one error."""
     return only_trailers(_error_trailers(code, message, field, retry_after_s))
 
 
 def wire_error_trailers(error: WireError) -> Headers:
-    """The trailers of a call whose bytes were not gRPC's."""
+    """Returns the trailers of a call whose bytes are malformed gRPC."""
     trailers = _trailers(error.code, error.message)
     if error.code == "UNIMPLEMENTED":
         trailers.append((b"grpc-accept-encoding", ENCODINGS))
@@ -78,11 +79,11 @@ def _trailers(code: str, message: str) -> Headers:
 
 
 def only_trailers(trailers: Headers) -> bytes:
-    """The header block of an answer that is nothing but its end."""
+    """Returns the header block of a Trailers-Only response."""
     return encode([*_HEAD, *trailers])
 
 
 def _printable(text: str) -> bytes:
-    """``text`` as a metadata value may be: printable ASCII, and not too long."""
+    """Returns ``text`` as a metadata value: printable ASCII, cut to FIELD_CHARACTERS_MAX."""
     shown = "".join(c if " " <= c <= "~" else "?" for c in text[:FIELD_CHARACTERS_MAX])
     return shown.strip().encode()

@@ -1,1 +1,1 @@
-"""HTTP/2 (RFC 9113) without I/O: bytes in, bytes out; what streams carry goes to their handlers."""
+"""HTTP/2 (RFC 9113) without I/O: bytes in, bytes out. Stream handlers receive request bodies."""

@@ -1,7 +1,7 @@
-"""Streams that have ended: what may still come of them, and what may not.
+"""Closed streams of a connection, and which frames may still arrive on them.
 
-A stream that we ended before its client did has frames on their way, which are thrown away. One
-that its client ended has none, and a number that was passed over cannot come at all.
+A stream that the server ended before its client did may have frames in flight, which are
+discarded. A stream that the client ended has none. A skipped stream identifier cannot be opened.
 """
 
 from __future__ import annotations
@@ -16,36 +16,41 @@ from embedserve.wire.http2.frames import (
 )
 
 REMEMBERED_MAX = 256
+"""Streams ended by the server that are remembered per connection; the oldest is dropped."""
 PASSED_OVER_MAX = 64
+"""Ranges of skipped stream identifiers that are remembered per connection."""
 UNREAD_BYTES_MAX = 16 << 10
-"""Of a request that was answered before it had ended, thrown away before its client is told."""
+"""Bytes discarded of a request that was answered before it ended; then its stream is reset."""
 
 
 class ClosedStreams:
-    """Of one connection, those that ended last."""
+    """The recently closed streams of one connection."""
 
     def __init__(self, out: list[bytes | memoryview]) -> None:
-        """``out`` is where resets go."""
+        """
+        Args:
+            out: output list for RST_STREAM frames.
+        """
         self._out = out
         self._passed_over: list[range] = []
-        self._ours: dict[int, None] = {}  # that we ended
-        self._unread: dict[int, int] = {}  # of these, answered ones: bytes that may yet come
-        self._due: list[int] = []  # unread when it was last checked
+        self._ours: dict[int, None] = {}  # ended by the server, oldest first
+        self._unread: dict[int, int] = {}  # answered streams of _ours: request bytes still accepted
+        self._due: list[int] = []  # streams that were unread at the last check_time
 
     def pass_over(self, start: int, stop: int) -> None:
-        """The client opened ``stop`` next where ``start`` would have been."""
+        """Records that the client skipped the stream identifiers from ``start`` to ``stop``."""
         self._passed_over.append(range(start, stop, 2))
         del self._passed_over[:-PASSED_OVER_MAX]
 
     def may_come(self, stream_id: int) -> bool:
-        """Whether frames of the stream may have been on their way as it was ended."""
+        """Returns whether frames of the stream may have been in flight when the server ended it."""
         return stream_id in self._ours
 
     def leave_unread(self, stream_id: int) -> None:
-        """The answer came before the request had ended: the rest is not wanted.
+        """Discards the rest of a request whose response was sent before the request ended.
 
-        It is thrown away while it is short, since some clients take a reset for a failure. Those
-        that have waited for a while are reset in what tells the client of this one.
+        A short rest is discarded without a reset, because some clients treat a reset as a failure.
+        Older streams that are due are reset now, in the same write as this response.
         """
         if self._due:
             self._reset_due()
@@ -55,18 +60,18 @@ class ClosedStreams:
         self._remember(stream_id)
 
     def reset(self, stream_id: int, code: ErrorCode) -> None:
-        """Tells the client that the stream has ended."""
+        """Sends RST_STREAM for the stream."""
         self._unread.pop(stream_id, None)
         self._out.append(frames.rst_stream(stream_id, code))
         self._remember(stream_id)
 
     def reset_unread(self) -> None:
-        """Tells the client that it need not go on with any."""
+        """Resets every stream whose request is still incomplete."""
         for stream_id in list(self._unread):
             self.reset(stream_id, ErrorCode.NO_ERROR)
 
     def check_time(self) -> bool:
-        """Resets those that were unread when it was last called; whether there were any."""
+        """Resets streams that were already unread at the last call; returns whether any were."""
         has_reset = self._reset_due()
         self._due = list(self._unread)
         return has_reset
@@ -84,15 +89,15 @@ class ClosedStreams:
         self._ours[stream_id] = None
 
     def forget(self, stream_id: int) -> None:
-        """The client has ended the stream, too: nothing more is on its way."""
+        """Forgets a stream that the client has ended, too: no more frames are in flight."""
         self._ours.pop(stream_id, None)
         self._unread.pop(stream_id, None)
 
     def read_headers(self, stream_id: int, flags: int) -> None:
-        """Takes HEADERS, whose block is to be decoded all the same.
+        """Discards HEADERS on a closed stream; the caller must still decode their block.
 
         Raises:
-            ProtocolViolation: none can have been on their way.
+            ProtocolViolation: no HEADERS can have been in flight.
         """
         if stream_id in self._ours:
             self._throw_away(stream_id, flags, 0)
@@ -103,10 +108,10 @@ class ClosedStreams:
             raise ProtocolViolation(ErrorCode.STREAM_CLOSED, reason)
 
     def read_data(self, stream_id: int, flags: int, length: int) -> None:
-        """Takes DATA.
+        """Discards DATA on a closed stream.
 
         Raises:
-            StreamError: none can have been on its way.
+            StreamError: no DATA can have been in flight.
         """
         if stream_id not in self._ours:
             raise StreamError(stream_id, ErrorCode.STREAM_CLOSED, "DATA on a stream that ended")

@@ -1,8 +1,8 @@
-"""An HTTP/2 connection of a server, without I/O: what its bytes mean, and what is wrong with them.
+"""State machine of a server-side HTTP/2 connection, without I/O.
 
-``receive`` takes what came; what is to be sent lies in ``sender.out``. A request whose header block
-is whole becomes a stream with a handler, which is told of its body and answers it. The states and
-errors are those of RFC 9113, sections 5.1, 5.4 and 6.
+``receive`` takes received bytes; bytes to send are in ``frame_writer.out``. A complete header
+block opens a stream with a handler, which receives the request body and sends the response. The
+states and errors are those of RFC 9113, sections 5.1, 5.4 and 6.
 """
 
 from __future__ import annotations
@@ -45,36 +45,40 @@ from embedserve.wire.http2.upload_budget import UploadBudget
 STREAMS_MAX = 128
 HEADER_LIST_BYTES_MAX = 16 << 10
 WORK_PER_TURN = 32 << 10
-"""Of decoded header blocks, in bytes as HPACK counts them, and of what asks nothing: after it, some
-milliseconds, it is others' turn."""
+"""Work units a connection may spend in one event-loop iteration, before it yields to others.
+
+A decoded header block costs its bytes plus 32 per header, as HPACK counts. A frame without a
+request costs IDLE_WORK. The whole budget takes some milliseconds.
+"""
 FRAMES_PER_TURN = 512
-"""Of any kind: those of as many requests as there may be at once, and more."""
+"""Frames of any type read in one event-loop iteration; STREAMS_MAX requests need fewer."""
 IDLE_WORK = 1024
-"""Of one frame that asks nothing: the stream that a reset ends was opened for it."""
+"""Work units of one frame without a request. A reset also pays for the stream opened before it."""
 UNREAD_S_MAX = 30.0
-"""How long an answer may wait for its client to read, or to give it a window."""
+"""Seconds a response may wait for its client to read or to open a flow-control window."""
 IDLE_BYTES = 64
-"""Of a frame that asks nothing, which cost as much as a short one."""
+"""Payload bytes of a frame without a request that are charged as one more frame."""
 MAX_STREAM_ID = 2**31 - 1
 
 
 class Http2Connection:
-    """One connection, from its preface to its end.
+    """An HTTP/2 connection, from its preface to its end.
 
     Attributes:
-        sender, receiver: its halves.
-        abuse_budget: what the client may send that asks nothing.
-        blocks: reads its header blocks.
-        streams: that are open, by their number.
-        streams_max: that may be; 0 once no more are taken.
-        next_id: the lowest number that the client has not opened or passed over.
-        ended: streams that were open.
-        expected: the type that the next frame has to be of: the client's settings come first, and
-            nothing within a header block; None: any.
-        certificate: that the client has shown.
-        peer: address of the other end.
-        is_over: nothing is to be read any more; what is in ``sender.out`` is the last.
-        has_more: bytes are left that are to be read after other connections had their turn.
+        frame_writer: sending half.
+        flow_control: windows of the receiving half.
+        abuse_budget: token bucket of frames without a request.
+        blocks: decoder of header blocks.
+        streams: open streams, by stream identifier.
+        streams_max: limit of concurrent streams; 0 once new streams are no longer accepted.
+        next_id: lowest stream identifier that the client has neither opened nor skipped.
+        ended: recently closed streams.
+        required_frame_type: required type of the next frame; None: any type. The first frame must
+            be SETTINGS, and only CONTINUATION may follow an incomplete header block.
+        certificate: client certificate from the TLS handshake; None if there was none.
+        peer: address of the client.
+        is_over: whether reading has ended; ``frame_writer.out`` then holds the last bytes to send.
+        has_more: whether received bytes are left to read after yielding to other connections.
     """
 
     __slots__ = (
@@ -106,9 +110,9 @@ class Http2Connection:
     ) -> None:
         """
         Args:
-            open_request: makes of a request's headers what opens its handler.
-            uploads: the room for large bodies.
-            on_output: called when there is something to send.
+            open_request: resolves request headers to a handler factory.
+            uploads: budget for large request bodies, shared by the process.
+            on_output: called when there are bytes to send.
         """
         self.frame_writer = FrameWriter()
         self.flow_control = InboundFlowControl(self.frame_writer.out, uploads, on_output)
@@ -141,7 +145,7 @@ class Http2Connection:
         self.flow_control.top_up()
 
     def receive(self, data: bytes) -> None:
-        """Takes what came. With b"" goes on with what was left for later."""
+        """Processes received bytes. With b"" continues with the bytes left by an earlier call."""
         if self.is_over:
             return
         if self._left:
@@ -165,12 +169,12 @@ class Http2Connection:
 
     @property
     def is_begun(self) -> bool:
-        """Whether the preface and the client's settings have come."""
+        """Whether the preface and the client's SETTINGS frame have arrived."""
         return self.required_frame_type != SETTINGS
 
     @property
     def left_bytes(self) -> int:
-        """Of what came and is to be read later."""
+        """Received bytes that are not processed yet."""
         return len(self._left)
 
     def _read_preface(self, data: bytes) -> bytes:
@@ -181,7 +185,7 @@ class Http2Connection:
         return data[count:]
 
     def _read_frames(self, data: bytes) -> int:
-        """Acts on the whole frames in ``data``; gives where they end."""
+        """Processes the complete frames in ``data``. Returns the position where they end."""
         position, end = 0, len(data)
         last_head = end - HEAD_BYTES
         unpack = HEAD.unpack_from
@@ -227,9 +231,11 @@ class Http2Connection:
         return position
 
     def _read_whole(self, stream_id: int, data: bytes, start: int, after: int, end: int) -> int:
-        """Opens a stream for a request that has come whole, as most do: a header block that is
-        known, at data[start:after], and one frame with all of its body. Gives where that ends, or
-        0 for any other request."""
+        """Fast path: opens a stream for a request that has arrived completely, as most do.
+
+        The request is a cached header block, at data[start:after], and one DATA frame with the
+        whole body. Returns the position where that frame ends, or 0 for any other request.
+        """
         opened = self.blocks.known.get(data[start:after])
         upper, lower, kind, flags, body_stream_id = HEAD.unpack_from(data, after)
         length = upper << 16 | lower
@@ -256,7 +262,7 @@ class Http2Connection:
         return after
 
     def open(self, stream_id: int, route: ResolvedRoute, body: bytes | None) -> None:
-        """Opens a stream; ``body`` is all of its request's, or None where that is to come."""
+        """Opens a stream. ``body`` is the whole request body, or None if it is still to arrive."""
         stream = Stream(
             self, stream_id, self.frame_writer.stream_window, self.flow_control.stream_window
         )
@@ -272,7 +278,7 @@ class Http2Connection:
                 handler.receive(body, True)
 
     def _check_order(self, kind: int, flags: int) -> None:
-        """Raises ProtocolViolation for another frame than is expected."""
+        """Raises ProtocolViolation if the frame is not of ``required_frame_type``."""
         if self.required_frame_type == SETTINGS:
             if kind != SETTINGS or flags & ACK:
                 raise violation("the first frame is not SETTINGS")
@@ -281,24 +287,28 @@ class Http2Connection:
             raise violation("another frame within a header block")
 
     def spend(self, bucket: TokenBucket, what: str, nbytes: int = 0) -> None:
-        """Raises ProtocolViolation where the client has done ``what`` too often."""
+        """Takes tokens from ``bucket`` and work units from the event-loop iteration.
+
+        Raises:
+            ProtocolViolation: the bucket is empty, as the client has sent too many ``what``.
+        """
         count = 1 + nbytes // IDLE_BYTES
         self._turn_left -= count * IDLE_WORK
         if not bucket.try_take(count):
             raise ProtocolViolation(ErrorCode.ENHANCE_YOUR_CALM, f"too many {what}")
 
     def spend_turn(self, work: int) -> None:
-        """Takes so much of what a connection may do before others have their turn."""
+        """Takes ``work`` units from the budget of this event-loop iteration (WORK_PER_TURN)."""
         self._turn_left -= work
 
     def was_opened(self, stream_id: int) -> bool:
-        """Whether there is or was a stream of that number."""
+        """Returns whether ``stream_id`` is or was an open stream, or was skipped."""
         return 0 < stream_id < self.next_id and stream_id & 1 == 1
 
     # Ends
 
     def sent(self, stream: Stream) -> None:
-        """Something of ``stream`` is to be written; if that was its end, it is forgotten."""
+        """Schedules output after ``stream`` has written; removes it if its response has ended."""
         if stream.is_sent and stream.id in self.streams:
             if not stream.is_received:
                 self.ended.leave_unread(stream.id)
@@ -306,9 +316,9 @@ class Http2Connection:
         self._on_output()
 
     def answered(self, stream: Stream) -> None:
-        """As sent, of a whole answer, which ends its stream."""
+        """Ends ``stream`` after its complete response was written; a faster ``sent``."""
         if stream.is_received and self.streams_max and not stream.held_bytes:
-            # What most streams are: nothing is left of them.
+            # Most streams end here: nothing else refers to them.
             stream.is_sent = True
             stream.handler = NULL_HANDLER
             del self.streams[stream.id]
@@ -319,13 +329,14 @@ class Http2Connection:
             self.sent(stream)
 
     def cancel(self, stream: Stream, code: ErrorCode) -> None:
+        """Resets ``stream`` without calling its handler."""
         if stream.id in self.streams:
             self._forget(stream)
             self.ended.reset(stream.id, code)
             self._on_output()
 
     def reset_by_client(self, stream_id: int) -> None:
-        """The client ended a stream."""
+        """Handles RST_STREAM of the client."""
         self.spend(self._resets, "resets")
         self.ended.forget(stream_id)
         stream = self.streams.get(stream_id)
@@ -340,8 +351,11 @@ class Http2Connection:
         self.ended.reset(error.stream_id, error.code)
 
     def _forget(self, stream: Stream) -> Handler:
-        """Ends a stream; gives its handler, which has it no more: handlers hold their streams, and
-        such circles live until garbage is collected."""
+        """Removes a stream and returns its handler.
+
+        The stream drops its reference to the handler. Handlers refer to their streams, and such a
+        cycle would live until the next garbage collection.
+        """
         del self.streams[stream.id]
         stream.is_sent = True
         handler, stream.handler = stream.handler, NULL_HANDLER
@@ -354,13 +368,16 @@ class Http2Connection:
         return handler
 
     def _finish(self) -> None:
-        """All was answered. Whose request goes on is told so now: grpcio drops a whole answer whose
-        stream is half open as the connection ends."""
+        """Ends the connection once every request is answered.
+
+        Streams whose request is still incomplete are reset now, because grpcio discards a complete
+        response if the connection closes while its stream is half open.
+        """
         self.ended.reset_unread()
         self.is_over = True
 
     def check_time(self, now_s: float) -> None:
-        """Ends what takes too long; called now and then."""
+        """Ends streams, or the connection, past their time limits; called every CHECK_S."""
         self.flow_control.check_time(now_s)
         if self.ended.check_time():
             self._on_output()
@@ -376,15 +393,18 @@ class Http2Connection:
             stream.handler.check_time(now_s)
 
     def send_goaway(self) -> None:
-        """Tells the client to open no more streams; those that are on their way are taken, and all
-        go on."""
-        if self.streams_max and not self.is_over:  # else it was told which is the last
+        """Sends GOAWAY, so that the client opens no more streams.
+
+        Streams in flight are still accepted, and all streams continue. A ping follows; its
+        acknowledgement shows that no more streams are in flight.
+        """
+        if self.streams_max and not self.is_over:  # else the final GOAWAY was sent
             self.frame_writer.out.append(frames.goaway(MAX_STREAM_ID, ErrorCode.NO_ERROR))
             self.frame_writer.out.append(frames.ping(DRAIN_PING))
             self._on_output()
 
     def start_drain(self) -> None:
-        """As say_goaway, and has streams end once they have answered what they took."""
+        """Sends GOAWAY and drains the streams: each ends after it has answered its requests."""
         self._is_draining = True
         self.send_goaway()
         self._drain_streams()
@@ -395,7 +415,7 @@ class Http2Connection:
             stream.handler.drain()
 
     def finish_drain(self) -> None:
-        """Takes no more streams, and is over when the last has ended."""
+        """Rejects new streams from now on, and ends the connection when the last stream ends."""
         if self.is_over or not self.streams_max:
             return
         self.streams_max = 0
@@ -407,14 +427,14 @@ class Http2Connection:
         self._on_output()
 
     def end(self, code: ErrorCode, reason: str = "") -> None:
-        """Ends the connection now; what its streams wait for is dropped."""
+        """Ends the connection immediately with GOAWAY; its open streams are dropped."""
         if not self.is_over:
             self.frame_writer.out.append(frames.goaway(max(0, self.next_id - 2), code, reason))
         self.close()
         self._on_output()
 
     def close(self) -> None:
-        """The connection is gone."""
+        """Releases all streams and buffers after the connection is lost or ended."""
         self.is_over = True
         streams, self.streams = self.streams, {}
         for stream in streams.values():

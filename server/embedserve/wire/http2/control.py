@@ -1,4 +1,4 @@
-"""The frames that carry no request: settings, pings, windows, resets, priorities."""
+"""Processing of control frames: settings, pings, window updates, resets and priorities."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 
 DRAIN_PING = b"draining"
 UPDATES_PER_FRAME = 4
-"""Of windows, for each DATA frame sent: readers send one each for its stream and connection."""
+"""WINDOW_UPDATE frames accepted per DATA frame sent. A reader sends two: one for the stream and one
+for the connection."""
 
 
 class ControlFrames:
-    """Checks such frames of one connection, and acts on them."""
+    """Validates and processes the control frames of one connection."""
 
     def __init__(self, connection: Http2Connection) -> None:
         self._connection = connection
@@ -52,14 +53,14 @@ class ControlFrames:
         }
 
     def receive(self, kind: int, stream_id: int, flags: int, payload: bytes) -> None:
-        """Acts on a frame; one of an unknown kind is ignored.
+        """Processes a frame; frames of unknown types are ignored.
 
         Raises:
-            ProtocolViolation: it ends the connection.
-            StreamError: it ends its stream.
+            ProtocolViolation: a connection error.
+            StreamError: a stream error.
         """
         if kind != WINDOW_UPDATE and kind != RST_STREAM:
-            # Settings may be many in a frame; of other frames the bytes are not looked at.
+            # A SETTINGS frame may hold many settings; the payload of other frames is not parsed.
             nbytes = len(payload) if kind == SETTINGS else 0
             self._connection.spend(self._connection.abuse_budget, "frames that ask nothing", nbytes)
         act = self._on_frame.get(kind)
@@ -70,7 +71,7 @@ class ControlFrames:
         raise violation("PUSH_PROMISE of a client")
 
     def _on_priority(self, stream_id: int, flags: int, payload: bytes) -> None:
-        """Checked and ignored."""
+        """Validates a PRIORITY frame, which is otherwise ignored."""
         if stream_id == 0:
             raise violation("PRIORITY of no stream")
         if len(payload) != 5:
@@ -79,7 +80,7 @@ class ControlFrames:
             raise self._error(stream_id, ErrorCode.PROTOCOL_ERROR, "a stream depends on itself")
 
     def _error(self, stream_id: int, code: ErrorCode, reason: str) -> Exception:
-        """Of a stream, or of the connection where the stream is none that could be reset."""
+        """Returns a stream error, or a connection error if the stream was never opened."""
         if self._connection.was_opened(stream_id):
             return StreamError(stream_id, code, reason)
         return ProtocolViolation(code, reason)
@@ -109,7 +110,8 @@ class ControlFrames:
             elif number == frames.SETTINGS_MAX_FRAME_SIZE:
                 self._frame_writer.frame_bytes_max = min(value, FRAME_BYTES_TAKEN)
         if window != self._frame_writer.stream_window:
-            # Once for all that the frame says of it: there may be many streams.
+            # Applied once per frame, even if the frame repeats the setting: many streams may be
+            # open.
             change = window - self._frame_writer.stream_window
             self._frame_writer.stream_window = window
             for stream in list(self._connection.streams.values()):
@@ -150,7 +152,7 @@ class ControlFrames:
                 raise violation("WINDOW_UPDATE of 0")
             raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE of 0")
         if stream_id and stream is None:
-            return  # it has ended
+            return  # the stream has ended
         try:
             self._frame_writer.open_window(stream, increment)
         except ProtocolViolation as error:

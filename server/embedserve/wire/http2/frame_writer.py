@@ -1,7 +1,7 @@
-"""The sending half of a connection: answers as frames, within the windows of the client.
+"""Send scheduling of a connection: responses as frames, within the client's flow-control windows.
 
-Small answers are one piece of bytes at once. What the client has no window for waits with its
-stream; streams that have something to send take turns of a few frames each.
+A small response is written immediately as one byte string. Data beyond a window waits in its
+stream. Streams that are ready to send are scheduled round-robin, a few frames each.
 """
 
 from __future__ import annotations
@@ -27,32 +27,33 @@ from embedserve.wire.http2.header_blocks import NO_TABLE
 from embedserve.wire.http2.stream import Stream
 
 TURN_BYTES = 64 << 10
-"""Of a stream's body, before it is another's turn where others wait."""
+"""Bytes of a stream's body that are framed before the next ready stream is scheduled."""
 OUT_BYTES_MAX = 1 << 20
-"""Framed at a time, before it is written."""
+"""Bytes framed by one ``pump``; the caller writes them to the transport before the next."""
 KEPT_BYTES_MIN = 1 << 20
-"""A smaller answer that waits is copied: it is a slice of its batch, and would keep that."""
+"""Blocked responses below this many bytes are copied, so that they do not keep their whole batch
+alive."""
 READ_BYTES_MIN = 64 << 10
-"""Sent since a client was first waited for, after which it counts as reading."""
+"""Bytes sent since a client stalled, after which it counts as reading again."""
 END_HEADERS_AND_STREAM = END_HEADERS | END_STREAM
 FRAME_BYTES_TAKEN = 1 << 20
-"""Of larger frames that a client allows, no use is made."""
+"""Bytes of the largest DATA payload that is sent, even if the client allows larger frames."""
 
 
 class FrameWriter:
-    """Frames what streams send.
+    """Frames the responses of a connection's streams and schedules them.
 
     Attributes:
-        window: bytes of DATA that the client takes on this connection.
-        stream_window: of a new stream.
-        frame_bytes_max: of a payload that the client takes.
-        out: what is to be written, in order.
-        write: writes an answer while there is nothing in ``out``.
-        unsent_bytes: of all streams.
-        data_frames: sent so far.
-        fresh: streams that have written since ``keep`` was called.
-        ready: streams that have something to send, and a window for it.
-        parked: streams whose client gives them no window.
+        window: bytes of DATA that may be sent on this connection.
+        stream_window: initial send window of a new stream.
+        frame_bytes_max: bytes of the largest DATA payload to send.
+        out: bytes to write, in order.
+        write: function that writes a response directly while ``out`` is empty.
+        unsent_bytes: unsent body bytes of all streams.
+        data_frames: number of DATA frames sent so far.
+        fresh: streams that have written since the last ``detach_small_bodies``.
+        ready: streams with unsent data and an open stream window.
+        blocked_streams: streams blocked by their flow-control window, by stream identifier.
     """
 
     __slots__ = (
@@ -84,8 +85,8 @@ class FrameWriter:
         self.ready: deque[Stream] = deque()
         self.fresh: list[Stream] = []
         self._block_start = NO_TABLE
-        self._whole_bytes_max = -1  # of an answer that is framed at once; none is before the first
-        self._given_bytes = 0  # of the connection's window, since _stuck_since_s
+        self._whole_bytes_max = -1  # of a body sent as one string; -1 before the first headers
+        self._given_bytes = 0  # added to the connection window since _stuck_since_s
         self._stuck_since_s = perf_counter()
 
     def write_response(
@@ -96,7 +97,8 @@ class FrameWriter:
         nbytes: int,
         tail: bytes,
     ) -> None:
-        """A whole answer: at once where it fits into one frame, else as there is room."""
+        """Writes a complete response: as one byte string if it fits into one DATA frame, otherwise
+        as the windows allow."""
         if (
             nbytes > stream.send_window
             or nbytes > self.window
@@ -120,14 +122,15 @@ class FrameWriter:
             body_head = pack(0, nbytes, DATA, END_STREAM, number)
             pieces = (head_head, head, body_head, *parts)
         connection = stream.connection
-        # Beside others' an answer waits: more may end with the same batch, to be written with it.
+        # With other streams open the response waits for the flush: more responses of the same
+        # batch may be written together with it.
         is_lone = len(connection.streams) == 1 and not self.out
         (self.write if is_lone else self.out.append)(b"".join(pieces))
         connection.answered(stream)
 
     def write_headers(self, stream: Stream, block: bytes, is_end: bool) -> None:
         if stream.is_sent or stream.tail is not None:
-            return  # its end is written already: an answer is never two
+            return  # the response has already ended
         block = self._block_start + block
         self._block_start = b""
         self._whole_bytes_max = FRAME_BYTES_MAX
@@ -140,7 +143,7 @@ class FrameWriter:
         stream.connection.sent(stream)
 
     def _block(self, stream_id: int, block: bytes, flags: int) -> None:
-        """A header block, in as many frames as it needs."""
+        """Frames a header block as HEADERS and as many CONTINUATION frames as it needs."""
         first, rest = block[:FRAME_BYTES_MAX], block[FRAME_BYTES_MAX:]
         kind = HEADERS
         while rest:
@@ -184,8 +187,10 @@ class FrameWriter:
             stream.sent_since_parked = 0
 
     def pump(self) -> int:
-        """Frames what the windows allow, some of it: more once that was written. Gives how many
-        bytes."""
+        """Frames up to OUT_BYTES_MAX of body bytes, as the windows allow. Returns the byte count.
+
+        The caller writes ``out`` before it calls again for more.
+        """
         left = OUT_BYTES_MAX
         while self.ready and self.window > 0 and left > 0:
             stream = self.ready.popleft()
@@ -202,15 +207,17 @@ class FrameWriter:
         return OUT_BYTES_MAX - left
 
     def detach_small_bodies(self) -> None:
-        """Copies what has to wait, once all was framed that can be: see KEPT_BYTES_MIN."""
+        """Copies small bodies that must wait, after ``pump``: see KEPT_BYTES_MIN."""
         fresh, self.fresh = self.fresh, []
         for stream in fresh:
             if stream.unsent and stream.unsent_bytes < KEPT_BYTES_MIN:
                 stream.unsent = deque((memoryview(b"".join(stream.unsent)),))
 
     def _send_some(self, stream: Stream, bytes_max: int) -> int:
-        """Frames up to ``bytes_max`` of a stream that has a body and, as the connection, a window
-        above 0. Returns how many bytes."""
+        """Frames up to ``bytes_max`` of a stream's body. Returns the byte count.
+
+        The stream has unsent data, and its window and the connection's are above 0.
+        """
         unsent = stream.unsent
         assert unsent is not None
         turn = left = min(bytes_max, stream.send_window, self.window)
@@ -233,7 +240,7 @@ class FrameWriter:
         return sent
 
     def _frame_part(self, stream: Stream, part: memoryview, flags: int) -> None:
-        """Frames ``part``; ``flags`` are those of its last frame."""
+        """Frames ``part`` as DATA; ``flags`` are set on its last frame."""
         out, size = self.out, self.frame_bytes_max
         start = 0
         if len(part) > size:
@@ -246,7 +253,7 @@ class FrameWriter:
         self.data_frames += 1 + start // size
 
     def _has_sent(self, stream: Stream) -> None:
-        """All of the body that was written has been framed."""
+        """Ends or resumes a stream after all of its queued body was framed."""
         stream.parked_s = 0.0
         if stream.tail == b"":
             stream.is_sent = True
@@ -268,14 +275,17 @@ class FrameWriter:
         stream.is_sent = True
 
     def stuck_s(self, now_s: float) -> float:
-        """For how long answers have waited for the connection's window; asked now and then."""
+        """Returns for how many seconds responses have waited for the connection window.
+
+        The value is current only if the method is called periodically.
+        """
         if not self.ready or self.window > 0 or self._given_bytes >= READ_BYTES_MIN:
             self._stuck_since_s = now_s
             self._given_bytes = 0
         return now_s - self._stuck_since_s
 
     def forget(self, stream: Stream) -> None:
-        """The stream has ended: what it has not sent is dropped."""
+        """Drops the unsent data of a stream that has ended."""
         if stream.unsent:
             self.unsent_bytes -= stream.unsent_bytes
             stream.unsent.clear()
@@ -283,10 +293,10 @@ class FrameWriter:
             self.blocked_streams.pop(stream.id, None)
 
     def open_window(self, stream: Stream | None, increment: int) -> None:
-        """The client takes more: on ``stream``, or on the connection.
+        """Adds ``increment`` to the send window of ``stream``, or of the connection if None.
 
         Raises:
-            ProtocolViolation: more than a window can be.
+            ProtocolViolation: the window exceeds 2^31 - 1.
         """
         if stream is None:
             self.window += increment

@@ -1,4 +1,4 @@
-"""HTTP/2 frames as they are written: types, flags, settings, error codes, and small builders.
+"""HTTP/2 frame format: types, flags, settings, error codes, and frame builders.
 
 RFC 9113, sections 4 (frames), 6 (their definitions) and 7 (error codes).
 """
@@ -11,13 +11,15 @@ from enum import IntEnum
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD_BYTES = 9
 HEAD = struct.Struct(">BHBBI")
-"""A frame's head: the upper 16 and the lower 8 bits of its length, type, flags, stream."""
+"""Frame header: the upper 16 and lower 8 bits of the length, type, flags, stream identifier."""
 FRAME_BYTES_MAX = 16384
-"""Of a payload, unless the receiver's settings allow more; ours never do."""
+"""Bytes of a frame payload, unless the receiver's settings allow more; the server's never do."""
 RUN_FRAMES_MAX = 4
-"""Of DATA, read as one: full ones take half of a stream's window, before which more is given."""
+"""DATA frames joined into one read. Full frames then fill half of a stream's window, at which the
+client gets more window."""
 RUN_FRAME_BYTES_MIN = 1024
-"""Shorter ones, but for the last, are read one by one, and counted so."""
+"""Payload bytes of a DATA frame that may be joined. Shorter frames, except the last, are read and
+charged one by one."""
 STREAM_MASK = 0x7FFFFFFF
 WINDOW_MAX = 2**31 - 1
 WINDOW_AT_START = 65535
@@ -40,7 +42,7 @@ SETTINGS_ACK = b"\0\0\0\4\1\0\0\0\0"
 
 
 class ErrorCode(IntEnum):
-    """RFC 9113, section 7."""
+    """Error codes of RFC 9113, section 7."""
 
     NO_ERROR = 0
     PROTOCOL_ERROR = 1
@@ -59,7 +61,7 @@ class ErrorCode(IntEnum):
 
 
 class ProtocolViolation(Exception):
-    """The peer broke the protocol in a way that ends its connection."""
+    """A connection error (RFC 9113, section 5.4.1): it ends the connection."""
 
     def __init__(self, code: ErrorCode, reason: str) -> None:
         super().__init__(reason)
@@ -68,7 +70,7 @@ class ProtocolViolation(Exception):
 
 
 class StreamError(Exception):
-    """The peer broke the protocol in a way that ends one stream."""
+    """A stream error (RFC 9113, section 5.4.2): it ends one stream."""
 
     def __init__(self, stream_id: int, code: ErrorCode, reason: str) -> None:
         super().__init__(reason)
@@ -78,15 +80,15 @@ class StreamError(Exception):
 
 
 def violation(reason: str) -> ProtocolViolation:
-    """A connection error of the kind PROTOCOL_ERROR."""
+    """Returns a connection error with code PROTOCOL_ERROR."""
     return ProtocolViolation(ErrorCode.PROTOCOL_ERROR, reason)
 
 
 def without_padding(payload: bytes, flags: int) -> bytes:
-    """The payload of DATA or HEADERS without its padding.
+    """Returns the payload of DATA or HEADERS without its padding.
 
     Raises:
-        ProtocolViolation: the padding is as long as the frame.
+        ProtocolViolation: the padding is at least as long as the payload, or its length is missing.
     """
     if not flags & PADDED:
         return payload
@@ -99,11 +101,13 @@ def without_padding(payload: bytes, flags: int) -> bytes:
 
 
 def run_of_data(data: bytes, start: int, after: int, stream_id: int) -> tuple[bytes, int, int]:
-    """The DATA frame without flags whose payload is data[start:after], and those of the same stream
-    right behind it that are whole: a large body comes so.
+    """Joins consecutive DATA frames of one stream, as a large body arrives.
+
+    The first frame has no flags, and its payload is data[start:after]. Complete DATA frames of the
+    same stream right behind it are joined to it.
 
     Returns:
-        their payloads as one, the flags of the last, and where it ends.
+        joined payload, flags of the last frame, and position where that frame ends.
     """
     view = memoryview(data)
     pieces, last_head, flags = [view[start:after]], len(data) - HEAD_BYTES, 0

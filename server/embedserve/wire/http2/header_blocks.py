@@ -1,8 +1,8 @@
-"""HPACK (RFC 7541): header blocks to what they ask for, and headers to blocks.
+"""HPACK (RFC 7541): a cache from header blocks to resolved routes, and an encoder.
 
-A client's requests come in the same few blocks while its dynamic table does not change: such a
-block is decoded, by the hpack package, and understood only once. Blocks that we write use no
-table, so that they depend on nothing and can be made in advance.
+A client repeats the same few blocks while its dynamic table does not change. Such a block is
+decoded, by the hpack package, and resolved only once. Blocks that the server writes use no dynamic
+table, so that they are stateless and can be built in advance.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ Headers = list[tuple[bytes, bytes]]
 T = TypeVar("T")
 
 LIST_BYTES_MAX = 64 << 10
-"""Of a block's decoded headers, each with 32 bytes more; past it the connection ends."""
+"""Bytes of a block's decoded headers, plus 32 each; a larger list ends the connection."""
 HEADER_WORK = 32
 BLOCKS_MAX = 64
-"""Remembered of a connection."""
+"""Header blocks cached per connection; the cache is cleared when it is full."""
 BLOCK_BYTES_MAX = 4096
-"""A longer one is not remembered."""
+"""Bytes of the longest header block that is cached."""
 MANY_SIZE_UPDATES = re.compile(rb"([\x20-\x3e]|\x3f[\x80-\xff]*[\x00-\x7f]){3}")
-"""More than RFC 7541, section 4.2, has a block begin with: each is a byte, and takes a header's
-time."""
+"""Blocks that begin with three or more dynamic table size updates; RFC 7541, section 4.2, has at
+most two. An update may be one byte, and takes as long to decode as a header."""
 NO_TABLE = b"\x20"
-"""A block that begins so takes the peer's view of our dynamic table to no bytes, once for all."""
+"""Prefix of the first block sent: a dynamic table size update to 0, which holds for the
+connection."""
 
 
 class HeaderBlocks(Generic[T]):
-    """Reads the header blocks of one connection, in their order.
+    """Decoder and cache of one connection's header blocks, which are read in order.
 
     Attributes:
-        known: what a block asks for that is read without decoding it.
-        work: of the last block that was decoded: its bytes, and 32 for each header.
+        known: cached results by header block; such blocks need no decoding.
+        work: work units of the block decoded last: its bytes, plus 32 per header.
     """
 
     __slots__ = (
@@ -49,18 +50,21 @@ class HeaderBlocks(Generic[T]):
     )
 
     def __init__(self, understand: Callable[[Headers], T]) -> None:
-        """``understand`` makes of decoded headers what is remembered of their block, or raises."""
+        """
+        Args:
+            understand: converts decoded headers to the cached result; may raise.
+        """
         self._understand = understand
         self._decoder = Decoder(LIST_BYTES_MAX)
         self.known: dict[bytes, T] = {}
         self.work = 0
 
     def read(self, block: bytes) -> T:
-        """What ``block`` asks for.
+        """Returns the result of ``understand`` for the headers of ``block``, cached if possible.
 
         Raises:
-            ProtocolViolation: it cannot be decoded, and so none after it.
-            Exception: what ``understand`` raises; later blocks can be read.
+            ProtocolViolation: the block cannot be decoded, and neither can any later block.
+            Exception: ``understand`` raised it; later blocks can still be read.
         """
         known = self.known.get(block)
         if known is not None:
@@ -74,17 +78,20 @@ class HeaderBlocks(Generic[T]):
         return understood
 
     def decode(self, block: bytes) -> Headers:
-        """The headers of ``block``, which is not remembered. Raises ProtocolViolation, as read."""
+        """Decodes ``block`` without caching it. Raises ProtocolViolation, like ``read``."""
         return self._decode(block)[0]
 
     def _decode(self, block: bytes) -> tuple[Headers, bool]:
-        """(headers, whether the table changed, after which blocks may mean something else)"""
+        """Returns (headers, whether the dynamic table changed).
+
+        A change clears the cache, because cached blocks may then decode differently.
+        """
         if MANY_SIZE_UPDATES.match(block):
             reason = "a header block with over 2 updates of the table's size"
             raise ProtocolViolation(ErrorCode.COMPRESSION_ERROR, reason)
         table = self._decoder.header_table
         entries = table.dynamic_entries
-        # The newest entry itself and not its id, which another may have once it is gone.
+        # The newest entry itself and not its id(), which may be reused after the entry is freed.
         newest, count, size = entries[0] if entries else None, len(entries), table.maxsize
         try:
             headers: Headers = list(self._decoder.decode(block, raw=True))
@@ -101,12 +108,12 @@ class HeaderBlocks(Generic[T]):
 
 
 def encode(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The block of ``headers`` (names in lower case): literals, not indexed, not compressed."""
+    """Encodes ``headers`` (names in lower case) as literals, without indexing or compression."""
     return b"".join([b"\0" + _string(name) + _string(value) for name, value in headers])
 
 
 def _string(value: bytes) -> bytes:
-    """A length in the 7-bit prefix form of RFC 7541, section 5.1, then the bytes themselves."""
+    """Encodes the length as a 7-bit prefix integer (RFC 7541, section 5.1), then the bytes."""
     length = len(value)
     if length < 127:
         return bytes((length,)) + value

@@ -1,8 +1,9 @@
-"""The receiving half's windows: what clients may send, and when they may send more.
+"""Receive windows of a connection and its streams, and the updates that let clients send more.
 
-A connection has room for so many bytes that were received and not consumed; a stream for fewer.
-What a message needs beyond that is granted by Uploads. A client whose request was refused for a
-full queue is told to begin with little: what is refused at its head then stays with it.
+The windows bound bytes that are received and not consumed, per connection and per stream. Larger
+messages get more window from UploadBudget. After a client's request is rejected because its queue
+is full, the client gets a small initial window. The body of a request that is rejected by its
+headers then stays with the client.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ STREAM_WINDOW = 128 << 10
 CONNECTION_WINDOW = 1 << 20
 WINDOW_LOW = CONNECTION_WINDOW // 2
 NARROW_STREAM_WINDOW = 4 << 10
-"""Of the streams of a client that was refused for a full queue: all of a small request."""
+"""Bytes of the initial stream window after an overload rejection; a small request fits into it."""
 NARROW_S = 1.0
-"""How long after it was last refused."""
+"""Seconds for which the initial window stays small after the last overload rejection."""
 UNACKNOWLEDGED_MAX = 4
-"""Settings; a client that acknowledges none is sent no more."""
+"""Unacknowledged SETTINGS frames; a client that acknowledges none gets no more."""
 
 
 class InboundFlowControl:
-    """The windows of one connection's receiving half.
+    """Receive windows of one connection.
 
     Attributes:
-        out: where updates of windows go.
+        out: output list for WINDOW_UPDATE and SETTINGS frames.
         window: bytes of DATA that the client may send on the connection.
-        stream_window: of a new stream, as far as the client has acknowledged it.
-        whole_bytes_max: of a request's body that comes as one frame.
-        held_bytes: received on all streams and not consumed yet.
+        stream_window: initial window of a new stream, as acknowledged by the client.
+        whole_bytes_max: bytes of a request body that may arrive as one frame.
+        held_bytes: bytes received on all streams and not consumed yet.
     """
 
     __slots__ = (
@@ -64,14 +65,19 @@ class InboundFlowControl:
     def __init__(
         self, out: list[bytes | memoryview], uploads: UploadBudget, on_output: Callable[[], None]
     ) -> None:
-        """``on_output`` is called where an update comes later than what asked for it."""
+        """
+        Args:
+            out: output list for frames.
+            uploads: budget for large request bodies, shared by the process.
+            on_output: called when a window update is added outside of ``receive``.
+        """
         self.out = out
         self._on_output = on_output
         self._uploads = uploads
         self.window = WINDOW_AT_START
         self.stream_window = STREAM_WINDOW
         self.whole_bytes_max = FRAME_BYTES_MAX
-        self._announced = deque([STREAM_WINDOW])  # in settings that are not acknowledged
+        self._announced = deque([STREAM_WINDOW])  # initial windows in unacknowledged SETTINGS
         self._narrow_until_s = 0.0
         self.held_bytes = 0
         self._granted_bytes = 0
@@ -80,12 +86,12 @@ class InboundFlowControl:
         self._is_over = False
 
     def shrink_initial_window(self) -> None:
-        """A request was refused for a full queue: bodies stay with the client for a while."""
+        """Shrinks the initial stream window for NARROW_S after an overload rejection."""
         self._narrow_until_s = perf_counter() + NARROW_S
         self._announce(NARROW_STREAM_WINDOW)
 
     def check_time(self, now_s: float) -> None:
-        """Ends that while, once it has passed; what is said of it goes with what is next."""
+        """Restores the initial stream window after NARROW_S; sent with the next output."""
         if now_s > self._narrow_until_s:
             self._announce(STREAM_WINDOW)
 
@@ -96,7 +102,7 @@ class InboundFlowControl:
             self.out.append(frames.settings((SETTINGS_INITIAL_WINDOW_SIZE, stream_window)))
 
     def acknowledged(self, streams: Iterable[Stream]) -> None:
-        """The client goes by the next settings that it was sent, on ``streams``, too."""
+        """Applies the oldest unacknowledged initial window, also to the open ``streams``."""
         if not self._announced:
             return
         change = self._announced.popleft() - self.stream_window
@@ -107,10 +113,10 @@ class InboundFlowControl:
                 stream.receive_window += change
 
     def take(self, nbytes: int) -> None:
-        """Counts a DATA frame's payload against the connection's window.
+        """Counts the payload of a DATA frame against the connection window.
 
         Raises:
-            ProtocolViolation: the client had no window for it.
+            ProtocolViolation: the payload exceeds the window.
         """
         self.window -= nbytes
         if self.window < 0:
@@ -119,13 +125,13 @@ class InboundFlowControl:
             )
 
     def hold(self, stream: Stream, length: int, nbytes: int) -> None:
-        """Counts a frame of ``length`` with ``nbytes`` of body against the stream's window.
+        """Counts a frame of ``length`` with ``nbytes`` of body against the stream window.
 
-        An empty frame needs no window (RFC 9113, section 6.9.1), which our own settings may have
-        lowered below 0.
+        An empty frame needs no window (RFC 9113, section 6.9.1). The server's settings may have
+        lowered the window below 0.
 
         Raises:
-            StreamError: the client had no window for it.
+            StreamError: the frame exceeds the window.
         """
         stream.receive_window -= length
         if length and stream.receive_window < 0:
@@ -136,6 +142,7 @@ class InboundFlowControl:
         self.held_bytes += nbytes
 
     def consumed(self, stream: Stream, nbytes: int) -> None:
+        """Releases consumed bytes: returns grants, and reopens the window once half is free."""
         stream.held_bytes -= nbytes
         self.held_bytes -= nbytes
         over = stream.receive_window + stream.held_bytes - STREAM_WINDOW
@@ -151,10 +158,10 @@ class InboundFlowControl:
         self.out.append(frames.window_update(stream.id, nbytes))
 
     def want(self, stream: Stream, missing_bytes: int) -> None:
-        """Gives ``stream`` more window as there is room, until what it misses has come.
+        """Requests more window for ``stream`` from UploadBudget.
 
-        In steps, each as large as what has come: what a client promises costs nothing, only what
-        it sends.
+        Each step is at most as large as the bytes already received, or STREAM_WINDOW. A client
+        therefore reserves budget by the bytes that it sends, not by the length that it declares.
         """
         step = max(STREAM_WINDOW, stream.held_bytes)
         if stream.has_asked or stream.receive_window >= min(missing_bytes, step // 2):
@@ -175,15 +182,17 @@ class InboundFlowControl:
         self._uploads.request(min(missing_bytes - stream.receive_window, step), grant)
 
     def top_up(self) -> None:
-        """Gives the client more of the connection's window, once there is much to give: not while
-        ``window`` is over WINDOW_LOW."""
+        """Sends a connection window update if it adds at least WINDOW_LOW bytes.
+
+        Callers skip it while ``window`` is over WINDOW_LOW.
+        """
         room = CONNECTION_WINDOW + self._granted_bytes + self._spare_bytes - self.held_bytes
         more = room - self.window
         if more >= WINDOW_LOW:
             self.window += more
             self.out.append(frames.window_update(0, more))
         elif self.window < STREAM_WINDOW and not self._wants_spare:
-            # Bodies that have all begun and cannot end would wait for each other.
+            # Otherwise unfinished bodies that fill the connection window would deadlock.
             self._wants_spare = True
             self._uploads.request(CONNECTION_WINDOW, self._spare)
 
@@ -197,7 +206,7 @@ class InboundFlowControl:
         return True
 
     def forget(self, stream: Stream) -> None:
-        """The stream has ended: what it held and was granted is free again."""
+        """Releases the held and granted bytes of a stream that has ended."""
         self.held_bytes -= stream.held_bytes
         stream.held_bytes = 0
         self._return_grant(stream, 0)
@@ -206,7 +215,7 @@ class InboundFlowControl:
             self._uploads.give_back(spare)
 
     def _return_grant(self, stream: Stream, kept_bytes: int) -> None:
-        """Gives back what ``stream`` was granted, but for so much."""
+        """Returns the grants of ``stream`` to the upload budget, except for ``kept_bytes``."""
         granted = stream.granted_bytes - kept_bytes
         if granted > 0:
             stream.granted_bytes = kept_bytes
@@ -214,7 +223,7 @@ class InboundFlowControl:
             self._uploads.give_back(granted)
 
     def close(self) -> None:
-        """The connection has ended, and before it its streams."""
+        """Returns spare bytes to the upload budget, after the connection and its streams ended."""
         self._is_over = True
         if self._spare_bytes:
             spare, self._spare_bytes = self._spare_bytes, 0

@@ -1,7 +1,7 @@
-"""The frames that carry requests: HEADERS, CONTINUATION, DATA.
+"""Processing of the frames that carry requests: HEADERS, CONTINUATION and DATA.
 
-A header block that is whole opens a stream, or ends one's request; what DATA carries is given to
-the stream's handler.
+A complete header block opens a stream, or ends the request of an open stream as trailers. DATA
+payloads go to the stream's handler.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from embedserve.wire.http2.connection import Http2Connection
 
 BLOCK_BYTES_MAX = 16 << 10
-"""Of a compressed header block; past it the connection ends."""
+"""Bytes of a compressed header block; a larger block ends the connection."""
 UNSENT_BYTES_MAX = 64 << 20
-"""Of answers that a client does not read; past it its new streams are refused."""
+"""Bytes of unsent responses on a connection; above it new streams are rejected."""
 
 
 class RequestFrames:
-    """Checks such frames of one connection, and acts on them.
+    """Validates and processes the request frames of one connection.
 
-    Raises, wherever it takes a frame:
-        ProtocolViolation: it ends the connection.
-        StreamError: it ends its stream.
+    Every method that takes a frame raises:
+        ProtocolViolation: a connection error.
+        StreamError: a stream error.
     """
 
     __slots__ = (
@@ -55,9 +55,9 @@ class RequestFrames:
         self._connection = connection
         self._flow_control = connection.flow_control
         self._abuse_budget = connection.abuse_budget
-        self._block: list[bytes] = []  # of a header block that is not whole
+        self._block: list[bytes] = []  # fragments of an incomplete header block
         self._block_bytes = 0
-        self._block_head = (0, 0)  # its stream and flags
+        self._block_head = (0, 0)  # stream identifier and flags of its HEADERS frame
 
     def on_headers(self, stream_id: int, flags: int, payload: bytes) -> None:
         if flags & ~END_STREAM == END_HEADERS and stream_id & 1:
@@ -82,7 +82,7 @@ class RequestFrames:
         if len(payload) < 5:
             raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "HEADERS too short for a priority")
         if int.from_bytes(payload[:4], "big") & STREAM_MASK == stream_id:
-            # Its block has to be read all the same, or later ones cannot be.
+            # The block must still be decoded to keep the HPACK state for later blocks.
             self._decode(payload[5:])
             self._connection.next_id = max(self._connection.next_id, stream_id + 2)
             raise StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, "a stream depends on itself")
@@ -107,7 +107,7 @@ class RequestFrames:
             )
 
     def _on_block(self, stream_id: int, flags: int, block: bytes) -> None:
-        """A header block that is whole: it opens a stream, or ends a request."""
+        """Processes a complete header block: it opens a stream, or ends a request as trailers."""
         connection = self._connection
         if stream_id < connection.next_id:
             self._on_later_block(stream_id, flags, block)
@@ -136,7 +136,7 @@ class RequestFrames:
             connection.open(stream_id, opened, b"")
 
     def _on_later_block(self, stream_id: int, flags: int, block: bytes) -> None:
-        """HEADERS on a stream that has begun, has ended, or was passed over."""
+        """Processes HEADERS on a stream that is open, closed, or was skipped."""
         stream = self._connection.streams.get(stream_id)
         if stream is not None:
             self._on_trailers(stream, flags, block)
@@ -172,7 +172,8 @@ class RequestFrames:
             and not (stream.is_received or stream.held_bytes)
             and (stream.missing_bytes is None or stream.missing_bytes == length)
         ):
-            # A whole body: what most requests are. It is the handler's at once, and never held.
+            # Fast path of most requests: the whole body goes directly to the handler and is never
+            # counted in held_bytes.
             receiver.window -= length
             stream.is_received = True
             stream.handler.receive(payload, True)
@@ -200,7 +201,7 @@ class RequestFrames:
             stream.handler.receive(payload, False)
 
     def _on_late_data(self, stream_id: int, flags: int, length: int) -> None:
-        """DATA on a stream that is not open."""
+        """Processes DATA on a stream that is not open."""
         connection = self._connection
         if not connection.was_opened(stream_id):
             raise violation(f"DATA on stream {stream_id}, which is not open")
@@ -209,7 +210,7 @@ class RequestFrames:
         connection.ended.read_data(stream_id, flags, length)
 
     def close(self) -> None:
-        """The connection is gone."""
+        """Releases an incomplete header block after the connection has ended."""
         self._block = []
 
 

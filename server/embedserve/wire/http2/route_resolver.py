@@ -1,6 +1,6 @@
-"""What a request over HTTP/2 is, from its headers: well formed or not, and by whom it is handled.
+"""Validation of HTTP/2 request headers (RFC 9113, section 8), and the types of resolved routes.
 
-RFC 9113, section 8. Headers are looked at once for each header block that is new.
+Headers are validated once per distinct header block; the result is cached with the block.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ _VALUE = re.compile(rb"[^\0\r\n]*")
 
 @dataclass(frozen=True, slots=True)
 class Http2Request:
-    """The head of a request.
+    """Validated headers of a request.
 
     Attributes:
-        target: its path, with what follows a "?".
-        headers: without the pseudo-headers; :authority is the host.
-        list_bytes: of the header list, as SETTINGS_MAX_HEADER_LIST_SIZE counts them.
-        content_length: as declared; None where it is not.
+        method: request method.
+        scheme: URI scheme.
+        target: path with its query string.
+        headers: headers without the pseudo-headers; :authority is added as host.
+        list_bytes: size of the header list, as SETTINGS_MAX_HEADER_LIST_SIZE counts it.
+        content_length: declared length of the body; None if not declared.
     """
 
     method: bytes
@@ -47,18 +49,23 @@ class Http2Request:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRoute:
-    """How requests with such headers are handled."""
+    """Resolved route of a header block.
+
+    Attributes:
+        open: factory of the handler for a stream with these headers.
+        content_length: declared length of the body; None if not declared.
+    """
 
     open: Callable[[Stream], Handler]
     content_length: int | None
 
 
 OpenRequest = Callable[[Headers], ResolvedRoute | str]
-"""What opens the handler of a request with these headers; or what is malformed about them."""
+"""Resolver of request headers to a route; returns an error message for malformed headers."""
 
 
 def read_request(headers: Headers) -> Http2Request | str:
-    """The request that ``headers`` are the head of, or what is malformed about them."""
+    """Returns the validated request, or an error message if ``headers`` are malformed."""
     pseudo: dict[bytes, bytes] = {}
     regular: Headers = []
     for name, value in headers:
@@ -103,7 +110,7 @@ def read_request(headers: Headers) -> Http2Request | str:
 
 
 def wrong_header(name: bytes, value: bytes) -> str:
-    """What is malformed about a header that is not a pseudo-header; "" if nothing is."""
+    """Returns an error message for a malformed regular header; "" if it is valid."""
     if not _NAME.fullmatch(name):
         return f"a header's name is malformed: {_shown(name)}"
     if not _is_value(value):

@@ -1,4 +1,4 @@
-"""One stream: a request and its answer, their windows, and what is not sent yet."""
+"""An HTTP/2 stream: a request and its response, their windows, and unsent response data."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
 
 
 class Handler(Protocol):
-    """What a request is for; told of it by its stream, to which it answers."""
+    """Receiver of a stream's request, which writes the response to the stream."""
 
     def receive(self, data: bytes, is_end: bool) -> None:
-        """Takes the next piece of the request's body; ``is_end``: there is no more."""
+        """Takes the next chunk of the request body; ``is_end`` marks the last chunk."""
 
     def reset(self) -> None:
-        """The client ended the stream, or its connection: nobody is there to be answered."""
+        """Handles a stream that was reset or whose connection ended; no response is possible."""
 
     def resume(self) -> None:
-        """What was written has been sent: there is room for more."""
+        """Continues writing: the response data written so far has been sent."""
 
     def check_time(self, now_s: float) -> None:
-        """Ends what takes too long (perf_counter seconds); called now and then."""
+        """Ends a request past its time limits; called every CHECK_S with perf_counter seconds."""
 
     def drain(self) -> None:
-        """The server stops: answers what it accepted, and ends."""
+        """Answers accepted requests, then ends the stream, because the server stops."""
 
 
 class NullHandler:
-    """The handler of a stream that has ended."""
+    """The handler of a closed stream, which does nothing."""
 
     def receive(self, data: bytes, is_end: bool) -> None: ...
 
@@ -49,19 +49,26 @@ NULL_HANDLER = NullHandler()
 
 
 class Stream:
-    """A stream that is open.
+    """An open stream.
 
     Attributes:
-        handler: of its request; ENDED before and after it.
-        send_window, receive_window: bytes of DATA that we, and the client, may send on it.
-        held_bytes: received and not consumed by the handler yet.
-        granted_bytes: of the receive window, more than every stream has.
-        has_asked: whether it waits for such a grant.
-        is_received, is_sent: whether the request, the answer has ended.
-        unsent: of the answer's body, in order.
-        tail: the header block that follows it; b"": none, the body ends the stream.
-        parked_s: since when its client has had no window for it, perf_counter; 0: it has.
-        missing_bytes: of the body that content-length declares; None where it is not declared.
+        connection: connection of the stream.
+        id: stream identifier.
+        handler: handler of the request; NULL_HANDLER before the request opens and after it ends.
+        send_window: bytes of DATA that the server may send on the stream.
+        receive_window: bytes of DATA that the client may send on the stream.
+        held_bytes: received bytes that the handler has not consumed yet.
+        granted_bytes: bytes of the receive window granted by UploadBudget, beyond STREAM_WINDOW.
+        has_asked: whether a request to UploadBudget is pending.
+        is_received: whether the request has ended.
+        is_sent: whether the response has ended.
+        unsent: unsent chunks of the response body, in order; None until a body is queued.
+        unsent_bytes: bytes in ``unsent``.
+        tail: header block of the trailers. b"": the body ends the stream; None: more body may
+            follow.
+        parked_s: perf_counter time since when flow control blocks the stream; 0: not blocked.
+        sent_since_parked: body bytes sent since ``parked_s``.
+        missing_bytes: bytes of the declared content-length still to arrive; None: not declared.
     """
 
     __slots__ = (
@@ -101,33 +108,33 @@ class Stream:
     def answer(
         self, head: bytes, parts: Sequence[bytes | memoryview], nbytes: int, tail: bytes
     ) -> None:
-        """Sends a whole answer: its header block, its body, the block of its trailers or b""."""
+        """Sends a complete response: header block, body, and header block of trailers (or b"")."""
         self.connection.frame_writer.write_response(self, head, parts, nbytes, tail)
 
     def send_head(self, block: bytes, *, is_end: bool = False) -> None:
-        """Sends a header block; ``is_end``: it is all of the answer, or its trailers."""
+        """Sends a header block; with ``is_end`` it ends the response."""
         self.connection.frame_writer.write_headers(self, block, is_end)
 
     def send_body(self, parts: Sequence[bytes | memoryview], nbytes: int) -> None:
-        """Sends more of the body, ``nbytes`` in all, now or as the client has room."""
+        """Queues body chunks of ``nbytes`` in total; they are sent as the windows allow."""
         self.connection.frame_writer.write_body(self, parts, nbytes)
 
     def end(self, tail: bytes) -> None:
-        """Ends the answer when its body is sent, with the block of its trailers, or b""."""
+        """Ends the response after its body is sent, with the header block of trailers or b""."""
         self.connection.frame_writer.end(self, tail)
 
     def cancel(self, code: ErrorCode) -> None:
-        """Ends the stream at once, unanswered; its handler is not told."""
+        """Resets the stream immediately without a response; its handler is not called."""
         self.connection.cancel(self, code)
 
     def consumed(self, nbytes: int) -> None:
-        """The handler needs the room of so many received bytes no more."""
+        """Returns ``nbytes`` of received data to flow control: the handler has consumed them."""
         self.connection.flow_control.consumed(self, nbytes)
 
     def expect(self, nbytes: int) -> None:
-        """The handler waits for so many more bytes; gives the client room for them as there is."""
+        """Requests window for ``nbytes`` more of the body, granted as the upload budget allows."""
         self.connection.flow_control.want(self, nbytes)
 
     def keep_bodies_back(self) -> None:
-        """Has the client begin its next requests with little, since one had no room."""
+        """Shrinks the initial window of the client's next streams after an overload rejection."""
         self.connection.flow_control.shrink_initial_window()

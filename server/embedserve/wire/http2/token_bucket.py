@@ -1,15 +1,15 @@
-"""How much a client may do that costs us and asks nothing: a few at once, and some each second."""
+"""Token bucket against HTTP/2 floods: resets, pings, settings and empty frames."""
 
 from __future__ import annotations
 
 from time import perf_counter
 
 IDLE_WORK_MAX, IDLE_WORK_PER_SECOND = 1000, 100
-"""Of resets, pings, settings and such: at once, and in the long run."""
+"""Burst of resets, pings, settings and similar frames, and their sustained rate per second."""
 
 
 class TokenBucket:
-    """Runs out where a client does one thing too often, and fills up again with time."""
+    """A token bucket that refills with time. The refill is computed only when it runs out."""
 
     __slots__ = ("_at_s", "_left", "_most", "_per_second")
 
@@ -21,7 +21,7 @@ class TokenBucket:
         self._at_s = perf_counter()
 
     def try_take(self, count: int = 1) -> bool:
-        """Takes so many; False: there are none left."""
+        """Takes ``count`` tokens. Returns False if the bucket has run out."""
         self._left -= count
         if self._left >= 0:
             return True
@@ -31,5 +31,5 @@ class TokenBucket:
         return self._left >= 0
 
     def refill(self, count: int) -> None:
-        """More, for what asked something."""
+        """Adds ``count`` tokens, up to the burst size, for frames that belong to requests."""
         self._left = min(self._most, self._left + count)

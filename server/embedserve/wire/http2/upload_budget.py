@@ -1,8 +1,8 @@
-"""The room for large uploads, shared by all connections of a process.
+"""Flow-control budget for large request bodies, shared by all connections of a process.
 
-Every stream has a window that small requests fit into. What a larger one needs beyond it is granted
-from a common budget, in turn, and not while a model's queue is full: what waits stays with its
-sender. What was granted comes back as its stream ends.
+Every stream has a window that small requests fit into. Window beyond it is granted from a common
+budget in FIFO order, and not while a model's queue is full. Until then the data stays with the
+client. Granted bytes return to the budget at the latest when their stream ends.
 """
 
 from __future__ import annotations
@@ -11,33 +11,35 @@ from collections import deque
 from collections.abc import Callable
 
 Grant = Callable[[int], bool]
-"""Takes so many bytes; False if they are not needed any more."""
+"""Callback that takes the granted bytes. Returns False if they are no longer needed."""
 
 
 class UploadBudget:
-    """A budget of bytes, and who waits for some of it."""
+    """A byte budget with a FIFO queue of pending requests."""
 
     def __init__(self, bytes_max: int, is_open: Callable[[], bool]) -> None:
         """
         Args:
-            bytes_max: granted at a time; one who wants more than all gets it alone.
-            is_open: False while nothing is to be granted; ``retry`` when that changes.
+            bytes_max: total of outstanding grants. A larger request is granted while nothing else
+                is outstanding.
+            is_open: returns False while nothing may be granted; ``retry`` is called when it may.
         """
         self._left = self._bytes_max = bytes_max
         self._is_open = is_open
         self._waiting: deque[tuple[int, Grant]] = deque()
 
     def request(self, nbytes: int, grant: Grant) -> None:
-        """Has ``grant`` called with ``nbytes``, now or when it is its turn."""
+        """Queues a request for ``nbytes``; calls ``grant`` with it, now or later in FIFO order."""
         self._waiting.append((nbytes, grant))
         self.retry()
 
     def give_back(self, nbytes: int) -> None:
+        """Returns granted bytes to the budget."""
         self._left += nbytes
         self.retry()
 
     def retry(self) -> None:
-        """Grants what is there to those who wait."""
+        """Grants pending requests as far as the budget reaches."""
         while self._waiting and self._is_open():
             nbytes, grant = self._waiting[0]
             if nbytes > self._left and self._left < self._bytes_max:

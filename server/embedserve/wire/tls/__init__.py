@@ -1,1 +1,1 @@
-"""TLS: certificates, handshakes, and connections as transports over other transports."""
+"""TLS: certificates, handshakes, and an asyncio transport layered over a raw transport."""

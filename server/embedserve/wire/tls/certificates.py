@@ -1,7 +1,7 @@
-"""The server's certificate and key, and whose certificates its clients must show.
+"""TLS certificate and key of the server, and the CA of client certificates.
 
-A pair is tried before it is used: a handshake in memory fails where the key is another's, the
-certificate is past its time, or a file is half written.
+A pair is tested by an in-memory handshake before it is used. The test fails if the key does not
+match, the certificate has expired, or a file is incomplete.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from embedserve.file_reloader import FileReloader
 
 ALPN = ["h2", "http/1.1"]
 CIPHERS_OF_TLS_1_2 = "ECDHE+AESGCM:ECDHE+CHACHA20"
-"""Those that HTTP/2 allows (RFC 9113, appendix A); TLS 1.3 has no others."""
+"""Cipher suites of TLS 1.2 that HTTP/2 allows (RFC 9113, appendix A). TLS 1.3 has no others."""
 CRL_BEGINNING = b"-----BEGIN X509 CRL-----"
 TRIAL_STEPS_MAX = 8
-"""A handshake takes three."""
+"""Steps until a trial handshake counts as failed; a successful handshake takes three."""
 
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """Where they are, in PEM.
+    """Paths of the TLS files, in PEM format.
 
     Attributes:
-        client_ca: of those who sign clients' certificates, with their revocation lists if they
-            have any; "": clients need none.
+        certificate: path of the server certificate.
+        key: path of the server key.
+        client_ca: path of the CA certificates for client certificates, with revocation lists if
+            any; "": clients need no certificate.
     """
 
     certificate: str
@@ -41,10 +43,11 @@ class TlsFiles:
 
 @dataclass(frozen=True)
 class TlsContext:
-    """What was read of the files.
+    """TLS context built from the files.
 
     Attributes:
-        expires_s: Unix time when the server's certificate ends.
+        context: context for new handshakes.
+        expires_s: Unix time when the server certificate expires.
     """
 
     context: ssl.SSLContext
@@ -52,19 +55,19 @@ class TlsContext:
 
 
 class Certificates:
-    """What handshakes use.
+    """Current TLS context, reloaded when the files change.
 
     Attributes:
-        context: of those that begin now.
-        expires_s: Unix time when the certificate that they show ends.
-        followed: has it read again when the files change.
+        context: context for new handshakes.
+        expires_s: Unix time when the current server certificate expires.
+        reloader: reloader that builds a new context when the files change.
     """
 
     context: ssl.SSLContext
     expires_s: float
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises OSError and ValueError, as read_context."""
+        """Loads the files. Raises OSError and ValueError, like read_context."""
         self.reloader = FileReloader(
             f"TLS ({files.certificate})", files.paths, lambda: read_context(files), self._adopt
         )
@@ -75,21 +78,22 @@ class Certificates:
 
 
 def tls_files(settings: ServeSettings) -> TlsFiles | None:
-    """None: without TLS."""
+    """Returns the TLS files of ``settings``; None if TLS is off."""
     if not settings.tls_cert:
         return None
     return TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
 
 def read_context(files: TlsFiles) -> TlsContext:
-    """What handshakes use, of these files.
+    """Builds the TLS context from ``files`` and tests it.
 
     Raises:
-        OSError: a file cannot be read; names it.
-        ValueError: they do not make a pair that clients may take; says why, and nothing of the key.
+        OSError: a file cannot be read; the message names it.
+        ValueError: clients cannot accept the pair; the message says why and reveals nothing of the
+            key.
     """
     for path in files.paths:
-        with open(path, "rb"):  # whose errors name the path
+        with open(path, "rb"):  # errors of open name the path, unlike those of OpenSSL
             pass
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -97,7 +101,7 @@ def read_context(files: TlsFiles) -> TlsContext:
     context.set_ciphers(CIPHERS_OF_TLS_1_2)
     context.set_alpn_protocols(ALPN)
     try:
-        # Where a key is locked OpenSSL would ask the terminal.
+        # Without a password callback OpenSSL prompts on the terminal for an encrypted key.
         context.load_cert_chain(files.certificate, files.key, password=lambda: "")
     except ssl.SSLError as error:
         raise ValueError(
@@ -119,10 +123,10 @@ def _verify_clients(context: ssl.SSLContext, path: str) -> None:
 
 
 def _expiry_tried(context: ssl.SSLContext, certificate: str) -> float:
-    """Unix time when the certificate ends.
+    """Tests the pair by an in-memory handshake. Returns Unix time when the certificate expires.
 
     Raises:
-        ValueError: no client could take it, whatever it trusts.
+        ValueError: no client could accept the certificate, even one that trusts it.
     """
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname = False

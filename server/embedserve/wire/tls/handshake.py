@@ -1,7 +1,7 @@
-"""A connection whose TLS handshake is under way: counted and timed as any other connection.
+"""Connections in a TLS handshake, which count and time out like other connections.
 
-The work of a handshake, a signature of up to a millisecond, is done in a thread, one at a time, so
-that however many begin at once, those who are connected are answered.
+The cost of a handshake is a signature of up to a millisecond. Handshakes run one at a time in a
+thread, so that a burst of them does not delay requests on established connections.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from embedserve.wire.tls.transport import TlsTransport
 
 HANDSHAKE_S_MAX = 10.0
 HANDSHAKE_BYTES_MAX = 128 << 10
-"""Of what a client sends until it is done: its certificates make most of them."""
+"""Bytes that a client may send in a handshake; most of them are its certificates."""
 HANDSHAKE_BYTES = 48 << 10
-"""What one under way takes of memory, about, beside what has come."""
+"""Approximate bytes of memory per handshake in progress, without the received bytes."""
 HANDSHAKE_RECORD = 0x16
 PLAIN_HTTP = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
 
@@ -34,8 +34,13 @@ MakeProtocol = Callable[[], asyncio.Protocol]
 
 
 class Handshakes:
-    """Those of a server: their thread, how they are counted, and what the log says of those that
-    fail."""
+    """Shared state of a server's handshakes.
+
+    Attributes:
+        counts: handshakes by outcome.
+        thread: executor with one thread, which runs all handshakes.
+        log: rate-limited log of failed handshakes.
+    """
 
     def __init__(self, logger: logging.Logger, metrics: TlsMetrics) -> None:
         self.counts = metrics.handshakes
@@ -44,8 +49,10 @@ class Handshakes:
 
 
 class Handshake(asyncio.Protocol):
-    """One of them, with the raw transport; its end is a TlsTransport with a protocol of
-    ``make_protocol``'s."""
+    """A connection in its handshake, as protocol of the raw transport.
+
+    After the handshake a TlsTransport replaces it, with a protocol made by ``make_protocol``.
+    """
 
     def __init__(
         self,
@@ -60,7 +67,7 @@ class Handshake(asyncio.Protocol):
         self._make_protocol = make_protocol
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._object: ssl.SSLObject | None = None
-        self._pending = b""  # that came while the thread was at work
+        self._pending = b""  # received while the thread was busy
         self._came_bytes = 0
         self._is_at_work = self._is_over = False
         self._start_s = perf_counter()
@@ -90,7 +97,10 @@ class Handshake(asyncio.Protocol):
             self._step()
 
     def _step(self) -> None:
-        """Has the thread go on with what has come; nobody else touches the BIOs meanwhile."""
+        """Continues the handshake in the thread with the received bytes.
+
+        Only the thread uses the BIOs until it is done.
+        """
         assert self._object is not None
         self._incoming.write(self._pending)
         self._pending = b""
@@ -101,7 +111,7 @@ class Handshake(asyncio.Protocol):
         stepped.add_done_callback(self._stepped)
 
     def _shake(self, one: ssl.SSLObject) -> bool:
-        """Whether it is done. In the thread."""
+        """Runs a step of the handshake in the thread. Returns whether the handshake is complete."""
         if self._is_over:
             return False
         try:
@@ -116,7 +126,7 @@ class Handshake(asyncio.Protocol):
         if self._is_over or self._transport.is_closing():
             return
         if out := self._outgoing.read():
-            self._transport.write(out)  # of a handshake that fails, too: it says why
+            self._transport.write(out)  # on failure, too: an alert with the reason
         if error is not None:
             self._fail(_outcome(error), _reason(error))
             LingeringClose(self._transport, self, self._registry)
@@ -141,7 +151,7 @@ class Handshake(asyncio.Protocol):
             transport.begin(self._pending)
 
     def _refuse_plain(self, data: bytes) -> None:
-        """Tells a client of HTTP/1 without TLS what it does wrong; any other is just closed."""
+        """Rejects a plaintext connection: HTTP/1 gets an error response, others are only closed."""
         self._fail("no_tls", "what came is no TLS")
         if b" HTTP/1." in data.partition(b"\r\n")[0]:
             said = "this port takes TLS only: use https://"
@@ -184,7 +194,7 @@ class Handshake(asyncio.Protocol):
             self._transport.abort()
 
     def retire(self) -> None:
-        """It soon is another connection, or closed."""
+        """Does nothing: the connection is about to switch to a TlsTransport, or close."""
 
     def drain(self) -> None:
         asyncio.get_running_loop().call_later(DRAIN_IDLE_S, self._close_if_new)

@@ -1,8 +1,8 @@
-"""A connection over TLS as a transport over the transport of its socket.
+"""TLS transport layered over the raw transport of a socket.
 
-Holds what is to be written as it was given, and encrypts it only as the socket takes it, so that
-an answer that nobody reads is kept once and counted as without TLS. Decrypts a little in each turn
-of the event loop.
+Output is held unencrypted and encrypted only as the socket accepts it. An unsent response is
+therefore held once, and is counted as without TLS. Input is decrypted in small amounts in each
+event-loop iteration.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from typing import Any
 from embedserve.access.authenticator import CERTIFICATE, Certificate, certificate_of
 
 PIECE_BYTES = 16 << 10
-"""Decrypted at once: a client may send many records in it that hold nothing."""
+"""Encrypted bytes passed to OpenSSL at a time; bounds the work on many empty records."""
 RECORD_BYTES = 16 << 10
+"""Bytes of the largest TLS record."""
 READ_RECORDS = 8
-"""Decrypted in a turn of the event loop, or twice as many where they are small."""
+"""Records decrypted in one event-loop iteration; about twice as many if they are small."""
 WRITE_RECORDS = 16
-"""Encrypted in a turn: a fraction of a millisecond."""
+"""Records encrypted in one event-loop iteration; takes a fraction of a millisecond."""
 JOINED_BYTES_MAX = 64 << 10
-"""Pieces of no more bytes are encrypted as one: a record of its own for each would cost more."""
+"""Bytes of output up to which chunks are joined; a TLS record per chunk would cost more."""
 
 Data = bytes | bytearray | memoryview
 
 
 class TlsTransport(asyncio.Transport, asyncio.Protocol):
-    """A transport to the protocol inside, and a protocol to the raw transport."""
+    """Transport for the application protocol, and protocol of the raw transport."""
 
     def __init__(
         self,
@@ -40,7 +41,14 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         outgoing: ssl.MemoryBIO,
         protocol: asyncio.BaseProtocol,
     ) -> None:
-        """``tls``, over the two BIOs, has done its handshake."""
+        """
+        Args:
+            raw: transport of the socket.
+            tls: TLS object over the two BIOs, after its handshake.
+            incoming: BIO of received bytes.
+            outgoing: BIO of bytes to send.
+            protocol: application protocol.
+        """
         super().__init__()
         self._raw = raw
         self._tls = tls
@@ -48,9 +56,9 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         self._outgoing = outgoing
         self._protocol: Any = protocol
         self._loop = asyncio.get_running_loop()
-        self._encrypted = b""  # that came and is not read
+        self._encrypted = b""  # received, not decrypted yet
         self._is_read_due = False
-        self._has_left = False  # of what the BIO was given
+        self._has_left = False  # the incoming BIO may hold undecrypted records
         self._is_reading = True
         self._backlog: deque[memoryview] = deque()
         self._backlog_bytes = 0
@@ -59,7 +67,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         self._is_closing = self._has_eof = self._is_ended = False
 
     def begin(self, data: bytes) -> None:
-        """Reads what came with the handshake's end, in the BIO and in ``data`` behind it."""
+        """Starts reading. Bytes behind the handshake are in the incoming BIO and then ``data``."""
         self._encrypted = data
         self._has_left = True
         self._read_soon()
@@ -68,14 +76,14 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._is_ended:
-            self._protocol.data_received(data)  # which only counts what comes after our end
+            self._protocol.data_received(data)  # LingeringClose, which only counts bytes
             return
         self._encrypted = self._encrypted + data if self._encrypted else data
         if self._is_reading and not self._is_read_due:
             self._read()
 
     def _read_soon(self) -> None:
-        """Reads on once others had their turn; until then nothing more comes."""
+        """Pauses the raw transport, and continues reading in the next event-loop iteration."""
         self._raw.pause_reading()
         if not self._is_read_due:
             self._is_read_due = True
@@ -91,13 +99,13 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         try:
             self._read()
         except Exception:
-            self.abort()  # as a transport does where data_received raises
+            self.abort()  # as a transport does if data_received raises
             raise
         if not self._is_read_due and self._is_reading and not self._raw.is_closing():
             self._raw.resume_reading()
 
     def _read(self) -> None:
-        """Decrypts some of what came, and hands it on."""
+        """Decrypts some received bytes and passes them to the protocol."""
         plain, problem = self._decrypt()
         if self._outgoing.pending:
             self._raw.write(self._outgoing.read())
@@ -109,12 +117,12 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             return
         if not isinstance(problem, ssl.SSLZeroReturnError):
             self._is_closing = True
-            self._raw.close()  # the client was told what is wrong
+            self._raw.close()  # the alert was written above
         elif not self._protocol.eof_received():
             self.close()
 
     def _decrypt(self) -> tuple[bytes, ssl.SSLError | None]:
-        """(what was decrypted, why there is no more)"""
+        """Returns (decrypted bytes, the error or end of the TLS stream, or None)."""
         parts: list[bytes] = []
         problem = None
         try:
@@ -127,10 +135,12 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         return parts[0] if len(parts) == 1 else b"".join(parts), problem
 
     def _decrypt_piece(self, parts: list[bytes]) -> bool:
-        """Adds to ``parts`` what a piece holds; False where it is others' turn, or none is left.
+        """Decrypts up to PIECE_BYTES of input into ``parts``.
+
+        Returns whether to continue: False if no input is left or other connections come first.
 
         Raises:
-            SSLError: there is no more, or what came is no TLS.
+            SSLError: the TLS stream has ended, or the input is invalid.
         """
         incoming = self._incoming
         if not self._has_left:
@@ -145,7 +155,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
                     raise ssl.SSLZeroReturnError
                 parts.append(part)
                 has_plain = True
-                if not incoming.pending:  # to read on would only raise
+                if not incoming.pending:  # another read would only raise
                     break
                 if len(parts) >= READ_RECORDS:
                     self._has_left = True
@@ -173,7 +183,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         return self._is_reading
 
     def eof_received(self) -> bool:
-        """The client ended without saying so: what it sent has lengths of its own."""
+        """Closes after EOF without close_notify; safe, as HTTP messages carry their lengths."""
         return False
 
     # Writing
@@ -206,7 +216,10 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             self._backlog_bytes += view.nbytes
 
     def _pump(self) -> None:
-        """Encrypts what the socket has room for; the rest as it drains, or soon."""
+        """Encrypts WRITE_RECORDS while the socket has room.
+
+        The rest follows in later event-loop iterations, or when the socket has drained.
+        """
         if self._backlog and not self._is_raw_full and not self._is_pump_due:
             self._raw.write(b"".join(self._encrypt()))
             if self._backlog and not self._is_raw_full:
@@ -217,7 +230,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         self._tell()
 
     def _tell(self) -> None:
-        """Tells the protocol whether there is room for more."""
+        """Calls pause_writing or resume_writing of the protocol if the backpressure changed."""
         is_full = bool(self._backlog) or self._is_raw_full
         if is_full != self._is_told_full:
             self._is_told_full = is_full
@@ -232,7 +245,10 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             self._pump()
 
     def _encrypt(self) -> list[bytes]:
-        """Some of the backlog, each record by itself: a BIO keeps what it once had room for."""
+        """Encrypts up to WRITE_RECORDS of the backlog.
+
+        Each record is read from the BIO separately, because a BIO never shrinks its buffer.
+        """
         backlog = self._backlog
         records: list[bytes] = []
         while backlog and len(records) < WRITE_RECORDS:
@@ -269,7 +285,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         return True
 
     def write_eof(self) -> None:
-        """Ends our side once all is written; what still comes is then handed on as it is."""
+        """Closes the sending side after all is written; later input is passed on undecrypted."""
         self._has_eof = True
         if not self._backlog:
             self._end_if_due()
@@ -291,7 +307,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         if not self._is_ended:
             self._is_ended = True
             with contextlib.suppress(ssl.SSLError):
-                self._tls.unwrap()  # which waits for the client's end; ours is made
+                self._tls.unwrap()  # raises, as the client's close_notify is missing
             self._raw.write(self._outgoing.read())
             self._has_left, self._encrypted = False, b""
             if self._has_eof:
@@ -316,7 +332,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         self._encrypted = b""
         self._protocol.connection_lost(exc)
 
-    # What it is
+    # Protocol and extra information
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._protocol = protocol
@@ -336,7 +352,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
 
 
 def _certificate_of(tls: ssl.SSLObject) -> Certificate | None:
-    """That the client has shown, and TLS has found right."""
+    """Returns the client certificate that TLS has verified; None if there was none."""
     found = tls.getpeercert()
     if not found:
         return None
