@@ -1,7 +1,7 @@
-"""The demo model: movie tables trained in seconds on bundled real ratings, then published.
+"""Trains the demo's movie tables in seconds on bundled real ratings, and publishes them.
 
-Hands a published version to whoever serves it, and a DemoReport to the command line. It
-prints nothing, and importing it does not import torch.
+The command line shows the DemoReport that build_demo returns. Prints nothing, and importing it does
+not import torch.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ __all__ = ["DemoReport", "build_demo", "save_checkpoint"]
 
 @dataclass(frozen=True)
 class DemoReport:
-    """What build_demo made. Errors are in rating points (1 to 10), on the held-out ratings."""
+    """Result of build_demo. Errors are in rating points (1 to 10), on the held-out ratings."""
 
     path: Path
-    """The published version."""
+    """Folder of the published version."""
     tables: tuple[TableSpec, ...]
-    """As published: name, num_embeddings, embedding_dim, pooling, feature_names, dtype."""
+    """Tables as published: name, num_embeddings, embedding_dim, pooling, feature_names, dtype."""
     train_ratings: int
     held_out_ratings: int
-    """The last ones by time, not trained on."""
+    """Number of held-out ratings, the last by time, which are not used in training."""
     rmse: float
     mae: float
     constant_rmse: float
-    """Of always predicting the mean of the training ratings."""
+    """RMSE of always predicting the mean of the training ratings."""
     constant_mae: float
     pooled_errors: Mapping[str, PooledError]
-    """Of each table, for the dtype that it is stored in."""
+    """Errors of the pooled vectors by table, for the dtype in which the table is stored."""
     candidate_correlation: float
-    """Of the held-out ratings with the score of the candidate's vector alone."""
+    """Pearson correlation of the held-out ratings with the candidate vectors' scores."""
     train_s: float
     total_s: float
-    """Reading the data, training and publishing."""
+    """Seconds for reading the data, training and publishing."""
 
 
 def build_demo(
@@ -66,14 +66,14 @@ def build_demo(
     """Trains the demo model on the CPU and publishes its tables as a new version of ``model``.
 
     Args:
-        dtype, sharding, world_size: as embedserve_store.publish takes them.
-        checkpoint: where to write the whole model's state dict too, with its description
-            (.yaml) and vocabularies (.TABLE.txt) beside it; nowhere if None.
-        progress: called after every step with the steps done, the steps in all and the loss.
+        dtype, sharding, world_size: options of embedserve_store.publish.
+        checkpoint: path of a file for the whole model's state dict, with its description (.yaml)
+            and vocabularies (.TABLE.txt) beside it. None: no checkpoint is written.
+        progress: callback after every step with the steps done, the total steps and the loss.
 
     Raises:
-        StoreError: the version cannot be published or the checkpoint not written; what can be
-            known before training is said before.
+        StoreError: the version cannot be published or the checkpoint cannot be written. Errors that
+            can be detected before training are raised before it.
     """
     from embedserve_store.demo.data import load
     from embedserve_store.demo.model import make_collection
@@ -137,8 +137,8 @@ def _report(
 def save_checkpoint(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes the state dict of ``model``; torch.load reads it with weights_only=True.
 
-    Of the whole demo model the tables are ebc.embedding_bags.TABLE.weight, float32 [rows, dim];
-    of its EmbeddingBagCollection alone, embedding_bags.TABLE.weight.
+    For the whole demo model, the keys of the tables are ebc.embedding_bags.TABLE.weight, float32
+    [rows, dim]. For its EmbeddingBagCollection alone, they are embedding_bags.TABLE.weight.
 
     Raises:
         StoreError: ``path`` cannot be written.
@@ -154,7 +154,7 @@ def save_checkpoint(model: torch.nn.Module, path: str | os.PathLike[str]) -> Non
 
 
 def check_checkpoint_path(path: str | os.PathLike[str]) -> None:
-    """Raises StoreError where a checkpoint cannot be written to ``path``."""
+    """Raises StoreError if a checkpoint cannot be written to ``path``."""
     path = Path(path)
     if path.is_dir():
         raise StoreError(f"{path}: the checkpoint cannot be written: it is a folder")

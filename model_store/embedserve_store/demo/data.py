@@ -1,7 +1,7 @@
 """Reads the bundled MovieTweetings extract: ratings, movies, genres, and the row of each id.
 
-Hands numpy arrays of row numbers to examples.py. A row is an id's position in its vocabulary:
-movies by imdb_id, users by user_id, genres by name. It never imports torch.
+Provides numpy arrays of row numbers for examples.py. A row is the position of an id in its
+vocabulary: movies by imdb_id, users by user_id, genres by name. Never imports torch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Ratings:
-    """Who rated what, when and how, by time: arrays of one length."""
+    """Ratings in order of time, as arrays of equal length."""
 
     user: Ids
     """Rows of the user table."""
     movie: Ids
     """Rows of the movie table."""
     rating: NDArray[np.float32]
-    """1 to 10."""
+    """Rating from 1 to 10."""
     unix_s: Ids
 
     def __len__(self) -> int:
@@ -39,16 +39,16 @@ class MovieTweetings:
 
     ratings: Ratings
     movie_genres: tuple[tuple[int, ...], ...]
-    """For each movie row its rows of the genre table; empty where none is known."""
+    """Rows of the genre table for each movie row; empty if the movie's genres are unknown."""
     movie_rows: dict[int, int]
-    """imdb_id to row."""
+    """Row of the movie table by imdb_id."""
     genre_rows: dict[str, int]
     user_rows: dict[int, int]
-    """user_id to row."""
+    """Row of the user table by user_id."""
 
 
 def load() -> MovieTweetings:
-    """The extract that is installed with this package."""
+    """Loads the extract that is installed with this package."""
     movies = {
         int(imdb_id): tuple(filter(None, genres.split("|")))
         for imdb_id, genres in _lines("movies.tsv.gz")
@@ -76,7 +76,7 @@ def load() -> MovieTweetings:
 
 
 def _lines(name: str) -> Iterator[list[str]]:
-    """The fields of each line of a bundled file, without its header."""
+    """Returns the fields of each line of a bundled file, without the header line."""
     packed = (files(__package__) / "data" / name).read_bytes()
     lines = gzip.decompress(packed).decode("utf-8").splitlines()
     return (line.split("\t") for line in lines[1:])

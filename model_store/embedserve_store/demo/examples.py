@@ -1,8 +1,8 @@
 """Turns ratings into examples: the jagged ids of each feature, and the rating to predict.
 
-Hands them to train.py, in time order and split by time. An example's history holds only
-movies that its user rated earlier, so no example sees its own rating or a later one.
-It never imports torch.
+Provides the examples for train.py in time order, and splits them by time. An example's history
+holds only movies that its user rated earlier, so no example sees its own rating or a later rating.
+Never imports torch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from embedserve_store.demo.data import Ids, MovieTweetings
 
 FEATURES = ("history", "candidate", "candidate_genres", "user")
-"""KJT keys: movies the user rated before, the movie to rate, its genres, the user."""
+"""KJT keys: the movies that the user rated before, the movie to rate, its genres, the user."""
 
 
 @dataclass(frozen=True)
 class Jagged:
-    """One feature of many examples: each example has lengths[i] of the values, in order."""
+    """Ids of one feature for many examples. Example i has the next lengths[i] of the values."""
 
     values: Ids
     lengths: Ids
@@ -36,7 +36,7 @@ class Jagged:
 
 @dataclass(frozen=True)
 class Examples:
-    """Bags of ids for each of FEATURES, and the rating each example should predict."""
+    """Bags of ids for each of FEATURES, and the rating to predict for each example."""
 
     bags: dict[str, list[tuple[int, ...]]]
     rating: NDArray[np.float32]
@@ -45,7 +45,7 @@ class Examples:
         return len(self.rating)
 
     def take(self, indices: Ids) -> Examples:
-        """The examples at ``indices``, in that order."""
+        """Returns the examples at ``indices``, in that order."""
         bags = {name: [bags[i] for i in indices.tolist()] for name, bags in self.bags.items()}
         return Examples(bags, self.rating[indices])
 
@@ -54,7 +54,7 @@ class Examples:
 
 
 def make_examples(data: MovieTweetings) -> Examples:
-    """One example for each rating, in the order of the ratings."""
+    """Returns an example for each rating, in the order of the ratings."""
     ratings = data.ratings
     movies = ratings.movie.tolist()
     return Examples(
@@ -69,7 +69,7 @@ def make_examples(data: MovieTweetings) -> Examples:
 
 
 def histories(data: MovieTweetings) -> list[tuple[int, ...]]:
-    """For each rating the movies its user rated in an earlier second, oldest first."""
+    """Returns for each rating the movies that its user rated in an earlier second, by time."""
     ratings = data.ratings
     seen: dict[int, list[tuple[int, int]]] = defaultdict(list)
     result = []
@@ -82,7 +82,7 @@ def histories(data: MovieTweetings) -> list[tuple[int, ...]]:
 
 
 def split_by_time(examples: Examples, held_out_share: float) -> tuple[Examples, Examples]:
-    """The earlier examples to train on, and the last ``held_out_share`` of them."""
+    """Splits ``examples`` into the earlier examples and the last ``held_out_share`` of them."""
     first_held_out = len(examples) - round(held_out_share * len(examples))
     indices = np.arange(len(examples))
     return examples.take(indices[:first_held_out]), examples.take(indices[first_held_out:])

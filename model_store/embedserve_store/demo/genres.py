@@ -1,8 +1,9 @@
-"""Genres, as a second thing for the demo's vectors to learn beside ratings.
+"""Trains the demo's vectors on genres, as a second task besides ratings.
 
-So few ratings teach one number of a vector: how good a movie is, how generous a user. The others
-learn to tell a movie's genres, and a user's the genres of what they rate, so that movies that are
-alike have vectors that are alike. Hands train.py a loss. Imports torch.
+With few ratings, only one number of a vector is learned from them: how good a movie is, or how
+generous a user is. The other numbers learn the genres of a movie, or the genres of the movies that
+a user rates. Similar movies therefore get similar vectors. Provides a loss for train.py. Imports
+torch.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ MOVIES_PER_STEP = 1024
 
 
 class GenreTask(torch.nn.Module):
-    """A layer from a movie's row, and one from a user's, to each genre's log-odds; neither sees the
-    first number, which is the score's. They are thrown away after training, as the ranker is.
+    """Two linear layers that map a movie's row and a user's row to each genre's log-odds.
+
+    Neither layer sees the first number of the row, which is the score's. Both are discarded after
+    training, as the ranker is.
     """
 
     def __init__(self, data: MovieTweetings, seed: int) -> None:
@@ -34,8 +37,11 @@ class GenreTask(torch.nn.Module):
         self._movies = _chunks(np.flatnonzero(self._has_genre.any(dim=1).numpy()), seed)
 
     def forward(self, model: RatingModel, batch: Examples) -> torch.Tensor:
-        """The cross entropy, in nats a genre, of some movies' genres and of those that the users of
-        ``batch`` rate: float32 scalar."""
+        """Returns the sum of two genre losses, cross entropies in nats per genre: float32 scalar.
+
+        The first loss is for the genres of some movies. The second is for the genres of the movies
+        that the users of ``batch`` rate.
+        """
         movies = torch.from_numpy(next(self._movies))
         users, rated = (torch.from_numpy(batch.jagged(one).values) for one in ("user", "candidate"))
         return self._loss(self.of_movie, _rows(model, "movie")[movies], movies) + self._loss(
@@ -54,7 +60,7 @@ def _rows(model: RatingModel, table: str) -> torch.Tensor:
 
 
 def _has_genre(data: MovieTweetings) -> torch.Tensor:
-    """1 where a movie has a genre, float32 [movies, genres]."""
+    """Returns float32 [movies, genres], with 1 for each genre of a movie."""
     has = torch.zeros(len(data.movie_genres), len(data.genre_rows))
     for movie, genres in enumerate(data.movie_genres):
         has[movie, list(genres)] = 1
@@ -62,8 +68,10 @@ def _has_genre(data: MovieTweetings) -> torch.Tensor:
 
 
 def _chunks(movies: Ids, seed: int) -> Iterator[Ids]:
-    """MOVIES_PER_STEP of the movies at a time, each as often as any other, for ever; no chunk of
-    no movies."""
+    """Yields chunks of at most MOVIES_PER_STEP movies forever, in passes over all movies.
+
+    Yields nothing if there are no movies.
+    """
     order = np.random.default_rng(seed)
     while len(movies):
         shuffled = order.permutation(movies)

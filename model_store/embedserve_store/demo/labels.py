@@ -1,6 +1,6 @@
-"""Titles of the demo's best-known movies, for people: what `embedserve serve --labels` reads.
+"""Writes readable titles of the demo's best-known movies, for `embedserve serve --labels`.
 
-Hands the command line a file beside the models of a store. It never imports torch.
+The labels are a file beside the models of a store. Never imports torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TABLE = "movie"
 
 
 def titles() -> dict[str, str]:
-    """By imdb_id, of the movies that have one here."""
+    """Returns the bundled titles by imdb_id."""
     text = (files(__package__) / "data" / "titles.tsv").read_text("utf-8")
     return dict(line.split("\t") for line in text.splitlines()[1:])
 

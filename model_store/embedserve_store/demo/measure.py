@@ -1,6 +1,6 @@
-"""Measures the demo's rating model on ratings that it was not trained on.
+"""Measures the demo's rating model on ratings that were not used in training.
 
-Hands plain numbers to train.py. It never changes a model. Imports torch.
+Provides plain numbers for train.py. Never changes a model. Imports torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from embedserve_store.demo.model import RatingModel, score, to_kjt
 
 @dataclass(frozen=True)
 class Errors:
-    """Of predicted against true ratings, in rating points (1 to 10)."""
+    """Errors of predicted ratings, in rating points (1 to 10)."""
 
     rmse: float
     mae: float
@@ -29,17 +29,17 @@ def errors(predicted: NDArray[np.float32], rating: NDArray[np.float32]) -> Error
 
 
 def predict(model: RatingModel, examples: Examples) -> NDArray[np.float32]:
-    """Predicted ratings, within the 1 to 10 that a rating can be."""
+    """Returns the predicted ratings, clamped to the valid range of 1 to 10."""
     with torch.no_grad():
         predicted: NDArray[np.float32] = model(to_kjt(examples)).clamp(1, 10).numpy()
     return predicted
 
 
 def candidate_correlation(model: RatingModel, train: Examples, held_out: Examples) -> float:
-    """Pearson correlation of the held-out ratings with the score of the candidate's vector alone.
+    """Returns the Pearson correlation of held-out ratings with the candidate vectors' scores.
 
-    Over the held-out ratings of movies that have a rating in ``train``: the vector of any other
-    movie has learned its genres, and nothing of how good it is.
+    Only held-out ratings of movies with a rating in ``train`` count. The vector of any other movie
+    has learned its genres, but not how good it is.
     """
     trained = set(train.bags["candidate"])
     known = held_out.take(np.flatnonzero([bag in trained for bag in held_out.bags["candidate"]]))

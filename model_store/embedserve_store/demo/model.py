@@ -1,7 +1,7 @@
-"""The demo's rating model: an EmbeddingBagCollection and a ranker on its pooled vectors.
+"""Defines the demo's rating model: an EmbeddingBagCollection and a ranker on its pooled vectors.
 
-Hands train.py a module from KeyedJaggedTensor to predicted ratings. Only its tables are
-published; the ranker stands for the one that users run in another service. Imports torchrec.
+The module maps a KeyedJaggedTensor to predicted ratings, and train.py trains it. Only its tables
+are published; the ranker stands for a user's ranker in another service. Imports torchrec.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ MOVIE_DIM = 32
 GENRE_DIM = 16
 USER_DIM = 64
 INITIAL_BOUND = 0.02
-"""Rows begin uniform in +-this, small against trained rows: one never trained says little."""
+"""Rows are initialized uniformly within this bound of zero. It is small against trained rows, so
+that an untrained row has little effect."""
 
 WEIGHTS = {"history": 0.3, "candidate": 1.0, "candidate_genres": 1.0, "user": 1.0}
-"""Of each feature's score: a history says less about a rating than the movie itself."""
+"""Weight of each feature's score. A history predicts a rating less well than the movie itself."""
 MATCH = 0.5
 
 
 def make_collection(data: MovieTweetings) -> EmbeddingBagCollection:
-    """The demo's tables, one row for each id of the vocabularies, on the CPU.
+    """Creates the demo's tables on the CPU, with one row for each id of the vocabularies.
 
-    movie and genre pool with the mean, so that a long history or list of genres weighs no
-    more than a short one. user has one id an example, for which the sum is the row itself.
+    movie and genre use mean pooling, so that a long history or list of genres weighs no more than a
+    short list. user has one id per example, so its sum is the row itself.
     """
     return EmbeddingBagCollection(
         tables=[
@@ -61,10 +62,11 @@ class RatingModel(torch.nn.Module):
     rating = offset + the sum over features f of WEIGHTS[f] * score(f)
              + MATCH * score(history) * score(candidate)
 
-    score is a vector's first number times the square root of its dim: how good the movie, its
-    genres and the movies rated before are for anyone, and how generous the user is. So small a
-    ranker learns no more than 7,200 ratings can teach: learned layers in its place fitted the
-    training ratings and predicted later ones worse. The other numbers tell genres (genres.py).
+    score is a vector's first number times the square root of its dim. It measures how good the
+    movie, its genres and the movies rated before are for anyone, and how generous the user is. Such
+    a small ranker learns no more than 7,200 ratings can teach. Learned layers in its place fitted
+    the training ratings and predicted later ratings worse. The other numbers encode genres
+    (genres.py).
     """
 
     def __init__(self, ebc: EmbeddingBagCollection, mean_rating: float) -> None:
@@ -73,7 +75,7 @@ class RatingModel(torch.nn.Module):
         self.offset = torch.nn.Parameter(torch.tensor(mean_rating))
 
     def forward(self, ids: KeyedJaggedTensor) -> torch.Tensor:
-        """Predicted ratings, float32 [examples]."""
+        """Returns the predicted ratings, float32 [examples]."""
         vectors: dict[str, torch.Tensor] = self.ebc(ids).to_dict()
         scores = {name: score(vectors[name]) for name in WEIGHTS}
         weighted = sum(weight * scores[name] for name, weight in WEIGHTS.items())
@@ -81,12 +83,12 @@ class RatingModel(torch.nn.Module):
 
 
 def score(vectors: torch.Tensor) -> torch.Tensor:
-    """The first number times the square root of dim, of each row: float32 [n, dim] to [n]."""
+    """Returns each row's first number times the square root of dim: float32 [n, dim] to [n]."""
     return vectors[:, 0] * math.sqrt(vectors.shape[1])
 
 
 def to_kjt(examples: Examples) -> KeyedJaggedTensor:
-    """The ids of ``examples``, feature-major, with FEATURES as keys."""
+    """Returns the ids of ``examples``, feature-major, with FEATURES as keys."""
     jagged = [examples.jagged(feature) for feature in FEATURES]
     return KeyedJaggedTensor(
         keys=list(FEATURES),

@@ -1,7 +1,7 @@
-"""Trains the demo's rating model on the earlier ratings and measures it on the later ones.
+"""Trains the demo's rating model on the earlier ratings and measures it on the later ratings.
 
-Hands the trained model and its errors to build_demo. It draws nothing: a caller that wants
-to show progress passes a callback. The same settings give the same model. Imports torchrec.
+Provides the trained model and its errors for build_demo. Prints nothing: a caller that shows
+progress passes a callback. The same settings give the same model. Imports torchrec.
 """
 
 from __future__ import annotations
@@ -20,36 +20,37 @@ from embedserve_store.demo.measure import Errors, candidate_correlation, errors,
 from embedserve_store.demo.model import RatingModel, make_collection, score, to_kjt
 
 Progress = Callable[[int, int, float], None]
-"""Called after every step with the steps done, the steps in all and the step's loss."""
+"""Callback after every step with the steps done, the total steps and the step's loss."""
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Chosen on the last 15 % of the training ratings, not on the held-out ones."""
+    """Hyperparameters, tuned on the last 15 % of the training ratings, not on held-out ratings."""
 
     epochs: int = 12
     batch_examples: int = 256
     learning_rate: float = 0.005
     penalty: float = 3.0
-    """Of the rated rows' squared scores, in the sum of squared errors: pulls rare ids to zero."""
+    """Weight of the rated rows' squared scores relative to the sum of squared errors. It pulls the
+    scores of rare ids to zero."""
     held_out_share: float = 0.15
-    """The last ratings by time."""
+    """Share of the ratings that is held out, the last by time."""
     seed: int = 1
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model and what it does on the ratings it has not seen."""
+    """A trained model and its results on the held-out ratings."""
 
     model: RatingModel
     train: Examples
     held_out: Examples
     errors: Errors
-    """On the held-out ratings."""
+    """Errors on the held-out ratings."""
     constant_errors: Errors
-    """On the same ratings, of a predictor that always says the mean of the training ratings."""
+    """Errors of always predicting the mean of the training ratings, on the same ratings."""
     candidate_correlation: float
-    """See measure.candidate_correlation."""
+    """Result of measure.candidate_correlation."""
 
 
 def train(
@@ -57,7 +58,10 @@ def train(
     settings: TrainingSettings | None = None,
     progress: Progress | None = None,
 ) -> Trained:
-    """Trains on the CPU; leaves torch's random state and number of threads as they were."""
+    """Trains the model on the CPU and measures it.
+
+    Leaves torch's random state and number of threads unchanged.
+    """
     settings = settings or TrainingSettings()
     earlier, held_out = split_by_time(make_examples(data), settings.held_out_share)
     mean_rating = float(earlier.rating.mean())
@@ -77,7 +81,11 @@ def train(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Steps are so short that waiting for a second thread takes longer, on a busy host 3 times."""
+    """Limits torch to one thread within the block.
+
+    The steps are so short that waiting for a second thread takes longer, up to 3 times on a busy
+    host.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -93,8 +101,10 @@ def fit(
     settings: TrainingSettings,
     progress: Progress | None = None,
 ) -> None:
-    """Minimizes the squared error plus the genres' loss and the penalty, with Adam, in
-    ``settings.epochs`` passes."""
+    """Trains ``model`` with Adam in ``settings.epochs`` passes.
+
+    The loss is the mean squared error plus the genre loss and the penalty.
+    """
     optimizer = torch.optim.Adam(
         [*model.parameters(), *genres.parameters()], lr=settings.learning_rate
     )
@@ -118,7 +128,7 @@ def fit(
 
 
 def _rows_used(model: RatingModel, examples: Examples) -> dict[str, torch.Tensor]:
-    """For each table the rows that ``examples`` look up, int64, ascending."""
+    """Returns, for each table, the rows that ``examples`` look up, int64, ascending."""
     return {
         config.name: torch.from_numpy(
             np.unique(np.concatenate([examples.jagged(f).values for f in config.feature_names]))
@@ -128,7 +138,7 @@ def _rows_used(model: RatingModel, examples: Examples) -> dict[str, torch.Tensor
 
 
 def _batches(examples: Examples, settings: TrainingSettings) -> Iterator[Examples]:
-    """Every example once an epoch, in an order that the seed decides."""
+    """Yields batches that hold every example once per epoch, in an order determined by the seed."""
     order = np.random.default_rng(settings.seed)
     for _ in range(settings.epochs):
         shuffled = order.permutation(len(examples))

@@ -1,7 +1,7 @@
-"""How the demo's callers name things: movies by imdb_id, users by user_id, genres by name.
+"""Defines the ids of the demo's callers: imdb_id for movies, user_id for users, names for genres.
 
-Hands build_demo the id rules and vocabularies to publish, and writes the same as the files that
-`embedserve publish` reads. It never imports torch.
+Provides the id rules and vocabularies that build_demo publishes, and writes them as files for
+`embedserve publish`. Never imports torch.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ RULES = {
     "genre": IdRule(rule="map", id_type="string"),
     "user": IdRule(rule="map", unknown="skip"),
 }
-"""By table. Movies and users appear every day: who asks for a new one is not refused."""
+"""Id rules by table name. Movies and users are added daily, so unknown ids are skipped."""
 
 
 def vocabularies(data: MovieTweetings) -> dict[str, dict[int, int] | dict[str, int]]:
-    """By table, the row of each id."""
+    """Returns, by table name, the row of each id."""
     return {"movie": data.movie_rows, "genre": data.genre_rows, "user": data.user_rows}
 
 
 def write_description(data: MovieTweetings, tables: tuple[TableSpec, ...], path: Path) -> None:
-    """Writes the YAML description ``path`` of ``tables``, and beside it a vocabulary for each:
-    a text file of one id a line, whose line number, from 0, is the row.
+    """Writes the YAML description ``path`` of ``tables``, and a vocabulary file for each table.
+
+    A vocabulary is a text file with one id per line, beside ``path``. The line number, from 0, is
+    the row.
 
     Raises:
         StoreError: a file cannot be written.

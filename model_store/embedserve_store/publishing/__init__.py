@@ -1,6 +1,9 @@
-"""Makes versions: publish.py checks and plans, publish_source.py takes whatever it is given,
-resolve_ids.py settles how ids become rows, version_writer.py writes (tables_writer.py the
-rows), and pooled_error.py reports; publish_sharded.py does so from all ranks of a training.
-expected_answers.py holds a description to what write_expected.py wrote of the training model;
-set_alias.py and remove_versions.py change what a store says of its versions.
+"""Publishes versions, and changes their aliases and notes.
+
+publish.py checks the model and plans its shards. publish_source.py reads any kind of source, and
+resolve_ids.py resolves how ids become rows. version_writer.py writes the files, with
+tables_writer.py for the rows, and pooled_error.py measures the loss of precision.
+publish_sharded.py publishes from all ranks of a training job. write_expected.py writes the outputs
+of a training model, and expected_answers.py checks a description against them. set_alias.py changes
+aliases, add_note.py adds notes, and remove_versions.py removes versions.
 """

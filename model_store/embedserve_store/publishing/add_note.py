@@ -1,4 +1,4 @@
-"""Adds a note to a version, which itself never changes. Never imports torch."""
+"""Adds a note to a version. The version's own files never change. Never imports torch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def add_note(
     *,
     who: str | None = None,
 ) -> Note:
-    """Keeps ``text`` beside a version; returns the note.
+    """Stores ``text`` as a note of a version and returns the note.
 
     Args:
         store: a folder or a URL.
-        version: a number, or an alias for what it means now.
-        who: kept with it: USER@HOST unless told.
+        version: a version number, or an alias, which is resolved now.
+        who: author recorded in the note. Default: USER@HOST.
 
     Raises:
-        StoreError: there is no such version, the text is empty or too long, or the store cannot be
-            read or written.
+        StoreError: the version does not exist, the text is empty or too long, or the store cannot
+            be read or written.
     """
     who = user() if who is None else who
     check_texts(text=text, who=who)

@@ -1,7 +1,8 @@
-"""Adds small files beside the versions of a model: whole or not at all, and never changed.
+"""Adds small files beside the versions of a model, such as alias changes and notes.
 
-In a folder a file is written aside and linked to its name, which fails for the second of two
-writers, who then takes the next number. Never imports torch.
+A file appears whole or not at all, and never changes. In a folder, the file is written under a
+temporary name and then hard-linked to its final name. The link fails for the second of two writers,
+which then takes the next number. Never imports torch.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ from embedserve_store.remote.remote_store import is_url
 from embedserve_store.writing.staging import sync, write_synced
 
 ATTEMPTS = 100
-"""Other writers may take a number between our look and our write."""
+"""Attempts to write the next number, which another writer may take after the listing."""
 ASIDE_PREFIX = ".new-"
 STALE_S = 3600.0
-"""Age after which a file that was written aside is of a writer that was killed."""
+"""Seconds after which a temporary file is removed as left behind by a killed writer. A write takes
+seconds; one hour leaves a wide margin."""
 TEXT_MAX = 1000
-"""Characters of what a person says."""
+"""Maximum length in characters of a text that a person enters: a note, a reason or an author."""
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
-"""As file systems say that have no hard links: there the later of two that write at once holds."""
+"""Errors of ``link`` on file systems without hard links. There the file is renamed, and the later
+of two concurrent writers wins."""
 
 
 def check_texts(**texts: str) -> None:
-    """Raises StoreError for one that is too long."""
+    """Raises StoreError for a text that is longer than TEXT_MAX."""
     for what, text in texts.items():
         if len(text) > TEXT_MAX:
             raise StoreError(f"{what} has {len(text)} characters, the limit is {TEXT_MAX}")
@@ -42,17 +45,21 @@ def check_texts(**texts: str) -> None:
 def user() -> str:
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a user without a name, as in a container
+    except (KeyError, OSError):  # the user id has no name, as in a container
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"
 
 
 Write = Callable[[str, bytes], bool]
-"""Writes a new file below the store; False where there is one of its name."""
+"""Writes a new file below the store. Returns False if a file of that name exists."""
 
 
 def writer(store: str) -> Write:
-    """Of files behind file:// as of those in a folder: fsspec's may be seen half-written."""
+    """Returns the function that writes new files into ``store``.
+
+    file:// URLs use the local writer, because a file that fsspec writes there can be seen
+    half-written.
+    """
     if not is_url(store):
         return _local_writer(store)
     remote = RemoteFolder(store)
@@ -87,17 +94,23 @@ def _write_new(path: Path, data: bytes) -> bool:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Removes the files that killed writers left in the folders of ``folder``, all aliases of a
-    model or all its notes; a write takes seconds."""
+    """Removes temporary files of killed writers from the subfolders of ``folder``.
+
+    ``folder`` holds all aliases or all notes of a model. Only files older than STALE_S are removed.
+    """
     oldest_s = time.time() - STALE_S
     for aside in folder.glob(f"*/{ASIDE_PREFIX}*"):
-        with contextlib.suppress(OSError):  # gone already, or another user's
+        with contextlib.suppress(OSError):  # already gone, or owned by another user
             if aside.stat().st_mtime < oldest_s:
                 aside.unlink()
 
 
 def _link(aside: Path, path: Path) -> None:
-    """Raises FileExistsError where there is a ``path``."""
+    """Links ``aside`` to ``path``, or renames it where the file system has no hard links.
+
+    Raises:
+        FileExistsError: ``path`` exists.
+    """
     try:
         os.link(aside, path)
     except OSError as error:

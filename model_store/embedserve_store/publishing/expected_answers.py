@@ -1,7 +1,8 @@
-"""Holds a publisher to a training model's own answers, and makes goldens of them.
+"""Checks a source against the training model's own outputs, and makes goldens of them.
 
-A description can be wrong in ways that nothing else would show: a mean for a sum, two tables of one
-width swapped, the keys in another order. Imports torch only through the source's rows.
+A description can be wrong in ways that no other check finds. Examples are a mean for a sum, two
+tables of one width swapped, and keys in another order. Imports torch only through the source's
+rows.
 """
 
 from __future__ import annotations
@@ -28,12 +29,18 @@ from embedserve_store.sources.rows import TableRows, source_rows
 def coverage_of(
     expected: Expected, manifest: Manifest, source: Mapping[str, TableRows]
 ) -> Coverage:
-    """Returns what ``expected``, which expected_goldens accepts, can tell of the tables of
-    ``manifest``, whose rows (by table) ``source`` has. A feature without ids tells nothing. One
-    without two ids in a bag, or with rows of zeros, does not tell a sum from a mean.
+    """Returns which tables, rows and poolings of ``manifest`` the outputs in ``expected`` verify.
+
+    A feature without ids verifies nothing. A feature without a bag of two ids, or with rows of
+    zeros, does not distinguish sum from mean.
+
+    Args:
+        expected: outputs of the training model, already accepted by expected_goldens.
+        source: the source's rows, by table name.
 
     Raises:
-        InvalidModelError: they are inputs of other features, or checksums of other tables.
+        InvalidModelError: ``expected`` has the inputs of other features, or checksums of other
+            tables.
     """
     _check_checksums(expected, manifest)
     bags = _in_order(expected, manifest)
@@ -87,7 +94,7 @@ def _is_sum_a_mean(
     manifest: Manifest,
     source: Mapping[str, TableRows],
 ) -> bool:
-    """Whether all tables of ``feature`` would give the same answers by the other pooling."""
+    """Returns whether each table of ``feature`` gives the same outputs with the other pooling."""
     for columns in manifest.columns:
         if columns.feature != feature:
             continue
@@ -103,7 +110,7 @@ def _is_sum_a_mean(
 def _have_weights_effect(
     expected: Expected, bags: Bags, manifest: Manifest, source: Mapping[str, TableRows]
 ) -> bool:
-    """Whether some answer would be another one without weights."""
+    """Returns whether any output would change if the weights were left out."""
     plain, unweighted = replace(bags, weights=None), replace(manifest, is_weighted=False)
     return not all(
         is_near(
@@ -121,14 +128,19 @@ def expected_goldens(
     rows: Mapping[str, TableRows],
     id_maps: Mapping[str, IdMap],
 ) -> tuple[Bags, NDArray[np.float32]]:
-    """``expected``, which is what the source's ``rows`` (by table) give, as goldens: with the ids
-    that callers have, and what the training model answers to them in float32.
+    """Returns ``expected`` as goldens: bags with callers' ids, and the model's float32 outputs.
 
-    Bags with a row that no id of a caller means are left empty.
+    Bags with a row that no caller's id maps to are emptied. Outputs are recomputed in float32 from
+    the source's rows if any table is not float32.
+
+    Args:
+        expected: outputs of the training model for bags of row numbers.
+        rows: the source's rows, by table name.
+        id_maps: id maps, by table name, for tables with the rule "map".
 
     Raises:
-        InvalidModelError: the rows give other answers, the description has other keys, or no
-            bag is left.
+        InvalidModelError: the rows give other outputs, the description has other keys, or no bag is
+            left.
     """
     bags = _in_order(expected, manifest)
     _check_keys(expected, manifest)
@@ -141,7 +153,7 @@ def expected_goldens(
 
 
 def _in_order(expected: Expected, manifest: Manifest) -> Bags:
-    """The bags, their features in the manifest's order."""
+    """Returns the bags of ``expected`` with their features in the manifest's order."""
     if set(expected.features) != set(manifest.features):
         raise InvalidModelError(
             f"expected: its features are {', '.join(expected.features)}, those of the description "
@@ -219,7 +231,7 @@ def _answers_shape(bags: Bags, manifest: Manifest) -> tuple[int, int]:
 def _block(
     answers: NDArray[np.float32], columns: KeyColumns, bags: Bags, manifest: Manifest
 ) -> NDArray[np.float32]:
-    """What ``answers`` have for one key."""
+    """Returns the slice of ``answers`` that belongs to one key."""
     if manifest.is_pooled:
         return answers[:, columns.start : columns.end]
     totals = bags.lengths.sum(axis=1)
@@ -235,7 +247,7 @@ def _pooled(
     table: TableSpec,
     rows: Mapping[str, TableRows],
 ) -> NDArray[np.float32]:
-    """What ``table`` answers for one key, in the place of its own."""
+    """Returns the output for one key, computed from ``table`` instead of the key's own table."""
     one = bags.of(columns.feature)
     alone = Manifest("", 0, (replace(table, feature_names=("",)),), manifest.is_weighted)
     return pool(alone, one, one.ids, source_rows(rows))
@@ -248,7 +260,7 @@ def _what_fits(
     columns: KeyColumns,
     rows: Mapping[str, TableRows],
 ) -> str:
-    """Which table and pooling give what was ``found``, if some do."""
+    """Returns an error suffix with a table and pooling that give ``found``; "" if none does."""
     fits = fitting(found, bags.of(columns.feature), manifest.tables, rows)
     return next((f"; they are those of table {name!r}, pooling {one}" for name, one in fits), "")
 
@@ -256,8 +268,10 @@ def _what_fits(
 def _with_callers_ids(
     bags: Bags, manifest: Manifest, id_maps: Mapping[str, IdMap]
 ) -> tuple[Bags, NDArray[np.bool_]]:
-    """The bags with the ids that callers have, empty where a row has none; and which, [F, B], are
-    as they were."""
+    """Returns the bags with callers' ids in place of row numbers, and a bool mask [F, B].
+
+    A bag is emptied if one of its rows has no id; the mask is False for it.
+    """
     ids = np.empty_like(bags.ids)
     has_id = np.ones(len(ids), bool)
     for feature, rule in enumerate(manifest.rule_per_feature):
@@ -287,7 +301,7 @@ def _with_callers_ids(
 def _ids_of(
     id_map: IdMap, numbers: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """For each row of ``numbers`` [n] an id that means it, and whether there is one."""
+    """Returns an id for each row in ``numbers`` [n], and a mask of the rows that have an id."""
     at = np.flatnonzero(np.isin(id_map.rows, numbers.astype(np.uint32)))
     rows, ids = id_map.rows[at].astype(np.int64), id_map.ids[at]
     order = np.argsort(rows, kind="stable")
@@ -301,7 +315,11 @@ def _ids_of(
 def _answers_of(
     answers: NDArray[np.float32], bags: Bags, manifest: Manifest, kept: NDArray[np.bool_]
 ) -> NDArray[np.float32]:
-    """Those of the bags that are ``kept`` [F, B]; zeros for the others, of rows none."""
+    """Returns ``answers`` adapted to the bags that are left, by the mask ``kept`` [F, B].
+
+    Pooled outputs of emptied bags, which are not in ``kept``, become zeros. Without pooling, the
+    rows of these bags are dropped.
+    """
     if manifest.is_pooled:
         result = answers.copy()
         for one in manifest.columns:

@@ -1,7 +1,7 @@
-"""How far pooled answers from stored rows are from the source's: the figures of a publish report.
+"""Measures how far pooled vectors of the stored rows are from the source's, for the publish report.
 
-Draws bags for each table, pools the source's rows in float32 and the stored ones, and compares.
-Reads only those rows. Imports torch only through the source's rows.
+Draws bags for each table, pools the source's rows in float32 and the stored rows, and compares.
+Reads only the rows in these bags. Imports torch only through the source's rows.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ _SEED = 20240301
 
 @dataclass(frozen=True)
 class PooledError:
-    """Of one table, over sampled bags of 1 to 8 rows (of 1 where the table is not pooled)."""
+    """Errors of one table over sampled bags of 1 to 8 rows; of 1 row if the table is not pooled."""
 
     relative_l2: float
-    """Length of the difference over the length of the source's answers, of all bags together."""
+    """L2 norm of the difference divided by the L2 norm of the source's vectors, over all bags
+    together. If the source's vectors are all zero, the norm of the difference itself."""
     cosine: float
-    """Mean over the bags, between a bag's answer from stored rows and from the source's."""
+    """Mean over the bags of the cosine between the stored and the source's pooled vector."""
     cosine_min: float
-    """The lowest of any bag; of a bag of tiny values it says more than matters."""
+    """Lowest cosine of any bag. It exaggerates the error of a bag of tiny values."""
     max_abs: float
-    """The largest difference of any value."""
+    """Largest absolute difference of any value."""
     bytes_saved: int
-    """Of the table, against float32."""
+    """Bytes that the table saves compared with float32."""
 
 
 def pooled_error(table: TableSpec, source: TableRows, tables: TablesFile) -> PooledError:
-    """Compares the stored rows of ``table`` with ``source`` on the same bags every time.
+    """Compares the stored rows of ``table`` with ``source``, on the same bags every time.
 
     Raises:
         StoreError: the source cannot be read.
@@ -74,7 +75,10 @@ def _compared(
 
 
 def cosines(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of the rows of ``a`` and ``b`` [n, dim]; 1 for two rows of zeros, 0 where only one is."""
+    """Returns the cosines of the rows of ``a`` and ``b`` [n, dim].
+
+    The cosine is 1 for two rows of zeros, and 0 where only one of the two is zeros.
+    """
     lengths_a, lengths_b = np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1)
     products = lengths_a * lengths_b
     both_zero = (lengths_a == 0) & (lengths_b == 0)

@@ -1,7 +1,7 @@
-"""Publishes a model: checks it, plans its shards, has it written, and reports.
+"""Publishes a model: checks it, plans its shards, writes the version and reports.
 
-``publish`` takes a live module, a state dict or a checkpoint; publish_source.py makes one Source
-of any of them, and from there all go the same way. Whatever fails, no version appears and nothing
+``publish`` takes a live module, a state dict or a checkpoint. publish_source.py turns each of them
+into a Source, and the rest of the path is shared. If anything fails, no version appears and nothing
 is left behind. Imports torch only when called.
 """
 
@@ -64,7 +64,8 @@ if TYPE_CHECKING:
     from embedserve_store.plans.planner import Constraints
 
 SMALL_FILES_BYTES = 16 << 20
-"""Room asked for beside the tables: goldens, plan, manifest."""
+"""Bytes of free disk space required for goldens, plan and manifest, in addition to the tables and
+id maps."""
 META_MAX = 64
 META_TEXT_MAX = 1000
 
@@ -95,47 +96,50 @@ def publish(
 ) -> PublishedVersion:
     """Publishes embedding tables as the next version of ``model``.
 
-    Into a remote store it is published in a temporary folder first, then uploaded.
+    A version for a remote store is published into a temporary folder first, then uploaded.
 
     Args:
         source: an unsharded EmbeddingBagCollection or EmbeddingCollection, a model that holds one,
-            the state dict of such a model, or the path of a checkpoint: a folder of
-            torch.distributed.checkpoint, a file of torch.save, or safetensors. Weights are
-            float32, float16 or bfloat16, on any device. For a sharded module: publish_sharded.
-        store: a folder, made if missing, or a URL such as s3://bucket/folder.
-        tables: what a state dict or checkpoint does not hold (features, pooling); required for
-            them, left out for a module. A state dict's keys end in
-            ``embedding_bags.<table>.weight`` or ``embeddings.<table>.weight``.
-        prefix: where there are several collections, the dotted path of one from the beginning of
-            the keys (of a module: of its state dict's), of what holds it alone, or "." for the top.
-        is_weighted: whether callers pass weights; None as the module or description says.
-        dtype: what rows are stored as: float32, float16, int8 or int4, for all tables or by
-            table; None as the tables say, which is float32 unless they say otherwise.
-        ids: by table, how callers' ids become rows; a table that is not here keeps its own rule.
-        vocabularies: by table, for the rule "map" (which they imply): a file, an int64 array or
-            a sequence of ids (position is the row), or a mapping from id to row.
+            the state dict of such a model, or the path of a checkpoint. A checkpoint is a folder of
+            torch.distributed.checkpoint, a file of torch.save, or safetensors. Weights are float32,
+            float16 or bfloat16, on any device. For a sharded module use publish_sharded.
+        store: a folder, created if missing, or a URL such as s3://bucket/folder.
+        tables: description of what a state dict or checkpoint does not hold, such as features and
+            pooling. Required for these sources, not allowed for a module. Keys of a state dict end
+            in ``embedding_bags.<table>.weight`` or ``embeddings.<table>.weight``.
+        prefix: dotted path that selects a collection if there are several. It starts at the
+            beginning of the keys (for a module: of its state dict's keys). It names the collection
+            itself, or a module that holds only that collection. "." is the top level.
+        is_weighted: whether callers pass weights. None: as the module or description specifies.
+        dtype: dtype in which rows are stored (float32, float16, int8 or int4), for all tables or by
+            table. None: as the tables specify, float32 by default.
+        ids: rule by table that maps callers' ids to rows. Tables left out keep their own rule.
+        vocabularies: vocabulary by table, which implies the rule "map". A vocabulary is a file, an
+            int64 array or a sequence of ids (the position is the row), or a mapping from id to row.
         sharding: table_wise, row_wise, column_wise, data_parallel or auto, for all tables or by
-            table, or a whole Plan; None as the description says, else what the constraints allow,
-            else table_wise.
-        world_size: ranks to plan for; None for 1, or the Plan's.
-        constraints: by table, as torchrec's ParameterConstraints.
-        device_memory_bytes: of each rank, which the plan must fit.
-        max_error: refuse where a table's pooled answers have a larger relative L2 error.
-        expected: what write_expected wrote of the training model, or a file like it: its answers
-            must be those of the source's rows, as they are described, and become the goldens.
-        accept_unchecked: publish also where the inputs of ``expected`` cannot tell whether a
-            feature is described rightly: none has an id of it, or no bag has two.
-        accept_draft: publish what `embedserve describe` guessed and nobody has checked.
-        layout_changed: publish also what callers of the version before would notice: other keys,
-            order, widths, tables, pooling, id rules or weights.
-        meta: kept in the manifest, such as the id of the training's run.
-        progress: called as rows are written.
-        upload_progress: called as files travel to a remote store.
+            table, or a complete Plan. None: as the description specifies, else what the constraints
+            allow, else table_wise.
+        world_size: number of ranks to plan for. None: the Plan's number, or 1 without a Plan.
+        constraints: torchrec's ParameterConstraints, by table.
+        device_memory_bytes: memory of each rank, which the plan must fit.
+        max_error: largest relative L2 error of a table's pooled vectors; a larger error is
+            rejected.
+        expected: outputs of the training model, as write_expected writes them. The source's rows,
+            pooled as described, must give the same outputs. The outputs become the goldens.
+        accept_unchecked: also publish if the inputs of ``expected`` cannot verify the description
+            of a feature. Examples are a feature without an id, and a feature without a bag of two
+            ids.
+        accept_draft: also publish a description with unchecked guesses of `embedserve describe`.
+        layout_changed: also publish changes that callers of the previous version would notice:
+            other keys, order, widths, tables, pooling, id rules or weights.
+        meta: strings stored in the manifest, such as the id of the training run.
+        progress: callback for each block of rows written.
+        upload_progress: callback for bytes uploaded to a remote store.
 
     Raises:
-        InvalidModelError: the model cannot be published; the store was not touched, or is as
-            it was before.
-        StoreError: the source cannot be read or the store written; it is as it was before.
+        InvalidModelError: the model cannot be published. The store is unchanged.
+        StoreError: the source cannot be read or the store cannot be written. The store is
+            unchanged.
     """
     described = tables if isinstance(tables, Description) else None
     if described is not None and not accept_draft:
@@ -178,7 +182,7 @@ def make_draft(
     constraints: Constraints | None,
     device_memory_bytes: int | None,
 ) -> Draft:
-    """Checks everything that can be known before a row is read."""
+    """Builds a Draft after all checks that need no rows."""
     from embedserve_store.plans.planner import make_plan
     from embedserve_store.sources.checkpoint import check_rows
 
@@ -205,7 +209,7 @@ def make_draft(
 def _with_provenance(
     draft: Draft, source: ModelSource, folder: Path, meta: Mapping[str, str]
 ) -> Draft:
-    """``draft`` whose manifest says where its checkpoint lay, and ``meta``."""
+    """Returns ``draft`` with the checkpoint's path and ``meta`` added to its manifest."""
     if len(meta) > META_MAX:
         raise InvalidModelError(f"meta has {len(meta)} entries, the limit is {META_MAX}")
     for key, value in meta.items():
@@ -219,7 +223,7 @@ def _with_provenance(
     said: dict[str, Any] = {"meta": dict(meta)} if meta else {}
     if isinstance(source, str | os.PathLike):
         path = Path(source).absolute()
-        if not path.is_relative_to(folder.absolute()):  # as the shards of publish_sharded do
+        if not path.is_relative_to(folder.absolute()):  # the shards of publish_sharded are inside
             said["checkpoint"] = str(path)
     manifest = draft.manifest
     return replace(draft, manifest=replace(manifest, source=manifest.source | said))
@@ -228,11 +232,11 @@ def _with_provenance(
 def _held_to(
     draft: Draft, given: str | os.PathLike[str] | Expected, accept_unchecked: bool
 ) -> Draft:
-    """``draft`` with the training model's answers as goldens.
+    """Returns ``draft`` with the training model's outputs as goldens, after checking against them.
 
     Raises:
         StoreError: the file cannot be read.
-        InvalidModelError: they are not those of the draft, or could not tell.
+        InvalidModelError: the outputs differ from the draft's, or cannot verify it.
     """
     expected = given if isinstance(given, Expected) else read_expected(given)
     manifest, rows = draft.manifest, draft.source.rows
@@ -251,8 +255,10 @@ def _held_to(
 
 
 def _check_layout(manifest: Manifest, store: str) -> None:
-    """Raises InvalidModelError where the layout is another than that of the version before, and
-    where that cannot be told."""
+    """Raises InvalidModelError if the layout differs from the previous version's.
+
+    Also raises InvalidModelError if the previous version cannot be read for the comparison.
+    """
     model = manifest.model
     try:
         before = _version_before(store, model)
@@ -310,11 +316,12 @@ def check_options(
     sharding: Choice | Plan,
     world_size: int | None,
 ) -> None:
-    """Refuses what ``publish`` would refuse before it reads a weight, so that a trainer can ask
-    before it trains; touches nothing.
+    """Rejects, before training, options that ``publish`` would reject before it reads a weight.
+
+    Changes nothing in the store.
 
     Raises:
-        InvalidModelError, StoreError: as ``publish``.
+        InvalidModelError, StoreError: as ``publish`` raises them.
     """
     from embedserve_store.plans.planner import make_plan
 
@@ -377,7 +384,7 @@ def _installed(package: str) -> str:
 
 @contextmanager
 def as_store_error(folder: Path) -> Iterator[None]:
-    """Says in one line what stopped the publisher, also when its user did."""
+    """Converts errors, also a keyboard interrupt, to a StoreError with a one-line message."""
     try:
         yield
     except StoreError:

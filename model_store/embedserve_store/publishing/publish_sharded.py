@@ -1,7 +1,7 @@
-"""Publishes a sharded model from where it trains: a collective of all its ranks.
+"""Publishes a sharded model from its training job, as a collective of all ranks.
 
-The ranks write their shards of the tables as a checkpoint beside the versions, the first rank
-publishes from it, and it is removed. No rank gathers a table. Imports torch only when called.
+The ranks write their shards of the tables as a checkpoint beside the versions. Rank 0 publishes
+from the checkpoint, which is then removed. No rank gathers a table. Imports torch only when called.
 """
 
 from __future__ import annotations
@@ -35,24 +35,25 @@ def publish_sharded(
 ) -> PublishedVersion | None:
     """Publishes the tables of a sharded ``module`` as the next version of ``model``.
 
-    All ranks of its process group call it with the same arguments and see one ``store``, which
-    needs room for the tables twice.
+    All ranks of the process group call this function with the same arguments. All see the same
+    ``store``, which needs room for the tables twice.
 
     Args:
-        module: a DistributedModelParallel, or any module with a sharded EmbeddingBagCollection or
-            EmbeddingCollection inside.
-        prefix: as ``publish``.
-        options: as ``publish``, except tables, which ``module`` describes itself. Without sharding,
-            tables are sharded as in training; over other ranks if world_size says so.
+        module: a DistributedModelParallel, or any module that holds a sharded
+            EmbeddingBagCollection or EmbeddingCollection.
+        prefix: as in ``publish``.
+        options: the options of ``publish`` except ``tables``, which ``module`` itself describes.
+            Without ``sharding``, tables are sharded as in training, over other ranks if
+            ``world_size`` differs.
 
     Returns:
-        On rank 0 what was published, on the others None.
+        The published version on rank 0, None on the other ranks.
 
     Raises:
-        InvalidModelError: on all ranks, before anything is written. A URL is refused, too: the
-            ranks save their shards in the store.
-        StoreError: on all ranks, as ``publish``; for another layout than that of the version
-            before, after the shards were saved.
+        InvalidModelError: on all ranks, before anything is written. A URL is also rejected, because
+            the ranks save their shards in the store.
+        StoreError: on all ranks, in the cases of ``publish``. A layout that differs from the
+            previous version's is found only after the shards were saved.
     """
     from embedserve_store.sources.live_dmp import describe_sharded, save_tables
 
@@ -63,7 +64,7 @@ def publish_sharded(
         )
     tables, is_weighted, found = describe_sharded(module, prefix)
     options = _with_own_plan(options, tables, module, prefix)
-    # The same on every rank, so all of them raise: nobody is left waiting for the others.
+    # The options are the same on every rank, so all ranks raise and none waits for the others.
     check_options(
         tables,
         store,
@@ -78,7 +79,8 @@ def publish_sharded(
         if rank() == 0:
             try:
                 with as_store_error(folder):
-                    # Locked and hidden, and swept away by the next publisher if this one dies.
+                    # The folder is locked and hidden. If this publisher dies, the next
+                    # publisher removes it.
                     name = stack.enter_context(staging_folder(folder)).name
             except StoreError as error:
                 problem = str(error)
@@ -101,7 +103,7 @@ def publish_sharded(
 def _with_own_plan(
     options: dict[str, Any], tables: tuple[TableSpec, ...], module: torch.nn.Module, prefix: str
 ) -> dict[str, Any]:
-    """``options`` with the sharding of ``module`` where they have none."""
+    """Returns ``options`` with the training plan of ``module`` as sharding if none is given."""
     from embedserve_store.plans.planner_request import own_constraints
     from embedserve_store.sources.live_dmp import plan_of
 
@@ -118,14 +120,14 @@ def _with_own_plan(
 
 
 def _raise_from_first_rank(problem: str) -> None:
-    """Raises on every rank what went wrong on the first, or else on its own."""
+    """Raises, on every rank, rank 0's error if there is one, else the rank's own error."""
     problem = _from_first_rank(problem) or problem
     if problem:
         raise StoreError(problem)
 
 
 def _from_first_rank(value: str) -> str:
-    """What rank 0 gave, on every rank."""
+    """Returns rank 0's ``value`` on every rank."""
     from torch import distributed
 
     if not distributed.is_initialized() or distributed.get_world_size() == 1:

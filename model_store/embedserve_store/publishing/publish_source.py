@@ -1,6 +1,6 @@
-"""Makes one Source of whatever a model is published from: a module, a state dict, a checkpoint.
+"""Makes a Source from any kind of model source: a module, a state dict or a checkpoint.
 
-Hands publish.py tables with their rows, not yet read. Imports torch only when called.
+Hands publish.py tables with their rows, which are not yet read. Imports torch only when called.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 from embedserve_store.sources.description import Description
 
 Choice = str | Mapping[str, str]
-"""One name for all tables, or a mapping from table to name that names every table."""
+"""A name for all tables, or a mapping from table to name."""
 
 ModelSource = Any
-"""A module that is or holds an EmbeddingBagCollection or EmbeddingCollection, a state dict, or a
-path."""
+"""A state dict, a path, or a module. The module is or holds an EmbeddingBagCollection or
+EmbeddingCollection."""
 
 
 def make_source(
@@ -35,7 +35,7 @@ def make_source(
     prefix: str,
     dtype: Choice | None,
 ) -> Source:
-    """Raises InvalidModelError or StoreError as ``publish`` does."""
+    """Returns a Source. Raises InvalidModelError or StoreError as ``publish`` does."""
     if isinstance(source, (str, os.PathLike, Mapping)):
         return _from_checkpoint(source, tables, prefix, dtype)
     if tables is not None:
@@ -90,10 +90,10 @@ def with_dtypes(tables: tuple[TableSpec, ...], dtype: Choice) -> tuple[TableSpec
 
 
 def choice_by_table(what: str, tables: Sequence[TableSpec], choice: Choice) -> dict[str, str]:
-    """``choice`` for each table that it names.
+    """Returns the choice by table, for each table that ``choice`` names.
 
     Raises:
-        InvalidModelError: it names a table that the model does not have.
+        InvalidModelError: ``choice`` names a table that the model does not have.
     """
     names = [table.name for table in tables]
     if isinstance(choice, str):

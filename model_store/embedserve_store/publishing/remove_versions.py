@@ -1,8 +1,9 @@
-"""Removes versions of a model that nobody needs any more. Never imports torch.
+"""Removes versions of a model. Never imports torch.
 
-A version goes in one step: a folder is moved aside before it is emptied, behind a URL its manifest
-goes first. What somebody has open in a folder stays (hold.py), and so does the newest, so that no
-number comes again. Behind a URL nobody has a version open: it was pulled.
+A version disappears in one step. In a folder, the version is moved aside before its files are
+deleted; behind a URL, its manifest is deleted first. A version that a process has open in a folder
+is kept (version_lock.py). The newest version is always kept, so that no number is reused. Behind a
+URL no process has a version open, because processes open pulled copies.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def remove_version(store: str | os.PathLike[str], model: str, version: int) -> N
     """Removes one version of ``model``.
 
     Raises:
-        StoreError: there is no such version, it is the newest, an alias names it, somebody has it
-            open, or the store cannot be read or written.
+        StoreError: the version does not exist, is the newest, has an alias, or is open in a
+            process. Also raised if the store cannot be read or written.
     """
     models = ModelStore(store)
     versions = models.versions(model)
@@ -58,20 +59,22 @@ def prune(
     is_trial: bool = False,
     on_held: Callable[[int], None] | None = None,
 ) -> Sequence[int]:
-    """Removes all versions of ``model`` but the last ``keep``, those that an alias names, and those
-    that somebody has open, such as a server on this host.
+    """Removes all but the last ``keep`` versions of ``model``.
+
+    Versions that an alias names are kept. In a folder, so are versions that a process has open,
+    such as a server on this host.
 
     Args:
-        keep: 1 or more.
-        is_trial: only say which would be removed.
-        on_held: called with each version that stays only because it is open.
+        keep: number of newest versions to keep, 1 or more.
+        is_trial: removes nothing, and only returns the versions that would be removed.
+        on_held: callback for each version that is kept only because it is open.
 
     Returns:
-        the versions that were removed, ascending.
+        The removed versions, ascending.
 
     Raises:
-        StoreError: as remove_version, but for what is open; versions before the one that it names
-            are removed.
+        StoreError: as in remove_version, except for open versions. Versions older than the one in
+            the message are already removed.
         ValueError: keep is below 1.
     """
     if keep < 1:
@@ -96,7 +99,8 @@ def prune(
 def _remove_local(models: ModelStore, folder: Path, version: int) -> None:
     def check() -> None:
         named = _names(models, folder.name, version)
-        if named:  # since it was looked
+        # The alias was set after the first check.
+        if named:
             raise _named(models, folder.name, version, named)
 
     path = folder / str(version)

@@ -1,6 +1,6 @@
-"""Settles how each table's ids become rows: rules checked, vocabularies read into id maps.
+"""Resolves how each table's ids become rows: checks the id rules and builds the id maps.
 
-Hands publish.py tables with their rules and the maps to store. Never imports torch.
+Passes to publish.py the tables with their rules, and the id maps to store. Never imports torch.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from embedserve_store.ids.string_hashes import hash_strings
 from embedserve_store.ids.vocabulary import first_strings, read_vocabulary
 
 Vocabulary = str | os.PathLike[str] | NDArray[Any] | Sequence[Any] | Mapping[Any, int]
-"""A file, the ids in the order of the rows, or the row of each id."""
+"""A vocabulary file, the ids in the order of their rows, or a mapping from id to row."""
 
 Vocabularies = Mapping[str, Vocabulary]
-"""By table."""
+"""Vocabularies by table name."""
 
 EXAMPLES = 4
-"""Strings of a vocabulary that the manifest shows."""
+"""Number of a vocabulary's strings that the manifest stores as examples."""
 
 
 def resolve_ids(
     tables: tuple[TableSpec, ...], rules: Mapping[str, IdRule], vocabularies: Vocabularies
 ) -> tuple[tuple[TableSpec, ...], dict[str, IdMap]]:
-    """``tables`` with their id rules, and the id maps of those that have one.
+    """Returns ``tables`` with their id rules, and id maps by name for tables with the rule "map".
 
     Raises:
-        InvalidModelError: a rule or vocabulary names a table that is not there or makes no
-            sense for it, or tables of one feature turn ids into rows differently.
+        InvalidModelError: a rule or vocabulary names an unknown table or does not fit its table, or
+            tables of one feature map ids to rows differently.
         StoreError: a vocabulary cannot be read.
     """
     names = [table.name for table in tables]
@@ -69,7 +69,8 @@ def _rule(table: TableSpec, given: IdRule | None, has_vocabulary: bool) -> IdRul
     if has_vocabulary and rule == IdRule():
         rule = IdRule(rule="map")
     if rule.rule == "modulo" and not rule.modulus:
-        # What an offset leaves, but 1 at least: where it leaves nothing, the offset is wrong.
+        # The default modulus is the rows after the offset, but at least 1. An offset that leaves no
+        # row is rejected by rule.check below.
         rest = min(max(1, table.num_embeddings - rule.offset), table.num_embeddings)
         rule = replace(rule, modulus=rest)
     if has_vocabulary != (rule.rule == "map"):
@@ -85,7 +86,7 @@ def _rule(table: TableSpec, given: IdRule | None, has_vocabulary: bool) -> IdRul
 
 
 def _id_map(table: TableSpec, vocabulary: Vocabulary) -> tuple[IdRule, IdMap]:
-    """The map of ``vocabulary``, and the table's rule with what it tells of the map."""
+    """Returns the table's rule, with the number and examples of ids, and the id map."""
     if isinstance(vocabulary, (str, os.PathLike)):
         path = Path(vocabulary)
         ids, rows = read_vocabulary(path, table.ids.id_type, table.num_embeddings, table.name)
@@ -103,7 +104,7 @@ def _id_map(table: TableSpec, vocabulary: Vocabulary) -> tuple[IdRule, IdMap]:
 def _entries(
     vocabulary: NDArray[Any] | Sequence[Any] | Mapping[Any, int], table: TableSpec
 ) -> tuple[NDArray[Any] | Sequence[Any], NDArray[np.int64]]:
-    """The ids of a vocabulary in memory, and the row of each."""
+    """Returns the ids of an in-memory vocabulary, and the row of each id."""
     if isinstance(vocabulary, Mapping):
         given: NDArray[Any] | Sequence[Any] = list(vocabulary)
         for row in vocabulary.values():
@@ -128,7 +129,7 @@ def _entries(
 
 
 def _as_int64(given: NDArray[Any] | Sequence[Any], table: TableSpec) -> NDArray[np.int64]:
-    """The ids as they are looked up: strings by their hash."""
+    """Returns the ids as int64 lookup keys; strings become their hashes."""
     where = f"table {table.name!r}: its vocabulary holds"
     if table.ids.id_type == "string":
         for one in given:
@@ -147,7 +148,10 @@ def _as_int64(given: NDArray[Any] | Sequence[Any], table: TableSpec) -> NDArray[
 
 
 def _check_shared(tables: tuple[TableSpec, ...], maps: Mapping[str, IdMap]) -> None:
-    """A feature has one id for all its tables, so their maps must be the same."""
+    """Raises InvalidModelError if tables of one feature have different id maps.
+
+    A request has one list of ids per feature, which all tables of the feature share.
+    """
     owner: dict[str, TableSpec] = {}
     for table in tables:
         for feature in table.feature_names:

@@ -1,6 +1,6 @@
-"""Moves an alias of a model to another version, or back, or removes it. Never imports torch.
+"""Sets, rolls back and removes the aliases of a model. Never imports torch.
 
-A change is a file that is added (added_file.py): it appears whole or not at all.
+Each change adds a file (added_file.py), which appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ def set_alias(
     share: float = 0.0,
     shadow: float = 0.0,
 ) -> Alias:
-    """Has the alias ``name`` of ``model`` mean ``version`` from now on; returns the change.
+    """Points the alias ``name`` of ``model`` to ``version``, and returns the change.
 
     Args:
         store: a folder or a URL.
-        version: a number, or another alias for what it means now; None removes the alias.
-        why, who: kept with the change; who is USER@HOST unless told.
-        share: of the requests that name the model and no version, in percent: what servers that
-            follow the alias answer with it, where another version answers the rest.
-        shadow: of that other version's batches, in percent: what they look up in this one, too, and
-            compare.
+        version: a version number, or another alias, which is resolved now. None removes the alias.
+        why, who: reason and author, stored with the change. The default author is USER@HOST.
+        share: percentage of the requests that name the model without a version. Servers route these
+            requests to this alias. The share applies to servers that follow the alias; another
+            version serves the rest.
+        shadow: percentage of that other version's batches that this version also looks up, so that
+            servers compare the results.
 
     Raises:
-        StoreError: the name cannot be an alias, there is no such version or no alias to remove,
-            ``share`` or ``shadow`` is no percentage, or the store cannot be read or written.
+        StoreError: the name cannot be an alias, the version or the alias to remove does not exist,
+            or ``share`` or ``shadow`` is not a percentage. Also raised if the store cannot be read
+            or written.
     """
     check_name(name)
     for field, percent in (("share", share), ("shadow", shadow)):
@@ -64,7 +66,10 @@ def set_alias(
 
 
 def _check_there(models: ModelStore, change: Alias) -> None:
-    """Who removes versions may not have seen the change yet."""
+    """Raises StoreError if the version was removed while the alias was set.
+
+    A process that removes versions may not have seen the change yet.
+    """
     if change.version is not None and change.version not in models.versions(change.model):
         raise StoreError(
             f"{models.where}/{change.model}: version {change.version} was removed meanwhile, and "
@@ -77,8 +82,8 @@ class Rollback:
     """The changes that roll_back made.
 
     Attributes:
-        before, after: the alias that was rolled back, as it was and as it is.
-        removed: aliases that had a share of the requests or a shadow, as they were.
+        before, after: the alias that was rolled back, before and after.
+        removed: aliases that had a share of the requests or a shadow, before their removal.
     """
 
     before: Alias
@@ -95,20 +100,20 @@ def roll_back(
     why: str = "",
     who: str | None = None,
 ) -> Rollback:
-    """Moves the alias ``name`` back to the version that it meant before, and removes every other
-    alias of ``model`` that has a share of the requests, or a shadow, with another version.
+    """Points the alias ``name`` back to its previous version.
 
-    Rolling back again goes back further. What other versions answer is taken away first, so that
-    a call that fails half-way can be made again.
+    Also removes every other alias of ``model`` that gives another version a share of the requests
+    or a shadow. These are removed first, so that a call that fails half-way can be repeated.
+    Another rollback goes back one version further.
 
     Args:
         store: a folder or a URL.
-        to: a number, or another alias for the version that it means now; None: the one before.
-        why, who: kept with each change, as by set_alias.
+        to: a version number, or another alias, which is resolved now. None: the previous version.
+        why, who: reason and author, stored with each change, as in set_alias.
 
     Raises:
-        StoreError: there is no such alias, it meant no other version before, or that version is
-            not there any more; or as set_alias.
+        StoreError: the alias does not exist, never named another version, or its previous version
+            no longer exists; or in the cases of set_alias.
     """
     models = ModelStore(store)
     now = models.aliases(model)
@@ -130,10 +135,10 @@ def roll_back(
 
 
 def _before(models: ModelStore, model: str, name: str) -> int:
-    """Returns the version that an alias meant before the one that it means now."""
+    """Returns the version that an alias named before its current version."""
     past: list[int] = []
     for change in reversed(models.alias_history(model, name)):
-        if change.version in past:  # it went back
+        if change.version in past:  # the alias was rolled back
             del past[past.index(change.version) :]
         if change.version is not None:
             past.append(change.version)

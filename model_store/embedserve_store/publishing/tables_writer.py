@@ -1,6 +1,6 @@
-"""Writes tables.safetensors as a stream: three blocks of a table are in memory at most.
+"""Writes tables.safetensors as a stream, with at most three blocks of a table in memory.
 
-Gives each table's sha256, for the manifest.
+Returns the SHA-256 of each table for the manifest.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def write_tables(
     encoded_blocks: Callable[[TableSpec], Iterable[NDArray[np.uint8]]],
     progress: Progress | None = None,
 ) -> dict[str, str]:
-    """Writes ``path`` and syncs it to disk; returns each table's sha256.
+    """Writes ``path``, syncs it to disk, and returns the SHA-256 of each table by name.
 
     Args:
-        encoded_blocks: gives the stored bytes of a table from its first row to its last,
-            in blocks [n, row_bytes].
+        encoded_blocks: returns the stored bytes of a table from its first row to its last, in
+            blocks [n, row_bytes].
 
     Raises:
-        OSError: as the file system says, for instance when the disk is full.
+        OSError: an error of the file system, such as a full disk.
     """
     checksums = {}
     bytes_done = 0
@@ -53,9 +53,11 @@ def _write_table(
     bytes_before: int,
     progress: Progress | None,
 ) -> str:
-    """Hashes a block in a thread while the next is read and encoded, and written in another.
+    """Writes the blocks of one table and returns its SHA-256.
 
-    A block is done before the one after the next is asked for, so three exist at most.
+    A block is written and hashed in two threads while the next block is read and encoded. Both
+    threads finish a block before the block after the next is requested, so at most three blocks
+    exist.
     """
     digest = hashlib.sha256()
     rows_done = 0

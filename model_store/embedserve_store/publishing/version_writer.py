@@ -1,7 +1,8 @@
-"""Writes one version: id maps, rows, goldens, plan, manifest, in this order, into a staging folder.
+"""Writes the files of one version into a staging folder.
 
-Takes a checked source and a plan from publish.py and hands the full folder to staging.py.
-Never holds more than a few blocks of a table. Imports torch only when called.
+The order is rows, id maps, goldens, plan, manifest. publish.py passes a checked source and a plan,
+and staging.py publishes the full folder. At most a few blocks of a table are in memory. Imports
+torch only when called.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, repr=False)
 class PublishedVersion:
     where: str
-    """Its folder, or behind a URL its URL."""
+    """Folder or URL of the version."""
     version: int
     manifest: Manifest
     plan: Plan
     errors: Mapping[str, PooledError]
-    """For each table."""
+    """Errors of the pooled vectors, by table name."""
     skipped: tuple[str, ...]
     """Entries of the state dict or checkpoint that are not described tables."""
 
@@ -59,7 +60,7 @@ class PublishedVersion:
 
     @property
     def path(self) -> Path:
-        """Its folder. Raises ValueError where it is behind a URL."""
+        """Folder of the version. Raises ValueError if the version is behind a URL."""
         if "://" in self.where:
             raise ValueError(f"{self.where} is not a folder")
         return Path(self.where)
@@ -67,42 +68,42 @@ class PublishedVersion:
 
 @dataclass(frozen=True)
 class Source:
-    """What a version is made of: tables, their rows, and how their ids are turned into rows."""
+    """Tables of a model with their id rules, and their rows, from which a version is made."""
 
     kind: str
     tables: tuple[TableSpec, ...]
     is_weighted: bool
     rows: Mapping[str, TableRows]
     ebc: EmbeddingBagCollection | None = None
-    """The module, where it can give float32 answers itself."""
+    """The live module, if it can compute float32 outputs itself."""
     skipped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Draft:
-    """All of a version but its number and what writing it tells."""
+    """A version before it is written, without its number and the results of the writer."""
 
     source: Source
     manifest: Manifest
     id_maps: Mapping[str, IdMap]
     plan: Plan
     goldens: tuple[Bags, NDArray[np.float32]] | None
-    """Bags, and what the training model answered to them; None to sample some."""
+    """Bags, and the training model's outputs for them; None to sample bags."""
     max_error: float | None
-    """The largest relative L2 error of a table's pooled answers that is published."""
+    """Largest allowed relative L2 error of a table's pooled vectors; None for no limit."""
     progress: Progress | None
     checksums: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)
-    """By table, what the training model's rows give (row_checksums.py); the source's rows must give
-    the same."""
+    """Checksums of the training model's rows by table (row_checksums.py). The source's rows must
+    have the same checksums."""
 
 
 def write_version(draft: Draft, staging: Path) -> PublishedVersion:
     """Writes every file of ``draft`` into ``staging`` and renames it to the next version.
 
     Raises:
-        InvalidModelError: a table has a row that cannot be stored or is not the training model's,
-            or a larger error than allowed.
-        OSError: as the file system says, for instance when the disk is full.
+        InvalidModelError: a row cannot be stored or is not the training model's, or a table's error
+            is larger than allowed.
+        OSError: an error of the file system, such as a full disk.
     """
     source = draft.source
     manifest = _write_tables(draft, staging)
@@ -126,7 +127,7 @@ def write_version(draft: Draft, staging: Path) -> PublishedVersion:
 
 
 def _write_tables(draft: Draft, staging: Path) -> Manifest:
-    """Writes the rows and the id maps; the manifest with their checksums."""
+    """Writes the rows and the id maps, and returns the manifest with their checksums."""
     rows = draft.source.rows
     checksums = write_tables(
         staging / "tables.safetensors",
@@ -147,7 +148,8 @@ def _write_tables(draft: Draft, staging: Path) -> Manifest:
 
 
 def check_errors(errors: Mapping[str, PooledError], manifest: Manifest, max_error: float) -> None:
-    """Raises InvalidModelError for the table whose answers are furthest off, if too far."""
+    """Raises InvalidModelError if the largest relative L2 error of a table exceeds
+    ``max_error``."""
     worst = max(errors, key=lambda name: errors[name].relative_l2)
     if not errors[worst].relative_l2 <= max_error:
         dtype = next(table.dtype for table in manifest.tables if table.name == worst)
@@ -193,11 +195,11 @@ def _source_answers(
 def _encoded_blocks(
     rows: TableRows, table: TableSpec, checksums: NDArray[np.uint64] | None
 ) -> Iterator[NDArray[np.uint8]]:
-    """The table's stored bytes, block by block.
+    """Yields the stored bytes of a table, block by block.
 
     Raises:
-        InvalidModelError: a row holds NaN or infinity, or values that its dtype cannot hold, or has
-            another checksum than in ``checksums``.
+        InvalidModelError: a row holds NaN, infinity or values beyond its dtype's range, or its
+            checksum differs from ``checksums``.
     """
     import torch
 
@@ -235,9 +237,9 @@ def _check_storable(encoded: NDArray[np.uint8], table: TableSpec, start: int) ->
 
 
 def _check_finite(block: torch.Tensor, table: TableSpec, start: int) -> None:
-    # A NaN or an infinity in a block is one in its sum. The sum of finite values may overflow
-    # too, so it only says where to look. numpy's, as torch's second thread, spinning between
-    # blocks, takes the core that the hash needs.
+    # A NaN or infinity in a block makes the block's sum non-finite. A sum of finite values may
+    # overflow too, so a non-finite sum only triggers the full check. The sum is numpy's, because
+    # torch's second thread would spin between blocks and take the core that the hash needs.
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(block.float().numpy().sum()):
             return

@@ -1,6 +1,6 @@
-"""Writes what a training model itself answers, for a publisher to be held to.
+"""Writes the outputs of a training model, against which a publisher checks its source.
 
-On one rank or on all ranks of a sharded training. Imports torch only when called.
+Runs on a single rank or on all ranks of a sharded training job. Imports torch only when called.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ def write_expected(
     prefix: str = "",
     rows: Rows = "sampled",
 ) -> None:
-    """Writes sampled bags and what ``module`` answers to them to ``path``, over what is there: for
-    ``publish(…, expected=path)`` of its checkpoint. The module is as it was afterwards.
+    """Writes sampled bags and the outputs of ``module`` for them to ``path``.
+
+    An existing file is replaced. The file is for ``publish(…, expected=path)`` of the module's
+    checkpoint. The module is left unchanged.
 
     Args:
-        module: an EmbeddingBagCollection or EmbeddingCollection, or a model that has one; sharded,
-            such as a DistributedModelParallel, all ranks of its process group call this, and rank 0
-            writes.
-        prefix: as ``publish``.
-        rows: which rows ``publish`` compares: "sampled" for those of the bags, or "all" to
-            write a checksum of each row too, 8 bytes a row.
+        module: an EmbeddingBagCollection or EmbeddingCollection, or a model that has one. If it is
+            sharded, such as a DistributedModelParallel, all ranks of its process group call this
+            function and rank 0 writes.
+        prefix: as in ``publish``.
+        rows: rows that ``publish`` compares. "sampled": the rows of the bags. "all": also a
+            checksum of each row, 8 bytes per row.
 
     Raises:
-        InvalidModelError: there is no such collection, or torch cannot answer for it.
+        InvalidModelError: there is no such collection, or torch cannot compute its outputs.
         OSError: the file cannot be written.
     """
     expected = expected_of(module, prefix, rows)
@@ -53,7 +55,7 @@ def write_expected(
 
 
 def expected_of(module: Any, prefix: str = "", rows: Rows = "sampled") -> Expected:
-    """Returns what ``write_expected`` writes, on every rank."""
+    """Returns, on every rank, the outputs that ``write_expected`` writes."""
     if rows not in ("sampled", "all"):
         raise InvalidModelError(f"rows is {rows!r}, expected 'sampled' or 'all'")
     if not live_dmp.is_sharded(module):

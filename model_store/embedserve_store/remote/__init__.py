@@ -1,3 +1,6 @@
-"""Stores behind a URL: remote_store.py lists and loads, pull.py brings a version into a local
-cache, upload.py publishes one, and remote_files.py alone knows fsspec.
+"""Reads and writes stores behind a URL.
+
+remote_store.py lists and loads versions. pull.py copies a version into a local cache, and upload.py
+publishes a version. remote_files.py is the only module that uses fsspec, and retry_log.py logs the
+retries of botocore.
 """

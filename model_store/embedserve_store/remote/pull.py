@@ -1,8 +1,8 @@
-"""Pulls one version of a remote store into a cache folder, where it appears whole or not at all.
+"""Pulls a version of a remote store into a cache folder, where it appears whole or not at all.
 
-The files come into a hidden folder, are synced, loaded and verified to the last byte, and made
-read-only; then the folder is renamed. A lock makes other processes that want the same version
-wait. Never imports torch.
+The files are downloaded into a hidden folder, synced, loaded, verified to the last byte and made
+read-only. Then the folder is renamed. Other processes that need the same version wait for a lock.
+Never imports torch.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ IDS = "ids.safetensors"
 
 @dataclass(frozen=True)
 class RemoteVersion:
-    """A version as a remote store lists it, its manifest read and checked."""
+    """A version as listed by a remote store, with its manifest read and checked."""
 
     model: str
     number: int
     manifest_json: bytes
     manifest: Manifest
     files: Mapping[str, int]
-    """Bytes of each file that belongs to it, but for the manifest; small ones first."""
+    """Size in bytes of each file of the version except the manifest, small files first."""
 
     @property
     def path(self) -> str:
-        """Its folder in the store."""
+        """Path of the version's folder in the store."""
         return f"{self.model}/{self.number}"
 
     @property
@@ -61,7 +61,7 @@ class RemoteVersion:
 
 
 def file_names(manifest: Manifest) -> tuple[str, ...]:
-    """The files of a version beside its manifest.json."""
+    """Returns the names of a version's files except manifest.json."""
     has_map = any(table.ids.rule == "map" for table in manifest.tables)
     return (*CHECKED_FILES, *((IDS,) if has_map else ()), TABLES)
 
@@ -69,10 +69,13 @@ def file_names(manifest: Manifest) -> tuple[str, ...]:
 def read_manifest(
     remote: RemoteFolder, model: str, number: int, listed: Mapping[str, int]
 ) -> RemoteVersion:
-    """Reads the manifest of a version in whose folder lie the ``listed`` files (bytes by name).
+    """Reads the manifest of a version and checks it against the files in the version's folder.
+
+    Args:
+        listed: size in bytes of each file in the folder, by name.
 
     Raises:
-        StoreError: the manifest is damaged, or a file is missing or of a size that is wrong.
+        StoreError: the manifest is damaged, or a file is missing or has the wrong size.
     """
     where = f"{remote.url}/{model}/{number}"
     _check_small(listed[MANIFEST], f"{where}/{MANIFEST}")
@@ -105,12 +108,14 @@ def pull(
     folder: Path,
     progress: TransferProgress | None = None,
 ) -> None:
-    """Makes ``folder``, CACHE/MODEL/NUMBER, a verified copy of ``version``, unless another process
-    does so meanwhile.
+    """Makes ``folder``, CACHE/MODEL/NUMBER, a verified copy of ``version``.
+
+    Does nothing if another process has made the copy meanwhile.
 
     Raises:
-        StoreError: too little disk, or a file is damaged or changed while it came.
-        UnreachableError: the store stopped answering.
+        StoreError: there is too little disk space, or a file is damaged or changed during the
+            download.
+        UnreachableError: the store stopped responding.
         OSError: the cache cannot be written.
     """
     cache = folder.parent.parent
@@ -141,7 +146,7 @@ def _download(
 
 
 def _verify(staging: Path, version: RemoteVersion, progress: TransferProgress | None) -> None:
-    """``staging`` is a store of its own, which has this version only."""
+    """Verifies the download. ``staging`` is laid out as a store that holds only this version."""
 
     def report(table: str, rows_done: int, rows_total: int, bytes_done: int) -> None:
         if progress:
@@ -156,7 +161,7 @@ def _reveal(staged: Path, folder: Path) -> None:
     try:
         os.rename(staged, folder)
     except OSError as error:
-        # Another process was first, where there are no locks.
+        # Without locks, another process may have pulled the version first.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
     sync(folder.parent)
@@ -164,10 +169,11 @@ def _reveal(staged: Path, folder: Path) -> None:
 
 @contextmanager
 def _lock(cache: Path, version: RemoteVersion, where: str) -> Iterator[None]:
-    """Waits until no other process pulls ``version`` into ``cache``.
+    """Waits until no other process pulls ``version`` into ``cache``, and locks it.
 
-    The file stays: were it removed, a third process could lock another one of its name. Where the
-    file system knows no locks, several may pull at once, and the copy of the first is kept.
+    The lock file stays: after a removal, a third process could lock a new file of the same name. If
+    the file system has no locks, several processes may pull concurrently, and the first copy is
+    kept.
     """
     cache.mkdir(parents=True, exist_ok=True)
     path = cache / f".{version.model}-{version.number}.lock"

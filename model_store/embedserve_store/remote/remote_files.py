@@ -1,7 +1,8 @@
-"""Files of a remote store: listed, read, downloaded and uploaded through fsspec.
+"""Lists, reads, downloads and uploads the files of a remote store through fsspec.
 
-The only place that knows fsspec, and where what its many file systems raise becomes StoreError.
-It gives bytes and sizes and knows nothing of models. Never imports torch; fsspec when opened.
+The only module that uses fsspec. It converts the errors of fsspec's file systems to StoreError. It
+handles bytes and sizes, and knows nothing of models. Never imports torch; imports fsspec when a
+store is opened.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ logger = logging.getLogger(__name__)
 
 PART_BYTES = 16 << 20
 PARTS_AT_ONCE = 8
-"""A download asks for this many parts at a time and holds as many in memory: one connection to an
-object store is slower than most networks."""
+"""Number of chunks that a download requests concurrently, and the most that it holds in memory. A
+single connection to an object store is slower than most networks."""
 
 ANSWER_S_MAX = 60.0
-"""Seconds for a listing or a small file; a store that takes longer hangs, and waiting stops."""
+"""Seconds until a listing or a small read times out. A slower store is considered hung."""
 PART_S_MAX = 600.0
-"""Seconds for a part of a download: 28 kB/s, below which no version of some size ever comes."""
+"""Seconds until a chunk of a download times out. The limit equals 28 kB/s; at a lower rate no large
+version would ever arrive."""
 WAIT_LOG_S = 10.0
 """Seconds after which a wait for the store is logged, and again after each doubling."""
 
@@ -38,23 +40,23 @@ EXTRA = "pip install 'embedserve[remote]'; gs:// needs gcsfs"
 
 
 class UnreachableError(StoreError):
-    """The remote store does not answer, or not to us; what is in it cannot be said."""
+    """The remote store does not respond or denies access, so its contents are unknown."""
 
 
 class TransferProgress(Protocol):
-    """Called as the bytes of a version travel, file by file."""
+    """Callback for the bytes of a version in transfer, file by file."""
 
     def __call__(self, file: str, bytes_done: int, bytes_total: int) -> None: ...
 
 
 class RemoteFolder:
-    """A folder on a file system that fsspec knows; connects when it is first asked something.
+    """A folder on a file system that fsspec supports. It connects on first use.
 
     Args:
-        url: such as s3://bucket/folder.
+        url: URL of the folder, such as s3://bucket/folder.
 
     Raises:
-        StoreError: fsspec, or what it needs for this kind of URL, is not installed.
+        StoreError: fsspec, or a package that it needs for this kind of URL, is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -62,18 +64,18 @@ class RemoteFolder:
         self._files, self.root = _open(self.url)
 
     def folders(self) -> list[str]:
-        """Names of the folders in this one.
+        """Returns the names of the folders in this folder.
 
         Raises:
-            StoreError: it does not exist.
-            UnreachableError: it cannot be asked; so for every method here.
+            StoreError: the folder does not exist.
+            UnreachableError: the store cannot be reached. This applies to every method here.
         """
         entries = self._call(self.url, "ls", self.root, detail=True)
         folders = (entry["name"] for entry in entries if entry["type"] == "directory")
         return [name.rstrip("/").rpartition("/")[2] for name in folders]
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Bytes of every file below ``folder``, by its path there; empty if there is none."""
+        """Returns the bytes of every file below ``folder``, by its relative path; empty if none."""
         path = f"{self.root}/{folder}"
         found = self._call(f"{self.url}/{folder}", "find", path, detail=True)
         prefix = len(path.lstrip("/")) + 1
@@ -83,10 +85,10 @@ class RemoteFolder:
         return self._part(name, None, None, ANSWER_S_MAX)
 
     def download(self, name: str, path: Path, size: int, progress: Callable[[int], None]) -> None:
-        """Copies the file ``name`` of ``size`` bytes to the new file ``path``, synced to disk.
+        """Downloads ``name`` of ``size`` bytes to the new file ``path``, synced to disk.
 
         Raises:
-            StoreError: it is no longer of that size.
+            StoreError: the file no longer has this size.
             OSError: ``path`` cannot be written.
         """
         pool = ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="download")
@@ -99,7 +101,7 @@ class RemoteFolder:
                     bytes_done += part.result()
                     progress(bytes_done)
         finally:
-            # Where one part failed, or the caller was interrupted, no further one begins.
+            # If a chunk failed or the caller was interrupted, no further chunk is started.
             pool.shutdown(cancel_futures=True)
         sync(path)
 
@@ -116,12 +118,12 @@ class RemoteFolder:
         return data
 
     def upload(self, path: Path, name: str, progress: Callable[[int], None]) -> None:
-        """Copies the local file ``path`` to ``name``, over what is there.
+        """Uploads the local file ``path`` to ``name``, replacing an existing file.
 
         ``progress`` is called in a thread of fsspec and must not raise.
 
         Raises:
-            StoreError: another size arrived than was sent.
+            StoreError: the size in the store differs from the size of ``path``.
         """
         from fsspec.callbacks import Callback
 
@@ -135,18 +137,21 @@ class RemoteFolder:
             raise StoreError(f"{where}: {arrived} bytes arrived of {size}")
 
     def write(self, name: str, data: bytes) -> None:
-        """Writes a small file, over what is there."""
+        """Writes a small file, replacing an existing one."""
         self._call(f"{self.url}/{name}", "pipe_file", f"{self.root}/{name}", data)
 
     def write_new(self, name: str, data: bytes) -> bool:
-        """Writes a small file; False where there is one already. Where the store knows no
-        conditional writes, of two that write at once the later one holds."""
+        """Writes a small file. Returns False if the file already exists.
+
+        If the store has no conditional writes, the later of two concurrent writers wins.
+        """
         with _translated(f"{self.url}/{name}"):
             if self._files.exists(f"{self.root}/{name}"):
                 return False
             try:
                 self._files.pipe_file(f"{self.root}/{name}", data, mode="create")
-            except OSError:  # s3fs names no type for a condition that was not met
+            # s3fs raises no specific error for a condition that was not met.
+            except OSError:
                 if self._files.exists(f"{self.root}/{name}"):
                     return False
                 raise
@@ -157,18 +162,18 @@ class RemoteFolder:
         self._call(f"{self.url}/{name}", "rm_file", f"{self.root}/{name}")
 
     def remove_folder(self, name: str) -> None:
-        """Removes an empty folder, where the file system has folders."""
+        """Removes an empty folder, if the file system has folders."""
         with contextlib.suppress(NotImplementedError, OSError):
             self._files.rmdir(f"{self.root}/{name}")
 
     def _call(
         self, where: str, method: str, *args: Any, max_s: float = ANSWER_S_MAX, **kwargs: Any
     ) -> Any:
-        """Calls ``method`` of the file system; one over a network has ``max_s`` to answer.
+        """Calls ``method`` of the file system. Network file systems have a timeout of ``max_s``.
 
         Raises:
-            StoreError: there is no ``where``.
-            UnreachableError: the store does not answer, or not in time.
+            StoreError: ``where`` does not exist.
+            UnreachableError: the store does not respond in time.
         """
         with _translated(where), _logged_waits(where):
             if not getattr(self._files, "async_impl", False):
@@ -182,14 +187,15 @@ class RemoteFolder:
                 raise TimeoutError(f"no answer within {max_s:g} s") from error
 
     async def _asked(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        if hasattr(self._files, "set_session"):  # of s3fs; others do not tell of their retries
+        # s3fs has this method. Other file systems do not report their retries.
+        if hasattr(self._files, "set_session"):
             client = await self._files.set_session()
             RetryLog().listen(client.meta.events)
         return await getattr(self._files, f"_{method}")(*args, **kwargs)
 
 
 def _open(url: str) -> tuple[Any, str]:
-    """The file system of ``url`` and the folder's path on it."""
+    """Returns the file system of ``url`` and the folder's path on it."""
     try:
         from fsspec.core import url_to_fs
     except ModuleNotFoundError as error:
@@ -207,13 +213,14 @@ def _open(url: str) -> tuple[Any, str]:
 def _options(url: str) -> dict[str, Any]:
     from fsspec.config import conf
 
-    # What was listed a minute ago is not what is there now.
+    # The listings cache is off, because a cached listing is outdated when another process
+    # publishes.
     options: dict[str, Any] = {"use_listings_cache": False}
     if url.startswith(("file://", "local://")):
         options["auto_mkdir"] = True
     if url.startswith(("s3://", "s3a://")):
-        # Some servers give the checksum of the whole object with a part of it, which botocore
-        # then refuses; every byte is checked against the manifest anyway.
+        # Some servers return the checksum of the whole object with a part of it, and botocore then
+        # rejects the response. Every byte is checked against the manifest anyway.
         configured = conf.get("s3", {}).get("config_kwargs", {})
         options["config_kwargs"] = {"response_checksum_validation": "when_required"} | configured
     return options
@@ -221,10 +228,10 @@ def _options(url: str) -> dict[str, Any]:
 
 @contextmanager
 def _translated(where: str) -> Iterator[None]:
-    """Errors of any file system as StoreError, led by ``where``.
+    """Converts errors of any file system to StoreError, with ``where`` at the start of the message.
 
-    Exception, because the libraries under fsspec share no base class: botocore's errors are not
-    aiohttp's, nor is either OSError always.
+    It catches Exception, because the libraries under fsspec share no base class. The errors of
+    botocore and aiohttp are unrelated, and not all of them are OSErrors.
     """
     try:
         yield
@@ -236,7 +243,7 @@ def _translated(where: str) -> Iterator[None]:
 
 @contextmanager
 def _logged_waits(where: str) -> Iterator[None]:
-    """Logs that ``where`` has not answered after WAIT_LOG_S and twice, four times, … that."""
+    """Logs a wait for ``where`` after WAIT_LOG_S, and again after each doubling."""
     is_done = threading.Event()
 
     def log() -> None:

@@ -1,6 +1,6 @@
-"""Remote stores: models under a URL, pulled once into a local cache and mapped from there.
+"""Reads remote stores: versions under a URL are pulled once into a local cache and mapped there.
 
-A remote version is there once its manifest.json is, which upload.py writes last. Never imports
+A remote version exists once its manifest.json does, which upload.py writes last. Never imports
 torch.
 """
 
@@ -26,29 +26,33 @@ logger = logging.getLogger(__name__)
 
 READABLE_NAME_MAX = 80
 CACHED_VERSIONS = 2
-"""The newest of a model that stay in the cache, whether anybody needs them or not: the one that is
-served, and one to go back to."""
+"""Number of a model's newest versions that always stay in the cache: the version in use, and a
+version to roll back to."""
 PULL_ATTEMPTS = 10
-"""Another process may drop a version between our pull and our look."""
+"""Attempts to pull and open a version, which another process may drop from the cache in between."""
 
 
 def is_url(store: str) -> bool:
-    """Whether ``store`` is a URL. file:// is one, too: it is pulled where a folder is mapped."""
+    """Returns whether ``store`` is a URL.
+
+    file:// counts as a URL: its versions are pulled, while versions in a folder are mapped in
+    place.
+    """
     return "://" in store
 
 
 def default_cache() -> Path:
-    """Where versions of remote stores are kept unless told."""
+    """Returns the default folder in which versions of remote stores are cached."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "embedserve"
 
 
 class RemoteStore:
-    """URL/MODEL/VERSION/ with a LocalStore's methods; loading pulls what the cache has not.
+    """A store at URL/MODEL/VERSION/ with the methods of LocalStore.
 
-    Processes may share a cache: each version is pulled by one of them, and appears whole, after
-    every byte has been checked. Each URL has a folder of its own in the cache. What model_store.py
-    finds that nobody needs any more is dropped from there.
+    Loading a version pulls it if it is not in the cache. Processes may share a cache. Each version
+    is pulled by one process, and appears whole after every byte has been checked. Each URL has its
+    own folder in the cache. model_store.py drops unused versions from the cache.
     """
 
     def __init__(
@@ -59,37 +63,38 @@ class RemoteStore:
         self._local = LocalStore(Path(cache) / _folder_name(self._remote.url))
 
     def models(self) -> list[str]:
-        """As LocalStore's.
+        """Returns the names of the models that have a version, as LocalStore does.
 
         Raises:
             StoreError: there is nothing under the URL.
-            UnreachableError: it cannot be listed.
+            UnreachableError: the store cannot be listed.
         """
         names = sorted(name for name in self._remote.folders() if NAME_PATTERN.fullmatch(name))
         return [name for name in names if self.versions(name)]
 
     def versions(self, model: str) -> list[int]:
-        """Published versions of ``model``, ascending; none where there is no such model.
+        """Returns the published versions of ``model``, ascending; empty if there is no such model.
 
         Raises:
-            StoreError: no model can have this name.
-            UnreachableError: it cannot be listed.
+            StoreError: the name is not a valid model name.
+            UnreachableError: the store cannot be listed.
         """
         return [number for number, files in self._folders(model).items() if MANIFEST in files]
 
     def next_version(self, model: str) -> int:
-        """A number above every version and every upload that was begun."""
+        """Returns a number above every version and every upload that was started."""
         return max(self._folders(model), default=0) + 1
 
     def load(self, model: str, version: int | None = None) -> ModelVersion:
-        """One version of ``model``, the highest unless ``version`` says which.
+        """Loads a version of ``model``: ``version``, or the highest if it is None.
 
-        While the store cannot be reached, a version that is asked for by its number is loaded from
-        the cache if it is there, with a warning; which one is the highest cannot be known then.
+        If the store cannot be reached, a version requested by number is loaded from the cache, with
+        a warning. The highest version cannot be determined then.
 
         Raises:
-            StoreError: it does not exist, is damaged, or is not the one that the cache has.
-            UnreachableError: the store cannot be asked.
+            StoreError: the version does not exist, is damaged, or differs from the copy in the
+                cache.
+            UnreachableError: the store cannot be reached.
             OSError: the cache cannot be written.
         """
         try:
@@ -109,7 +114,7 @@ class RemoteStore:
         return loaded
 
     def _pulled(self, wanted: RemoteVersion, folder: Path) -> ModelVersion:
-        """Pulled if need be, and opened; anew where another process removed it in between."""
+        """Pulls the version if needed and opens it. Retries if another process removes it."""
         for _ in range(PULL_ATTEMPTS):
             if not folder.is_dir():
                 pull(self._remote, wanted, folder, self._progress)
@@ -121,14 +126,18 @@ class RemoteStore:
         raise StoreError(f"{folder}: others removed it {PULL_ATTEMPTS} times as it was opened")
 
     def old(self, model: str, kept: int = CACHED_VERSIONS) -> list[int]:
-        """Versions in the cache but for the ``kept`` newest, ascending, which may be dropped if
-        nobody needs them."""
+        """Returns the cached versions except the ``kept`` newest, ascending.
+
+        The caller may drop these versions if they are not in use.
+        """
         folder = self._local.path / model
         return version_numbers(folder)[:-kept] if folder.is_dir() else []
 
     def drop(self, model: str, number: int) -> None:
-        """Removes a version from the cache, unless somebody has it open; what cannot be removed is
-        logged, and stays."""
+        """Removes a version from the cache, unless a process has it open.
+
+        A version that cannot be removed stays in the cache, and the error is logged.
+        """
         folder = self._cached(model, number)
         try:
             remove_unheld(folder)
@@ -142,24 +151,26 @@ class RemoteStore:
             logger.info("%s: removed from the cache: newer versions were pulled", folder)
 
     def manifest(self, model: str, version: int | None = None) -> Manifest:
-        """As LocalStore's; pulls nothing."""
+        """Returns a version's manifest as LocalStore does, and pulls nothing."""
         return self._find(model, version).manifest
 
     def files_beside(self, model: str, what: str) -> list[str]:
-        """As LocalStore's."""
+        """Returns the paths of the files in ``what`` beside the versions, as LocalStore does."""
         _check_model(model, self._remote.url)
         return list(self._remote.sizes(f"{model}/{what}"))
 
     def read_beside(self, model: str, what: str, path: str) -> bytes:
-        """As LocalStore's."""
+        """Reads a file that files_beside lists, as LocalStore does."""
         return self._remote.read(f"{model}/{what}/{path}")
 
     def _cached(self, model: str, number: int) -> Path:
         return self._local.path / model / str(number)
 
     def _folders(self, model: str) -> dict[int, dict[str, int]]:
-        """What lies in each folder of ``model`` that is named as a version, ascending: the bytes
-        of each file."""
+        """Returns the files of each version folder of ``model``, by version, ascending.
+
+        Each value maps file names to sizes in bytes. Folders of unfinished uploads are included.
+        """
         _check_model(model, self._remote.url)
         folders: dict[int, dict[str, int]] = {}
         for path, size in self._remote.sizes(model).items():
@@ -169,7 +180,7 @@ class RemoteStore:
         return dict(sorted(folders.items()))
 
     def _find(self, model: str, version: int | None) -> RemoteVersion:
-        """The version that is meant, its manifest read."""
+        """Returns ``version``, or the highest version if it is None, with its manifest."""
         folders = self._folders(model)
         published = [number for number, files in folders.items() if MANIFEST in files]
         where = f"{self._remote.url}/{model}"
@@ -189,6 +200,6 @@ def _check_model(model: str, where: str) -> None:
 
 
 def _folder_name(url: str) -> str:
-    """A name that no other URL has, in which a person recognises this one."""
+    """Returns a folder name that is unique to ``url`` and readable."""
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", url).strip("-.")[:READABLE_NAME_MAX]
     return f"{readable}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"

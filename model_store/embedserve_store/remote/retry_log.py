@@ -1,6 +1,6 @@
-"""Logs the retries that botocore does by itself, so that short outages of S3 leave a trace.
+"""Logs the retries that botocore performs, so that short outages of S3 appear in the log.
 
-Listens to the client that s3fs has; changes nothing of what is retried.
+Listens to events of the client that s3fs uses. Does not affect retries.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 LOG_S = 60.0
-"""Seconds between two lines: a long outage fails each call, several times."""
+"""Minimum seconds between two log lines. During a long outage each call fails several times."""
 SERVER_ERROR = 500
-"""HTTP statuses from here on are the store's faults, which clients retry."""
+"""Lowest HTTP status that counts as an error of the store, which clients retry."""
 UNIQUE_ID = "embedserve-retry-log"
 
 
 class RetryLog:
-    """A listener to the events of a botocore client; one for each client."""
+    """Event listener of a botocore client. Each client has at most one RetryLog."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,7 +28,7 @@ class RetryLog:
         self._unlogged = 0
 
     def listen(self, events: Any) -> None:
-        """Listens to ``events`` from now on, unless another RetryLog does."""
+        """Registers for ``events``, unless another RetryLog is registered."""
         events.register("needs-retry.s3", self.on_response, unique_id=UNIQUE_ID)
 
     def on_response(
@@ -39,7 +39,10 @@ class RetryLog:
         request_dict: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Logs a failed attempt, at most one in LOG_S. Returns None: has no say in retries."""
+        """Logs a failed attempt, at most once per LOG_S.
+
+        Returns None, so that botocore's own rules decide about retries.
+        """
         reason = _reason(response, caught_exception)
         if reason is None:
             return
@@ -55,7 +58,7 @@ class RetryLog:
 
 
 def _reason(response: Any, error: Exception | None) -> str | None:
-    """Returns why an attempt failed; None where it did not, or by the caller's fault."""
+    """Returns why an attempt failed; None if it succeeded or the caller is at fault."""
     if error is not None:
         return " ".join(str(error).split()) or type(error).__name__
     status = 0 if response is None else response[0].status_code

@@ -1,7 +1,8 @@
-"""Uploads a published version to a remote store, its manifest last: before that nobody sees it.
+"""Uploads a published version to a remote store, with its manifest last.
 
-Takes a version's folder and hands it to remote_files.py. Never overwrites a version, and leaves
-an interrupted upload behind as files that no reader looks at. Never imports torch.
+Readers do not see the version before its manifest exists. Takes a version's folder and passes its
+files to remote_files.py. Never overwrites a version. An interrupted upload leaves files that
+readers ignore. Never imports torch.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ def upload_version(
     number: int | None = None,
     progress: TransferProgress | None = None,
 ) -> str:
-    """Uploads STORE/MODEL/VERSION to URL/MODEL/NUMBER, which it returns.
+    """Uploads STORE/MODEL/VERSION to URL/MODEL/NUMBER, and returns the URL of the version.
 
-    Two uploads under one number at the same time may mix their files, which every reader then
-    refuses: an object store has no rename that fails for the second.
+    Two concurrent uploads under one number may mix their files, and every reader then rejects the
+    version. An object store has no rename that fails for the second upload.
 
     Args:
-        folder: of a published version, every byte of which is checked first.
-        url: of the store, such as s3://bucket/folder; a bucket must exist.
-        number: the version there; RemoteStore.next_version has a free one. Default: the folder's.
+        folder: folder of a published version; every byte is checked first.
+        url: URL of the store, such as s3://bucket/folder. The bucket must exist.
+        number: version number in the remote store; RemoteStore.next_version returns a free number.
+            Default: the folder's number.
 
     Raises:
         StoreError: ``folder`` is not a version or is damaged, or the number is taken.

@@ -1,6 +1,6 @@
-"""What a training run saved, opened: its tensors by key, and which of them are the tables.
+"""Opens a checkpoint: its tensors by key, and which of them are embedding tables.
 
-Knows three kinds of checkpoint and state dicts in memory; each has a module of its own. Reads no
+Supports three kinds of checkpoint and in-memory state dicts, each in a module of its own. Reads no
 values and runs no code of a checkpoint.
 """
 
@@ -18,27 +18,35 @@ from embedserve_store.sources.prefix import at_prefix, shown
 from embedserve_store.sources.rows import SOURCE_DTYPES, TableRows, TensorRows
 
 COLLECTIONS = {"embedding_bags": True, "embeddings": False}
-"""What TorchRec calls the tables of a collection in its state dict, and whether it pools."""
+"""Names under which TorchRec's collections keep their tables in a state dict, and whether the
+collection is pooled."""
 _PREFIXES_SHOWN = 10
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose values are not yet read."""
+    """A checkpoint whose values have not been read."""
 
     kind: str
-    """torch_save, dcp or safetensors; state_dict in memory."""
+    """Kind of the checkpoint: torch_save, dcp or safetensors; state_dict if in memory."""
     path: Path
     tensors: Mapping[str, TableRows]
-    """Every 2-D floating-point tensor by its full key. Getting one may raise StoreError: its
-    shards are looked at then."""
+    """Every 2-D floating-point tensor by its full key. Getting a tensor of a DCP checkpoint checks
+    its shards, and may raise StoreError."""
     others: tuple[str, ...]
-    """Names of everything else."""
+    """Keys of all other entries."""
 
 
 @dataclass(frozen=True)
 class TableKey:
-    """A key that names a table: ``prefix`` is the path of its collection, "" at the top."""
+    """A key that names a table.
+
+    Attributes:
+        key: full key in the state dict.
+        prefix: path of the table's collection, "" at the top level.
+        name: name of the table.
+        is_pooled: whether the table is in an EmbeddingBagCollection.
+    """
 
     key: str
     prefix: str
@@ -47,11 +55,13 @@ class TableKey:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a folder of torch.distributed.checkpoint, a .safetensors file or a folder of them,
-    or a file of torch.save.
+    """Opens a checkpoint of any supported kind.
+
+    ``path`` is a folder of torch.distributed.checkpoint, a .safetensors file, a folder of such
+    files, or a file of torch.save.
 
     Raises:
-        StoreError: it cannot be read, is damaged, or holds code.
+        StoreError: the checkpoint cannot be read, is damaged, or holds code.
     """
     path = Path(path)
     if path.is_dir():
@@ -82,10 +92,10 @@ def _open_folder(path: Path) -> Checkpoint:
 
 
 def from_state_dict(state_dict: Mapping[str, Any]) -> Checkpoint:
-    """A state dict in memory, nested or not.
+    """Returns a Checkpoint over an in-memory state dict, nested or flat.
 
     Raises:
-        StoreError: two entries have one key, or it contains itself.
+        StoreError: two entries have the same key, or the state dict contains itself.
     """
     from embedserve_store.sources.state_dict import split
 
@@ -96,11 +106,12 @@ def from_state_dict(state_dict: Mapping[str, Any]) -> Checkpoint:
 
 
 def table_keys(keys: Iterable[str], prefix: str = "") -> tuple[TableKey, ...]:
-    """Those of ``keys`` that end in ``embedding_bags.<table>.weight`` or
-    ``embeddings.<table>.weight``.
+    """Returns the keys of tables.
+
+    A key ends in ``embedding_bags.<table>.weight`` or ``embeddings.<table>.weight``.
 
     Args:
-        prefix: only those of the collections that it means (prefix.py) count.
+        prefix: selects the collections whose keys are returned (prefix.py).
     """
     found = [one for key in keys if (one := _table_key(key))]
     paths = at_prefix((one.prefix for one in found), prefix)
@@ -120,13 +131,13 @@ def _table_key(key: str) -> TableKey | None:
 def find_tables(
     checkpoint: Checkpoint, tables: Sequence[TableSpec], prefix: str = ""
 ) -> tuple[dict[str, TableRows], tuple[str, ...]]:
-    """The rows of ``tables`` by table name, and the names of all other entries.
+    """Returns the rows of ``tables`` by table name, and the keys of all other entries.
 
     Args:
-        prefix: as ``table_keys``.
+        prefix: selects collections, as in ``table_keys``.
 
     Raises:
-        InvalidModelError: a table is missing, is there several times, or is not a plain 2-D
+        InvalidModelError: a table is missing, occurs several times, or is not a plain 2-D
             floating-point tensor.
         StoreError: a table's shards are missing, damaged or incomplete.
     """
@@ -153,7 +164,7 @@ def _key_of(table: TableSpec, found: Sequence[TableKey], prefix: str) -> str:
 
 
 def shown_prefixes(found: Sequence[TableKey]) -> str:
-    """Where the collections lie, as ``prefix`` takes it."""
+    """Returns the paths of the collections as the option ``prefix`` takes them."""
     prefixes = shown(one.prefix for one in found)
     more = len(prefixes) - _PREFIXES_SHOWN
     return ", ".join(prefixes[:_PREFIXES_SHOWN]) + (f" and {more} more" if more > 0 else "")
@@ -185,8 +196,7 @@ def _rows(checkpoint: Checkpoint, key: str, name: str) -> TableRows:
 
 
 def check_rows(table: TableSpec, rows: TableRows) -> None:
-    """Raises InvalidModelError unless ``rows`` have the table's shape and a dtype that can be
-    published."""
+    """Raises InvalidModelError unless ``rows`` have the table's shape and a publishable dtype."""
     where = f"table {table.name!r}"
     if isinstance(rows, TensorRows) and rows.is_meta:
         raise InvalidModelError(

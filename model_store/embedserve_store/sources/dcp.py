@@ -1,8 +1,8 @@
-"""A torch.distributed.checkpoint folder as rows: every shard where it lies, without its ranks.
+"""Reads the rows of a torch.distributed.checkpoint folder, directly from its shards.
 
-Needs no process group and reads no values: each shard's place is found in its file's header,
-the rows are read from there. A tensor is looked at when it is asked for, so damaged or missing
-shards of what is not published do no harm.
+Needs no process group and reads no values at first. Each shard's position is found in its file's
+header, and the rows are read from there. A tensor's shards are checked only when the tensor is
+requested. Damaged or missing shards of unpublished tensors therefore do no harm.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from embedserve_store.sources.torch_file import Archive, dtype_name
 
 
 class DcpTensors(Mapping[str, FileRows]):
-    """The 2-D floating-point tensors of a DCP folder by their full keys.
+    """The 2-D floating-point tensors of a DCP folder, by full key.
 
-    Getting one raises StoreError where a shard is missing, truncated or not what the metadata
-    says, or where the shards do not make up the whole.
+    Getting a tensor raises StoreError if a shard is missing, truncated or inconsistent with the
+    metadata, or if the shards do not cover the tensor.
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
@@ -74,12 +74,12 @@ class DcpTensors(Mapping[str, FileRows]):
 
 
 def is_dcp(folder: Path) -> bool:
-    """Whether ``folder`` was written by torch.distributed.checkpoint, complete or not."""
+    """Returns whether ``folder`` was written by torch.distributed.checkpoint, complete or not."""
     return (folder / METADATA).exists() or any(folder.glob("*.distcp"))
 
 
 def open_dcp(folder: Path) -> tuple[DcpTensors, tuple[str, ...]]:
-    """The 2-D floating-point tensors of a DCP folder, and the names of all else.
+    """Returns the 2-D floating-point tensors of a DCP folder, and the keys of all other entries.
 
     Raises:
         StoreError: the metadata is missing, damaged, or holds code.

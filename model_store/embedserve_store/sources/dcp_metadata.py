@@ -1,8 +1,8 @@
-"""The .metadata of a torch.distributed.checkpoint folder: which tensors, in which pieces, where.
+"""Reads the tensors, chunks and positions in .metadata of torch.distributed.checkpoint.
 
-It is a pickle, which torch reads with plain pickle.load. Here the names that DCP writes become
-inert records of our own and any other name is refused, so nothing of torch, of the standard
-library or of the file's author is ever called. Never imports torch, never opens another file.
+The file is a pickle, which torch reads with plain pickle.load. Here, the classes that DCP writes
+become inert records, and any other name is rejected. Nothing of torch, of the standard library or
+of the file's author is ever called. Never imports torch, never opens another file.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _DTYPES = frozenset(
 
 @dataclass(frozen=True)
 class Place:
-    """Where one chunk lies: a blob in a file of the folder."""
+    """Position of a chunk: a byte range in a file of the folder."""
 
     file: str
     offset: int
@@ -66,17 +66,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a tensor, of any rank."""
+    """A rectangular chunk of a tensor of any rank."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     place: Place | None
-    """None: the checkpoint says nowhere where it lies."""
+    """Position of the chunk; None if the checkpoint does not record it."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of the checkpoint; chunks that several ranks hold are there once."""
+    """A tensor of the checkpoint. Chunks that several ranks hold are listed once."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class StoredTensor:
 
 
 class _Record:
-    """Stands for an object of the pickle: its arguments and its state, and no behaviour."""
+    """Inert stand-in for a pickled object: holds its arguments and state, has no behaviour."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -100,7 +100,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Gives records, tuples and names of dtypes, and refuses every other name."""
+    """Unpickles to records, tuples and dtype names, and rejects every other name."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -117,10 +117,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> dict[str, StoredTensor | None]:
-    """Every entry of the checkpoint in ``folder`` by its full key; None for what is no tensor.
+    """Returns every entry of a checkpoint by full key; None for an entry that is not a tensor.
 
     Raises:
-        StoreError: there is no .metadata, it holds code, or it is not what DCP writes.
+        StoreError: there is no .metadata, it holds code, or DCP did not write it.
     """
     path = folder / METADATA
     try:
@@ -139,7 +139,7 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor | None]:
 
 
 def _check_memo(data: bytes) -> None:
-    """Raises StoreError for an index beyond the file: unpickling makes room for that many."""
+    """Raises StoreError for a memo index beyond the file, which the unpickler would allocate."""
     for opcode, argument, _ in pickletools.genops(data):
         index = argument if opcode.name in ("BINPUT", "LONG_BINPUT") else 0
         if isinstance(index, int) and index > len(data):

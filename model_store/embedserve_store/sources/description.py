@@ -1,6 +1,7 @@
-"""Reads the description of a checkpoint's tables: features, pooling and all else it does not hold.
+"""Reads the description of a checkpoint's tables: the features, pooling and other missing fields.
 
-YAML or JSON, checked key by key. Gives TableSpecs; never opens the checkpoint or a vocabulary.
+The file is YAML or JSON and is checked key by key. Returns TableSpecs; never opens the checkpoint
+or a vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _DESCRIPTION_KEYS = ("tables", "is_weighted")
 _REQUIRED_KEYS = ("name", "num_embeddings", "embedding_dim", "feature_names", "pooling")
 _TABLE_KEYS = (*_REQUIRED_KEYS, "dtype", "ids", "sharding")
 _GUESS = re.compile(r"(?:^|\s)#\s*check\b")
-"""How `embedserve describe` marks what its author must check."""
+"""Mark that `embedserve describe` puts on lines that the author must check."""
 _IDS_KEYS = {
     "rows": ("rule", "unknown", "default_row"),
     "modulo": ("rule", "modulus", "offset"),
@@ -33,35 +34,35 @@ _IDS_KEYS = {
 
 @dataclass(frozen=True)
 class Description:
-    """The tables of a checkpoint, which holds weights but no features or pooling."""
+    """Description of the tables of a checkpoint, which holds weights but no features or pooling."""
 
     tables: tuple[TableSpec, ...]
-    """Where ids have the rule "map", its entries and sha256 are not yet known: 0 and ""."""
+    """Table specs. For the id rule "map", entries and sha256 are not yet known: 0 and ""."""
     is_weighted: bool = False
     vocabularies: Mapping[str, Path] = field(default_factory=dict)
-    """By table, for every rule "map": the file of its ids."""
+    """Vocabulary file by table name, for every table with the rule "map"."""
     sharding: Mapping[str, str] = field(default_factory=dict)
-    """By table, for those that say one."""
+    """Sharding by table name, for tables that specify it."""
     guesses: tuple[str, ...] = ()
-    """Of a draft: each line that is still marked "check", with its file and number."""
+    """Lines of a draft that are still marked "check", with file name and line number."""
 
 
 def read_description(path: str | os.PathLike[str]) -> Description:
-    """Reads a description from a .json file, or YAML of any other name.
+    """Reads a description from a .json file, or from YAML if the file has another suffix.
 
-    ``tables`` is a list of ``name, num_embeddings, embedding_dim, feature_names, pooling`` and,
-    where wanted, ``dtype``, ``sharding`` and ``ids``; ``is_weighted`` is false unless given.
-    ``ids`` is one of
+    ``tables`` is a list of ``name, num_embeddings, embedding_dim, feature_names, pooling`` and
+    optionally ``dtype``, ``sharding`` and ``ids``. ``is_weighted`` is false by default. ``ids`` is
+    a rule:
 
     - ``{rule: rows}``
     - ``{rule: modulo}``, with ``offset`` (0) and ``modulus`` (the table's rows after offset)
     - ``{rule: map, vocabulary: PATH}``, relative to the description, with ``id_type`` (int64)
 
-    where rows and map take ``unknown`` (error, skip, or row with ``default_row``).
+    The rules rows and map take ``unknown`` (error, skip, or row with ``default_row``).
 
     Raises:
         StoreError: the file cannot be read or parsed.
-        InvalidModelError: it is not a description of tables that can be served.
+        InvalidModelError: the file does not describe tables that can be served.
     """
     path = Path(path)
     text, data = _parse(path)
@@ -74,7 +75,7 @@ def read_description(path: str | os.PathLike[str]) -> Description:
 
 
 def check_no_draft(description: Description) -> None:
-    """Raises InvalidModelError where what `embedserve describe` guessed is still marked so."""
+    """Raises InvalidModelError if a guess of `embedserve describe` is still marked."""
     if description.guesses:
         more = len(description.guesses) - 1
         others = f" and {more} more" if more else ""
@@ -90,7 +91,7 @@ def _guesses(text: str, path: Path) -> tuple[str, ...]:
 
 
 def _parse(path: Path) -> tuple[str, Any]:
-    """The text of ``path``, and what it says."""
+    """Returns the text of ``path`` and the parsed value."""
     import yaml
 
     try:
@@ -155,7 +156,10 @@ def _rule(data: Any, rows: int, where: str) -> IdRule:
 
 
 def _check_default_row(rule: IdRule, data: Mapping[str, Any], rows: int, where: str) -> None:
-    """A vocabulary's own checks wait until it is read, but this needs none."""
+    """Checks ``default_row`` early, because it does not need the vocabulary.
+
+    All other checks of a vocabulary wait until it is read.
+    """
     if (rule.unknown == "row") != ("default_row" in data):
         raise InvalidModelError(f"{where}: unknown: row and default_row go together")
     if not 0 <= rule.default_row < rows:

@@ -1,7 +1,7 @@
-"""A draft of the description of a checkpoint's tables, for its author to complete.
+"""Drafts the description of a checkpoint's tables, for its author to complete.
 
-Gives text, not values: what the checkpoint holds is filled in, what it does not hold is guessed
-and marked "# check", and what cannot be served is left out and named.
+Returns text, not values. Fields that the checkpoint holds are filled in, and other fields are
+guessed and marked "# check". Tables that cannot be served are left out and named in a comment.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from embedserve_store.sources.expected_tables import ShownTables, shown_tables
 def draft_description(
     checkpoint: Checkpoint, prefix: str = "", expected: Expected | None = None
 ) -> str:
-    """YAML that read_description reads, of the tables under the dotted path ``prefix``.
+    """Returns YAML for read_description that describes the tables under ``prefix``.
 
     Args:
-        expected: a training model's answers; what they show is filled in and not marked.
+        expected: outputs of a training model. Fields that these outputs determine are filled in and
+            not marked.
 
     Raises:
         InvalidModelError: no table can be served, or several collections cannot be described
-            together: prefix chooses one; or no table gives the answers of a key of ``expected``.
+            together (``prefix`` selects a collection). Also raised if no table gives the outputs of
+            a key of ``expected``.
         StoreError: a table's shards are missing, damaged or incomplete.
     """
     keys = (*checkpoint.tensors, *checkpoint.others)
@@ -84,7 +86,7 @@ def _check_one_model(found: Sequence[TableKey], checkpoint: Checkpoint) -> None:
 
 
 def _read(checkpoint: Checkpoint, found: Sequence[TableKey]) -> tuple[list[TableSpec], list[str]]:
-    """The tables that can be served, and for each other one the reason."""
+    """Returns the tables that can be served, and a reason for each other table."""
     good: list[TableSpec] = []
     bad: list[str] = []
     for one in found:
@@ -131,7 +133,7 @@ def _entry(table: TableSpec, shown: ShownTables) -> Iterator[str]:
 
 
 def _scalar(name: str) -> str:
-    """``name`` in YAML, quoted where it would read as something else than a string."""
+    """Returns ``name`` as a YAML scalar, quoted unless YAML reads it as the same string."""
     import yaml
 
     return name if yaml.safe_load(name) == name and name.isidentifier() else f"'{name}'"

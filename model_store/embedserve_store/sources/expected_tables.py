@@ -1,7 +1,7 @@
-"""Finds the tables, poolings and order that a training model's answers show, for a description.
+"""Finds the tables, poolings and order that a training model's outputs determine.
 
-Compares each key's answers with what every table of a checkpoint would give. Never guesses: what
-several tables or poolings would give alike stays open. Imports torch only through the rows.
+Compares each key's outputs with the outputs of every table of a checkpoint. Never guesses: if
+several tables or poolings fit, the choice stays open. Imports torch only through the rows.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ POOLINGS = ("sum", "mean")
 
 @dataclass(frozen=True)
 class ShownTables:
-    """Tables as answers show them, and which of their fields are shown rather than guessed."""
+    """Tables as determined by outputs, and which of their fields are not guessed."""
 
     tables: tuple[TableSpec, ...]
-    """In the order of the answers as far as it is shown; features and pooling as they are shown, or
-    as they were guessed."""
+    """Tables in the order of the outputs as far as it is determined. Features and pooling are
+    either determined or as guessed."""
     with_features: frozenset[str]
-    """Tables, by name, whose features are shown."""
+    """Names of the tables whose features are determined."""
     with_pooling: frozenset[str]
-    """Tables, by name, whose pooling is shown."""
+    """Names of the tables whose pooling is determined."""
     is_ordered: bool
-    """Whether the order, and that there is no other table, is shown."""
+    """Whether the outputs determine the order, and that there is no other table."""
     absent: tuple[str, ...]
     """Tables of the checkpoint that no key looks up."""
 
 
 @dataclass(frozen=True)
 class _Key:
-    """One key of the answers, with the tables and poolings that give them."""
+    """A key of the outputs, with the tables and poolings that give its outputs."""
 
     feature: str
     fits: tuple[tuple[str, str], ...]
-    """Pairs of table and pooling; empty where the feature has no ids."""
+    """Pairs of table and pooling; empty if the feature has no ids."""
 
     @property
     def table(self) -> str | None:
-        """The only table that gives the answers, if there is one."""
+        """The only table that gives the key's outputs; None if there are none or several."""
         names = {table for table, _ in self.fits}
         return names.pop() if len(names) == 1 else None
 
@@ -59,14 +59,14 @@ class _Key:
 def shown_tables(
     guessed: Sequence[TableSpec], rows: Mapping[str, TableRows], expected: Expected
 ) -> ShownTables:
-    """Returns the ``guessed`` tables with the features, poolings and order that ``expected`` shows.
+    """Returns the ``guessed`` tables with all fields and the order that ``expected`` determines.
 
     Args:
         guessed: the tables of a checkpoint, in any order; all pooled, or none.
-        rows: by table, as the checkpoint has them.
+        rows: the checkpoint's rows, by table name.
 
     Raises:
-        InvalidModelError: no table gives the answers of a key.
+        InvalidModelError: no table gives the outputs of a key.
         StoreError: the rows cannot be read.
     """
     keys = _keys(guessed, rows, expected)
@@ -102,7 +102,7 @@ def shown_tables(
 def _keys(
     guessed: Sequence[TableSpec], rows: Mapping[str, TableRows], expected: Expected
 ) -> list[_Key]:
-    """Each key of ``expected`` with what gives its answers."""
+    """Returns each key of ``expected`` with the tables and poolings that give its outputs."""
     bags = expected.bags
     totals = bags.lengths.sum(axis=1)
     is_pooled = guessed[0].pooling != "none"
@@ -132,7 +132,7 @@ def _keys(
 
 
 def _feature_of(key: str, features: tuple[str, ...]) -> str:
-    """Returns the feature of a key, which is its name or FEATURE@TABLE."""
+    """Returns the feature of a key. A key is the feature's name or FEATURE@TABLE."""
     feature = key if key in features else key.rpartition("@")[0]
     if feature not in features:
         raise InvalidModelError(
@@ -156,12 +156,15 @@ def fitting(
     tables: Iterable[TableSpec],
     rows: Mapping[str, TableRows],
 ) -> Iterator[tuple[str, str]]:
-    """Yields the pairs of table and pooling that answer the ``bags`` of one feature with ``block``
-    [B, dim], or without pooling [n, dim]. Only tables with all ids of the bags can.
+    """Yields the pairs of table and pooling whose output for ``bags`` is ``block``.
+
+    Only tables that have all ids of the bags can fit.
 
     Args:
-        tables: all pooled, or none.
-        rows: by table, as the training model has them.
+        block: outputs [B, dim]; without pooling [n, dim].
+        bags: bags of one feature.
+        tables: candidate tables; all pooled, or none.
+        rows: the training model's rows, by table name.
     """
     for table in tables:
         are_there = not ((bags.ids < 0) | (bags.ids >= table.num_embeddings)).any()

@@ -1,8 +1,8 @@
-"""The rows of a table that lies in files as rectangles, read with preadv into fresh memory.
+"""Reads the rows of a table that is stored in files as rectangles, with preadv.
 
-A whole table in one file is one rectangle, a sharded one many: row-wise, column-wise or both.
-Nothing is mapped and nothing kept, so private memory holds what was asked for and no more.
-Never looks at what a file is; checkpoint readers say where the values lie.
+A whole table in a file is one rectangle. A sharded table is many: row-wise, column-wise or both.
+Nothing is mapped or cached, so private memory holds only the requested rows. This module does not
+parse files; checkpoint readers pass the positions of the values.
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ if TYPE_CHECKING:
     import torch
 
 _BUFFER_BYTES = 4 << 20
-"""Parts of rows are read through a buffer of at most this size, and at least one row."""
+"""Maximum size in bytes of the buffer for rectangles that do not span whole rows. The buffer holds
+at least one row."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file as it was when its table was found."""
+    """A file, identified as it was when its table was found."""
 
     path: Path
     size: int
     identity: tuple[int, int, int]
-    """Device, inode and time of change in nanoseconds: another one is another file."""
+    """Device, inode and modification time in nanoseconds. A changed file differs here."""
 
     @classmethod
     def of(cls, path: Path) -> SourceFile:
-        """Raises StoreError: the file cannot be read."""
+        """Returns the file at ``path``. Raises StoreError if it cannot be read."""
         with _opened(path) as fd:
             return cls(path, os.fstat(fd).st_size, _identity(fd))
 
     @contextmanager
     def open(self) -> Iterator[int]:
-        """Its file descriptor.
+        """Opens the file and yields its descriptor.
 
         Raises:
-            StoreError: the file cannot be read, or is no longer the same.
+            StoreError: the file cannot be read, or has changed.
         """
         with _opened(self.path) as fd:
             if (os.fstat(fd).st_size, _identity(fd)) != (self.size, self.identity):
@@ -78,9 +79,9 @@ class Rectangle:
 
     file: SourceFile
     offset: int
-    """Byte of its first value in the file."""
+    """Byte offset in the file of the rectangle's first value."""
     stride: int
-    """Bytes from one row to the next. The values of a row follow each other."""
+    """Bytes from one row to the next. The values of a row are contiguous."""
     row: int
     rows: int
     column: int
@@ -95,13 +96,15 @@ class Rectangle:
         return self.column + self.columns
 
     def span(self, rows: int, itemsize: int) -> int:
-        """Bytes from the first value of ``rows`` rows to the end of the last."""
+        """Returns the bytes from the first value of ``rows`` rows to the end of the last value."""
         return (rows - 1) * self.stride + self.columns * itemsize if rows else 0
 
 
 def check_tiling(rectangles: Sequence[Rectangle], shape: tuple[int, int], where: str) -> None:
-    """Raises StoreError, led by ``where``, unless every value of ``shape`` lies in exactly one
-    rectangle."""
+    """Raises StoreError unless the rectangles cover every value of ``shape`` exactly once.
+
+    The message starts with ``where``.
+    """
     rows, columns = shape
     starts: dict[int, list[Rectangle]] = {}
     for part in rectangles:
@@ -119,7 +122,10 @@ def check_tiling(rectangles: Sequence[Rectangle], shape: tuple[int, int], where:
 
 
 def _check_band(active: list[Rectangle], columns: int, where: str) -> None:
-    """Between two bounds every rectangle is there from top to bottom: its columns decide."""
+    """Checks a band of rows between two bounds.
+
+    Every active rectangle spans the whole band, so only the columns need a check.
+    """
     reached = 0
     for part in sorted(active, key=lambda part: part.column):
         if part.column < reached:
@@ -132,15 +138,20 @@ def _check_band(active: list[Rectangle], columns: int, where: str) -> None:
 
 
 class FileRows:
-    """A table's rows in files, as TableRows."""
+    """Rows of a table in files, as TableRows."""
 
     def __init__(
         self, rectangles: Sequence[Rectangle], shape: tuple[int, int], dtype: str, where: str
     ) -> None:
-        """``rectangles`` tile ``shape``; ``dtype`` is torch's name of theirs.
+        """Checks the rectangles of a table.
+
+        Args:
+            rectangles: rectangles that tile ``shape``.
+            dtype: torch's name of the values' dtype.
+            where: start of error messages.
 
         Raises:
-            StoreError: led by ``where``; they do not tile the table, or a file ends early.
+            StoreError: the rectangles do not tile the table, or a file ends early.
         """
         import torch
 
@@ -155,7 +166,7 @@ class FileRows:
                 raise StoreError(f"{where}: {part.file.path} is truncated: its values go beyond")
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """As TableRows.read: one preadv for each range of whole rows, straight into the result."""
+        """Implements TableRows.read: one preadv per range of whole rows, into the result."""
         if not 0 <= start <= stop <= self.shape[0]:
             raise IndexError(f"rows {start} to {stop} of {self.shape[0]}")
         out = self._empty(stop - start)
@@ -168,7 +179,7 @@ class FileRows:
         return out
 
     def gather(self, numbers: NDArray[np.int64]) -> torch.Tensor:
-        """As TableRows.gather, row by row: for a few hundred rows."""
+        """Implements TableRows.gather row by row, which suits a few hundred rows."""
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.shape[0]:
             raise IndexError(f"rows {numbers.min()} to {numbers.max()} of {self.shape[0]}")
         out = self._empty(len(numbers))
@@ -186,7 +197,7 @@ class FileRows:
         return torch.empty(rows, self.shape[1], dtype=self._torch_dtype)
 
     def _read_rows(self, fd: int, part: Rectangle, first: int, out: torch.Tensor) -> None:
-        """Fills the part's columns of ``out`` with rows from ``first`` on."""
+        """Fills the rectangle's columns of ``out`` with the table's rows from ``first`` on."""
         import torch
 
         width = self.shape[1] * self._itemsize
@@ -204,7 +215,7 @@ class FileRows:
             out[begin : begin + rows, part.column : part.end_column] = strided
 
     def _fill(self, fd: int, part: Rectangle, first: int, out: torch.Tensor) -> None:
-        """Reads ``out``'s bytes from row ``first`` of the part on."""
+        """Reads the bytes of ``out`` from row ``first`` of the rectangle on."""
         import torch
 
         view = out.view(-1).view(torch.uint8).numpy().data

@@ -1,7 +1,7 @@
-"""A live, unsharded collection as a source: its tables, its rows, its own answers.
+"""Reads a live, unsharded collection: its tables, its rows and its outputs.
 
-Finds it in the module that holds it, and refuses what is not a plain, whole EmbeddingBagCollection
-or EmbeddingCollection. Changes nothing in the module.
+Finds the collection in the module that holds it. Rejects anything but a plain, whole
+EmbeddingBagCollection or EmbeddingCollection. Changes nothing in the module.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ if TYPE_CHECKING:
     from torchrec import EmbeddingBagCollection, EmbeddingCollection
 
 _UNSUPPORTED = ("num_embeddings_post_pruning", "need_pos", "total_num_buckets", "use_virtual_table")
-"""Settings of a config under which an id is not simply a row number."""
+"""Config settings under which an id is not simply a row number."""
 
 
 _CHANGES_IDS = ("ManagedCollision", "FeatureProcessed", "ITEP")
-"""In the names of modules that change ids or weights before the collection looks them up."""
+"""Substrings in names of modules that change ids or weights before the collection's lookup."""
 
 
 def collection_in(module: Any, prefix: str = "") -> Any:
-    """The unsharded EmbeddingBagCollection or EmbeddingCollection that ``module`` holds, or is.
+    """Returns the unsharded EmbeddingBagCollection or EmbeddingCollection in ``module``.
+
+    ``module`` may itself be the collection.
 
     Args:
-        prefix: only those of several that it means (prefix.py) count.
+        prefix: selects the collection if there are several (prefix.py).
 
     Raises:
-        InvalidModelError: there is none, or several, or one whose ids another module changes first.
+        InvalidModelError: there is no collection, or several, or another module changes the
+            collection's ids.
     """
     modules = module.named_modules() if hasattr(module, "named_modules") else ()
     everywhere = {path: inner for path, inner in modules if is_collection(inner)}
@@ -60,10 +63,10 @@ def collection_in(module: Any, prefix: str = "") -> Any:
 
 
 def describe(collection: EmbeddingBagCollection | EmbeddingCollection) -> tuple[TableSpec, ...]:
-    """The tables of ``collection`` in its order, as float32.
+    """Returns the tables of ``collection`` in its order, as float32.
 
     Raises:
-        InvalidModelError: a table has a setting that the store does not keep.
+        InvalidModelError: a table has a setting that the store does not support.
     """
     if is_pooled(collection):
         return tuple(map(table_of, collection.embedding_bag_configs()))
@@ -79,15 +82,17 @@ def is_weighted(collection: EmbeddingBagCollection | EmbeddingCollection) -> boo
 
 
 def is_collection(module: Any) -> bool:
-    """Whether it is an unsharded EmbeddingBagCollection or EmbeddingCollection."""
+    """Returns whether ``module`` is an unsharded EmbeddingBagCollection or EmbeddingCollection."""
     from torchrec import EmbeddingBagCollection, EmbeddingCollection
 
     return isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
 
 
 def check_ids_unchanged(root: torch.nn.Module, path: str) -> None:
-    """Raises InvalidModelError where the collection at ``path`` of ``root`` is asked by a module
-    that changes its ids or weights."""
+    """Raises InvalidModelError if a module around the collection changes its ids or weights.
+
+    ``path`` is the path of the collection in ``root``.
+    """
     parts = path.split(".") if path else []
     for i in range(len(parts)):
         around = type(root.get_submodule(".".join(parts[:i]))).__name__
@@ -99,10 +104,10 @@ def check_ids_unchanged(root: torch.nn.Module, path: str) -> None:
 
 
 def table_of(config: Any) -> TableSpec:
-    """The table of an EmbeddingBagConfig or EmbeddingConfig, as float32.
+    """Returns the table of an EmbeddingBagConfig or EmbeddingConfig, as float32.
 
     Raises:
-        InvalidModelError: it has a setting that the store does not keep.
+        InvalidModelError: the config has a setting that the store does not support.
     """
     for setting in _UNSUPPORTED:
         if getattr(config, setting, None):
@@ -122,7 +127,7 @@ def table_of(config: Any) -> TableSpec:
 
 
 def weights_of(collection: EmbeddingBagCollection | EmbeddingCollection) -> dict[str, TableRows]:
-    """The rows of every table, by table name."""
+    """Returns the rows of every table, by table name."""
     tables = collection.embedding_bags if is_pooled(collection) else collection.embeddings
     return {name: TensorRows(table.weight) for name, table in tables.items()}
 
@@ -130,21 +135,21 @@ def weights_of(collection: EmbeddingBagCollection | EmbeddingCollection) -> dict
 def checksums_of(
     collection: EmbeddingBagCollection | EmbeddingCollection,
 ) -> dict[str, NDArray[np.uint64]]:
-    """Returns by table the checksum of each row (row_checksums.py)."""
+    """Returns the checksum of each row (row_checksums.py), by table name."""
     return {name: rows.checksums_of(table) for name, table in weights_of(collection).items()}
 
 
 def can_answer(ebc: EmbeddingBagCollection) -> bool:
-    """Whether the module itself gives float32 answers.
+    """Returns whether the module itself can compute float32 outputs.
 
-    torch refuses a weighted mean, and adds float16 rows up in float16.
+    torch rejects a weighted mean, and sums float16 rows in float16.
     """
     is_float32 = all(rows.dtype == "float32" for rows in weights_of(ebc).values())
     return is_float32 and not _is_weighted_mean(ebc)
 
 
 def check_can_answer(collection: EmbeddingBagCollection | EmbeddingCollection) -> None:
-    """Raises InvalidModelError where torch has no answers of ``collection``."""
+    """Raises InvalidModelError if torch cannot compute the outputs of ``collection``."""
     if is_pooled(collection) and _is_weighted_mean(collection):
         raise InvalidModelError("torch's EmbeddingBag has no answers of a weighted mean")
 
@@ -155,11 +160,11 @@ def _is_weighted_mean(ebc: EmbeddingBagCollection) -> bool:
 
 
 def answers(collection: Any, manifest: Manifest, bags: Bags) -> NDArray[np.float32]:
-    """What a collection, sharded or not, itself answers to ``bags``.
+    """Returns the outputs of a collection, sharded or not, for ``bags``.
 
     Returns:
-        float32 [B, sum of dims] in the order of the manifest's keys; of an EmbeddingCollection
-        [N, dim], for each key one row for each id.
+        float32 [B, sum of dims] in the order of the manifest's keys. For an EmbeddingCollection [N,
+        dim]: key by key, one row for each id.
     """
     import torch
     from torchrec import KeyedJaggedTensor
@@ -184,7 +189,7 @@ def answers(collection: Any, manifest: Manifest, bags: Bags) -> NDArray[np.float
 
 
 def _device_of(collection: Any) -> torch.device:
-    """Where its ids must be."""
+    """Returns the device that the collection's ids must be on."""
     if is_collection(collection):
         device: torch.device = next(collection.parameters()).device
     else:

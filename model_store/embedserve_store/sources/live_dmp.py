@@ -1,7 +1,7 @@
-"""A sharded model as a source: its tables' description, and their shards saved as a checkpoint.
+"""Reads a sharded model: describes its tables, and saves their shards as a checkpoint.
 
-Every rank saves its own shards with torch.distributed.checkpoint and nobody gathers a table.
-Knows nothing of the store, and changes nothing in the model.
+Every rank saves its own shards with torch.distributed.checkpoint, and no rank gathers a table.
+Knows nothing of the store. Changes nothing in the model.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
     import torch
 
 _COUNTS = ("iter", "iter_cpu", "step")
-"""Of FBGEMM's kernels, which count each call as a step of training."""
+"""Attributes of FBGEMM's kernels that count each call as a training step."""
 
 
 def describe_sharded(
     module: torch.nn.Module, prefix: str = ""
 ) -> tuple[tuple[TableSpec, ...], bool, str]:
-    """The tables of the sharded collection in ``module`` in their order, as float32.
+    """Describes the tables of the sharded collection in ``module``, in their order, as float32.
 
     Args:
-        module: a DistributedModelParallel, or any module that holds a sharded
-            EmbeddingBagCollection or EmbeddingCollection, or is one.
-        prefix: only those of the collections that it means (prefix.py) count.
+        module: a DistributedModelParallel, or any module that is or holds a sharded
+            EmbeddingBagCollection or EmbeddingCollection.
+        prefix: selects the collection if there are several (prefix.py).
 
     Returns:
-        The tables, whether callers pass weights, and the path of the collection in the state
-        dict, "" for ``module`` itself.
+        The tables, whether callers pass weights, and the path of the collection in the state dict;
+        the path is "" for ``module`` itself.
 
     Raises:
-        InvalidModelError: there is no sharded collection, or several, or one whose ids another
-            module changes first, or a table has a setting that the store does not keep.
+        InvalidModelError: there is no sharded collection, or several, or another module changes the
+            collection's ids. Also raised if the store does not support a setting of a table.
     """
     path, collection = _chosen(module, prefix)
     check_ids_unchanged(_unwrapped(module), path)
@@ -58,18 +58,18 @@ def describe_sharded(
 
 @contextlib.contextmanager
 def asked_apart(module: torch.nn.Module, prefix: str = "") -> Iterator[Any]:
-    """A twin of the sharded collection in ``module`` over the same tables, to ask something of it
-    that its training is not to notice.
+    """Yields a twin of the sharded collection in ``module`` that shares its tables.
 
-    The first batch tells a sharded collection in which order features come: the twin has yet to
-    learn it. What the tables' kernels count of their calls is put back in the end.
+    The twin computes outputs without side effects on training. A sharded collection learns the
+    order of its features from the first batch, so the twin starts without this state. The kernels'
+    call counts are restored at the end.
     """
     collection = collection_of(module, prefix)
     twin = copy.copy(collection)
     twin.__dict__ = {
         name: copy.copy(value) if isinstance(value, dict | list) else value
         for name, value in collection.__dict__.items()
-        if name != "forward"  # that of a pipeline, which looks ahead
+        if name != "forward"  # a pipeline's forward prefetches batches
     }
     twin.__dict__.update(
         _has_uninitialized_input_dist=True,
@@ -80,7 +80,7 @@ def asked_apart(module: torch.nn.Module, prefix: str = "") -> Iterator[Any]:
     )
     counts = [
         (kernel, name, copy.deepcopy(getattr(kernel, name)))
-        for lookup in collection._lookups  # a list, which modules() does not look into
+        for lookup in collection._lookups  # a list, which modules() does not traverse
         for kernel in lookup.modules()
         for name in _COUNTS
         if hasattr(kernel, name)
@@ -93,27 +93,27 @@ def asked_apart(module: torch.nn.Module, prefix: str = "") -> Iterator[Any]:
 
 
 def collection_of(module: torch.nn.Module, prefix: str = "") -> Any:
-    """The sharded collection that describe_sharded describes."""
+    """Returns the sharded collection that describe_sharded describes."""
     return _chosen(module, prefix)[1]
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
-    """Whether a sharded collection is in ``module``."""
+    """Returns whether ``module`` is or holds a sharded collection."""
     return any(True for _ in _collections(module))
 
 
 def rank() -> int:
-    """Of this process; 0 where it is alone."""
+    """Returns the rank of this process; 0 without a process group."""
     from torch import distributed
 
     return distributed.get_rank() if distributed.is_initialized() else 0
 
 
 def plan_of(module: torch.nn.Module, prefix: str = "") -> Plan:
-    """How the tables of the sharded collection in ``module`` lie over its ranks.
+    """Returns the sharding plan of the sharded collection in ``module``.
 
     Raises:
-        InvalidModelError: as describe_sharded, or a table is sharded in a way that is not served.
+        InvalidModelError: as in describe_sharded, or serving does not support a table's sharding.
     """
     from embedserve_store.plans.planner import from_torchrec
 
@@ -125,8 +125,7 @@ def plan_of(module: torch.nn.Module, prefix: str = "") -> Plan:
 def save_tables(module: torch.nn.Module, folder: str | os.PathLike[str], prefix: str = "") -> None:
     """Saves the tables of ``module`` under ``prefix``, and nothing else, as a checkpoint.
 
-    A collective: all ranks of the default process group call it, with one ``folder`` that all
-    of them see.
+    This is a collective: all ranks of the default process group call it, and all see ``folder``.
     """
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -136,12 +135,12 @@ def save_tables(module: torch.nn.Module, folder: str | os.PathLike[str], prefix:
 
 
 def checksums_of(module: torch.nn.Module, prefix: str = "") -> dict[str, NDArray[np.uint64]]:
-    """Returns by table of ``module`` under ``prefix`` the checksum of each row (row_checksums.py).
+    """Returns the checksum of each row (row_checksums.py), by table name under ``prefix``.
 
-    A collective: each rank adds up its own shards, and the ranks their sums.
+    This is a collective: each rank sums up its own shards, and an all-reduce adds the ranks' sums.
 
     Raises:
-        InvalidModelError: a table is sharded in a way whose shards are not known.
+        InvalidModelError: a table's tensor type has shards that cannot be read.
     """
     import torch
     from torch import distributed
@@ -162,7 +161,7 @@ def checksums_of(module: torch.nn.Module, prefix: str = "") -> dict[str, NDArray
 
 
 def _own_shards(table: str, value: Any) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yields the first row, the first column and the values of each shard that this rank counts."""
+    """Yields first row, first column and values of each shard that this rank sums up."""
     import torch
     from torch.distributed._shard.sharded_tensor import ShardedTensor
     from torch.distributed.tensor import DTensor
@@ -172,7 +171,7 @@ def _own_shards(table: str, value: Any) -> Iterator[tuple[int, int, torch.Tensor
             row, column = shard.metadata.shard_offsets
             yield row, column, shard.tensor
     elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-        if rank() == 0:  # a replica is on every rank
+        if rank() == 0:  # every rank has a replica
             yield 0, 0, value
     else:
         raise InvalidModelError(
@@ -182,7 +181,7 @@ def _own_shards(table: str, value: Any) -> Iterator[tuple[int, int, torch.Tensor
 
 
 def _collective_device() -> torch.device:
-    """Returns where tensors of the default process group's collectives lie."""
+    """Returns the device of tensors for collectives of the default process group."""
     import torch
     from torch import distributed
 
@@ -191,7 +190,10 @@ def _collective_device() -> torch.device:
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Inside DMP and DDP, whose names do not appear in the keys of a state dict."""
+    """Returns the module inside a DistributedModelParallel.
+
+    The wrappers DMP and DDP do not appear in the keys of a state dict.
+    """
     from torchrec.distributed import DistributedModelParallel
 
     return module.module if isinstance(module, DistributedModelParallel) else module

@@ -1,7 +1,7 @@
-"""Which collections a prefix means: the same for a module and for every kind of checkpoint.
+"""Selects collections by prefix, in the same way for a module and for every kind of checkpoint.
 
-A prefix is the dotted path of a collection from the beginning of the keys, as a module's state dict
-has them and a checkpoint keeps them. Never imports torch.
+A prefix is the dotted path of a collection, from the beginning of the keys. A checkpoint keeps the
+keys of the module's state dict. Never imports torch.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 TOP = "."
-"""Names the top level, whose collection has the path ""."""
+"""Prefix that names the top level, whose collection has the path ""."""
 
 
 def at_prefix(paths: Iterable[str], prefix: str) -> list[str]:
-    """Those of ``paths`` that ``prefix`` means: itself, or where there is no such path all under
-    it; "" means all.
+    """Returns the paths that ``prefix`` selects.
+
+    A prefix selects the equal path, or if there is none, all paths under it. "" selects all paths.
 
     >>> at_prefix(["a.ebc", "a.ec", "b.ebc"], "a.ebc"), at_prefix(["a.ebc", "a.ec", "b.ebc"], "a")
     (['a.ebc'], ['a.ebc', 'a.ec'])
@@ -28,5 +29,5 @@ def at_prefix(paths: Iterable[str], prefix: str) -> list[str]:
 
 
 def shown(paths: Iterable[str]) -> list[str]:
-    """``paths`` as a prefix says them."""
+    """Returns ``paths`` as prefixes: "." for the top level, without duplicates."""
     return [path or TOP for path in dict.fromkeys(paths)]

@@ -1,7 +1,7 @@
-"""The rows of one table of a source, whatever they come from, read piece by piece.
+"""Defines how the rows of a source's table are read, block by block.
 
-Sources give them, the writer of a version reads them once from first to last, and the goldens
-read a few. Nobody holds a whole table. Imports torch only when called.
+Every source implements TableRows. The version writer reads the rows once, from first to last, and
+the goldens read a few rows. A whole table is never in memory. Imports torch only when called.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
     import torch
 
 SOURCE_DTYPES = ("float32", "float16", "bfloat16")
-"""What rows may come as. bfloat16 rows are stored as the float32 that they are exactly."""
+"""Dtypes of a source's rows. bfloat16 rows are stored as float32, which represents them exactly."""
 
 
 class TableRows(Protocol):
-    """A table's rows [rows, dim] in a source."""
+    """Rows [rows, dim] of a table in a source."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
 
     @property
     def dtype(self) -> str:
-        """One of SOURCE_DTYPES."""
+        """Dtype of the rows, one of SOURCE_DTYPES."""
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Rows [stop - start, dim] on the CPU, in the source's dtype.
+        """Returns rows [stop - start, dim] on the CPU, in the source's dtype.
 
         Raises:
-            StoreError: the source cannot be read there.
+            StoreError: the rows cannot be read.
         """
 
     def gather(self, numbers: NDArray[np.int64]) -> torch.Tensor:
-        """The rows of ``numbers`` [n, dim], as ``read``."""
+        """Returns the rows ``numbers`` as [n, dim]; device and dtype are as in ``read``."""
 
 
 class TensorRows:
@@ -52,7 +52,7 @@ class TensorRows:
 
     @property
     def is_meta(self) -> bool:
-        """Whether there are no values."""
+        """Returns whether the tensor is on the meta device and has no values."""
         return self._tensor.is_meta
 
     @property
@@ -74,9 +74,9 @@ class TensorRows:
 
 
 def checksums_of(rows: TableRows, first_column: int = 0) -> NDArray[np.uint64]:
-    """Returns the checksum of each row (row_checksums.py), read by blocks.
+    """Returns the checksum of each row (row_checksums.py), reading the rows in blocks.
 
-    ``first_column`` is the column of the table that the rows, of a column-wise shard, begin at.
+    ``first_column`` is the table's column at which the rows begin, for a column-wise shard.
     """
     count, dim = rows.shape
     step = max(1, BLOCK_BYTES // (4 * dim))
@@ -90,7 +90,10 @@ def checksums_of(rows: TableRows, first_column: int = 0) -> NDArray[np.uint64]:
 def source_rows(
     rows: Mapping[str, TableRows],
 ) -> Callable[[TableSpec, NDArray[np.int64]], NDArray[np.float32]]:
-    """Gives the float32 values [n, dim] of a table's rows in ``rows`` (by table)."""
+    """Returns a function that reads the float32 values [n, dim] of a table's rows.
+
+    ``rows`` holds the rows of each table, by table name.
+    """
 
     def rows_of(table: TableSpec, wanted: NDArray[np.int64]) -> NDArray[np.float32]:
         result: NDArray[np.float32] = rows[table.name].gather(wanted).float().numpy()

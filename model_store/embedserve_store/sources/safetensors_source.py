@@ -1,7 +1,8 @@
-"""Safetensors files as rows: one file, or a folder of them as large models are saved.
+"""Reads the rows of safetensors files: a single file, or a folder of files of a large model.
 
-Reads the headers by hand, for the byte offsets, and the values with preadv. A folder's index
-file is not needed: the headers say the same. There is no code in such a file to run.
+The headers are parsed here, for the byte offsets, and the values are read with preadv. A folder's
+index file is not needed, because the headers hold the same information. The format holds no code to
+run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from embedserve_store.sources.file_rows import FileRows, Rectangle, SourceFile
 
 SUFFIX = ".safetensors"
 _HEADER_BYTES_MAX = 100_000_000
-"""As the safetensors library has it."""
+"""Maximum size in bytes of a header, the limit of the safetensors library."""
 _DTYPES = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
@@ -27,15 +28,15 @@ _DTYPES = {
     "F8_E5M2": ("float8_e5m2", 1),
 }
 _SHARDED = "DCP_SHARDING_INFO"
-"""In the metadata of files that each hold one rank's shards."""
+"""Metadata key of files that each hold the shards of one rank."""
 
 
 def open_safetensors(path: Path) -> tuple[dict[str, FileRows], tuple[str, ...]]:
-    """The 2-D floating-point tensors of a .safetensors file or of those in a folder, and the
-    names of all other entries.
+    """Returns the 2-D floating-point tensors of a file or folder, and all other keys.
 
     Raises:
-        StoreError: a file cannot be read, is truncated or malformed, or two have one entry.
+        StoreError: a file cannot be read, is truncated or malformed, or two files have the same
+            key.
     """
     paths = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
     tensors: dict[str, FileRows] = {}
@@ -55,7 +56,7 @@ def open_safetensors(path: Path) -> tuple[dict[str, FileRows], tuple[str, ...]]:
 
 
 def _header(file: SourceFile) -> tuple[Mapping[str, Any], int]:
-    """The entries of the header, and the byte where the values begin."""
+    """Returns the entries of the header, and the byte offset at which the values begin."""
     with file.path.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         if not 2 <= size <= min(file.size - 8, _HEADER_BYTES_MAX):
@@ -76,7 +77,7 @@ def _header(file: SourceFile) -> tuple[Mapping[str, Any], int]:
 
 
 def _rows(file: SourceFile, begin: int, entry: Any, where: str) -> FileRows | None:
-    """None for an entry that is not a 2-D floating-point tensor."""
+    """Returns the rows of an entry; None if it is not a 2-D floating-point tensor."""
     try:
         kind, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, first, last]

@@ -1,6 +1,7 @@
-"""A state dict in memory as one flat mapping: its tables apart from all else.
+"""Flattens an in-memory state dict, and separates its tables from all other entries.
 
-The same for what torch.load gave, where tensors have no values yet, and for a live model's.
+Handles the result of torch.load, whose tensors have no values yet, and the state dict of a live
+model.
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ if TYPE_CHECKING:
     import torch
 
 _DEPTH_MAX = 32
-"""Levels of nested dicts; a checkpoint that contains itself has no end."""
+"""Maximum levels of nested dicts. The limit stops at a checkpoint that contains itself."""
 
 
 def split(
     state_dict: Mapping[Any, Any], where: str
 ) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
-    """The plain 2-D floating-point tensors, and the names of all else.
+    """Returns the plain 2-D floating-point tensors by key, and the keys of all other entries.
 
-    Nested dicts give keys joined by dots.
+    The keys of nested dicts are joined by dots.
+
+    Args:
+        where: start of error messages.
 
     Raises:
-        StoreError: led by ``where``; two entries have one key, or nesting has no end.
+        StoreError: two entries have the same key, or dicts are nested too deeply.
     """
     tensors: dict[str, torch.Tensor] = {}
     others: dict[str, None] = {}
@@ -40,7 +44,10 @@ def split(
 
 
 def is_table_like(value: Any) -> bool:
-    """Whether it is a plain 2-D floating-point tensor: no subclass, not sharded, not sparse."""
+    """Returns whether ``value`` is a plain 2-D floating-point tensor.
+
+    Tensor subclasses, sharded tensors and sparse tensors are not plain.
+    """
     import torch
 
     return (
@@ -48,7 +55,7 @@ def is_table_like(value: Any) -> bool:
         and value.layout == torch.strided
         and value.dim() == 2
         and value.is_floating_point()
-        and not value.is_neg()  # whose bytes are not its values but their negatives
+        and not value.is_neg()  # the bytes hold the negated values
     )
 
 

@@ -1,7 +1,7 @@
-"""What torch.save wrote, read without its values: the tensors' shapes and where they lie.
+"""Reads the shapes and file positions of tensors that torch.save wrote, without their values.
 
-The pickle inside is read with weights_only, so code in it never runs. Only torch's zip format
-(since torch 1.6) is read; a shard in a DCP folder is the same format inside a larger file.
+The pickle inside is read with weights_only, so its code never runs. Only torch's zip format (since
+torch 1.6) is supported. A shard in a DCP folder has the same format inside a larger file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
-"""Of a file in a zip: signature, lengths of its name and extra field."""
+"""Local file header in a zip archive: signature, and lengths of file name and extra field."""
 
 
 class _Slice(io.RawIOBase):
@@ -54,10 +54,17 @@ class _Slice(io.RawIOBase):
 
 
 class Archive:
-    """One torch.save archive: ``content`` with meta tensors, and their places in the file."""
+    """An archive of torch.save: ``content`` with meta tensors, and their positions in the file."""
 
     def __init__(self, file: SourceFile, start: int, length: int, where: str) -> None:
-        """Raises StoreError, led by ``where``: not what torch.save writes, or code in it."""
+        """Reads the archive's index and content.
+
+        Args:
+            where: start of error messages.
+
+        Raises:
+            StoreError: the archive cannot be read, torch.save did not write it, or it holds code.
+        """
         self._file = file
         self._start = start
         self._where = where
@@ -74,12 +81,15 @@ class Archive:
     def rectangles(
         self, tensor: torch.Tensor, row: int = 0, column: int = 0
     ) -> Iterator[Rectangle]:
-        """Where the 2-D ``tensor`` of ``content`` lies, at ``row`` and ``column`` of its table.
+        """Yields the rectangles in the file of the 2-D ``tensor`` of ``content``.
 
-        One rectangle, or one for each column where the values of a row do not follow each other.
+        There is one rectangle, or one per column if the values of a row are not contiguous.
+
+        Args:
+            row, column: position of the tensor in its table.
 
         Raises:
-            StoreError: its values are outside of its record of the archive.
+            StoreError: the tensor's values extend beyond its record in the archive.
         """
         rows, columns = tensor.shape
         if not tensor.numel():
@@ -97,7 +107,7 @@ class Archive:
             yield Rectangle(self._file, first, row_stride, row, rows, column + i, 1)
 
     def _record(self, tensor: torch.Tensor, begin: int, end: int) -> int:
-        """Offset in the archive of the record that holds bytes [begin, end) of the tensor."""
+        """Returns the archive offset of the record that holds bytes [begin, end) of the tensor."""
         offset: Any = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         size = self._records.get(offset, -1)
         if min(begin, *tensor.stride()) < 0 or end > size:
@@ -108,7 +118,7 @@ class Archive:
 
 
 def _stored_records(view: io.BufferedReader[Any], where: str) -> dict[int, int]:
-    """Byte offset and size of every record that is stored as it is."""
+    """Returns the size of every uncompressed record, by its byte offset."""
     if view.peek(4)[:4] != b"PK\x03\x04":
         raise StoreError(
             f"{where}: not a file of torch.save in its zip format: truncated, of another kind, "
@@ -155,7 +165,7 @@ def _load(view: io.BufferedReader[Any], where: str) -> Any:
 
 
 def _refusal(message: str) -> str:
-    """What torch would not load, as one line and without its advice to allow code."""
+    """Returns torch's load error as a line, without its advice to allow code."""
     forbidden = re.search(r"GLOBAL (\S+)", message)
     if forbidden and "sharded_tensor" in forbidden[1]:
         return (
@@ -172,9 +182,9 @@ def _refusal(message: str) -> str:
 
 
 def open_torch_file(path: Path) -> tuple[dict[str, FileRows], tuple[str, ...]]:
-    """The 2-D floating-point tensors of what torch.save wrote, and the names of all else.
+    """Returns the 2-D floating-point tensors of a file, and the keys of all other entries.
 
-    Nested dicts give keys joined by dots.
+    The keys of nested dicts are joined by dots.
 
     Raises:
         StoreError: the file cannot be read, holds code or objects, or is not a dict.

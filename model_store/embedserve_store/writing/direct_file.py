@@ -1,9 +1,9 @@
-"""New files that are written once from front to back, large ones past the page cache.
+"""Writes new files once, from front to back, and large files past the page cache.
 
-A file of tens of gigabytes would push out of memory what is in use, such as the tables that this
-host serves, and copying it through the page cache takes the processor longer than the disk. The
-file is then on disk, not in memory, until someone reads it. Where the file system knows no direct
-writes, and for small files, writing is as usual.
+A file of tens of gigabytes would evict other pages from memory, such as the tables that this host
+serves. Copying it through the page cache also takes more processor time than the disk needs. A file
+written directly is on disk and not in memory until it is read. Small files, and files on file
+systems without direct I/O, are written as usual.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Protocol
 
 DIRECT_BYTES_MIN = 1 << 30
-"""A smaller file is likely wanted again soon, and leaves room for others in memory."""
+"""Size in bytes from which a file is written directly. A smaller file is likely read again soon,
+and leaves room for other files in memory."""
 BUFFER_BYTES = 8 << 20
-"""A multiple of every disk's block, as direct writes need it."""
+"""Bytes of the write buffer, a multiple of every disk's block size, as direct I/O requires."""
 
 
 class Writer(Protocol):
@@ -28,10 +29,10 @@ class Writer(Protocol):
 
 @contextmanager
 def new_file(path: Path, nbytes: int) -> Iterator[Writer]:
-    """The new file ``path``, which will have ``nbytes``; on disk when the block ends.
+    """Opens the new file ``path`` of ``nbytes`` bytes. The file is on disk when the block ends.
 
     Raises:
-        OSError: as the file system says, for instance when the disk is full.
+        OSError: an error of the file system, such as a full disk.
     """
     direct = _open_direct(path) if nbytes >= DIRECT_BYTES_MIN else None
     if direct is None:
@@ -49,7 +50,10 @@ def new_file(path: Path, nbytes: int) -> Iterator[Writer]:
 
 
 def _open_direct(path: Path) -> int | None:
-    """None where the file system refuses direct writes; there is no file then."""
+    """Opens the new file ``path`` for direct I/O.
+
+    Returns None, and leaves no file, if the file system rejects direct I/O.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT
     try:
         return os.open(path, flags, 0o666)
@@ -61,11 +65,11 @@ def _open_direct(path: Path) -> int | None:
 
 
 class _DirectWriter:
-    """Gathers what is written in an aligned buffer, and writes that whenever it is full."""
+    """Collects written bytes in an aligned buffer, and writes the buffer whenever it is full."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))  # begins on a page
+        self._buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))  # page-aligned
         self._filled = 0
 
     def write(self, data: bytes | memoryview, /) -> None:
@@ -79,7 +83,7 @@ class _DirectWriter:
                 self._flush()
 
     def finish(self) -> None:
-        """Writes what is left, which need not be whole blocks, and syncs."""
+        """Writes the rest, which need not be whole blocks, and syncs the file."""
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self._flush()

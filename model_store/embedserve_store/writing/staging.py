@@ -1,10 +1,11 @@
-"""Makes a version appear whole or not at all: staging folder, sync, rename.
+"""Publishes a version whole or not at all: staging folder, sync, rename.
 
-A version is written into a hidden folder beside the published ones and, when complete, made
-read-only and renamed.
-Readers ignore hidden folders, so what a killed publisher leaves behind is never seen; the next
-publisher removes it. A locked file beside the folder says that its publisher lives: the file
-is there before the folder and until after it, so a folder that nobody locks has no owner.
+A version is written into a hidden folder beside the published versions. When complete, it is made
+read-only and renamed. Readers ignore hidden folders, so they never see the remains of a killed
+publisher. The next publisher removes them.
+
+A locked file beside the folder shows that its publisher is alive. The file exists before the folder
+is created and until after it is removed. A folder without a locked file therefore has no owner.
 """
 
 from __future__ import annotations
@@ -28,17 +29,20 @@ logger = logging.getLogger(__name__)
 STAGING = ".staging-"
 LOCK = ".lock"
 LOCK_ATTEMPTS = 100
-"""Another publisher that cleans up may take our file away before we have locked it."""
+"""Attempts to lock a new lock file, which another publisher's cleanup may remove first."""
 RENAME_ATTEMPTS = 100
-"""Other publishers of the same model may take a number between our look and our rename."""
+"""Attempts to rename the staging folder. Another publisher of the model may take the version number
+between the listing and the rename."""
 WRITE_BITS = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 CHMOD_REFUSED = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS)
-"""As file systems say that have no modes, or let nobody change them."""
+"""Errors of ``chmod`` on file systems that have no modes, or do not allow changing them."""
 
 
 def check_writable(folder: Path) -> None:
-    """Raises StoreError unless ``folder``, or where it is missing what it would lie in, is a
-    folder that can be written; touches nothing."""
+    """Raises StoreError unless ``folder`` can be written.
+
+    If ``folder`` does not exist, its nearest existing parent is checked. Changes nothing.
+    """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise StoreError(f"{folder}: cannot be written: {there} is not a folder")
@@ -47,8 +51,16 @@ def check_writable(folder: Path) -> None:
 
 
 def check_room(folder: Path, needed_bytes: int, spare: str = "") -> None:
-    """Raises NoRoomError where the file system of ``folder`` (or of what it would lie in) has
-    less room than ``needed_bytes``; ``spare`` says what of these is a reserve."""
+    """Raises NoRoomError if the disk of ``folder`` has less than ``needed_bytes`` free.
+
+    Args:
+        folder: a folder that may not exist yet; its nearest existing parent is checked.
+        spare: part of the error message that names the reserve within ``needed_bytes``.
+
+    Raises:
+        NoRoomError: there is too little free space.
+        StoreError: the file system stores no files, such as /proc.
+    """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     usage = shutil.disk_usage(there)
     if usage.free < needed_bytes:
@@ -62,12 +74,13 @@ def check_room(folder: Path, needed_bytes: int, spare: str = "") -> None:
 
 @contextmanager
 def staging_folder(model_folder: Path) -> Iterator[Path]:
-    """A new hidden folder in ``model_folder`` (made if need be), removed unless it was renamed.
+    """Creates a hidden folder in ``model_folder``, and removes it at the end unless it was renamed.
 
-    First removes what killed publishers left, last ``model_folder`` if it is empty.
+    Creates ``model_folder`` if needed. First removes the remains of killed publishers. At the end
+    removes ``model_folder`` if it is empty.
 
     Raises:
-        OSError: the folder cannot be made.
+        OSError: the folder cannot be created.
     """
     staging, lock = _claim_folder(model_folder)
     try:
@@ -82,16 +95,16 @@ def staging_folder(model_folder: Path) -> Iterator[Path]:
 
 
 def _claim_folder(model_folder: Path) -> tuple[Path, int]:
-    """An unused name for a staging folder, and the open file that is locked for it.
+    """Returns an unused name for a staging folder, and the descriptor of its locked lock file.
 
     Raises:
-        OSError: ``model_folder`` or the file cannot be made.
-        StoreError: other publishers took every file away.
+        OSError: ``model_folder`` or the lock file cannot be created.
+        StoreError: other publishers removed the lock file at every attempt.
     """
     for _ in range(LOCK_ATTEMPTS):
         _make_folders(model_folder)
         staging = model_folder / f"{STAGING}{secrets.token_hex(8)}"
-        # Missing: a publisher that failed has just removed the model's empty folder.
+        # FileNotFoundError: a publisher that failed has just removed the model's empty folder.
         with suppress(FileNotFoundError):
             lock = _lock(staging, locked_if_unsupported=True)
             if lock is not None:
@@ -100,9 +113,10 @@ def _claim_folder(model_folder: Path) -> tuple[Path, int]:
 
 
 def _lock(staging: Path, *, locked_if_unsupported: bool) -> int | None:
-    """The locked file of ``staging``, made if need be; None if someone else has or removed it.
+    """Opens and locks the lock file of ``staging``, which is created if needed.
 
-    Where the file system knows no locks, publishers go without and nobody cleans up.
+    Returns None if another process holds the lock or has removed the file. Where the file system
+    has no locks, publishers continue without them and remove no abandoned folders.
     """
     path = _lock_path(staging)
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -127,7 +141,7 @@ def _remove_abandoned(model_folder: Path) -> None:
     """Removes the staging folders and files in ``model_folder`` that no publisher has locked."""
     names = {name.removesuffix(LOCK) for name in os.listdir(model_folder)}
     for name in sorted(name for name in names if name.startswith(STAGING)):
-        # Another user's, or just removed by who owned it.
+        # OSError: the file belongs to another user, or its owner has just removed it.
         with suppress(OSError):
             lock = _lock(model_folder / name, locked_if_unsupported=False)
             if lock is not None:
@@ -136,33 +150,36 @@ def _remove_abandoned(model_folder: Path) -> None:
 
 
 def _remove(staging: Path) -> None:
-    """Removes a staging folder, if it is still there, and then its file, which is locked."""
+    """Removes a staging folder, if it still exists, and then its locked lock file."""
     shutil.rmtree(staging, ignore_errors=True)
     with suppress(OSError):
         _lock_path(staging).unlink()
 
 
 def _make_folders(folder: Path) -> None:
-    """As mkdir -p, each new folder synced into its parent."""
+    """Creates a folder and its parents, and syncs each new folder into its parent."""
     if folder.is_dir():
         return
     _make_folders(folder.parent)
-    # Another publisher may have made it, and may by now have failed and removed it.
+    # Another publisher may have created the folder, or may since have failed and removed it.
     with suppress(FileExistsError):
         folder.mkdir()
     sync(folder.parent)
 
 
 def publish_staged(staging: Path, write_manifest: Callable[[int], None]) -> int:
-    """Renames ``staging``, its files read-only, to the next version number, which it returns.
+    """Makes ``staging`` read-only, renames it to the next version number, and returns the number.
 
-    ``write_manifest`` writes the manifest for a version number with write_synced, in place of one
-    for the number before. Two publishers never clobber one another: renaming onto a version fails,
-    and the later one takes the next number.
+    Two publishers never overwrite each other. A rename onto an existing version fails, and the
+    later publisher takes the next number.
+
+    Args:
+        write_manifest: writes the manifest for a version number with write_synced. It replaces the
+            manifest of the previous attempt.
 
     Raises:
-        OSError: as the file system says.
-        StoreError: other publishers took every number tried.
+        OSError: an error of the file system.
+        StoreError: other publishers took the number at every attempt.
     """
     model_folder = staging.parent
     for _ in range(RENAME_ATTEMPTS):
@@ -184,10 +201,10 @@ def publish_staged(staging: Path, write_manifest: Callable[[int], None]) -> int:
 
 
 def make_read_only(folder: Path) -> None:
-    """Takes the write bits from every file in ``folder`` and flushes each to disk.
+    """Removes the write permission from every file in ``folder`` and flushes each file to disk.
 
-    The folder keeps its own, so that whoever owns a version can remove it. The checksums are what
-    readers rely on: where the file system refuses, the files stay as they are.
+    The folder stays writable, so that its owner can remove the version. Where the file system
+    rejects the change, the files stay writable: readers rely on the checksums.
     """
     for path in folder.iterdir():
         try:
@@ -209,7 +226,7 @@ def sync(path: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Writes a small file, in place of one that is there, and flushes it to disk."""
-    path.unlink(missing_ok=True)  # it may be read-only
+    """Writes a small file, replacing an existing one, and flushes it to disk."""
+    path.unlink(missing_ok=True)  # the existing file may be read-only
     path.write_bytes(data)
     sync(path)

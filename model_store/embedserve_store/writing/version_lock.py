@@ -1,7 +1,9 @@
-"""A version in use is held: its manifest.json is locked, shared, which whoever removes it sees.
+"""Locks versions in use, so that they are not removed.
 
-The kernel lets go of it with the process, however that ends. Processes that were forked hold it
-together. Where a file system knows no locks nobody is seen: that is logged once, and goes on.
+A process that uses a version holds a shared lock on its manifest.json. A process that removes
+versions sees the lock. The kernel releases the lock when the process ends, for any reason. Forked
+processes share the lock. On a file system without locks, versions in use are not detected; this is
+logged once.
 """
 
 from __future__ import annotations
@@ -24,14 +26,16 @@ HELD_FILE = "manifest.json"
 
 
 class VersionLock:
-    """Of one version, let go with the last reference to it. A process that was forked meanwhile has
-    one of its own."""
+    """Shared lock on a version, released with the last reference to this object.
+
+    A process forked while the lock is held has its own copy.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     def __del__(self) -> None:
-        # Not unlocked: the lock is that of forked processes, too.
+        # The descriptor is closed, not unlocked, because forked processes share the lock.
         os.close(self._descriptor)
 
 
@@ -40,10 +44,10 @@ class HeldError(StoreError):
 
 
 def hold(folder: Path) -> VersionLock:
-    """Holds the version in ``folder``.
+    """Takes the lock that keeps the version in ``folder`` from being removed.
 
     Raises:
-        StoreError: it is not there, cannot be read, or is being removed.
+        StoreError: the version does not exist, cannot be read, or is being removed.
     """
     path = folder / HELD_FILE
     try:
@@ -61,15 +65,15 @@ def hold(folder: Path) -> VersionLock:
 
 @contextmanager
 def unheld(folder: Path) -> Iterator[None]:
-    """Within, nobody holds the version in ``folder``, nor begins to.
+    """Holds an exclusive lock on the version in ``folder``, so that no process uses or opens it.
 
     Raises:
-        HeldError: somebody holds it.
-        OSError: it cannot be opened.
+        HeldError: another process holds the version.
+        OSError: the manifest cannot be opened.
     """
     try:
         descriptor = os.open(folder / HELD_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:  # then nobody can open it
+    except FileNotFoundError:  # no process can open the version
         yield
         return
     try:
@@ -81,15 +85,17 @@ def unheld(folder: Path) -> Iterator[None]:
 
 
 def remove_unheld(folder: Path, check: Callable[[], None] | None = None) -> None:
-    """Removes the version in ``folder`` in one step: it is moved aside, and then emptied. What is
-    left where that is cut short, whoever publishes or removes next takes away.
+    """Removes the version in ``folder`` in one step: moves it aside, then deletes its files.
+
+    If the deletion is interrupted, the next publisher or removal deletes the rest.
 
     Args:
-        check: called once nobody can find the version; where it raises, it is put back.
+        check: called once the version has been moved aside. If it raises, the version is moved
+            back.
 
     Raises:
-        HeldError: somebody holds it.
-        OSError: it cannot be removed.
+        HeldError: another process holds the version.
+        OSError: the version cannot be removed.
     """
     with unheld(folder), staging_folder(folder.parent) as aside:
         os.rename(folder, aside / folder.name)
@@ -103,7 +109,7 @@ def remove_unheld(folder: Path, check: Callable[[], None] | None = None) -> None
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Whether nobody else has what contradicts."""
+    """Tries to take the lock. Returns False if another process holds a conflicting lock."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
