@@ -1,4 +1,4 @@
-"""The model store: publishes embedding tables as immutable versions, and opens them.
+"""Model store: publishes embedding tables as immutable versions, and opens them.
 
     from embedserve_store import ModelStore, publish, verify
 

@@ -1,7 +1,7 @@
-"""Opens published versions, and refuses what is not exactly as it was published.
+"""Lists and opens published versions, and rejects versions whose files were changed.
 
-``LocalStore`` lists and loads; loading reads the small files whole and maps the tables, so its
-time does not grow with them (verification.py reads every byte). Never imports torch or writes.
+Loading reads the small files whole and maps the tables, so its time does not grow with the tables.
+verification.py reads every byte. Never imports torch or writes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ from embedserve_store.plans.plan import Plan
 from embedserve_store.writing.version_lock import hold
 
 SMALL_FILE_BYTES_MAX = 256 << 20
-"""Manifest, plan and goldens are read whole; a larger one was not published by this code."""
+"""Maximum bytes of a manifest, plan or goldens file, which is read whole; 256 MiB.
+
+This code publishes no larger file.
+"""
 
 
 class LocalStore:
-    """A folder of published models: STORE/MODEL/VERSION/."""
+    """Folder of published models: STORE/MODEL/VERSION/."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def models(self) -> list[str]:
-        """Names of the models that have a version, sorted.
+        """Returns the sorted names of the models that have a version.
 
         Raises:
             StoreError: the store cannot be read.
@@ -45,7 +48,9 @@ class LocalStore:
         return [name for name in names if (self.path / name).is_dir() and self.versions(name)]
 
     def versions(self, model: str) -> list[int]:
-        """Published versions of ``model``, ascending; whatever else is in its folder is ignored.
+        """Returns the published versions of ``model``, ascending.
+
+        Other entries of the model's folder are ignored.
 
         Raises:
             StoreError: the store or the model does not exist or cannot be read.
@@ -60,27 +65,31 @@ class LocalStore:
         return [number for number in version_numbers(folder) if (folder / str(number)).is_dir()]
 
     def load(self, model: str, version: int | None = None) -> ModelVersion:
-        """One version of ``model``, the highest unless ``version`` says which; held (hold.py) until
-        nothing refers to it.
+        """Opens a version of ``model``, by default the highest.
+
+        The version is locked against removal (version_lock.py) until nothing refers to it.
 
         Raises:
-            StoreError: it does not exist, or one of its files is missing, damaged, of another
-                format version, or contradicts another. Rows are not read: see verification.py.
+            StoreError: the version does not exist. Or one of its files is missing, damaged, of
+                another format version, or contradicts another file. Rows are not read: see
+                verification.py.
         """
         chosen = self._find(model, version)
         return _load(self.path / model / str(chosen), model, chosen)
 
     def manifest(self, model: str, version: int | None = None) -> Manifest:
-        """Of one version, the highest unless ``version`` says which; raises StoreError."""
+        """Reads the manifest of a version, by default the highest; raises StoreError."""
         chosen = self._find(model, version)
         return _read_manifest(self.path / model / str(chosen) / "manifest.json", model, chosen)
 
     def files_beside(self, model: str, what: str) -> list[str]:
-        """Paths NAME/FILE below the folder ``what`` beside the versions of ``model``, such as that
-        of its aliases; raises StoreError."""
+        """Returns the paths NAME/FILE in the folder ``what``, which lies beside the versions.
+
+        ``what`` is for example the folder of the aliases of ``model``. Raises StoreError.
+        """
         folder = self.path / model / what
         if not folder.is_dir():
-            self.versions(model)  # says what there is not
+            self.versions(model)  # raises if the store or the model does not exist
             return []
         return [
             f"{name}/{file}"
@@ -90,7 +99,7 @@ class LocalStore:
         ]
 
     def read_beside(self, model: str, what: str, path: str) -> bytes:
-        """Of a path that files_beside gave."""
+        """Reads the file at ``path``, which files_beside returned."""
         return _read(self.path / model / what / path)
 
     def _find(self, model: str, version: int | None) -> int:

@@ -1,4 +1,4 @@
-"""The store that a user names, in a folder or behind a URL. Never imports torch or writes."""
+"""Model store in a folder or behind a URL. Never imports torch; writes only to the cache."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class ModelStore:
-    """Published models: STORE/MODEL/VERSION/, where STORE is a folder or a URL such as
-    s3://bucket/folder.
+    """Published models at STORE/MODEL/VERSION/.
+
+    STORE is a folder or a URL such as s3://bucket/folder.
 
     Attributes:
-        where: as it was given.
+        where: folder or URL of the store, as the caller passed it.
         is_remote: whether loading a version pulls it into the cache first.
     """
 
@@ -37,11 +38,11 @@ class ModelStore:
     ) -> None:
         """
         Args:
-            cache: a folder for the versions of remote stores. Default: ``default_cache``.
-            progress: told of pulls.
+            cache: folder for the versions of remote stores. Default: ``default_cache``.
+            progress: callback that reports the progress of pulls.
 
         Raises:
-            StoreError: what this kind of URL needs is not installed.
+            StoreError: a package that this kind of URL needs is not installed.
         """
         self.where = os.fspath(where)
         self.is_remote = is_url(self.where)
@@ -54,39 +55,40 @@ class ModelStore:
             self._store = LocalStore(self.where)
 
     def models(self) -> list[str]:
-        """Names of the models that have a version, sorted.
+        """Returns the sorted names of the models that have a version.
 
         Raises:
-            StoreError: the store cannot be read; so for every method here.
+            StoreError: the store cannot be read. Every method of this class raises it then.
         """
         return self._store.models()
 
     def versions(self, model: str) -> list[int]:
-        """Published versions of ``model``, ascending."""
+        """Returns the published versions of ``model``, ascending."""
         return self._store.versions(model)
 
     def manifest(self, model: str, version: int | str | None = None) -> Manifest:
-        """What a version is, the highest unless ``version`` says which; nothing of it is mapped or
-        pulled.
+        """Reads the manifest of a version, by default the highest.
+
+        The version is neither mapped nor pulled.
 
         Raises:
-            StoreError: it does not exist, or its manifest is damaged.
+            StoreError: the version does not exist, or its manifest is damaged.
         """
         return self._store.manifest(model, self._number(model, version))
 
     def aliases(self, model: str) -> dict[str, Alias]:
-        """The aliases of ``model`` by name, sorted, each as it is now."""
+        """Returns the current aliases of ``model`` by name, sorted."""
         changes = self.alias_changes(model)
         now = {name: self._alias(model, name, max(numbers)) for name, numbers in changes.items()}
         return {name: one for name, one in sorted(now.items()) if one.version is not None}
 
     def alias_history(self, model: str, name: str) -> list[Alias]:
-        """The changes of an alias, the last one first; none where there is no such alias."""
+        """Returns the changes of an alias, the latest first; none if the alias does not exist."""
         numbers = self.alias_changes(model).get(name, [])
         return [self._alias(model, name, number) for number in sorted(numbers, reverse=True)]
 
     def alias(self, model: str, name: str) -> Alias:
-        """An alias as it is now; raises UnknownAliasError where there is none."""
+        """Returns the current state of an alias; raises UnknownAliasError if it does not exist."""
         changes = self.alias_changes(model)
         alias = self._alias(model, name, max(changes[name])) if name in changes else None
         if alias is None or alias.version is None:
@@ -97,12 +99,12 @@ class ModelStore:
         return alias
 
     def note_numbers(self, model: str, version: int) -> list[int]:
-        """Of the notes of a version, ascending; none is read."""
+        """Returns the numbers of a version's notes, ascending, without reading the notes."""
         found = map(note.parse_file_name, self._store.files_beside(model, note.FOLDER))
         return sorted(one[1] for one in found if one is not None and one[0] == version)
 
     def notes(self, model: str, version: int) -> list[note.Note]:
-        """What was noted of a version, the first note first."""
+        """Returns the notes of a version, the oldest first."""
         return [self._note(model, version, one) for one in self.note_numbers(model, version)]
 
     def _note(self, model: str, version: int, number: int) -> note.Note:
@@ -111,12 +113,14 @@ class ModelStore:
         return note.parse_note(text, model, version, number, where)
 
     def load(self, model: str, version: int | str | None = None) -> ModelVersion:
-        """One version of ``model``, by its number or an alias, the highest unless told; held, so
-        that it is not removed, until nothing refers to it.
+        """Opens a version of ``model`` by its number or an alias, by default the highest.
+
+        The version is locked against removal until nothing refers to it.
 
         Raises:
-            StoreError: it does not exist, or one of its files is missing, damaged, of another
-                format version, or contradicts another. Rows are not read: see verification.py.
+            StoreError: the version does not exist. Or one of its files is missing, damaged, of
+                another format version, or contradicts another file. Rows are not read: see
+                verification.py.
             OSError: the cache cannot be written.
         """
         store, number = self._store, self._number(model, version)
@@ -125,15 +129,17 @@ class ModelStore:
         loaded = None
         with contextlib.suppress(NoRoomError):
             loaded = store.load(model, number)
-        if loaded is None:  # older versions make room first
+        if loaded is None:  # retries after older versions have been dropped to free space
             self._tidy(store, model, store.old(model, kept=1))
             loaded = store.load(model, number)
         self._tidy(store, model, store.old(model))
         return loaded
 
     def _tidy(self, store: RemoteStore, model: str, old: list[int]) -> None:
-        """Drops of the versions ``old`` from the cache what is neither open nor named by an
-        alias."""
+        """Drops from the cache the versions of ``old`` that are neither open nor named by an alias.
+
+        If the aliases cannot be read, nothing is dropped.
+        """
         if not old:
             return
         try:
@@ -146,7 +152,10 @@ class ModelStore:
                 store.drop(model, number)
 
     def resolve(self, model: str, version: int | str | None = None) -> int:
-        """The number of the version that is meant: the highest, or an alias's; not opened."""
+        """Returns the number of a version, of an alias's version, or of the highest version.
+
+        The version is not opened.
+        """
         number = self._number(model, version)
         if number is not None:
             return number
@@ -156,7 +165,7 @@ class ModelStore:
         return published[-1]
 
     def _number(self, model: str, version: int | str | None) -> int | None:
-        """``version``, or where it is an alias that one's."""
+        """Returns ``version`` as a number, resolving an alias to its version."""
         if not isinstance(version, str):
             return version
         if VERSION_PATTERN.fullmatch(version):
@@ -164,7 +173,7 @@ class ModelStore:
         return self.alias(model, version).version
 
     def alias_changes(self, model: str) -> dict[str, list[int]]:
-        """The numbers of all changes, by the name of their alias; no file is read."""
+        """Returns the numbers of all changes by alias name, without reading a file."""
         changes: dict[str, list[int]] = {}
         for found in map(parse_file_name, self._store.files_beside(model, FOLDER)):
             if found is not None:

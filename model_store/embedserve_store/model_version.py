@@ -1,6 +1,6 @@
-"""One published version that was opened: what is known of it, and its rows.
+"""An opened version: its manifest, plan, rows and goldens.
 
-local_store.py opens it, which checks it. Never imports torch, never writes.
+local_store.py opens and checks it. Never imports torch, never writes.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from embedserve_store.writing.version_lock import VersionLock
 
 @dataclass(frozen=True)
 class ModelVersion:
-    """One published version, checked, its tables mapped."""
+    """A published version that has been checked, with its tables mapped."""
 
     path: Path
     manifest: Manifest
     plan: Plan
     tables: TablesFile
     id_maps: Mapping[str, IdMap]
-    """Of the tables whose id rule is map, mapped too."""
+    """Id maps of the tables whose id rule is "map", by table name; mapped from ids.safetensors."""
     hold: VersionLock | None = field(default=None, compare=False, repr=False)
-    """What keeps it from being removed."""
+    """Lock that prevents the removal of the version."""
 
     @cached_property
     def translator(self) -> IdTranslator:
         return IdTranslator(self.manifest, self.id_maps)
 
     def goldens(self) -> Goldens:
-        """Raises StoreError: the file is no longer as it was published."""
+        """Reads the goldens; raises StoreError if the file has changed since it was published."""
         path = self.path / "goldens.safetensors"
         try:
             return load_goldens(path, self.manifest, self.translator)

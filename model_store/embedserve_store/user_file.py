@@ -1,4 +1,7 @@
-"""Reads what a person wrote by hand, and refuses a checkpoint given in its place unread."""
+"""Reads text files that users write, such as constraints.
+
+Rejects a large file, such as a checkpoint passed by mistake, without reading it whole.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ TEXT_BYTES_MAX = 16 << 20
 
 
 def read_user_file(path: Path) -> str:
-    """The UTF-8 text of ``path``.
+    """Returns the UTF-8 text of the file at ``path``.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is larger than anyone writes, or not text.
+        OSError: the file cannot be read.
+        ValueError: the file is larger than TEXT_BYTES_MAX (16 MiB), or is not UTF-8 text.
     """
     with path.open("rb") as file:
         data = file.read(TEXT_BYTES_MAX + 1)

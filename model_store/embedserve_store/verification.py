@@ -1,4 +1,4 @@
-"""Reads every byte of an opened version and compares it with the checksums in its manifest.
+"""Verifies every byte of an opened version against the checksums in its manifest.
 
 Never imports torch, never writes.
 """
@@ -22,10 +22,10 @@ from embedserve_store.model_version import ModelVersion
 def verify(version: ModelVersion, progress: Progress | None = None) -> None:
     """Reads every byte of ``version`` and compares it with the checksums in its manifest.
 
-    Of a version of format version 1 the manifest itself has no checksum.
+    In format version 1 the manifest itself has no checksum.
 
     Raises:
-        StoreError: a file or table is not as it was published.
+        StoreError: a file or table has changed since it was published.
     """
     manifest_path = version.path / "manifest.json"
     check_seal(_read(manifest_path), str(manifest_path))
@@ -55,19 +55,22 @@ def _verify_id_maps(version: ModelVersion) -> None:
         return
     path = version.path / "ids.safetensors"
     IdMaps.open(path, version.manifest.tables).verify()
-    # Opening has compared what the header says; this is about the spaces around it.
+    # Opening has compared the parsed header. This compares its bytes, including the padding.
     data = _read_header(path)
     _check_header(path, encode_header(json.loads(data[LENGTH_BYTES:])))
 
 
 def _check_header(path: Path, expected: bytes) -> None:
-    """A header says nothing that the manifest does not, so it needs no checksum."""
+    """Raises StoreError unless the header of ``path`` equals ``expected``.
+
+    A header follows from the manifest, so it needs no checksum.
+    """
     if _read_header(path) != expected:
         raise StoreError(f"{path}: its header is not as it was published")
 
 
 def _read_header(path: Path) -> bytes:
-    """Everything in front of the data of a safetensors file."""
+    """Returns the bytes of a safetensors file before its data: header length and header."""
     try:
         with open(path, "rb") as file:
             length = file.read(LENGTH_BYTES)

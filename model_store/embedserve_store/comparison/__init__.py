@@ -1,3 +1,1 @@
-"""What is different between two versions: version_diff.py compares them, table by table, and
-row_diff.py the rows of one table.
-"""
+"""Compares two versions: version_diff.py table by table, and row_diff.py the rows of a table."""

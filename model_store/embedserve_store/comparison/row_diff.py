@@ -1,7 +1,7 @@
-"""How far the rows of one table moved between two versions, added up block by block.
+"""Measures how the rows of a table changed between two versions, block by block.
 
-Takes stored rows of both and gives counts, distances and cosines; version_diff.py decides which
-tables are worth it. Never imports torch.
+Takes the stored rows of both versions and returns counts, distances and cosines. version_diff.py
+selects the tables to compare. Never imports torch.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from embedserve_store.format.tables_file import BLOCK_BYTES
 
 @dataclass(frozen=True)
 class RowDiff:
-    """How the rows that two tables of one width both have differ, by their numbers.
+    """Difference between the rows of two tables of equal width, compared by row number.
 
-    A changed row's relative distance is |after - before| / |before| over the values that a lookup
-    adds up. A row that was all zeros before has none: it counts in rows_from_zero and in no mean.
+    The relative distance of a changed row is |after - before| / |before|, over the values that a
+    lookup adds up. A row that changes from all zeros has no relative distance. It counts in
+    rows_from_zero and in no mean.
     """
 
     rows: int
-    """Compared: as many as the smaller table has."""
+    """Number of compared rows: the rows of the smaller table."""
     rows_changed: int = 0
-    """Of other stored bytes; where the dtypes differ, of other values."""
+    """Number of rows whose stored bytes differ, or whose values differ if the dtypes do."""
     rows_from_zero: int = 0
-    """Of those changed."""
+    """Number of changed rows that were all zeros before."""
     relative_l2_mean: float = 0.0
     relative_l2_max: float = 0.0
     row_max: int | None = None
-    """The row of relative_l2_max; None where no changed row has a relative distance."""
+    """Number of the row with relative_l2_max; None if no changed row has a relative distance."""
     cosine_mean: float = 1.0
-    """Over the rows of relative_l2_mean; a row that is all zeros after counts as 0."""
+    """Mean cosine over the rows of relative_l2_mean. A row that is now all zeros counts as 0."""
 
     @property
     def share_changed(self) -> float:
@@ -43,7 +44,7 @@ class RowDiff:
 
 
 class RowComparison:
-    """Adds up a RowDiff over blocks of rows; holds a few times BLOCK_BYTES."""
+    """Accumulates a RowDiff over blocks of rows, in a few times BLOCK_BYTES of memory."""
 
     def __init__(self, before: TableSpec, after: TableSpec) -> None:
         self._specs = before, after
@@ -53,11 +54,11 @@ class RowComparison:
 
     @property
     def block_rows(self) -> int:
-        """Rows whose float64 values fill a block."""
+        """Number of rows whose float64 values fill a block of BLOCK_BYTES; at least 1."""
         return max(1, BLOCK_BYTES // (8 * self._specs[0].embedding_dim))
 
     def add(self, before: NDArray[np.uint8], after: NDArray[np.uint8]) -> None:
-        """The next rows of both tables as stored, [n, row_bytes] each, contiguous."""
+        """Adds the next stored rows of both tables, contiguous uint8 [n, row_bytes] each."""
         changed = self._changed_rows(before, after)
         old, new = self._values(0, before[changed]), self._values(1, after[changed])
         old_norm, new_norm = np.linalg.norm(old, axis=1), np.linalg.norm(new, axis=1)
@@ -76,14 +77,14 @@ class RowComparison:
         self, before: NDArray[np.uint8], after: NDArray[np.uint8]
     ) -> NDArray[np.intp]:
         if self._specs[0].dtype == self._specs[1].dtype:
-            # Rows are whole numbers of 2 bytes in every dtype, and words compare faster.
+            # In every dtype a row is a multiple of 2 bytes, and 2-byte words compare faster.
             differs = before.view("<u2") != after.view("<u2")
         else:
             differs = self._values(0, before) != self._values(1, after)
         return np.flatnonzero(differs.any(axis=1))
 
     def _values(self, which: int, rows: NDArray[np.uint8]) -> NDArray[np.float64]:
-        """float64, in which the squares of all float32 values have room."""
+        """Returns the values as float64, in which the square of any float32 value fits."""
         spec = self._specs[which]
         return dequantize_rows(rows, spec.dtype, spec.embedding_dim).astype(np.float64)
 
@@ -127,7 +128,10 @@ def _cosine(
     norms: NDArray[np.float64],
     moved: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """1 for rows whose values are the same, both zero included; 0 where one of two is zero."""
+    """Returns the cosine of each pair of rows.
+
+    Rows with equal values have 1, also if both are zero. A pair with a single zero row has 0.
+    """
     cosine = _divide(np.einsum("ij,ij->i", old, new), norms, 0)
     cosine[moved == 0] = 1
     return cosine

@@ -1,7 +1,7 @@
-"""Compares two versions: which tables came, went or changed, and how far their rows moved.
+"""Compares two versions: tables added, removed and changed, and how their rows changed.
 
-Tables of equal checksums are not read, the others are streamed in blocks of rows, so memory does
-not grow with them. Rows are compared by number. Never imports torch, never writes.
+Tables with equal checksums are not read. Other tables are read in blocks of rows, so memory does
+not grow with their size. Rows are compared by number. Never imports torch, never writes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TableDiff:
-    """A table that both versions have."""
+    """Difference of a table that both versions have."""
 
     before: TableSpec
     after: TableSpec
     changes: tuple[str, ...]
-    """What is different but rows and layout, for a person, such as "dtype float32 to int8"."""
+    """Readable differences other than rows and layout, such as "dtype float32 to int8"."""
     rows: RowDiff | None
-    """None where the dims differ: there is nothing to compare."""
+    """Difference of the rows; None if the dims differ, so that rows cannot be compared."""
 
     @property
     def is_changed(self) -> bool:
@@ -37,16 +37,16 @@ class TableDiff:
 
 @dataclass(frozen=True)
 class VersionDiff:
-    """What is different in one version, called after, from another, called before."""
+    """Difference of a version, called after, from another version, called before."""
 
     added: tuple[TableSpec, ...]
     removed: tuple[TableSpec, ...]
     tables: tuple[TableDiff, ...]
-    """Those of both, in the order of after."""
+    """Differences of the tables that both versions have, in the order of after."""
     layout: tuple[str, ...]
-    """How the layout differs, for a person."""
+    """Readable differences of the layout."""
     plan: str
-    """How the plans differ, for a person; empty where they are the same."""
+    """Readable differences of the plans; empty if the plans are equal."""
 
     @property
     def is_changed(self) -> bool:
@@ -57,7 +57,7 @@ class VersionDiff:
 def compare(
     before: ModelVersion, after: ModelVersion, progress: Progress | None = None
 ) -> VersionDiff:
-    """What is different in ``after``; the two may be of different models and stores.
+    """Returns how ``after`` differs from ``before``, which may be of another model or store.
 
     ``progress`` counts the bytes of ``after`` that are compared, or known to be equal.
     """

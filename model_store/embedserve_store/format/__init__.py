@@ -1,7 +1,9 @@
-"""What the files of a version are: manifest.py, manifest_file.py and seal.py are about
-manifest.json, layout.py about what of it callers know, coverage.py about what
-of it was compared with the training model, table_spec.py and id_rule.py about a table
-in it (json_fields.py reads any), tables_file.py about
-tables.safetensors (row_layout.py about the bytes of a row, safetensors_file.py about the
-container), and version_folder.py about the rest.
+"""Defines the files of a version, and of its aliases and notes.
+
+manifest.py, manifest_file.py and manifest_checksum.py define manifest.json. table_spec.py and
+id_rule.py define a table in it, and json_fields.py reads fields of any JSON. layout.py defines the
+layout of a model that callers depend on. coverage.py records the comparison with the training
+model. tables_file.py defines tables.safetensors, row_layout.py the bytes of a row, and
+safetensors_file.py the container. version_folder.py names the folders of versions, and alias.py and
+note.py define the files beside them. regular_file.py rejects paths that are not regular files.
 """

@@ -1,8 +1,8 @@
-"""An alias: a name for a version of a model, such as stable, that can be moved to another one.
+"""Defines aliases: names such as "stable" for a version of a model, which can be moved.
 
-STORE/MODEL/aliases/NAME/NUMBER.json, one small sealed file for each change; the highest number
-holds. Files are added and never changed, so that a reader finds the change before or the one after,
-and who moved an alias, when and why stays known.
+Each change is a small sealed file, STORE/MODEL/aliases/NAME/NUMBER.json. The change with the
+highest number applies. Files are added and never changed, so a reader finds the state before or
+after a change. The files also record the author, time and reason of each change.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from embedserve_store.format.manifest_checksum import check_seal, sealed_json
 from embedserve_store.format.version_folder import VERSION_PATTERN
 
 FORMAT_VERSION = 2
-"""1 has no seal (seal.py)."""
+"""Format version of alias files, which have a seal (manifest_checksum.py); version 1 had none."""
 FOLDER = "aliases"
 NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 RESERVED = ("latest", "none")
-"""Names that mean something by themselves."""
+"""Names that cannot be aliases, because they have another meaning in place of a version."""
 _FILE_PATTERN = re.compile(rf"({VERSION_PATTERN.pattern})\.json")
 
 
 @dataclass(frozen=True)
 class Alias:
-    """One change of an alias."""
+    """A change of an alias."""
 
     model: str
     name: str
     number: int
-    """Of the change: 1 for the first."""
+    """Number of the change, from 1."""
     version: int | None
-    """None: the alias was removed."""
+    """Version that the alias points to; None if the change removes the alias."""
     who: str
     when: str
-    """ISO 8601, UTC."""
+    """Time of the change: ISO 8601, UTC."""
     why: str
     share: float = 0.0
-    """Of the requests that name the model and no version, in percent: what servers of it are to
-    answer with this version, where another answers the rest."""
+    """Percentage of the requests that name the model without a version. Servers route these
+    requests to this version; another version serves the rest."""
     shadow: float = 0.0
-    """Of the batches of the version that answers the rest, in percent: what this one is to look up,
-    too, to be compared."""
+    """Percentage of that other version's batches that this version also looks up, so that servers
+    compare the results."""
 
     def to_bytes(self) -> bytes:
         return sealed_json(
@@ -64,7 +64,7 @@ class Alias:
 
 
 def check_name(name: str) -> None:
-    """Raises StoreError unless an alias may be called so."""
+    """Raises StoreError unless ``name`` is valid for an alias."""
     if not NAME_PATTERN.fullmatch(name) or name in RESERVED:
         raise StoreError(
             f"alias name {name!r}: use up to 64 letters, digits, '_', '-' and '.', begin with a "
@@ -73,12 +73,12 @@ def check_name(name: str) -> None:
 
 
 def file_name(name: str, number: int) -> str:
-    """In the folder of the model."""
+    """Returns the path of a change, relative to the folder of the model."""
     return f"{FOLDER}/{name}/{number}.json"
 
 
 def parse_file_name(path: str) -> tuple[str, int] | None:
-    """(name, number) of a path below FOLDER; None for whatever else lies there.
+    """Returns (name, number) of a path below FOLDER; None if the path is not that of a change.
 
     >>> parse_file_name("stable/12.json"), parse_file_name("stable/.new-3")
     (('stable', 12), None)
@@ -89,10 +89,13 @@ def parse_file_name(path: str) -> tuple[str, int] | None:
 
 
 def parse_alias(text: bytes, model: str, name: str, number: int, where: str) -> Alias:
-    """The change ``number`` of an alias. ``where`` names the file in errors.
+    """Parses change ``number`` of an alias from ``text``.
+
+    Args:
+        where: name of the file in errors.
 
     Raises:
-        StoreError: it is damaged, or another's.
+        StoreError: the file is damaged, or belongs to another model, alias or number.
     """
     data = parse_json(text, where)
     if not isinstance(data, dict) or data.get("format_version") != FORMAT_VERSION:

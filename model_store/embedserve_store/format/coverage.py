@@ -1,4 +1,4 @@
-"""Says what of a version was compared with the training model's own answers."""
+"""Records which parts of a version were compared with the training model's own outputs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format.json_fields import typed
 
 COMPARED = "compared"
-"""In Manifest.source: a Coverage; absent where nothing was compared."""
+"""Key of the Coverage in Manifest.source; absent if nothing was compared."""
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a comparison with the training model's answers could tell.
+    """Coverage of a comparison with the training model's outputs.
 
     Attributes:
         examples: number of examples that were compared.
-        rows: number of distinct rows that were compared, by table; all of a table that has
+        rows: number of distinct rows that were compared, by table; all rows of a table that has
             checksums.
-        pooling: pooling of each key whose vectors tell it from the other pooling; empty in versions
-            that were published before this was noted.
-        unchecked: what the inputs could not tell, a clause for each feature, and for weights.
+        pooling: pooling of each key whose vectors distinguish sum from mean; empty in versions
+            that were published before poolings were recorded.
+        unchecked: properties that the inputs could not verify, as a clause for each feature, and
+            for weights.
     """
 
     examples: int
@@ -41,10 +42,10 @@ class Coverage:
 
     @classmethod
     def from_source(cls, source: dict[str, Any], where: str) -> Self | None:
-        """Returns the coverage that Manifest.source has; None where it has none.
+        """Returns the coverage in Manifest.source; None if it has none.
 
         Args:
-            where: names the file in errors.
+            where: name of the file in errors.
 
         Raises:
             StoreError: a field is missing or has another type.

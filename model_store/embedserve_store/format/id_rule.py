@@ -1,4 +1,4 @@
-"""Ids as callers have them: the rule by which each table turns an id into a row number.
+"""Defines id rules: how each table turns a caller's id into a row number.
 
 A rule is a frozen value that the manifest stores. Never imports torch.
 """
@@ -15,38 +15,39 @@ RULES = ("rows", "modulo", "map")
 ID_TYPES = ("int64", "string")
 UNKNOWN = ("error", "skip", "row")
 ENTRIES_MAX = 2**32 - 1
-"""Maps hold positions and rows as uint32."""
+"""Maximum number of entries of a map, and maximum row in it; maps store both as uint32."""
 
 
 @dataclass(frozen=True)
 class IdRule:
-    """How ids of a table become row numbers.
+    """Rule by which the ids of a table become row numbers.
 
     rows: an id is a row number. modulo: row = id mod modulus + offset, where mod is never
-    negative, as in Python and torch.remainder. map: a stored vocabulary says the row.
+    negative, as in Python and torch.remainder. map: a stored vocabulary has the row of each id.
     """
 
     rule: str = "rows"
     modulus: int = 0
-    """modulo only: 1 to the table's rows."""
+    """Divisor of the rule modulo, from 1 to the table's number of rows."""
     offset: int = 0
-    """modulo only."""
+    """First row of the rule modulo."""
     id_type: str = "int64"
-    """map only: int64, or string (UTF-8, known by their 64-bit hash)."""
+    """Id type of the rule map: int64, or string (UTF-8, stored as 64-bit hashes)."""
     entries: int = 0
-    """map only: ids in the vocabulary."""
+    """Number of ids in the vocabulary of the rule map."""
     sha256: str = ""
-    """map only: of the table's tensors in ids.safetensors, hexadecimal."""
+    """Hexadecimal sha256 of the table's tensors in ids.safetensors, for the rule map."""
     examples: tuple[str, ...] = field(default=(), compare=False)
-    """map of strings only: some that the vocabulary holds, since their hashes tell nobody."""
+    """Some strings of the vocabulary, for the rule map with strings. Servers use them in example
+    requests, because hashes cannot be converted back to strings."""
     unknown: str = "error"
-    """What becomes of an id that has no row, for rows and map: error refuses the request, skip
-    leaves it out of its bag, row looks up default_row instead."""
+    """Handling of an id that has no row, for the rules rows and map: error rejects the request,
+    skip leaves the id out of its bag, row looks up default_row instead."""
     default_row: int = 0
-    """Where unknown is row."""
+    """Row that is looked up for unknown ids, if unknown is row."""
 
     def to_json(self) -> dict[str, Any]:
-        """Only what the rule uses."""
+        """Returns the fields that the rule uses, as JSON."""
         data: dict[str, Any] = {"rule": self.rule}
         if self.rule == "modulo":
             return data | {"modulus": self.modulus, "offset": self.offset}
@@ -61,14 +62,19 @@ class IdRule:
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> IdRule:
-        """Raises StoreError, led by ``where``: unknown or missing keys, or of a wrong type."""
+        """Returns the rule in ``data`` (parsed JSON).
+
+        Raises:
+            StoreError: a key is unknown, missing or of a wrong type. The message begins with
+                ``where``.
+        """
         if not isinstance(data, Mapping):
             raise StoreError(f"{where}: expected a JSON object")
         rule = data.get("rule")
         if rule not in RULES:
             raise StoreError(f"{where}: rule is {rule!r}, expected one of {', '.join(RULES)}")
         if rule == "rows":
-            data = {"unknown": "error"} | dict(data)  # format 1 has no more than the rule
+            data = {"unknown": "error"} | dict(data)  # format version 1 stores the rule only
         names = [one.name for one in fields(cls)]
         given = {name: data[name] for name in names if name in data}
         if isinstance(given.get("examples"), list):
@@ -82,8 +88,10 @@ class IdRule:
         return result
 
     def check(self, num_embeddings: int, where: str) -> None:
-        """Raises StoreError, led by ``where``, unless the rule makes sense for a table of
-        ``num_embeddings`` rows."""
+        """Raises StoreError unless the rule is valid for a table of ``num_embeddings`` rows.
+
+        The message begins with ``where``.
+        """
         self._check_types(where)
         _check_choice("rule", self.rule, RULES, where)
         _check_choice("id_type", self.id_type, ID_TYPES, where)
@@ -105,7 +113,7 @@ class IdRule:
     def _check_types(self, where: str) -> None:
         for one in fields(self):
             value, kind = getattr(self, one.name), type(one.default)
-            if type(value) is not kind:  # a bool is no int here
+            if type(value) is not kind:  # isinstance would accept a bool as an int
                 raise StoreError(f"{where}: {one.name} is {value!r}, expected {kind.__name__}")
         if not all(isinstance(one, str) for one in self.examples):
             raise StoreError(f"{where}: examples is {list(self.examples)}, expected strings")
@@ -122,7 +130,7 @@ class IdRule:
 
 
 ROW_NUMBERS = IdRule()
-"""The rule of a table that says none."""
+"""Default rule of a table: ids are row numbers, and unknown ids are errors."""
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...], where: str) -> None:

@@ -1,4 +1,4 @@
-"""JSON files, and fields of parsed JSON or YAML, each of the type that it must have."""
+"""Parses JSON files, and reads fields of parsed JSON or YAML with a check of their types."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from embedserve_store.errors import StoreError
 
 
 def parse_json(text: bytes, where: str) -> Any:
-    """What a JSON file says, or StoreError, led by ``where``, if it is none."""
+    """Parses JSON. Raises StoreError, with a message that begins with ``where``, if it fails."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -17,7 +17,10 @@ def parse_json(text: bytes, where: str) -> Any:
 
 
 def typed(data: dict[str, Any], key: str, kind: type, where: str) -> Any:
-    """``data[key]``, or StoreError, led by ``where``, unless it is of type ``kind``."""
+    """Returns ``data[key]``, and raises StoreError unless it is of type ``kind``.
+
+    The message begins with ``where``. A bool is not accepted as an int.
+    """
     value = data.get(key)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise StoreError(f"{where}: {key} is {value!r}, expected {kind.__name__}")

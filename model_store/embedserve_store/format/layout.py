@@ -1,8 +1,8 @@
-"""The layout of a model: what its callers, and the ranker behind them, must know of it.
+"""Compares the layouts of models: the properties that callers and their rankers depend on.
 
-The keys of an answer with their order, widths and tables, how they are pooled, how the ids of each
-feature are read, and whether they have weights. Rows, dtypes, vocabularies and plans are no part of
-it: a model is trained again with the same layout.
+The layout has the keys of a response with their order, widths, tables and poolings. It has the id
+rule of each feature, and whether requests carry weights. Rows, dtypes, vocabularies and plans do
+not belong to it, because retraining changes them while the layout stays.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ _OF_A_VOCABULARY = ("entries", "sha256", "examples")
 
 
 def layout_changes(before: Manifest, after: Manifest) -> tuple[str, ...]:
-    """How the layout of ``after`` is another than that of ``before``, a line each for a person;
-    none where it is the same."""
+    """Returns the readable differences between two layouts, a line each; none if they are equal."""
     return (*_keys(before, after), *_features(before, after))
 
 
@@ -57,16 +56,16 @@ def _features(before: Manifest, after: Manifest) -> Iterator[str]:
 
 
 def _rules(manifest: Manifest) -> dict[str, str]:
-    """By feature, in words."""
+    """Returns the id rule of each feature, in words."""
     rules = zip(manifest.rule_per_feature, manifest.rows_per_feature, strict=True)
     return dict(zip(manifest.features, (_describe(*one) for one in rules), strict=True))
 
 
 def _describe(rule: IdRule, rows: int) -> str:
-    """All of a rule but its vocabulary, such as "map int64 unknown skip"."""
+    """Describes a rule without its vocabulary, such as "map int64 unknown skip"."""
     data = {key: value for key, value in rule.to_json().items() if key not in _OF_A_VOCABULARY}
     if rule.rule == "modulo" and rule.modulus == rows - rule.offset:
-        data["modulus"] = "all rows"  # however many there are
+        data["modulus"] = "all rows"  # a larger table with the same rule has an equal layout
     shown = [data.pop("rule")]
     for key, value in data.items():
         value = f"{value:,}" if isinstance(value, int) else value

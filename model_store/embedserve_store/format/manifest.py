@@ -1,7 +1,7 @@
-"""The manifest: what one published version contains, as frozen values and as JSON.
+"""Defines the manifest: the content of a published version, as frozen values and as JSON.
 
-Reads and writes manifest.json and checks that it makes sense by itself. It never looks at
-the other files of the version (local_store.py does) and never imports torch.
+Converts a manifest from and to JSON, and checks its consistency. Never reads the other files of
+the version (local_store.py does). Never imports torch.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from embedserve_store.format.table_spec import (
 
 FORMAT_VERSION = 2
 FORMAT_VERSIONS = (1, 2)
-"""What this code reads. Version 1 knew no id rules but rows, and no unpooled tables."""
+"""Format versions that this code reads. Version 1 has only the id rule rows, and only pooled
+tables."""
 GOLDENS = "goldens"
-"""In Manifest.source: what the goldens' answers were compared with, in words."""
+"""Key in Manifest.source of a text that describes the comparison of the goldens."""
 FROM_TRAINING = "compared with the training model's own answers"
 PARTLY_FROM_TRAINING = f"{FROM_TRAINING}, which cannot tell all"
 FROM_DESCRIPTION = "of the rows, pooled as described: not compared with the training model"
 CHECKED_FILES = ("plan.json", "goldens.safetensors")
-"""Files whose sha256 the manifest holds as a whole; tables.safetensors is checked by table."""
+"""Files for which the manifest has a sha256 of the whole file. tables.safetensors has a sha256 for
+each table."""
 
 
 @dataclass(frozen=True)
 class KeyColumns:
-    """Where one key of the answer lies: columns [start, end) of its values."""
+    """Columns [start, end) that a key has in the values of a response."""
 
     key: str
     feature: int
-    """Position in Manifest.features of the feature that is looked up."""
+    """Index in Manifest.features of the feature that is looked up."""
     table: TableSpec
     start: int
     end: int
@@ -47,27 +49,27 @@ class KeyColumns:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one version of a model is: its tables in order, and everything derived from them."""
+    """Content of a version: its tables in order, and the properties derived from them."""
 
     model: str
     version: int
     tables: tuple[TableSpec, ...]
     is_weighted: bool
-    """As the source EmbeddingBagCollection was built: its callers pass weights."""
+    """Whether callers pass weights, as the source EmbeddingBagCollection was built."""
     source: dict[str, Any] = field(default_factory=dict)
-    """Where the model came from: kind of source and where it lay, time, versions of the libraries,
-    what the goldens were compared with, and under "meta" what its publisher said."""
+    """Origin of the model: kind and location of the source, time, versions of the libraries, the
+    comparison of the goldens, and the publisher's own fields under "meta"."""
     files: dict[str, str] = field(default_factory=dict)
-    """sha256 of plan.json and goldens.safetensors, hexadecimal."""
+    """Hexadecimal sha256 of plan.json and goldens.safetensors, by file name."""
 
     @cached_property
     def features(self) -> tuple[str, ...]:
-        """Features that requests may name (KJT keys), in order of first use by a table."""
+        """Returns the features that requests may name (KJT keys), in order of first use."""
         return tuple(dict.fromkeys(f for table in self.tables for f in table.feature_names))
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """Keys of the answer, in table order."""
+        """Returns the keys of the response, in table order."""
         return answer_keys(self.tables)
 
     @cached_property
@@ -76,7 +78,7 @@ class Manifest:
 
     @cached_property
     def columns(self) -> tuple[KeyColumns, ...]:
-        """The columns of the answer, key by key."""
+        """Returns the columns of the response, key by key."""
         position = {feature: i for i, feature in enumerate(self.features)}
         uses = [(table, feature) for table in self.tables for feature in table.feature_names]
         ends = accumulate(self.length_per_key)
@@ -87,12 +89,12 @@ class Manifest:
 
     @property
     def is_pooled(self) -> bool:
-        """False for an EmbeddingCollection: one row for each id, all of one width."""
+        """Returns False for an EmbeddingCollection, which returns one row per id, of one width."""
         return self.tables[0].pooling != "none"
 
     @cached_property
     def rule_per_feature(self) -> tuple[IdRule, ...]:
-        """Tables that share a feature have one rule."""
+        """Returns the id rule of each feature. Tables that share a feature have the same rule."""
         return tuple(
             next(table.ids for table in self.tables if feature in table.feature_names)
             for feature in self.features
@@ -100,7 +102,7 @@ class Manifest:
 
     @cached_property
     def rows_per_feature(self) -> tuple[int, ...]:
-        """For each feature, ids are row numbers below this: the rows of its smallest table."""
+        """Returns the upper bound of the row numbers of each feature: its smallest table's rows."""
         return tuple(
             min(table.num_embeddings for table in self.tables if feature in table.feature_names)
             for feature in self.features
@@ -123,11 +125,14 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> Manifest:
-        """The manifest in ``data`` (parsed JSON). ``where`` names the file in errors.
+        """Returns the manifest in ``data`` (parsed JSON).
+
+        Args:
+            where: name of the file in errors.
 
         Raises:
-            StoreError: a field is missing, of the wrong type or contradicts another, or the
-                format version is not one that this code reads.
+            StoreError: a field is missing, has the wrong type or contradicts another field, or
+                this code does not read the format version.
         """
         if not isinstance(data, dict):
             raise StoreError(f"{where}: expected a JSON object")

@@ -1,7 +1,7 @@
-"""What the bytes of manifest.json must hash to: its seal, the sha256 that it has of itself.
+"""Seals manifest.json: the file holds a sha256 of its own bytes.
 
-It has the sha256 of every other file or table, too: local_store.py checks those of the files that
-it reads whole, verification.py those of all.
+The manifest also holds the sha256 of every other file or table. local_store.py checks the files
+that it reads whole, and verification.py checks everything.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format.version_folder import to_json_bytes
 
 SEAL = "sha256"
-"""The manifest's last field: the sha256 of the file's bytes while it is BLANK."""
+"""Name of the manifest's last field: the sha256 of the file's bytes with BLANK in this field."""
 BLANK = "0" * 64
 UNSEALED_FORMAT_VERSION = 1
-"""Manifests of this format version have no seal."""
+"""Format version of manifests without a seal."""
 
 
 def sealed_json(data: Mapping[str, Any]) -> bytes:
-    """``data`` as the bytes of manifest.json, sealed anew if it was sealed."""
+    """Returns ``data`` as the bytes of manifest.json, with a new seal in place of any old seal."""
     unsealed = {key: value for key, value in data.items() if key != SEAL}
     blank = to_json_bytes(unsealed | {SEAL: BLANK})
     before, _, after = blank.rpartition(BLANK.encode())
@@ -31,14 +31,20 @@ def sealed_json(data: Mapping[str, Any]) -> bytes:
 
 
 def is_sealed(text: bytes) -> bool:
-    """False for the manifest.json (``text``) of a format version that had no seal yet."""
+    """Returns whether manifest.json (``text``) must have a seal; False only for version 1."""
     data = json.loads(text)
     return SEAL in data or data.get("format_version") != UNSEALED_FORMAT_VERSION
 
 
 def check_seal(text: bytes, where: str) -> None:
-    """Raises StoreError, led by ``where``, where a byte of manifest.json (``text``, known to be
-    a JSON object) is not as it was published; a manifest without a seal passes."""
+    """Raises StoreError if a byte of manifest.json has changed since it was published.
+
+    A manifest without a seal passes.
+
+    Args:
+        text: bytes of the file, known to be a JSON object.
+        where: name of the file, with which the message begins.
+    """
     if not is_sealed(text):
         return
     digest = json.loads(text).get(SEAL)
@@ -49,7 +55,7 @@ def check_seal(text: bytes, where: str) -> None:
 
 
 def check_sha256(found: str, expected: str, where: str) -> None:
-    """Raises StoreError, led by ``where``, unless the two are equal."""
+    """Raises StoreError, with a message that begins with ``where``, if the checksums differ."""
     if found != expected:
         raise StoreError(
             f"{where}: sha256 is {found}, the manifest has {expected}: changed since it was "

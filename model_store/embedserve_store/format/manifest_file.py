@@ -1,4 +1,4 @@
-"""manifest.json as its bytes: read, checked against its seal, and refused where it is damaged."""
+"""Parses the bytes of manifest.json and checks its seal."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from embedserve_store.format.manifest_checksum import check_seal
 
 
 def parse_manifest(text: bytes, where: str) -> Manifest:
-    """The manifest in ``text``. ``where`` names the file in errors.
+    """Returns the manifest in ``text``.
+
+    Args:
+        where: name of the file in errors.
 
     Raises:
-        StoreError: it is not JSON, not a manifest, or not as it was published.
+        StoreError: the text is not JSON, is not a manifest, or has changed since it was published.
     """
     manifest = Manifest.from_json(parse_json(text, where), where)
     check_seal(text, where)

@@ -1,7 +1,7 @@
-"""A note of a version: what became known of it after it was published, which itself never changes.
+"""Defines notes: remarks on a version that are added after it was published.
 
-STORE/MODEL/notes/VERSION/NUMBER.json, one small sealed file for each note, beside the versions.
-Files are added and never changed.
+A version itself never changes. Each note is a small sealed file beside the versions,
+STORE/MODEL/notes/VERSION/NUMBER.json. Files are added and never changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from embedserve_store.format.manifest_checksum import check_seal, sealed_json
 from embedserve_store.format.version_folder import VERSION_PATTERN
 
 FORMAT_VERSION = 2
-"""As an alias's."""
+"""Format version of note files, the same as that of alias files: both have a seal."""
 FOLDER = "notes"
 _PATH_PATTERN = re.compile(rf"({VERSION_PATTERN.pattern})/({VERSION_PATTERN.pattern})\.json")
 
@@ -25,10 +25,10 @@ class Note:
     model: str
     version: int
     number: int
-    """1 for the version's first."""
+    """Number of the note, from 1 for each version."""
     who: str
     when: str
-    """ISO 8601, UTC."""
+    """Time of the note: ISO 8601, UTC."""
     text: str
 
     def to_bytes(self) -> bytes:
@@ -46,12 +46,12 @@ class Note:
 
 
 def file_name(version: int, number: int) -> str:
-    """In the folder of the model."""
+    """Returns the path of a note, relative to the folder of the model."""
     return f"{FOLDER}/{version}/{number}.json"
 
 
 def parse_file_name(path: str) -> tuple[int, int] | None:
-    """(version, number) of a path below FOLDER; None for whatever else lies there.
+    """Returns (version, number) of a path below FOLDER; None if the path is not that of a note.
 
     >>> parse_file_name("7/2.json"), parse_file_name("7/.new-3")
     ((7, 2), None)
@@ -61,10 +61,13 @@ def parse_file_name(path: str) -> tuple[int, int] | None:
 
 
 def parse_note(text: bytes, model: str, version: int, number: int, where: str) -> Note:
-    """The note ``number`` of a version. ``where`` names the file in errors.
+    """Parses note ``number`` of a version from ``text``.
+
+    Args:
+        where: name of the file in errors.
 
     Raises:
-        StoreError: it is damaged, or another's.
+        StoreError: the file is damaged, or belongs to another model, version or number.
     """
     data = parse_json(text, where)
     found = data.get("format_version") if isinstance(data, dict) else None

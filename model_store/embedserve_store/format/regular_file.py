@@ -1,4 +1,4 @@
-"""What opening a path might wait for."""
+"""Rejects paths that are not regular files, because opening them could block."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from embedserve_store.errors import StoreError
 
 
 def stat_regular(path: Path) -> os.stat_result:
-    """The status of a regular file.
+    """Returns the status of a regular file.
 
     Raises:
-        StoreError: it is none. A named pipe, say, would be waited for.
-        OSError: there is none.
+        StoreError: the path is not a regular file. Opening a named pipe, for example, would block.
+        OSError: the path does not exist or cannot be read.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):

@@ -1,11 +1,10 @@
-"""Rows of a table as bytes: FBGEMM's inference layout.
+"""Encodes and decodes rows in FBGEMM's inference layout.
 
 float32 and float16 rows are plain little-endian numbers. An int8 or int4 row is its scale and
-its bias (float16 each), then the codes: value = code * scale + bias. An int4 byte holds two
-codes, the first in its low half. FBGEMM's quantize op puts scale and bias behind the codes, its
-inference kernels (TBE) read them in front: they are moved here. A row has
-a multiple of 4 columns: others are filled up, and no answer has what fills them. Nothing else knows
-the layout.
+bias (float16 each), then the codes: value = code * scale + bias. An int4 byte holds two codes, the
+first in its low half. FBGEMM's quantize op puts scale and bias behind the codes. Its inference
+kernels (TBE) read them in front, so this module moves them. A stored row is padded to a multiple of
+4 columns; responses do not contain the padding. No other module knows the layout.
 """
 
 from __future__ import annotations
@@ -24,20 +23,23 @@ _BITS = {"int8": 8, "int4": 4}
 
 
 def encode_rows(block: torch.Tensor, dtype: str) -> NDArray[np.uint8]:
-    """Rows [n, dim] (float32 or float16, on the CPU) as stored bytes [n, row_bytes]."""
+    """Encodes rows [n, dim] (float32 or float16, on the CPU) as stored bytes [n, row_bytes]."""
     import torch
 
     block = _filled_up(block, dtype)
     if dtype in _BITS:
         return _quantize(block, _BITS[dtype])
-    # Values beyond float16's range become infinite; unstorable_rows finds them.
+    # Values outside the range of float16 become infinite; unstorable_rows finds them.
     target = torch.float32 if dtype == "float32" else torch.float16
     return block.to(target).contiguous().numpy().view(np.uint8)
 
 
 def _filled_up(block: torch.Tensor, dtype: str) -> torch.Tensor:
-    """``block`` with as many columns as are stored: with zeros, or where a row's scale depends on
-    its values with one of these."""
+    """Pads ``block`` to the number of stored columns.
+
+    Float rows are padded with zeros. int8 and int4 rows are padded with their last value, so that
+    the padding does not change the row's scale.
+    """
     missing = stored_columns(block.shape[1]) - block.shape[1]
     if not missing:
         return block
@@ -57,14 +59,17 @@ def _quantize(block: torch.Tensor, bits: int) -> NDArray[np.uint8]:
 
 
 def unstorable_rows(rows: NDArray[np.uint8], dtype: str) -> NDArray[np.intp]:
-    """Numbers of the encoded rows whose values, scale or bias went beyond their dtype's range."""
+    """Returns the numbers of encoded rows with a value, scale or bias that is not finite.
+
+    Such a number was not finite in the source, or is outside the range of its stored dtype.
+    """
     numbers = np.ascontiguousarray(rows[:, :SCALE_BIAS_BYTES] if dtype in _BITS else rows)
     floats = numbers.view("<f4" if dtype == "float32" else "<f2")
     return np.flatnonzero(~np.isfinite(floats).all(axis=1))
 
 
 def dequantize_rows(rows: NDArray[np.uint8], dtype: str, dim: int) -> NDArray[np.float32]:
-    """Stored bytes [n, row_bytes] as the values [n, dim] that a lookup adds up."""
+    """Decodes stored bytes [n, row_bytes] to the values [n, dim] that a lookup adds up."""
     rows = np.ascontiguousarray(rows)
     if dtype in ("float32", "float16"):
         return rows.view("<f4" if dtype == "float32" else "<f2")[:, :dim].astype(np.float32)

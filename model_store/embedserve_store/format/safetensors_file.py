@@ -1,7 +1,7 @@
-"""A safetensors file that is mapped: its header written, and read back as exactly expected.
+"""Encodes headers of safetensors files, and maps such files after an exact check of the header.
 
-The file is an 8-byte length, a JSON header and the tensors' bytes without holes. The header is
-padded with spaces so that the data starts on a page. Knows nothing of what the tensors mean.
+A file is an 8-byte length, a JSON header and the tensors' bytes without gaps. The header is padded
+with spaces so that the data starts on a page. This module does not interpret the tensors.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from embedserve_store.format.regular_file import stat_regular
 
 PAGE_BYTES = 4096
 HEADER_BYTES_MAX = 100 << 20
-"""The limit of the safetensors library."""
+"""Maximum bytes of a header; 100 MiB is a little above the safetensors library's 100 MB."""
 
 LENGTH_BYTES = 8
-"""Of the header, in front of it."""
+"""Bytes of the header's length, which precedes the header."""
 
 Tensors = Mapping[str, Mapping[str, Any]]
-"""dtype, shape and data_offsets of each tensor, in the order of their bytes."""
+"""Dtype, shape and data_offsets of each tensor by name, in the order of their bytes."""
 
 
 def encode_header(tensors: Tensors) -> bytes:
-    """Everything in front of the data, a whole number of pages."""
+    """Returns the bytes before the data: length and header, padded to a whole number of pages."""
     text = json.dumps(tensors, separators=(",", ":")).encode()
     padding = -(LENGTH_BYTES + len(text)) % PAGE_BYTES
     text += b" " * padding
@@ -39,13 +39,14 @@ def encode_header(tensors: Tensors) -> bytes:
 
 
 def map_tensors(path: Path, expected: Tensors, *, few_reads: bool = False) -> NDArray[np.uint8]:
-    """The data of ``path``, mapped read-only from a page on, without reading a byte of it.
+    """Maps the data of ``path`` read-only, starting at a page, without reading the data.
 
     Args:
-        few_reads: what is not in memory is read page by page, not with all that follows it.
+        few_reads: turns read-ahead off (MADV_RANDOM), so that a page that is not in memory is read
+            alone.
 
     Raises:
-        StoreError: missing, truncated, or its header is not that of ``expected``.
+        StoreError: the file is missing or truncated, or its header differs from ``expected``.
     """
     try:
         stat_regular(path)

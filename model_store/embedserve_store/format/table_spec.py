@@ -1,8 +1,8 @@
-"""The one description of a table, and what makes a set of tables a model that can be served.
+"""Defines a table, and checks that a set of tables is a model that can be served.
 
-Frozen values, their JSON and their checks. A checkpoint's description gives it, a version's
-manifest stores it, and the server shows it. What a whole version is stands in manifest.py. Never
-imports torch.
+Has frozen values, their JSON and their checks. The description of a checkpoint contains tables, the
+manifest of a version stores them, and the server shows them. manifest.py defines a whole version.
+Never imports torch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from embedserve_store.format.json_fields import typed
 
 DTYPES = ("float32", "float16", "int8", "int4")
 CODES_MAX = {"int8": 255, "int4": 15}
-"""The largest code of each quantized dtype."""
+"""Largest code of each quantized dtype."""
 POOLINGS = ("sum", "mean", "none")
-"""none: an EmbeddingCollection's, one row for each id; all tables of a model or none have it."""
+"""Poolings of a table. "none" is that of an EmbeddingCollection, with one row for each id; either
+all tables of a model have it, or none."""
 SCALE_BIAS_BYTES = 4
-"""int8 and int4 rows begin with FBGEMM's scale and bias, float16 each."""
+"""Bytes of FBGEMM's scale and bias (float16 each), with which int8 and int4 rows begin."""
 COLUMN_MULTIPLE = 4
-"""Stored rows, and so column shards, have multiples of 4 columns: all of FBGEMM's quantizers and
-kernels, on CPU and CUDA, take these (its CPU kernels any, others multiples of 1, 2 or 4)."""
+"""Divisor of the number of columns of stored rows, and so of column shards. All of FBGEMM's
+quantizers and kernels accept multiples of 4 columns, on CPU and CUDA. Its CPU kernels accept any
+number, the others multiples of 1, 2 or 4."""
 BYTES_MAX = 2**63 - 1
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
@@ -33,29 +35,29 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 @dataclass(frozen=True)
 class TableSpec:
-    """One embedding table as stored: a torchrec EmbeddingBagConfig and its row layout."""
+    """An embedding table as stored: a torchrec EmbeddingBagConfig and its row layout."""
 
     name: str
     num_embeddings: int
     embedding_dim: int
     feature_names: tuple[str, ...]
     pooling: str
-    """sum or mean; none for a table of an EmbeddingCollection."""
+    """Pooling: sum or mean; none for a table of an EmbeddingCollection."""
     dtype: str
-    """float32, float16, int8 or int4."""
+    """Stored dtype: float32, float16, int8 or int4."""
     sha256: str = ""
-    """Of the table's bytes in tables.safetensors, hexadecimal."""
+    """Hexadecimal sha256 of the table's bytes in tables.safetensors."""
     ids: IdRule = ROW_NUMBERS
-    """How callers' ids become row numbers."""
+    """Rule by which callers' ids become row numbers."""
 
     @property
     def stored_dim(self) -> int:
-        """Columns of a row in tables.safetensors; those from embedding_dim on mean nothing."""
+        """Returns the columns of a stored row; columns from embedding_dim onwards are padding."""
         return stored_columns(self.embedding_dim)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row in tables.safetensors: FBGEMM's inference layout of stored_dim."""
+        """Returns the bytes of a stored row: FBGEMM's inference layout of stored_dim columns."""
         return row_bytes(self.dtype, self.stored_dim)
 
     @property
@@ -63,7 +65,7 @@ class TableSpec:
         return self.num_embeddings * self.row_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """As the manifest stores it."""
+        """Returns the table as the manifest stores it."""
         return asdict(self) | {
             "feature_names": list(self.feature_names),
             "row_bytes": self.row_bytes,
@@ -72,7 +74,11 @@ class TableSpec:
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> TableSpec:
-        """Raises StoreError, led by ``where``: a field is missing or wrong."""
+        """Returns the table in ``data`` (parsed JSON).
+
+        Raises:
+            StoreError: a field is missing or wrong. The message begins with ``where``.
+        """
         if not isinstance(data, dict):
             raise StoreError(f"{where}: expected a JSON object")
         ids = IdRule.from_json(typed(data, "ids", dict, where), f"{where}: ids")
@@ -86,10 +92,12 @@ class TableSpec:
 
 
 def table_of(data: dict[str, Any], ids: IdRule, where: str, sha256: str = "") -> TableSpec:
-    """The table of ``data``, which the manifest and people write alike but for ids.
+    """Returns the table in ``data``, which has the same fields in manifests and descriptions.
+
+    Only the id rule differs between the two, so the caller passes it as ``ids``.
 
     Raises:
-        StoreError: a field is missing or of another type, or the table cannot be served.
+        StoreError: a field is missing or has the wrong type, or the table cannot be served.
     """
     features = typed(data, "feature_names", list, where)
     if not all(isinstance(feature, str) for feature in features):
@@ -109,7 +117,9 @@ def table_of(data: dict[str, Any], ids: IdRule, where: str, sha256: str = "") ->
 
 
 def stored_columns(columns: int) -> int:
-    """``columns`` of a row as FBGEMM's kernels take them: filled up to a multiple of 4.
+    """Returns the number of stored columns: ``columns`` rounded up to a multiple of 4.
+
+    FBGEMM's kernels require such a multiple.
 
     >>> stored_columns(10), stored_columns(64)
     (12, 64)
@@ -118,7 +128,9 @@ def stored_columns(columns: int) -> int:
 
 
 def row_bytes(dtype: str, columns: int) -> int:
-    """Bytes of a row of as many stored columns: fbgemm_gpu's unpadded_row_size_in_bytes.
+    """Returns the bytes of a row of ``columns`` stored columns.
+
+    The result equals that of fbgemm_gpu's unpadded_row_size_in_bytes.
 
     >>> row_bytes("float32", 64), row_bytes("int8", 64), row_bytes("int4", 64)
     (256, 68, 36)
@@ -135,8 +147,10 @@ def row_bytes(dtype: str, columns: int) -> int:
 
 
 def answer_keys(tables: tuple[TableSpec, ...]) -> tuple[str, ...]:
-    """Keys of an answer, named as torchrec's EmbeddingBagCollection does: the feature, or
-    feature@table where several tables serve that feature."""
+    """Returns the keys of a response, named as in torchrec's EmbeddingBagCollection.
+
+    A key is the feature, or feature@table if several tables serve that feature.
+    """
     uses = Counter(feature for table in tables for feature in table.feature_names)
     return tuple(
         feature if uses[feature] == 1 else f"{feature}@{table.name}"
@@ -146,7 +160,10 @@ def answer_keys(tables: tuple[TableSpec, ...]) -> tuple[str, ...]:
 
 
 def check_table(table: TableSpec, where: str) -> None:
-    """Raises StoreError, led by ``where``, unless this table can be stored and served."""
+    """Raises StoreError unless ``table`` can be stored and served.
+
+    The message begins with ``where``.
+    """
     if not NAME_PATTERN.fullmatch(table.name):
         raise StoreError(
             f"{where}: table name {table.name!r}: use letters, digits, '_', '-' and '.', "
@@ -175,7 +192,11 @@ def check_table(table: TableSpec, where: str) -> None:
 
 
 def check_tables(tables: tuple[TableSpec, ...], where: str) -> None:
-    """Raises StoreError unless there is a table and all names and keys differ."""
+    """Raises StoreError unless ``tables`` are a model that can be served.
+
+    There must be a table, and names and keys must be unique. Unpooled tables must have equal dims
+    and no pooled tables beside them, and tables that share a feature must have the same id rule.
+    """
     if not tables:
         raise StoreError(f"{where}: no tables")
     for name, count in Counter(table.name for table in tables).items():
@@ -189,7 +210,7 @@ def check_tables(tables: tuple[TableSpec, ...], where: str) -> None:
 
 
 def check_weighted(tables: tuple[TableSpec, ...], is_weighted: bool, where: str) -> None:
-    """Raises StoreError for weights on rows that are not pooled."""
+    """Raises StoreError if a model with weights is not pooled."""
     if is_weighted and tables[0].pooling == "none":
         raise StoreError(f"{where}: is_weighted, but rows that are not pooled have no weights")
 

@@ -1,8 +1,8 @@
-"""tables.safetensors: every table's rows in one file, read as a mapping.
+"""Defines and maps tables.safetensors, which holds the rows of every table.
 
-The data starts on a page, and tables come in the order of the largest power of two that divides
-their bytes, so that a table of whole cache lines stays on cache lines. Who reads never holds a
-whole table in private memory; publishing/tables_writer.py writes the file.
+The data starts on a page. Tables are sorted by the largest power of two that divides their bytes,
+so a table of whole cache lines is aligned to cache lines. Readers never hold a whole table in
+private memory. publishing/tables_writer.py writes the file.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ from embedserve_store.format.safetensors_file import encode_header, map_tensors
 from embedserve_store.format.table_spec import TableSpec
 
 BLOCK_BYTES = 8 << 20
-"""Rows are read, encoded and written in blocks of about this size."""
+"""Approximate bytes of a block in which rows are read, encoded and written; 8 MiB."""
 
 _TENSOR_DTYPES = {"float32": "F32", "float16": "F16", "int8": "U8", "int4": "U8"}
 
 
 class Progress(Protocol):
-    """Called as rows are written or verified, table by table."""
+    """Callback that reports progress while rows are written, copied, compared or verified."""
 
     def __call__(self, table: str, rows_done: int, rows_total: int, bytes_done: int) -> None:
-        """``bytes_done`` counts stored bytes over all tables so far."""
+        """Reports the rows of ``table`` that are done, and the stored bytes of all tables so far.
+
+        Tables are reported one after the other.
+        """
 
 
 def file_order(tables: Iterable[TableSpec]) -> list[TableSpec]:
-    """Tables as they follow one another in the file; equal powers of two keep their order."""
+    """Returns the tables in the order of the file. Tables with equal powers keep their order."""
     return sorted(tables, key=lambda table: -(table.nbytes & -table.nbytes))
 
 
 def header_bytes(tables: tuple[TableSpec, ...]) -> bytes:
-    """Everything in front of the data, a whole number of pages."""
+    """Returns the bytes of the file before the data, a whole number of pages."""
     return encode_header(_entries(tables))
 
 
@@ -58,7 +61,7 @@ def _entries(tables: tuple[TableSpec, ...]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FileState:
-    """What changes when a file is written to."""
+    """File status that changes when the file is written to."""
 
     inode: tuple[int, int]
     nbytes: int
@@ -66,7 +69,7 @@ class FileState:
 
     @classmethod
     def of(cls, path: Path) -> FileState | None:
-        """Of the file at ``path``; None where there is none."""
+        """Returns the state of the file at ``path``; None if it cannot be read."""
         try:
             found = path.stat()
         except OSError:
@@ -76,29 +79,29 @@ class FileState:
 
 @dataclass(frozen=True)
 class TablesFile:
-    """A mapped tables.safetensors whose header says what the manifest says."""
+    """A mapped tables.safetensors whose header matches the manifest."""
 
     path: Path
     data: NDArray[np.uint8]
-    """The whole data section, mapped read-only, beginning on a page."""
+    """Whole data section, read-only, starting at a page."""
     offsets: Mapping[str, int]
-    """Where each table begins in ``data``."""
+    """Offset of each table in ``data``, in bytes."""
     tables: Mapping[str, TableSpec]
     opened: FileState | None = None
-    """The file as it was when it was mapped; None once the rows are read from elsewhere."""
+    """State of the file when it was mapped; None if ``data`` is a copy."""
 
     @classmethod
     def open(
         cls, path: Path, tables: tuple[TableSpec, ...], *, few_reads: bool = False
     ) -> TablesFile:
-        """Maps ``path`` without reading a table byte: the time does not grow with the tables.
+        """Maps ``path`` without reading a table, so the time does not grow with the tables.
 
         Args:
-            few_reads: only a few scattered rows will be asked for, so that reading ahead from
-                disk (megabytes a row, on some) would take longer than it saves.
+            few_reads: whether only a few scattered rows will be read. Read-ahead, which reads
+                megabytes per row on some disks, would then take longer than it saves.
 
         Raises:
-            StoreError: missing, truncated, or not the file of ``tables``.
+            StoreError: the file is missing or truncated, or does not match ``tables``.
         """
         entries = _entries(tables)
         return cls(
@@ -111,14 +114,14 @@ class TablesFile:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether ``data`` is the file's, and no copy."""
+        """Returns whether ``data`` is a mapping of the file, not a copy."""
         return self.opened is not None
 
     def check_unchanged(self) -> None:
-        """Raises StoreError where the mapped file was changed in place.
+        """Raises StoreError if the mapped file was changed in place.
 
-        What was cut off ends a process that reads it, with SIGBUS; what was written over is
-        served. Another file of the same name changes nothing.
+        A process that reads a truncated range dies with SIGBUS, and overwritten rows are served.
+        Replacing the file by another of the same name is harmless and not an error.
         """
         now = FileState.of(self.path)
         if self.opened is None or now is None or now.inode != self.opened.inode:
@@ -130,7 +133,7 @@ class TablesFile:
             raise StoreError(f"{self.path}: changed in place since it was opened: {what}")
 
     def rows(self, name: str) -> NDArray[np.uint8]:
-        """A table's stored rows [num_embeddings, row_bytes], a view of the mapping."""
+        """Returns a table's stored rows, uint8 [num_embeddings, row_bytes], a view of ``data``."""
         table = self.tables[name]
         start = self.offsets[name]
         return self.data[start : start + table.nbytes].reshape(-1, table.row_bytes)

@@ -1,4 +1,4 @@
-"""What the folder of a version is called, and how its small files are written."""
+"""Names of version folders, and the encoding of the small files in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VERSION_PATTERN = re.compile(r"[1-9][0-9]*")
 
 
 def version_numbers(model_folder: Path) -> list[int]:
-    """Names in ``model_folder`` that are positive integers, ascending.
+    """Returns the names in ``model_folder`` that are positive integers, ascending.
 
     Raises:
         OSError: the folder cannot be listed.
@@ -23,5 +23,5 @@ def version_numbers(model_folder: Path) -> list[int]:
 
 
 def to_json_bytes(data: Mapping[str, Any]) -> bytes:
-    """How the small files of a version are written: for people too."""
+    """Encodes a small file of a version as indented JSON, so that people can read it."""
     return (json.dumps(data, indent=2) + "\n").encode()

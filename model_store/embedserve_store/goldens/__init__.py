@@ -1,3 +1,6 @@
-"""A few inputs and the answers they must get: sampled_bags.py makes the inputs, hand_pooling.py
-answers them, goldens_file.py keeps both, and parity.py compares what someone else answers.
+"""Goldens: sample inputs of a model with the results that they must have.
+
+sampled_bags.py samples the inputs, reference_pooling.py computes their results, and goldens_file.py
+stores both. parity.py compares the results of a server or publisher with them. expected.py reads
+and writes inputs and outputs of a training model. row_checksums.py computes checksums of rows.
 """

@@ -1,7 +1,7 @@
-"""What a training model itself answers: inputs and answers in a file, to hold a publisher to.
+"""Reads and writes a training model's inputs and outputs, against which publishing is checked.
 
-A safetensors file that any training job can write; write_expected does so from a live module. Its
-ids are row numbers, as the module takes them. Never imports torch.
+The file is a safetensors file, which any training job can write. write_expected writes it from a
+live module. Its ids are row numbers, as the module takes them. Never imports torch.
 """
 
 from __future__ import annotations
@@ -20,27 +20,26 @@ from embedserve_store.errors import StoreError
 from embedserve_store.goldens.goldens_file import Bags
 
 NAMES = ("features", "keys", "length_per_key")
-"""Of the file's metadata, each a list as JSON."""
+"""Names of the fields in the file's metadata; each field is a JSON list."""
 _CHECKSUMS = "checksums."
-"""Prefix of a tensor's name, before the name of a table."""
+"""Prefix of the names of checksum tensors; the name of the table follows."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Bags of row numbers, and a training model's answers to them."""
+    """Bags of row numbers, and a training model's outputs for them."""
 
     features: tuple[str, ...]
-    """Of the bags, in their order."""
+    """Features of the bags, in the order of the bags."""
     keys: tuple[str, ...]
-    """Of the answers, in their order, as torchrec names them: a feature, or feature@table."""
+    """Keys of the outputs, in their order, as torchrec names them: a feature, or feature@table."""
     length_per_key: tuple[int, ...]
     bags: Bags
     answers: NDArray[np.float32]
-    """[B, sum of length_per_key]; without pooling [N, dim], for each key one row for each id of its
-    feature."""
+    """Outputs of the model, [B, sum of length_per_key]. Without pooling [N, dim], where each key
+    has one row for each id of its feature."""
     checksums: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)
-    """By table, a checksum (row_checksums.py) of each row; empty where no rows were compared one by
-    one."""
+    """Checksum (row_checksums.py) of each row, by table; empty if the file has no checksums."""
 
     @property
     def examples(self) -> int:
@@ -48,10 +47,10 @@ class Expected:
 
 
 def save_expected(expected: Expected, path: str | os.PathLike[str]) -> None:
-    """Writes ``path``, over what is there.
+    """Writes ``expected`` to ``path``, replacing any file there.
 
     Raises:
-        OSError: as the file system says.
+        OSError: the file cannot be written.
     """
     from safetensors.numpy import save
 
@@ -70,14 +69,17 @@ def save_expected(expected: Expected, path: str | os.PathLike[str]) -> None:
 
 
 def read_expected(path: str | os.PathLike[str]) -> Expected:
-    """Reads what save_expected wrote, or a training job of its own.
+    """Reads a file written by save_expected or by a training job.
 
-    Tensors are ids int64 [n], feature by feature, then example by example; lengths int32
-    [features, B]; answers float32; for a weighted model weights float32 [n]; and for each table
-    whose rows are all to be compared checksums.TABLE uint64 [rows].
+    Its tensors are:
+        ids: int64 [n], feature by feature, then example by example.
+        lengths: int32 [features, B].
+        answers: float32.
+        weights: float32 [n], for a weighted model.
+        checksums.TABLE: uint64 [rows], for each table whose rows are all to be compared.
 
     Raises:
-        StoreError: it cannot be read, or is not such a file.
+        StoreError: the file cannot be read, or does not have these tensors and metadata.
     """
     tensors, metadata = _read(Path(path))
     features, keys = (_names(metadata, name, path) for name in ("features", "keys"))
@@ -105,7 +107,7 @@ def _read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (SafetensorError, TypeError) as error:  # TypeError: of a dtype that numpy has not
+    except (SafetensorError, TypeError) as error:  # TypeError: numpy does not have the dtype
         raise StoreError(f"{path}: not a safetensors file that can be read: {error}") from error
 
 
@@ -141,7 +143,10 @@ def _list(metadata: dict[str, str], name: str, kind: type, path: object) -> list
 
 
 def _check(expected: Expected, path: object) -> None:
-    """Raises StoreError where its parts do not fit each other."""
+    """Raises StoreError if the fields of ``expected`` contradict each other.
+
+    Also rejects outputs and weights that are not finite.
+    """
     bags, features = expected.bags, expected.features
     if bags.lengths.ndim != 2 or bags.lengths.shape[0] != len(features) or not bags.lengths.size:
         raise StoreError(

@@ -1,7 +1,7 @@
-"""goldens.safetensors: a few inputs of a model and the answers they must get.
+"""Reads and writes goldens.safetensors: sample inputs of a model, and their results.
 
-Keeps ids as callers have them, and the answers of the source model beside those of the rows as
-stored. Never imports torch.
+The file has ids as callers send them. It has both the results of the source model and the results
+from the stored rows. Never imports torch.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from embedserve_store.ids.translate import IdTranslator
 
 @dataclass(frozen=True)
 class Bags:
-    """One KeyedJaggedTensor over the manifest's features: F features, B examples, n ids."""
+    """A KeyedJaggedTensor over the manifest's features: F features, B examples, n ids."""
 
     ids: NDArray[np.int64]
-    """[n], feature by feature, then example by example; as callers send them (string ids as their
-    hash), none of them unknown."""
+    """Ids [n], feature by feature, then example by example. They are as callers send them (string
+    ids as hashes), and none is unknown."""
     lengths: NDArray[np.int32]
-    """[F, B]."""
+    """Number of ids of each bag, [F, B]."""
     weights: NDArray[np.float32] | None
-    """[n] for a weighted model, else None."""
+    """Weights [n] of a weighted model; otherwise None."""
 
     def span(self, feature: int) -> slice:
-        """Returns where the ids of the feature at this position lie."""
+        """Returns the slice of ``ids`` that the feature at index ``feature`` has."""
         ends = np.cumsum(self.lengths.sum(axis=1))
         return slice(int(ends[feature - 1]) if feature else 0, int(ends[feature]))
 
     def of(self, feature: int) -> Bags:
-        """Returns the bags of the feature at this position alone."""
+        """Returns the bags of the feature at index ``feature`` alone."""
         span = self.span(feature)
         weights = None if self.weights is None else self.weights[span]
         return Bags(self.ids[span], self.lengths[feature][None], weights)
@@ -44,23 +44,24 @@ class Bags:
 
 @dataclass(frozen=True)
 class Goldens:
-    """Inputs and their answers: float32 [B, sum of dims] in the order of the manifest's keys.
+    """Inputs and their results, float32 [B, sum of dims] in the order of the manifest's keys.
 
-    Of an unpooled model: [N, dim], for each key one row for each id of its feature.
+    For an unpooled model the results are [N, dim], where each key has one row for each id of its
+    feature.
     """
 
     bags: Bags
     source_answers: NDArray[np.float32]
-    """Of the source model."""
+    """Results of the source model."""
     stored_answers: NDArray[np.float32]
-    """Pooled by hand from the rows as stored."""
+    """Results of the reference pooling (reference_pooling.py) from the stored rows."""
 
 
 def save_goldens(goldens: Goldens, path: Path) -> None:
-    """Writes ``path``; the caller syncs it.
+    """Writes ``goldens`` to ``path``; the caller syncs the file.
 
     Raises:
-        OSError: as the file system says.
+        OSError: the file cannot be written.
     """
     from safetensors.numpy import save
 
@@ -76,10 +77,11 @@ def save_goldens(goldens: Goldens, path: Path) -> None:
 
 
 def load_goldens(path: Path, manifest: Manifest, translator: IdTranslator) -> Goldens:
-    """Reads ``path`` and checks that it fits the manifest, and its ids the model's rules.
+    """Reads ``path`` and checks its tensors against the manifest, and its ids against the id rules.
 
     Raises:
-        StoreError: missing, damaged, or of other features, ids or dims than the manifest's.
+        StoreError: the file is missing or damaged, or its features, ids or dims do not match the
+            manifest.
     """
     tensors = _read_tensors(path)
     needed = {"ids", "lengths", "source_answers", "stored_answers"}

@@ -1,9 +1,9 @@
-"""The parity gate: are these the vectors that were trained, as closely as their dtype allows?
+"""Parity gate: checks that results are the trained vectors, as closely as their dtype allows.
 
-Compares answers to a version's goldens with the rows as stored (sharply: only the order of the
-additions may differ, and on GPUs what FBGEMM rounds int8 and int4 values to) and with the source
-model (within what rounding to the dtype may cost, too). The publisher asks before a version
-appears, a server before it is ready. Never imports torch.
+Compares the results for a version's goldens with two references. Against the stored rows only the
+order of additions may differ, and on GPUs FBGEMM's rounding of int8 and int4 values. Against the
+source model the rounding to the stored dtype is allowed, too. The publisher runs the check before a
+version appears, and a server before it is ready. Never imports torch.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from embedserve_store.goldens.goldens_file import Bags, Goldens
 from embedserve_store.goldens.reference_pooling import RowsOf, pool, stored_rows
 
 SUMS_TOLERANCE = 1e-5
-"""Relative to the largest magnitude of a golden answer: float32 sums in another order."""
+"""Tolerance for float32 sums in another order, relative to the largest magnitude of a key's golden
+results."""
 
 TRAINED_TOLERANCES = {"float32": SUMS_TOLERANCE, "float16": 2.0**-8, "bfloat16": 2.0**-5}
-"""By the dtype of the training model's rows, relative to the largest magnitude of a key's answers:
-it may add halves up as such."""
+"""Tolerance by the dtype of the training model's rows, relative to the largest magnitude of the
+outputs of a key. A training model may add half-precision values in half precision."""
 
 _HALF = 2.0**-11
-"""Largest relative error of rounding to float16."""
+"""Largest relative error of rounding to a normal float16."""
 _HALF_MIN = 2.0**-25
-"""Largest error of rounding to a float16 below its normal range."""
+"""Largest absolute error of rounding to a float16 below its normal range."""
 _MARGIN = 1.5
 
 
 @dataclass(frozen=True)
 class _Rounding:
-    """What storing a value may change it by: relative * (largest magnitude of its row) + floor.
+    """Bound of the error of a stored value: relative * (largest magnitude of its row) + floor.
 
-    A quantized row spans at most twice its largest magnitude in ``codes`` steps. Half a step
-    is rounding; the step and the row's minimum are float16 themselves.
+    A quantized row spans at most twice its largest magnitude in ``codes`` steps. Rounding to a code
+    costs at most half a step. The step and the row's minimum are rounded to float16 in addition.
     """
 
     relative: float
@@ -68,18 +69,18 @@ def check_answers(
     *,
     in_half: bool = False,
 ) -> None:
-    """Compares ``answers`` to the goldens' bags with both answers that they must match.
+    """Compares ``answers``, results for the goldens' bags, with both references of the goldens.
 
     Args:
-        numbers: int64 [n], the rows that the bags' ids mean.
-        where: the version, for errors.
-        in_half: values of int8 and int4 rows may be rounded to float16 before they are added up, as
-            FBGEMM's CUDA kernels round them (vecn.cuh: one multiply-add in half precision); those
-            of other rows may not.
+        numbers: row numbers of the bags' ids, int64 [n].
+        where: name of the version in errors.
+        in_half: whether values of int8 and int4 rows may be rounded to float16 before they are
+            added up. FBGEMM's CUDA kernels do so (vecn.cuh: one multiply-add in half precision).
+            Values of other rows may not be rounded.
 
     Raises:
-        StoreError: an answer is another than the published one, or further from the source
-            model's than its dtype explains; names the key.
+        StoreError: a result differs from the published result, or differs from the source model's
+            by more than its dtype explains. The message names the key.
     """
     bags = goldens.bags
     bounds = SUMS_TOLERANCE * _largest_per_key(goldens.stored_answers, bags, manifest)
@@ -104,7 +105,10 @@ def check_answers(
 
 
 def is_near(found: NDArray[np.float32], answers: NDArray[np.float32], dtype: str) -> bool:
-    """Whether a training model whose rows are of ``dtype`` may answer ``found`` for ``answers``."""
+    """Returns whether ``found``, outputs of a training model, match ``answers`` for its ``dtype``.
+
+    The tolerance is that of TRAINED_TOLERANCES.
+    """
     bound = TRAINED_TOLERANCES[dtype] * float(np.abs(answers).max(initial=0.0))
     return bool((np.abs(found - answers) <= max(bound, np.finfo(np.float32).tiny)).all())
 
@@ -117,7 +121,7 @@ def _compare(
     bags: Bags,
     problem: str,
 ) -> None:
-    # A NaN in the answers is never within the bounds.
+    # The comparison is negated because a NaN in the results must count as wrong.
     wrong = ~(np.abs(answers - expected) <= np.maximum(bounds, np.finfo(np.float32).tiny))
     if not wrong.any():
         return
@@ -131,7 +135,7 @@ def _compare(
 
 
 def _blocks(manifest: Manifest, bags: Bags) -> list[tuple[str, tuple[slice, slice]]]:
-    """Where each key's answers lie: columns of a pooled model, rows of an unpooled one."""
+    """Returns the index of each key's results: columns if the model is pooled, otherwise rows."""
     everything = slice(None)
     if manifest.is_pooled:
         return [(one.key, (everything, slice(one.start, one.end))) for one in manifest.columns]
@@ -148,7 +152,7 @@ def _blocks(manifest: Manifest, bags: Bags) -> list[tuple[str, tuple[slice, slic
 def _largest_per_key(
     answers: NDArray[np.float32], bags: Bags, manifest: Manifest
 ) -> NDArray[np.float32]:
-    """In the shape of ``answers``, each key's largest magnitude."""
+    """Returns the largest magnitude of each key's results, in the shape of ``answers``."""
     scales = np.zeros_like(answers)
     for _, block in _blocks(manifest, bags):
         scales[block] = np.abs(answers[block]).max(initial=0.0)
@@ -158,7 +162,10 @@ def _largest_per_key(
 def _added_up(
     bags: Bags, numbers: NDArray[np.int64], manifest: Manifest, bounds_of: RowsOf
 ) -> NDArray[np.float32]:
-    """How far off answers may be where each value of a row may be as far off as ``bounds_of``."""
+    """Returns the error bounds of the results, given the error bounds of the rows' values.
+
+    ``bounds_of`` returns the bounds of the values of each row.
+    """
     weights = None if bags.weights is None else np.abs(bags.weights)
     return pool(manifest, Bags(bags.ids, bags.lengths, weights), numbers, bounds_of)
 
@@ -166,8 +173,10 @@ def _added_up(
 def _storing_bounds(
     tables: TablesFile, table: TableSpec, wanted: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """How far from the source's values those of rows ``wanted`` may be, for being stored in their
-    dtype."""
+    """Returns how much the stored values of rows ``wanted`` may differ from the source's.
+
+    The bounds [n, dim] follow from the rounding to the stored dtype.
+    """
     rounding = _ROUNDING[table.dtype]
     rows = stored_rows(tables, table, wanted)
     largest = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
@@ -178,7 +187,10 @@ def _storing_bounds(
 def _half_bounds(
     tables: TablesFile, table: TableSpec, wanted: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """How far from the stored values of rows ``wanted`` they are once rounded to float16."""
+    """Returns how much rounding to float16 may change the stored values of rows ``wanted``.
+
+    The bounds [n, dim] are 0 unless the table is int8 or int4.
+    """
     rows = stored_rows(tables, table, wanted)
     if table.dtype not in CODES_MAX:
         return np.zeros_like(rows)

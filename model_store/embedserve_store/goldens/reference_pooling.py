@@ -1,6 +1,6 @@
-"""The answers to bags of ids, pooled by hand from rows as FBGEMM's kernels pool them.
+"""Reference implementation of pooling: computes the results for bags as FBGEMM's kernels do.
 
-Never imports torch: who has the source model computes that one's answers.
+Never imports torch. A source model computes its own outputs elsewhere.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.ids.translate import IdTranslator
 
 RowsOf = Callable[[TableSpec, NDArray[np.int64]], NDArray[np.float32]]
-"""Gives the float32 rows [n, dim] of a table for row numbers [n]."""
+"""Function that returns the float32 rows [n, dim] of a table for row numbers [n]."""
 
 
 def row_numbers(bags: Bags, translator: IdTranslator) -> NDArray[np.int64]:
-    """The row [n] that each id of ``bags`` means."""
+    """Returns the row number of each id of ``bags``, int64 [n]."""
     return translator.translate(bags.ids, bags.lengths.sum(axis=1)).rows
 
 
 def pool(
     manifest: Manifest, bags: Bags, numbers: NDArray[np.int64], rows_of: RowsOf
 ) -> NDArray[np.float32]:
-    """The answers to ``bags``, whose ids mean rows ``numbers``, added one by one in float32.
+    """Returns the results for ``bags``, whose ids have the row numbers ``numbers``.
 
-    A mean divides by the number of ids, also where they have weights, as FBGEMM does. Without
-    pooling the rows themselves, [N, dim].
+    Rows are added up in float32. A mean divides by the number of ids, even if the ids have weights,
+    as FBGEMM does. For an unpooled model the results are the rows themselves, [N, dim].
     """
     feature_start = np.concatenate(([0], np.cumsum(bags.lengths.sum(axis=1))))
     blocks = []
@@ -50,7 +50,7 @@ def pool(
 def pool_rows(
     rows: NDArray[np.float32], lengths: NDArray[np.int32], pooling: str
 ) -> NDArray[np.float32]:
-    """Rows [n, dim] of bags of ``lengths`` [B] as sums or means [B, dim]."""
+    """Returns the sums or means [B, dim] of ``rows`` [n, dim] in bags of ``lengths`` [B]."""
     bags = np.split(rows, np.cumsum(lengths)[:-1])
     pooled: NDArray[np.float32] = np.stack([bag.sum(axis=0, dtype=np.float32) for bag in bags])
     if pooling == "mean":
@@ -61,7 +61,7 @@ def pool_rows(
 def pool_stored(
     manifest: Manifest, bags: Bags, numbers: NDArray[np.int64], tables: TablesFile
 ) -> NDArray[np.float32]:
-    """The answers from the rows of tables.safetensors; reads those rows only."""
+    """Returns the results from the stored rows, and reads only the rows with these numbers."""
 
     def rows_of(table: TableSpec, wanted: NDArray[np.int64]) -> NDArray[np.float32]:
         return stored_rows(tables, table, wanted)
@@ -72,5 +72,5 @@ def pool_stored(
 def stored_rows(
     tables: TablesFile, table: TableSpec, numbers: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """The values [n, dim] of a table's rows ``numbers``, as a lookup adds them up."""
+    """Returns the values [n, dim] of a table's rows ``numbers``, as a lookup adds them up."""
     return dequantize_rows(tables.rows(table.name)[numbers], table.dtype, table.embedding_dim)

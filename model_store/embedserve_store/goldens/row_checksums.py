@@ -1,7 +1,7 @@
-"""Checksums of a table's rows, to compare all rows of two tables without keeping either.
+"""Computes checksums of a table's rows, so that two tables can be compared without keeping either.
 
-A checksum is linear: those of column-wise shards add up to that of the whole row. It finds
-accidents, not forgeries. Imports no torch.
+A checksum is linear: the checksums of column-wise shards add up to the checksum of the whole row.
+It detects accidental changes, not forgeries. Never imports torch.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ _MASK = (1 << 64) - 1
 
 
 def row_checksums(rows: NDArray[np.float32], first_column: int = 0) -> NDArray[np.uint64]:
-    """Returns a checksum [n] for each of ``rows`` [n, dim], which begin at ``first_column``.
+    """Returns the checksum of each row, uint64 [n].
 
-    The bits of each value, times an odd factor of its column, are added up modulo 2**64, so that
-    any change of a single value changes the sum.
+    The bits of each value are multiplied by an odd factor of its column and added up modulo 2**64.
+    Any change of a single value therefore changes the checksum.
+
+    Args:
+        rows: values [n, dim], the columns of the table from ``first_column`` on.
     """
     factors = _factors(first_column, rows.shape[1])
     bits = np.ascontiguousarray(rows, np.float32).view(np.uint32).astype(np.uint64)
@@ -25,7 +28,7 @@ def row_checksums(rows: NDArray[np.float32], first_column: int = 0) -> NDArray[n
 
 
 def _factors(start: int, count: int) -> NDArray[np.uint64]:
-    """Returns the odd factors of columns ``start`` to ``start + count``, by SplitMix64."""
+    """Returns the odd factors of the columns [start, start + count), from SplitMix64."""
     return np.array([_mixed(column) | 1 for column in range(start, start + count)], np.uint64)
 
 

@@ -1,4 +1,4 @@
-"""The inputs of a model's goldens: bags of ids as callers have them, none of them unknown."""
+"""Samples the inputs of a model's goldens: bags of callers' ids, none of them unknown."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ IDS_PER_BAG_MAX = 8
 _SEED = 20240229
 
 MULTIPLES_MAX = 1 << 20
-"""Of its modulus that a sampled id of the hash trick is away from its row, either way."""
+"""Maximum multiples of the modulus, in either direction, between a sampled id and its remainder.
+
+It applies to tables with the rule modulo (the hashing trick). Goldens thereby have large and
+negative ids.
+"""
 
 
 def sample_bags(manifest: Manifest, id_maps: Mapping[str, IdMap]) -> Bags:
-    """The same bags for the same manifest and maps (by table).
+    """Samples bags; equal manifests and id maps (by table) give equal bags.
 
-    Example 0 asks for two ids of every feature, where rows are plain the first and the last;
-    example 1 for nothing; the others have 0 to 8 ids a feature, drawn over all it has.
+    Example 0 has two ids of every feature, which are the first and the last row if ids are row
+    numbers. Example 1 is empty. Other examples have 0 to 8 ids per feature, drawn from all of its
+    ids. A feature with an empty id map has no ids.
     """
     random = np.random.default_rng(_SEED)
     features = len(manifest.features)

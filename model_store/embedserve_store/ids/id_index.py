@@ -1,16 +1,17 @@
-"""Finds rows by raw int64 ids: hashed, in 15.5 bytes an id, a whole batch at a time.
+"""Hash index from raw int64 ids to rows, with 15.5 bytes per id, for whole batches of ids.
 
-An id's hash says its bucket, and the entries of the buckets follow one another in the order of
-the hash, 8 of them to 7 buckets on average. So there are no empty slots, and no value of an id
-is reserved to mark them. A lookup reads where the bucket begins, then WINDOW ids from there on,
-then the row; the few ids that lie deeper in a long bucket take further rounds.
+The hash of an id selects its bucket. The entries of all buckets are contiguous, in the order of
+their hashes, with 8 entries per 7 buckets on average. There are no empty slots, so no id value is
+reserved to mark them. A lookup reads the start of the bucket, then WINDOW ids from there, then the
+row. The few ids that are deeper in a long bucket take further rounds.
 
-The alternative was sorted ids and a binary search, 12 bytes an id. For 33 of 20,000 ids it takes
-a third of the time, but for 33 of 10 million twice and for 100,000 of those 14 times as much,
-since most steps of the search miss the cache. And one search is of one table, while several
-tables can lie in the same arrays here, where one lookup serves all features of a batch.
+The alternative was a binary search over sorted ids, with 12 bytes per id. To look up 33 ids among
+20,000 it takes a third of the time. Among 10 million ids it takes twice the time for 33 ids, and 14
+times for 100,000 ids. Most steps of the search then miss the cache. A binary search also covers a
+single table. Here several tables can share the arrays, so that a single lookup serves all features
+of a batch.
 
-Knows nothing of tables' names, files or rules.
+This module does not know the tables' names, files or rules.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.id_rule import ENTRIES_MAX
 
 WINDOW = 4
-"""Ids compared at once; each table's slots end with as many unused, so a window ends within."""
+"""Number of ids compared in one step. Each table's slots end with WINDOW unused slots, so that a
+window never exceeds the arrays."""
 _BUCKETS, _ENTRIES = 7, 8
-# numpy takes its own scalars faster than Python's integers.
+# numpy scalars, because numpy operations accept them faster than Python integers.
 _SHIFTS = np.uint64(30), np.uint64(27)
 _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _HALF = np.uint64(32)
@@ -36,18 +38,22 @@ _HALF = np.uint64(32)
 
 @dataclass(frozen=True)
 class IdIndex:
-    """The buckets and entries of one or several tables, one after the other."""
+    """Buckets and entries of one or several tables, one table after the other."""
 
     starts: NDArray[np.uint32]
-    """[buckets + 1] a table: where each bucket begins among the table's slots, and its end."""
+    """First slot of each bucket, counted from the table's first slot, then the end of the last
+    bucket; [buckets + 1] per table."""
     ids: NDArray[np.int64]
-    """[slots], entries + WINDOW a table, the last of them unused."""
+    """Ids [slots], entries + WINDOW slots per table; the last WINDOW slots are unused."""
     rows: NDArray[np.uint32]
-    """[slots], of the ids in the same slots."""
+    """Rows [slots] of the ids in the same slots."""
 
     @cached_property
     def _windows(self) -> NDArray[np.void]:
-        """The WINDOW ids from each slot on as one value, so that they are gathered in one move."""
+        """Returns a view with the WINDOW ids from each slot as a single value.
+
+        A window is then gathered in a single copy.
+        """
         bytes_each = self.ids.itemsize
         shape = (self.ids.size - WINDOW + 1,)
         return np.ndarray(shape, f"V{WINDOW * bytes_each}", self.ids, strides=(bytes_each,))
@@ -59,9 +65,10 @@ class IdIndex:
         buckets: int | NDArray[np.uint64],
         first_slot: int | NDArray[np.int64],
     ) -> NDArray[np.int64]:
-        """The rows [n] of ``ids`` [n]; -1 where the table has no such id.
+        """Returns the rows [n] of ``ids`` [n]; -1 for an id that the table does not have.
 
-        The table's place in the arrays is one for all ids, or [n], one for each.
+        ``first_bucket``, ``buckets`` and ``first_slot`` locate the table in the arrays. Each is a
+        single value for all ids, or an array [n] with a value per id.
         """
         bucket = _buckets_of(mixed(ids), buckets) + first_bucket
         at = np.add(self.starts[bucket], first_slot, dtype=np.int64)
@@ -79,7 +86,7 @@ class IdIndex:
     def _find(
         self, ids: NDArray[np.int64], at: NDArray[np.int64], end: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """The slot of each id if it is in the window at ``at`` and before ``end``, else -1."""
+        """Returns the slot of each id in the window at ``at`` and before ``end``; -1 if absent."""
         windows = self._windows[at].view(np.int64).reshape(-1, WINDOW)
         slots: NDArray[np.int64] = at + (windows == ids[:, None]).argmax(axis=1)
         slots[(self.ids[slots] != ids) | (slots >= end)] = -1
@@ -87,17 +94,18 @@ class IdIndex:
 
 
 def bucket_count(entries: int) -> int:
-    """Buckets of a table of so many entries."""
+    """Returns the number of buckets of a table with ``entries`` entries."""
     return max(1, entries * _BUCKETS // _ENTRIES)
 
 
 def build_index(ids: NDArray[np.int64], rows: NDArray[np.int64], where: str) -> IdIndex:
-    """The index of one table, the same in whatever order its entries come.
+    """Builds the index of a table; the result does not depend on the order of the entries.
 
-    It needs 32 bytes an entry while it is built, besides ``ids`` [n] and ``rows`` [n].
+    Building needs 32 bytes per entry, in addition to ``ids`` [n] and ``rows`` [n].
 
     Raises:
-        InvalidModelError: led by ``where``: an id twice, or entries or rows past ENTRIES_MAX.
+        InvalidModelError: an id occurs twice, a row is negative, or entries or rows exceed
+            ENTRIES_MAX. The message begins with ``where``.
     """
     if len(ids) > ENTRIES_MAX or (rows.size and not 0 <= rows.min() <= rows.max() <= ENTRIES_MAX):
         raise InvalidModelError(f"{where}: maps of ids hold rows from 0 to {ENTRIES_MAX}")
@@ -129,7 +137,7 @@ def _refuse_duplicate(ids: NDArray[np.int64], rows: NDArray[np.int64], where: st
 
 
 def find_duplicate(ids: NDArray[np.int64]) -> tuple[int, int] | None:
-    """The positions of two equal ``ids`` [n]; None if they are distinct."""
+    """Returns the positions of two equal ``ids`` [n]; None if all ids are distinct."""
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
     equal = ordered[1:] == ordered[:-1]
@@ -140,10 +148,11 @@ def find_duplicate(ids: NDArray[np.int64]) -> tuple[int, int] | None:
 
 
 def mixed(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Hashes [n] of ``ids`` [n], all 64 bits mixed so that no pattern of ids fills a bucket.
+    """Returns the hashes [n] of ``ids`` [n].
 
-    Stafford's variant 13, as in splitmix64 (https://prng.di.unimi.it/splitmix64.c), but for its
-    last step, which changes low bits only: a bijection, so equal hashes are equal ids.
+    All 64 bits are mixed, so that no regular pattern of ids overfills a bucket. The hash is
+    Stafford's variant 13, as in splitmix64 (https://prng.di.unimi.it/splitmix64.c), without its
+    last step, which changes low bits only. It is a bijection, so equal hashes mean equal ids.
     """
     unsigned = ids.view(np.uint64)
     hashes = unsigned ^ (unsigned >> _SHIFTS[0])
@@ -154,8 +163,10 @@ def mixed(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def _buckets_of(hashes: NDArray[np.uint64], buckets: int | NDArray[np.uint64]) -> NDArray[np.int64]:
-    """hash / 2**64 of the way through the buckets, by the hash's upper half; as Lemire, "Fast
-    Random Integer Generation in an Interval" (2019)."""
+    """Returns the bucket of each hash: hash * buckets / 2**64, from the hash's upper half.
+
+    The method is that of Lemire, "Fast Random Integer Generation in an Interval" (2019).
+    """
     result = hashes >> _HALF
     result *= np.asarray(buckets, np.uint64)
     result >>= _HALF

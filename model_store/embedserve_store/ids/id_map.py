@@ -1,8 +1,8 @@
-"""A table's vocabulary, raw int64 ids and the rows that they stand for, and ids.safetensors.
+"""Id maps: the vocabularies of tables, from raw int64 ids to rows, stored in ids.safetensors.
 
-A map is built in memory at publish, written to ids.safetensors with those of the other tables,
-and mapped read-only where it is served: opening reads nothing but the file's header. Ids that
-are strings come here as their hashes. Never imports torch.
+Publishing builds the maps in memory and writes the maps of all tables to ids.safetensors. A server
+maps the file read-only: opening reads only its header. String ids are hashed before they reach this
+module. Never imports torch.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.id_index import WINDOW, IdIndex, bucket_count, build_index
 
 _PARTS = {"ids": ("I64", 8), "rows": ("U32", 4), "starts": ("U32", 4)}
-"""The tensors of a map: dtype and bytes of an element, all tables' ids before all rows."""
+"""Dtype and bytes per element of each tensor of a map, in the order of the file. The file has the
+ids of all tables, then all rows, then all starts."""
 
 
 @dataclass(frozen=True, eq=False)
 class IdMap:
-    """The ids of one table: its entries in an index, which may hold other tables' too."""
+    """Id map of a table: its entries in an index, which other tables may share."""
 
     index: IdIndex
     entries: int
@@ -37,11 +38,13 @@ class IdMap:
 
     @classmethod
     def build(cls, ids: NDArray[np.int64], rows: NDArray[np.int64], table: str) -> IdMap:
-        """The map of ``ids`` [n] to ``rows`` [n]: any int64 is an id, ids may share a row, and
-        rows may lack one. It needs 32 bytes an entry besides these, and keeps 15.5.
+        """Builds the map from ``ids`` [n] to ``rows`` [n].
+
+        Any int64 is a valid id. Ids may share a row, and rows may have no id. Building needs 32
+        bytes per entry in addition to the arguments, and the map keeps 15.5.
 
         Raises:
-            InvalidModelError: an id is there twice, or there are too many entries or rows.
+            InvalidModelError: an id occurs twice, or there are too many entries or rows.
         """
         ids = np.ascontiguousarray(ids, np.int64)
         return cls(build_index(ids, np.asarray(rows, np.int64), f"table {table!r}"), len(ids))
@@ -52,12 +55,12 @@ class IdMap:
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """[entries], in the order of their hashes."""
+        """Returns the ids [entries], in the order of their hashes."""
         return self.index.ids[self.first_slot : self.first_slot + self.entries]
 
     @property
     def rows(self) -> NDArray[np.uint32]:
-        """[entries], of ``ids``."""
+        """Returns the rows [entries] of ``ids``."""
         return self.index.rows[self.first_slot : self.first_slot + self.entries]
 
     @property
@@ -68,7 +71,7 @@ class IdMap:
         return self.entries
 
     def __eq__(self, other: object) -> bool:
-        """Whether both have the same rows for the same ids."""
+        """Returns whether both maps have the same ids with the same rows."""
         if not isinstance(other, IdMap):
             return NotImplemented
         return np.array_equal(self.ids, other.ids) and np.array_equal(self.rows, other.rows)
@@ -76,28 +79,28 @@ class IdMap:
     __hash__ = None  # type: ignore[assignment]
 
     def rows_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rows [n] of ``ids`` [n]; -1 where the map has no such id."""
+        """Returns the rows [n] of ``ids`` [n]; -1 for an id that the map does not have."""
         return self.index.rows_of(ids, self.first_bucket, self.buckets, self.first_slot)
 
     def sample(
         self, random: np.random.Generator, count: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Ids [count] and their rows [count], drawn with replacement without reading the rest.
+        """Draws ids [count] with replacement, and returns them with their rows [count].
 
-        The map must have an entry, unless ``count`` is 0.
+        Reads only these entries. The map must have an entry, unless ``count`` is 0.
         """
         drawn = random.integers(0, max(self.entries, 1), count)
         return self.ids[drawn], self.rows[drawn].astype(np.int64)
 
     def parts(self) -> dict[str, NDArray[Any]]:
-        """What is stored: ids and rows with the unused slots that follow them, and starts."""
+        """Returns the stored arrays: ids and rows with the unused slots behind them, and starts."""
         slots = slice(self.first_slot, self.first_slot + self.entries + WINDOW)
         buckets = slice(self.first_bucket, self.first_bucket + self.buckets + 1)
         index = self.index
         return {"ids": index.ids[slots], "rows": index.rows[slots], "starts": index.starts[buckets]}
 
     def sha256(self) -> str:
-        """Of the bytes of all parts, hexadecimal; reads the whole map."""
+        """Returns the hexadecimal sha256 of the stored arrays; reads the whole map."""
         digest = hashlib.sha256()
         for part in self.parts().values():
             digest.update(part.data)
@@ -105,10 +108,10 @@ class IdMap:
 
 
 def write_id_maps(path: Path, maps: Mapping[str, IdMap]) -> dict[str, str]:
-    """Writes the maps of ``maps`` (by table) to ``path``, synced; returns each map's sha256.
+    """Writes ``maps`` (by table) to a new file at ``path`` and syncs it; returns their sha256.
 
     Raises:
-        OSError: as the file system says, for instance when the disk is full.
+        OSError: the file cannot be written, for example because the disk is full.
     """
     with open(path, "xb") as file:
         file.write(encode_header(tensors_of({name: len(one) for name, one in maps.items()})))
@@ -121,7 +124,7 @@ def write_id_maps(path: Path, maps: Mapping[str, IdMap]) -> dict[str, str]:
 
 
 def tensors_of(entries: Mapping[str, int]) -> dict[str, Any]:
-    """The header of ids.safetensors for maps of so many ``entries``, by table."""
+    """Returns the header of ids.safetensors for maps with these numbers of entries, by table."""
     tensors: dict[str, Any] = {}
     offset = 0
     for part, (dtype, item_bytes) in _PARTS.items():
@@ -138,9 +141,9 @@ def tensors_of(entries: Mapping[str, int]) -> dict[str, Any]:
 
 
 class IdMaps(Mapping[str, IdMap]):
-    """The maps of a version, by table, in one mapped file whose header fits the manifest.
+    """Id maps of a version by table, in a mapped file whose header matches the manifest.
 
-    They have one index between them, so that one lookup can serve the ids of all tables.
+    All maps share an index, so that a single lookup can serve the ids of all tables.
     """
 
     def __init__(self, path: Path, tables: tuple[TableSpec, ...], maps: dict[str, IdMap]) -> None:
@@ -150,10 +153,10 @@ class IdMaps(Mapping[str, IdMap]):
 
     @classmethod
     def open(cls, path: Path, tables: tuple[TableSpec, ...]) -> IdMaps:
-        """Maps ``path``, the maps of those of ``tables`` whose rule is map, in their order.
+        """Maps ``path``, which has the id maps of the ``tables`` with the rule map, in order.
 
         Raises:
-            StoreError: missing, truncated, or not the file of ``tables``.
+            StoreError: the file is missing or truncated, or does not match ``tables``.
         """
         tables = tuple(table for table in tables if table.ids.rule == "map")
         entries = {table.name: table.ids.entries for table in tables}
@@ -163,7 +166,7 @@ class IdMaps(Mapping[str, IdMap]):
         return cls(path, tables, dict(zip(entries, _split(index, entries), strict=True)))
 
     def verify(self) -> None:
-        """Raises StoreError, naming the table, unless every byte is as it was published."""
+        """Raises StoreError if a byte of a map has changed since publishing; names the table."""
         for name, one in self.items():
             found, expected = one.sha256(), self._rules[name].sha256
             if found != expected:
@@ -183,7 +186,7 @@ class IdMaps(Mapping[str, IdMap]):
 
 
 def _index(data: NDArray[np.uint8], slots: int) -> IdIndex:
-    """The index of all tables in the data of their file, where like parts follow one another."""
+    """Returns the index of all tables over the file's data, which has all ids, rows and starts."""
     ids_end = 8 * slots
     rows_end = ids_end + 4 * slots
     return IdIndex(

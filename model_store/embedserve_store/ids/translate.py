@@ -1,8 +1,8 @@
-"""Callers' ids of a whole batch become row numbers, by the rule of each feature's table.
+"""Translates the ids of a whole batch to row numbers, by the rule of each feature's table.
 
-Takes ids feature-major and hands on row numbers in the same order, with a mark at each id that
-has none. What becomes of those (refused, left out, counted) is the caller's to do. Never looks
-at requests, and never imports torch.
+Takes ids feature-major and returns row numbers in the same order, with a mask of the ids that have
+no row. The caller handles these ids: it rejects, skips or counts them. Does not know requests.
+Never imports torch.
 """
 
 from __future__ import annotations
@@ -21,29 +21,34 @@ from embedserve_store.ids.id_map import IdMap
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """The rows of a batch's ids."""
+    """Rows of a batch's ids."""
 
     rows: NDArray[np.int64]
-    """[n] row numbers; where the id is unknown, default_row under the rule "row", else 0."""
+    """Row numbers [n]. An unknown id has default_row if its rule has unknown "row", otherwise 0."""
     unknown: NDArray[np.bool_] | None
-    """[n], True where the id has no row; None if every id has one."""
+    """Mask [n], True for ids without a row; None if every id has a row."""
 
 
 class IdTranslator:
-    """Turns the ids of one model's batches into row numbers; features in the manifest's order."""
+    """Translates the ids of a model's batches to rows, with features in the manifest's order."""
 
     is_identity: bool
-    """Every id is a row number or an error: the caller may check the range and not translate."""
+    """Whether every id is a row number or an error. The caller may then check the range instead of
+    translating."""
     unknown_per_feature: tuple[str, ...]
-    """For each feature what becomes of unknown ids: error, skip or row. With modulo, where no
-    id is unknown, error."""
+    """Handling of unknown ids of each feature: error, skip or row. With the rule modulo no id is
+    unknown, and the value is error."""
     id_types: tuple[str, ...]
-    """For each feature int64 or string; ids of strings come here as their hashes."""
+    """Id type of each feature, int64 or string. String ids are hashed before translation."""
     limits: NDArray[np.uint64]
-    """For each feature the number of its rows."""
+    """Number of rows of each feature."""
 
     def __init__(self, manifest: Manifest, id_maps: Mapping[str, IdMap]) -> None:
-        """``id_maps`` holds, by name, the map of each table whose rule is map."""
+        """Prepares the translation.
+
+        Args:
+            id_maps: id map of each table with the rule map, by table name.
+        """
         rules = manifest.rule_per_feature
         self.is_identity = all(rule.rule == "rows" and rule.unknown == "error" for rule in rules)
         self.unknown_per_feature = tuple(rule.unknown for rule in rules)
@@ -57,14 +62,16 @@ class IdTranslator:
         self._groups = _group_maps(manifest, id_maps)
 
     def translate(self, ids: NDArray[np.int64], ids_per_feature: NDArray[Any]) -> Translation:
-        """The rows of ``ids`` [n], which are feature-major: ``ids_per_feature`` [features] says
-        how many each feature has, n in all. ``ids`` stays as it is."""
+        """Returns the rows of ``ids`` [n], which are feature-major and are not modified.
+
+        ``ids_per_feature`` [features] has the number of ids of each feature, n in total.
+        """
         rows = ids.copy()
         if self._has_modulo:
             self._take_remainders(rows, ids_per_feature)
         self._look_up(rows, ids_per_feature)
-        # What is no row number is past every limit once it is read as unsigned, also the -1 of
-        # an id that a map lacks.
+        # Read as unsigned, a negative value exceeds every limit. This includes the -1 of an id that
+        # a map does not have.
         unknown = rows.view(np.uint64) >= np.repeat(self.limits, ids_per_feature)
         if not unknown.any():
             return Translation(rows, None)
@@ -91,14 +98,17 @@ class IdTranslator:
 
 @dataclass(frozen=True, slots=True)
 class _MapGroup:
-    """Features whose maps lie in one index, as all of a mapped file do: one lookup serves all."""
+    """Features whose id maps share an index, so that a single lookup serves all of them.
+
+    All maps of a mapped file share an index.
+    """
 
     index: IdIndex
     features: list[int]
     is_member: NDArray[np.bool_]
-    """Of all features."""
+    """Mask over all features of the model, True for ``features``."""
     first_buckets: NDArray[np.int64]
-    """Of ``features``, as what follows."""
+    """First bucket of each of ``features``; ``buckets`` and ``first_slots`` have the same order."""
     buckets: NDArray[np.uint64]
     first_slots: NDArray[np.int64]
 
@@ -123,7 +133,10 @@ def _group(index: IdIndex, maps: dict[int, IdMap], feature_count: int) -> _MapGr
 
 
 def _map_per_feature(manifest: Manifest, id_maps: Mapping[str, IdMap]) -> dict[int, IdMap]:
-    """By position of the feature. Tables that share a feature have equal maps: the first's."""
+    """Returns the id map of each feature with the rule map, by the feature's index.
+
+    Tables that share a feature have equal maps; the first table's map is used.
+    """
     return {
         column.feature: id_maps[column.table.name]
         for column in reversed(manifest.columns)

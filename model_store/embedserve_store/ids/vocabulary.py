@@ -1,9 +1,10 @@
-"""Reads a vocabulary file: the ids of a table, raw int64 or strings, and the row of each.
+"""Reads vocabulary files: the ids of a table, raw int64 or strings, and the row of each id.
 
-.npy, .txt and a .json list hold ids in the order of the rows; .csv (header id,row) and a .json
-object say the row of each. Hands on two arrays, every entry checked; strings as their hashes.
-A .npy file is mapped and .txt and .csv are read line by line, so that 16 bytes an id are held,
-twice that for a moment; .json is parsed whole. Never unpickles, never imports torch.
+.npy, .txt and a .json list have the ids in the order of the rows. .csv (header id,row) and a .json
+object have the row of each id. Every entry is checked. The result is two arrays, in which strings
+are replaced by their hashes. A .npy file is mapped, and .txt and .csv are read line by line. They
+need 16 bytes of memory per id, and briefly twice as much. .json is parsed whole. Never unpickles,
+never imports torch.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 _INT64 = np.iinfo(np.int64)
 
 _Entry = tuple[int, Any, Any]
-"""Line number or position, id, and row, or _NEXT."""
+"""Entry of a file: line number or position, id, and row or _NEXT."""
 _NEXT = object()
-"""The row of an entry whose position is its row."""
+"""Marks an entry without a row of its own: its position in the file is its row."""
 _Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class _File:
-    """A vocabulary file and what its entries are checked against."""
+    """A vocabulary file, with the properties of its table that entries are checked against."""
 
     path: Path
     id_type: str
@@ -49,7 +50,7 @@ class _File:
         return _ENTRIES[self.path.suffix](self.path)
 
     def refuse(self, problem: str, number: int | None = None) -> NoReturn:
-        """Raises InvalidModelError, for entry ``number`` if given."""
+        """Raises InvalidModelError; the message names line or entry ``number`` if given."""
         counted = "entry" if self.path.suffix in (".npy", ".json") else "line"
         where = "" if number is None else f"{counted} {number}: "
         raise InvalidModelError(f"table {self.table!r}: {self.path}: {where}{problem}")
@@ -58,15 +59,16 @@ class _File:
 def read_vocabulary(
     path: Path, id_type: str, num_embeddings: int, table: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The ids [n] of ``table`` in ``path`` and their rows [n].
+    """Reads ``path``, and returns the ids [n] of ``table`` and their rows [n].
 
     Args:
-        id_type: int64, or string; those are given as their hashes.
-        num_embeddings: the table's rows.
+        id_type: int64 or string; strings are returned as their hashes.
+        num_embeddings: number of rows of the table.
 
     Raises:
-        InvalidModelError: names file, line, value and table: an id that is no integer, outside
-            int64 or there twice, a row outside the table, more ids than rows, another format.
+        InvalidModelError: an id is not an integer, is outside int64 or occurs twice. Or a row is
+            outside the table, there are more ids than rows, or the format is wrong. The message
+            names the file, line, value and table.
         StoreError: the file cannot be read.
     """
     file = _File(path, id_type, num_embeddings, table)
@@ -82,12 +84,15 @@ def read_vocabulary(
 
 
 def first_strings(path: Path, count: int) -> tuple[str, ...]:
-    """Up to ``count`` of the strings in ``path``, which read_vocabulary has read."""
+    """Returns the first strings of ``path``, at most ``count``.
+
+    read_vocabulary must have accepted the file before.
+    """
     return tuple(one for _, one, _ in islice(_ENTRIES[path.suffix](path), count))
 
 
 def _read_npy(file: _File) -> tuple[_Ids, _Ids]:
-    # Maps the file, and refuses arrays of objects, which are pickled.
+    # open_memmap rejects arrays of objects, which would be pickled.
     ids = np.asarray(np.lib.format.open_memmap(file.path, mode="r"))
     if file.id_type != "int64":
         file.refuse("holds no strings: write them as .txt, .csv or .json")
@@ -132,11 +137,11 @@ def _ids(block: list[_Entry], file: _File) -> _Ids:
 
 
 def _integer(value: Any, number: int, file: _File) -> int:
-    """``value``, an integer or the text of one; refused unless it is an int64."""
+    """Returns ``value``, an int or a decimal string, as an int; rejects values outside int64."""
     if isinstance(value, str):
         text = value.strip()
         is_integer = _INTEGER.fullmatch(text) is not None
-        # Python refuses to parse thousands of digits; 10**19 is outside int64 as they are.
+        # Python does not parse thousands of digits; 10**19 stands for any value outside int64.
         result = (int(text) if len(text) < _QUOTED_MAX else 10**19) if is_integer else 0
     else:
         is_integer = type(value) is int
@@ -149,7 +154,7 @@ def _integer(value: Any, number: int, file: _File) -> int:
 
 
 def _rows(block: list[_Entry], count: int, file: _File) -> _Ids:
-    """The rows of ``block``, before which ``count`` entries came."""
+    """Returns the rows of ``block``, which follows ``count`` earlier entries."""
     limit = file.num_embeddings
     if block[0][2] is _NEXT:
         if count + len(block) > limit:
@@ -164,7 +169,10 @@ def _rows(block: list[_Entry], count: int, file: _File) -> _Ids:
 
 
 def _refuse_duplicate(file: _File, first: int, second: int) -> NoReturn:
-    """Reads the file again, for what the two entries said: strings were not kept."""
+    """Raises InvalidModelError for the equal entries at positions ``first`` and ``second``.
+
+    Reads the file again to quote both, because strings are not kept.
+    """
     number, one, _ = next(islice(file.entries(), first, None))
     other_number, other, _ = next(islice(file.entries(), second, None))
     if file.id_type == "string" and one != other:
@@ -199,7 +207,7 @@ def _csv_rows(path: Path) -> Iterator[_Entry]:
 
 
 def _json_entries(path: Path) -> Iterator[_Entry]:
-    # Objects come as tuples of pairs: a dict would keep the last of equal ids.
+    # Objects are parsed as tuples of pairs, because a dict would keep only the last of equal ids.
     data = json.loads(path.read_text("utf-8-sig"), object_pairs_hook=tuple)
     if not isinstance(data, (list, tuple)):
         raise ValueError("expected a list of ids, or an object of rows by id")

@@ -1,3 +1,6 @@
-"""Tables held in memory instead of mapped: resident_tables.py copies them there, mapped_tables.py
-reads those that stay mapped, and available_memory.py tells how much there is.
+"""Controls how tables use memory.
+
+resident_tables.py copies tables into memory. mapped_tables.py populates and releases the pages of
+mapped tables. available_memory.py measures the available memory, with the limits that cgroups.py
+finds.
 """

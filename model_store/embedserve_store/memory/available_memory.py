@@ -1,6 +1,6 @@
-"""How much memory this process may still use: what the host has, or less if its cgroup has less.
+"""Measures the memory that this process may still use, on the host and within its cgroups.
 
-Reads /proc and the cgroup files of both versions; where there are none, the host's figure counts.
+Reads /proc and the cgroup files of both versions. Without cgroup files the host's value counts.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 from embedserve_store.memory.cgroups import CGROUPS, PROC, cgroup_folders
 
 FILES = {1: ("memory.limit_in_bytes", "total_rss"), 2: ("memory.max", "anon")}
-"""By the version of the groups: where the limit stands, and what memory.stat calls what is used."""
+"""Name of the limit file, and name of the used memory in memory.stat, by cgroup version."""
 
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Bytes that can be used without swapping, and without reaching the limit of a cgroup."""
+    """Returns the bytes that can be used without swapping or reaching the limit of a cgroup."""
     return min([_host_bytes(proc), *_cgroup_bytes(proc, cgroups)])
 
 
@@ -25,14 +25,17 @@ def _host_bytes(proc: Path) -> int:
 
 
 def _cgroup_bytes(proc: Path, cgroups: Path) -> Iterator[int]:
-    """What the limit of each cgroup that holds this process leaves; page cache gives way."""
+    """Yields the bytes left below the limit of each cgroup of this process.
+
+    The page cache does not count as used, because the kernel reclaims it.
+    """
     for version, folder in cgroup_folders("memory", proc, cgroups):
         if (left := _left_bytes(folder, *FILES[version])) is not None:
             yield left
 
 
 def _left_bytes(folder: Path, limit: str, used: str) -> int | None:
-    """None where there is no limit."""
+    """Returns the bytes left below the limit of the cgroup in ``folder``; None without a limit."""
     try:
         text = (folder / limit).read_text().strip()
         fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

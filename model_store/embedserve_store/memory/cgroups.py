@@ -1,6 +1,6 @@
-"""Where the kernel says what a control group may use: the folders of this process, both versions.
+"""Finds the cgroup folders of this process, for cgroup versions 1 and 2.
 
-In a container the path may be the host's, of which only the root is seen.
+In a container /proc may show the path on the host, while only the root of it is visible.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ PROC = Path("/proc")
 def cgroup_folders(
     controller: str, proc: Path = PROC, cgroups: Path = CGROUPS
 ) -> Iterator[tuple[int, Path]]:
-    """(version, folder) of each group that holds this process, and of those above it, of which
-    there may be none. ``controller`` is "memory" or "cpu"; each group's limit counts."""
+    """Yields (version, folder) of each cgroup of this process and of its ancestors.
+
+    The limit of each cgroup counts. A folder may not exist.
+
+    Args:
+        controller: "memory" or "cpu".
+    """
     for line in _lines(proc / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -34,5 +39,5 @@ def cgroup_folders(
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
-    except OSError:  # a kernel without groups
+    except OSError:  # a kernel without cgroups
         return []

@@ -1,4 +1,4 @@
-"""Tables mapped from their file, brought into memory before anybody asks for them, and let go."""
+"""Populates the pages of mapped tables before requests need them, and releases them."""
 
 from __future__ import annotations
 
@@ -14,41 +14,49 @@ from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.model_version import ModelVersion
 
 SHARE = 1 / 2
-"""Of the memory that is available: what is larger is read as it is asked for."""
+"""Fraction of the available memory up to which tables are populated. Pages of larger tables are
+read when a lookup needs them."""
 MADV_POPULATE_READ = 22  # of linux/mman.h, which mmap lacks
 PIECE_BYTES = 32 << 20
-"""Mapped or let go by one call, in which others wait that map memory."""
+"""Bytes of a chunk that a single madvise call populates or releases; 32 MiB. Other threads cannot
+map memory during the call."""
 RESTS = 3
-"""As long as a piece took of a core, so many times over, the core is left to those who answer."""
+"""Duration of the sleep after each chunk, as a multiple of the chunk's CPU time; 3 leaves three
+quarters of a core to requests."""
 
 
 def populate(version: ModelVersion, available: int) -> None:
-    """Has every page of the tables of ``version`` read and mapped, so that no lookup waits for
-    one; nothing where they are resident, or would take too much of ``available`` bytes.
+    """Reads and maps every page of the tables of ``version``, so that no lookup waits for a page.
 
-    The kernel does it, in large pages where it has them: to ask for a byte of each page took 20 s
-    of a core for 10 GB that lay on a virtual machine's disk, this 0.2 s, and 0.8 s where they lie
-    in memory in small pages. A thread of a lower priority would give way within such a call.
+    Does nothing if the tables are resident, or larger than SHARE of ``available`` bytes.
+
+    The kernel populates the pages, with large pages if it has them. For 10 GB on a virtual
+    machine's disk this took 0.2 s of CPU time, while reading a byte of each page took 20 s. It took
+    0.8 s for tables in memory in small pages. The thread keeps its priority: at a lower priority it
+    would be preempted within such a call.
     """
     if version.tables.data.nbytes > SHARE * available:
         return
     for piece in _pieces(version.tables):
-        if _madvise(piece, MADV_POPULATE_READ):  # before Linux 5.14, or the file was cut
+        if _madvise(piece, MADV_POPULATE_READ):  # Linux before 5.14, or the file was truncated
             piece[:: mmap.PAGESIZE].max()
 
 
 def let_go(version: ModelVersion) -> None:
-    """Has no page of the tables of ``version`` mapped any more, so that little is left to do for
-    who unmaps them: all at once, 10 GB in small pages stop who maps memory for 0.3 s. They may
-    still be read.
+    """Releases all pages of the tables of ``version``, so that unmapping them later is fast.
+
+    Unmapping 10 GB in small pages in one step blocks other threads that map memory for 0.3 s. The
+    tables can still be read.
     """
     for piece in _pieces(version.tables):
         _madvise(piece, mmap.MADV_DONTNEED)
 
 
 def drop_pages(rows: NDArray[np.uint8]) -> None:
-    """Has no page that lies whole in ``rows``, a range of a mapped file, mapped any more; they may
-    still be read."""
+    """Releases the pages that lie entirely in ``rows``, a range of a mapped file.
+
+    The rows can still be read.
+    """
     data = rows.reshape(-1)
     start = -data.ctypes.data % mmap.PAGESIZE
     end = data.nbytes - (data.ctypes.data + data.nbytes) % mmap.PAGESIZE
@@ -64,8 +72,8 @@ def _pieces(tables: TablesFile) -> Iterator[NDArray[np.uint8]]:
 
 
 def _madvise(piece: NDArray[np.uint8], advice: int) -> int:
-    """0 where the kernel did it."""
-    madvise = ctypes.CDLL(None).madvise  # mmap's own would hold the interpreter's lock
+    """Calls madvise(2) on ``piece``; returns 0 on success."""
+    madvise = ctypes.CDLL(None).madvise  # mmap.madvise would hold the GIL
     address, size = ctypes.c_void_p(piece.ctypes.data), ctypes.c_size_t(piece.nbytes)
     done: int = madvise(address, size, advice)
     return done

@@ -1,7 +1,7 @@
-"""Tables in memory: copied once from their file into huge pages, which forked processes share.
+"""Copies tables from their file into huge pages of memory, which forked processes share.
 
-Rows keep their places, so that a resident version is used as a mapped one is. The copy is
-written here and never again. Never imports torch.
+Rows keep their offsets, so a resident version is used like a mapped version. Only this module
+writes to the copy. Never imports torch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 HUGE_PAGE_BYTES = 2 << 20
 READ_BYTES = 32 << 20
-"""Read at once, then dropped from the page cache."""
+"""Bytes of a block that is read, then dropped from the page cache; 32 MiB."""
 
 
 def check_room(versions: Iterable[ModelVersion], available: int) -> None:
-    """Raises StoreError where the tables of ``versions`` do not fit into ``available`` bytes."""
+    """Raises StoreError if the tables of ``versions`` do not fit into ``available`` bytes."""
     all_tables = [version.tables for version in versions]
     needed = sum(tables.data.nbytes for tables in all_tables)
     if needed > available:
@@ -42,7 +42,9 @@ def check_room(versions: Iterable[ModelVersion], available: int) -> None:
 
 
 def make_resident(version: ModelVersion, progress: Progress | None = None) -> ModelVersion:
-    """``version`` with its tables in memory of this process, which processes forked later share.
+    """Returns ``version`` with its tables copied into memory of this process.
+
+    Processes that are forked later share the memory.
 
     Raises:
         StoreError: the tables can no longer be read.
@@ -52,7 +54,7 @@ def make_resident(version: ModelVersion, progress: Progress | None = None) -> Mo
 
 
 def _copied(tables: TablesFile, progress: Progress | None) -> NDArray[np.uint8]:
-    """The data section of the file of ``tables``, read-only, beginning on a huge page."""
+    """Returns a copy of the data section of the tables file, read-only, starting at a huge page."""
     data = _huge_memory(tables.data.nbytes)
     try:
         with open(tables.path, "rb", buffering=0) as file:
@@ -68,7 +70,10 @@ def _copied(tables: TablesFile, progress: Progress | None) -> NDArray[np.uint8]:
 
 
 def _huge_memory(nbytes: int) -> NDArray[np.uint8]:
-    """uint8 [nbytes] of private memory that may be in huge pages; zeros, and none used yet."""
+    """Returns private memory, uint8 [nbytes] of zeros, which the kernel may back by huge pages.
+
+    No page is allocated yet.
+    """
     whole_pages = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, whole_pages + HUGE_PAGE_BYTES, flags=flags)
@@ -89,7 +94,7 @@ def _read_table(
     name: str,
     progress: Progress | None,
 ) -> None:
-    """Fills ``rows`` (uint8 [nbytes of the table]) from ``file_offset`` on."""
+    """Fills ``rows`` (uint8 [nbytes of the table]) with the file's bytes from ``file_offset``."""
     table = tables.tables[name]
     for done in range(0, rows.size, READ_BYTES):
         block = rows[done : done + READ_BYTES]
@@ -101,7 +106,7 @@ def _read_table(
 
 
 def _read_block(file: BinaryIO, offset: int, block: NDArray[np.uint8], path: Path) -> None:
-    """Reads ``block`` and drops it from the page cache, so that it is in memory once."""
+    """Reads ``block`` and drops it from the page cache, so that it is not in memory twice."""
     rest = block.data
     while rest:
         count = os.preadv(file.fileno(), [rest], offset + block.size - len(rest))
@@ -112,8 +117,11 @@ def _read_block(file: BinaryIO, offset: int, block: NDArray[np.uint8], path: Pat
 
 
 def huge_page_bytes(versions: Iterable[ModelVersion]) -> int:
-    """How much of the memory that holds the tables of resident ``versions`` is in huge pages, as
-    the kernel says it of the mappings of this process."""
+    """Returns the bytes in huge pages of the memory of the tables of resident ``versions``.
+
+    The values come from the mappings of this process in /proc/self/smaps. They count each mapping
+    that holds such a table as a whole.
+    """
     addresses = [version.tables.data.ctypes.data for version in versions]
     total = 0
     is_ours = False

@@ -1,7 +1,7 @@
-"""What is read on which rank under a plan, given the rows that are read of each table.
+"""Computes the reads of each rank under a plan, from the number of rows read of each table.
 
-Of a table that is not divided by its rows this follows from the plan; how a row_wise table's reads
-divide over its ranks depends on which rows are asked for, and is measured. Never imports torch.
+For a table that is not divided by its rows, the reads of each rank follow from the plan. For a
+row_wise table they depend on which rows are requested, and are measured. Never imports torch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from embedserve_store.plans.plan import Plan, Shard, TablePlan, shard_bytes
 
 @dataclass(frozen=True)
 class AccessCounts:
-    """Rows that are read.
+    """Numbers of rows that are read.
 
     Attributes:
-        by_table: of each table, by its name.
-        by_rank: of each table that is divided by its rows, on each rank: [world_size].
-        starts: of those tables, the row that each rank begins with.
+        by_table: rows read of each table, by its name.
+        by_rank: rows read on each rank, [world_size], of each table that is divided by its rows.
+        starts: first row of each rank, for the tables of by_rank.
     """
 
     by_table: Mapping[str, float]
@@ -32,12 +32,12 @@ class AccessCounts:
 
 
 def is_divided_by_rows(plan: TablePlan) -> bool:
-    """Whether which rank is read depends on the row."""
+    """Returns whether the rank that serves a lookup depends on the row."""
     return plan.sharding_type == "row_wise" and len(plan.shards) > 1
 
 
 def row_read_bytes(plan: TablePlan, table: TableSpec, device_type: str = "cpu") -> int:
-    """Bytes that one lookup in ``table`` reads on all ranks together."""
+    """Returns the bytes that a lookup in ``table`` reads, summed over all ranks."""
     if is_divided_by_rows(plan):
         return _one_row(plan.shards[0], table, device_type)
     return sum(_one_row(shard, table, device_type) for shard in plan.served_shards)
@@ -46,8 +46,10 @@ def row_read_bytes(plan: TablePlan, table: TableSpec, device_type: str = "cpu") 
 def reads_per_rank(
     plan: Plan, tables: Sequence[TableSpec], reads: AccessCounts, device_type: str = "cpu"
 ) -> tuple[list[float], list[float]]:
-    """(lookups, bytes read) of each rank. A row of a column_wise table is a lookup on every rank
-    that has columns of it, for each of its shards."""
+    """Returns the lookups of each rank and the bytes read on each rank.
+
+    A row of a column_wise table counts as a lookup for each shard, on the rank of the shard.
+    """
     lookups = [0.0] * plan.world_size
     nbytes = [0.0] * plan.world_size
     for table in tables:
@@ -63,8 +65,11 @@ def reads_per_rank(
 
 
 def under(plan: Plan, tables: Sequence[TableSpec], measured: AccessCounts) -> AccessCounts:
-    """The same rows as ``plan`` divides them over its ranks; between the starts of ``measured``
-    they are taken as even, and of a table that was not divided over all of its rows."""
+    """Returns the reads of ``measured`` as ``plan`` divides them over its ranks.
+
+    Reads are assumed to be uniform between two starts of ``measured``. For a table that was not
+    divided by rows when it was measured, they are assumed to be uniform over all rows.
+    """
     divided = [table for table in tables if is_divided_by_rows(plan.tables[table.name])]
     return AccessCounts(
         measured.by_table,
@@ -74,8 +79,10 @@ def under(plan: Plan, tables: Sequence[TableSpec], measured: AccessCounts) -> Ac
 
 
 def is_known(plan: TablePlan, table: TableSpec, measured: AccessCounts) -> bool:
-    """Whether ``measured`` tells what each shard has of the reads of ``table``: no range of rows
-    begins or ends where none of those began that were counted."""
+    """Returns whether ``measured`` determines the reads of each shard of ``table``.
+
+    This is so if every range of rows of ``plan`` starts where a counted range started.
+    """
     if not is_divided_by_rows(plan):
         return True
     if not sum(measured.by_rank.get(table.name, ())):
@@ -87,7 +94,7 @@ def is_known(plan: TablePlan, table: TableSpec, measured: AccessCounts) -> bool:
 def _divided(plan: TablePlan, table: TableSpec, measured: AccessCounts) -> list[float]:
     counts = measured.by_rank.get(table.name, ())
     starts: Sequence[int] = measured.starts.get(table.name, (0,))
-    if not sum(counts):  # none was seen: over all rows
+    if not sum(counts):  # nothing was measured: uniform over all rows
         counts, starts = (1.0,), (0,)
     shares = np.array([0.0, *accumulate(counts)]) / sum(counts)
     bounds = [*_starts(plan), table.num_embeddings]
@@ -101,12 +108,12 @@ def _starts(plan: TablePlan) -> list[int]:
 
 
 def whole_read_bytes(tables: Sequence[TableSpec], reads: AccessCounts) -> dict[str, float]:
-    """What is read of each table, were it whole."""
+    """Returns the bytes that would be read of each table if it were not divided."""
     return {table.name: reads.by_table[table.name] * table.row_bytes for table in tables}
 
 
 def imbalance(per_rank: Sequence[float]) -> float:
-    """Of the busiest rank, as a multiple of the mean; 1 where nothing is read.
+    """Returns the value of the busiest rank as a multiple of the mean; 1 if nothing is read.
 
     >>> imbalance([30.0, 10.0])
     1.5

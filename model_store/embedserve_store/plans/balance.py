@@ -1,8 +1,8 @@
-"""Plans by what was read: so that all ranks read about as many bytes. Imports torchrec.
+"""Plans by measured reads, so that all ranks read about the same number of bytes.
 
-Only what the counts foretell is proposed: a table stays whole, is divided by columns, or by rows as
-it was when they were counted. By rows that nobody counted a table is divided only where it fits
-nowhere otherwise: its busiest rows may lie in any part.
+Proposes only sharding whose reads the counts predict. A table stays whole, is divided by columns,
+or is divided by rows as when it was counted. Other divisions by rows are proposed only if the
+tables do not fit otherwise, because any shard may then have the busiest rows. Imports torchrec.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ def balanced_plan(
     device_type: str = "cpu",
     device_memory_bytes: int | None = None,
 ) -> Plan:
-    """The plan over ``world_size`` ranks whose busiest rank reads least of what was ``measured``;
-    where nothing fits the memory, the one nearest to it.
+    """Returns the plan over ``world_size`` ranks that minimizes the bytes the busiest rank reads.
+
+    The bytes follow from the ``measured`` reads. If no plan fits the memory, returns the plan that
+    exceeds it least.
 
     Args:
-        sharding, constraints: for all tables or by table; one whose types are named has one of
-            them, whatever was read.
+        sharding, constraints: sharding and constraints, as in ``draft_plan``. A table whose
+            sharding types are given has one of these types, independent of its reads.
 
     Raises:
         InvalidModelError: a constraint is wrong, or the planner found no plan.
@@ -79,8 +81,11 @@ def balanced_plan(
 def _foretold_types(
     tables: Sequence[TableSpec], measured: AccessCounts, world_size: int, device_type: str
 ) -> dict[str, tuple[str, ...]]:
-    """Whole where a rank's fair share is more than what is read of the table: to divide it costs
-    time at every lookup, and is of no use."""
+    """Returns, for each table, the sharding types whose reads the measured counts predict.
+
+    A table whose reads do not exceed a rank's fair share stays whole. Dividing it would cost time
+    at every lookup without a benefit.
+    """
     read = whole_read_bytes(tables, measured)
     fair = sum(read.values()) / max(1, world_size)
     types = {}
@@ -106,8 +111,11 @@ def _read_bytes(measured: AccessCounts, device_type: str) -> ShardCosts:
 def _more_types(
     tables: Sequence[TableSpec], device_type: str, memory_bytes: int | None
 ) -> Iterator[dict[str, tuple[str, ...]]]:
-    """What may be tried where what is foretold does not fit: to divide tables that no rank has room
-    for, then any."""
+    """Yields further sharding types to try if no plan with the predicted types fits.
+
+    The first step allows all types of "auto" for tables that are larger than a rank's memory. The
+    second step allows them for every table.
+    """
     large = [table for table in tables if memory_bytes is not None and table.nbytes > memory_bytes]
     for divided in (large, tables):
         yield {table.name: auto_types(table, device_type) for table in divided}

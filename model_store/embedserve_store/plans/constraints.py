@@ -1,8 +1,7 @@
-"""What a person asks of the planner, table by table: torchrec's ParameterConstraints, but for
-what only training can honour.
+"""Defines planner constraints by table: torchrec's ParameterConstraints without training options.
 
-Frozen values that plan.json stores, so that another number of devices is planned for under the
-same constraints. Never imports torch.
+Constraints are frozen values that plan.json stores. A host with another number of devices plans
+under the same constraints. Never imports torch.
 """
 
 from __future__ import annotations
@@ -28,33 +27,33 @@ NOT_HONOURED = {
     "key_value_params": "tables are not kept on SSD",
     "use_virtual_table": "tables are not kept on SSD",
 }
-"""Fields of ParameterConstraints that are refused when set, and why."""
+"""Fields of ParameterConstraints that are rejected when set, with the reason."""
 QUANT = "quant"
 COMPUTE_KERNELS = (QUANT, "quant_uvm", "quant_uvm_caching")
-"""torchrec's kernels for inference: rows in the memory of their rank's device, in the host's, or
-there with a cache on the device. On CPU ranks all of this is one memory."""
+"""torchrec's kernels for inference. Rows are in the memory of the rank's device, in host memory, or
+in host memory with a cache on the device. On CPU ranks these are the same memory."""
 
 
 @dataclass(frozen=True)
 class TableConstraints:
-    """What may become of one table; None leaves it to the planner. Fields are torchrec's."""
+    """Constraints of a table, with torchrec's fields; None leaves a choice to the planner."""
 
     sharding_types: tuple[str, ...] | None = None
-    """Of SHARDING_TYPES; None for what "auto" chooses among."""
+    """Allowed types of SHARDING_TYPES; None for the types that "auto" chooses from."""
     min_partition: int | None = None
-    """The narrowest column_wise shard, in columns."""
+    """Minimum width of a column_wise shard, in columns."""
     pooling_factors: tuple[float, ...] | None = None
-    """For each feature of the table, ids in a bag on average; None for 1."""
+    """Average number of ids per bag, for each feature of the table; None for 1."""
     num_poolings: tuple[float, ...] | None = None
-    """For each feature, bags an example; None for 1."""
+    """Bags per example, for each feature; None for 1."""
     batch_sizes: tuple[int, ...] | None = None
-    """For each feature, examples a batch; None for torchrec's 512."""
+    """Examples per batch, for each feature; None for torchrec's 512."""
     is_weighted: bool = False
     compute_kernels: tuple[str, ...] | None = None
-    """Of COMPUTE_KERNELS; None for all."""
+    """Allowed kernels of COMPUTE_KERNELS; None for all."""
 
     def to_json(self) -> dict[str, Any]:
-        """Only what is set."""
+        """Returns the fields that differ from their defaults, as JSON."""
         return {
             field.name: list(value) if isinstance(value, tuple) else value
             for field in fields(self)
@@ -63,7 +62,11 @@ class TableConstraints:
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> TableConstraints:
-        """Raises StoreError, led by ``where``: an unknown field, or a value of a wrong type."""
+        """Returns the constraints in ``data`` (parsed JSON or YAML).
+
+        Raises:
+            StoreError: a field is unknown, or a value is wrong. The message begins with ``where``.
+        """
         if not isinstance(data, Mapping):
             raise StoreError(f"{where}: expected the fields of ParameterConstraints")
         values: dict[str, Any] = {}
@@ -79,7 +82,10 @@ class TableConstraints:
         return cls(**values)
 
     def check(self, table: TableSpec, where: str) -> None:
-        """Raises StoreError, led by ``where``, unless ``table`` can be planned under this."""
+        """Raises StoreError unless ``table`` can be planned under these constraints.
+
+        The message begins with ``where``.
+        """
         for kind in self.sharding_types or ():
             if reason := why_not(kind, table):
                 raise StoreError(f"{where}: {reason}")
@@ -92,7 +98,10 @@ class TableConstraints:
                 )
 
     def check_on_gpu(self, where: str) -> None:
-        """Raises StoreError, led by ``where``, where the rows would have to stay off the GPU."""
+        """Raises StoreError if the constraints would keep the rows out of GPU memory.
+
+        The message begins with ``where``.
+        """
         if self.compute_kernels and QUANT not in self.compute_kernels:
             raise StoreError(
                 f"{where}: compute_kernels is {', '.join(self.compute_kernels)}, but on CUDA "
@@ -101,7 +110,10 @@ class TableConstraints:
 
 
 def _is_list_of(*kinds: type) -> Callable[[Any], bool]:
-    """Whether a value is a list of at least one of ``kinds``, its numbers above 0."""
+    """Returns a predicate that accepts non-empty lists whose elements have a type of ``kinds``.
+
+    Numbers must be above 0 and finite.
+    """
 
     def is_right(values: Any) -> bool:
         return isinstance(values, list | tuple) and bool(values) and all(map(is_one, values))
@@ -142,10 +154,11 @@ def _why_unknown(name: object) -> str:
 
 
 def read_constraints(path: str | os.PathLike[str]) -> dict[str, TableConstraints]:
-    """Reads a YAML or JSON file: for each table, fields of ParameterConstraints.
+    """Reads a YAML or JSON file that has fields of ParameterConstraints for each table.
 
     Raises:
-        StoreError: the file cannot be read; names the table and field that is wrong.
+        StoreError: the file cannot be read, or a constraint is wrong. The message names the table
+            and field.
     """
     data = _parsed(Path(path))
     if not isinstance(data, Mapping):
@@ -160,7 +173,7 @@ def _parsed(path: Path) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(read_user_file(path))  # JSON is YAML
+        return yaml.safe_load(read_user_file(path))  # JSON is a subset of YAML
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:

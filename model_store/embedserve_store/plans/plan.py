@@ -1,7 +1,7 @@
-"""The sharding plan as stored: which rank holds which rows and columns of which table.
+"""Defines the stored sharding plan: the rows and columns of each table that each rank holds.
 
-Plain values and versioned JSON of our own, so that plan.json outlives any torchrec release.
-planner.py makes plans and turns them into torchrec's; this module never imports torch.
+A plan is plain values in versioned JSON, so that plan.json does not depend on a torchrec release.
+planner.py makes plans and converts them to torchrec's. Never imports torch.
 """
 
 from __future__ import annotations
@@ -20,36 +20,40 @@ from embedserve_store.plans.sharding_types import why_not
 FORMAT_VERSION = 1
 PLAN_BYTES_MAX = 64 << 20
 ROW_ALIGNMENT_BYTES = {"cpu": 1, "cuda": 16}
-"""What a row's bytes are padded to in memory: FBGEMM's kernels on CUDA load 16 at a time."""
+"""Bytes to whose multiples rows are padded in memory, by device type. FBGEMM's CUDA kernels load 16
+bytes at a time."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A block of one table on one rank: rows and columns as [offset, offset + count)."""
+    """Block of a table on a rank: rows and columns [offset, offset + count)."""
 
     rank: int
     row_offset: int
     row_count: int
     col_offset: int
     col_count: int
-    """Of the model's columns: with the last of them go those that fill a stored row up."""
+    """Number of the model's columns. The shard with the last column also has the padding columns of
+    the stored rows."""
 
     @property
     def stored_col_count(self) -> int:
-        """Columns that it has of the stored rows."""
+        """Returns the number of columns of the stored rows that the shard has, with padding."""
         return stored_columns(self.col_count)
 
 
 @dataclass(frozen=True)
 class TablePlan:
     sharding_type: str
-    """One of sharding_types.SHARDING_TYPES."""
+    """Sharding type, a member of sharding_types.SHARDING_TYPES."""
     shards: tuple[Shard, ...]
 
     @property
     def served_shards(self) -> tuple[Shard, ...]:
-        """Those that a server holds: batches enter on rank 0, which alone is asked of a
-        data_parallel table."""
+        """Returns the shards that a server holds.
+
+        Batches enter on rank 0, so only the copy of a data_parallel table on rank 0 is looked up.
+        """
         if self.sharding_type == "data_parallel":
             return tuple(shard for shard in self.shards if not shard.rank)
         return self.shards
@@ -57,26 +61,26 @@ class TablePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every table lies over ``world_size`` ranks, and what the publisher asked for."""
+    """Location of every table on ``world_size`` ranks, and the publisher's constraints."""
 
     world_size: int
     tables: Mapping[str, TablePlan]
     constraints: Mapping[str, TableConstraints]
-    """What a host with another number of devices plans anew under; a table that is not here is
-    the planner's choice."""
+    """Constraints under which a host with another number of devices makes a new plan. Tables
+    without constraints are left to the planner."""
 
     def bytes_per_rank(self, tables: Sequence[TableSpec], device_type: str = "cpu") -> list[int]:
-        """Bytes of ``tables`` that each rank holds; on cpu stored bytes, on cuda rows are padded.
+        """Returns the bytes of ``tables`` on each rank: stored bytes on cpu, padded rows on cuda.
 
-        A data_parallel table counts on every rank, and every shard of int8 or int4 columns has
-        a scale and bias for each row of its own.
+        A data_parallel table counts on every rank. Each column shard of an int8 or int4 table has
+        its own scale and bias for each row.
         """
         return self._bytes_per_rank(tables, device_type, lambda plan: plan.shards)
 
     def served_bytes_per_rank(
         self, tables: Sequence[TableSpec], device_type: str = "cpu"
     ) -> list[int]:
-        """As bytes_per_rank, of a server."""
+        """Returns the bytes of ``tables`` that a server holds on each rank (served_shards)."""
         return self._bytes_per_rank(tables, device_type, lambda plan: plan.served_shards)
 
     def _bytes_per_rank(
@@ -85,7 +89,7 @@ class Plan:
         device_type: str,
         held: Callable[[TablePlan], Sequence[Shard]],
     ) -> list[int]:
-        """Of the shards that are held."""
+        """Returns the bytes on each rank of the shards that ``held`` selects from each table."""
         result = [0] * self.world_size
         for table in tables:
             for shard in held(self.tables[table.name]):
@@ -93,8 +97,10 @@ class Plan:
         return result
 
     def column_shard_bytes(self, tables: Sequence[TableSpec]) -> int:
-        """Stored bytes of shards that have some of their table's columns: no range of the file,
-        so copied also where all other shards are mapped."""
+        """Returns the stored bytes of shards that have only some of their table's columns.
+
+        Such a shard is not a range of the file, so it is copied even if other shards are mapped.
+        """
         return sum(
             shard_bytes(shard, table)
             for table in tables
@@ -127,10 +133,13 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> Plan:
-        """The plan in ``data`` (parsed JSON). ``where`` names the file in errors.
+        """Returns the plan in ``data`` (parsed JSON).
+
+        Args:
+            where: name of the file in errors.
 
         Raises:
-            StoreError: malformed, or of a format version that this code does not read.
+            StoreError: the plan is malformed, or this code does not read its format version.
         """
         if not isinstance(data, dict):
             raise StoreError(f"{where}: expected a JSON object")
@@ -161,7 +170,11 @@ class Plan:
             raise StoreError(f"{where}: not a sharding plan: {error!r}") from error
 
     def check(self, tables: tuple[TableSpec, ...], where: str) -> None:
-        """Raises StoreError unless every table of the manifest is covered once and no other."""
+        """Raises StoreError unless the plan is valid for ``tables``, the tables of the manifest.
+
+        The plan must have exactly these tables, and shards must cover each table once (a
+        data_parallel table once per rank). Ranks and constraints must be valid.
+        """
         if self.world_size < 1:
             raise StoreError(f"{where}: world_size is {self.world_size}, expected 1 or more")
         names = {table.name for table in tables}
@@ -178,17 +191,17 @@ class Plan:
 
 
 def shard_bytes(shard: Shard, table: TableSpec, device_type: str = "cpu") -> int:
-    """Bytes that ``shard`` of ``table`` takes on a device: stored ones on cpu."""
+    """Returns the bytes of ``shard`` of ``table`` on a device: stored bytes on cpu."""
     alignment = ROW_ALIGNMENT_BYTES[device_type]
     one_row = row_bytes(table.dtype, shard.stored_col_count)
     return shard.row_count * -(-one_row // alignment) * alignment
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """The plan in a plan.json, from a store or written by hand; ``check`` it against tables.
+    """Reads a plan.json from a store, or written by hand. Plan.check compares it with tables.
 
     Raises:
-        StoreError: the file cannot be read, is not a plan, or of another format version.
+        StoreError: the file cannot be read, is not a plan, or has another format version.
     """
     try:
         with open(path, "rb") as file:
@@ -206,10 +219,10 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 def check_fits(
     plan: Plan, tables: Sequence[TableSpec], memory_bytes: Sequence[int], device_type: str
 ) -> None:
-    """Raises InvalidModelError where a rank's tables are larger than its memory.
+    """Raises InvalidModelError if a rank's tables are larger than its memory.
 
     Args:
-        memory_bytes: of rank 0, 1, …; a rank without one is not checked.
+        memory_bytes: memory of rank 0, 1, …; ranks beyond the list are not checked.
     """
     for rank, (held, has) in enumerate(
         zip(plan.bytes_per_rank(tables, device_type), memory_bytes, strict=False)
@@ -249,7 +262,7 @@ def _check_table(plan: TablePlan, table: TableSpec, world_size: int, where: str)
 
 
 def _check_cover(shards: Sequence[Shard], table: TableSpec, where: str) -> None:
-    """Shards follow one another along the rows and have all columns."""
+    """Raises StoreError unless the shards are contiguous along the rows and have all columns."""
     row = 0
     for shard in shards:
         columns = (shard.col_offset, shard.col_count)
@@ -261,7 +274,10 @@ def _check_cover(shards: Sequence[Shard], table: TableSpec, where: str) -> None:
 
 
 def _check_column_cover(shards: Sequence[Shard], table: TableSpec, where: str) -> None:
-    """Shards follow one another along the columns and have all rows."""
+    """Raises StoreError unless the shards are contiguous along the columns and have all rows.
+
+    Every shard but the last must have a multiple of COLUMN_MULTIPLE columns.
+    """
     column = 0
     for shard in shards:
         rows = (shard.row_offset, shard.row_count)

@@ -1,8 +1,8 @@
-"""Makes sharding plans with torchrec's EmbeddingShardingPlanner, and gives stored plans back to it.
+"""Makes sharding plans with torchrec's EmbeddingShardingPlanner, and converts stored plans to it.
 
-A plan is made from the float description of the tables (a meta-device EmbeddingBagCollection):
-its shard sizes are then logical rows and columns, whatever dtype the rows are stored in.
-A plan made from the quantized module would count padded bytes instead. Imports torchrec.
+Planning uses a float description of the tables (a meta-device EmbeddingBagCollection). Shard sizes
+are then logical rows and columns, independent of the stored dtype. A plan from the quantized module
+would count padded bytes instead. Imports torchrec.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 Sharding = str | Mapping[str, str] | Plan
-"""A sharding type or "auto" for all tables, by table, or a whole plan."""
+"""Sharding type or "auto", for all tables or by table; or a whole plan."""
 
 
 def make_plan(
@@ -57,18 +57,18 @@ def make_plan(
     """Plans ``tables`` over ``world_size`` ranks with torchrec's EmbeddingShardingPlanner.
 
     Args:
-        sharding: for all tables or by table (one that is not named is "auto"): table_wise,
-            row_wise, column_wise, data_parallel, or auto, the planner's choice (see
-            sharding_types.auto_types). Or a Plan, which is checked and returned.
-        world_size: None for 1, or the Plan's.
-        device_type: cpu or cuda, what the planner's cost model assumes.
-        device_memory_bytes: of every rank; None for no limit, but on cuda the memory of the
-            GPUs that are on this host.
-        constraints: by table; not together with a Plan, which has its own.
+        sharding: table_wise, row_wise, column_wise, data_parallel or auto, for all tables or by
+            table. auto lets the planner choose (see sharding_types.auto_types), and is the default
+            of tables that are not named. Or a Plan, which is checked and returned.
+        world_size: number of ranks. Default: that of the Plan, or 1.
+        device_type: cpu or cuda, which the planner's cost model assumes.
+        device_memory_bytes: memory of each rank. Default: on cuda the memory of this host's GPUs,
+            on cpu no limit.
+        constraints: constraints by table; not allowed with a Plan, which has its own.
 
     Raises:
-        InvalidModelError: an unknown sharding, table or constraint, or one that contradicts
-            another; the planner found no plan; or a rank's part is larger than its memory.
+        InvalidModelError: a sharding, table or constraint is unknown or contradicts another. Or
+            the planner found no plan, or the shards of a rank are larger than its memory.
     """
     plan = draft_plan(
         tables,
@@ -92,8 +92,13 @@ def draft_plan(
     constraints: Constraints | None = None,
     costs: ShardCosts | None = None,
 ) -> Plan:
-    """As ``make_plan``, but where nothing fits the memory, the plan nearest to it; by ``costs``,
-    if given, instead of torchrec's cost model."""
+    """Makes a plan like ``make_plan``, without an error if no plan fits the memory.
+
+    Returns the plan that exceeds the memory least then.
+
+    Args:
+        costs: costs of shards, in place of torchrec's cost model.
+    """
     if isinstance(sharding, Plan):
         return _checked(sharding, tables, world_size, constraints)
     wanted = combined(tables, sharding, own_constraints(tables, constraints or {}))
@@ -112,8 +117,8 @@ def plan_under(
     """Plans ``tables`` under a stored plan's constraints, for another number of ranks.
 
     Raises:
-        InvalidModelError: world_size is below 1, the planner found no plan, or a rank's part
-            is larger than its memory, as for ``make_plan``.
+        InvalidModelError: world_size is below 1, the planner found no plan, or the shards of a
+            rank are larger than its memory, as in ``make_plan``.
     """
     plan = _search(tables, constraints, world_size, device_type, device_memory_bytes)
     check_fits(plan, tables, _memory(device_type, plan, device_memory_bytes), device_type)
@@ -121,7 +126,7 @@ def plan_under(
 
 
 def gpu_memory_bytes() -> list[int]:
-    """Of each GPU of this host."""
+    """Returns the memory of each GPU of this host, in bytes."""
     gpus = range(torch.cuda.device_count())
     return [torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus]
 
@@ -159,8 +164,10 @@ def _search(
     device_memory_bytes: int | None,
     costs: ShardCosts | None = None,
 ) -> Plan:
-    """The cheapest plan that fits, else the one whose fullest rank holds least: if that is too
-    much, the caller says so."""
+    """Returns the cheapest plan that fits, or else the plan whose fullest rank holds least.
+
+    The caller checks whether the plan fits.
+    """
     if world_size < 1:
         raise InvalidModelError(f"world_size is {world_size}, expected 1 or more")
     asked = {
@@ -169,7 +176,7 @@ def _search(
         )
         for table in tables
     }
-    # A copy on every rank leaves nothing to choose.
+    # For tables that are copied to every rank the planner has nothing to choose.
     copied = {t.name for t in tables if asked[t.name].sharding_types == ["data_parallel"]}
     shards = {t.name: _one_copy_each(t, world_size) for t in tables if t.name in copied}
     plan = Plan(world_size, shards, dict(constraints))
@@ -220,7 +227,7 @@ def _divided(
 
 
 def _table_plan(sharding: Any, table: TableSpec) -> TablePlan:
-    """``sharding`` of the stored rows of ``table``, or of its own."""
+    """Converts torchrec's ``sharding`` of ``table``, which may count stored or unpadded columns."""
 
     shards = []
     for shard in sharding.sharding_spec.shards:
@@ -233,11 +240,13 @@ def _table_plan(sharding: Any, table: TableSpec) -> TablePlan:
 def from_torchrec(
     sharding: Mapping[str, ParameterSharding], tables: Sequence[TableSpec], world_size: int
 ) -> Plan:
-    """The plan by which a model is trained over ``world_size`` ranks; a host with another number
-    plans anew with the same types.
+    """Converts the plan with which a model is trained over ``world_size`` ranks.
+
+    The plan's constraints are the sharding types, so a host with another number of devices makes a
+    new plan with the same types.
 
     Raises:
-        InvalidModelError: a table is sharded in a way that is not served.
+        InvalidModelError: the sharding type of a table cannot be served.
     """
     kinds = {table.name: sharding[table.name].sharding_type for table in tables}
     shards = {}
@@ -247,7 +256,7 @@ def from_torchrec(
             raise InvalidModelError(
                 f"table {table.name!r}: {reason}: say what it is served by with sharding"
             )
-        is_copied = kind == "data_parallel"  # torchrec's plans of it have no shards
+        is_copied = kind == "data_parallel"  # torchrec's plans have no shards for this type
         own = sharding[table.name]
         shards[table.name] = (
             _one_copy_each(table, world_size) if is_copied else _table_plan(own, table)
@@ -257,12 +266,14 @@ def from_torchrec(
 
 
 def to_torchrec(plan: Plan, device_type: str) -> EmbeddingModuleShardingPlan:
-    """``plan`` as DistributedModelParallel takes it, for the inference ("quant") kernel.
+    """Converts ``plan`` for DistributedModelParallel with the inference ("quant") kernel.
 
-    A rank is a device index of ``device_type`` on this host; all CPU ranks are one device.
-    torchrec has no data_parallel for inference: batches enter on rank 0, which looks such a
-    table up whole, and the copies that a plan shows on other ranks are neither made nor asked.
-    A column_wise or row_wise table of one shard is a whole table too, and looked up in less time.
+    A rank is a device index of ``device_type`` on this host; all CPU ranks are a single device.
+
+    torchrec has no data_parallel for inference. Batches enter on rank 0, which looks up such a
+    table whole, so copies on other ranks are neither made nor used. The result has table_wise for
+    these tables. It also has table_wise for a column_wise or row_wise table with a single shard,
+    because the lookup is then faster.
     """
     result = EmbeddingModuleShardingPlan()
     for name, table in map(_as_served, plan.tables.items()):

@@ -1,5 +1,7 @@
-"""What is asked of the planner, by table: sharding and constraints in any form that they are
-given in, checked against the tables and against each other. Imports torchrec.
+"""Normalizes requests to the planner: sharding and constraints by table.
+
+Accepts every format of them, and checks them against the tables and against each other. Imports
+torchrec.
 """
 
 from __future__ import annotations
@@ -17,16 +19,17 @@ from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.sharding_types import AUTO, auto_types, why_not
 
 Constraints = Mapping[str, TableConstraints | ParameterConstraints | Mapping[str, Any]]
-"""By table: ours, torchrec's, or its fields by name."""
+"""Constraints by table: TableConstraints, ParameterConstraints, or its fields by name."""
 
 
 def own_constraints(
     tables: Sequence[TableSpec], constraints: Constraints
 ) -> dict[str, TableConstraints]:
-    """``constraints`` as values of our own, checked against their tables.
+    """Converts ``constraints`` to TableConstraints, and checks them against their tables.
 
     Raises:
-        InvalidModelError: names the table and the field that is wrong, or that cannot be honoured.
+        InvalidModelError: a field is wrong, or serving cannot honour it. The message names the
+            table and the field.
     """
     by_name = {table.name: table for table in tables}
     result = {}
@@ -49,15 +52,16 @@ def own_constraints(
 def from_torchrec(
     constraints: ParameterConstraints, table: TableSpec, where: str
 ) -> TableConstraints:
-    """The same constraints as a value of our own.
+    """Converts torchrec's constraints of ``table`` to TableConstraints.
 
     Raises:
-        StoreError: led by ``where``; a field is set that serving cannot honour.
+        StoreError: a field is wrong, or serving cannot honour it. The message begins with
+            ``where``.
     """
     values = {one.name: getattr(constraints, one.name) for one in fields(constraints)}
     if getattr(values.get("output_dtype"), "value", None) == "FP32":
         del values["output_dtype"]
-    if values.get("pooling_factors") == [1.0]:  # torchrec's default, whatever the features
+    if values.get("pooling_factors") == [1.0]:  # torchrec's default for any number of features
         del values["pooling_factors"]
     features = values.pop("feature_names", None) or table.feature_names
     if set(features) != set(table.feature_names):
@@ -70,11 +74,13 @@ def from_torchrec(
 def default_sharding(
     tables: Sequence[TableSpec], described: Mapping[str, str], constraints: Constraints
 ) -> dict[str, str]:
-    """What each table is sharded by where it is not said otherwise: as ``described`` (by table),
-    else what its constraints allow, else table_wise.
+    """Returns the default sharding of each table.
+
+    This is the type of ``described`` (by table), or else "auto" among the types that its
+    constraints allow, or else table_wise.
 
     Raises:
-        InvalidModelError: as own_constraints.
+        InvalidModelError: a constraint is wrong, as in own_constraints.
     """
     own = own_constraints(tables, constraints)
     allowed = {name: AUTO for name, one in own.items() if one.sharding_types}
@@ -87,10 +93,11 @@ def combined(
     sharding: str | Mapping[str, str],
     constraints: Mapping[str, TableConstraints],
 ) -> dict[str, TableConstraints]:
-    """``constraints`` with the types of ``sharding``; a table that has neither is left out.
+    """Adds the types of ``sharding`` to ``constraints``. Tables with neither are left out.
 
     Raises:
-        InvalidModelError: names the table whose sharding is unknown or against its constraints.
+        InvalidModelError: the sharding of a table is unknown or contradicts its constraints. The
+            message names the table.
     """
     names = [table.name for table in tables]
     if isinstance(sharding, str):
@@ -118,14 +125,14 @@ def combined(
 def to_torchrec_constraints(
     own: TableConstraints, table: TableSpec, world_size: int, device_type: str
 ) -> ParameterConstraints:
-    """``own`` for the planner, with everything set that it leaves open."""
+    """Converts ``own`` for the planner, and sets the fields that it leaves open."""
     types = own.sharding_types or auto_types(table, device_type)
     if not own.sharding_types and world_size == 1:
-        types = ("table_wise",)  # every other is the same, with more work
+        types = ("table_wise",)  # on a single rank the other types only add work
     if len(types) > 1:
         types = tuple(kind for kind in types if kind != "data_parallel")
     if len(types) > 1 and table.stored_dim < 2 * (own.min_partition or MIN_CW_DIM):
-        types = tuple(kind for kind in types if kind != "column_wise")  # would be one shard
+        types = tuple(kind for kind in types if kind != "column_wise")  # would have a single shard
     features = len(table.feature_names)
     narrowest = own.min_partition
     if narrowest is None and types == ("column_wise",):
@@ -141,6 +148,9 @@ def to_torchrec_constraints(
 
 
 def _narrowest(columns: int, world_size: int) -> int:
-    """Columns of a shard so that every rank gets one where there are enough: who asks for
-    column_wise alone wants the table divided, which torchrec does from 256 columns up only."""
+    """Returns the columns of a shard such that every rank gets a shard if there are enough columns.
+
+    Constraints that allow only column_wise mean that the table must be divided. By default torchrec
+    divides only tables with at least 256 columns.
+    """
     return max(COLUMN_MULTIPLE, -(-columns // world_size))

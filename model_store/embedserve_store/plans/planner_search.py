@@ -1,8 +1,9 @@
-"""torchrec's EmbeddingShardingPlanner set up for serving: what it may choose, and what it counts.
+"""Configures torchrec's EmbeddingShardingPlanner for serving: its choices and its estimates.
 
-Its own sharder, estimators and reservations are those of training: float rows with gradients
-and optimizer state, kernels that page between GPU and host. Here a shard takes its stored
-bytes, the cost model is torchrec's for inference, and one kernel serves. Imports torchrec.
+The planner's own sharder, estimators and reservations are for training. They assume float rows with
+gradients and optimizer state, and kernels that page between GPU and host. Here a shard needs its
+stored bytes, the cost model is torchrec's for inference, and there is a single kernel. Imports
+torchrec.
 """
 
 from __future__ import annotations
@@ -40,20 +41,24 @@ from embedserve_store.plans.plan import Shard, TablePlan, shard_bytes
 from embedserve_store.plans.sharding_types import SHARDING_TYPES
 
 RANK_MEMORY_BYTES = 1 << 60
-"""What the planner is told where no memory is given: more than any table."""
+"""Memory per rank, in bytes, that the planner assumes without a limit; larger than any table."""
 BATCH_SIZE = 512
-"""Examples a batch in the cost model, as torchrec assumes."""
+"""Examples per batch in the cost model; 512 is torchrec's default."""
 GRID_PROPOSALS_MAX = 1000
-"""A grid over more combinations is left to torchrec's greedy search, as it does above 10,000."""
+"""Maximum number of combinations for torchrec's grid search, whose default is 10,000. Above the
+maximum the search is left to torchrec's greedy proposers."""
 
 ShardCosts = Callable[[TableSpec, TablePlan], Sequence[float]]
-"""What each shard of a table costs its rank, of a plan whose shards lie on ranks 0, 1, …: row_wise
-ones do, for others any rank is the same."""
+"""Function that returns the cost of each shard of a table for the rank of the shard. In the plan
+that it gets, shards are on ranks 0, 1, …. This is correct for row_wise shards; for other types the
+cost does not depend on the rank."""
 
 
 class _Sharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
-    """torchrec's sharder for training, which says how tables may be divided, with what serving
-    can do: row_wise on CPU too, and one kernel."""
+    """torchrec's training sharder, restricted to the sharding types and the kernel of serving.
+
+    row_wise is allowed on CPU too, and there is a single kernel.
+    """
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return list(SHARDING_TYPES)
@@ -63,8 +68,11 @@ class _Sharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
 
 
 class _Enumerator(EmbeddingEnumerator):  # type: ignore[misc]
-    """In an order of our own: torchrec's is that of a set, which differs from run to run, and
-    with it the plan wherever two options cost the same."""
+    """Enumerator that sorts the options by sharding type, so that plans are deterministic.
+
+    torchrec enumerates options in the order of a set, which differs from run to run. The plan would
+    differ with it whenever two options have equal costs.
+    """
 
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
@@ -74,7 +82,10 @@ class _Enumerator(EmbeddingEnumerator):  # type: ignore[misc]
 
 
 class _StoredBytes(ShardEstimator):  # type: ignore[misc]
-    """A shard takes what its rows take on the device, and costs what ``costs`` say, if given."""
+    """Estimator of shards: storage is the bytes on the device, and cost comes from ``costs``.
+
+    Without ``costs`` it leaves the cost as it is.
+    """
 
     def __init__(
         self, tables: Sequence[TableSpec], device_type: str, costs: ShardCosts | None
@@ -97,7 +108,7 @@ class _StoredBytes(ShardEstimator):  # type: ignore[misc]
 
 
 def _own_plan(option: ShardingOption) -> TablePlan:
-    """As if its shards lay on ranks 0, 1, …"""
+    """Converts ``option`` to a TablePlan with its shards on ranks 0, 1, …."""
     shards = (
         Shard(rank, shard.offset[0], shard.size[0], shard.offset[1], shard.size[1])
         for rank, shard in enumerate(option.shards)
@@ -114,15 +125,15 @@ def search(
     memory_bytes: int,
     costs: ShardCosts | None = None,
 ) -> EmbeddingModuleShardingPlan:
-    """The best plan that torchrec finds.
+    """Returns the best plan that torchrec's planner finds.
 
     Args:
-        memory_bytes: of every rank, which its shards must fit.
-        costs: the best plan is where the rank with most has least of them; None for torchrec's
-            cost model of a lookup.
+        memory_bytes: memory of each rank, which its shards must fit.
+        costs: costs of shards; the best plan minimizes the cost of the most expensive rank.
+            Default: torchrec's cost model of a lookup.
 
     Raises:
-        PlannerError: no plan was found that fits.
+        PlannerError: the planner found no plan that fits.
     """
     memory = {"hbm_cap" if device_type == "cuda" else "ddr_cap": memory_bytes}
     with _quiet():
@@ -138,7 +149,7 @@ def search(
                 constraints=dict(constraints),
                 estimator=estimators,
             ),
-            # Tables are placed largest first, by what is balanced.
+            # Tables are placed in descending order of the balanced quantity: cost or storage.
             partitioner=GreedyPerfPartitioner(SortBy.PERF if costs else SortBy.STORAGE),
             storage_reservation=FixedPercentageStorageReservation(0),
             proposer=[
@@ -156,9 +167,9 @@ def search(
 
 
 def _float_collection(tables: Sequence[TableSpec]) -> EmbeddingBagCollection:
-    """The tables as torchrec's float EmbeddingBagCollection, on the meta device, as wide as stored.
+    """Returns the tables as a float EmbeddingBagCollection on the meta device, with stored columns.
 
-    An EmbeddingCollection's tables stand in it too: they are divided in the same ways.
+    Tables of an EmbeddingCollection are described so, too, since they are divided in the same ways.
     """
     return EmbeddingBagCollection(
         device=torch.device("meta"),
@@ -177,7 +188,10 @@ def _float_collection(tables: Sequence[TableSpec]) -> EmbeddingBagCollection:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hides the planner's hints on training topologies and dense tensors: neither is here."""
+    """Suppresses the planner's hints on training topologies and dense tensors.
+
+    Neither exists when serving.
+    """
     logger = logging.getLogger("torchrec.distributed.planner")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,6 +1,6 @@
-"""The ways to divide a table over ranks: which are served, which are not, and why.
+"""Defines the sharding types that are served, and the reasons why other types are not.
 
-Names are torchrec's ShardingType. Never imports torch.
+Names follow torchrec's ShardingType. Never imports torch.
 """
 
 from __future__ import annotations
@@ -8,26 +8,28 @@ from __future__ import annotations
 from embedserve_store.format.table_spec import TableSpec
 
 AUTO = "auto"
-"""Lets the planner choose."""
+"""Sharding that lets the planner choose the type."""
 SHARDING_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
-"""table_wise: whole, on one rank. row_wise: a range of rows on every rank. column_wise: ranges of
-columns, each on any rank. data_parallel: whole, on every rank."""
+"""Sharding types that are served. table_wise: the whole table on a single rank. row_wise: a range
+of rows on every rank. column_wise: ranges of columns, each on any rank. data_parallel: the whole
+table on every rank."""
 UNPOOLED_SHARDING_TYPES = ("table_wise", "row_wise", "data_parallel")
-"""What an EmbeddingCollection's tables can have."""
+"""Sharding types that are served for tables of an EmbeddingCollection."""
 SEVERAL_HOSTS_TYPES = ("table_row_wise", "table_column_wise", "grid_shard")
 
 
 def served_types(table: TableSpec) -> tuple[str, ...]:
-    """What ``table`` may be sharded by."""
+    """Returns the sharding types that are served for ``table``."""
     return UNPOOLED_SHARDING_TYPES if table.pooling == "none" else SHARDING_TYPES
 
 
 def auto_types(table: TableSpec, device_type: str) -> tuple[str, ...]:
-    """What "auto" chooses among on ``device_type``.
+    """Returns the sharding types that "auto" chooses from on ``device_type``.
 
-    Not column_wise on CPU, where column shards are the only ones that must be copied out of the
-    mapped file. Never data_parallel, nor from a list of constraints that has another type: batches
-    enter on rank 0 and are looked up once, so copies on the other ranks answer nothing.
+    column_wise is excluded on CPU, because only column shards must be copied out of the mapped
+    file. It is not served for unpooled tables. data_parallel is never included. It is also dropped
+    from constraints that allow another type. Batches enter on rank 0 and are looked up once, so
+    copies on other ranks are not used.
     """
     if device_type == "cpu" or table.pooling == "none":
         return ("table_wise", "row_wise")
@@ -35,7 +37,7 @@ def auto_types(table: TableSpec, device_type: str) -> tuple[str, ...]:
 
 
 def why_not(sharding_type: object, table: TableSpec) -> str | None:
-    """Why ``table`` cannot be sharded so; None where it can."""
+    """Returns the reason why ``table`` cannot have ``sharding_type``; None if it can."""
     if sharding_type in served_types(table):
         return None
     if sharding_type in SEVERAL_HOSTS_TYPES:
