@@ -1,15 +1,17 @@
-"""The server's own time for a request of `small`: without sockets, without load, without kernel.
-
-Over its own interfaces, the Open Inference Protocol (every F.ids and F.lengths; `pooled` is asked
-for) and TorchRec's predictor.
+"""CPU time of the server for a request of `small`: without sockets, load generator and kernel.
 
     python bench/cpu_per_request.py [--times 5] [--tokens] [CHECKOUT ...] [--only JSON gRPC]
 
-Each of 64 connections is handed one request in a round, as the event loop does it, and throws its
-answer away; a round takes a millisecond or two. The best of all rounds is told: other work on the
-machine leaves some of them alone, so that a per cent shows where the rates of whole servers differ
-by ten from one second to the next. Checkouts, such as the commit before a change, take turns with
-this one. With --tokens each way is measured without and with a token, which the server asks for.
+It covers the server's own interfaces, TorchRec's predictor, and the Open Inference Protocol with
+the inputs F.ids and F.lengths and the output `pooled`.
+
+In a round each of 64 connections receives one request, as the event loop would deliver it, and
+discards its response. A round takes a millisecond or two. The best of all rounds is reported,
+because other work on the machine leaves some rounds undisturbed. Differences of a percent are thus
+visible, while rates of whole servers vary by ten percent from one second to the next.
+
+Other checkouts, such as the commit before a change, take turns with this one. With --tokens each
+way is measured both without and with the token that the server then requires.
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ CONNECTIONS = 64
 ROUNDS = 1000
 WARM_ROUNDS = 50
 TURNS = 4
-"""Of the event loop, after which a batch is answered and written."""
+"""Event-loop iterations after which a batch is finished and its responses are written."""
 SHAPE = workload("small", "uniform")
 WINDOW_MAX = 2**31 - 1
 
 
 class Sink(asyncio.Transport):
-    """Takes everything at once, and keeps how much it was."""
+    """Transport that accepts all data immediately and counts its bytes."""
 
     def __init__(self) -> None:
         super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
@@ -75,7 +77,7 @@ class Sink(asyncio.Transport):
 
 
 def greeting() -> bytes:
-    """Windows that no answer fills."""
+    """Returns the HTTP/2 preface with windows that no response fills."""
     from embedserve.wire.http2 import frames
 
     settings = frames.settings((frames.SETTINGS_INITIAL_WINDOW_SIZE, WINDOW_MAX))
@@ -83,7 +85,7 @@ def greeting() -> bytes:
 
 
 class Predictor(EmbedServe):
-    """Asked as TorchRec's own client asks."""
+    """The server, with requests as TorchRec's own client sends them."""
 
     def body(self, way: Way, workload: Workload, request: Request) -> bytes:
         from embedserve_proto.predictor_pb2 import PredictionRequest, SparseFeatures
@@ -106,7 +108,7 @@ WAYS: dict[str, tuple[EmbedServe, Way]] = {
 
 
 def over_http1(server: EmbedServe, way: Way, bodies: list[bytes]) -> Iterator[bytes]:
-    """One request after the other, the same for all connections."""
+    """Yields one request after another; all connections get the same."""
     for body in cycle(bodies):
         head = [f"POST {way.path} HTTP/1.1", "Host: localhost:8000"]
         head += [f"{name}: {value}" for name, value in server.headers(way, body).items()]
@@ -128,7 +130,7 @@ def over_http2(server: EmbedServe, way: Way, bodies: list[bytes]) -> Iterator[by
 
 @contextmanager
 def tokens(is_asked: bool) -> Iterator[tuple[str, dict[str, str]]]:
-    """(a file of tokens, the headers of who has one); neither where none is asked for."""
+    """Yields (token file, headers with a token); both are empty unless ``is_asked``."""
     if not is_asked:
         yield "", {}
         return
@@ -143,7 +145,8 @@ def tokens(is_asked: bool) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 async def best_us(name: str, is_asked: bool) -> float:
-    """Of one request over that way, by somebody who says who they are where that ``is_asked``."""
+    """Returns the best microseconds per request over a way. The caller has a token if
+    ``is_asked``."""
     import torch
 
     from embedserve.api.management import management_app
@@ -193,7 +196,7 @@ async def best_us(name: str, is_asked: bool) -> float:
 
 
 def measured_us(name: str, checkout: Path, is_asked: bool) -> float:
-    """By a process of its own."""
+    """Measures in a separate process, which imports the package from ``checkout``."""
     asked = ["--tokens"] if is_asked else []
     return float(
         subprocess.run(

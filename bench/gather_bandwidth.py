@@ -1,7 +1,8 @@
-"""FBGEMM's kernel alone over a table larger than any cache, on one device, for every dtype.
+"""Bandwidth of FBGEMM's kernel alone on one device, for every dtype, with a table beyond all
+caches.
 
-All rows have 256 bytes and are the same, so that what is right is known; what is gathered is
-compared with a copy on that device. bench/gpu_check.py asks for it.
+All rows are identical and have 256 bytes, so that the correct sums are known. The rate is compared
+with a copy on the same device. bench/gpu_check.py runs this module.
 """
 
 from __future__ import annotations
@@ -26,20 +27,21 @@ from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES
 
 ROW_BYTES = 256
 COLUMNS = {"float32": 64, "float16": 128, "int8": 252, "int4": 504}
-"""Of a row of so many bytes, with scale and bias."""
+"""Columns of a row of ROW_BYTES bytes, including its scale and bias, by dtype."""
 BAG_IDS = 32
 ROW_BYTE = 1
-"""All bytes of all rows: no subnormal float32, with which CPUs take longer."""
+"""Value of every byte of the table. It avoids subnormal float32 numbers, which are slow on CPUs."""
 SCATTER = 2_654_435_761
-"""Odd: times it, modulo a power of two, is another order."""
+"""An odd factor: multiplying ids by it modulo a power of two permutes them."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """
+    """Size of a measurement.
+
     Attributes:
-        rows: of a table; a power of two.
-        bags: of 32 ids each.
+        rows: rows of the table; a power of two.
+        bags: bags of 32 ids each.
     """
 
     rows: int
@@ -56,12 +58,12 @@ class Size:
 
 
 WHOLE = Size(rows=1 << 23, bags=1 << 17)
-"""2 GiB, of which 1 GiB is gathered."""
+"""Full size: a table of 2 GiB, and 1 GiB of rows gathered from it."""
 QUICK = Size(rows=1 << 10, bags=1 << 5, rounds=1)
 
 
 def gathered(device: torch.device, size: Size) -> Iterator[tuple[str, str]]:
-    """(what, found) of each dtype and kind of ids.
+    """Yields (measurement, result) for each dtype and distribution of ids.
 
     Raises:
         AssertionError: a sum is wrong.
@@ -93,7 +95,8 @@ def _kernel(dtype: str, device: torch.device, rows: int) -> Kernel:
 
 
 def _ids(size: Size) -> dict[str, torch.Tensor]:
-    """int32; "Zipf": of exponent 1, spread over the table as hashed ids are."""
+    """Returns int32 ids. "Zipf" has an exponent of 1 and is spread over the table, as hashed ids
+    are."""
     random, count = np.random.default_rng(3), size.bags * BAG_IDS
     ranks = np.exp(random.random(count) * np.log(size.rows)).astype(np.int64)
     both = {
@@ -107,7 +110,7 @@ def _seconds(kernel: Kernel, dtype: str, ids: torch.Tensor, size: Size) -> float
     offsets = torch.arange(size.bags + 1, dtype=torch.int32, device=ids.device) * BAG_IDS
     sums = kernel(ids, offsets)
     row = dequantize_rows(np.full((1, ROW_BYTES), ROW_BYTE, np.uint8), dtype, COLUMNS[dtype])
-    # int8 and int4 are dequantized in half precision on GPUs.
+    # GPUs dequantize int8 and int4 in half precision.
     relative = 1e-5 if dtype.startswith("float") else 2e-3
     for one in (sums[:1], sums[-1:]):
         np.testing.assert_allclose(one.cpu().numpy(), BAG_IDS * row, rtol=relative)
@@ -121,7 +124,7 @@ def _copy_seconds(device: torch.device, size: Size) -> float:
 
 
 def _median(do: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Of what ``do`` takes until it is done, in seconds."""
+    """Returns the median seconds that ``do`` takes, until the device has finished."""
     taken = []
     for _ in range(1 + rounds):  # the first is not counted
         start = time.perf_counter()

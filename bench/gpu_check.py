@@ -1,11 +1,11 @@
-"""Whether lookups on this host's GPUs are right, and how fast: one command, one table.
+"""Checks lookups on this host's GPUs for correctness, then measures them: one command, one table.
 
     make gpu-check                                    # on all GPUs
     make gpu-check CHECK="--devices cpu:2 --quick"    # the same on CPU ranks, in a minute
 
-From what is installed over every kind of lookup to a server over loopback, and no further than the
-first wrong answer, which ends it with status 1. Where packages cannot be installed, run
-`python bench/gpu_check.py` with the sources on PYTHONPATH, as the Makefile has it.
+It covers the installed packages, every kind of lookup, and a server over loopback. It stops at the
+first wrong result with status 1. If packages cannot be installed, run `python bench/gpu_check.py`
+with the sources on PYTHONPATH, as in the Makefile.
 """
 
 from __future__ import annotations
@@ -51,26 +51,27 @@ QUICK_CASES = ("float32 row_wise", "int8 row_wise unpooled")
 COPY_BYTES, QUICK_COPY_BYTES = 256 << 20, 8 << 20
 COPIES = 5
 CHECKED = 3
-"""Answers of a workload that are compared with exact sums."""
+"""Results of a workload that are compared with exact sums."""
 LARGE_BYTES, QUICK_LARGE_BYTES = 20 * 10**9, 10**6
-"""Of the table that is brought to a device."""
+"""Bytes of the table that is loaded onto a device."""
 LARGE_DIM = 64
 THREADS = (1, 2, 4)
 AT_ONCE = 8
-"""Requests of a workload that are asked from several threads."""
+"""Distinct requests of a workload that several threads send."""
 ASKED_S, QUICK_ASKED_S = 5.0, 0.5
 CALLERS = 8
 
 Row = tuple[str, str]
-"""What was looked at, and what was found."""
+"""(measurement, result)."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """
+    """Options of a check.
+
     Attributes:
-        devices: as `embedserve serve --devices` has them.
-        folder: for what is written; empty.
+        devices: value of `embedserve serve --devices`.
+        folder: empty folder for output.
     """
 
     devices: str
@@ -83,7 +84,7 @@ class Asked:
 
     @property
     def one_device(self) -> str:
-        """Of the devices, for what is measured on one."""
+        """The devices for measurements on one device."""
         return "cuda" if self.is_cuda else "cpu:1"
 
     def workloads(self, *ids: str) -> list[Workload]:
@@ -120,7 +121,7 @@ def installed(asked: Asked) -> Iterator[Row]:
 
 
 def right_answers(asked: Asked) -> Iterator[Row]:
-    """Every dtype under every sharding, over all GPUs: plain and weighted, of one example, of empty
+    """Checks every dtype under every sharding, over all GPUs: plain, weighted, one example, empty
     bags."""
     for case in CASES:
         if asked.is_quick and str(case) not in QUICK_CASES:
@@ -131,7 +132,7 @@ def right_answers(asked: Asked) -> Iterator[Row]:
 
 
 def replicas(asked: Asked) -> Iterator[Row]:
-    """The same where each of several GPUs has all tables, of each of them."""
+    """Checks the same with all tables on each of several GPUs, through each of them."""
     count = gpus_for(asked.devices).count
     if count < 2:
         yield "a copy on each GPU", "left out: there is no second GPU"
@@ -156,11 +157,12 @@ def largest_ids(asked: Asked) -> Iterator[Row]:
 
 
 def loading(asked: Asked) -> Iterator[Row]:
-    """Sharding a model and giving it its rows: copied to GPUs, on the CPU mapped."""
+    """Measures sharding a model and attaching its rows, which are copied to GPUs and mapped on the
+    CPU."""
     for work in asked.workloads("uniform"):
         work.tables.make()
         of_work = kernel.version_of(work)
-        of_work.tables.data[::4096].max()  # of memory, not of the disk
+        of_work.tables.data[::4096].max()  # reads the rows into memory
         start = time.perf_counter()
         shard(of_work, of_work.plan, asked.one_device.split(":")[0], is_weighted=False)
         seconds, nbytes = time.perf_counter() - start, of_work.manifest.nbytes
@@ -171,7 +173,8 @@ def loading(asked: Asked) -> Iterator[Row]:
 
 
 def a_large_table(asked: Asked) -> Iterator[Row]:
-    """From a version to a warm engine: 20 GB of zeros, which take no place on the disk."""
+    """Measures the time from a version to a warm engine, with 20 GB of zeros that take no disk
+    space."""
     nbytes = QUICK_LARGE_BYTES if asked.is_quick else LARGE_BYTES
     what = f"{nbytes / 1e9:g} GB of float32"
     free_bytes = gpus_for(asked.devices).free_bytes
@@ -182,7 +185,7 @@ def a_large_table(asked: Asked) -> Iterator[Row]:
     last = {table.num_embeddings - 1: np.arange(LARGE_DIM, dtype=np.float32)}
     of_zeros = mostly_zeros(asked.folder / "large", table, last)
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # what it held at most, from now on
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
     start = time.perf_counter()
     engine = restore(of_zeros, asked.one_device)
     seconds = time.perf_counter() - start
@@ -196,13 +199,13 @@ def a_large_table(asked: Asked) -> Iterator[Row]:
 
 
 def _most_held() -> int:
-    """Bytes of this host's memory, of mapped files too."""
+    """Returns the peak bytes of this host's memory, including mapped files."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) << 10
 
 
 def copying(asked: Asked) -> Iterator[Row]:
-    """What lookups could at best do: bytes from one place to another."""
+    """Measures copies between host and GPU memory, the upper bound for lookups."""
     nbytes = QUICK_COPY_BYTES if asked.is_quick else COPY_BYTES
     host = torch.ones(nbytes, dtype=torch.uint8)
     places = {"host": host}
@@ -218,7 +221,7 @@ def copying(asked: Asked) -> Iterator[Row]:
 
 
 def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
-    """The least of some copies, in seconds."""
+    """Returns the seconds of the fastest of COPIES copies."""
     taken = []
     for _ in range(COPIES):
         start = time.perf_counter()
@@ -230,7 +233,7 @@ def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def gathering_rows(asked: Asked) -> Iterator[Row]:
-    """FBGEMM's kernel alone: rows of 256 bytes out of a table that no cache holds."""
+    """Measures FBGEMM's kernel alone: rows of 256 bytes from a table that no cache holds."""
     size = gather_bandwidth.QUICK if asked.is_quick else gather_bandwidth.WHOLE
     free = gpus_for(asked.devices).free_bytes or (available_bytes(),)
     needed = 2 * size.table_bytes + size.gathered_bytes
@@ -241,7 +244,7 @@ def gathering_rows(asked: Asked) -> Iterator[Row]:
 
 
 def looking_up(asked: Asked) -> Iterator[Row]:
-    """The kernel alone and our engine, on one device; a copy in the host's memory beside them."""
+    """Compares the kernel alone with the engine, on one device, and with a copy in host memory."""
     for work in asked.workloads("uniform", "zipf"):
         engine = restore(kernel.version_of(work), asked.one_device)
         for request in work.requests[:CHECKED]:
@@ -253,7 +256,7 @@ def looking_up(asked: Asked) -> Iterator[Row]:
 
 
 def several_at_once(asked: Asked) -> Iterator[Row]:
-    """Our engine asked from several threads, as the server has two batches looked up at once."""
+    """Calls the engine from several threads, as the server does with two batches in flight."""
     for work in asked.workloads("uniform"):
         engine = restore(kernel.version_of(work), asked.one_device)
         inputs = [(one.ids, one.lengths.reshape(-1)) for one in work.requests[:AT_ONCE]]
@@ -276,7 +279,8 @@ def _look_up_for(
     expected: Sequence[np.ndarray],
     seconds: float,
 ) -> list[float]:
-    """Looks one after the other up for so long; the seconds of each. The last is compared."""
+    """Looks up one input after another for ``seconds``, and checks the last result. Returns the
+    seconds of each lookup."""
     taken: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -293,7 +297,7 @@ def unified_memory(asked: Asked) -> Iterator[Row]:
 
 
 def serving(asked: Asked) -> Iterator[Row]:
-    """A server over loopback, asked over gRPC by one caller, then by some at once."""
+    """Loads a server over loopback through gRPC, from one caller and then from several."""
     for work in asked.workloads("uniform"):
         log = asked.folder / f"{work.name}.log"
         store = work.tables.store
@@ -320,7 +324,7 @@ def _asking(client: GrpcEmbedClient, work: Workload) -> Callable[[Request], Any]
 
 
 def _ask_for(ask: Callable[[Request], Any], work: Workload, seconds: float) -> list[float]:
-    """Asks one request after the other for so long; the seconds of each."""
+    """Sends one request after another for ``seconds``; returns the seconds of each."""
     taken: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -358,8 +362,8 @@ STEPS: tuple[Step, ...] = (
 
 
 def run(asked: Asked, steps: Sequence[Step] = STEPS) -> int:
-    """Takes the steps, and prints what was found; the status: 1 where something is wrong, behind
-    which nothing was done."""
+    """Runs the steps and prints their results. Returns the status: 1 if a step failed, which skips
+    the steps after it."""
     rows: list[tuple[str, str, str]] = []
     wrong: Exception | None = None
     for step in steps:
@@ -368,7 +372,7 @@ def run(asked: Asked, steps: Sequence[Step] = STEPS) -> int:
             for what, found in step(asked):
                 print(f"{name}: {what}: {found}", file=sys.stderr)
                 rows.append((name, what, found))
-        except Exception as error:  # whatever it is, what follows would mean nothing
+        except Exception as error:  # after any failure, further steps would mean nothing
             wrong = error
             rows.append((name, "WRONG", next(iter(str(error).strip().splitlines()), repr(error))))
             break
@@ -382,7 +386,7 @@ def run(asked: Asked, steps: Sequence[Step] = STEPS) -> int:
 
 
 def _let_go() -> None:
-    """Of memory that a step took and nobody has: modules refer to each other."""
+    """Frees memory of a finished step, whose modules refer to each other."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,9 +1,9 @@
-"""What a job gets that asks for very many examples: embed_in_batches on `bulk`, by client and by
-how many requests are in flight, beside one request after the other.
+"""Throughput of batch jobs: embed_in_batches on `bulk`, by client and number of requests in flight.
 
     python bench/jobs.py [--rounds 5]
 
-The server runs on one core, the client on the other. Clients take turns; medians are told.
+The baseline sends one request after another. The server runs on one core, the client on the other.
+Clients take turns, and the medians are reported.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from embedserve_client import EmbedClient, EmbedResult, GrpcEmbedClient, embed_i
 
 CLIENT_CORE = 1
 EXAMPLES = 512
-"""Of one request, as `bulk` has them."""
+"""Examples per request, as in `bulk`."""
 IN_FLIGHT = (2, 4, 8)
 
 Features = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def joined(work: Workload) -> Features:
-    """All requests of the workload as one, (ids, lengths) of each feature."""
+    """Returns all requests of the workload as one, as (ids, lengths) of each feature."""
     features: Features = {}
     for at, feature in enumerate(work.tables.features):
         ids = []
@@ -81,7 +81,7 @@ def main() -> None:
                 assert answered == examples
     width = work.tables.count * work.tables.dim
     for name, times in seconds.items():
-        rate = examples / statistics.median(times[1:])  # the first warms up
+        rate = examples / statistics.median(times[1:])  # the first round warms up
         print(f"{name:18} {rate:8,.0f} examples/s, {rate * width * 4 / 1e6:6,.0f} MB/s of values")
 
 

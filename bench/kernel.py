@@ -1,9 +1,10 @@
-"""References in one process: the bare FBGEMM kernel, embedserve's engine, a copy of the same bytes.
+"""Baselines in one process: FBGEMM's kernel alone, embedserve's engine, and a copy of as many
+bytes.
 
     python bench/kernel.py [WORKLOAD]
 
-All on one thread, in rounds that take turns; medians in milliseconds. bench/gpu_check.py asks
-for the same on GPUs.
+All use one thread, in alternating rounds; the results are medians in milliseconds.
+bench/gpu_check.py runs the same on GPUs.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ ROUNDS = 15
 
 
 def measure(work: Workload, devices: str = "cpu:1", rounds: int = ROUNDS) -> dict[str, float]:
-    """{"kernel": ms, "engine": ms, "copy": ms}; the engine on ``devices``, cpu:1 or cuda, the
-    kernel on the first of these, the copy in this host's memory."""
+    """Returns {"kernel": ms, "engine": ms, "copy": ms}.
+
+    Args:
+        devices: devices of the engine, cpu:1 or cuda. The kernel runs on the first of them, the
+            copy in the memory of this host.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -54,7 +59,8 @@ def version_of(work: Workload) -> ModelVersion:
 
 
 def _kernel(work: Workload, device_type: str) -> Callable[[int], object]:
-    """FBGEMM's module alone, which calls its operator: that of the sharded model, and its rows."""
+    """Returns a lookup by FBGEMM's module alone, with the kernel and the rows of the sharded
+    model."""
     import torch
 
     from embedserve.engine.sharded import main_device, shard
@@ -65,7 +71,7 @@ def _kernel(work: Workload, device_type: str) -> Callable[[int], object]:
     inputs = []
     for request in work.requests:
         offsets = np.concatenate([[0], request.lengths.reshape(-1).cumsum()])
-        # Ids are int32 on GPUs.
+        # On GPUs ids are int32.
         dtype = np.int32 if device_type == "cuda" else np.int64
         arrays = (request.ids.astype(dtype), offsets.astype(dtype))
         inputs.append([torch.from_numpy(array).to(device) for array in arrays])
@@ -89,7 +95,7 @@ def _engine(work: Workload, devices: str) -> Callable[[int], object]:
 
 
 def _copy(work: Workload) -> Callable[[int], object]:
-    """As many bytes as the rows that are read, from one place in memory to another."""
+    """Returns a copy, within memory, of as many bytes as the rows that a request reads."""
     row_bytes = 4 * work.tables.dim
     sizes = [request.ids.size * row_bytes for request in work.requests]
     source, target = np.ones(max(sizes), np.uint8), np.ones(max(sizes), np.uint8)

@@ -1,10 +1,10 @@
 """Publishes and serves one large table: seconds, rates, and memory of each process.
 
-Makes a checkpoint of one float32 table (10 GB unless told otherwise), publishes it from the command
-line in two dtypes, and serves it with two servers. Beside it, in the same run, what the disk and
-the quantizer do alone. Private memory is that of /proc/PID/smaps_rollup (Private_Clean and
-Private_Dirty), sampled 5 times a second. Needs three times the table on disk, nothing of it in
-memory. Prints a table and writes JSON beside it. Run it with `make bench-large`.
+Creates a checkpoint of one float32 table (10 GB by default), publishes it from the command line in
+two dtypes, and serves it with two servers. Measures the disk and the quantizer alone in the same
+run. Private memory is from /proc/PID/smaps_rollup (Private_Clean and Private_Dirty), sampled 5
+times a second. Needs three times the table on disk and none of it in memory. Prints a table and
+writes JSON. Run it with `make bench-large`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def measure(folder: Path, gigabytes: float) -> dict[str, object]:
 
 
 def _make_checkpoint(folder: Path, rows: int) -> None:
-    """A DCP folder of a model with the table, written from a file that is mapped, not held."""
+    """Creates a DCP checkpoint of a model with the table, from a mapped file rather than from
+    memory."""
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -97,7 +98,7 @@ def _make_checkpoint(folder: Path, rows: int) -> None:
 
 
 def _copy_rate(folder: Path) -> float:
-    """MB/s of reading the checkpoint's file and writing another, synced: what any copy costs."""
+    """Returns MB/s of copying the checkpoint's file with fsync: the least that any copy takes."""
     (source,) = (folder / "checkpoint").glob("*.distcp")
     target = folder / "copy"
     start = time.perf_counter()
@@ -111,7 +112,7 @@ def _copy_rate(folder: Path) -> float:
 
 
 def _quantize_rate() -> float:
-    """MB/s of float32 that FBGEMM's int8 quantize op takes, on one thread."""
+    """Returns MB/s of float32 that FBGEMM's int8 quantize op processes on one thread."""
     import fbgemm_gpu  # noqa: F401
     import torch
 
@@ -126,7 +127,7 @@ def _quantize_rate() -> float:
 
 
 def _hash_rate() -> float:
-    """MB/s of SHA-256 on one thread, which every stored byte goes through."""
+    """Returns MB/s of SHA-256 on one thread; publishing hashes every stored byte."""
     block = bytes(8 << 20)
     digest = hashlib.sha256()
     start = time.perf_counter()
@@ -136,7 +137,8 @@ def _hash_rate() -> float:
 
 
 def _start_seconds(folder: Path) -> float:
-    """What publishing takes for a table of 4 KB: mostly importing PyTorch and TorchRec."""
+    """Returns the seconds of publishing a table of 4 KB: mostly the import of PyTorch and
+    TorchRec."""
     small = folder / "small"
     small.mkdir()
     _make_checkpoint(small, 8)
@@ -145,8 +147,10 @@ def _start_seconds(folder: Path) -> float:
 
 
 def _publish(checkpoint: Path, dtype: str, table_bytes: int, start_s: float) -> dict[str, float]:
-    """`embedserve publish` as a process of its own: seconds, MB/s of float32 rows once it has
-    started, and peak private MB."""
+    """Runs `embedserve publish` in a separate process.
+
+    Returns the seconds, the MB/s of float32 rows without its start, and the peak of private MB.
+    """
     folder = checkpoint.parent
     arguments = ["publish", checkpoint, folder / "tables.yaml", folder / dtype]
     start = time.perf_counter()
@@ -166,8 +170,11 @@ def _publish(checkpoint: Path, dtype: str, table_bytes: int, start_s: float) -> 
 
 
 def _serve(folder: Path, dtype: str, rows: int) -> dict[str, object]:
-    """Two servers on the same version: seconds to ready, and what each holds once it has read
-    every page of the table. The proportional set sizes add up to the table once."""
+    """Runs two servers on the same version, and reads every page of the table through each.
+
+    Returns the seconds until each is ready, and the memory of each. The proportional set sizes add
+    up to the table once.
+    """
     servers = []
     try:
         for number in range(2):
@@ -210,7 +217,7 @@ def _wait_until_ready(port: int, server: subprocess.Popen[bytes]) -> None:
 
 
 def _read_every_page(port: int, rows: int) -> None:
-    """Asks for one row in each 4 KiB page, in requests of a million bytes of ids."""
+    """Requests one row in each 4 KiB page, with a million bytes of ids per request."""
     from embedserve_client import EmbedClient
 
     ids = np.arange(0, rows, PAGE_BYTES // (4 * DIM))
@@ -221,7 +228,8 @@ def _read_every_page(port: int, rows: int) -> None:
 
 
 def _memory(pid: int) -> tuple[int, int]:
-    """(private, proportional set size) in bytes; zeros for a process that has just ended."""
+    """Returns (private bytes, proportional set size in bytes); zeros for a process that has just
+    ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     except OSError:

@@ -1,7 +1,7 @@
-"""Drives a server from one core with tools written in C, and reads their figures.
+"""Loads a server from one core with tools written in C, and parses their figures.
 
-wrk for HTTP, h2load for gRPC, redis-benchmark for Redis: a Python client would be the bottleneck.
-Latencies are of single requests, in milliseconds.
+wrk loads HTTP, h2load gRPC, and redis-benchmark Redis, because a Python client would be the
+bottleneck. Latencies are milliseconds of single requests.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pathlib import Path
 LOAD_CORE = "1"
 PACKAGES = {"wrk": "wrk", "h2load": "nghttp2-client", "redis-benchmark": "redis-tools"}
 WARM_UP_S = 1
-"""Of h2load, not counted."""
+"""Seconds of h2load's warm-up, which is not counted."""
 TRIES_MAX = 3
-"""Of h2load, which now and then counts nothing of a lone connection's time."""
+"""Attempts of h2load, which occasionally counts none of the requests of a single connection."""
 STREAM_MESSAGES = 200
-"""Of one call of a stream: h2load sends them without waiting for answers."""
+"""Messages of one streaming call; h2load sends them without waiting for responses."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one run gave; of a stream, rate counts messages and the latencies are None."""
+    """Figures of one run. For a stream, rate counts messages and the latencies are None."""
 
     rate: float
     p50_ms: float | None
@@ -69,12 +69,12 @@ def lua(
     more_headers: str = "",
     repeats: int = 1,
 ) -> None:
-    """A wrk script that posts the bodies in turn and prints its figures as JSON.
+    """Writes a wrk script that posts the bodies in turn and prints its figures as JSON.
 
     Args:
-        headers: of each body.
-        more_headers: Lua that sets fields of ``more`` for request ``number``, which counts from 1
-            over all ``repeats`` of the bodies. It runs before the load, once for each request.
+        headers: headers of each body.
+        more_headers: Lua code that sets fields of ``more`` for request ``number``, which counts
+            from 1 over all ``repeats`` of the bodies. It runs once per request, before the load.
     """
     quoted = ['"' + "".join(f"\\{byte:03d}" for byte in body) + '"' for body in bodies]
     heads = [
@@ -125,7 +125,7 @@ def http(script: Path, port: int, connections: int, seconds: float) -> Figures:
 
 
 def framed(message: bytes) -> bytes:
-    """As gRPC sends it: not compressed, its length, the message."""
+    """Returns the message as gRPC frames it: a flag for no compression, the length, the message."""
     return b"\0" + struct.pack(">I", len(message)) + message
 
 
@@ -134,13 +134,13 @@ GRPC_HEADERS = {"content-type": "application/grpc", "te": "trailers"}
 
 @dataclass(frozen=True)
 class Post:
-    """What h2load posts over and over.
+    """A request that h2load repeats.
 
     Attributes:
-        body: a file.
-        answer_bytes: of a whole answer's values; what has fewer counts as an error, for a call
-            that gRPC refuses has the HTTP status 200, too.
-        is_http1: over HTTP/1.1; else over HTTP/2 with prior knowledge.
+        body: file with the body.
+        answer_bytes: bytes of the values of a complete response. A shorter response counts as an
+            error, because calls that gRPC rejects have the HTTP status 200, too.
+        is_http1: whether to use HTTP/1.1; otherwise HTTP/2 with prior knowledge.
     """
 
     body: Path
@@ -159,7 +159,7 @@ class Post:
 
 
 def h2load(post: Post, log: Path, connections: int, streams: int, seconds: float) -> Figures:
-    """Raises RuntimeError where nothing is counted."""
+    """Runs h2load with a warm-up; raises RuntimeError if it counts no requests."""
     command = post.command(connections, streams, seconds, log)
     command[1:1] = [f"--warm-up-time={WARM_UP_S}"]
     for _ in range(TRIES_MAX):
@@ -174,7 +174,7 @@ def h2load(post: Post, log: Path, connections: int, streams: int, seconds: float
             break
     else:
         raise RuntimeError(f"h2load counted no answer of {post.path} in {TRIES_MAX} runs")
-    # Answers that were begun before the count and ended in it, or the other way round, even out.
+    # Responses that began before the measurement and ended in it, or the reverse, cancel out.
     whole = round(int(data[1]) / post.answer_bytes) + 2 * connections * streams
     errors = sum(wrong) + max(0, succeeded - whole)
     times_us = sorted(_request_times(log))
@@ -186,7 +186,8 @@ def h2load(post: Post, log: Path, connections: int, streams: int, seconds: float
 
 
 def _request_times(log: Path) -> list[int]:
-    """Microseconds of each request; h2load's log has its start, status and time in columns."""
+    """Returns the microseconds of each successful request. The columns of h2load's log are start,
+    status and time."""
     times = []
     for line in log.read_text().splitlines():
         _, status, time_us = line.split("\t")[:3]
@@ -196,7 +197,8 @@ def _request_times(log: Path) -> list[int]:
 
 
 def redis(port: int, keys: Sequence[str], rows: int, connections: int, seconds: float) -> Figures:
-    """MGETs of ``keys``, with a number below ``rows`` for each __rand_int__ in them."""
+    """Runs MGETs of ``keys``, and replaces each __rand_int__ in them with a number below
+    ``rows``."""
     requests = int(20_000 * seconds)
     command = ["redis-benchmark", "-p", str(port), "-c", str(connections), "-n", str(requests)]
     output = run([*command, "-r", str(rows), "--csv", "MGET", *keys], 60 * seconds)

@@ -1,7 +1,8 @@
-"""Measures servers of one workload in turn, round after round, and takes medians.
+"""Measures the servers on one workload in turn, round after round, and takes medians.
 
-A round starts each server once, so that what the machine does meanwhile hits all alike. Every way
-of asking is compared with the exact sums before it is timed: a fast wrong answer is no figure.
+A round starts each server once, so that disturbances of the machine affect all servers alike. Each
+way of requesting is compared with the exact sums before it is timed: a fast wrong result is no
+figure.
 """
 
 from __future__ import annotations
@@ -22,13 +23,18 @@ from workloads import Request, Workload
 
 CHECKED = 3
 BODIES_BYTES_MAX = 24 << 20
-"""Of a wrk script, or of a stream's messages or answers: larger requests are fewer."""
+"""Bytes of the bodies in a wrk script, or of the messages or responses of a stream. Larger requests
+are fewer."""
 WARM_UP_S = 1.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """Medians over the rounds of one way of asking, at so many connections and streams of each."""
+    """Medians over the rounds for one way of requesting, at a number of connections and streams.
+
+    Attributes:
+        streams: concurrent streams per connection.
+    """
 
     server: str
     way: str
@@ -38,7 +44,7 @@ class Row:
 
 
 def concurrency(workload: Workload, way: Way) -> list[tuple[int, int]]:
-    """[(connections, streams of each)]"""
+    """Returns pairs of (connections, streams per connection)."""
     if way.protocol == "grpc-stream":
         return [(1, 1), (8, 1)]
     if workload.name != "small":
@@ -93,7 +99,7 @@ def _check(server: Server, way: Way, workload: Workload, requests: int) -> None:
 def driver(
     server: Server, way: Way, workload: Workload, folder: Path, connections: int, streams: int
 ) -> Callable[[float], Figures]:
-    """Drives one way of a server that runs: seconds -> Figures."""
+    """Returns a function that drives one way of a running server: seconds -> Figures."""
     port = port_of(way)
     if way.protocol == "http":
         script = folder / f"{way.name}.lua"
@@ -105,7 +111,7 @@ def driver(
         keys = server.body(way, workload, typical(workload)).decode().split()
         rows = workload.tables.rows
         return lambda seconds: load.redis(port, keys, rows, connections, seconds)
-    # h2load sends one body: of the request whose ids are nearest to the mean.
+    # h2load sends one body: the request whose number of ids is nearest to the mean.
     message = server.body(way, workload, typical(workload))
     body, log = folder / f"{way.name}.body", folder / "h2load.log"
     if way.protocol == "http-one":
@@ -145,7 +151,7 @@ def typical(workload: Workload) -> Request:
 
 def _median(figures: Sequence[Figures]) -> Figures:
     def middle(name: str) -> float | None:
-        """Of the rounds that have it: a stream has no latencies."""
+        """Returns the median of the rounds that have the figure. Streams have no latencies."""
         values = [value for one in figures if (value := getattr(one, name)) is not None]
         return statistics.median(values) if values else None
 

@@ -1,4 +1,4 @@
-"""What recording the metrics of a request costs, with its share of the batch's metrics.
+"""Cost of recording the metrics of a request, including its share of the metrics of its batch.
 
 python bench/metrics.py
 """
@@ -19,11 +19,12 @@ from embedserve.metrics.shared_counters import single_worker_counters
 
 BATCHES = 20_000
 BATCH_EXAMPLES = 25
-"""About what a batch holds under 64 connections in bench/small.py."""
+"""Examples per batch, about as many as 64 connections produce on `small`."""
 
 
 def record() -> float:
-    """Seconds for one request, turning the recorded values into bucket counts included."""
+    """Returns the seconds per request, including the conversion of recorded values to bucket
+    counts."""
     rest, version = ProtocolMetrics(), RequestMetrics(single_worker_counters(REQUEST_CELLS))
     waits, examples, ids = (Histogram(b) for b in (SECONDS_BUCKETS, COUNT_BUCKETS, COUNT_BUCKETS))
     lookups = Histogram(LOOKUP_SECONDS_BUCKETS)

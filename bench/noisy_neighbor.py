@@ -1,13 +1,15 @@
-"""Two callers with tokens, one of whom offers ten times its limit: what the other feels of it.
+"""Isolation of callers: the latency of one caller while another offers ten times its rate limit.
 
     python bench/noisy_neighbor.py [--rounds 5] [--seconds 8] [--limit 1000]
 
-The server on core 0, both callers on core 1. The calm one sends at half of its rate over a few
-connections, open loop, and every one of its requests is timed; the greedy one has the same limit
-and offers ten times as much over many. Rounds without and with the greedy one take turns, over
-HTTP/1 and gRPC. Below 1.1 the calm one's p99 is told to be within a tenth. h2load sends a request
-of a connection once the one before it was answered: what the greedy one could not send for waiting
-is told by its rates.
+The server runs on core 0, both callers on core 1. The calm caller sends half of its limit over a
+few connections in an open loop, and all its requests are timed. The greedy caller has the same
+limit, and offers ten times as much over many connections.
+
+Rounds without and with the greedy caller alternate, over HTTP/1 and gRPC. A ratio below 1.1 means
+that the calm caller's p99 stays within a tenth. h2load sends the next request of a connection only
+after the response to the previous one. The reported rates of the greedy caller show how much it
+could not send for that reason.
 """
 
 from __future__ import annotations
@@ -34,21 +36,21 @@ from embedserve.access.grants import new_token
 
 OVER_LIMIT = 10
 CALM_SHARE = 0.5
-"""Of its limit."""
+"""Fraction of its limit that the calm caller offers."""
 CALM_CONNECTIONS, GREEDY_CONNECTIONS = 8, 64
 CALM_NICENESS = "-10"
-"""It is to tell how long the server takes, not how long its core is kept busy by the other. Where
-that is not allowed, `nice` says so and runs it all the same."""
+"""Niceness of the calm caller. It must measure the server's latency, not the time that the greedy
+caller occupies their core. Without the permission, `nice` warns and runs it all the same."""
 LEAD_S = 1
-"""The greedy one begins before, and has used up what a second gives it at once."""
+"""Seconds that the greedy caller starts earlier, so that it has used up its burst of one second."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """One of the two.
+    """One of the two callers.
 
     Attributes:
-        rate: that it offers, requests a second.
+        rate: requests per second that it offers.
     """
 
     name: str
@@ -58,7 +60,7 @@ class Caller:
 
 
 def callers(folder: Path, limit: float) -> tuple[Path, Caller, Caller]:
-    """(the file of their tokens, the calm one, the greedy one), each with such a ``limit``."""
+    """Returns (token file, calm caller, greedy caller); each caller has the rate ``limit``."""
     lines, made = [], []
     for name, connections, rate in (
         ("calm", CALM_CONNECTIONS, CALM_SHARE * limit),
@@ -73,7 +75,7 @@ def callers(folder: Path, limit: float) -> tuple[Path, Caller, Caller]:
 
 
 class GuardedServer(EmbedServe):
-    """One that asks who asks; it is ready once it answers the calm caller."""
+    """A server that requires tokens; it is ready once it responds to the calm caller."""
 
     def __init__(self, tokens: Path, calm: Caller) -> None:
         super().__init__("--tokens", str(tokens))
@@ -84,7 +86,7 @@ class GuardedServer(EmbedServe):
 
 
 class Driver:
-    """Has callers ask one way of the server."""
+    """Sends the requests of callers over one way of the server."""
 
     def __init__(self, server: EmbedServe, way: Way, work: Workload, folder: Path) -> None:
         message = server.body(way, work, typical(work))
@@ -109,14 +111,14 @@ class Driver:
         return [*command, f"--rps={caller.rate / caller.connections:.3f}"]
 
     def calm(self, caller: Caller, seconds: float) -> list[float]:
-        """Milliseconds of its requests, the slowest last."""
+        """Returns the milliseconds of the caller's requests, slowest last."""
         command = ["nice", "-n", CALM_NICENESS, *self.command(caller, seconds)]
         load.run(command, seconds)
         return sorted(ms for _, ms in self._ended(caller))
 
     @contextmanager
     def greedy(self, caller: Caller, seconds: float) -> Iterator[None]:
-        """Meanwhile it asks, for so many seconds."""
+        """Runs the caller for ``seconds`` during the block."""
         command = load.pinned(load.LOAD_CORE, self.command(caller, seconds))
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
             try:
@@ -127,7 +129,8 @@ class Driver:
                 process.wait(timeout=60)
 
     def rates(self, caller: Caller, seconds: float) -> dict[str, float]:
-        """Its answers a second, by HTTP's status; of gRPC refusals have 200, too."""
+        """Returns the caller's responses per second by HTTP status. Rejections over gRPC have
+        status 200, too."""
         counts = Counter(status for status, _ in self._ended(caller))
         return {status: count / seconds for status, count in sorted(counts.items())}
 

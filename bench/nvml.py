@@ -1,4 +1,5 @@
-"""What NVIDIA's driver says of its GPUs by NVML, which FBGEMM asks how several are linked."""
+"""GPUs as NVIDIA's driver reports them through NVML. FBGEMM uses NVML to find links between
+GPUs."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from collections.abc import Iterator
 
 LIBRARY = "libnvidia-ml.so.1"
 LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""Of PCI Express by its generation: of one lane, each way, without the heads of packets."""
+"""GB/s of one PCI Express lane in each direction, by generation, without packet headers."""
 
 
 def driver_rows(library: str = LIBRARY) -> Iterator[tuple[str, str]]:
-    """(what, found); one that says why where there is no such driver."""
+    """Yields (property, value) pairs; a single pair with the reason if there is no driver."""
     try:
         nvml = ctypes.CDLL(library)
     except OSError as error:
@@ -33,7 +34,7 @@ def driver_rows(library: str = LIBRARY) -> Iterator[tuple[str, str]]:
 
 
 def _number(function: ctypes._NamedFuncPointer, *arguments: ctypes.c_void_p) -> int:
-    """What ``function`` writes to its last argument."""
+    """Returns the number that ``function`` writes to its last argument."""
     number = ctypes.c_uint()
     function(*arguments, ctypes.byref(number))
     return number.value

@@ -1,13 +1,13 @@
-"""Calls over gRPC at a fixed rate, whether or not others were answered; a process of its own.
+"""gRPC calls at a fixed rate, whether or not earlier calls are finished; a separate process.
 
-h2load does the same with 0.1 MB a call for twice the time of its core: it writes a body in frames
-of 16 KB, one after the other, where this writes a call at once from bytes made before. It keeps
-to the server's windows, sends one call at a time on each of its connections, and reads frames
-without decoding headers: a call whose first headers end it is a refusal.
+h2load takes twice the CPU time for calls of 0.1 MB, because it writes a body in frames of 16 KB,
+one after another. This client writes a whole call from prepared bytes. It respects the server's
+flow-control windows and sends one call at a time per connection. It reads frames without decoding
+headers: a call that ends with its first headers is a rejection.
 
     python bench/open_loop.py PORT PATH BODY ANSWER_BYTES CONNECTIONS RATE SECONDS
 
-It prints its figures as JSON; "late" are calls for which no connection was free until the end.
+It prints its figures as JSON. "late" counts calls that never had a free connection.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ END_HEADERS = 0x4
 FRAME_BYTES_MAX = 16_384
 WINDOW_MAX = 2**31 - 1
 WINDOW = 65_535
-"""Of a connection, and of a stream until SETTINGS say another."""
+"""Bytes of the initial flow-control window: fixed for a connection, for streams until SETTINGS
+change it."""
 INITIAL_WINDOW_SIZE = 4
 MESSAGES_KEPT = 64
 POLL_S = 0.001
@@ -39,7 +40,8 @@ def frame(kind: int, flags: int, stream: int, payload: bytes | memoryview = b"")
 
 
 def header_block(path: str, authority: str) -> bytes:
-    """POST, http; the rest as literals that no table remembers (RFC 7541)."""
+    """Returns a header block for POST over http, whose other fields are literals without indexing
+    (RFC 7541)."""
 
     def text(value: str) -> bytes:
         assert len(value) < 127
@@ -50,7 +52,7 @@ def header_block(path: str, authority: str) -> bytes:
 
 
 class Calls:
-    """What all connections send, and how their calls ended."""
+    """Bytes that all connections send, and the outcomes of their calls."""
 
     def __init__(self, head: bytes, body: bytes, answer_bytes: int) -> None:
         self.head = head
@@ -66,7 +68,7 @@ class Calls:
         return frame(HEADERS, END_HEADERS, stream, self.head)
 
     def part(self, stream: int, start: int, end: int) -> bytes:
-        """The call's frames from byte ``start`` of its body to ``end``."""
+        """Returns the call's DATA frames for the body from ``start`` to ``end``."""
         frames = []
         for at in range(start, end, FRAME_BYTES_MAX):
             payload = self.body[at : min(at + FRAME_BYTES_MAX, end)]
@@ -76,7 +78,7 @@ class Calls:
 
 
 class Connection:
-    """One call at a time."""
+    """An HTTP/2 connection with one call at a time."""
 
     def __init__(self, port: int, calls: Calls) -> None:
         self.calls = calls
@@ -97,7 +99,7 @@ class Connection:
         self.sock.setblocking(False)
 
     def write(self, data: bytes) -> None:
-        """What the socket does not take stays in ``unsent``, for later."""
+        """Writes to the socket; the rest that it does not accept stays in ``unsent``."""
         data = self.unsent + data if self.unsent else data
         try:
             taken = self.sock.send(data)
@@ -106,7 +108,7 @@ class Connection:
         self.unsent = data[taken:]
 
     def is_blocked(self) -> bool:
-        """Whether the socket still does not take what was written."""
+        """Returns whether the socket still does not accept all written bytes."""
         if self.unsent:
             self.write(b"")
         return bool(self.unsent)
@@ -120,7 +122,7 @@ class Connection:
         self.send_body()
 
     def send_body(self) -> None:
-        """As much as the windows let through."""
+        """Sends as much of the body as the flow-control windows allow."""
         size = len(self.calls.body)
         end = min(size, self.sent + max(0, min(self.window, self.stream_window)))
         if not self.has_begun and end == size:
@@ -135,7 +137,7 @@ class Connection:
         self.sent = end
 
     def read(self) -> bool:
-        """Whether a call ended by what came."""
+        """Reads from the socket and returns whether a call has ended."""
         buffer, held = self.calls.buffer, len(self.held)
         buffer[:held] = self.held
         count = self.sock.recv_into(buffer[held:])
@@ -192,7 +194,8 @@ class Connection:
 
 
 def offer(calls: Calls, port: int, connections: int, rate: float, seconds: float) -> int:
-    """Calls at ``rate`` for so many seconds; how many of them had no connection."""
+    """Makes calls at ``rate`` for ``seconds``; returns the number of calls that had no
+    connection."""
     epoll, by_file = select.epoll(), {}
     for _ in range(connections):
         connection = Connection(port, calls)
@@ -204,7 +207,7 @@ def offer(calls: Calls, port: int, connections: int, rate: float, seconds: float
     idle, made, start = deque(by_file.values()), 0, time.perf_counter()
     blocked: set[Connection] = set()
     while (passed := time.perf_counter() - start) < seconds:
-        used = blocked  # and all that writes now
+        used = blocked  # plus the connections that write now
         while made < int(passed * rate) and idle:
             connection = idle.popleft()
             connection.call()

@@ -1,4 +1,4 @@
-"""What an operator asks, measured: pauses, the memory of a second server, huge pages."""
+"""Measurements for operators: pauses, the memory of a second server, and huge pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAUSES_S = 60.0
 
 
 def script_of(server: Server, work: Workload, folder: str, way_number: int = 1) -> Path:
-    """A wrk script that asks one of the server's ways."""
+    """Writes a wrk script that sends requests over one of the server's ways."""
     way = server.ways[way_number]
     bodies = bodies_of(server, way, work)
     path = Path(folder) / "requests.lua"
@@ -31,8 +31,11 @@ def script_of(server: Server, work: Workload, folder: str, way_number: int = 1) 
 
 
 def pauses() -> dict[str, Any]:
-    """60 s of `small` at 64 connections: the longest request, and of a constant reply, which is
-    what the machine itself does; and how many were over 20 ms in the server, as it counts them."""
+    """Runs `small` at 64 connections for 60 s, and returns the longest requests.
+
+    The same load on a constant reply shows the pauses of the machine itself. The server's own
+    histogram counts the requests that took it over 20 ms.
+    """
     work = workload("small", "uniform")
     work.tables.make()
     found: dict[str, Any] = {}
@@ -50,7 +53,7 @@ def pauses() -> dict[str, Any]:
 
 
 def _paused() -> float:
-    """Requests that took the server over 20 ms so far, from their decoding to their answer."""
+    """Returns the number of requests so far that took over 20 ms from decoding to response."""
     samples, name = running.metrics(), "embedserve_request_seconds"
     rest = '{protocol="rest"}'
     within = samples[f'{name}_bucket{{le="0.02",protocol="rest"}}']
@@ -58,7 +61,7 @@ def _paused() -> float:
 
 
 def memory() -> dict[str, Any]:
-    """Two workers on the same mapped tables, after every table was read."""
+    """Returns the memory of two workers on the same mapped tables, after every table was read."""
     work = workload("bulk", "uniform")
     work.tables.make()
     server = EmbedServe("--workers", "2")
@@ -75,14 +78,15 @@ def memory() -> dict[str, Any]:
 
 
 def _memory(pid: int) -> tuple[int, int]:
-    """(private, proportional set size) in bytes."""
+    """Returns (private bytes, proportional set size in bytes)."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     return sizes["Private_Clean"] + sizes["Private_Dirty"], sizes["Pss"]
 
 
 def tables() -> dict[str, Any]:
-    """`bulk` on 5.3 GB of tables: every row is read through its own page at first."""
+    """Measures mapped against resident tables: `bulk` on 5.3 GB, where every row has its own page
+    at first."""
     work = Workload("bulk", Tables("bulk", 26, 400_000, 128), "uniform")
     work.tables.make()
     found: dict[str, list[float]] = {"mapped": [], "resident": []}
@@ -109,6 +113,6 @@ def tables() -> dict[str, Any]:
 
 
 def _read_the_files(work: Workload) -> None:
-    """Into the page cache, so that mapped tables are compared warm."""
+    """Reads the tables into the page cache, so that mapped tables are compared warm."""
     files = [str(path) for path in work.tables.store.rglob("tables.safetensors")]
     subprocess.run(["cat", *files], stdout=subprocess.DEVNULL, check=True)

@@ -1,15 +1,16 @@
-"""Overload: four times what the server can do is offered on `rank`, and it keeps its pace.
+"""Overload on `rank`: throughput of the server when offered four times its peak rate.
 
-Open loop: many connections send at a fixed rate, whether or not others were answered. Peak is what
-as many connections get that send no faster than they are answered. Goodput is what is answered
-under overload, as the server counts it; refusals are 429 or RESOURCE_EXHAUSTED. HTTP/1 is offered
-by h2load, gRPC by open_loop.py, which writes a call whole; refusals over gRPC are timed by a caller
-beside it.
+The load is an open loop: many connections send at a fixed rate, whether or not earlier requests are
+finished. Peak is the rate of closed-loop connections, which send only after a response. Goodput is
+the rate of successful responses under overload, as counted by the server.
 
-What is refused over HTTP/1 has been sent, 0.1 MB for each request of `rank`, also where the answer
-comes at the head: a client on the same host has written it by then. Over gRPC a client that was
-refused begins with a small window, and most bodies stay with it. Whether all that was offered came
-is told by what ended, and by the share of its core that the load took.
+Rejections are 429 or RESOURCE_EXHAUSTED. h2load offers the load over HTTP/1. Over gRPC open_loop.py
+offers it, because it writes a call in one piece, and a separate caller times the rejections.
+
+Over HTTP/1 a rejected request has been sent in full, 0.1 MB for a request of `rank`. The server
+rejects it at the headers, but a client on the same host has written the body by then. Over gRPC a
+rejected client starts with a small window, so that it does not send most bodies. The number of
+finished requests and the CPU share of the load show whether all of the load arrived.
 """
 
 from __future__ import annotations
@@ -35,21 +36,27 @@ from workloads import workload
 OVERLOAD = 4
 PEAK_CONNECTIONS = 16
 OVERLOAD_CONNECTIONS = 1000
-"""More than the 262 requests of `rank` that the server's queue holds, or none is refused."""
+"""Connections of the overload, more than the 262 requests of `rank` that the server's queue holds.
+With fewer the server would reject none."""
 SAMPLE_S = 0.25
 OPEN_LOOP = Path(__file__).parent / "open_loop.py"
 PROBE = Path(__file__).parent / "probe.py"
 PROBE_PAUSE_S = 0.02
 PROBE_NICENESS = "-10"
-"""Where that is not allowed, `nice` says so and runs it all the same."""
+"""Niceness of the probe. Without the permission, `nice` warns and runs it all the same."""
 
 Overload = dict[str, float | None]
 
 
 @dataclass
 class Times:
-    """Milliseconds of the requests that were answered, and of those that were refused; how many
-    ended otherwise."""
+    """Latencies of requests by outcome.
+
+    Attributes:
+        ok_ms: milliseconds of successful requests.
+        refused_ms: milliseconds of rejected requests.
+        others: number of requests with another outcome.
+    """
 
     ok_ms: list[float] = field(default_factory=list)
     refused_ms: list[float] = field(default_factory=list)
@@ -58,12 +65,13 @@ class Times:
 
 @dataclass(frozen=True)
 class Load:
-    """What came of the requests that were offered.
+    """Outcome of the offered load.
 
     Attributes:
-        ended: were answered or refused.
-        cpu_s: seconds of its core that the load took.
-        times: where they are known.
+        ended: number of requests that succeeded or were rejected.
+        others: number of requests with another outcome.
+        cpu_s: CPU seconds of the load generator.
+        times: latencies, where they are known.
     """
 
     ended: int
@@ -73,7 +81,7 @@ class Load:
 
 
 def measure(seconds: int = 16) -> dict[str, Overload]:
-    """The figures of both protocols."""
+    """Returns the figures of both protocols."""
     server = EmbedServe()
     return {way.name: _measure(server, way, seconds) for way in server.ways[1:3]}
 
@@ -133,7 +141,7 @@ def _offer_http(post: load.Post, log: Path, rate: float, seconds: int) -> Load:
 
 
 def _offer_grpc(post: load.Post, log: Path, rate: float, seconds: int) -> Load:
-    """Counts of how calls ended, without their times."""
+    """Offers calls at a rate and counts their outcomes, without latencies."""
     arguments = (post.port, post.path, post.body, post.answer_bytes, OVERLOAD_CONNECTIONS)
     command = [sys.executable, str(OPEN_LOOP), *map(str, arguments), str(rate), str(seconds)]
     before_s = _children_cpu_s()
@@ -163,7 +171,7 @@ def _children_cpu_s() -> float:
 
 
 def _counted_ok(way: Way) -> float:
-    """Requests that the server has answered, as it counts them."""
+    """Returns the number of successful requests, as counted by the server."""
     protocol = "grpc" if way.protocol == "grpc" else "rest"
     wanted = f'embedserve_requests_total{{outcome="OK",protocol="{protocol}"}}'
     return running.metrics().get(wanted, 0.0)
@@ -171,7 +179,7 @@ def _counted_ok(way: Way) -> float:
 
 @contextmanager
 def _probe(way: Way, message: Path, is_needed: bool) -> Iterator[Times]:
-    """Meanwhile one caller asks now and then, and sees how each of its calls ends."""
+    """Runs a caller during the block that periodically makes a call and records its outcome."""
     times = Times()
     if not is_needed:
         yield times
@@ -198,7 +206,7 @@ def _probe(way: Way, message: Path, is_needed: bool) -> Iterator[Times]:
 
 @contextmanager
 def _memory(pid: int) -> Iterator[list[int]]:
-    """Bytes of memory that are the process's own, sampled while a block runs."""
+    """Samples the bytes of anonymous memory of a process during the block."""
     status, stop = Path(f"/proc/{pid}/status"), threading.Event()
     samples: list[int] = []
 

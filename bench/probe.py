@@ -1,11 +1,11 @@
-"""One caller over gRPC that asks now and then, and says how each of its calls ends, and when.
+"""A gRPC caller that periodically makes a call, and reports the outcome and latency of each.
 
-A process of its own, which runs before the load that shares its core: what it tells is how long
-the server takes, not how long its core is kept busy.
+It is a separate process with a higher priority than the load on the same core. It thus measures the
+latency of the server, not the time that the core is busy.
 
     python bench/probe.py PORT PATH BODY PAUSE_S
 
-It prints a line for each call until it is ended: its status and its milliseconds.
+It prints a line per call until it is terminated: the status and the milliseconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The results of a run as tables, as JSON and as a picture."""
+"""Renders the results of a run as tables, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def as_json(results: Results, references: References) -> dict[str, Any]:
 
 
 def picture(results: Results, path: Path) -> None:
-    """For each workload a bar for each server's rate, beside it the median and 99th percentile."""
+    """Draws bars of the rates of each workload, and lines from the median latency to the 99th
+    percentile."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -128,7 +129,7 @@ def picture(results: Results, path: Path) -> None:
 
 
 def _best(rows: Sequence[Row]) -> list[Row]:
-    """Each server and way once, at the concurrency where it is fastest; the slowest first."""
+    """Returns each server and way once, at its fastest concurrency, slowest first."""
     best: dict[tuple[str, str], Row] = {}
     for row in rows:
         key = (row.server, row.way)

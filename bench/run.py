@@ -1,10 +1,11 @@
-"""The benchmark: every server in turn, the same requests; a table, a picture, JSON, and the bars.
+"""The benchmark: sends the same requests to every server in turn, and writes tables and a picture.
 
     python bench/run.py [--workloads small rank bulk] [--ids uniform zipf] [--servers NAME …]
                         [--operations heads pauses workers memory tables overload]
                         [--against CHECKOUT] [--rounds 3] [--seconds 2] [--quick] [--install]
 
-Figures of one run are compared with each other only.
+It also writes JSON, and checks the figures against the targets. Only figures of the same run are
+comparable with each other.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ QUICK_SERVERS = {
 
 
 def all_servers(against: Path | None) -> list[Server]:
-    """In the order in which a round starts them: what is compared most closely is near."""
+    """Returns the servers in the order in which a round starts them. Servers that are compared most
+    closely are adjacent."""
     return [
         ConstantHttp("JSON"),
         ConstantHttp("protobuf"),
@@ -155,7 +157,7 @@ def _written(
     references: dict[str, dict[str, float]],
     found: dict[str, dict[str, Any]],
 ) -> str:
-    """Writes what there is so far, and gives its tables."""
+    """Writes the results so far, and returns their tables."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = (
         report.tables(results, references),

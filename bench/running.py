@@ -1,4 +1,4 @@
-"""Starts a server on its core, asks it before it is measured, and ends it."""
+"""Starts a server on its core, waits until it responds, and stops it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ BOTH_CORES = "0,1"
 PORT = 18_080
 READY_S_MAX = 120
 MODEL_READY_S_MAX = 90
-"""From when a server takes connections until it answers."""
+"""Seconds from accepting connections to the first successful response, at most."""
 
 
 @contextmanager
 def running(
     server: Server, workload: Workload, core: str = SERVER_CORE
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The server's process, which answers; ended with all its children."""
+    """Runs the server and yields its process once it responds. Stops it with all its children at
+    the end."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             pinned(core, server.command(workload, PORT)),
@@ -45,7 +46,7 @@ def running(
             server.prepare(workload, PORT)
             way = server.ways[0]
             if way.protocol != "redis":
-                # A port may take connections before there is a model behind it.
+                # A port may accept connections before its model is loaded.
                 ask(server, way, workload, workload.requests[0])
             yield process
         except BaseException:
@@ -78,18 +79,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=20)
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # what it left behind
+        os.killpg(process.pid, signal.SIGKILL)  # processes that it left behind
     process.wait()
 
 
 def children(pid: int) -> list[int]:
-    """Of a server's process: its workers, if it has several."""
+    """Returns the child processes of a server's process: its workers, if it has several."""
     listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(child) for child in listed]
 
 
 def ask(server: Server, way: Way, workload: Workload, request: Request) -> bytes:
-    """The answer to one request, by a client that fails on any error."""
+    """Returns the response to one request, sent by a client that fails on any error."""
     body = server.body(way, workload, request)
     if way.protocol.startswith("http"):
         return _post(way, body, server.headers(way, body))
@@ -99,10 +100,10 @@ def ask(server: Server, way: Way, workload: Workload, request: Request) -> bytes
 
 
 def metrics() -> dict[str, float]:
-    """Embedserve's, by name and labels as they are exposed.
+    """Returns embedserve's metrics, by name and labels as exposed.
 
     Raises:
-        OSError: whom it asked is gone.
+        OSError: the worker that received the request has ended.
     """
     with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()

@@ -1,13 +1,14 @@
-"""What a caller on the same host gets of `bulk`, by how ids and vectors come and go: over TCP, a
-Unix socket, or through shared memory; and of Triton, where it is installed. Beside the bare kernel.
+"""Latency of `bulk` for a caller on the same host: TCP, a Unix socket, or shared memory.
 
     python bench/same_host.py [--rounds 3] [--seconds 3]
 
-The server runs on one core, the caller on the other, one request after the other. A round starts
-each server once, and the ways take turns in it; medians are told, and the server's processor time
-for a request, which tells most where the machine does other work. All ask by the Open Inference
-Protocol over HTTP/1.1; through shared memory the ids are copied into it before each request, and
-the vectors are not copied out of it.
+Triton is measured too if it is installed, and the kernel alone for reference. The server runs on
+one core, the caller on the other, with one request after another. A round starts each server once,
+and the ways take turns within it.
+
+The results are medians, and the server's CPU time per request. CPU time is the better measure on a
+machine with other work. All ways use the Open Inference Protocol over HTTP/1.1. Through shared
+memory the ids are copied in before each request, and the vectors are not copied out.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ SHARED_MEMORY = "/v2/systemsharedmemory/region"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 Ask = Callable[[int], np.ndarray]
-"""The vectors of the request of that number."""
+"""Sends the request with the given number, and returns its vectors."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one way: the median, requests a second, the server's processor time for a request."""
+    """Figures of one way: the median latency, requests per second, and the server's CPU time per
+    request."""
 
     p50_ms: float
     rate: float
@@ -59,12 +61,12 @@ class Figures:
 
 @dataclass(frozen=True)
 class Asked:
-    """Whom is asked, and how.
+    """A server, and the model and output to request from it.
 
     Attributes:
-        model: its name.
-        output: the name of the one that is asked for.
-        tensors: of a request.
+        model: name of the model.
+        output: name of the requested output.
+        tensors: makes the input tensors of a request.
     """
 
     server: Server
@@ -78,14 +80,14 @@ class Asked:
 
 
 class Connection:
-    """HTTP/1.1 over a socket that stays open, read into one buffer."""
+    """A keep-alive HTTP/1.1 connection that receives into one buffer."""
 
     def __init__(self, sock: socket.socket, body_bytes_max: int) -> None:
         self._sock = sock
         self._buffer = memoryview(bytearray(body_bytes_max + HEAD_BYTES_MAX))
 
     def post(self, path: str, parts: Sequence[bytes], more: str = "") -> tuple[bytes, memoryview]:
-        """(the head, the body) of the answer, which lie there until the next request."""
+        """Returns (headers, body) of the response; the body is valid until the next request."""
         nbytes = sum(map(len, parts))
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {nbytes}\r\n{more}\r\n"
         self._sock.sendall(b"".join((head.encode(), *parts)))
@@ -113,7 +115,7 @@ def header(head: bytes, name: bytes) -> bytes:
 
 @contextmanager
 def memory(key: str, nbytes: int) -> Iterator[np.ndarray]:
-    """uint8, a file of /dev/shm until the block ends."""
+    """Creates a file in /dev/shm and maps it as uint8. Deletes it at the end of the block."""
     path = Path(f"/dev/shm{key}")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -125,7 +127,7 @@ def memory(key: str, nbytes: int) -> Iterator[np.ndarray]:
 
 
 def of_features(work: Workload, request: Request) -> list[Tensor]:
-    """F.ids and F.lengths of each feature."""
+    """Returns the tensors F.ids and F.lengths of each feature F."""
     ends = np.cumsum(request.lengths.sum(axis=1)).tolist()
     tensors = []
     for feature, ids, lengths in zip(
@@ -136,7 +138,7 @@ def of_features(work: Workload, request: Request) -> list[Tensor]:
 
 
 def over_a_socket(sock: socket.socket, asked: Asked, work: Workload) -> Ask:
-    """Tensors in binary behind the JSON, both ways."""
+    """Returns a function that sends tensors in binary after the JSON, in both directions."""
     connection = Connection(sock, work.answer_bytes)
     outputs = [{"name": asked.output, "parameters": {"binary_data": True}}]
     bodies = []
@@ -203,14 +205,14 @@ def unix(path: Path) -> socket.socket:
 
 
 def processor_s(pid: int) -> float:
-    """Of a process and all below it."""
+    """Returns the CPU seconds of a process and all its descendants."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     own = (int(fields[11]) + int(fields[12])) / TICKS_PER_S
     return own + sum(map(processor_s, running.children(pid)))
 
 
 def drive(ask: Ask, work: Workload, pid: int, seconds: float) -> Figures:
-    """The first answers are not timed, and one of them is checked."""
+    """Measures one way. The first pass is not timed, and one of its results is checked."""
     request = work.requests[0]
     work.check(request, ask(0).reshape(request.examples, -1))
     for number in range(len(work.requests)):
@@ -227,7 +229,11 @@ def drive(ask: Ask, work: Workload, pid: int, seconds: float) -> Figures:
 
 
 def measure(asked: Asked, work: Workload, path: Path, seconds: float) -> dict[str, Figures]:
-    """By way, of one start of the server; ``path`` is of its Unix socket, if it has one."""
+    """Starts the server once and returns the figures by way.
+
+    Args:
+        path: Unix socket of the server, if it has one.
+    """
     with ExitStack() as stack:
         ids = stack.enter_context(memory(f"{KEY}-ids", 16 << 20))
         vectors = stack.enter_context(memory(f"{KEY}-vectors", work.answer_bytes))

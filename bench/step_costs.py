@@ -1,8 +1,9 @@
-"""What each step of the hot path costs on `small`, in microseconds, by itself and warm.
+"""Cost of each step of the hot path on `small` in microseconds, measured separately and warm.
 
     python bench/step_costs.py
 
-A batch of 25 requests is about what 64 connections make. Run on one core, the best of 15 rounds.
+A batch has 25 requests, about as many as 64 connections produce. All steps run on one core, and the
+best of 15 rounds is reported.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ REPEATS = 400
 
 
 def best_us(step: Callable[[int], object]) -> float:
-    """Of one call; it is given a number that goes up."""
+    """Returns the microseconds of one call in the best round. The step gets an increasing
+    number."""
     best = float("inf")
     for _ in range(ROUNDS):
         start = time.perf_counter()
@@ -70,7 +72,8 @@ def measure() -> dict[str, float]:
     }
 
     def joined_and_split(size: int) -> list[LookupResult]:
-        """Measures the steps of batches of ``size`` requests; the results of one."""
+        """Measures the steps of batches of ``size`` requests, and returns the results of one
+        batch."""
         joined = [whole(join(some(number, size), model)) for number in range(REPEATS)]
         values = [[engine.lookup(batch.ids, batch.lengths)] for batch in joined]
         found[f"{size} joined"] = best_us(lambda i: join(some(i, size), model))

@@ -1,4 +1,4 @@
-"""What this server is meant to reach, checked against the figures of one run."""
+"""Performance targets of embedserve, checked against the figures of one run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from measure import Row
 OURS, BEFORE, TRITON = "embedserve", "embedserve before", "Triton"
 INFER = "embedserve, Open Inference"
 ONE_BODY = "protobuf, one body"
-"""Ours over HTTP/1, asked as gRPC is: by h2load, which repeats one request."""
+"""embedserve over HTTP/1, loaded like gRPC: by h2load, which repeats one request."""
 AT_ONCE = {"64 x 1": (64, 1), "8 x 8": (8, 8)}
-"""Connections and streams of each."""
+"""(connections, streams per connection) by title."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """``value`` should be at least ``least``, or at most ``most``; None where a row is missing."""
+    """A performance target: ``value`` must be at least ``least``, or at most ``most``.
+
+    Attributes:
+        value: measured figure; None if a row is missing.
+    """
 
     name: str
     value: float | None
@@ -36,7 +40,7 @@ class Bar:
 
 
 class Rows:
-    """Looks figures up by server, way and concurrency."""
+    """Finds figures by server, way and concurrency."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
@@ -44,7 +48,8 @@ class Rows:
     def get(
         self, figure: str, server: str, way: str, connections: int = 64, streams: int = 1
     ) -> float | None:
-        """Of the server, or the best of those that a pattern such as Redis* names."""
+        """Returns the figure of a server, or the best figure of the servers that a pattern like
+        Redis* names."""
         found: list[float | None] = [
             getattr(row.figures, figure)
             for row in self._rows
@@ -89,7 +94,7 @@ def _small(label: str, rows: Rows, reference: Mapping[str, float]) -> Iterator[B
     constant = "constant reply, "
     yield Bar(f"{label}: JSON / constant", _ratio(json, rows.rate(constant + "JSON", "JSON")), 0.5)
     yield Bar(f"{label}: JSON / Triton JSON", _ratio(json, rows.rate(TRITON, "JSON")), 2.3)
-    if label.endswith("uniform"):  # which FastAPI and Redis are asked for alone
+    if label.endswith("uniform"):  # FastAPI and Redis run with uniform ids only
         fastapi = rows.rate("hand-written FastAPI", "JSON")
         yield Bar(f"{label}: JSON / FastAPI", _ratio(json, fastapi), 20)
         redis = rows.rate("Redis*", "MGET")
@@ -137,7 +142,7 @@ def _small_grpc(label: str, rows: Rows) -> Iterator[Bar]:
 
 def _operated(name: str, found: Mapping[str, Any]) -> Iterator[Bar]:
     if name == "pauses":
-        # What the machine pauses, it pauses a constant reply, too.
+        # Pauses of the machine affect a constant reply, too.
         ours, theirs = (found[f"{who}: max_ms"] for who in (OURS, "constant reply, protobuf"))
         yield Bar(
             "requests over 20 ms in the server, of 60 s", found["over_20_ms_in_the_server"], most=0

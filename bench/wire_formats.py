@@ -1,11 +1,11 @@
-"""The server's processor time for a request, by the form in which it is asked.
+"""CPU time of the server per request, by wire format.
 
     python bench/wire_formats.py [--workload bulk] [--rounds 15] [--requests 20]
 
-One server on core 0, and one client on core 1 that asks one request after the other and reads each
-answer whole. Forms take turns, and what is told is the median of what each takes of protobuf's time
-in the same round: other work on the machine falls on all of them alike. Processor time is that of
-all the server's threads, the kernel's part for its sockets with it.
+A server on core 0 serves one client on core 1, which sends one request after another and reads
+every response completely. Formats take turns. The reported ratio is the median, over rounds, of a
+format's time divided by protobuf's time in the same round. Other work on the machine thus affects
+all formats alike. CPU time covers all threads of the server, including kernel time for its sockets.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ ARROW = "application/vnd.apache.arrow.stream"
 
 @dataclass(frozen=True)
 class Form:
-    """One way to ask.
+    """A wire format of requests.
 
     Attributes:
-        dtype: of ids in Arrow's columns; None: protobuf.
-        options: what is wanted of the answer, as metadata.
+        dtype: dtype of the ids in Arrow columns; None for protobuf.
+        options: response options, sent as schema metadata.
     """
 
     name: str
@@ -67,7 +67,7 @@ FORMS = (
 
 
 def columns(work: Workload, request: Request, dtype: type[np.integer]) -> pa.Table:
-    """A list of ids for each feature and example."""
+    """Returns a table with a list of ids for each feature and example."""
     arrays, start = {}, 0
     for feature, lengths in zip(work.tables.features, request.lengths, strict=True):
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -78,7 +78,7 @@ def columns(work: Workload, request: Request, dtype: type[np.integer]) -> pa.Tab
 
 
 def values_of(form: Form, work: Workload, answer: bytes) -> np.ndarray:
-    """float32 [examples, all dims] of an answer."""
+    """Returns the values of a response, float32 [examples, all dims]."""
     if form.dtype is None:
         return EmbedServe().values(MESSAGE, work, answer)
     table = pa.ipc.open_stream(answer).read_all().combine_chunks()
@@ -88,13 +88,14 @@ def values_of(form: Form, work: Workload, answer: bytes) -> np.ndarray:
 
 
 def processor_s(pid: int) -> float:
-    """All threads', of a process; nanoseconds in the kernel's own books."""
+    """Returns the CPU seconds of all threads of a process, from the kernel's nanosecond
+    counters."""
     tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(one.read_text().split()[0]) for one in tasks) / 1e9
 
 
 class Asker:
-    """One connection, and the bodies of one form."""
+    """One connection, and the bodies in one format."""
 
     def __init__(self, form: Form, work: Workload) -> None:
         self.form = form
@@ -111,7 +112,7 @@ class Asker:
 
 
 def measure(pid: int, asker: Asker, requests: int) -> float:
-    """Milliseconds of the processor for a request."""
+    """Returns the server's CPU milliseconds per request."""
     before_s = processor_s(pid)
     for at in range(requests):
         asker.ask(at)
@@ -143,7 +144,7 @@ def main() -> None:
 
 
 def check(askers: list[Asker], work: Workload) -> None:
-    """All of them are answered the same."""
+    """Checks that all formats get the same values, and warms them up."""
     expected = values_of(REFERENCE, work, askers[0].ask(0))
     for asker in askers:
         for at in range(WARM_REQUESTS):

@@ -1,4 +1,5 @@
-"""Two workers against one on both cores, load included; and one of two killed under load."""
+"""Two workers against one on both cores, shared with the load; and the kill of one worker under
+load."""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ CONNECTIONS = 64
 CALLERS = 8
 KILL_AFTER_S = 3.0
 READY_S_MAX = 120
-"""Until two workers are ready again."""
+"""Seconds until two workers are ready again, at most."""
 WAYS = (JSON, ONE_MESSAGE, GRPC)
-"""The latter two are asked by h2load, which takes about as much of the cores for either."""
+"""Ways that are measured. h2load sends the last two, and uses about the same CPU time for both."""
 
 
 def measure(rounds: int = ROUNDS, seconds: float = 5) -> dict[str, dict[str, Any]]:
-    """The figures of each way."""
+    """Returns the figures of each way."""
     work = workload("small", "uniform")
     work.tables.make()
     rates: dict[tuple[str, int], list[float]] = {}
@@ -52,7 +53,7 @@ def measure(rounds: int = ROUNDS, seconds: float = 5) -> dict[str, dict[str, Any
 
 
 def _rates(work: Workload, count: int, seconds: float) -> Iterator[tuple[Way, float]]:
-    """Of ``count`` workers. The load is on both cores, as they are."""
+    """Yields the rate of each way with ``count`` workers. Server and load share both cores."""
     server = EmbedServe("--workers", str(count))
     with (
         running.running(server, work, running.BOTH_CORES),
@@ -78,7 +79,8 @@ def _unpinned_load() -> Iterator[None]:
 
 
 def _kill_one(work: Workload, way: Way) -> dict[str, Any]:
-    """Callers that ask one request at a time on connections of their own, and what they lost."""
+    """Kills one of two workers under load, and counts the lost requests. Each caller sends one
+    request at a time on its own connection."""
     server = EmbedServe("--workers", "2")
     body = server.body(way, work, work.requests[0])
     stop = threading.Event()
@@ -113,7 +115,7 @@ def _kill_one(work: Workload, way: Way) -> dict[str, Any]:
 
 
 Caller = Callable[[], str | None]
-"""Asks once; the error that it met, or None."""
+"""Sends one request; returns its error, or None."""
 
 
 @contextmanager
@@ -135,10 +137,11 @@ def _http_caller(way: Way, body: bytes) -> Iterator[Caller]:
 
 @contextmanager
 def _grpc_caller(way: Way, body: bytes) -> Iterator[Caller]:
-    """It waits while it has no connection: what is lost was with the worker that died."""
+    """Yields a caller that waits while it has no connection. It thus counts only requests that the
+    killed worker had received."""
     import grpc
 
-    options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+    options = [("grpc.use_local_subchannel_pool", 1)]  # separate connections
     target = f"127.0.0.1:{running.port_of(way)}"
     with grpc.insecure_channel(target, options=options) as channel:
         method = channel.unary_unary(way.path)
@@ -156,7 +159,7 @@ def _grpc_caller(way: Way, body: bytes) -> Iterator[Caller]:
 def _ready_workers() -> float:
     try:
         return running.metrics()["embedserve_workers"]
-    except OSError:  # the one that was asked is the one that died
+    except OSError:  # the killed worker received the request
         return 0.0
 
 

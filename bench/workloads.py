@@ -1,7 +1,8 @@
-"""The workloads: their tables, and the requests that every server is asked.
+"""The workloads: their tables, and the requests that are sent to every server.
 
-The same tables lie as a model store, which embedserve serves, and as .npy files of float32 rows,
-which the others map. Both are made once, in a cache folder. Requests are the same in every run.
+The same tables exist as a model store for embedserve, and as .npy files of float32 rows for the
+other servers, which map them. Both are created once, in a cache folder. The requests are the same
+in every run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ DLRM_IDS = (
     *(3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1),
     *(6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1),
 )
-"""Ids of each of the 26 features in MLPerf's DLRM-v2 (multi-hot sizes), 214 an example."""
+"""Ids per example of each of the 26 features of MLPerf's DLRM-v2 (multi-hot sizes); 214 in
+total."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Request:
         return int(self.lengths.shape[1])
 
     def bags(self) -> Iterator[list[list[int]]]:
-        """For each feature the ids of each example."""
+        """Yields the ids of each example, feature by feature."""
         ids = self.ids.tolist()
         start = 0
         for lengths in self.lengths.tolist():
@@ -54,7 +56,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Tables:
-    """Tables t0, t1, … of one shape, each serving the feature f0, f1, … and summed."""
+    """Tables t0, t1, … of one shape; each serves one feature f0, f1, … with sum pooling."""
 
     name: str
     count: int
@@ -71,11 +73,11 @@ class Tables:
 
     @property
     def store(self) -> Path:
-        """Of embedserve: the model `name`."""
+        """Folder of embedserve's model store, with the model ``name``."""
         return self.folder / "store"
 
     def npy(self, table: int) -> Path:
-        """float32 [rows, dim]."""
+        """Returns the file of a table: float32 [rows, dim]."""
         return self.folder / f"t{table}.npy"
 
     @cached_property
@@ -83,7 +85,7 @@ class Tables:
         return [np.load(self.npy(i), mmap_mode="r") for i in range(self.count)]
 
     def make(self) -> None:
-        """Writes the rows and publishes them, unless that was done."""
+        """Writes the rows and publishes them, unless they exist."""
         if (self.store / self.name / "1" / "manifest.json").exists():
             return
         import torch
@@ -117,7 +119,7 @@ class Workload:
     """Requests of one shape to some tables.
 
     Attributes:
-        ids: "uniform" over a table's rows, or "zipf".
+        ids: distribution of ids over the rows of a table, "uniform" or "zipf".
     """
 
     name: str
@@ -147,36 +149,40 @@ class Workload:
 
     @cached_property
     def _popular(self) -> np.ndarray:
-        """The ids by popularity: spread over the table, as hashed ids are."""
+        """The ids by popularity, spread over the table as hashed ids are."""
         return np.random.default_rng(2).permutation(self.tables.rows)
 
     def expected(self, request: Request) -> np.ndarray:
-        """float64 [examples, tables * dim]: the exact pooled sums."""
+        """Returns the exact pooled sums, float64 [examples, tables * dim]."""
         blocks = []
         for table, feature in zip(self.tables.mapped, request.bags(), strict=True):
             blocks.append(np.stack([table[bag].sum(axis=0, dtype=np.float64) for bag in feature]))
         return np.concatenate(blocks, axis=1)
 
     def check(self, request: Request, values: np.ndarray) -> None:
-        """Raises AssertionError unless ``values`` are the sums, up to float32 in any order."""
+        """Raises AssertionError unless ``values`` are the sums, within float32 rounding in any
+        order."""
         expected = self.expected(request)
         assert values.shape == expected.shape, (values.shape, expected.shape)
         np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-4)
 
     @property
     def answer_bytes(self) -> int:
-        """Of the float32 values of one answer."""
+        """Bytes of the float32 values of one response."""
         return 4 * self.requests[0].examples * self.tables.count * self.tables.dim
 
 
 def _small_lengths(random: np.random.Generator) -> np.ndarray:
-    """One user, 0 to 8 ids a feature."""
+    """Returns the lengths of a request for one user, with 0 to 8 ids per feature."""
     return random.integers(0, 9, (8, 1))
 
 
 def _rank_lengths(random: np.random.Generator) -> np.ndarray:
-    """One user and 500 candidates: the user's id and ten of history, with each candidate again;
-    six features of a candidate, of 1 to 3 ids."""
+    """Returns the lengths of a request for one user and 500 candidates.
+
+    The user's id and a history of ten ids are repeated for each candidate. Six features of a
+    candidate have 1 to 3 ids.
+    """
     user = np.repeat([[1], [10]], 500, axis=1)
     return np.concatenate([user, random.integers(1, 4, (6, 500))])
 
@@ -187,7 +193,8 @@ def _bulk_lengths(random: np.random.Generator) -> np.ndarray:
 
 SMALL_TABLES = Tables("small", 8, 100_000, 64)
 BULK_TABLES = Tables("bulk", 26, 100_000, 128)
-"""DLRM-v2's tables have up to 40 million rows; here they are cut to fit any memory."""
+"""Tables of the shape of DLRM-v2's. The originals have up to 40 million rows; these fit any
+memory."""
 
 
 def workload(name: str, ids: str) -> Workload:

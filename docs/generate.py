@@ -1,8 +1,8 @@
-"""Writes docs/settings.md and docs/metrics.md out of the code; `make docs` runs it.
+"""Generates docs/settings.md and docs/metrics.md from the code; run by `make docs`.
 
-A setting is described by its field in config.py, a metric by the family that /metrics has of it:
-what is wrong on these pages is mended there. Prometheus' rules it writes once more as the
-Kubernetes resource that has them. A test compares what is committed.
+A setting is described by its field in config.py, and a metric by its family in /metrics.
+Corrections of these pages belong there. It also converts Prometheus' rules to the Kubernetes
+resource with the same rules. A test compares the committed files with the generated ones.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _bounds(metadata: Mapping[str, Any]) -> str:
 
 
 def _default(one: Field[Any]) -> str:
-    """As it would stand in the file; "" where the sentence says it."""
+    """Returns the default as written in a TOML file; "" if the sentence states it."""
     value = one.default
     if value in ("", ()):
         return ""
@@ -110,7 +110,8 @@ def _default(one: Field[Any]) -> str:
 
 
 def metrics_page() -> str:
-    """Of a server with one worker, which has the garbage collector's metrics, too."""
+    """Returns the page of metrics of a server with one worker, which includes the garbage
+    collector's."""
     families = list(Metrics(()).registry().collect())
     ours = [family for family in families if family.name.startswith("embedserve_")]
     others = [family for family in families if family not in ours]
@@ -131,7 +132,7 @@ METRIC_COLUMNS = ("metric", "type", "labels", "")
 
 
 def _metric_row(family: Metric) -> Sequence[str]:
-    # What a family without samples is labelled by is told by no public attribute.
+    # No public attribute gives the labels of a family without samples.
     labels: Sequence[str] = family._labelnames  # type: ignore[attr-defined]
     suffix = "_total" if family.type == "counter" else ""
     sentence = family.documentation.rstrip(".") + "."
@@ -198,7 +199,7 @@ MADE: Mapping[str, Callable[[], str]] = {
     "docs/metrics.md": metrics_page,
     "deploy/kubernetes/base/prometheus-rule.yaml": prometheus_rule,
 }
-"""By the file that holds it."""
+"""Functions that generate the files, by file name."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A whole model saved with torch.distributed.checkpoint, and what is read of it again."""
+"""Saves a whole model with torch.distributed.checkpoint, and loads parts of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def save(model: torch.nn.Module, folder: Path) -> None:
 
 
 def load(part: Part, folder: Path) -> Part:
-    """``part`` with its weights; the checkpoint may hold more, which is not read."""
+    """Loads the weights of ``part`` and returns it. The rest of the checkpoint is not read."""
     state = {"model": part.state_dict()}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     part.load_state_dict(state["model"])

@@ -1,4 +1,4 @@
-"""What the examples share: commands that are shown and run, and servers beside them."""
+"""Helpers of the examples: run commands visibly, and run servers in the background."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EMBEDSERVE = module("embedserve")
 
 
 def shown(command: tuple[object, ...]) -> list[str]:
-    """The words of ``command``, which is printed as one would type it."""
+    """Returns the words of ``command`` and prints it as a user would type it."""
     words = [*map(str, command)]
     typed = shlex.join(words).replace(shlex.join(EMBEDSERVE), "embedserve")
     print(f"+ {typed.replace(shlex.join(module('')[:-1]), 'python -m')}", flush=True)
@@ -30,14 +30,14 @@ def shown(command: tuple[object, ...]) -> list[str]:
 
 
 def run(*command: object) -> None:
-    """Runs ``command`` to its end; ends this process where it fails."""
+    """Runs ``command`` to its end; exits with its status if it fails."""
     if status := subprocess.run(shown(command), check=False).returncode:
         sys.exit(status)
 
 
 @contextmanager
 def started(*command: object, ready: str) -> Iterator[None]:
-    """A server that runs meanwhile, once ``ready``, a URL, answers."""
+    """Runs a server during the block, which starts once the URL ``ready`` responds."""
     process = subprocess.Popen(shown(command))
     try:
         _wait_until_ready(process, ready)
@@ -57,7 +57,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], ready: str) -> None:
             sys.exit(f"a server ended with {process.returncode}")
         try:
             with urllib.request.urlopen(ready, timeout=5):
-                if process.poll() is None:  # else another answers on its port
+                if process.poll() is None:  # otherwise another server responds on its port
                     return
         except OSError:
             time.sleep(0.1)

@@ -1,1 +1,1 @@
-"""The servers of the benchmark: embedserve, what it is measured against, and its peers."""
+"""Servers of the benchmark: embedserve, its baselines and its peers."""

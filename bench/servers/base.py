@@ -1,4 +1,4 @@
-"""What the benchmark asks of a server that it measures."""
+"""Interface of the servers that the benchmark measures."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Way:
-    """One way of asking a server.
+    """One way of sending requests to a server.
 
     Attributes:
-        name: as in the tables, such as "JSON".
-        protocol: "http" (wrk posts the bodies), "http-one" (h2load posts one of them), "grpc"
-            (h2load sends one of them as a message), "grpc-stream" (as many messages in one
-            call), or "redis" (redis-benchmark).
-        path: of the URL; of gRPC /package.Service/Method.
-        headers: sent with each request.
+        name: name in the tables, such as "JSON".
+        protocol: "http" (wrk posts the bodies), "http-one" (h2load posts one body), "grpc" (h2load
+            sends one message), "grpc-stream" (h2load sends several messages in one call), or
+            "redis" (redis-benchmark).
+        path: path of the URL; /package.Service/Method for gRPC.
+        headers: headers of each request.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Way:
 
 
 class Server(ABC):
-    """A server, its ways, and how to run it. One object for each row group of the tables."""
+    """A server, its ways, and how to run it. Each object is one group of rows in the tables."""
 
     name: str
     ways: Sequence[Way]
@@ -43,41 +43,46 @@ class Server(ABC):
     ids: Sequence[str] = ("uniform", "zipf")
 
     def missing(self) -> str:
-        """What has to be installed first, said so; "" if nothing."""
+        """Returns the software that must be installed first, as text; "" if nothing is missing."""
         return ""
 
     def install(self) -> None:
-        """Installs what is missing, into an environment of its own. Quiet; may be repeated."""
+        """Installs missing software into a separate environment, without output. May be called
+        again."""
         return
 
     @abstractmethod
     def command(self, workload: Workload, port: int) -> list[str]:
-        """Runs the server in the foreground on 127.0.0.1:port until SIGTERM. Way.protocol says
-        which port is asked: HTTP is ``port``, gRPC is ``port`` + 1, Redis is ``port``."""
+        """Returns the command that runs the server in the foreground on 127.0.0.1 until SIGTERM.
+
+        Way.protocol decides the port: HTTP and Redis use ``port``, gRPC uses ``port`` + 1.
+        """
 
     def environment(self) -> dict[str, str]:
-        """Variables beside the present ones."""
+        """Returns variables to add to the environment."""
         return {}
 
     def prepare(self, workload: Workload, port: int) -> None:
-        """Called once when the server takes connections, before anything is measured."""
+        """Prepares a server that accepts connections, once, before any measurement."""
         return
 
     @abstractmethod
     def body(self, way: Way, workload: Workload, request: Request) -> bytes:
-        """``request`` as this server wants it: the body of a POST, or one protobuf message."""
+        """Returns ``request`` in the server's format: the body of a POST, or one protobuf
+        message."""
 
     @abstractmethod
     def values(self, way: Way, workload: Workload, answer: bytes) -> np.ndarray:
-        """float32 [examples, tables * dim] of an answer's body or message."""
+        """Returns the values in the body or message of a response, float32 [examples, tables *
+        dim]."""
 
     def headers(self, way: Way, body: bytes) -> dict[str, str]:
-        """Of the request with ``body``."""
+        """Returns the headers of the request with ``body``."""
         return dict(way.headers)
 
 
 def environment_folder(name: str) -> Path:
-    """Where a peer's own virtual environment is."""
+    """Returns the folder of a peer's virtual environment."""
     return CACHE / "peers" / name
 
 
@@ -86,7 +91,8 @@ def python_of(name: str) -> str:
 
 
 def make_environment(name: str, *packages: str) -> None:
-    """A virtual environment with ``packages``, made once; the pins are part of its name's stamp."""
+    """Creates a virtual environment with ``packages`` once; a change of the pins installs them
+    again."""
     folder = environment_folder(name)
     stamp = folder / ".installed"
     wanted = "\n".join(packages)

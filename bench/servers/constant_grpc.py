@@ -1,8 +1,8 @@
-"""A grpcio server whose Embed answers with the bytes of a file.
+"""grpcio server whose Embed returns the bytes of a file.
 
     python bench/servers/constant_grpc.py FILE KIND PORT
 
-KIND is the number of threads of its pool, or asyncio or uvloop for grpc.aio on that loop.
+KIND is the number of threads of its pool, or asyncio or uvloop for grpc.aio on that event loop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A bare ASGI application that reads the body and answers with the bytes of a file.
+"""Bare ASGI application that reads the body and returns the bytes of a file.
 
-The floor of any Python server on this uvicorn: what embedserve's rates are compared with.
+It shows the least that any Python server on this uvicorn costs. embedserve's rates are compared
+with it.
 
     python bench/servers/constant_http.py FILE CONTENT_TYPE PORT
 """

@@ -1,7 +1,7 @@
-"""An asyncio.Protocol on uvloop that answers every POST over HTTP/1.1 with the bytes of a file.
+"""asyncio.Protocol on uvloop that returns the bytes of a file for every POST over HTTP/1.1.
 
-The floor of a Python server without any HTTP library: it finds the end of the head, reads
-Content-Length bytes of body and writes one reply.
+It shows the least that a Python server without an HTTP library costs: it finds the end of the
+headers, reads Content-Length bytes of body and writes one reply.
 
     python bench/servers/constant_protocol.py FILE CONTENT_TYPE PORT
 """

@@ -1,7 +1,7 @@
-"""References: servers that answer every request with the same bytes, as many as embedserve's.
+"""Baselines: servers that return the same bytes for every request, as many as embedserve.
 
-The floor of what any Python server on the same libraries costs. The bytes are those of
-embedserve's own answer to the first request, so that nothing but the work differs.
+They show the least that any Python server on the same libraries costs. The bytes are embedserve's
+own response to the first request, so that only the work differs.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from servers.embedserve import PROTOBUF, SERVICE, EmbedServe
 
 
 class Constant(Server):
-    """Common to all: requests as embedserve takes them, answers that are not checked."""
+    """Base class: requests in embedserve's format, and responses that are not checked."""
 
     def body(self, way: Way, workload: Workload, request: Request) -> bytes:
         return EmbedServe().body(way, workload, request)
 
     def values(self, way: Way, workload: Workload, answer: bytes) -> np.ndarray:
-        """Of the first request: the reply has the size of an answer to any."""
+        """Returns the values of the first request. The reply has the size of any response."""
         return workload.expected(workload.requests[0]).astype(np.float32)
 
 
 class ConstantHttp(Constant):
-    """On uvicorn."""
+    """Constant reply on uvicorn."""
 
     def __init__(self, kind: str) -> None:
         self.name = f"constant reply, {kind}"
@@ -45,7 +45,7 @@ class ConstantHttp(Constant):
 
 
 class ConstantProtocol(Constant):
-    """Without any HTTP library."""
+    """Constant reply without any HTTP library."""
 
     name = "constant reply, bare protocol"
     ways = (Way("protobuf", "http", "/embed", {"Content-Type": PROTOBUF}),)
@@ -69,7 +69,7 @@ class ConstantGrpc(Constant):
 
 
 def reply_file(workload: Workload, kind: str) -> Path:
-    """An answer as embedserve encodes it, of the sums of the first request."""
+    """Creates a file with the response to the first request, in embedserve's encoding."""
     path = CACHE / "replies" / f"{workload.name}-{workload.ids}.{kind}"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

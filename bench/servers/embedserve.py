@@ -24,7 +24,7 @@ MESSAGE = Way("protobuf", "http", "/embed", {"Content-Type": PROTOBUF})
 GRPC = Way("gRPC", "grpc", f"{SERVICE}/Embed")
 GRPC_STREAM = Way("gRPC stream", "grpc-stream", f"{SERVICE}/EmbedStream")
 ONE_MESSAGE = Way("protobuf, one body", "http-one", "/embed", {"Content-Type": PROTOBUF})
-"""As gRPC is asked: by h2load, which repeats one request."""
+"""The way that h2load uses: it repeats one request, as it does over gRPC."""
 
 SERVE = (sys.executable, "-W", "ignore", "-m", "embedserve", "serve")
 GRPC_SERVER = "--grpc-server"
@@ -33,7 +33,7 @@ SOURCE_ROOTS = ("server", "model_store", "clients", "proto")
 
 
 class EmbedServe(Server):
-    """The server of a checkout: of this one, if no other is named."""
+    """The server of a checkout; by default this one."""
 
     name = "embedserve"
     ways: Sequence[Way] = (JSON, MESSAGE, GRPC, GRPC_STREAM, ONE_MESSAGE)
@@ -67,7 +67,7 @@ class EmbedServe(Server):
 
 
 class EmbedServeGrpcio(EmbedServe):
-    """Its other gRPC server, grpcio's."""
+    """The server with grpcio's gRPC server instead of its own."""
 
     name = "embedserve, grpcio"
     ways = (GRPC, GRPC_STREAM)

@@ -1,4 +1,4 @@
-"""embedserve, asked by the Open Inference Protocol: the bodies that tritonclient sends."""
+"""embedserve over the Open Inference Protocol, with the bodies that tritonclient sends."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from servers.embedserve import EmbedServe
 from servers.open_inference import Tensor, infer_body, infer_headers, infer_values, infer_ways
 
 OUTPUT = "pooled"
-"""The values of all features as one tensor, which is what Triton is asked for."""
+"""Output with the values of all features in one tensor, as Triton's model returns them."""
 
 
 class EmbedServeInfer(EmbedServe):
-    """Each feature's ids and lengths are tensors."""
+    """embedserve with the ids and lengths of each feature as tensors."""
 
     name = "embedserve, Open Inference"
 
@@ -32,7 +32,7 @@ class EmbedServeInfer(EmbedServe):
 
 
 def tensors_of(work: Workload, request: Request) -> list[Tensor]:
-    """F.ids and F.lengths of each feature."""
+    """Returns the tensors F.ids and F.lengths of each feature F."""
     tensors, start = [], 0
     for feature, lengths in zip(work.tables.features, request.lengths, strict=True):
         end = start + int(lengths.sum())

@@ -1,4 +1,4 @@
-"""FastAPI, pydantic and an nn.EmbeddingBag for each table, as first written and improved."""
+"""FastAPI with pydantic and an nn.EmbeddingBag per table, in a first and an improved version."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class FastApi(JsonPeer):
 
 
 class TypedFastApi(FastApi):
-    """The answer is written by pydantic, which takes knowing that it then is."""
+    """Improved version: the route has a return type, and pydantic therefore serializes the
+    response."""
 
     name = "hand-written FastAPI, answer typed"
 

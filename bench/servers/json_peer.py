@@ -1,4 +1,4 @@
-"""Common to the peers that answer JSON over HTTP from a script in an environment of their own."""
+"""Base of the peers that serve JSON over HTTP from a script in a separate environment."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ COMMON = ("torch==2.13.0", "numpy==2.4.6", "orjson==3.13.0")
 
 
 class JsonPeer(Server):
-    """{"f0": [[id, …] of each example], …} in, {"values": [[…] of each example]} out.
+    """A server with requests {"f0": [[id, …] per example], …} and responses {"values": [[…] per
+    example]}.
 
     Attributes:
-        folder: of its environment.
-        packages: installed there, beside torch and numpy.
-        script: in scripts/; called with the tables' folder, their number and the port.
+        folder: folder of its environment.
+        packages: packages of the environment, in addition to torch and numpy.
+        script: script in scripts/, called with the tables' folder, their number and the port.
     """
 
-    ids = ("uniform",)  # what their Python costs hides what the rows cost
+    ids = ("uniform",)  # the cost of their Python hides the cost of the rows
     folder: str
     packages: Sequence[str]
     script: str
@@ -62,5 +63,5 @@ class JsonPeer(Server):
         return np.array(orjson.loads(answer)["values"], np.float32)
 
     def program(self, name: str) -> str:
-        """A command of its environment."""
+        """Returns the path of a command in its environment."""
         return str(environment_folder(self.folder) / "bin" / name)

@@ -1,4 +1,4 @@
-"""LitServe: FastAPI before worker processes that batch."""
+"""LitServe: FastAPI in front of worker processes that batch."""
 
 from __future__ import annotations
 

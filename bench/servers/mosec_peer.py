@@ -16,5 +16,5 @@ class Mosec(JsonPeer):
 
     def command(self, workload: Workload, port: int) -> list[str]:
         python, script, *arguments, _ = super().command(workload, port)
-        # Its own options are read from the command line as well.
+        # mosec reads its own options from the command line as well.
         return [python, script, *arguments, "--port", str(port), "--log-level", "error"]

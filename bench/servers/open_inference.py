@@ -1,9 +1,8 @@
-"""The Open Inference Protocol, as Triton speaks it: one jagged batch as a request; and the request
-that loads a model.
+"""Open Inference Protocol, as Triton implements it: requests for a jagged batch, and model loading.
 
-Three forms: JSON, JSON with tensors in binary behind it, and the protobuf messages of gRPC.
-The last are written and read here by field number, for the benchmark's own environment has no
-generated code of Triton's. Field numbers: grpc_service.proto, ModelInferRequest,
+There are three formats: JSON, JSON followed by binary tensors, and the protobuf messages of gRPC.
+The messages are written and read here by field number, because the benchmark's environment has no
+generated code of Triton's. The field numbers are from grpc_service.proto: ModelInferRequest,
 ModelInferResponse and RepositoryModelLoadRequest.
 """
 
@@ -35,7 +34,7 @@ class Tensor:
 
 
 def infer_ways(model: str) -> tuple[Way, Way, Way]:
-    """The three forms."""
+    """Returns the ways of the three formats."""
     path = f"/v2/models/{model}/infer"
     return (
         Way("JSON", "http", path, {"Content-Type": "application/json"}),
@@ -45,7 +44,7 @@ def infer_ways(model: str) -> tuple[Way, Way, Way]:
 
 
 def infer_body(way: Way, model: str, tensors: Sequence[Tensor], output: str = "") -> bytes:
-    """Asks for ``output``, or for all where that is ""."""
+    """Returns a request for ``output``; for all outputs if it is ""."""
     if way.name == "JSON":
         return json_request(tensors, output)
     if way.name == "binary":
@@ -60,7 +59,7 @@ def infer_headers(way: Way, body: bytes) -> dict[str, str]:
 
 
 def infer_values(way: Way, answer: bytes) -> np.ndarray:
-    """float32, of the only output."""
+    """Returns the values of the only output, float32."""
     read = {"JSON": json_values, "binary": binary_values, "gRPC": grpc_values}[way.name]
     return read(answer)
 
@@ -71,13 +70,13 @@ def json_request(tensors: Sequence[Tensor], output: str = "") -> bytes:
 
 
 def json_values(answer: bytes) -> np.ndarray:
-    """float32, of the first output."""
+    """Returns the values of the first output, float32."""
     output = orjson.loads(answer)["outputs"][0]
     return np.array(output["data"], np.float32).reshape(output["shape"])
 
 
 def binary_request(tensors: Sequence[Tensor], output: str = "") -> bytes:
-    """JSON, and the tensors' bytes behind it."""
+    """Returns a body of JSON, followed by the tensors' bytes."""
     inputs = [
         {**tensor.head, "parameters": {"binary_data_size": tensor.values.nbytes}}
         for tensor in tensors
@@ -92,17 +91,17 @@ def _outputs(output: str) -> dict[str, object]:
 
 
 def head_length(body: bytes) -> int:
-    """Bytes of the JSON in a body of ``binary_request``."""
+    """Returns the bytes of JSON in a body of ``binary_request``."""
     return body.index(HEAD_END) + len(HEAD_END)
 
 
 def binary_values(answer: bytes) -> np.ndarray:
-    """float32, of the only output. The JSON before it ends where the tensor's bytes begin."""
+    """Returns the values of the only output, float32. The tensor's bytes follow the JSON."""
     return binary_answer(answer)[1]
 
 
 def binary_answer(answer: bytes) -> tuple[int, np.ndarray]:
-    """The model's version, and the values."""
+    """Returns (version of the model, values)."""
     marker = b'"binary_data_size":'
     start = answer.index(marker) + len(marker)
     end = start
@@ -127,12 +126,12 @@ def grpc_request(model: str, tensors: Sequence[Tensor], output: str = "") -> byt
 
 
 def grpc_values(answer: bytes) -> np.ndarray:
-    """float32, of the only output."""
+    """Returns the values of the only output, float32."""
     return grpc_answer(answer)[1]
 
 
 def grpc_answer(answer: bytes) -> tuple[int, np.ndarray]:
-    """The model's version, and the values."""
+    """Returns (version of the model, values)."""
     fields = dict(_fields(answer))
     output = dict(_fields(fields[5]))
     values = np.frombuffer(fields[6], "<f4").reshape(list(_varints(output[3])))
@@ -140,7 +139,7 @@ def grpc_answer(answer: bytes) -> tuple[int, np.ndarray]:
 
 
 def grpc_load(model: str) -> bytes:
-    """Asks that a model be loaded as its folder now says."""
+    """Returns a request to load a model according to the current content of its folder."""
     return _field(2, model.encode())
 
 
@@ -164,12 +163,12 @@ def _varints(data: bytes) -> Iterator[int]:
 
 
 def _field(number: int, data: bytes) -> bytes:
-    """A length-delimited field."""
+    """Encodes a length-delimited field."""
     return _varint(number << 3 | 2) + _varint(len(data)) + data
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """The length-delimited fields of a message; those of other kinds do not occur here."""
+    """Yields the length-delimited fields of a message. Raises ValueError for other wire types."""
     at = 0
     while at < len(message):
         key, at = _read_varint(message, at)

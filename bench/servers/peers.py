@@ -1,4 +1,4 @@
-"""The peers that there are; a module of its own for each."""
+"""List of the peers; each has its own module."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Redis with the rows as values under "table:row": MGET of a request's rows, pooled by the client.
+"""Redis with a row per key "table:row": MGET of a request's rows, which the client pools.
 
-What many serve embeddings from. The pooling, which the client is left with, is not measured.
+Many systems serve embeddings from Redis. The pooling, which is left to the client, is not measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Redis(Server):
     name = "Redis"
     ways = (Way("MGET", "redis", ""),)
     workloads = ("small",)
-    ids = ("uniform",)  # redis-benchmark draws no others
+    ids = ("uniform",)  # redis-benchmark draws uniform keys only
 
     def missing(self) -> str:
         lacking = [package for name, package in PROGRAMS.items() if shutil.which(name) is None]
@@ -31,7 +31,7 @@ class Redis(Server):
 
     def command(self, workload: Workload, port: int) -> list[str]:
         command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1"]
-        # Nothing is written to disk; one thread does all, as it does by default.
+        # Nothing is written to disk. One thread does all work, as by default.
         return [*command, "--save", "", "--appendonly", "no", "--io-threads", "1"]
 
     def prepare(self, workload: Workload, port: int) -> None:
@@ -51,15 +51,15 @@ class Redis(Server):
         workload.check(request, self._pooled(workload, request, port))
 
     def body(self, way: Way, workload: Workload, request: Request) -> bytes:
-        """As many keys as the request has rows, with spaces between them; redis-benchmark draws
-        the rows anew for each MGET, or all would lie in the processor's caches."""
+        """Returns as many keys as the request has rows, separated by spaces. redis-benchmark draws
+        new rows for each MGET; fixed rows would stay in the processor's caches."""
         return b" ".join(key.rpartition(b":")[0] + b":__rand_int__" for key in _keys(request))
 
     def values(self, way: Way, workload: Workload, answer: bytes) -> np.ndarray:
         raise NotImplementedError("answers of MGET are rows; prepare() checks them")
 
     def _pooled(self, workload: Workload, request: Request, port: int) -> np.ndarray:
-        """float32 [1, tables * dim] of one MGET, pooled here."""
+        """Pools the result of one MGET: float32 [1, tables * dim]."""
         keys = _keys(request)
         with socket.create_connection(("127.0.0.1", port)) as sock, sock.makefile("rwb") as file:
             file.write(_command(b"MGET", *keys))
@@ -76,7 +76,7 @@ class Redis(Server):
 
 
 def _key(table: int, row: int) -> bytes:
-    """With twelve digits, as redis-benchmark writes random numbers."""
+    """Returns a key with a row of twelve digits, as redis-benchmark writes random numbers."""
     return b"%d:%012d" % (table, row)
 
 
@@ -95,5 +95,5 @@ def _sets(workload: Workload) -> Iterator[bytes]:
 
 
 def _command(*words: bytes) -> bytes:
-    """As Redis reads it."""
+    """Encodes a command for Redis."""
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)

@@ -1,6 +1,6 @@
-"""NVIDIA's Triton Inference Server, of the nvidia-pytriton wheel, on the CPU.
+"""NVIDIA's Triton Inference Server from the nvidia-pytriton wheel, on the CPU.
 
-Only the wheel's tritonserver is used, with its Python backend: pytriton's own Python layer is not.
+Uses only the wheel's tritonserver with its Python backend, not pytriton's Python layer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from servers.base import HERE, Server, Way, environment_folder, is_installed, ma
 from servers.open_inference import Tensor, infer_body, infer_headers, infer_values, infer_ways
 
 SCRIPTS = HERE / "scripts"
-# The wheel's Python stub is built for numpy 1: with numpy 2 it gives tensors strides of 0.
+# The wheel's Python stub is built for numpy 1. With numpy 2 it passes tensors with strides of 0.
 PACKAGES = ("nvidia-pytriton==0.7.0", "torch==2.13.0", "numpy==1.26.4")
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 MODEL = "pooled"
@@ -51,7 +51,7 @@ class Triton(Server):
         make_environment("triton", *PACKAGES)
         wheel = _site_packages() / "pytriton" / "tritonserver"
         shutil.copytree(wheel / "backends", _backends(), dirs_exist_ok=True)
-        # The backend looks for the stub of the interpreter beside its own library.
+        # The backend searches for the interpreter's stub next to its own library.
         stub = Path("triton_python_backend_stub")
         shutil.copy2(wheel / "python_backend_stubs" / PYTHON / stub, _backends() / "python" / stub)
 
@@ -59,7 +59,7 @@ class Triton(Server):
         return self.serve(self._repository(workload), port, port + 1)
 
     def serve(self, repository: Path, http_port: int, grpc_port: int) -> list[str]:
-        """Serves the models of a repository."""
+        """Returns the command that serves the models of a repository."""
         return [
             str(_site_packages() / "pytriton" / "tritonserver" / "bin" / "tritonserver"),
             f"--model-repository={repository}",
@@ -80,7 +80,7 @@ class Triton(Server):
         return {
             "LD_LIBRARY_PATH": ":".join(map(str, libraries)),
             "PYTHONHOME": sys.base_prefix,
-            # The stub has Python inside, which takes the packages of the python3 that it finds.
+            # The stub embeds Python, which uses the packages of the first python3 on PATH.
             "PATH": f"{environment_folder('triton') / 'bin'}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
         }
@@ -92,11 +92,11 @@ class Triton(Server):
         return infer_headers(way, body)
 
     def values(self, way: Way, workload: Workload, answer: bytes) -> np.ndarray:
-        of_batch: np.ndarray = infer_values(way, answer)[0]  # which has one element
+        of_batch: np.ndarray = infer_values(way, answer)[0]  # the batch has one element
         return of_batch
 
     def _repository(self, workload: Workload) -> Path:
-        """A model repository for the workload's tables."""
+        """Creates a model repository for the workload's tables."""
         tables = workload.tables
         repository = CACHE / "triton" / tables.folder.name
         add_version(repository, 1)
@@ -106,7 +106,7 @@ class Triton(Server):
     def configure(
         self, repository: Path, tables: Path, count: int, dim: int, version: int = 1
     ) -> None:
-        """Writes which version of the model is served, and of which tables it is."""
+        """Writes the configuration that selects the served version and its tables."""
         config = CONFIG.format(
             width=count * dim,
             batching=self.batching,
@@ -124,7 +124,7 @@ class Triton(Server):
 
 
 def add_version(repository: Path, version: int) -> Path:
-    """The version's folder, with the model's script."""
+    """Creates the version's folder with the model's script, and returns it."""
     folder = repository / MODEL / str(version)
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(SCRIPTS / "triton_model.py", folder / "model.py")
@@ -132,8 +132,8 @@ def add_version(repository: Path, version: int) -> Path:
 
 
 def tensors_of(request: Request) -> list[Tensor]:
-    """One tensor, which costs Triton less than two: the number of examples, lengths, and ids; with
-    the one element of Triton's batch before it."""
+    """Returns one tensor with the number of examples, lengths and ids, behind a batch dimension of
+    1; a single tensor costs Triton less than two."""
     head = np.append(request.examples, request.lengths.ravel())
     return [Tensor("bags", np.concatenate([head, request.ids]).astype("<i8")[None])]
 

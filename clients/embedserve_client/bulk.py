@@ -1,4 +1,4 @@
-"""Very many examples, as jobs have them: cut into requests, some in flight, answered in order."""
+"""Bulk lookups for batch jobs: large inputs are split into requests, several of them in flight."""
 
 from __future__ import annotations
 
@@ -32,17 +32,23 @@ def embed_in_batches(
     in_flight: int = IN_FLIGHT,
     progress: bool = False,
 ) -> Iterator[EmbedResult]:
-    """The results of as many examples as memory holds, of ``examples`` at a time, in order.
+    """Yields the results of large inputs in order, one result per ``examples`` examples.
 
-    client: its timeout and retries are those of each request; give it some retries. Over REST
-        requests go over as many connections, over gRPC over one.
-    features, weights, model, output_dtype, output_keys: as `EmbedClient.embed` takes them.
-    examples: of one request; the last has what is left.
-    in_flight: requests that are asked, or answered and not taken yet, at the same time.
-    progress: shows a bar on standard error, where tqdm is installed.
+    All features must fit in memory. Up to ``in_flight`` threads send requests concurrently.
 
-    Raises the first EmbedServeClientError, with a note of the examples that it is about, from which
-    its field counts; what was not asked by then is not asked.
+    Args:
+        client: client that sends the requests; its timeout and retries apply to each request. Set
+            some retries. A REST client uses several connections, a gRPC client uses one.
+        features, weights, model, output_dtype, output_keys: arguments of `EmbedClient.embed`.
+        examples: examples per request; the last request has the rest.
+        in_flight: requests that are pending, or whose results are not consumed yet.
+        progress: whether to show a progress bar on standard error. There is none unless tqdm is
+            installed.
+
+    Raises:
+        EmbedServeClientError: the first request that failed. A note names its range of examples,
+            and indices in ``field`` count from the start of that range. Requests not sent by then
+            are dropped.
     """
     for name, value in (("examples", examples), ("in_flight", in_flight)):
         if value < 1:
@@ -93,7 +99,7 @@ def _taken(waiting: deque[Future[EmbedResult]], bar: Any) -> EmbedResult:
 
 
 class _Cut:
-    """Slices of a batch, by its examples."""
+    """Slices a batch by examples."""
 
     def __init__(self, batch: RequestBatch) -> None:
         self._lengths = batch.lengths.reshape(len(batch.keys), batch.batch_size)
@@ -114,7 +120,8 @@ class _Cut:
         self._offsets = np.concatenate([np.zeros((len(sizes), 1), np.int64), ends], axis=1)
 
     def take(self, start: int, stop: int) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """(features, weights) of examples [start, stop), as pairs of values and lengths."""
+        """Returns (features, weights) of the examples [start, stop), as pairs of values and
+        lengths."""
         features, weights = {}, {}
         for at, key in enumerate(self._keys):
             first, last = self._offsets[at, start], self._offsets[at, stop]
@@ -127,7 +134,7 @@ class _Cut:
 
 
 class _NoBar:
-    """Where no progress is shown."""
+    """Progress bar that shows nothing."""
 
     def update(self, count: int) -> None:
         pass

@@ -1,19 +1,21 @@
-"""What can go wrong with a call, as one small tree, the same for REST and gRPC.
+"""Errors of the clients: one small class hierarchy, the same for REST and gRPC.
 
-The transports hand a status code (the names of the wire contract) and a message to
-`error_from` and raise what it gives. Never raised here: httpx and grpc exceptions, which
-the transports translate.
+The transports pass a status code (a name of the wire contract) and a message to `error_from`, and
+raise the error that it returns. They translate the exceptions of httpx and grpc, so that callers
+never see those.
 """
 
 from typing import NoReturn
 
 
 class EmbedServeClientError(Exception):
-    """A call that got no vectors.
+    """Base class of all errors: the call returned no vectors.
 
-    message: a sentence for a person.
-    field: the field of the request that is wrong, such as "features.movie[3]"; empty if none.
-    retry_after_s: how long the server asks to wait before the next try; None if it did not say.
+    Attributes:
+        message: description of the error, for people.
+        field: field of the request that is wrong, such as "features.movie[3]"; empty if none.
+        retry_after_s: seconds that the server asks the client to wait before it retries; None if
+            the server did not say.
     """
 
     def __init__(
@@ -25,20 +27,20 @@ class EmbedServeClientError(Exception):
         self.retry_after_s = retry_after_s
 
     def result(self) -> NoReturn:
-        """Raises this error; `EmbedResult.result` returns the vectors instead."""
+        """Raises this error. The counterpart `EmbedResult.result` returns the vectors."""
         raise self
 
 
 class InvalidRequest(EmbedServeClientError, ValueError):
-    """The request is wrong: found here before anything was sent, or refused by the server."""
+    """The request is invalid. The client found it before sending, or the server rejected it."""
 
 
 class Unauthenticated(EmbedServeClientError):
-    """The server does not know who asks: no token, or one that is wrong, expired or revoked."""
+    """The server cannot identify the caller: the token is missing, wrong, expired or revoked."""
 
 
 class PermissionDenied(EmbedServeClientError):
-    """The server knows who asks, and they may not."""
+    """The server identified the caller, but the caller lacks the permission."""
 
 
 class UnknownModel(EmbedServeClientError):
@@ -46,24 +48,25 @@ class UnknownModel(EmbedServeClientError):
 
 
 class TooLarge(InvalidRequest):
-    """The request, or its answer, is over a size limit, which the message names: ask for less."""
+    """The request or its response exceeds a size limit, which the message names. Smaller batches
+    fit."""
 
 
 class Overloaded(EmbedServeClientError):
-    """The server's queue is full, or the caller over its limits: the same call may be answered
-    later."""
+    """The server's queue is full, or the caller exceeds its rate limits. A retry may succeed."""
 
 
 class DeadlineExceeded(EmbedServeClientError):
-    """No answer within timeout_s."""
+    """No response arrived within timeout_s."""
 
 
 class Unavailable(EmbedServeClientError):
-    """No server was reached, or it is starting, draining, or stopped before it took the call."""
+    """No server was reached, or the server is starting, draining, or stopped before it took the
+    call."""
 
 
 class ServerError(EmbedServeClientError):
-    """The server failed, or answered something that is not embedserve's protocol."""
+    """The server failed, or its response does not follow embedserve's protocol."""
 
 
 _ERROR_OF_CODE: dict[str, type[EmbedServeClientError]] = {
@@ -74,23 +77,24 @@ _ERROR_OF_CODE: dict[str, type[EmbedServeClientError]] = {
     "RESOURCE_EXHAUSTED": Overloaded,
     "DEADLINE_EXCEEDED": DeadlineExceeded,
     "UNAVAILABLE": Unavailable,
-    # What grpcio's server gives the calls that it had not begun when it was told to stop.
+    # grpcio's server ends calls with this code if it is stopped before it begins them.
     "CANCELLED": Unavailable,
     "INTERNAL": ServerError,
 }
 
 
 _OVER_A_LIMIT = ("larger than max", "the limit is")
-"""What grpc says of a message that it does not send or take, and the server of one over a limit."""
+"""Substrings that identify messages over a size limit. The first is from grpc, for messages that it
+does not send or receive; the second is from an embedserve server."""
 
 
 def error_from(
     code: str, message: str, *, field: str = "", retry_after_s: float | None = None
 ) -> EmbedServeClientError:
-    """The error that a status code stands for; a code we do not know is a ServerError.
+    """Returns the error for a status code; an unknown code becomes a ServerError.
 
-    RESOURCE_EXHAUSTED stands for two: a full queue, after which a server says when to come again,
-    and a request that is too large, of which it names the field.
+    RESOURCE_EXHAUSTED has two meanings. For a full queue the server sends retry_after_s; for a
+    request that is too large it sends the field, or the message names a limit.
     """
     kind = _ERROR_OF_CODE.get(code)
     if (

@@ -1,11 +1,11 @@
-"""Load over gRPC: single calls and streams, as many users of one as of the other.
+"""Load over gRPC: unary calls and streams, with equal numbers of users.
 
     locust -f clients/loadtest/grpc_user.py --headless -u 16 -r 16 -t 10s --host 127.0.0.1:8001
 
-Name a class to run it alone (UnaryUser, StreamUser). Each user is one connection; a unary user
-waits for each answer, a stream keeps --stream-depth requests under way, and the time of each
-counts from when it was handed to grpc. A refused request (RESOURCE_EXHAUSTED) is a failure
-"refused" under a name of its own, so that the other rows hold answered requests alone.
+Name a class to run it alone (UnaryUser, StreamUser). Each user is one connection. A unary user
+waits for each response. A stream keeps --stream-depth requests in flight, and the latency of a
+request counts from its handover to grpc. A rejected request (RESOURCE_EXHAUSTED) is the failure
+"refused" in a separate row. The other rows thus hold successful requests only.
 """
 
 from collections import deque
@@ -27,19 +27,19 @@ from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 from options import LoadTest, prepare
 from traffic import Request, kind_of_error, name_of
 
-# grpc's threads must give way to gevent's greenlets before the first channel is open.
+# grpc's threads must yield to gevent's greenlets before the first channel opens.
 grpc.experimental.gevent.init_gevent()
 
 RECEIVE_BYTES_MAX = 2**30
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", RECEIVE_BYTES_MAX),
-    # Else all users of the process would share one connection.
+    # Without this option all users of the process would share one connection.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
 class GrpcUser(User):
-    """One channel, and how its requests are counted."""
+    """A user with one gRPC channel, which reports its requests to locust."""
 
     abstract = True
     test: LoadTest
@@ -56,7 +56,7 @@ class GrpcUser(User):
         self.channel.close()
 
     def count(self, way: str, request: Request, started: float, read: Callable[[], Any]) -> None:
-        """Tells locust of one request; ``read`` gives its answer or raises what went wrong."""
+        """Reports one request to locust; ``read`` returns the response or raises the error."""
         name, length, failure = name_of(way, request.examples), 0, None
         try:
             message = read()
@@ -88,7 +88,7 @@ class GrpcUser(User):
 
 
 class UnaryUser(GrpcUser):
-    """A caller of Embed."""
+    """A user that makes Embed calls."""
 
     @task
     def embed(self) -> None:
@@ -100,7 +100,7 @@ class UnaryUser(GrpcUser):
 
 
 class StreamUser(GrpcUser):
-    """A caller of EmbedStream, with several requests under way."""
+    """A user that keeps several requests in flight on an EmbedStream call."""
 
     def on_start(self) -> None:
         super().on_start()
@@ -113,7 +113,7 @@ class StreamUser(GrpcUser):
 
     @task
     def embed(self) -> None:
-        """Sends until enough are under way, then takes one answer."""
+        """Sends requests up to the stream depth, then reads one response."""
         while len(self.under_way) < self.test.options.stream_depth:
             request = self.test.traffic.request(self.random)
             message = request.message()
@@ -131,7 +131,8 @@ class StreamUser(GrpcUser):
         self.call = self.stub.EmbedStream(iter(self.outgoing.get, None))
 
     def _next(self) -> pb.EmbedResponse:
-        """The next answer; a stream that ends without one is broken, as is one that fails."""
+        """Returns the next response. Marks the stream as broken if it ends without a response, or
+        fails."""
         try:
             answer: pb.EmbedResponse = next(self.call)
         except StopIteration:
@@ -145,7 +146,7 @@ class StreamUser(GrpcUser):
         return answer
 
     def _reopen(self) -> None:
-        """What was under way is lost with the stream, and counted so."""
+        """Reports the requests in flight as lost with the stream, and opens a new stream."""
         self.outgoing.put(None)
         lost = pb.EmbedResponse(error=pb.Error(code="UNAVAILABLE", message="lost with its stream"))
         for request, started in self.under_way:
@@ -154,7 +155,7 @@ class StreamUser(GrpcUser):
 
 
 def target_of(host: str | None) -> str:
-    """The gRPC target in --host, which the web form may hold as a URL."""
+    """Returns the gRPC target in --host, which the web form may hold as a URL."""
     return (host or "").removeprefix("http://").rstrip("/")
 
 

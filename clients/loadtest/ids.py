@@ -1,8 +1,8 @@
-"""Which ids a load test asks for: of one feature, drawn with a Zipf distribution.
+"""Ids that a load test requests for a feature, drawn from a Zipf distribution.
 
-A feature's ids are numbered by popularity: rank 0 is asked for most, and the probability of a
-rank falls with rank ** -exponent. Popular ids are spread over the table, so that their rows
-are no neighbours. Knows rules and vocabularies; never sends anything.
+A feature's ids are ranked by popularity. Rank 0 is the most popular, and the probability of a rank
+falls with rank ** -exponent. Popular ids are spread over the table, so that their rows are not
+adjacent. Knows id rules and vocabularies; sends nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,15 +17,17 @@ from numpy.typing import NDArray
 from embedserve_client import ModelInfo, TableInfo
 
 COUNT_MAX = 2**31
-"""Ids of one feature that are told apart: a rank times a step still fits in int64."""
+"""Distinct ids of one feature, at most. The product of a rank and a step then still fits in
+int64."""
 
 
 @dataclass(frozen=True)
 class FeatureIds:
-    """The ids 0 to count - 1, or those of the vocabulary.
+    """Ids of one feature: the numbers 0 to count - 1, or the ids of a vocabulary.
 
-    vocabulary: int64 or str objects [count]; None where an id is its number.
-    is_known: whether the table has these ids, as far as the server says.
+    Attributes:
+        vocabulary: int64 or str objects [count]; None if an id is its number.
+        is_known: whether the table has these ids, according to the server.
     """
 
     count: int
@@ -33,7 +35,7 @@ class FeatureIds:
     is_known: bool = True
 
     def draw(self, random: np.random.Generator, size: int, exponent: float) -> NDArray[Any]:
-        """``size`` ids, int64 or str objects."""
+        """Draws ``size`` ids, int64 or str objects."""
         numbers = spread(zipf_ranks(random, size, self.count, exponent), self.count)
         return numbers if self.vocabulary is None else self.vocabulary[numbers]
 
@@ -41,10 +43,10 @@ class FeatureIds:
 def zipf_ranks(
     random: np.random.Generator, size: int, count: int, exponent: float
 ) -> NDArray[np.int64]:
-    """Ranks 0 to count - 1, int64 [size]; exponent 0 is uniform.
+    """Draws ranks from 0 to count - 1, int64 [size]; an exponent of 0 is uniform.
 
-    Inverts the integral of x ** -exponent from 1 to count + 1, so that neither time nor memory
-    depends on count; a rank is the whole part.
+    Inverts the integral of x ** -exponent from 1 to count + 1, and truncates to a whole rank. Time
+    and memory therefore do not depend on count.
     """
     uniform = random.random(size)
     if exponent == 1:
@@ -56,7 +58,7 @@ def zipf_ranks(
 
 
 def spread(ranks: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Another number for each rank, all of 0 to count - 1 in turn, neighbours far apart."""
+    """Permutes the numbers 0 to count - 1, so that adjacent ranks are far apart."""
     step = max(1, round(count * 0.618))
     while gcd(step, count) != 1:
         step += 1
@@ -66,10 +68,14 @@ def spread(ranks: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 def ids_by_feature(
     model: ModelInfo, vocabularies: Mapping[str, Sequence[str]]
 ) -> dict[str, FeatureIds]:
-    """The ids of each feature that can be asked for; vocabularies by table, a line an id.
+    """Returns the ids of each feature whose ids are known or can be guessed.
 
-    Left out is a feature whose table refuses unknown ids, says none of its own and has no
-    vocabulary here. ValueError if a vocabulary names no table or is not of its ids' type.
+    A feature is left out if its table rejects unknown ids, the server lists no examples of them,
+    and no vocabulary is given. Raises ValueError if a vocabulary names no table or has ids of
+    another type.
+
+    Args:
+        vocabularies: ids by table, as text.
     """
     for table in vocabularies:
         if table not in {one.name for one in model.tables}:
@@ -79,7 +85,8 @@ def ids_by_feature(
 
 
 def read_vocabularies(option: str) -> dict[str, list[str]]:
-    """The lines of the files in "TABLE=FILE,TABLE=FILE"; ValueError, or OSError of a file."""
+    """Reads the files in "TABLE=FILE,TABLE=FILE", with one id per line. Raises ValueError for a
+    wrong option, and OSError for an unreadable file."""
     vocabularies = {}
     for part in filter(None, option.split(",")):
         table, equals, path = part.partition("=")
@@ -95,7 +102,8 @@ def read_vocabularies(option: str) -> dict[str, list[str]]:
 def _ids_of(
     feature: str, model: ModelInfo, vocabularies: Mapping[str, Sequence[str]]
 ) -> FeatureIds | None:
-    """Those that suit every table of the feature: the fewest, one that was listed before others."""
+    """Returns ids that suit every table of the feature. Prefers listed ids, then the smallest
+    set."""
     tables = [table for table in model.tables if feature in table.features]
     choices = [_ids_of_table(table, vocabularies.get(table.name)) for table in tables]
     usable = [choice for choice in choices if choice is not None]

@@ -1,7 +1,7 @@
-"""Locust's side of what REST and gRPC share: the custom arguments, and the traffic of a test.
+"""Locust integration shared by REST and gRPC: the custom arguments, and the traffic of a test.
 
-Each argument is a flag, a LOADTEST_… variable and a field of the web form. When a test starts,
-the server is asked for its models once; a test that cannot run is stopped with one line.
+Each argument is a flag, a LOADTEST_… variable and a field of the web form. When a test starts, it
+requests the list of models once. A test that cannot run stops with a one-line message.
 """
 
 import logging
@@ -21,7 +21,7 @@ from ids import read_vocabularies
 from traffic import Settings, Traffic, choose_model, parse_sizes
 
 Arguments: TypeAlias = tuple[tuple[str, Any, str], ...]
-"""Name, default and help of each. The web form keeps the type of the default."""
+"""(name, default, help) of each argument. The web form keeps the type of the default."""
 
 ARGUMENTS: Arguments = (
     ("sizes", "1:90,50:9,500:1", "EXAMPLES:WEIGHT,… of the requests"),
@@ -36,7 +36,7 @@ ARGUMENTS: Arguments = (
 
 
 def add_to(parser: LocustArgumentParser, arguments: Arguments) -> None:
-    """Not in a group of their own: the web form would not have them."""
+    """Adds the arguments to the parser itself, because the web form omits argument groups."""
     for name, default, explanation in arguments:
         parser.add_argument(
             f"--{name}",
@@ -53,7 +53,7 @@ def add_arguments(parser: LocustArgumentParser) -> None:
 
 
 class LoadTest:
-    """What the users of one test share: its traffic and its options."""
+    """State that the users of one test share: its traffic and its options."""
 
     def __init__(self, environment: Environment, models: ModelList) -> None:
         self.options = _options_of(environment)
@@ -69,12 +69,12 @@ class LoadTest:
             raise ValueError(f"--timeout-s: {self.options.timeout_s} is not positive")
         vocabularies = read_vocabularies(self.options.vocabularies)
         self.traffic = Traffic(choose_model(models, self.options.model), settings, vocabularies)
-        # Workers of a distributed test have users of their own.
+        # Each worker of a distributed test numbers its own range of users.
         worker = getattr(environment.runner, "worker_index", 0)
         self._users = count(max(worker, 0) * 2**32)
 
     def random(self) -> Any:
-        """The generator of the next user."""
+        """Returns the random generator of the next user."""
         return self.traffic.random(next(self._users))
 
     def warn(self) -> None:
@@ -91,7 +91,8 @@ class LoadTest:
 
 
 def prepare(environment: Environment, list_models: Callable[[], ModelList]) -> LoadTest | None:
-    """The test that starts, None where no users run; ends a test that cannot run, and says why."""
+    """Returns the test to start, or None in a process that runs no users. Stops a test that cannot
+    run, with the reason."""
     if isinstance(environment.runner, MasterRunner):
         return None
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -101,7 +102,7 @@ def prepare(environment: Environment, list_models: Callable[[], ModelList]) -> L
         said = f"the load test cannot run: {error}"
         if environment.web_ui is not None:
             raise StopTest(said) from None
-        # Locust would go on without users until its run time is over.
+        # Otherwise Locust would idle without users until the end of the run time.
         logging.error(said)
         sys.exit(1)
     test.warn()
@@ -109,5 +110,5 @@ def prepare(environment: Environment, list_models: Callable[[], ModelList]) -> L
 
 
 def _options_of(environment: Environment) -> Any:
-    """The arguments by name, among them ours."""
+    """Returns the parsed arguments, including the custom ones."""
     return environment.parsed_options

@@ -1,10 +1,10 @@
-"""Load over REST: JSON and protobuf answers, weighted 1 to 1; --tags json or protobuf takes one.
+"""Load over REST: JSON and protobuf requests in equal numbers; --tags json or protobuf selects one.
 
     locust -f clients/loadtest/rest.py --headless -u 16 -r 16 -t 10s --host http://127.0.0.1:8000
 
-Each user is one connection, and sends the next request when the last is answered. A refused
-request (429, the queue is full) is a failure "refused" under a name of its own, so that the
-other rows hold the latencies of answered requests alone.
+Each user is one connection, and sends the next request after the previous response. A rejected
+request (429, the queue is full) is the failure "refused" in a separate row. The other rows thus
+hold the latencies of successful requests only.
 """
 
 import json
@@ -24,7 +24,7 @@ PROTOBUF = "application/x-protobuf"
 
 
 class RestUser(FastHttpUser):
-    """A caller of POST /models/{model}/embed."""
+    """A user that sends POST /models/{model}/embed."""
 
     test: LoadTest
 
@@ -52,7 +52,7 @@ class RestUser(FastHttpUser):
             "X-Timeout-Ms": str(max(1, round(self.timeout_s * 1000))),
         }
         name = name_of(way, request.examples)
-        # The type hint of data forgets bytes, which are sent as they are.
+        # The type hint of data omits bytes, which are sent unchanged.
         data: Any = body
         with self.client.post(
             self.path, data=data, headers=headers, name=name, catch_response=True
@@ -64,7 +64,8 @@ class RestUser(FastHttpUser):
 
 
 def _check(response: Any, content_type: str, request: Request) -> None:
-    """JSON is not parsed: that would cost the loading side more than the serving side."""
+    """Checks a successful response. JSON is not parsed, because parsing would cost the load
+    generator more than the server."""
     if response.headers.get("Content-Type") != content_type or not response.content:
         response.failure(f"an answer that is no {content_type}")
     elif content_type == PROTOBUF:
@@ -81,7 +82,8 @@ def _fail(response: Any, name: str) -> None:
 
 
 def _message_of(body: bytes) -> str:
-    """The error's message in a body of ours; of a proxy's, nothing."""
+    """Returns the message of an embedserve error; a fixed text for other bodies, such as a
+    proxy's."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

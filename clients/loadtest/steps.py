@@ -1,10 +1,11 @@
-"""A load that grows in steps; given beside the users, it takes the place of -u, -r and -t.
+"""Load that grows in steps; as an additional locustfile it replaces -u, -r and -t.
 
     locust -f clients/loadtest/rest.py,clients/loadtest/steps.py --headless \\
         --host http://127.0.0.1:8000 --step-users 8 --step-s 20 --steps 6
 
-At the end of each step one line says what that step alone did, its first second left out. The
-users at which requests/s stop growing are those that one server, or the loading side, can take.
+After each step one line reports the figures of that step alone, without its first second. The
+number of users at which requests/s stop growing is the limit of one server, or of the load
+generator.
 """
 
 import logging
@@ -20,7 +21,8 @@ from options import Arguments, add_to
 
 SETTLE_S = 1.0
 STEP_S_MIN = 3.0
-"""Locust asks once a second: a shorter step may have no whole second after it has settled."""
+"""Seconds of a step, at least. Locust ticks once a second, so that a shorter step may have no whole
+second after it has settled."""
 ARGUMENTS: Arguments = (
     ("step-users", 8, "users that each step adds"),
     ("step-s", 20.0, "seconds of a step"),
@@ -35,7 +37,7 @@ def add_arguments(parser: LocustArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Counts:
-    """What locust had counted at a moment; times_ms is how many took each rounded time."""
+    """Totals of locust at one moment; times_ms counts requests by rounded latency."""
 
     at_s: float
     requests: int
@@ -44,7 +46,8 @@ class Counts:
 
 
 class Steps(LoadTestShape):
-    """step_users users, then twice as many, and so on."""
+    """Shape of the load: step_users users in the first step, and as many more in each further
+    step."""
 
     def reset_time(self) -> None:
         super().reset_time()

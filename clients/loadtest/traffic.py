@@ -1,8 +1,8 @@
-"""The requests of a load test: mixed sizes, Zipf-distributed ids, for any served model.
+"""Requests of a load test: mixed sizes and Zipf-distributed ids, for any served model.
 
-Takes what the server says of a model (`ModelInfo`) and the settings of the test; hands on
-requests as features and as the bytes or messages that are sent. Equal seeds give equal
-requests. Works without locust, which replaces the standard library's sockets and threads.
+Uses the server's `ModelInfo` and the settings of the test. Returns requests as features, and as the
+bytes or messages to send. Equal seeds give equal requests. Works without locust, which replaces the
+standard library's sockets and threads.
 """
 
 import json
@@ -23,12 +23,13 @@ from ids import FeatureIds, ids_by_feature
 
 @dataclass(frozen=True)
 class Settings:
-    """What a person may choose.
+    """Settings of a load test that the user chooses.
 
-    sizes: examples of a request, and how often such a request comes, relative to the others.
-    ids_max: of a bag; bags have 0 to ids_max ids, each number as often.
-    zipf: exponent of the ids' distribution, 0 is uniform.
-    seed: of all users together.
+    Attributes:
+        sizes: pairs of (examples of a request, relative frequency of such requests).
+        ids_max: ids of a bag, at most. Bag sizes are uniform from 0 to ids_max.
+        zipf: exponent of the distribution of ids; 0 is uniform.
+        seed: random seed of the whole test.
     """
 
     sizes: tuple[tuple[int, float], ...]
@@ -46,7 +47,8 @@ class Settings:
 
 
 def parse_sizes(option: str) -> tuple[tuple[int, float], ...]:
-    """Of "1:90,50:9,500:1", examples and weights; ValueError names what is wrong."""
+    """Parses "1:90,50:9,500:1" into examples and weights. Raises ValueError for the first wrong
+    part."""
     sizes = []
     for part in option.split(","):
         try:
@@ -61,27 +63,27 @@ def parse_sizes(option: str) -> tuple[tuple[int, float], ...]:
 
 @dataclass(frozen=True)
 class Request:
-    """One request: features are pairs (ids, lengths int32 [examples])."""
+    """One request. Its features are pairs (ids, lengths int32 [examples])."""
 
     model: str
     examples: int
     features: Mapping[str, tuple[NDArray[Any], NDArray[np.int32]]]
 
     def message(self) -> pb.EmbedRequest:
-        """For gRPC, or serialized for REST."""
+        """Returns the message for gRPC, or for REST once serialized."""
         return request_of(batch_of(self.features), self.model)
 
     def json(self) -> bytes:
-        """The body of POST /models/{model}/embed."""
+        """Returns the body of POST /models/{model}/embed."""
         bags = {feature: _bags(*pair) for feature, pair in self.features.items()}
         return json.dumps({"features": bags}).encode()
 
 
 class Traffic:
-    """Requests to one model.
+    """Source of requests to one model.
 
     Attributes:
-        skipped: features that no request names, as none of their ids is known.
+        skipped: features that no request uses, because none of their ids is known.
         guessed: features whose ids may be unknown to their table.
     """
 
@@ -102,11 +104,11 @@ class Traffic:
         self._cumulated = np.cumsum(weights / weights.sum())
 
     def random(self, user: int) -> np.random.Generator:
-        """The generator of one user, who is told apart from all others by the number."""
+        """Returns the random generator of one user; each user number has its own sequence."""
         return np.random.default_rng((self._settings.seed, user))
 
     def request(self, random: np.random.Generator) -> Request:
-        """The next request of a user."""
+        """Returns the next request of a user."""
         at = int(np.searchsorted(self._cumulated, random.random(), side="right"))
         examples = self._examples[min(at, len(self._examples) - 1)]
         features = {
@@ -124,7 +126,8 @@ class Traffic:
 
 
 def choose_model(models: ModelList, name: str) -> ModelInfo:
-    """The model of that name; of "", the default or the only one. ValueError if there is none."""
+    """Returns the model of that name. For "", returns the default model, or the only one. Raises
+    ValueError if there is none."""
     served = {model.model: model for model in models.models}
     name = name or models.default_model
     if name in served:
@@ -136,16 +139,16 @@ def choose_model(models: ModelList, name: str) -> ModelInfo:
 
 
 def kind_of_error(code: str, message: str) -> str:
-    """One line of the failures table for all errors that differ in their numbers alone.
+    """Returns one line of the failures table for all errors that differ only in numbers.
 
-    A server that refuses because its queue is full says RESOURCE_EXHAUSTED: "refused".
+    A rejection by a full queue (429 or RESOURCE_EXHAUSTED) is reported as "refused".
     """
     kind = "refused" if code in ("429", "RESOURCE_EXHAUSTED") else code
     return f"{kind}: {re.sub(r'[0-9]+', 'N', message)}"
 
 
 def name_of(way: str, examples: int) -> str:
-    """The row of the statistics for requests of this size."""
+    """Returns the row of the statistics for requests of this size."""
     return f"{way}, {examples} example{'' if examples == 1 else 's'}"
 
 

@@ -1,5 +1,8 @@
-"""Clicks in the shape of Criteo's: 13 numbers and 26 ids of an impression, and whether it was
-clicked. They are made from a seed: what is clicked depends on hidden weights of ids and numbers."""
+"""Clicks in the shape of Criteo's: 13 numbers and 26 ids per impression, and whether it was
+clicked.
+
+They are generated from a seed. A click depends on hidden weights of the ids and numbers.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,22 @@ ROWS = (
     *(1460, 583, 20000, 12000, 305, 24, 12517, 633, 3, 9314, 5683, 15000, 3194),
     *(27, 8000, 14000, 10, 5652, 2173, 4, 17000, 18, 15, 11000, 105, 7000),
 )
-"""Of each of the 26 tables: the logarithm of Criteo's, roughly, and small enough for a laptop."""
+"""Rows of each of the 26 tables. Small tables are as large as in Criteo's data set; large ones are
+cut to at most 20,000 rows, to fit a laptop."""
 FEATURES = tuple(f"cat_{number}" for number in range(len(ROWS)))
 MISSING = 0.05
-"""Share of the ids that are not known: their bags are empty."""
+"""Share of the ids that are missing; their bags are empty."""
 SKEW = 1.3
-"""Of Zipf's distribution: a few ids make up most impressions."""
+"""Exponent of the Zipf distribution of ids: a few ids make up most impressions."""
 
 
 @dataclass(frozen=True)
 class Clicks:
-    """
+    """Impressions and their clicks.
+
     Attributes:
         numbers: float32 [n, 13].
-        ids: int64 [n, 26], row numbers; -1: missing.
+        ids: int64 [n, 26], row numbers; -1 if missing.
         clicked: float32 [n], 0 or 1.
     """
 
@@ -42,12 +47,13 @@ class Clicks:
         return Clicks(self.numbers[which], self.ids[which], self.clicked[which])
 
     def bags(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """(ids, lengths) of each feature, as clients of embedserve take them: int64, int32 [n]."""
+        """Returns (ids, lengths) of each feature, as embedserve's clients accept them: int64, int32
+        [n]."""
         columns = zip(FEATURES, self.ids.T, strict=True)
         return {name: (ids[ids >= 0], (ids >= 0).astype(np.int32)) for name, ids in columns}
 
     def to_kjt(self) -> KeyedJaggedTensor:
-        """The same bags as TorchRec takes them, with FEATURES as keys."""
+        """Returns the same bags as a KeyedJaggedTensor, with FEATURES as keys."""
         bags = self.bags().values()
         return KeyedJaggedTensor(
             keys=list(FEATURES),

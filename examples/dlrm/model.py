@@ -1,4 +1,5 @@
-"""TorchRec's DLRM, and its dense part alone: what is left when embedserve has the tables."""
+"""TorchRec's DLRM, and its dense part alone: the rest of the model once embedserve serves the
+tables."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def make_dlrm() -> DLRM:
 
 
 class DensePart(torch.nn.Module):
-    """What DLRM does with pooled vectors, by TorchRec's own modules, named as DLRM names them."""
+    """The part of DLRM after the tables, from TorchRec's modules and with DLRM's parameter
+    names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,8 +42,13 @@ class DensePart(torch.nn.Module):
         self.over_arch = OverArch(DIM + pairs, OVER_LAYERS)
 
     def forward(self, numbers: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """Probabilities of a click, float32 [n], of numbers [n, 13] and the vectors of FEATURES one
-        after the other, float32 [n, 26 * DIM]: what embedserve answers."""
+        """Returns click probabilities, float32 [n].
+
+        Args:
+            numbers: float32 [n, 13].
+            pooled: vectors of FEATURES one after another, float32 [n, 26 * DIM], as embedserve
+                returns them.
+        """
         dense = self.dense_arch(numbers)
         sparse = pooled.reshape(-1, len(FEATURES), DIM)
         logits: torch.Tensor = self.over_arch(self.inter_arch(dense, sparse))

@@ -1,9 +1,9 @@
-"""A ranking service without tables: it asks embedserve for the pooled vectors, and computes what
-DLRM computes of them.
+"""Ranking service without tables: it gets pooled vectors from embedserve and runs DLRM's dense
+part.
 
     python -m examples.dlrm.ranker FOLDER --embedserve 127.0.0.1:8001 --port 8020
 
-POST /rank {"numbers": [[…] * n], "ids": {"cat_0": [[id] or []] * n, …}} gives {"scores": [n]}.
+POST /rank {"numbers": [[…] * n], "ids": {"cat_0": [[id] or []] * n, …}} returns {"scores": [n]}.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from examples.dlrm.model import DensePart
 
 
 class Impressions(BaseModel):
-    """
+    """Impressions to rank.
+
     Attributes:
-        numbers: 13 of each impression.
-        ids: of each feature and impression, none or one.
+        numbers: 13 numbers per impression.
+        ids: no id or one id per feature and impression.
     """
 
     numbers: list[list[float]]

@@ -1,8 +1,8 @@
-"""All of it: trains a DLRM, publishes its tables, serves them, ranks with them, and compares.
+"""Runs the whole example: trains a DLRM, publishes its tables, serves them, and ranks with them.
 
     python -m examples.dlrm.run [--folder FOLDER] [--http-port 8010] [--grpc-port 8011]
 
-Ends with 1 where a score of the ranking service is not that of the whole model.
+Compares the scores of the ranking service with the whole model, and exits with 1 if they differ.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from examples.dlrm.model import make_dlrm
 from examples.dlrm.train import clicks
 
 DIFFERENCE_MAX = 1e-6
-"""Of probabilities in float32."""
+"""Largest accepted difference of probabilities in float32."""
 
 
 def rank(port: int, body: dict[str, object]) -> np.ndarray:
@@ -37,7 +37,8 @@ def rank(port: int, body: dict[str, object]) -> np.ndarray:
 
 
 def compare(folder: Path, port: int) -> float:
-    """Prints how good the scores are; the greatest difference from the whole model's."""
+    """Prints the accuracy of the scores; returns their greatest difference from the whole
+    model's."""
     _, held_out = clicks()
     bags = {
         name: [[one] if one >= 0 else [] for one in column.tolist()]

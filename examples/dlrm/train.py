@@ -1,9 +1,10 @@
-"""Trains a DLRM and saves it with torch.distributed.checkpoint, with what embedserve is to know.
+"""Trains a DLRM and saves it with torch.distributed.checkpoint, with the files that embedserve
+needs.
 
     python -m examples.dlrm.train FOLDER
 
-FOLDER gets checkpoint/ (the whole model), tables.yaml (the description of its tables) and
-expected.safetensors (some inputs, and what the model's tables themselves answer to them).
+FOLDER gets checkpoint/ (the whole model) and tables.yaml (the description of its tables). It also
+gets expected.safetensors: some inputs, and the results of the model's own tables for them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SEED = 7
 
 
 def clicks() -> tuple[Clicks, Clicks]:
-    """(to train on, held out)"""
+    """Returns (training data, held-out data)."""
     made = make_clicks(COUNT, SEED)
     return made.take(slice(0, COUNT - HELD_OUT)), made.take(slice(COUNT - HELD_OUT, COUNT))
 
@@ -48,7 +49,7 @@ def train(model: DLRM, data: Clicks) -> None:
 
 
 def describe(model: DLRM, path: Path) -> None:
-    """Says of each table what a checkpoint does not: its features and how they are pooled."""
+    """Describes what a checkpoint does not: the features of each table, and their pooling."""
     tables = [
         {
             "name": config.name,
@@ -64,7 +65,7 @@ def describe(model: DLRM, path: Path) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    torch.set_num_threads(1)  # steps are too short to share
+    torch.set_num_threads(1)  # steps are too short for several threads
     torch.manual_seed(SEED)
     model = make_dlrm()
     training, _ = clicks()

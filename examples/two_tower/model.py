@@ -1,7 +1,7 @@
-"""Two towers over pooled vectors: one for who asks, one for what may be recommended.
+"""Two towers over pooled vectors: a query tower for users, and a candidate tower for movies.
 
-A user is the movies that they liked before; a movie is itself and its genres. What is alike lies in
-one direction: towers give vectors of length 1, whose dot product says how well two of them fit.
+A user is represented by previously liked movies, a movie by itself and its genres. Each tower
+returns vectors of length 1, and the dot product of two vectors measures how well they fit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def make_collection(movies: int, genres: int) -> EmbeddingBagCollection:
 
 
 class Towers(torch.nn.Module):
-    """What is computed of the tables' answers: all that a service needs beside embedserve."""
+    """The two dense networks over pooled vectors: all that a service needs in addition to
+    embedserve."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,11 +41,11 @@ class Towers(torch.nn.Module):
         self.candidate = _tower(len(CANDIDATE))
 
     def queries(self, pooled: torch.Tensor) -> torch.Tensor:
-        """float32 [n, OUT] of the vectors of QUERY, float32 [n, DIM]."""
+        """Returns float32 [n, OUT] for the pooled vectors of QUERY, float32 [n, DIM]."""
         return normalize(self.query(pooled))
 
     def candidates(self, pooled: torch.Tensor) -> torch.Tensor:
-        """float32 [n, OUT] of the vectors of CANDIDATE, float32 [n, 2 * DIM]."""
+        """Returns float32 [n, OUT] for the pooled vectors of CANDIDATE, float32 [n, 2 * DIM]."""
         return normalize(self.candidate(pooled))
 
 
@@ -55,14 +56,14 @@ def _tower(features: int) -> torch.nn.Sequential:
 
 
 class TwoTower(Towers):
-    """The towers with their tables, as they are trained."""
+    """The towers with their tables, for training."""
 
     def __init__(self, movies: int, genres: int) -> None:
         super().__init__()
         self.ebc = make_collection(movies, genres)
 
     def forward(self, ids: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(queries, candidates) of as many examples."""
+        """Returns (queries, candidates), one of each per example."""
         vectors = self.ebc(ids).to_dict()
         pooled = [torch.cat([vectors[name] for name in names], 1) for names in (QUERY, CANDIDATE)]
         return self.queries(pooled[0]), self.candidates(pooled[1])

@@ -1,4 +1,5 @@
-"""Finds what to recommend: vectors of embedserve, towers of the checkpoint, neighbours by faiss."""
+"""Recommends movies: pooled vectors from embedserve, towers from the checkpoint, neighbors from
+faiss."""
 
 from __future__ import annotations
 
@@ -18,12 +19,16 @@ BATCH = 4096
 
 
 class Recommender:
-    """An index of movies, which has no table."""
+    """An index of movies; it holds no embedding tables."""
 
     def __init__(
         self, folder: Path, client: GrpcEmbedClient, movies: Mapping[int, Sequence[str]]
     ) -> None:
-        """``movies``: the genres of each, by its id."""
+        """Builds the index.
+
+        Args:
+            movies: genres of each movie, by its id.
+        """
         self._client = client
         self._towers = load(Towers(), folder / "checkpoint")
         self._ids = np.array(list(movies))
@@ -42,7 +47,7 @@ class Recommender:
     def recommend(
         self, histories: Sequence[Sequence[int]], count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(movies, how well they fit) of each history, best first: int64, float32 [n, count]."""
+        """Returns (movies, scores) of each history, best first: int64 and float32 [n, count]."""
         pooled = self._pooled({"history": [list(bag) for bag in histories]}, QUERY)
         with torch.inference_mode():
             queries = self._towers.queries(pooled).numpy()

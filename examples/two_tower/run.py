@@ -1,8 +1,8 @@
-"""All of it: trains two towers, publishes and serves their tables, recommends, and compares.
+"""Runs the whole example: trains two towers, publishes and serves their tables, and recommends.
 
     python -m examples.two_tower.run [--folder FOLDER] [--http-port 8010] [--grpc-port 8011]
 
-Ends with 1 where what is recommended is not what the whole model finds.
+Compares the recommendations with those of the whole model, and exits with 1 if they differ.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from examples.two_tower.train import to_kjt
 
 USERS, COUNT = 50, 10
 DIFFERENCE_MAX = 1e-5
-"""Of dot products in float32, summed in another order."""
+"""Largest difference of dot products in float32 that a different order of summation explains."""
 
 
 def last_histories(data: MovieTweetings) -> list[tuple[int, ...]]:
-    """The longest of them, as rows."""
+    """Returns the USERS longest histories, as rows."""
     bags = sorted(set(make_examples(data).bags["history"]), key=lambda bag: (-len(bag), bag))
     return bags[:USERS]
 
@@ -39,7 +39,8 @@ def last_histories(data: MovieTweetings) -> list[tuple[int, ...]]:
 def by_the_whole_model(
     data: MovieTweetings, folder: Path, histories: list[tuple[int, ...]]
 ) -> np.ndarray:
-    """How well each movie fits each history, float32 [histories, movies]."""
+    """Returns how well each movie fits each history according to the whole model, float32
+    [histories, movies]."""
     movies = len(data.movie_rows)
     whole = load(TwoTower(movies, len(data.genre_rows)), folder / "checkpoint")
     examples = Examples(
@@ -57,8 +58,10 @@ def by_the_whole_model(
 
 
 def compare(folder: Path, grpc: str) -> float:
-    """The greatest difference between how well the movies fit that faiss finds for some histories,
-    and those that fit best by the whole model."""
+    """Recommends movies for some histories with faiss, and compares them with the whole model.
+
+    Returns the greatest difference of the scores: of the found movies, and of the best movies.
+    """
     data = load_ratings()
     ids, names = list(data.movie_rows), list(data.genre_rows)
     movies = {

@@ -1,9 +1,9 @@
-"""Trains two towers on the ratings that embedserve's demo has, and saves them.
+"""Trains two towers on the ratings of embedserve's demo, and saves them.
 
     python -m examples.two_tower.train FOLDER
 
-FOLDER gets checkpoint/ (the whole model), tables.yaml with the vocabularies of its tables, and
-expected.safetensors (some inputs, and what the model's tables themselves answer to them).
+FOLDER gets checkpoint/ (the whole model) and tables.yaml with the vocabularies of its tables. It
+also gets expected.safetensors: some inputs, and the results of the model's own tables for them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from examples.checkpoint import save
 from examples.two_tower.model import CANDIDATE, QUERY, TwoTower
 
 LIKED = 7
-"""Of ten, or more."""
+"""Rating, out of ten, from which a movie counts as liked."""
 EPOCHS, BATCH, LEARNING_RATE, TEMPERATURE = 20, 256, 0.003, 0.1
 SEED = 7
 
@@ -40,7 +40,7 @@ def to_kjt(examples: Examples) -> KeyedJaggedTensor:
 
 
 def train(model: TwoTower, examples: Examples) -> None:
-    """Has each query find its candidate among those of its batch."""
+    """Trains each query to find its candidate among the candidates of its batch."""
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     order = np.random.default_rng(SEED)
     for _ in range(EPOCHS):
@@ -60,7 +60,7 @@ def main() -> None:
     examples = make_examples(data)
     has_history = np.array([bool(bag) for bag in examples.bags["history"]])
     liked = examples.take(np.flatnonzero(has_history & (examples.rating >= LIKED)))
-    torch.set_num_threads(1)  # steps are too short to share
+    torch.set_num_threads(1)  # steps are too short for several threads
     torch.manual_seed(SEED)
     model = TwoTower(len(data.movie_rows), len(data.genre_rows))
     train(model, liked)

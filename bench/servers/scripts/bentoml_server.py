@@ -1,6 +1,6 @@
-"""BentoML: one worker, whose method takes a batch and pools it in one lookup.
+"""BentoML server: one worker, whose method pools a batch in one lookup.
 
-FOLDER and TABLES name the tables.
+The environment variables FOLDER and TABLES give the folder and the number of tables.
 """
 
 import os

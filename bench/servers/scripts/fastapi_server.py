@@ -1,9 +1,9 @@
-"""FastAPI over an nn.EmbeddingBag for each table: one request, one lookup.
+"""FastAPI server with an nn.EmbeddingBag per table: one lookup per request.
 
     fastapi_server.py TABLES_FOLDER TABLES PORT [typed]
 
-"typed" gives the route a return type, from which pydantic writes the answer; without it FastAPI
-first walks over every number in Python.
+With "typed" the route has a return type, and pydantic serializes the response. Without it FastAPI
+first visits every number in Python.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ torch.set_num_threads(1)
 
 
 class Features(RootModel[dict[str, list[list[int]]]]):
-    """{"f0": [[id, …] of each example], …}"""
+    """Request: {"f0": [[id, …] per example], …}."""
 
 
 class Answer(RootModel[dict[str, list[list[float]]]]):
-    """{"values": [[…] of each example]}"""
+    """Response: {"values": [[…] per example]}."""
 
 
 class Tables:

@@ -1,4 +1,4 @@
-"""LitServe: one worker, which pools a batch in one lookup.
+"""LitServe server: one worker, which pools a batch in one lookup.
 
 litserve_server.py TABLES_FOLDER TABLES PORT
 """
@@ -27,7 +27,7 @@ class Pooling(litserve.LitAPI):
         self.names = [f"f{i}" for i in range(self.count)]
         self.tables = Tables(self.folder, self.count)
 
-    # LitServe reads the types of the next and of encode_response, if they have any.
+    # LitServe interprets type hints of this method and of encode_response.
     @no_type_check
     def decode_request(self, request):  # noqa: ANN201
         return from_bags(request, self.names)

@@ -1,4 +1,4 @@
-"""mosec: one worker, which pools a batch in one lookup.
+"""mosec server: one worker, which pools a batch in one lookup.
 
 mosec_server.py TABLES_FOLDER TABLES --port PORT …
 """

@@ -1,7 +1,7 @@
-"""Exact float32 sums of the ids of many requests, in one execution. Shared by the peers' scripts.
+"""Exact float32 sums of the ids of many requests in one kernel call; shared by the peers' scripts.
 
-All tables lie in one matrix, so that one call of the kernel answers every bag of every request.
-Runs in the peers' own environments: it needs torch and numpy, and nothing of embedserve.
+All tables are in one matrix, so that one call of the kernel pools every bag of every request. Runs
+in the peers' environments: it needs torch and numpy, and nothing of embedserve.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ JOINED = "joined.npy"
 
 
 class Tables:
-    """Rows of t0.npy, t1.npy, … in ``folder``, copied into one matrix; or of joined.npy there,
-    which has ``count`` tables of as many rows one after the other, and is mapped.
+    """All tables in one matrix.
+
+    The rows of t0.npy, t1.npy, … in ``folder`` are copied. If the folder has joined.npy, this file
+    is mapped instead; it holds ``count`` tables of the same number of rows, one after another.
 
     Attributes:
         weight: float32 [tables * rows, dim].
-        first_row: int64 [tables], where each table begins in ``weight``.
+        first_row: int64 [tables], the first row of each table in ``weight``.
     """
 
     def __init__(self, folder: str, count: int) -> None:
         joined = Path(folder) / JOINED
         if joined.exists():
-            weight = np.load(joined, mmap_mode="c")  # torch wants what it could write to
+            weight = np.load(joined, mmap_mode="c")  # torch requires a writable mapping
             rows = [len(weight) // count] * count
         else:
             mapped = [np.load(Path(folder) / f"t{i}.npy", mmap_mode="r") for i in range(count)]
@@ -41,7 +43,7 @@ class Tables:
         self.first_row = np.cumsum([0, *rows[:-1]])
 
     def pool(self, requests: Sequence[Jagged]) -> list[np.ndarray]:
-        """For each request float32 [examples, tables * dim]."""
+        """Returns the vectors of each request, float32 [examples, tables * dim]."""
         ids = np.concatenate([ids for ids, _ in requests])
         lengths = np.concatenate([lengths.ravel() for _, lengths in requests])
         first_rows = [np.repeat(self.first_row, lengths.shape[1]) for _, lengths in requests]
@@ -58,7 +60,7 @@ class Tables:
         return sums.numpy()
 
     def _split(self, requests: Sequence[Jagged], sums: np.ndarray) -> list[np.ndarray]:
-        """``sums`` is float32 [bags of all requests, dim], request by request."""
+        """Splits ``sums``, float32 [bags of all requests, dim] in the order of the requests."""
         answers, start = [], 0
         for _, lengths in requests:
             features, examples = lengths.shape
@@ -69,7 +71,7 @@ class Tables:
 
 
 def from_bags(features: dict[str, list[list[int]]], names: Sequence[str]) -> Jagged:
-    """Of the JSON request {"f0": [[id, …] of each example], …}."""
+    """Converts a JSON request {"f0": [[id, …] per example], …} to arrays."""
     bags = [features[name] for name in names]
     lengths = np.array([[len(bag) for bag in feature] for feature in bags], np.int32)
     ids = [row for feature in bags for bag in feature for row in bag]

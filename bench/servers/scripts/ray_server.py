@@ -1,4 +1,4 @@
-"""Ray Serve: one replica, which pools a batch in one lookup.
+"""Ray Serve server: one replica, which pools a batch in one lookup.
 
 ray_server.py TABLES_FOLDER TABLES PORT
 """

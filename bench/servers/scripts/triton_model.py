@@ -1,8 +1,8 @@
-"""Triton's Python backend: pools all requests of a dynamic batch in one execution.
+"""Model for Triton's Python backend: pools all requests of a dynamic batch in one kernel call.
 
-Copied as model.py into the model repository that bench/servers/triton.py makes. Reads the
-parameters of its config.pbtxt, in which {version} stands for the version that is loaded; a request
-is one jagged batch, as long as it is.
+bench/servers/triton.py copies it as model.py into the model repository. It reads the parameters of
+config.pbtxt, in which {version} stands for the loaded version. A request is one jagged batch of any
+length.
 """
 
 from __future__ import annotations

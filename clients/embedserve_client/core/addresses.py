@@ -1,8 +1,8 @@
-"""Where a server is, in whatever form one writes it: the REST and the gRPC clients take the same.
+"""Parses server addresses; the REST and the gRPC clients accept the same formats.
 
-"127.0.0.1:8001", "http://127.0.0.1:8001" and "https://host" mean the same to either, port 80 or 443
-where none is given, and so does "unix:/path", a Unix socket on the same host; a gRPC client takes
-gRPC's own targets, too ("dns:///host:8001").
+"127.0.0.1:8001", "http://127.0.0.1:8001" and "https://host" mean the same to both. The default port
+is 80 or 443. "unix:/path" is a Unix socket on the same host. A gRPC client also accepts gRPC's own
+targets ("dns:///host:8001").
 """
 
 import re
@@ -10,15 +10,16 @@ from urllib.parse import SplitResult, urlsplit
 
 PORTS = {"http": 80, "https": 443}
 UNIX = re.compile(r"unix:(?://(?=/)|(?!//))(.+)", re.IGNORECASE)
-"""As gRPC writes it: "unix:path", "unix:/path" or "unix:///path"."""
+"""Unix socket addresses in gRPC's syntax: "unix:path", "unix:/path" or "unix:///path"."""
 OF_UNIX = "http://localhost"
 GRPCS_OWN = re.compile(r"(dns|unix|unix-abstract|vsock|ipv4|ipv6|xds|passthrough):", re.IGNORECASE)
 OF_SEVERAL = re.compile(r"(dns|ipv4|ipv6):", re.IGNORECASE)
-"""gRPC's own targets that may stand for several servers."""
+"""gRPC's own targets that may name several servers."""
 
 
 def base_url_of(address: str) -> str:
-    """For httpx: with "http://" where no scheme is given. ValueError for another scheme."""
+    """Returns the base URL for httpx, with "http://" if there is no scheme. Raises ValueError for
+    other schemes."""
     if unix_path_of(address) is not None:
         return OF_UNIX
     is_url = "://" in address or address.lower() == "unix:"
@@ -33,13 +34,14 @@ def base_url_of(address: str) -> str:
 
 
 def unix_path_of(address: str) -> str | None:
-    """Of the Unix socket that an address names; None where it names none."""
+    """Returns the path of the Unix socket that an address names; None if it names none."""
     found = UNIX.fullmatch(address)
     return found and found[1]
 
 
 def target_of(address: str) -> tuple[str, bool]:
-    """(a gRPC target, whether its channel is encrypted). ValueError for a URL with a path."""
+    """Returns (gRPC target, whether the channel is encrypted). Raises ValueError for a URL with a
+    path."""
     if GRPCS_OWN.match(address):
         return address, False
     parts = _split("target", address if "://" in address else f"http://{address}", address)
@@ -52,7 +54,7 @@ def target_of(address: str) -> tuple[str, bool]:
 
 
 def names_several(target: str) -> bool:
-    """Whether a gRPC target may be several servers, over which calls are to be spread."""
+    """Returns whether a gRPC target may name several servers, over which calls are spread."""
     return OF_SEVERAL.match(target) is not None
 
 

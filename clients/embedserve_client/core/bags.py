@@ -1,8 +1,8 @@
-"""The ids, or the weights, of one feature: from what the caller has to flat numpy arrays.
+"""Converts the ids or weights of one feature, in any accepted format, to flat numpy arrays.
 
-Takes lists, lists of lists, dense arrays, (ids, lengths) pairs and columns; hands on flat values
-with one length per example, checked. Lists cost one step per id, arrays do not. Never looks at
-other features: `batch` joins them.
+Accepts lists, lists of lists, dense arrays, (values, lengths) pairs and columns. Returns checked
+flat values with one length per example. Lists cost a step per id; arrays do not. `batch` joins the
+features and checks them against each other.
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,15 @@ Values: TypeAlias = (
     | tuple[NDArray[Any] | ColumnTensor, NDArray[Any] | ColumnTensor]
     | Column
 )
-"""One feature's ids or weights.
+"""Ids or weights of one feature, in one of these formats:
 
-A list of lists is a bag per example; a flat list is a batch of one; an array [B] is one value
-per example, an array [B, k] is k; a pair of arrays is (values, lengths), bag after bag. A torch
-tensor is taken like an array. A column (a pandas or polars Series, a pyarrow array) of lists is a
-bag per example, of values one per example; null is an empty bag. Ids are integers or strings.
+- A list of lists has one bag per example. A flat list is a batch of one example.
+- An array [B] has one value per example. An array [B, k] has k values per example.
+- A pair of arrays is (values, lengths): the values bag after bag, and the length of each bag.
+- A column (a pandas or polars Series, or a pyarrow array) of lists has one bag per example. A
+  column of values has one value per example. A null is an empty bag.
+
+A torch tensor is accepted in place of an array. Ids are integers or strings.
 """
 
 _INT32_MAX = 2**31 - 1
@@ -49,14 +52,15 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class Bags:
-    """Flat values, bag after bag, and how many each example has (int32 [B])."""
+    """Flat values, bag after bag, and the number of values per example (int32 [B])."""
 
     flat: NDArray[Any] | list[Any]
     lengths: NDArray[np.int32]
 
 
 def split(field: str, value: object) -> Bags:
-    """Flat values and lengths of any of the forms of `Values`; says nothing about dtypes."""
+    """Returns flat values and lengths of ``value``, in any format of `Values`; does not check
+    dtypes."""
     if is_tensor(value):
         value = numpy_of(value)
     if isinstance(value, np.ndarray):
@@ -71,7 +75,7 @@ def split(field: str, value: object) -> Bags:
 
 
 def strings_of(field: str, bags: Bags) -> list[str] | None:
-    """The flat ids where they are strings, which the first one says; else None."""
+    """Returns the flat ids if they are strings, as decided by the first id; otherwise None."""
     flat = bags.flat if isinstance(bags.flat, list) else _listed(bags.flat)
     if not flat or not isinstance(flat[0], str):
         return None
@@ -95,7 +99,7 @@ def _array(part: object) -> object:
 
 
 def _listed(array: NDArray[Any]) -> list[Any]:
-    """Of an array that may hold strings, else []."""
+    """Returns the values of an array whose dtype may hold strings; otherwise an empty list."""
     return array.tolist() if array.dtype.kind in "UTO" else []
 
 
@@ -104,7 +108,8 @@ def _is_text(string: str) -> bool:
 
 
 def ids_of(field: str, bags: Bags) -> NDArray[np.int64]:
-    """The flat ids as int64; InvalidRequest names the first that is no integer or too large."""
+    """Returns the flat ids as int64. Raises InvalidRequest for the first id that is not an integer
+    or does not fit."""
     if isinstance(bags.flat, list):
         _check_types(field, bags, (int, np.integer), "an integer id")
         return _ids_of_list(field, bags)
@@ -118,7 +123,8 @@ def ids_of(field: str, bags: Bags) -> NDArray[np.int64]:
 
 
 def weights_of(field: str, bags: Bags) -> NDArray[np.float32]:
-    """The flat weights as float32; InvalidRequest names the first that is no finite number."""
+    """Returns the flat weights as float32. Raises InvalidRequest for the first weight that is not a
+    finite number."""
     if isinstance(bags.flat, list):
         _check_types(field, bags, (int, float, np.integer, np.floating), "a number")
     elif bags.flat.size and bags.flat.dtype.kind not in "iuf":
@@ -193,7 +199,8 @@ def _is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
 
 
 def _check_types(field: str, bags: Bags, allowed: tuple[type, ...], what: str) -> None:
-    """Python's bool is an int, and as an id it is a mistake."""
+    """Raises InvalidRequest for the first value of another type. Rejects bool, although Python's
+    bool is an int, because a bool id is a mistake."""
     wrong = {
         kind for kind in set(map(type, bags.flat)) if kind is bool or not issubclass(kind, allowed)
     }
@@ -222,7 +229,8 @@ def _floats_of(field: str, bags: Bags) -> NDArray[Any]:
 
 
 def _wrong(field: str, bags: Bags, flat_index: int, why: str) -> InvalidRequest:
-    """The error for one value, named by its example: "features.movie[3]: 2.5 is …"."""
+    """Returns the error for one value. Its field names the example: "features.movie[3]: 2.5 is
+    …"."""
     example = int(np.searchsorted(np.cumsum(bags.lengths), flat_index, side="right"))
     at = f"{field}[{example}]"
     return InvalidRequest(f"{at}: {short(_plain(bags.flat[flat_index]))} {why}", field=at)

@@ -1,7 +1,8 @@
-"""A request as flat arrays, feature-major: the fields of a KeyedJaggedTensor, without torch.
+"""A request as flat, feature-major arrays: the fields of a KeyedJaggedTensor, without torch.
 
-Joins the features of a mapping or a table, or reads a KeyedJaggedTensor, and checks what no feature
-can know alone: equal batch sizes, weights shaped as the ids. Hands on a `Batch` to `wire`.
+Joins the features of a mapping or table, or reads a KeyedJaggedTensor. Checks the features against
+each other: equal batch sizes, and weights with the shape of the ids. `wire` encodes the resulting
+`RequestBatch`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from embedserve_client.errors import InvalidRequest
 
 
 class JaggedTensor(Protocol):
-    """What we ask of a torchrec KeyedJaggedTensor."""
+    """The methods of a TorchRec KeyedJaggedTensor that the client calls."""
 
     def keys(self) -> Sequence[str]: ...
     def values(self) -> Any: ...
@@ -28,15 +29,22 @@ class JaggedTensor(Protocol):
 
 
 Features: TypeAlias = Mapping[str, Values] | JaggedTensor | Column
-"""Each feature's ids, by its name: a mapping, a KeyedJaggedTensor, or a table, whose columns are
-the features."""
+"""Ids of each feature by its name: a mapping, a KeyedJaggedTensor, or a table with a column per
+feature. `Values` lists the formats of the ids."""
 Weights: TypeAlias = Mapping[str, Values]
 
 
 @dataclass(frozen=True)
 class RequestBatch:
-    """lengths int32 [len(keys) * batch_size] and weights float32 [sum(lengths)] are of all keys;
-    string_ids are the ids of string_keys, and ids int64 those of the other keys."""
+    """Arrays of one request, feature-major.
+
+    Attributes:
+        ids: int64, the ids of all keys but string_keys.
+        lengths: int32 [len(keys) * batch_size], of all keys.
+        weights: float32 [sum(lengths)], of all keys; None if there are none.
+        string_keys: keys whose ids are strings.
+        string_ids: ids of string_keys.
+    """
 
     keys: tuple[str, ...]
     batch_size: int
@@ -48,7 +56,8 @@ class RequestBatch:
 
 
 def batch_of(features: Features, weights: Weights | None = None) -> RequestBatch:
-    """The batch of a mapping or a KeyedJaggedTensor; InvalidRequest says what is wrong."""
+    """Returns the batch of a mapping, a table or a KeyedJaggedTensor. Raises InvalidRequest with
+    the reason if it is invalid."""
     if is_column(features):
         features = columns_of(features)
     if isinstance(features, Mapping):
@@ -112,7 +121,7 @@ def _check_batch_sizes(bags: Mapping[str, Bags]) -> None:
 
 
 def _joined_weights(weights: Weights, bags: Mapping[str, Bags]) -> NDArray[np.float32]:
-    """One weight per id of all features: those that have none count every id once."""
+    """Returns one weight per id of all features; features without weights get weights of 1."""
     for key in weights:
         if key not in bags:
             raise InvalidRequest(
@@ -129,7 +138,8 @@ def _joined_weights(weights: Weights, bags: Mapping[str, Bags]) -> NDArray[np.fl
 
 
 def _weights_like(field: str, value: Values, ids: Bags) -> NDArray[np.float32]:
-    """Weights shaped as the ids; a flat array may also be one weight per id, in their order."""
+    """Returns weights with the shape of the ids. A flat array may hold one weight per id, in
+    order."""
     if is_tensor(value):
         value = numpy_of(value)
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.size == len(ids.flat):

@@ -1,7 +1,8 @@
-"""Ids that lie in columns and tensors of other libraries, as numpy arrays; imports none of them.
+"""Converts columns and tensors of other libraries to numpy arrays, without importing them.
 
-Columns and tables of pandas, and of whatever else offers the Arrow PyCapsule interface (pyarrow,
-polars), are read by pyarrow. Values are copied only where Arrow holds them otherwise than numpy.
+pyarrow reads the columns and tables of pandas, and of every library with the Arrow PyCapsule
+interface (pyarrow, polars). pyarrow is imported only for columns. Values are copied only if Arrow
+stores them differently from numpy.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ColumnTensor(Protocol):
-    """What we ask of torch's."""
+    """The methods of a torch tensor that the client calls."""
 
     def detach(self) -> Any: ...
     def cpu(self) -> Any: ...
@@ -41,7 +42,7 @@ def numpy_of(tensor: ColumnTensor) -> NDArray[Any]:
 
 
 def is_column(value: object) -> TypeGuard[Column]:
-    """Whether it is a column, or a table of them."""
+    """Returns whether ``value`` is a column or a table of columns."""
     return (
         hasattr(value, "__arrow_c_stream__")
         or hasattr(value, "__arrow_c_array__")
@@ -50,8 +51,8 @@ def is_column(value: object) -> TypeGuard[Column]:
 
 
 def columns_of(table: Any) -> dict[str, Any]:
-    """The columns of a table by their names; InvalidRequest where it is a column itself, or has two
-    of one name."""
+    """Returns the columns of a table by name. Raises InvalidRequest for a single column, or if two
+    columns have the same name."""
     names = _names(table)
     if names is None:
         raise InvalidRequest(
@@ -65,7 +66,8 @@ def columns_of(table: Any) -> dict[str, Any]:
 
 
 def _names(table: Any) -> list[Any] | None:
-    """Of its columns, which pyarrow lists as such; None: it has none."""
+    """Returns the names of the columns, or None for a single column. The attribute with the names
+    differs between pyarrow and other libraries."""
     if type(table).__module__.partition(".")[0] == "pyarrow":
         names = getattr(table, "column_names", None)
     else:
@@ -74,7 +76,8 @@ def _names(table: Any) -> list[Any] | None:
 
 
 def flat_and_lengths(field: str, column: Any) -> tuple[NDArray[Any] | list[Any], NDArray[np.int32]]:
-    """(values bag after bag, int32 [B] how many each example has); null is an empty bag."""
+    """Returns (values bag after bag, int32 [B] number of values per example). A null is an empty
+    bag."""
     try:
         import pyarrow as pa
     except ModuleNotFoundError as error:
@@ -90,7 +93,7 @@ def flat_and_lengths(field: str, column: Any) -> tuple[NDArray[Any] | list[Any],
 
 
 def _array(column: Any) -> pa.Array:
-    """In one piece."""
+    """Returns the column as one contiguous Arrow array."""
     import pyarrow as pa
 
     is_stream = hasattr(column, "__arrow_c_stream__")
@@ -114,7 +117,7 @@ def _read(field: str, array: pa.Array) -> tuple[NDArray[Any] | list[Any], NDArra
 
 
 def _values(flat: pa.Array) -> NDArray[Any] | list[Any]:
-    """Without nulls: numbers as an array, anything else as a list."""
+    """Returns the values without nulls: numbers as an array, other types as a list."""
     import pyarrow.types as types
 
     if types.is_integer(flat.type) or types.is_floating(flat.type):

@@ -1,7 +1,7 @@
-"""How long a call may take.
+"""Timeouts of calls.
 
-Checks the caller's timeout, falls back to the client's, and gives the HTTP header that tells
-the server. Never measures time itself: httpx and grpc do.
+Validates the caller's timeout, falls back to the client's default, and makes the HTTP header that
+tells the server. httpx and grpc measure the time.
 """
 
 import math
@@ -10,17 +10,19 @@ TIMEOUT_HEADER = "X-Timeout-Ms"
 
 
 def check_timeout(timeout_s: float | None) -> float | None:
-    """timeout_s as given; None is no limit. ValueError unless positive and finite."""
+    """Returns timeout_s unchanged; None is no limit. Raises ValueError unless it is positive and
+    finite."""
     if timeout_s is not None and not (timeout_s > 0 and math.isfinite(timeout_s)):
         raise ValueError(f"timeout_s: {timeout_s!r} is not a positive, finite number of seconds")
     return timeout_s
 
 
 def timeout_of(call_s: float | None, default_s: float | None) -> float | None:
-    """The limit of one call: its own, else the client's."""
+    """Returns the time limit of one call in seconds: its own, or the client's default."""
     return default_s if call_s is None else check_timeout(call_s)
 
 
 def timeout_headers(timeout_s: float | None) -> dict[str, str]:
-    """The header with whole milliseconds, rounded up so that it is never 0."""
+    """Returns the header with the timeout in whole milliseconds, rounded up so that it is never
+    0."""
     return {} if timeout_s is None else {TIMEOUT_HEADER: str(math.ceil(timeout_s * 1000))}

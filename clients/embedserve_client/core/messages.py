@@ -1,8 +1,8 @@
-"""Between our arrays and the messages of the wire contract; the same for REST and gRPC.
+"""Converts between numpy arrays and the messages of the wire contract; the same for REST and gRPC.
 
-`request_of` fills an EmbedRequest with little-endian bytes; an `AnswerReader` turns an
-EmbedResponse into an EmbedResult, or into the error that it carries. Pure but for the
-reader's memory of layouts; no I/O.
+`request_of` fills an EmbedRequest with little-endian bytes. An `AnswerReader` turns an
+EmbedResponse into an EmbedResult, or into the error that it carries. Nothing here does I/O. The
+only state is the reader's cache of layouts.
 """
 
 from collections.abc import Sequence
@@ -37,9 +37,9 @@ def request_of(
     output_dtype: OutputDType = "float32",
     output_keys: Sequence[str] = (),
 ) -> pb.EmbedRequest:
-    """The message of a batch; model None is the server's default model.
+    """Returns the message of a batch. A model of None selects the server's default model.
 
-    InvalidRequest where output_dtype is neither "float32" nor "float16", or output_keys are not
+    Raises InvalidRequest unless output_dtype is "float32" or "float16" and output_keys is a list of
     strings.
     """
     message = pb.EmbedRequest(
@@ -76,20 +76,23 @@ def _checked_keys(output_keys: object) -> Sequence[str]:
 
 
 class AnswerReader:
-    """Reads answers and keeps one layout per model: keys change with a version, not a call."""
+    """Reads responses. Caches one layout per model, because keys change with a version, not with a
+    call."""
 
     def __init__(self) -> None:
         self._layouts: dict[str, Layout] = {}
 
     def read_bytes(self, body: bytes, batch_size: int) -> EmbedResult:
-        """The result in a serialized EmbedResponse; ServerError if it is none."""
+        """Returns the result in a serialized EmbedResponse; raises ServerError if it is
+        malformed."""
         try:
             return self.read(pb.EmbedResponse.FromString(body), batch_size)
         except DecodeError as error:
             raise ServerError(f"the server's answer is no EmbedResponse: {error}") from error
 
     def read(self, message: pb.EmbedResponse, batch_size: int) -> EmbedResult:
-        """The result in an answer to a request of batch_size examples; values are not copied."""
+        """Returns the result in the response to a request of batch_size examples, without copying
+        values."""
         layout = self._layout_of(message)
         lengths = _lengths_of(message, layout) if message.lengths else None
         rows, width = batch_size, layout.width
@@ -109,7 +112,7 @@ class AnswerReader:
     def outcome(
         self, message: pb.EmbedResponse, batch_size: int
     ) -> EmbedResult | EmbedServeClientError:
-        """The result, or the error that a stream sent in its place."""
+        """Returns the result, or the error that the server sent in its place in a stream."""
         if message.HasField("error"):
             error = message.error
             return error_from(error.code, error.message, field=error.field)
@@ -129,7 +132,7 @@ class AnswerReader:
 
 
 def _dtype_of(message: pb.EmbedResponse) -> np.dtype[Any]:
-    """What the answer says that it holds, which is float32 from servers that know nothing else."""
+    """Returns the dtype that the response declares. Servers older than the field send float32."""
     dtype = _DTYPE_OF_NUMBER.get(message.output_dtype)
     if dtype is None:
         raise ServerError(
@@ -140,7 +143,8 @@ def _dtype_of(message: pb.EmbedResponse) -> np.dtype[Any]:
 
 
 def _lengths_of(message: pb.EmbedResponse, layout: Layout) -> NDArray[np.int32]:
-    """[keys, batch_size] of a model that is not pooled; ServerError if they cannot be that."""
+    """Returns int32 [keys, batch_size] of a model that is not pooled; raises ServerError if
+    malformed."""
     lengths = np.array(message.lengths[:], np.int32)
     keys, examples = len(layout.keys), message.batch_size
     if lengths.size != keys * examples or lengths.min() < 0:

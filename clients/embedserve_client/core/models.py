@@ -1,7 +1,7 @@
-"""What the server says about its models, as frozen records.
+"""Served models as frozen records.
 
-Built from the wire contract's messages; REST's JSON has the same fields and is read into
-those messages first, so there is one way to read either.
+Built from messages of the wire contract. The JSON of REST has the same fields and is parsed into
+these messages first, so that there is one reader for both.
 """
 
 import json
@@ -16,14 +16,19 @@ from embedserve_proto import embedding_pb2 as pb
 
 @dataclass(frozen=True)
 class IdRule:
-    """How ids of a table become row numbers.
+    """Rule that maps the ids of a table to row numbers.
 
-    rule: rows (an id is a row number), modulo (row = id mod modulus + offset) or map (a stored
-        vocabulary of entries ids says the row).
-    id_type: int64, or string.
-    unknown: what becomes of an id without a row: error refuses its request, skip leaves it out
-        of its bag, row looks up default_row.
-    examples: of a map of strings, some that the vocabulary holds.
+    Attributes:
+        rule: "rows" (an id is a row number), "modulo" (row = id mod modulus + offset) or "map" (a
+            stored vocabulary of entries ids gives the row).
+        id_type: "int64" or "string".
+        entries: number of ids in the vocabulary of a map.
+        modulus: modulus of the rule modulo.
+        offset: first row of the rule modulo.
+        unknown: handling of an id without a row. "error" rejects its request, "skip" omits the id
+            from its bag, "row" looks up default_row.
+        default_row: row that unknown ids get if unknown is "row".
+        examples: some ids of the vocabulary, for a map of strings.
     """
 
     rule: str
@@ -38,7 +43,8 @@ class IdRule:
 
 @dataclass(frozen=True)
 class TableInfo:
-    """One embedding table; dtype is that of the stored rows, sharding as restored."""
+    """One embedding table. The dtype is that of the stored rows, the sharding that of the running
+    server."""
 
     name: str
     num_embeddings: int
@@ -52,11 +58,13 @@ class TableInfo:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """One served model: the features that requests may name, the keys that answers have.
+    """One served model: the features that requests may name, and the keys of responses.
 
-    is_pooled: answers have one vector for each key and example; else one for each id.
-    alias: that this version is served by, asked for as MODEL@ALIAS; "" for the newest.
-    share: percent of the requests that name the model and no version.
+    Attributes:
+        is_pooled: True if responses have one vector per key and example; False if one per id.
+        alias: alias that this version is served by and is requested as MODEL@ALIAS; "" for the
+            newest.
+        share: percent of the requests for the model without a version that go to this version.
     """
 
     model: str
@@ -72,20 +80,24 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class ModelList:
-    """Every served model; default_model answers requests that name none, "" if none does."""
+    """All served models.
+
+    Attributes:
+        default_model: model of requests that name none; "" if there is no default.
+    """
 
     models: tuple[ModelInfo, ...]
     default_model: str
 
 
 def model_list_of(message: pb.ListModelsResponse) -> ModelList:
-    """The record of a ListModelsResponse."""
+    """Returns the record of a ListModelsResponse."""
     models = tuple(model_info_of(model) for model in message.models)
     return ModelList(models=models, default_model=message.default_model)
 
 
 def model_info_of(message: pb.Model) -> ModelInfo:
-    """The record of a Model."""
+    """Returns the record of a Model message."""
     return ModelInfo(
         model=message.model,
         version=message.version,
@@ -100,12 +112,12 @@ def model_info_of(message: pb.Model) -> ModelInfo:
 
 
 def model_list_from_json(body: bytes) -> ModelList:
-    """The record of GET /models."""
+    """Returns the record of the body of GET /models."""
     return model_list_of(_parse(body, pb.ListModelsResponse()))
 
 
 def model_info_from_json(body: bytes) -> ModelInfo:
-    """The record of GET /models/{model}."""
+    """Returns the record of the body of GET /models/{model}."""
     return model_info_of(_parse(body, pb.Model()))
 
 
@@ -123,7 +135,7 @@ def _table_info_of(message: pb.Table) -> TableInfo:
 
 
 def _id_rule_of(message: pb.IdRule) -> IdRule:
-    """What a server leaves out has one meaning: rows, int64, error."""
+    """Returns the record of an IdRule. Fields that a server omits mean rows, int64 and error."""
     return IdRule(
         rule=message.rule or "rows",
         id_type=message.id_type or "int64",
@@ -137,7 +149,7 @@ def _id_rule_of(message: pb.IdRule) -> IdRule:
 
 
 def _parse(body: bytes, message: Any) -> Any:
-    """Newer servers may say more: fields that the contract does not name are passed over."""
+    """Parses a JSON body into ``message``. Ignores unknown fields, which newer servers may send."""
     name = message.DESCRIPTOR.name
     try:
         fields = json.loads(body)

@@ -1,8 +1,8 @@
-"""The answer to a lookup: vectors as one numpy array, and a view per key.
+"""Lookup results: all vectors in one numpy array, with a view per key.
 
-`Layout` says which columns belong to which key; it stays the same for a model version and is
-shared by its results. A model that is not pooled has a row for each id instead, in
-`JaggedVectors`. Nothing here copies values, and torch is imported only by what gives tensors.
+`Layout` maps keys to columns. It is the same for all results of a model version, which share it. A
+model that is not pooled has one row per id, in `JaggedVectors`. Values are not copied, except to
+tensors; only the methods that return tensors import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Vectors: TypeAlias = NDArray[np.float32] | NDArray[np.float16]
 
 
 class Layout:
-    """The columns of an answer: keys, the width of each, and where each one lies."""
+    """Columns of a result: the keys, the width of each key, and its column range."""
 
     def __init__(self, keys: tuple[str, ...], length_per_key: tuple[int, ...]) -> None:
         self.keys = keys
@@ -38,18 +38,21 @@ class Layout:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class JaggedVectors:
-    """One key of an answer that is not pooled: a vector for each id, in the order sent.
+    """Vectors of one key of a model that is not pooled: one vector per id, in the order of the
+    request.
 
-    values: float32 or float16 [sum(lengths), dim], read-only; zeros for an unknown id that is
-        skipped.
-    lengths: int32 [batch_size], the ids of each example.
+    Attributes:
+        values: float32 or float16 [sum(lengths), dim], read-only. The vectors of unknown ids that
+            are skipped are zeros.
+        lengths: int32 [batch_size], the number of ids per example.
     """
 
     values: Vectors
     lengths: NDArray[np.int32]
 
     def to_jagged_tensor(self) -> JaggedTensor:
-        """The same as a TorchRec JaggedTensor on the CPU; copies, as torch wants to write."""
+        """Returns a TorchRec JaggedTensor on the CPU. Copies the values, because torch needs
+        writable memory."""
         import torch
         from torchrec.sparse.jagged_tensor import JaggedTensor
 
@@ -61,14 +64,20 @@ class JaggedVectors:
 
 @dataclass(frozen=True, eq=False, slots=True, repr=False)
 class EmbedResult:
-    """The vectors of one request.
+    """Vectors of one request.
 
-    values: float32, or float16 where that was asked for (a server older than this option
-        answers float32); read-only: [batch_size, sum(length_per_key)], or, where the model is
-        not pooled, [ids, dim], key after key.
-    model, version: what answered.
-    unknown_ids: how many ids had no row, by feature; only features that had any.
-    lengths: int32 [keys, batch_size] where the model is not pooled, else None.
+    Index it by key, as in ``result["movie"]``, or use `values` for all keys together.
+
+    Attributes:
+        values: float32 or float16 as requested, read-only. The shape is [batch_size,
+            sum(length_per_key)] if the model is pooled; otherwise [ids, dim], key after key.
+            Servers older than the option output_dtype always return float32.
+        layout: the columns of each key.
+        model: name of the model that was used.
+        version: version of the model that was used.
+        unknown_ids: number of ids without a row, by feature; only features that have any.
+        lengths: int32 [keys, batch_size], the number of ids, if the model is not pooled; otherwise
+            None.
     """
 
     values: Vectors
@@ -80,26 +89,26 @@ class EmbedResult:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All keys of the model, or those of output_keys, in the model's order."""
+        """The keys of the result, in the model's order: all keys of the model, or output_keys."""
         return self.layout.keys
 
     @property
     def length_per_key(self) -> tuple[int, ...]:
-        """The width of each key's vector."""
+        """Width of each key's vector."""
         return self.layout.length_per_key
 
     @property
     def is_pooled(self) -> bool:
-        """Whether there is one vector for each key and example, or one for each id."""
+        """True if there is one vector per key and example; False if there is one vector per id."""
         return self.lengths is None
 
     @property
     def batch_size(self) -> int:
-        """Examples in the answer."""
+        """Number of examples in the result."""
         return len(self.values) if self.lengths is None else self.lengths.shape[1]
 
     def __repr__(self) -> str:
-        """What answered, and of each key its shape and where its values begin."""
+        """Shows the model, and the shape and first values of each key."""
         examples = f"{self.batch_size} example{'s' * (self.batch_size != 1)}"
         head = f"{self.model} version {self.version}: {examples}, {self.values.dtype.name}"
         width = max(map(len, self.keys), default=0)
@@ -108,8 +117,8 @@ class EmbedResult:
         return "\n".join([head, *lines, *([f"  ids without a row: {unknown}"] if unknown else [])])
 
     def __getitem__(self, key: str) -> Any:
-        """The vectors of one key: a view of shape [batch_size, its width]; where the model is
-        not pooled, JaggedVectors."""
+        """Returns the vectors of one key: a view [batch_size, width of the key], or JaggedVectors
+        if the model is not pooled. Raises KeyError for an unknown key."""
         columns = self.layout.columns.get(key)
         if columns is None:
             raise KeyError(f"{key!r} is no key of {self.model}; it has {', '.join(self.keys)}")
@@ -120,13 +129,16 @@ class EmbedResult:
         return JaggedVectors(self.values[start:end], self.lengths[at])
 
     def to_dict(self) -> dict[str, Any]:
-        """What indexing gives, for each key in the model's order."""
+        """Returns the vectors of every key, in the model's order; values are as in
+        `result[key]`."""
         return {key: self[key] for key in self.keys}
 
     def to_keyed_tensor(self) -> KeyedTensor:
-        """The same as a TorchRec KeyedTensor on the CPU; copies, as torch wants to write.
+        """Returns a TorchRec KeyedTensor on the CPU. Copies the values, because torch needs
+        writable memory.
 
-        TypeError where the model is not pooled: see `to_jagged_tensors`.
+        Raises:
+            TypeError: the model is not pooled; call `to_jagged_tensors` instead.
         """
         self._check_kind(True, "to_jagged_tensors")
         from torchrec.sparse.jagged_tensor import KeyedTensor
@@ -138,9 +150,11 @@ class EmbedResult:
         )
 
     def to_jagged_tensors(self) -> dict[str, JaggedTensor]:
-        """A TorchRec JaggedTensor per key, as an EmbeddingCollection gives.
+        """Returns a TorchRec JaggedTensor per key, as an EmbeddingCollection does. Copies the
+        values.
 
-        TypeError where the model is pooled: see `to_keyed_tensor`.
+        Raises:
+            TypeError: the model is pooled; call `to_keyed_tensor` instead.
         """
         self._check_kind(False, "to_keyed_tensor")
         return {key: self[key].to_jagged_tensor() for key in self.keys}
@@ -151,7 +165,7 @@ class EmbedResult:
             raise TypeError(f"model {self.model!r} {pooled}: call {other}")
 
     def result(self) -> EmbedResult:
-        """Itself; an error in a stream raises here instead."""
+        """Returns itself. In a stream, a failed item is an error, whose `result` raises it."""
         return self
 
 
@@ -159,7 +173,7 @@ SHOWN = 4
 
 
 def _short(vectors: Vectors | JaggedVectors) -> str:
-    """The shape of one key's vectors, and the first of them."""
+    """Returns the shape of one key's vectors and the first values, as text."""
     rows = vectors.values if isinstance(vectors, JaggedVectors) else vectors
     shape = " x ".join(map(str, rows.shape))
     if not rows.size:
@@ -170,7 +184,7 @@ def _short(vectors: Vectors | JaggedVectors) -> str:
 
 
 def _tensor(values: Vectors) -> Tensor:
-    """A copy of the same dtype, in this machine's byte order."""
+    """Returns a copy as a tensor of the same dtype, in the byte order of this machine."""
     import torch
 
     return torch.from_numpy(values.astype(values.dtype.newbyteorder("=")))

@@ -1,10 +1,9 @@
-"""When a call that failed is tried again: another time soon, never past its deadline.
+"""Retry policy of a call: when to retry, after which pause, and never past the deadline.
 
-Tried again is what another moment may answer, Overloaded and Unavailable. Between two tries lies
-what the server asks for (Retry-After), and a pause on top that doubles from try to try and is
-drawn at random up to its length, so that callers who failed together do not come back together
-("full jitter": M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015).
-It waits for nothing itself: the clients do.
+Overloaded and Unavailable are retried, because a later attempt may succeed. The pause before a
+retry is the server's Retry-After plus a random part. The bound of the random part doubles with each
+retry, so that callers that failed together do not return together ("full jitter": M. Brooker,
+"Exponential Backoff And Jitter", AWS Architecture Blog, 2015). The clients do the waiting.
 """
 
 import random
@@ -15,35 +14,41 @@ from embedserve_client.errors import EmbedServeClientError, Overloaded, Unavaila
 FIRST_PAUSE_S = 0.05
 PAUSE_S_MAX = 2.0
 RETRY_AFTER_S_MAX = 60.0
-"""A server, or a proxy, that asks for more is not asked again."""
+"""Seconds of Retry-After up to which a call is retried. A server or proxy that requests more ends
+the call."""
 LEFT_S_MIN = 0.001
-"""Of a call's time, when its last try begins: a timeout must be positive."""
+"""Seconds that the last attempt of a call gets at least, because a timeout must be positive."""
 
 
 def check_retries(retries: int) -> int:
-    """retries as given; ValueError where it is negative or no whole number."""
+    """Returns retries unchanged; raises ValueError if it is negative or not an integer."""
     if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
         raise ValueError(f"retries: {retries!r} is not a whole number, 0 or more")
     return retries
 
 
 class RetryState:
-    """Those of one call."""
+    """Backoff state of one call: the retries left, the deadline and the next pause."""
 
     def __init__(self, retries: int, timeout_s: float | None) -> None:
-        """timeout_s: of all tries together; None is no limit."""
+        """Starts the clock of the call.
+
+        Args:
+            timeout_s: seconds for all attempts together; None is no limit.
+        """
         self._retries = retries
         self._end_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._pause_s = FIRST_PAUSE_S
 
     def left_s(self) -> float | None:
-        """Of the call's time; None: no limit."""
+        """Returns the seconds left of the call's timeout, at least LEFT_S_MIN; None is no limit."""
         if self._end_s is None:
             return None
         return max(LEFT_S_MIN, self._end_s - time.monotonic())
 
     def pause_s(self, error: EmbedServeClientError) -> float | None:
-        """How long to wait before the next try; None: ``error`` is the call's end."""
+        """Returns the seconds to wait before the next attempt; None if the call must fail with
+        ``error``."""
         if not self._retries or not isinstance(error, Overloaded | Unavailable):
             return None
         asked_s = error.retry_after_s or 0.0

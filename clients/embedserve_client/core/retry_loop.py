@@ -1,6 +1,7 @@
-"""What a client is asked, as the calls that answer it, and their answers.
+"""Runs a client operation with retries.
 
-Calls are data of either protocol: who asks sends them, the sync or the async client.
+An operation is a generator of calls. Calls are data of either protocol, so that the sync and the
+async client share the operations and differ only in the sending.
 """
 
 import asyncio
@@ -15,17 +16,17 @@ from embedserve_client.errors import EmbedServeClientError
 T = TypeVar("T")
 
 Steps: TypeAlias = Generator[Any, Any, T]
-"""Calls, one after the other: what each was answered is sent back, and what it raised is thrown.
-What it returns answers the question."""
+"""Calls of one attempt, made one after another. The response of each call is sent into the
+generator, and its error is thrown into it. The generator returns the result of the operation."""
 
 
 @dataclass(frozen=True)
 class Operation(Generic[T]):
-    """What a client is asked.
+    """A client operation that can be attempted several times.
 
     Attributes:
-        steps: those of one try, which may take so long.
-        timeout_s: of all tries together; None is no limit.
+        steps: makes the calls of one attempt from its time limit in seconds.
+        timeout_s: seconds for all attempts together; None is no limit.
     """
 
     steps: Callable[[float | None], Steps[T]]
@@ -33,7 +34,7 @@ class Operation(Generic[T]):
 
 
 def one_call(make: Callable[[float | None], Any], timeout_s: float | None) -> Operation[T]:
-    """That one call answers, which may take so long."""
+    """Returns an operation that consists of one call; ``make`` builds it from its time limit."""
 
     def steps(timeout_s: float | None) -> Steps[T]:
         answer: T = yield make(timeout_s)
@@ -43,7 +44,11 @@ def one_call(make: Callable[[float | None], Any], timeout_s: float | None) -> Op
 
 
 def answer(question: Operation[T], retries: int, send: Callable[[Any], Any]) -> T:
-    """``send`` gives what a call is answered, or raises; it is tried again as ``retries`` says."""
+    """Runs an operation to its result. Retries up to ``retries`` times.
+
+    Args:
+        send: sends a call and returns its result, or raises its error.
+    """
     tries, left_s = RetryState(retries, question.timeout_s), question.timeout_s
     while True:
         try:
@@ -74,7 +79,7 @@ def _walk(steps: Steps[T], send: Callable[[Any], Any]) -> T:
 async def answer_async(
     question: Operation[T], retries: int, send: Callable[[Any], Awaitable[Any]]
 ) -> T:
-    """The same of an event loop."""
+    """Runs an operation to its result in the event loop; see `answer`."""
     tries, left_s = RetryState(retries, question.timeout_s), question.timeout_s
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Who asks, where several versions of a model share its requests: the same answers each time."""
+"""Routing keys: they pin a caller to one version while several versions share a model's traffic."""
 
 import re
 from reprlib import repr as short
@@ -10,7 +10,8 @@ _KEY = re.compile(r"[!-~]([ -~]{0,254}[!-~])?")
 
 
 def routing_headers(routing_key: str | None) -> dict[str, str]:
-    """The header, or gRPC's metadata, of a routing key; InvalidRequest for what can be none."""
+    """Returns the HTTP header, or gRPC metadata, of a routing key. Raises InvalidRequest for an
+    invalid key."""
     if routing_key is None:
         return {}
     if not isinstance(routing_key, str) or not _KEY.fullmatch(routing_key):

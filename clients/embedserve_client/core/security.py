@@ -1,6 +1,6 @@
-"""How a client shows who it is, and whom it trusts: tokens, authorities, certificates.
+"""Credentials of a client and the authorities that it trusts: tokens, TLS certificates.
 
-The same for REST and gRPC; hands on what httpx and grpc take. Reads PEM files, and nothing else.
+The same for REST and gRPC. Returns objects for httpx and grpc. Reads PEM files and nothing else.
 """
 
 import os
@@ -13,11 +13,11 @@ import grpc
 AUTHORIZATION = "authorization"
 File = str | os.PathLike[str]
 Files = tuple[File, File]
-"""Of a certificate and its key, in PEM."""
+"""(certificate, key): paths of PEM files."""
 
 
 def headers_of(token: str | None) -> dict[str, str]:
-    """What says who asks. ValueError for what is no token."""
+    """Returns the authorization header of a token. Raises ValueError for an invalid token."""
     if token is None:
         return {}
     if not token or not token.isascii() or any(one <= " " for one in token):
@@ -26,8 +26,12 @@ def headers_of(token: str | None) -> dict[str, str]:
 
 
 def tls_context(url: str, ca: File | None, certificate: Files | None) -> ssl.SSLContext:
-    """For httpx: trusts ``ca`` alone, or the system's authorities where it is None. These take some
-    20 ms to be read, so that without https:// in ``url`` it trusts nobody."""
+    """Returns the TLS context for httpx. It trusts ``ca`` alone, or the system's authorities if
+    ``ca`` is None.
+
+    Loading the system's authorities takes about 20 ms. Without https:// in ``url`` and without
+    certificates they are not loaded, and the context trusts no server.
+    """
     if ca is None and certificate is None and not url.lower().startswith("https:"):
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context = ssl.create_default_context(cafile=ca)
@@ -37,7 +41,7 @@ def tls_context(url: str, ca: File | None, certificate: Files | None) -> ssl.SSL
 
 
 def channel_credentials(ca: File | None, certificate: Files | None) -> Any:
-    """For grpc; as tls_context."""
+    """Returns the channel credentials for grpc; arguments as for `tls_context`."""
     chain, key = (None, None) if certificate is None else map(_read, certificate)
     return grpc.ssl_channel_credentials(None if ca is None else _read(ca), key, chain)
 

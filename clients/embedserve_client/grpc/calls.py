@@ -1,6 +1,6 @@
-"""gRPC's side of what needs no I/O: options, calls as data, how one ended, errors made ours.
+"""gRPC without I/O: channel options, calls as data, final statuses, and error translation.
 
-The sync and the async client share it; the messages themselves are `wire`'s.
+The sync and the async client share it. `wire` encodes and decodes the messages.
 """
 
 import asyncio
@@ -16,19 +16,24 @@ from embedserve_client.errors import EmbedServeClientError, error_from
 
 T = TypeVar("T")
 ErrorOf = Callable[[Any], EmbedServeClientError]
-"""Of a grpc.RpcError."""
+"""Converts a grpc.RpcError."""
 RECONNECT_MS = 100
 RECONNECT_MS_MAX = 5000
 ROUND_ROBIN = '{"loadBalancingConfig": [{"round_robin": {}}]}'
-"""A service config: calls take turns over all servers that answer. grpc by itself keeps to one."""
+"""gRPC service config that spreads calls over all servers that respond. By default gRPC uses one
+server only."""
 _FAILED_WRITE = "Internal error from Core"
-# Between looks for the status that follows a failed write, which came within 10 ms.
+# Pauses in seconds between polls for the status that follows a failed write. In practice it came
+# within 10 ms.
 _PAUSES_S = (0.0, 0.001, 0.01, 0.1)
 
 
 def channel_options(receive_bytes_max: int, target: str) -> list[tuple[str, int | str]]:
-    """grpc refuses answers over 4 MiB by itself, less than 512 examples may take; and it waits a
-    second and more before it connects again, in which all calls fail."""
+    """Returns the channel options.
+
+    By default grpc rejects responses over 4 MiB, which 512 examples may exceed. By default it also
+    waits a second or more before it reconnects, and all calls fail in between.
+    """
     options: list[tuple[str, int | str]] = [
         ("grpc.max_receive_message_length", receive_bytes_max),
         ("grpc.initial_reconnect_backoff_ms", RECONNECT_MS),
@@ -40,7 +45,8 @@ def channel_options(receive_bytes_max: int, target: str) -> list[tuple[str, int 
 
 
 def error_of(error: Any) -> EmbedServeClientError:
-    """What the status cannot say comes as trailing metadata, as HTTP has it in the answer."""
+    """Converts a grpc error. Its field and retry time are in the trailing metadata; HTTP has them
+    in the response."""
     metadata = dict(error.trailing_metadata() or ())
     retry_after = metadata.get("retry-after", "")
     return error_from(
@@ -53,11 +59,11 @@ def error_of(error: Any) -> EmbedServeClientError:
 
 @dataclass(frozen=True)
 class Rpc(Generic[T]):
-    """One call, and the readers of its answer and of its error.
+    """One gRPC call with the readers of its response and of its error.
 
     Attributes:
-        method: the stub's, of a channel of grpc or of grpc.aio.
-        metadata: beside what every call has.
+        method: method of the stub, from a channel of grpc or of grpc.aio.
+        metadata: metadata of this call, in addition to the client's.
     """
 
     method: Any
@@ -68,14 +74,15 @@ class Rpc(Generic[T]):
     read_error: ErrorOf = error_of
 
     def begin(self, metadata: tuple[tuple[str, str], ...]) -> Any:
-        """The answer, or of grpc.aio what gives it; ``metadata`` is that of every call."""
+        """Starts the call with the client's ``metadata`` added. Returns the response, or for
+        grpc.aio an awaitable of it."""
         every = (*metadata, *self.metadata.items())
         return self.method(self.request, timeout=self.timeout_s, metadata=every)
 
 
 @contextmanager
 def grpc_errors(read: ErrorOf = error_of) -> Iterator[None]:
-    """The boundary at which grpc's exceptions become ours."""
+    """Translates grpc exceptions raised in the block into EmbedServeClientError."""
     try:
         yield
     except grpc.RpcError as error:
@@ -83,11 +90,12 @@ def grpc_errors(read: ErrorOf = error_of) -> Iterator[None]:
 
 
 class Ending:
-    """How an aio call ended, as the server said it.
+    """Tracks the final status of an aio call, as sent by the server.
 
-    When a write fails because the call has just ended, grpc.aio puts a status of its own in
-    place of the server's (https://github.com/grpc/grpc/issues/36066). Either comes first: the
-    server's, which the done callback still sees, or grpc's, which the server's follows soon.
+    When a write fails because the call has just ended, grpc.aio may report its own status instead
+    of the server's (https://github.com/grpc/grpc/issues/36066). Either status may arrive first. If
+    the server's is first, the done callback still sees it; otherwise it follows grpc's shortly
+    after.
     """
 
     def __init__(self, call: Any) -> None:
@@ -96,7 +104,7 @@ class Ending:
         call.add_done_callback(self._note)
 
     async def status(self) -> tuple[grpc.StatusCode, str]:
-        """Code and details of the call, which has ended."""
+        """Returns the code and details of a call that has ended."""
         code, details = self._first
         for pause_s in _PAUSES_S:
             if details != _FAILED_WRITE:
@@ -106,14 +114,14 @@ class Ending:
         return code, details or ""
 
     def _note(self, call: Any) -> None:
-        """The status is there, so that awaiting it does not wait."""
+        """Stores the status in the done callback, where awaiting it does not block."""
         code = _at_once(call.code())
         if code is not None:
             self._first = code, _at_once(call.details())
 
 
 def _at_once(answer: Coroutine[Any, Any, Any]) -> Any:
-    """What a coroutine returns that has nothing to wait for; None if it would wait."""
+    """Returns the result of a coroutine that does not have to wait; None if it would wait."""
     try:
         answer.send(None)
     except StopIteration as returned:

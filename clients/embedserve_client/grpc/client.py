@@ -1,7 +1,7 @@
-"""The gRPC clients: one channel, single calls and streams.
+"""gRPC clients: one channel, for unary calls and streams.
 
-They send the calls that `rpc_questions` makes, let it read the answers, and try again; streams are
-`stream`'s. Nothing else happens here.
+The clients send the calls that `grpc_requests` builds, and retry them. `grpc_requests` also reads
+the responses. `stream` implements the streams.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable, Sequence
@@ -35,23 +35,28 @@ DEFAULT_RECEIVE_BYTES_MAX = 64 * 2**20
 
 
 class GrpcEmbedClient:
-    """Lookups over gRPC; safe to share between threads.
+    """Client for lookups over gRPC. Threads may share it.
 
-    target: such as "127.0.0.1:8001", or "http://127.0.0.1:8001" for the same; with "https://" the
-        channel is encrypted, by the system's certificates unless there are credentials;
-        "unix:/path" is a server's Unix socket. Calls take turns over all servers that one of gRPC's
-        own targets names, such as "dns:///embedserve-headless:8001" and
-        "ipv4:10.0.0.1:8001,10.0.0.2:8001"; a stream stays with one.
-    timeout_s: of calls that give none; None waits for ever.
-    retries: how often a call (not a stream) that found the server overloaded or unavailable is made
-        again, after what the server asks to wait and a random pause, within its timeout.
-    receive_bytes_max: the largest answer taken.
-    credentials: of a TLS channel, in place of ``ca`` and ``certificate``. One of these has gRPC's
-        own targets, too, asked over TLS.
-    token: says who asks, where the server wants to know.
-    ca: a PEM file of whom to trust with https://, in place of the system's authorities.
-    certificate: PEM files of the client's own and its key, where the server wants one.
-    shared_memory: as of `EmbedClient`; streams go over the channel.
+    Use it as a context manager, or call `close`.
+
+    Args:
+        target: address such as "127.0.0.1:8001", or "http://127.0.0.1:8001" for the same.
+            "https://" encrypts the channel and trusts the system's authorities unless credentials
+            are given. "unix:/path" is a Unix socket of the server. gRPC's own targets may name
+            several servers, as "dns:///embedserve-headless:8001" or
+            "ipv4:10.0.0.1:8001,10.0.0.2:8001" do. Calls then take turns over all of them, while a
+            stream stays with one server.
+        timeout_s: default time limit of a call in seconds; None waits forever.
+        retries: number of retries of a unary call that found the server overloaded or unavailable.
+            The client waits as long as the server requests, plus a random pause, within the call's
+            timeout. Streams are not retried.
+        receive_bytes_max: bytes of the largest response that the client accepts.
+        credentials: gRPC channel credentials for TLS, instead of ``ca`` and ``certificate``. With
+            any of the three, gRPC's own targets use TLS, too.
+        token: bearer token that authenticates the caller, if the server requires authentication.
+        ca: PEM file of the certificate authorities to trust with https://, instead of the system's.
+        certificate: (certificate, key) PEM files of the client, if the server requires mutual TLS.
+        shared_memory: as for `EmbedClient`; streams always use the channel.
     """
 
     def __init__(
@@ -85,12 +90,23 @@ class GrpcEmbedClient:
         output_keys: Sequence[str] = (),
         routing_key: str | None = None,
     ) -> EmbedResult:
-        """The vectors of a batch; raises EmbedServeClientError.
+        """Returns the vectors of a batch.
 
-        model: NAME, or for one of its served versions NAME@VERSION or NAME@ALIAS.
-        output_dtype: "float16" halves the bytes; past its largest, 65504, a value is infinite.
-        output_keys: those that the answer is to have; none: all of the model.
-        routing_key: who asks, answered by the same version each time where several share the model.
+        Args:
+            features: ids of each feature, by feature name; `Features` lists the accepted formats.
+            weights: weights of the ids, in the shape of the ids, for any of the features. Other
+                features get weights of 1. A KeyedJaggedTensor carries its own.
+            model: NAME, or NAME@VERSION or NAME@ALIAS for one of its versions. None selects the
+                server's default model.
+            timeout_s: time limit of the call in seconds, including retries; None uses the client's.
+            output_dtype: "float32" or "float16". float16 halves the bytes; values beyond 65504
+                become infinite.
+            output_keys: keys to return; empty returns all keys of the model.
+            routing_key: identifier of the caller, 1 to 256 printable ASCII characters. Equal keys
+                get the same version while several versions share the model's traffic.
+
+        Raises:
+            EmbedServeClientError: the call failed; the module `errors` lists its subclasses.
         """
         question = self._questions.embed(
             features, weights, model, timeout_s, output_dtype, output_keys, routing_key
@@ -100,12 +116,17 @@ class GrpcEmbedClient:
     def embed_stream(
         self, items: Iterable[StreamItem], *, timeout_s: float | None = None
     ) -> Generator[StreamAnswer, None, None]:
-        """The answers to items (features, or StreamRequests), in order, as they come.
+        """Yields the results of many requests over one stream, in order, as they arrive.
 
-        An item that failed gives its error in its place; `answer.result()` gives the result or
-        raises the error. items is read ahead, in another thread, as far as the server takes
-        requests. timeout_s limits the whole stream; None is no limit. The iterator raises only
-        what ends the stream, and what items itself raises; closing it cancels the rest.
+        Args:
+            items: requests, as features or StreamRequests. Another thread reads ahead, as far as
+                the server accepts requests.
+            timeout_s: time limit of the whole stream in seconds; None is no limit.
+
+        Yields an EmbedResult per item. A failed item yields its EmbedServeClientError instead, and
+        the stream continues; `answer.result()` returns the result or raises the error. The
+        generator itself raises only errors that end the stream, and exceptions of ``items``.
+        Closing it cancels the rest.
         """
         open_call = partial(
             self._questions.stub.EmbedStream,
@@ -115,11 +136,11 @@ class GrpcEmbedClient:
         return stream_answers(open_call, items, self._questions.answers)
 
     def models(self) -> ModelList:
-        """Every served model."""
+        """Returns all served models."""
         return answer(self._questions.models(), self._retries, self._send)
 
     def model(self, name: str) -> ModelInfo:
-        """One served model; UnknownModel if there is none of that name."""
+        """Returns a served model; raises UnknownModel if there is none of that name."""
         return answer(self._questions.model(name), self._retries, self._send)
 
     def _send(self, call: Rpc[T]) -> T:
@@ -128,7 +149,7 @@ class GrpcEmbedClient:
         return call.read(message)
 
     def close(self) -> None:
-        """Closes the channel, and removes what is in shared memory; calls under way are
+        """Closes the channel and removes the client's shared-memory files. Calls in flight are
         cancelled."""
         self._channel.close()
         self._questions.close()
@@ -146,7 +167,8 @@ class GrpcEmbedClient:
 
 
 class AsyncGrpcEmbedClient:
-    """Lookups over gRPC from the event loop it is built in; arguments as `GrpcEmbedClient`."""
+    """Client for lookups over gRPC, bound to the event loop that creates it; arguments as for
+    `GrpcEmbedClient`."""
 
     def __init__(
         self,
@@ -179,12 +201,23 @@ class AsyncGrpcEmbedClient:
         output_keys: Sequence[str] = (),
         routing_key: str | None = None,
     ) -> EmbedResult:
-        """The vectors of a batch; raises EmbedServeClientError.
+        """Returns the vectors of a batch.
 
-        model: NAME, or for one of its served versions NAME@VERSION or NAME@ALIAS.
-        output_dtype: "float16" halves the bytes; past its largest, 65504, a value is infinite.
-        output_keys: those that the answer is to have; none: all of the model.
-        routing_key: who asks, answered by the same version each time where several share the model.
+        Args:
+            features: ids of each feature, by feature name; `Features` lists the accepted formats.
+            weights: weights of the ids, in the shape of the ids, for any of the features. Other
+                features get weights of 1. A KeyedJaggedTensor carries its own.
+            model: NAME, or NAME@VERSION or NAME@ALIAS for one of its versions. None selects the
+                server's default model.
+            timeout_s: time limit of the call in seconds, including retries; None uses the client's.
+            output_dtype: "float32" or "float16". float16 halves the bytes; values beyond 65504
+                become infinite.
+            output_keys: keys to return; empty returns all keys of the model.
+            routing_key: identifier of the caller, 1 to 256 printable ASCII characters. Equal keys
+                get the same version while several versions share the model's traffic.
+
+        Raises:
+            EmbedServeClientError: the call failed; the module `errors` lists its subclasses.
         """
         question = self._questions.embed(
             features, weights, model, timeout_s, output_dtype, output_keys, routing_key
@@ -197,7 +230,8 @@ class AsyncGrpcEmbedClient:
         *,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[StreamAnswer, None]:
-        """As `GrpcEmbedClient.embed_stream`; items may be async and is read in the event loop."""
+        """Yields the results of many requests over one stream; see `GrpcEmbedClient.embed_stream`.
+        The items may be an async iterable, and are read in the event loop."""
         open_call = partial(
             self._questions.stub.EmbedStream,
             timeout=check_timeout(timeout_s),
@@ -206,11 +240,11 @@ class AsyncGrpcEmbedClient:
         return stream_answers_async(open_call, items, self._questions.answers)
 
     async def models(self) -> ModelList:
-        """Every served model."""
+        """Returns all served models."""
         return await answer_async(self._questions.models(), self._retries, self._send)
 
     async def model(self, name: str) -> ModelInfo:
-        """One served model; UnknownModel if there is none of that name."""
+        """Returns a served model; raises UnknownModel if there is none of that name."""
         return await answer_async(self._questions.model(name), self._retries, self._send)
 
     async def _send(self, call: Rpc[T]) -> T:
@@ -219,7 +253,7 @@ class AsyncGrpcEmbedClient:
         return call.read(message)
 
     async def close(self) -> None:
-        """Closes the channel, and removes what is in shared memory; calls under way are
+        """Closes the channel and removes the client's shared-memory files. Calls in flight are
         cancelled."""
         await self._channel.close()
         self._questions.close()
@@ -237,7 +271,7 @@ class AsyncGrpcEmbedClient:
 
 
 def _open_channel(flavour: Any, target: str, receive_bytes_max: int, credentials: Any) -> Any:
-    """A channel of grpc or of grpc.aio, which name the functions alike."""
+    """Opens a channel of grpc or of grpc.aio, which use the same function names."""
     options = channel_options(receive_bytes_max, target)
     target, is_encrypted = target_of(target)
     if is_encrypted and credentials is None:

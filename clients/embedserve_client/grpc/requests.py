@@ -1,6 +1,7 @@
-"""What the gRPC clients are asked, as the calls that answer it; streams are `stream`'s.
+"""Builds the operations of the gRPC clients; `stream` has the streams.
 
-Everything of the gRPC client that does no I/O but in shared memory, where a client has it.
+Performs no network I/O, so that the sync and the async client share it. If the client uses shared
+memory, ids are written there.
 """
 
 from collections.abc import Sequence
@@ -23,11 +24,11 @@ from embedserve_proto import embedding_pb2_grpc as pb_grpc
 
 
 class GrpcRequests:
-    """Makes the calls of one client.
+    """Builds the gRPC calls of one client.
 
     Attributes:
-        stub: the generated one, which has no types.
-        answers: reads answers of streams, too.
+        stub: generated stub, which has no types.
+        answers: reader of responses, also those of streams.
     """
 
     def __init__(self, channel: Any, timeout_s: float | None, shared_memory: str | None) -> None:
@@ -49,7 +50,8 @@ class GrpcRequests:
         output_keys: Sequence[str],
         routing_key: str | None,
     ) -> Operation[EmbedResult]:
-        """Embed; or through shared memory what goes that way."""
+        """Returns the lookup: Embed, or an inference request through shared memory if it
+        qualifies."""
         batch = batch_of(features, weights)
         routing = routing_headers(routing_key)
 
@@ -66,16 +68,16 @@ class GrpcRequests:
         return ask(self._shared, lookup, output_keys, timeout_of(timeout_s, self._timeout_s))
 
     def models(self) -> Operation[ModelList]:
-        """ListModels."""
+        """Returns the operation ListModels."""
         request = pb.ListModelsRequest()
         return one_call(partial(Rpc, self.stub.ListModels, request, model_list_of), self._timeout_s)
 
     def model(self, name: str) -> Operation[ModelInfo]:
-        """GetModel."""
+        """Returns the operation GetModel."""
         request = pb.GetModelRequest(model=name)
         return one_call(partial(Rpc, self.stub.GetModel, request, model_info_of), self._timeout_s)
 
     def close(self) -> None:
-        """Removes what is in shared memory."""
+        """Removes the client's shared-memory files."""
         if self._shared is not None:
             self._shared.close()

@@ -1,4 +1,4 @@
-"""The gRPC calls of requests with tensors in shared memory."""
+"""gRPC calls of requests with tensors in shared memory."""
 
 from functools import partial
 from typing import Any
@@ -37,12 +37,16 @@ _REFUSAL_CODES = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEME
 
 
 class GrpcSharedMemory:
-    """Makes them; `placed.PlacedCalls`."""
+    """Builds the gRPC calls; implements `shm_protocol.PlacedCalls`."""
 
     bytes_min = 512 << 10
 
     def __init__(self, prefix: str, channel: Any) -> None:
-        """prefix: what the server's --shared-memory says, for messages."""
+        """Keeps the prefix for error messages.
+
+        Args:
+            prefix: value of the server's --shared-memory.
+        """
         self._prefix = prefix
         make_stub: Any = pb_grpc.GRPCInferenceServiceStub
         self._stub = make_stub(channel)
@@ -91,7 +95,7 @@ def _place(parameters: Any, region: Region, one: TensorSlice) -> None:
 
 
 def _read_answer(message: pb.ModelInferResponse) -> Answer:
-    """ServerError where it is none."""
+    """Parses a response; raises ServerError if it is malformed."""
     with reading():
         outputs = [
             (one.name, one.shape, one.datatype, REGION in one.parameters) for one in message.outputs
@@ -109,7 +113,11 @@ def _register_error(prefix: str, error: Any) -> EmbedServeClientError:
 
 
 def _error(error: Any) -> EmbedServeClientError:
-    """Of a request with tensors in shared memory; what is busy or failed is so without, too."""
+    """Returns the error of a request with tensors in shared memory.
+
+    A rejected request becomes SharedMemoryRejected, and is repeated over the connection. Overload
+    and failures are returned as they are, because the connection would not help.
+    """
     said = error_of(error)
     if isinstance(said, _REFUSALS) or error.code() in _REFUSAL_CODES:
         return SharedMemoryRejected(error.details() or "")

@@ -1,9 +1,10 @@
-"""Pipelined lookups over one gRPC stream: answers in the order of the requests.
+"""Pipelined lookups over one gRPC stream; results arrive in the order of the requests.
 
-grpc takes the requests from `_outgoing` in its own time; for each, a step tells the reading
-side what became of it: sent with so many examples, or refused here. The reading side takes a
-step, then the answer it stands for, so that an item that failed keeps its place and the
-stream goes on. When the requests end, or grpc ends the call, a last step says so.
+grpc pulls the requests from `_outgoing` in its own thread or task. For each item `_outgoing` puts a
+step into a queue: the request was sent with its batch size, or the client rejected it.
+
+The reading side takes a step and then the response for it. A failed item therefore keeps its
+position, and the stream continues. A last step marks the end of the requests, or of the call.
 """
 
 import asyncio
@@ -34,8 +35,8 @@ from embedserve_proto import embedding_pb2 as pb
 
 @dataclass(frozen=True)
 class StreamRequest:
-    """One item of a stream, for those that need weights, name a model, or want float16 or
-    some keys."""
+    """One item of a stream with options: weights, a model, float16 output, or selected keys. Items
+    without options may be plain features."""
 
     features: Features
     weights: Weights | None = None
@@ -55,7 +56,7 @@ class _Sent:
 
 @dataclass(frozen=True)
 class _Broken:
-    """The caller's own iterable raised."""
+    """The caller's own iterable raised an exception."""
 
     error: Exception
 
@@ -74,7 +75,7 @@ def stream_answers(
     items: Iterable[StreamItem],
     answers: AnswerReader,
 ) -> Generator[StreamAnswer, None, None]:
-    """The answers of a sync stream, which is cancelled when the iterator is closed early."""
+    """Yields the results of a sync stream. Closing the generator early cancels the stream."""
     steps: SimpleQueue[_Step] = SimpleQueue()
     call = open_call(_outgoing(items, steps.put))
     if not call.add_callback(lambda: steps.put(_End.CUT)):
@@ -93,7 +94,7 @@ async def stream_answers_async(
     items: Iterable[StreamItem] | AsyncIterable[StreamItem],
     answers: AnswerReader,
 ) -> AsyncGenerator[StreamAnswer, None]:
-    """The answers of an async stream; as `stream_answers`."""
+    """Yields the results of an async stream; see `stream_answers`."""
     steps: asyncio.Queue[_Step] = asyncio.Queue()
     call = open_call(_outgoing_async(items, steps.put_nowait))
     ending = Ending(call)
@@ -157,7 +158,7 @@ def _encoded(item: StreamItem) -> tuple[pb.EmbedRequest | None, _Step]:
 
 
 def _receive(call: Any) -> pb.EmbedResponse | None:
-    """The next answer; None after the last."""
+    """Returns the next response; None after the last."""
     with grpc_errors():
         return next(call, None)
 

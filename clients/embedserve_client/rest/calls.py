@@ -1,7 +1,7 @@
-"""HTTP calls as data: what to send, and how to read what comes back.
+"""HTTP calls as data: the request to send, and the readers of its response.
 
-Nothing here does I/O, so that the sync and the async client differ in the sending alone. Errors of
-the server and of httpx become ours here.
+Nothing here does I/O, so that the sync and the async client differ only in the sending. Translates
+errors of the server and of httpx into EmbedServeClientError.
 """
 
 import json
@@ -24,8 +24,8 @@ from embedserve_client.errors import (
 
 T = TypeVar("T")
 
-# Of answers that are not ours, such as a proxy's. A 404 among them is a wrong address, not an
-# unknown model.
+# Codes of error responses from other software, such as a proxy. A 404 there is a wrong address, not
+# an unknown model.
 _CODE_OF_FOREIGN_STATUS = {
     429: "RESOURCE_EXHAUSTED",
     502: "UNAVAILABLE",
@@ -35,7 +35,7 @@ _CODE_OF_FOREIGN_STATUS = {
 
 
 def error_of(response: httpx.Response) -> EmbedServeClientError:
-    """What an answer reports that is none."""
+    """Returns the error that an error response reports."""
     retry_after_s = _retry_after_s(response.headers.get("Retry-After", ""))
     try:
         error = json.loads(response.content)["error"]
@@ -49,13 +49,14 @@ def error_of(response: httpx.Response) -> EmbedServeClientError:
 
 
 def _retry_after_s(header: str) -> float | None:
-    """Seconds; the header's other form, a date, is passed over."""
+    """Returns the seconds in a Retry-After header. Ignores the header's other format, a date."""
     return float(header) if header.isascii() and header.isdigit() else None
 
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """One HTTP request and the readers of its answer: of a good one's body, and of any other."""
+    """One HTTP request, with the reader of a successful body and the reader of any other
+    response."""
 
     method: str
     path: str
@@ -66,7 +67,7 @@ class Call(Generic[T]):
     read_error: Callable[[httpx.Response], EmbedServeClientError] = error_of
 
     def arguments(self) -> dict[str, Any]:
-        """For httpx's request()."""
+        """Returns the arguments for httpx's request()."""
         return {
             "method": self.method,
             "url": self.path,
@@ -76,7 +77,7 @@ class Call(Generic[T]):
         }
 
     def result(self, response: httpx.Response) -> T:
-        """What the answer holds; raises what it reports."""
+        """Returns the result in a response, or raises the error that it reports."""
         if response.status_code != httpx.codes.OK:
             raise self.read_error(response)
         return self.read(response.content)
@@ -84,7 +85,7 @@ class Call(Generic[T]):
 
 @contextmanager
 def httpx_errors() -> Iterator[None]:
-    """The boundary at which httpx's exceptions become ours."""
+    """Translates httpx exceptions raised in the block into EmbedServeClientError."""
     try:
         yield
     except httpx.TimeoutException as error:

@@ -1,7 +1,7 @@
-"""The REST clients: protobuf inside HTTP, over a pool of kept-alive connections.
+"""REST clients: protobuf messages over HTTP, through a pool of keep-alive connections.
 
-They send the calls that `rest_calls` makes, let it read the answers, and try again; nothing else
-happens here.
+The clients send the calls that `rest_requests` builds, and retry them. `rest_requests` also reads
+the responses.
 """
 
 from collections.abc import Sequence
@@ -27,22 +27,29 @@ DEFAULT_CONNECTIONS_MAX = 64
 
 
 class EmbedClient:
-    """Lookups over REST; safe to share between threads.
+    """Client for lookups over REST. Threads may share it.
 
-    base_url: such as "http://127.0.0.1:8000", or "127.0.0.1:8000" for the same; "unix:/path" is a
-        server's Unix socket.
-    timeout_s: of calls that give none; None waits for ever. The server gets it as a deadline;
-        on this side it limits connecting, sending and every wait for data, each alone.
-    retries: how often a call that found the server overloaded or unavailable is made again, after
-        what the server asks to wait and a random pause, within its timeout.
-    connections_max: open at the same time; further calls wait for one within their timeout.
-    transport: an httpx transport of your own, which then sees to TLS itself.
-    token: says who asks, where the server wants to know.
-    ca: a PEM file of whom to trust with https://, in place of the system's authorities.
-    certificate: PEM files of the client's own and its key, where the server wants one.
-    shared_memory: of a server on the same host, what its --shared-memory says, such as "/ranker-":
-        large lookups then have their ids read from files of /dev/shm, and vectors written there.
-        Close the client, which removes them. Results are views of such a file while they are held.
+    Use it as a context manager, or call `close`.
+
+    Args:
+        base_url: address such as "http://127.0.0.1:8000", or "127.0.0.1:8000" for the same.
+            "unix:/path" is a Unix socket of the server.
+        timeout_s: default time limit of a call in seconds; None waits forever. The server receives
+            it as a deadline. The client applies it separately to connecting, sending and each wait
+            for data.
+        retries: number of retries of a call that found the server overloaded or unavailable. The
+            client waits as long as the server requests, plus a random pause, within the call's
+            timeout.
+        connections_max: open connections at the same time; further calls wait for a connection
+            within their timeout.
+        transport: custom httpx transport, which then handles TLS itself.
+        token: bearer token that authenticates the caller, if the server requires authentication.
+        ca: PEM file of the certificate authorities to trust with https://, instead of the system's.
+        certificate: (certificate, key) PEM files of the client, if the server requires mutual TLS.
+        shared_memory: value of the --shared-memory option of a server on the same host, such as
+            "/ranker-". Large lookups then exchange ids and vectors through files in /dev/shm.
+            Results are views of such a file while the caller holds them. Close the client to remove
+            the files.
     """
 
     def __init__(
@@ -83,12 +90,23 @@ class EmbedClient:
         output_keys: Sequence[str] = (),
         routing_key: str | None = None,
     ) -> EmbedResult:
-        """The vectors of a batch; raises EmbedServeClientError.
+        """Returns the vectors of a batch.
 
-        model: NAME, or for one of its served versions NAME@VERSION or NAME@ALIAS.
-        output_dtype: "float16" halves the bytes; past its largest, 65504, a value is infinite.
-        output_keys: those that the answer is to have; none: all of the model.
-        routing_key: who asks, answered by the same version each time where several share the model.
+        Args:
+            features: ids of each feature, by feature name; `Features` lists the accepted formats.
+            weights: weights of the ids, in the shape of the ids, for any of the features. Other
+                features get weights of 1. A KeyedJaggedTensor carries its own.
+            model: NAME, or NAME@VERSION or NAME@ALIAS for one of its versions. None selects the
+                server's default model.
+            timeout_s: time limit of the call in seconds, including retries; None uses the client's.
+            output_dtype: "float32" or "float16". float16 halves the bytes; values beyond 65504
+                become infinite.
+            output_keys: keys to return; empty returns all keys of the model.
+            routing_key: identifier of the caller, 1 to 256 printable ASCII characters. Equal keys
+                get the same version while several versions share the model's traffic.
+
+        Raises:
+            EmbedServeClientError: the call failed; the module `errors` lists its subclasses.
         """
         question = self._calls.embed(
             features, weights, model, timeout_s, output_dtype, output_keys, routing_key
@@ -96,15 +114,15 @@ class EmbedClient:
         return answer(question, self._retries, self._send)
 
     def models(self) -> ModelList:
-        """Every served model."""
+        """Returns all served models."""
         return answer(self._calls.models(), self._retries, self._send)
 
     def model(self, name: str) -> ModelInfo:
-        """One served model; UnknownModel if there is none of that name."""
+        """Returns a served model; raises UnknownModel if there is none of that name."""
         return answer(self._calls.model(name), self._retries, self._send)
 
     def close(self) -> None:
-        """Closes the connections, and removes what is in shared memory."""
+        """Closes the connections and removes the client's shared-memory files."""
         self._http.close()
         self._calls.close()
 
@@ -126,7 +144,7 @@ class EmbedClient:
 
 
 class AsyncEmbedClient:
-    """Lookups over REST from one event loop; arguments as `EmbedClient`."""
+    """Client for lookups over REST from one event loop; arguments as for `EmbedClient`."""
 
     def __init__(
         self,
@@ -166,12 +184,23 @@ class AsyncEmbedClient:
         output_keys: Sequence[str] = (),
         routing_key: str | None = None,
     ) -> EmbedResult:
-        """The vectors of a batch; raises EmbedServeClientError.
+        """Returns the vectors of a batch.
 
-        model: NAME, or for one of its served versions NAME@VERSION or NAME@ALIAS.
-        output_dtype: "float16" halves the bytes; past its largest, 65504, a value is infinite.
-        output_keys: those that the answer is to have; none: all of the model.
-        routing_key: who asks, answered by the same version each time where several share the model.
+        Args:
+            features: ids of each feature, by feature name; `Features` lists the accepted formats.
+            weights: weights of the ids, in the shape of the ids, for any of the features. Other
+                features get weights of 1. A KeyedJaggedTensor carries its own.
+            model: NAME, or NAME@VERSION or NAME@ALIAS for one of its versions. None selects the
+                server's default model.
+            timeout_s: time limit of the call in seconds, including retries; None uses the client's.
+            output_dtype: "float32" or "float16". float16 halves the bytes; values beyond 65504
+                become infinite.
+            output_keys: keys to return; empty returns all keys of the model.
+            routing_key: identifier of the caller, 1 to 256 printable ASCII characters. Equal keys
+                get the same version while several versions share the model's traffic.
+
+        Raises:
+            EmbedServeClientError: the call failed; the module `errors` lists its subclasses.
         """
         question = self._calls.embed(
             features, weights, model, timeout_s, output_dtype, output_keys, routing_key
@@ -179,15 +208,15 @@ class AsyncEmbedClient:
         return await answer_async(question, self._retries, self._send)
 
     async def models(self) -> ModelList:
-        """Every served model."""
+        """Returns all served models."""
         return await answer_async(self._calls.models(), self._retries, self._send)
 
     async def model(self, name: str) -> ModelInfo:
-        """One served model; UnknownModel if there is none of that name."""
+        """Returns a served model; raises UnknownModel if there is none of that name."""
         return await answer_async(self._calls.model(name), self._retries, self._send)
 
     async def close(self) -> None:
-        """Closes the connections, and removes what is in shared memory."""
+        """Closes the connections and removes the client's shared-memory files."""
         await self._http.aclose()
         self._calls.close()
 

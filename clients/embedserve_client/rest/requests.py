@@ -1,6 +1,7 @@
-"""What the REST clients are asked, as the calls that answer it.
+"""Builds the operations of the REST clients.
 
-Everything of the REST client that does no I/O but in shared memory, where a client has it.
+Performs no network I/O, so that the sync and the async client share it. If the client uses shared
+memory, ids are written there.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ _JSON = "application/json"
 
 
 class RestRequests:
-    """Makes the calls of one client."""
+    """Builds the HTTP calls of one client."""
 
     def __init__(self, timeout_s: float | None, shared_memory: str | None) -> None:
         self._timeout_s = check_timeout(timeout_s)
@@ -51,8 +52,8 @@ class RestRequests:
         output_keys: Sequence[str],
         routing_key: str | None,
     ) -> Operation[EmbedResult]:
-        """POST /embed with an EmbedRequest, which names the model itself; or through shared memory
-        what goes that way."""
+        """Returns the lookup: POST /embed with an EmbedRequest, which names the model itself.
+        Requests that qualify use shared memory."""
         batch = batch_of(features, weights)
         timeout_s = timeout_of(timeout_s, self._timeout_s)
         routing = routing_headers(routing_key)
@@ -71,15 +72,15 @@ class RestRequests:
         return ask(self._shared, lookup, output_keys, timeout_s)
 
     def models(self) -> Operation[ModelList]:
-        """GET /models."""
+        """Returns the operation GET /models."""
         return self._get("/models", model_list_from_json)
 
     def model(self, name: str) -> Operation[ModelInfo]:
-        """GET /models/{model}."""
+        """Returns the operation GET /models/{model}."""
         return self._get(f"/models/{quote(name, safe='')}", model_info_from_json)
 
     def close(self) -> None:
-        """Removes what is in shared memory."""
+        """Removes the client's shared-memory files."""
         if self._shared is not None:
             self._shared.close()
 

@@ -1,4 +1,4 @@
-"""The REST calls of requests with tensors in shared memory."""
+"""REST calls of requests with tensors in shared memory."""
 
 import json
 from functools import partial
@@ -27,12 +27,16 @@ from embedserve_client.shm.regions import Region
 
 
 class RestSharedMemory:
-    """Makes them; `placed.PlacedCalls`."""
+    """Builds the REST calls; implements `shm_protocol.PlacedCalls`."""
 
     bytes_min = 256 << 10
 
     def __init__(self, prefix: str) -> None:
-        """prefix: what the server's --shared-memory says, for messages."""
+        """Keeps the prefix for error messages.
+
+        Args:
+            prefix: value of the server's --shared-memory.
+        """
         self._prefix = prefix
 
     def register(self, region: Region, timeout_s: float | None) -> Call[None]:
@@ -81,7 +85,7 @@ def _placed(region: Region, one: TensorSlice) -> dict[str, Any]:
 
 
 def _read_answer(body: bytes) -> Answer:
-    """ServerError where it is none."""
+    """Parses a response; raises ServerError if it is malformed."""
     with reading():
         told = json.loads(body)
         outputs = [
@@ -101,7 +105,11 @@ def _register_error(prefix: str, response: httpx.Response) -> EmbedServeClientEr
 
 
 def _error(response: httpx.Response) -> EmbedServeClientError:
-    """Of a request with tensors in shared memory; what is busy or failed is so without, too."""
+    """Returns the error of a request with tensors in shared memory.
+
+    A rejected request becomes SharedMemoryRejected, and is repeated over the connection. Overload
+    and failures are returned as they are, because the connection would not help.
+    """
     status = response.status_code
     if 400 <= status < 500 and status != httpx.codes.TOO_MANY_REQUESTS:
         return SharedMemoryRejected(_message(response))
@@ -109,7 +117,7 @@ def _error(response: httpx.Response) -> EmbedServeClientError:
 
 
 def _message(response: httpx.Response) -> str:
-    """In the protocol's own form of errors."""
+    """Returns the message of an error response in the format of the Open Inference Protocol."""
     try:
         return str(json.loads(response.content)["error"])
     except (ValueError, LookupError, TypeError):

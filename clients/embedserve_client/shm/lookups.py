@@ -1,8 +1,8 @@
-"""Which lookups go through shared memory, and what is asked for them over the connection.
+"""Selects the lookups that use shared memory, and falls back to the connection.
 
-An answer by shared memory says which version wrote its vectors, and not which columns are whose:
-that is told by answers over the connection, which is asked where a version is met first, and where
-anything is refused, so that errors are those of other lookups.
+A response through shared memory names the version that wrote the vectors, but not the columns of
+each key. The client learns these from a response over the connection. It uses the connection for a
+new version and after a rejection, so that errors are the same as for other lookups.
 """
 
 from collections.abc import Callable, Generator
@@ -29,22 +29,23 @@ from embedserve_client.shm.protocol import (
 from embedserve_client.shm.regions import Region, Regions
 
 PLACED_BYTES_MAX = 128 << 20
-"""No server takes or answers more by its defaults; what it says of more, it says without."""
+"""Bytes of ids and vectors that use shared memory, at most. No server accepts or returns more by
+its defaults. Larger lookups use the connection, which reports the reason."""
 KNOWN_MAX = 256
-"""Models, as they are asked for, of which is kept what answers told."""
+"""Models, by requested name, whose layouts are cached. Beyond this number the cache is cleared."""
 VERSIONS_MAX = 8
-"""Of a model."""
+"""Versions per model whose layouts are cached."""
 
 
 @dataclass(frozen=True)
 class _Known:
-    """What answers over the connection told of a model.
+    """Layouts of a model, learned from responses over the connection.
 
     Attributes:
-        name: its own, also where it is asked for as the default one.
-        forms: how its versions answer, by version.
-        since: the turn in which they were asked for. A region that was registered before and is
-            known now is the same server's, and so are these.
+        name: actual name of the model, also if the request used the default model.
+        forms: layout of each known version, by version.
+        since: turn (logical time) of the request that taught them. A region that was registered
+            earlier and is still known belongs to the same server, and so do these layouts.
     """
 
     name: str
@@ -52,15 +53,19 @@ class _Known:
     since: int
 
     def form(self, lookup: Lookup) -> OutputLayout:
-        """The one that needs most room, as any may answer."""
+        """Returns the layout that needs the most room, because any version may respond."""
         return max(self.forms.values(), key=lookup.nbytes)
 
 
 class SharedMemory:
-    """That of a client; used by any thread."""
+    """Shared-memory state of one client; safe to use from any thread."""
 
     def __init__(self, prefix: str, calls: PlacedCalls) -> None:
-        """prefix: what the server's --shared-memory says. ValueError where it can be none."""
+        """Creates the state without any files; raises ValueError for an invalid prefix.
+
+        Args:
+            prefix: value of the server's --shared-memory.
+        """
         self._calls = calls
         self._regions = Regions(prefix)
         self._turns = count(1)
@@ -68,12 +73,15 @@ class SharedMemory:
         self._known: dict[str | None, _Known] = {}
 
     def close(self) -> None:
-        """Removes its files; the server forgets them within a second."""
+        """Removes the client's files; the server forgets them within a second."""
         self._regions.close()
 
     def steps(self, lookup: Lookup, timeout_s: float | None) -> Steps[EmbedResult]:
-        """The calls of a try. The first of all registers a region, so that a server that has none
-        says so: InvalidRequest."""
+        """Yields the calls of one attempt and returns the result.
+
+        The first attempt of a client registers a region. A server without shared memory thus raises
+        InvalidRequest.
+        """
         left_s = RetryState(0, timeout_s).left_s
         known = self._known.get(lookup.model)
         region = yield from self._region(self._room(lookup, known), left_s)
@@ -89,9 +97,9 @@ class SharedMemory:
         return answer
 
     def _room(self, lookup: Lookup, known: _Known | None) -> int:
-        """Bytes of a region for it; 0 where it goes over the connection."""
+        """Returns the bytes of the region that the lookup needs; 0 if it uses the connection."""
         if known is None:
-            return 1  # any
+            return 1  # any region; it is registered only
         form = known.form(lookup)
         if not form.is_pooled and len(form.layout.keys) > OUTPUTS_MAX:
             return 0
@@ -101,7 +109,7 @@ class SharedMemory:
     def _region(
         self, nbytes: int, left_s: Callable[[], float | None]
     ) -> Generator[Any, Any, Region | None]:
-        """One that the server knows; None where there is to be none, or is no room for one."""
+        """Returns a region that the server knows; None if none is needed or there is no room."""
         region = self._regions.take(nbytes) if nbytes else None
         if region is None or region.since:
             return region
@@ -118,14 +126,14 @@ class SharedMemory:
     def _through(
         self, region: Region, known: _Known, lookup: Lookup, left_s: Callable[[], float | None]
     ) -> Generator[Any, Any, EmbedResult | None]:
-        """The vectors, in ``region``; None where they are to be asked for without it."""
+        """Looks up through ``region``; returns None if the lookup must use the connection."""
         batch = lookup.batch
         model = known.name if lookup.model is None else lookup.model
         try:
             inputs, outputs = put(batch, region), wanted(known.form(lookup).outputs(batch), lookup)
             call = self._calls.infer(region, inputs, outputs, lookup, model, left_s())
             answer: Answer = yield call
-        except Overloaded:  # nothing was written, and nothing will be
+        except Overloaded:  # the server wrote nothing and will not
             self._regions.give(region)
             raise
         except BaseException as error:
@@ -146,7 +154,7 @@ class SharedMemory:
     def _learn(self, model: str | None, answer: EmbedResult, turn: int) -> None:
         known = self._known.get(model)
         if known is not None and known.since > turn:
-            return  # another was asked later
+            return  # a later request has set it
         forms: dict[int, OutputLayout] = {}
         if known is not None and known.name == answer.model and known.since > self._registered:
             forms = {**known.forms}
@@ -162,7 +170,7 @@ class SharedMemory:
 def ask(
     shared: SharedMemory | None, lookup: Lookup, output_keys: object, timeout_s: float | None
 ) -> Operation[EmbedResult]:
-    """The question of a lookup: through ``shared`` what may go that way."""
+    """Returns the operation of a lookup, through ``shared`` if it qualifies."""
     if shared is None or not may_be_placed(lookup.batch, lookup.output_dtype, output_keys):
         return one_call(lookup.over_the_connection, timeout_s)
     return Operation(partial(shared.steps, lookup), timeout_s)

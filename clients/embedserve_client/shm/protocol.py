@@ -1,8 +1,8 @@
-"""Requests whose ids lie in shared memory, and the answers whose vectors do, whatever the protocol.
+"""Inference requests with tensors in shared memory, independent of the transport.
 
-By Triton's system shared memory extension of the Open Inference Protocol: a file is registered
-once; a request says where in it each tensor lies. REST's calls are made by rest_placed.py, gRPC's
-by rpc_placed.py.
+Follows Triton's system shared memory extension of the Open Inference Protocol. A file is registered
+once; each request then names the location of every tensor in it. `rest_shared_memory` makes the
+REST calls, and `grpc_shared_memory` makes the gRPC calls.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,35 +20,36 @@ from embedserve_client.shm.regions import Region
 
 VECTORS_ALIGNED_BYTES = 64
 POOLED = "pooled"
-"""The output that has the vectors of all keys, one after the other."""
+"""Name of the output that holds the vectors of all keys, key after key."""
 OUTPUTS_MAX = 64
-"""That a server writes to shared memory, of a request."""
+"""Outputs of one request that a server writes to shared memory, at most."""
 Output: TypeAlias = tuple[str, tuple[int, int]]
-"""A name and a shape."""
+"""Name and shape of an output tensor."""
 REGION = "shared_memory_region"
 OFFSET = "shared_memory_offset"
 BYTE_SIZE = "shared_memory_byte_size"
-"""Parameters of a tensor."""
+"""Names of the parameters that locate a tensor in shared memory."""
 UNKNOWN_IDS = "unknown_ids."
-"""What parameters of an answer begin with that count unknown ids."""
+"""Prefix of the response parameters that count unknown ids."""
 DATATYPES = {"float32": "FP32", "float16": "FP16"}
 _DTYPES: dict[str, np.dtype[Any]] = {"FP32": np.dtype("<f4"), "FP16": np.dtype("<f2")}
 
 
 class SharedMemoryRejected(EmbedServeClientError):
-    """What was refused with tensors in shared memory; asked without, the server says why, or
-    answers."""
+    """The server rejected a request with tensors in shared memory. The same request over the
+    connection gets a result, or an error with the reason."""
 
 
 @dataclass(frozen=True)
 class OutputLayout:
-    """How a version of a model answers all its keys."""
+    """Layout of the response of one model version for all its keys."""
 
     layout: Layout
     is_pooled: bool
 
     def outputs(self, batch: RequestBatch) -> list[Output]:
-        """What to ask for, and what is answered; one behind the other they are all its vectors."""
+        """Returns the outputs to request, which are also the outputs of the response. Stored one
+        after another, they form all vectors of the response."""
         if self.is_pooled:
             return [(POOLED, (batch.batch_size, self.layout.width))]
         rows = self.lengths(batch).sum(axis=1, dtype=np.int64).tolist()
@@ -56,13 +57,16 @@ class OutputLayout:
         return list(zip(names, zip(rows, widths, strict=True), strict=True))
 
     def shape(self, batch: RequestBatch) -> tuple[int, int]:
-        """Of all vectors."""
+        """Returns the shape of all vectors together."""
         shapes = [shape for _, shape in self.outputs(batch)]
         return sum(rows for rows, _ in shapes), shapes[0][1]
 
     def lengths(self, batch: RequestBatch) -> NDArray[np.int32]:
-        """[keys, batch_size]: the ids of each key's feature, which a key is named by, with "@TABLE"
-        behind it where several tables have it."""
+        """Returns int32 [keys, batch_size]: the number of ids behind each key and example.
+
+        A key is the name of its feature. If several tables serve the feature, "@TABLE" follows the
+        name.
+        """
         of_feature = batch.lengths.reshape(len(batch.keys), batch.batch_size)
         lengths = np.zeros((len(self.layout.keys), batch.batch_size), np.int32)
         for at, key in enumerate(self.layout.keys):
@@ -74,11 +78,12 @@ class OutputLayout:
 
 @dataclass(frozen=True)
 class Lookup:
-    """A request that `may_be_placed`.
+    """A lookup for which `may_be_placed` returned True.
 
     Attributes:
-        headers: that say who asks; gRPC has them as metadata.
-        over_the_connection: the call that asks for the same by its message, within so many seconds.
+        headers: headers that route the request; metadata in gRPC.
+        over_the_connection: builds the call for the same lookup without shared memory, from its
+            time limit in seconds.
     """
 
     batch: RequestBatch
@@ -89,7 +94,7 @@ class Lookup:
 
     @property
     def start(self) -> int:
-        """Where vectors begin, behind the ids."""
+        """Byte offset of the vectors, which follow the ids and are aligned to 64 bytes."""
         batch = self.batch
         weights_bytes = 0 if batch.weights is None else 4 * batch.weights.size
         nbytes = 8 * batch.ids.size + 4 * batch.lengths.size + weights_bytes
@@ -97,18 +102,18 @@ class Lookup:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of vectors."""
+        """The dtype of the vectors."""
         return _DTYPES[DATATYPES[self.output_dtype]]
 
     def nbytes(self, form: OutputLayout) -> int:
-        """Of ids, and of vectors of a version."""
+        """Returns the bytes of the ids and of the vectors of a version."""
         rows, width = form.shape(self.batch)
         return self.start + rows * width * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came over the connection."""
+    """Response to an inference request, without the vectors in shared memory."""
 
     model: str
     version: int
@@ -118,14 +123,15 @@ class Answer:
 
 
 def may_be_placed(batch: RequestBatch, output_dtype: object, output_keys: object) -> bool:
-    """Whether a request may go through shared memory."""
+    """Returns whether a request may use shared memory: all keys, a known dtype, and no string
+    ids."""
     has_all_keys = isinstance(output_keys, list | tuple) and not output_keys
     is_named = isinstance(output_dtype, str) and output_dtype in DATATYPES
     return has_all_keys and is_named and not batch.string_keys
 
 
 class TensorSlice(NamedTuple):
-    """One of a request, in shared memory; an output has no datatype and no size yet."""
+    """Location of one tensor in a region; an output has no datatype and no size yet."""
 
     name: str
     offset: int
@@ -135,17 +141,21 @@ class TensorSlice(NamedTuple):
 
 
 class PlacedCalls(Protocol):
-    """Makes the calls of a protocol, each within so many seconds.
+    """Builds the calls of one transport. Each call gets a time limit in seconds.
 
     Attributes:
-        bytes_min: of ids and vectors together; what is smaller is over the connection sooner.
+        bytes_min: bytes of ids and vectors from which shared memory is used. Smaller requests are
+            faster over the connection.
     """
 
     bytes_min: int
 
     def register(self, region: Region, timeout_s: float | None) -> Any:
-        """Raises InvalidRequest where the server has no shared memory, or another; NotPlaced where
-        it has no room, or does not know who asks."""
+        """Builds the call that registers ``region`` at the server.
+
+        It raises InvalidRequest if the server has no shared memory or another prefix. It raises
+        SharedMemoryRejected if the server has no room or does not accept the caller.
+        """
 
     def infer(
         self,
@@ -156,12 +166,16 @@ class PlacedCalls(Protocol):
         model: str,
         timeout_s: float | None,
     ) -> Any:
-        """Answered by an Answer; model: that is asked for, by its own name if the lookup names
-        none."""
+        """Builds the inference call, which returns an Answer.
+
+        Args:
+            model: requested model. If the lookup names no model, the name of the default model.
+        """
 
 
 def put(batch: RequestBatch, region: Region) -> list[TensorSlice]:
-    """Writes all tensors, one behind the other; where each lies."""
+    """Writes the tensors of a batch to ``region``, one after another, and returns their
+    locations."""
     lengths = np.ascontiguousarray(batch.lengths, "<i4").reshape(len(batch.keys), batch.batch_size)
     ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64)).tolist()
     parts = [("ids", "INT64", np.ascontiguousarray(batch.ids, "<i8"))]
@@ -171,7 +185,7 @@ def put(batch: RequestBatch, region: Region) -> list[TensorSlice]:
     start = offset = 0
     for key, of_key, end in zip(batch.keys, lengths, ends, strict=True):
         tensors = [(part, datatype, values[start:end]) for part, datatype, values in parts]
-        # In this order the server reads them soonest.
+        # The server reads the tensors fastest in this order.
         for part, datatype, values in (tensors[0], ("lengths", "INT32", of_key), *tensors[1:]):
             name = f"{key}.{part}"
             inputs.append(TensorSlice(name, offset, values.nbytes, datatype, values.size))
@@ -181,7 +195,7 @@ def put(batch: RequestBatch, region: Region) -> list[TensorSlice]:
 
 
 def wanted(outputs: Iterable[Output], lookup: Lookup) -> list[TensorSlice]:
-    """Where they are to lie, one behind the other."""
+    """Returns the locations of the outputs: one after another, from the start of the vectors."""
     tensors, offset = [], lookup.start
     for name, (rows, width) in outputs:
         nbytes = rows * width * lookup.dtype.itemsize
@@ -196,8 +210,11 @@ def answer_of(
     outputs: Iterable[tuple[str, Iterable[int], str, bool]],
     parameters: Iterable[tuple[str, int]],
 ) -> Answer:
-    """outputs: (name, shape, datatype, whether it lies in shared memory). ValueError or LookupError
-    where that is none."""
+    """Returns the Answer of a parsed response. Raises ValueError or LookupError if it is malformed.
+
+    Args:
+        outputs: (name, shape, datatype, whether the tensor is in shared memory) of each output.
+    """
     told = list(outputs)
     (datatype,) = {one for _, _, one, _ in told}
     if not all(is_placed for _, _, _, is_placed in told):
@@ -213,7 +230,7 @@ def answer_of(
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Has what cannot be read as an answer be a ServerError."""
+    """Raises ServerError if the block fails to parse a response."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -1,7 +1,7 @@
-"""Files in /dev/shm where ids are put and vectors found, for a server on the same host.
+"""Pool of shared-memory files in /dev/shm, for a server on the same host.
 
-`Regions` makes them, keeps those that nobody uses for the next request, and removes all of them in
-the end. Requests and answers are `shared_memory`'s.
+The client writes ids to these files, and the server writes vectors to them. `Regions` creates the
+files, reuses them between requests, and removes them on close. `shared_memory` makes the requests.
 """
 
 import errno
@@ -25,33 +25,37 @@ from embedserve_client.errors import InvalidRequest
 FOLDER = "/dev/shm"
 REGION_BYTES_MIN = 1 << 20
 LENT_MAX = 16
-"""Files that hold vectors of results; those of further results are copied."""
+"""Files whose vectors callers may hold at the same time, as views. The vectors of further results
+are copied, which bounds the memory that results can pin in /dev/shm."""
 FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 NO_ROOM = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EMFILE, errno.ENFILE})
 
 
 class Region:
-    """A file, mapped, that one request uses at a time.
+    """A mapped file in /dev/shm, used by one request at a time.
 
     Attributes:
-        name: as the server is to call it.
-        key: of the file, as the server is told it.
-        nbytes: that it has.
-        since: the turn in which the server was told of it; 0: it was not yet.
+        name: name under which the server registers the region.
+        key: key of the file in shared memory, as sent to the server; begins with a slash.
+        nbytes: size of the file in bytes.
+        since: turn (logical time of `SharedMemory`) of the registration at the server; 0 before it.
     """
 
     __slots__ = ("_mapped", "key", "name", "nbytes", "path", "since")
 
     def __init__(self, key: str, nbytes: int) -> None:
-        """Makes the file, and has the system keep memory for all of it: where there was none left,
-        the first write would end the process. It is locked as long as it is mapped, be it by a
-        process that is killed. OSError where there is no room for it."""
+        """Creates the file and reserves memory for all of it. Raises OSError if there is no room.
+
+        Without the reservation, the first write to exhausted memory would kill the process. The
+        file is locked for as long as it is mapped. The lock of a killed process disappears, so that
+        others can recognize its files.
+        """
         self.key, self.name, self.nbytes, self.since = key, key.removeprefix("/"), nbytes, 0
         self.path = f"{FOLDER}/{self.name}"
         descriptor = os.open(f"{self.path}.new", FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-            os.rename(f"{self.path}.new", self.path)  # nobody sees it without its lock
+            os.rename(f"{self.path}.new", self.path)  # invisible without its lock
             os.posix_fallocate(descriptor, 0, nbytes)
             self._mapped = mmap.mmap(descriptor, nbytes)
         except BaseException:
@@ -61,28 +65,33 @@ class Region:
             os.close(descriptor)
 
     def write(self, offset: int, values: NDArray[Any]) -> int:
-        """Puts contiguous ``values`` there; gives where they end."""
+        """Writes contiguous ``values`` at ``offset`` and returns the offset of their end."""
         end = offset + values.nbytes
         self._mapped[offset:end] = values.view(np.uint8).data
         return end
 
     def array(self, offset: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """[count], of what lies there: not a copy, and not to be written."""
+        """Returns the values at ``offset`` as a read-only array [count], without a copy."""
         array: NDArray[Any] = np.frombuffer(self._mapped, dtype, count, offset)
         array.flags.writeable = False
         return array
 
     def unlink(self) -> None:
-        """Takes its name away, after which the server forgets it; what is mapped stays."""
+        """Deletes the name of the file, after which the server forgets the region. Mappings stay
+        valid."""
         with suppress(OSError):
             os.unlink(self.path)
 
 
 class Regions:
-    """Those of a client; used by any thread."""
+    """Pool of the regions of one client; safe to use from any thread."""
 
     def __init__(self, prefix: str) -> None:
-        """prefix: what the server's --shared-memory says. ValueError where it can be none."""
+        """Checks the prefix; raises ValueError unless it is a slash and the beginning of a name.
+
+        Args:
+            prefix: value of the server's --shared-memory.
+        """
         if not isinstance(prefix, str) or not prefix.startswith("/") or "/" in prefix[1:]:
             raise ValueError(
                 f"shared_memory: {prefix!r} is no slash and what names begin with, such as "
@@ -92,7 +101,8 @@ class Regions:
         self._begin()
 
     def _begin(self) -> None:
-        """Without any, in the process that this is: its parent's are left alone."""
+        """Resets the pool to an empty state for this process. After a fork the regions of the
+        parent process are left alone."""
         self._pid = os.getpid()
         self._lock = Lock()
         self._is_closed = False
@@ -104,8 +114,12 @@ class Regions:
         self._in_the_end = finalize(self, _unlink_all, self._every, self._pid)
 
     def take(self, nbytes: int) -> Region | None:
-        """One of at least so many bytes, nobody else's until it is given back, lent or dropped;
-        None where there is no room for one. InvalidRequest where files cannot be made there."""
+        """Returns a region of at least ``nbytes`` for exclusive use, until `give`, `lend` or
+        `drop`.
+
+        Returns None if there is no room for a region, or if the pool is closed. Raises
+        InvalidRequest if files cannot be created in the folder.
+        """
         if os.getpid() != self._pid:
             self._begin()
         with self._lock:
@@ -116,45 +130,49 @@ class Regions:
                 if region.nbytes >= nbytes:
                     return region
                 self._free.appendleft(region)
-            if self._free:  # one that has grown takes the place of a small one
+            if self._free:  # a larger region replaces a small one
                 self._remove(self._free.pop())
             return self._make(nbytes)
 
     def give(self, region: Region) -> None:
-        """Has the next request use it: nothing writes to it any more."""
+        """Returns a region to the pool for the next request. Nothing may write to it any more."""
         if region.key in self._every:
             self._free.append(region)
 
     def drop(self, region: Region) -> None:
-        """Removes it: the server may not know it any more, or may yet write to it."""
+        """Removes a region that the server may have forgotten, or may still write to."""
         with self._lock:
             self._remove(region)
 
     def lend(
         self, region: Region, offset: int, shape: tuple[int, int], dtype: np.dtype[Any]
     ) -> NDArray[Any]:
-        """What lies there, read-only, as long as anybody holds it or a view of it; no request uses
-        the region until then. A copy where as many are lent as may be."""
+        """Returns the vectors in ``region`` at ``offset`` as a read-only array of ``shape``.
+
+        No request uses the region while the array or a view of it exists. If LENT_MAX regions are
+        lent, the array is a copy and the region returns to the pool immediately.
+        """
         values = region.array(offset, shape[0] * shape[1], dtype)
         if len(self._lent) >= LENT_MAX:
             values = values.copy()
             values.flags.writeable = False
             self.give(region)
         else:
-            # Views have this array as their base, which numpy keeps for them.
+            # Views have this array as their base, and numpy keeps the base alive for them.
             self._lent.add(region.key)
             finalize(values, self._return, region).atexit = False
         return values.reshape(shape)
 
     def close(self) -> None:
-        """Removes all; vectors that somebody holds stay."""
+        """Removes all regions. Vectors that callers hold stay valid."""
         with self._lock:
             self._is_closed = True
             self._free.clear()
             self._in_the_end()
 
     def _make(self, nbytes: int) -> Region | None:
-        """Of the next power of two."""
+        """Creates a region whose size is the next power of two, at least REGION_BYTES_MIN. Returns
+        None if there is no room."""
         if not self._is_swept:
             self._is_swept = True
             _sweep(self._prefix)
@@ -179,14 +197,15 @@ class Regions:
             region.unlink()
 
     def _return(self, region: Region) -> None:
-        """Called wherever the last view of its vectors goes, be it inside of any other call: it
-        takes no lock."""
+        """Returns a lent region to the pool when the last view of its vectors is collected. Takes
+        no lock, because the collection may happen inside any other call."""
         self._lent.discard(region.key)
         self.give(region)
 
 
 def _sweep(prefix: str) -> None:
-    """Removes the files that clients left which were killed: nobody has locked them."""
+    """Removes files of clients that were killed. Their locks are gone, so that they can be locked
+    here."""
     ours = re.compile(re.escape(prefix[1:]) + r"\d+-[0-9a-f]{8}-\d+")
     for name in filter(ours.fullmatch, os.listdir(FOLDER)):
         with suppress(OSError):
@@ -199,7 +218,7 @@ def _sweep(prefix: str) -> None:
 
 
 def _unlink_all(every: dict[str, Region], pid: int) -> None:
-    """But not in a process that was forked from the one that made them."""
+    """Unlinks all regions, unless this process was forked from the process that created them."""
     if os.getpid() == pid:
         for region in every.values():
             region.unlink()
