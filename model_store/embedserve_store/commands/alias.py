@@ -12,11 +12,11 @@ from embedserve_store.terminal.console import say
 from embedserve_store.terminal.stores import opened
 
 ALIKE = 0.7
-"""Share of two names that is equal (difflib) where one may be a slip of the other."""
+"""Similarity ratio (difflib) of two names from which one may be a typo of the other."""
 
 
 def show_aliases(store: str, model: str, name: str, cache: Path | None) -> None:
-    """Prints the aliases of ``model``, or the history of one, the last change first.
+    """Prints the aliases of ``model``, or the history of one alias, newest change first.
 
     Raises:
         StoreError: there is no such model, or the store cannot be read.
@@ -39,8 +39,8 @@ def change_alias(
     *,
     may_be_new: bool,
 ) -> None:
-    """Moves an alias to ``version``, or removes it where that is None; ``share`` and ``shadow`` are
-    in percent.
+    """Moves an alias to ``version``, or removes it if ``version`` is None. ``share`` and ``shadow``
+    are percentages.
 
     Raises:
         StoreError: as set_alias; or the alias is new, resembles another, and ``may_be_new`` is
@@ -70,7 +70,7 @@ def change_alias(
 
 
 def roll_back_alias(store: str, model: str, name: str, to: str | None, why: str) -> None:
-    """Moves an alias back, and removes those with a share or a shadow; says what it did.
+    """Moves an alias back, removes the aliases with a share or a shadow, and reports both.
 
     Raises:
         StoreError: as roll_back.

@@ -1,4 +1,4 @@
-"""`embedserve demo`: trains the demo model, publishes it and says how good it is."""
+"""`embedserve demo`: trains the demo model, publishes it and reports its quality."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def demo(
     checkpoint: Path | None,
     if_missing: bool,
 ) -> None:
-    """Publishes the demo model as the next version of ``model``, and labels beside it.
+    """Publishes the demo model as the next version of ``model``, with a labels file beside it.
 
     Raises:
         StoreError: the store or the checkpoint cannot be written, or an option is wrong.
+        ValueError: ``if_missing`` is combined with ``checkpoint``.
     """
     if if_missing and checkpoint is not None:
         raise ValueError("--if-missing may train nothing: give it without --checkpoint")

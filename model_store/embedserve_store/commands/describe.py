@@ -1,4 +1,4 @@
-"""`embedserve describe`: a draft of the description that `embedserve publish` needs."""
+"""`embedserve describe`: drafts the description that `embedserve publish` needs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from embedserve_store.terminal.console import say
 
 
 def describe(checkpoint: Path, prefix: str, output: Path | None, expected: Path | None) -> None:
-    """Prints the draft, or writes it to ``output``, which must not be there.
+    """Prints the draft, or writes it to ``output``, which must not exist.
 
     Args:
-        expected: the file of a training model's answers, which fill in what the checkpoint lacks.
+        expected: file of a training model's answers, which fill in what the checkpoint lacks.
 
     Raises:
-        StoreError: the checkpoint has no tables or cannot be read, or ``output`` is there.
+        StoreError: the checkpoint has no tables or cannot be read, or ``output`` exists.
     """
     answers = None if expected is None else read_expected(expected)
     text = draft_description(open_checkpoint(checkpoint), prefix, answers)

@@ -1,4 +1,4 @@
-"""`embedserve diff`: what is different between two versions, as a table for a person."""
+"""`embedserve diff`: the differences between two versions, as a table for a person."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from embedserve_store.terminal.console import table_progress
 from embedserve_store.terminal.stores import load_version
 
 NUMBERS = ("rows", "changed", "share", "drift mean", "drift max", "at row", "cosine mean")
-"""Of the rows that both versions have. Drift is a changed row's relative L2 distance,
-|after - before| / |before|."""
+"""Columns of numbers about the rows that both versions have. Drift is a changed row's relative L2
+distance, |after - before| / |before|."""
 
 
 @dataclass(frozen=True)
 class VersionName:
-    """Where a version lies, as a person names it."""
+    """Location of a version, as given on the command line."""
 
     store: str
     model: str
@@ -28,14 +28,14 @@ class VersionName:
 
 
 def diff(names: Sequence[str], cache: Path | None) -> bool:
-    """Prints how the second version of ``names`` differs from the first; whether their layout is
-    the same.
+    """Prints how the second version of ``names`` differs from the first. Returns whether their
+    layouts are the same.
 
     Args:
-        names: STORE MODEL A B, or two times STORE/MODEL/VERSION.
+        names: STORE MODEL A B, or STORE/MODEL/VERSION twice.
 
     Raises:
-        StoreError: a name is none, or its version does not exist or is damaged.
+        StoreError: a name is malformed, or its version does not exist or is damaged.
     """
     before, after = (
         load_version(name.store, cache, name.model, name.version) for name in parse(names)
@@ -47,7 +47,8 @@ def diff(names: Sequence[str], cache: Path | None) -> bool:
 
 
 def parse(names: Sequence[str]) -> tuple[VersionName, VersionName]:
-    """
+    """Parses the two version names given on the command line.
+
     >>> parse(["store", "m", "1", "2"])[1]
     VersionName(store='store', model='m', version='2')
     >>> parse(["s3://bucket/store/m/1", "store/m/2/"])[0]
@@ -66,7 +67,8 @@ def parse(names: Sequence[str]) -> tuple[VersionName, VersionName]:
 
 
 def report(before: ModelVersion, after: ModelVersion, found: VersionDiff) -> None:
-    """The rows of the tables of both, then what else differs, a line each."""
+    """Prints a row for each table that both versions have, then a line for every other
+    difference."""
     table = grid("table", *NUMBERS, numbers=NUMBERS)
     for one in found.tables:
         table.add_row(one.after.name, *_cells(one))
@@ -90,7 +92,7 @@ def _title(version: ModelVersion) -> str:
 
 
 def _cells(table: TableDiff) -> list[str]:
-    """Of NUMBERS; a dash where there is no such number."""
+    """Returns the cells of NUMBERS; a dash where a number does not apply."""
     rows = table.rows
     if rows is None:
         return ["-"] * len(NUMBERS)

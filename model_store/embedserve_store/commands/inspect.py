@@ -22,7 +22,7 @@ TOTALS = ("tables", "rows", "bytes")
 def inspect(store: str, model: str, version: str, cache: Path | None) -> None:
     """Prints the models of a store, the versions of a model or, with both, one version.
 
-    Of a remote store only that version is pulled: its lists hold names and numbers.
+    In a remote store only the inspected version is pulled; lists show names and numbers alone.
 
     Raises:
         StoreError: there is no such store, model or version, or it is damaged.
@@ -99,7 +99,7 @@ def _show_version(version: ModelVersion) -> None:
 def _show_notes(store: ModelStore, model: str, version: str) -> None:
     try:
         notes = store.notes(model, store.resolve(model, version))
-    except UnreachableError as error:  # what is in the cache is shown without
+    except UnreachableError as error:  # a cached version is shown without its notes
         write(f"notes are not known: {error}")
         return
     if notes:
@@ -109,7 +109,7 @@ def _show_notes(store: ModelStore, model: str, version: str) -> None:
 
 
 def _show_source(manifest: Manifest) -> None:
-    """Prints a line for each thing that is known of where a version came from."""
+    """Prints a line for each known fact about the origin of a version."""
     source = manifest.source
     for name in ("published_at", "kind", "checkpoint", GOLDENS):
         if name in source:
@@ -121,11 +121,11 @@ def _show_source(manifest: Manifest) -> None:
 
 
 def compared_lines(manifest: Manifest) -> list[str]:
-    """Returns what of a version was compared with the training model's answers, and what was not;
-    nothing where that is not known.
+    """Returns lines on which parts of a version were compared with the training model's answers,
+    and which were not. Returns no lines if the manifest does not record it.
 
     Raises:
-        StoreError: the manifest says it in another form than a publisher writes.
+        StoreError: the manifest records it in another format than a publisher writes.
     """
     where = f"model {manifest.model} version {manifest.version}"
     coverage = Coverage.from_source(manifest.source, where)
@@ -146,7 +146,7 @@ def compared_lines(manifest: Manifest) -> list[str]:
 
 
 def describe_ids(rule: IdRule) -> str:
-    """A table's rule in a few words.
+    """Returns a short description of a table's id rule.
 
     >>> describe_ids(IdRule(rule="map", entries=20, unknown="row", default_row=7))
     'map of 20 int64, unknown: row 7'

@@ -1,15 +1,16 @@
-"""What an option says for all tables, or for each: "int8" or "user=int8,movie=float32"."""
+"""Parses an option with one value for all tables or one for each: "int8" or
+"user=int8,movie=float32"."""
 
 from __future__ import annotations
 
 
 def parse_per_table_option(text: str) -> str | dict[str, str]:
-    """The one name in ``text``, or the name of each table in it.
+    """Returns the single value in ``text``, or the value of each table in it.
 
     Raises:
-        ValueError: a table is named twice or without a name after its "=".
+        ValueError: a table is named twice or without a value after its "=".
 
-    >>> parse_choice("int8"), parse_choice("user=int8, movie=float32")
+    >>> parse_per_table_option("int8"), parse_per_table_option("user=int8, movie=float32")
     ('int8', {'user': 'int8', 'movie': 'float32'})
     """
     if "=" not in text:

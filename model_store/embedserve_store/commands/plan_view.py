@@ -1,7 +1,7 @@
-"""A sharding plan for a person: what lies where as a table, and a bar for each rank.
+"""Shows a sharding plan: a table of where each table is located, and a bar for each rank.
 
-Every table has a letter, which stands in the bars for its bytes; colours only help. Prints to
-stdout, in the width of the terminal.
+Each table has a letter, which stands for its bytes in the bars; colors are redundant. Output goes
+to stdout, in the width of the terminal.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from embedserve_store.terminal.sizes import human_bytes
 
 LETTERS = string.ascii_uppercase + string.ascii_lowercase
 NO_LETTER = "*"
-"""Of all tables beyond the largest, which have the letters."""
+"""Symbol shared by all tables beyond the largest ones, which have letters."""
 COLORS = ("blue", "green", "yellow", "magenta", "cyan", "red")
 BAR_CELLS_MIN = 10
 NARROW_COLUMNS = 100
-"""A terminal below this has less space between columns, one of VERY_NARROW_COLUMNS fewer."""
+"""Terminal width in columns below which the gap between columns is smaller; below
+VERY_NARROW_COLUMNS the dim and dtype columns are also left out."""
 VERY_NARROW_COLUMNS = 72
 
 
@@ -36,10 +37,10 @@ def show_plan(
     device_type: str = "cpu",
     memory_bytes: int | None = None,
 ) -> None:
-    """Prints where ``tables`` lie under ``plan``, in bytes as ``device_type`` holds them.
+    """Prints where ``plan`` places ``tables``, with the bytes that they take on ``device_type``.
 
     Args:
-        memory_bytes: of each rank; bars are drawn in proportion to it, if given.
+        memory_bytes: memory of each rank; if given, bars are drawn in proportion to it.
     """
     letters = _letters(tables)
     title = f"plan over {count_ranks(plan.world_size)}"
@@ -54,7 +55,7 @@ def count_ranks(world_size: int) -> str:
 
 
 def _letters(tables: Sequence[TableSpec]) -> dict[str, str]:
-    """The largest tables have letters, in the order that all have."""
+    """Assigns letters to the largest tables, in the order of all tables; the rest get NO_LETTER."""
     largest = sorted(tables, key=lambda table: -table.nbytes)[: len(LETTERS)]
     names = {table.name for table in largest}
     lettered = [table.name for table in tables if table.name in names]
@@ -108,7 +109,7 @@ def _tables_grid(
 
 
 def where(table: TablePlan) -> str:
-    """Which part of a table lies on which ranks, in a few words.
+    """Returns a short description of a table's placement on the ranks.
 
     >>> where(TablePlan("row_wise", (Shard(0, 0, 4, 0, 8), Shard(1, 4, 4, 0, 8))))
     '2 x 4 rows'
@@ -170,7 +171,8 @@ def _share(held: Sequence[int], rank: int) -> str:
 
 
 def _rows_on(plan: Plan, rank: int) -> str:
-    """Rows that a rank has all or some columns of."""
+    """Returns the number of rows on a rank; a row counts even if the rank holds only some
+    columns."""
     held = {
         (name, shard.row_offset): shard.row_count
         for name, table in plan.tables.items()
@@ -186,9 +188,11 @@ def _bytes_on(plan: Plan, table: TableSpec, rank: int, device_type: str) -> int:
 
 
 def bar(parts: Sequence[tuple[str, int]], scale: int, cells: int, memory_bytes: int | None) -> Text:
-    """Letters in proportion to their bytes, ``scale`` bytes in ``cells`` of them.
+    """Returns a bar of letters in proportion to their bytes, where ``scale`` bytes fill ``cells``
+    cells.
 
-    What is left of ``memory_bytes`` is dots; where more is held than that, "|" is its end.
+    Unused bytes of ``memory_bytes`` are dots. If more bytes are held than that, "|" marks the
+    limit.
     """
     text = Text()
     end_bytes = 0

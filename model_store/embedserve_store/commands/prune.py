@@ -1,4 +1,4 @@
-"""`embedserve prune`: removes old versions of a model, and says which."""
+"""`embedserve prune`: removes old versions of a model, and lists them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from embedserve_store.terminal.console import say
 
 
 def prune(store: str, model: str, keep: int, is_trial: bool) -> None:
-    """Raises StoreError as the store's prune does."""
+    """Removes versions older than the ``keep`` newest, or lists them if ``is_trial``. Versions that
+    an alias names or a server has open are kept.
+
+    Raises:
+        StoreError: as embedserve_store.prune.
+    """
     held: list[int] = []
     removed = prune_versions(store, model, keep, is_trial=is_trial, on_held=held.append)
     say(f"{model}: {'would remove' if is_trial else 'removed'} versions: {_listed(removed)}")

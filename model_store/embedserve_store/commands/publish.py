@@ -1,4 +1,5 @@
-"""`embedserve publish`: a checkpoint's tables as the next version of a model, with a report."""
+"""`embedserve publish`: publishes a checkpoint's tables as the next version of a model, and
+reports."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ SKIPPED_SHOWN = 10
 
 @dataclass(frozen=True)
 class PublishOptions:
-    """What the command line says beside what is published and where to."""
+    """Command line options of `embedserve publish`, besides the checkpoint, description, store and
+    model."""
 
     prefix: str = ""
     dtype: str | None = None
@@ -37,17 +39,18 @@ class PublishOptions:
     accept_draft: bool = False
     layout_changed: bool = False
     meta: tuple[str, ...] = ()
-    """KEY=VALUE, each."""
+    """Entries of the form KEY=VALUE."""
 
 
 def publish_checkpoint(
     checkpoint: Path, description: Path, store: str, model: str, options: PublishOptions
 ) -> None:
-    """Publishes and says what was published, and what of the checkpoint was not.
+    """Publishes a version, and reports what was published and which checkpoint entries were
+    skipped.
 
     Raises:
         StoreError: the checkpoint, the description or the store cannot be used.
-        ValueError: an option cannot be read.
+        ValueError: an option cannot be parsed.
     """
     hush_torch()
     memory = options.device_memory
@@ -88,7 +91,7 @@ def _parse_meta(given: Sequence[str]) -> dict[str, str]:
 
 
 def report(published: PublishedVersion) -> None:
-    """Says what was published, how exact it is and what was left out."""
+    """Prints what was published, its error against float32, and what was skipped."""
     manifest = published.manifest
     for table in manifest.tables:
         error = published.errors[table.name]
@@ -124,7 +127,7 @@ def report(published: PublishedVersion) -> None:
 
 
 def describe_error(error: PooledError) -> str:
-    """What a dtype saved and what it cost, to put behind a table's size."""
+    """Returns the bytes saved by a dtype and its error, as a suffix to a table's size."""
     if not error.bytes_saved and not error.relative_l2:
         return ", exact"
     saved = f" ({human_bytes(error.bytes_saved)} saved)" if error.bytes_saved else ""

@@ -1,4 +1,4 @@
-"""What --sharding says: one type for all tables, one for each, or a whole plan in a file."""
+"""Parses --sharding: one type for all tables, a type for each table, or a plan file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from embedserve_store.plans.plan import Plan, read_plan
 
 
 def parse_sharding(text: str) -> str | dict[str, str] | Plan:
-    """``row_wise``, ``user=row_wise,movie=table_wise`` or the path of a plan.json.
+    """Parses ``row_wise``, ``user=row_wise,movie=table_wise`` or the path of a plan.json.
 
     Raises:
-        StoreError: the file is not a plan that can be read.
+        StoreError: the file is not a readable plan.
         ValueError: a table is named twice or without a type.
     """
     return read_plan(Path(text)) if text.endswith(".json") else parse_per_table_option(text)

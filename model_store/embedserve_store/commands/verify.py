@@ -1,4 +1,4 @@
-"""`embedserve verify`: rereads a version and says, table by table, that it is as published."""
+"""`embedserve verify`: rereads a version and reports, table by table, that it is as published."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from embedserve_store.terminal.stores import load_version
 
 
 def verify(store: str, model: str, version: str | None, cache: Path | None) -> None:
-    """Checks every byte of a version; of a remote store's, those of the copy in the cache.
+    """Checks every byte of a version. For a remote store it checks the cached copy.
 
     Raises:
         StoreError: there is no such version, or a file or table is not as it was published.

@@ -1,1 +1,1 @@
-"""What a person sees in a terminal: progress, aligned tables, sizes."""
+"""Terminal output for people: progress bars, aligned tables, byte sizes."""

@@ -1,4 +1,5 @@
-"""Tables that commands print on stdout: plain columns that a person reads and a script can cut."""
+"""Tables that commands print on stdout: aligned plain columns, readable by people and by
+scripts."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ out = Console(highlight=False)
 
 
 def grid(*columns: str, numbers: Collection[str] = ()) -> Table:
-    """Columns without lines between them; those in ``numbers`` are aligned to the right."""
+    """Returns a table without lines between its columns. Columns in ``numbers`` are
+    right-aligned."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
@@ -25,18 +27,19 @@ def grid(*columns: str, numbers: Collection[str] = ()) -> Table:
 
 
 def plain(cell: str) -> Text:
-    """What others wrote, for a cell: no markup, and nothing that moves the cursor."""
+    """Returns a cell for untrusted text: without markup, and with cursor movements escaped."""
     return Text(sanitize(cell))
 
 
 def show(title: str, table: Table) -> None:
-    """The title on a line of its own: as part of the table it would wrap to the table's width.
-    A line too long for the terminal runs over, where rich would cut the cells to fit."""
+    """Prints the title, then the table. The title is printed separately, because as part of the
+    table it would wrap to the table's width. A line too long for the terminal overflows; rich would
+    otherwise truncate the cells."""
     out.print(title, style="italic", soft_wrap=True, markup=False)
     width = Measurement.get(out, out.options.update(max_width=WIDTH_MAX), table).maximum
     Console(highlight=False, width=width).print(table)
 
 
 def write(line: str) -> None:
-    """A line as it is, never wrapped."""
+    """Prints a line unchanged, without wrapping."""
     out.print(line, soft_wrap=True, markup=False)

@@ -1,4 +1,4 @@
-"""The console that commands write to, on stderr, and the shapes of its progress bars."""
+"""The console on stderr that commands write to, and its progress bars."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ console = Console(stderr=True)
 
 
 def say(line: str) -> None:
-    """A line for a person, as it is: never wrapped or coloured, so that it can be copied."""
+    """Prints a line for a person. It is never wrapped or coloured, so that it can be copied."""
     console.print(sanitize(line), soft_wrap=True, highlight=False, markup=False)
 
 
 def hush_torch() -> None:
-    """Hides a hint that torch gives to those who trace modules themselves."""
+    """Hides a torch hint that is meant for people who trace modules themselves."""
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager
 def step_progress(what: str) -> Iterator[Callable[[int, int, float], None]]:
-    """A bar of training steps; gives progress(step, steps, loss)."""
+    """Shows a progress bar of training steps; yields progress(step, steps, loss)."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"))
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task(what, total=None, loss="")
@@ -48,8 +48,8 @@ def step_progress(what: str) -> Iterator[Callable[[int, int, float], None]]:
 
 @contextlib.contextmanager
 def table_progress() -> Iterator[TableProgress]:
-    """A bar of rows for each table, with the bytes of all tables so far and their rate;
-    gives progress(table, rows_done, rows_total, bytes_done)."""
+    """Shows a progress bar of rows for each table, with the bytes of all tables so far and their
+    rate. Yields progress(table, rows_done, rows_total, bytes_done)."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"))
     progress = Progress(*columns, TimeRemainingColumn(), console=console)
     tasks: dict[str, TaskID] = {}
@@ -57,11 +57,11 @@ def table_progress() -> Iterator[TableProgress]:
 
     def report(table: str, rows_done: int, rows_total: int, bytes_done: int) -> None:
         nonlocal start
-        progress.start()  # not before: without a row it would leave an empty line
+        progress.start()  # not earlier: without a row it would leave an empty line
         if table not in tasks:
             tasks[table] = progress.add_task(table, total=rows_total, done="")
         now_s = time.monotonic()
-        # The first report tells when the work began; what came before was importing.
+        # The rate counts from the first report; the time before it went to imports.
         start = start or (now_s, bytes_done)
         done = f"{rows_done:,} of {rows_total:,} rows, {human_bytes(bytes_done)}"
         if now_s > start[0]:

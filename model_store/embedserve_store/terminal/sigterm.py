@@ -1,4 +1,4 @@
-"""SIGTERM as Ctrl-C, for commands that leave something half done when they are killed."""
+"""Handles SIGTERM like Ctrl-C, for commands that would leave something half done if killed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Within, SIGTERM raises KeyboardInterrupt; for the main thread only."""
+    """Makes SIGTERM raise KeyboardInterrupt within its block; for the main thread only."""
 
     def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Byte counts as a person reads and writes them."""
+"""Formats and parses byte counts in human-readable units."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ UNIT_BYTES = {
 
 
 def human_bytes(count: float) -> str:
-    """
+    """Returns ``count`` bytes in the largest binary unit, up to TiB, that keeps the number at 1 or
+    more.
+
     >>> human_bytes(999), human_bytes(8_000_000), human_bytes(1 << 40)
     ('999 B', '7.6 MiB', '1.0 TiB')
     """
@@ -27,10 +29,11 @@ def human_bytes(count: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes that a person means: 80GB is 80 * 1000**3, 80GiB is 80 * 1024**3.
+    """Returns the number of bytes of a human-readable size: 80GB is 80 * 1000**3, 80GiB is 80 *
+    1024**3.
 
     Raises:
-        ValueError: not a number of 1 byte or more with one of these units, or none.
+        ValueError: not a number of at least 1 byte, with one of these units or without a unit.
 
     >>> parse_bytes("24GiB"), parse_bytes("1.5 GB"), parse_bytes("4096")
     (25769803776, 1500000000, 4096)

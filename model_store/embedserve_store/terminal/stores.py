@@ -1,4 +1,4 @@
-"""Opens the store that a command names, a folder or a URL, with a bar for what it pulls."""
+"""Opens the store that a command names, a folder or a URL, with progress bars for downloads."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from embedserve_store.terminal.sizes import human_bytes
 
 
 def load_version(store: str, cache: Path | None, model: str, version: str | None) -> ModelVersion:
-    """One version of a model, pulled into ``cache`` first where the store is remote.
+    """Returns one version of a model. From a remote store it is first pulled into ``cache``.
 
     Raises:
-        StoreError: there is none, it is damaged, or the store cannot be read.
+        StoreError: there is no such version, it is damaged, or the store cannot be read.
     """
     with opened(store, cache) as models:
         return models.load(model, version)
@@ -26,14 +26,14 @@ def load_version(store: str, cache: Path | None, model: str, version: str | None
 
 @contextlib.contextmanager
 def opened(store: str, cache: Path | None) -> Iterator[ModelStore]:
-    """The store; within, loading shows what it pulls."""
+    """Yields the store. Within the block, loading shows the progress of downloads."""
     with transfer_progress() as progress:
         yield ModelStore(store, cache, progress)
 
 
 @contextlib.contextmanager
 def transfer_progress() -> Iterator[TransferProgress]:
-    """A bar of bytes for each file; nothing is printed where no file travels."""
+    """Shows a progress bar in bytes for each file; prints nothing if no file is transferred."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"))
     progress = Progress(*columns, TimeRemainingColumn(), console=console)
     tasks: dict[str, TaskID] = {}

@@ -1,1 +1,1 @@
-"""The management application: health, metrics, models, OpenAPI pages."""
+"""The management application: health, metrics, models and the OpenAPI pages."""

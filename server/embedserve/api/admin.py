@@ -1,6 +1,6 @@
-"""The routes of administrators: what is served while the server runs.
+"""Administrators' routes, which change what a running server serves.
 
-They take application/json only, which no page of another site can have a browser send here.
+They accept only application/json, which a page of another site cannot make a browser send here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ JSON = "application/json"
 
 
 class AdminOperations(Protocol):
-    """Does what is asked; processes/admin_service.py."""
+    """The operations of administrators; processes/admin_service.py implements them."""
 
     async def load(self, name: str) -> int: ...
 
@@ -31,7 +31,7 @@ class NotJsonError(EmbedServeError):
 
 
 class Name(BaseModel):
-    """What is meant."""
+    """The model that an operation applies to."""
 
     model: str = Field(
         description="NAME for the newest version, NAME@VERSION or NAME@ALIAS.", max_length=1000
@@ -39,7 +39,7 @@ class Name(BaseModel):
 
 
 class Loaded(BaseModel):
-    """What answers now."""
+    """The version that is now served."""
 
     model: str
     version: int
@@ -50,30 +50,30 @@ class Done(BaseModel):
 
 
 def check_json(content_type: str = Header("", include_in_schema=False)) -> None:
-    """Raises NotJsonError for another body."""
+    """Raises NotJsonError if the body's content type is not application/json."""
     if content_type.partition(";")[0].strip().lower() != JSON:
         raise NotJsonError(f"Content-Type is {content_type!r}: send {JSON}", "Content-Type")
 
 
 def add_admin(app: FastAPI, operator: AdminOperations) -> None:
-    """Adds the routes to ``app``; whoever reaches them may do all of it."""
+    """Adds the routes to ``app``. The routes do not check roles; AuthMiddleware does."""
     json_only = [Depends(check_json)]
 
     @app.post("/admin/load", tags=["admin"], dependencies=json_only)
     async def load(name: Name) -> Loaded:
-        """Loads a version beside what is served, or in the place of what its name meant; answers
-        once it does. 409 with the reason where it cannot be served."""
+        """Loads a version, next to the served versions or in place of the one that its name meant
+        before. Responds once the version is served; 409 with the reason if it cannot be served."""
         return Loaded(model=name.model, version=await operator.load(name.model))
 
     @app.post("/admin/unload", tags=["admin"], dependencies=json_only)
     async def unload(name: Name) -> Done:
-        """Has nothing answer for a name any more; what it holds is answered."""
+        """Stops serving a name; requests already queued are answered."""
         await operator.unload(name.model)
         return Done(status="unloaded")
 
     @app.post("/admin/reload", tags=["admin"], dependencies=json_only, status_code=202)
     async def reload() -> Done:
-        """Has the store looked at now, whatever is followed, and tries again what was refused;
-        /models tells what comes of it."""
+        """Checks the store immediately, whatever is followed, and retries versions that failed.
+        /models shows the outcome."""
         operator.reload()
         return Done(status="looking")

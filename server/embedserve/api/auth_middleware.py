@@ -1,4 +1,5 @@
-"""Asks who asks before a management route answers; which roles each route is for."""
+"""Authenticates callers of the management routes, and defines the roles that each route
+requires."""
 
 from __future__ import annotations
 
@@ -27,17 +28,21 @@ from embedserve.tracing.request_id import REQUEST_ID, request_id_of
 logger = logging.getLogger("embedserve.requests")
 
 LINES_MAX = 10
-"""Lines of requests that were refused with one code, in a period of QuietLog."""
+"""Log lines of requests rejected with one error code, in a period of RateLimitedLogger."""
 PATH_CHARACTERS_MAX = 200
-"""Characters of a path that are logged."""
+"""Characters of a request's path that are logged."""
 ANYBODY: frozenset[str] = frozenset()
 CALLERS = frozenset({"embed", "admin"})
 ADMINS = frozenset({"admin"})
 
 
 def roles_of(path: str) -> frozenset[str]:
-    """The roles that may ask for ``path``, one of which is enough; none: anybody may. Probes have
-    no tokens, and the console's page asks for one itself; what is not known here is the admins'."""
+    """Returns the roles that may request ``path``; any one is enough, and an empty set admits
+    everybody.
+
+    Probes have no tokens, and the console's page prompts for a token itself. Unlisted paths are for
+    administrators only.
+    """
     if (
         path == "/"
         or path in PAGE_PATHS
@@ -50,7 +55,7 @@ def roles_of(path: str) -> frozenset[str]:
 
 
 class AuthMiddleware:
-    """The ASGI application, for those who may ask."""
+    """ASGI middleware that rejects callers without a required role."""
 
     def __init__(
         self, app: ASGIApp, authenticator: Authenticator, addresses: ClientAddresses
@@ -78,7 +83,7 @@ class AuthMiddleware:
         await app(scope, receive, send)
 
     def _fields(self, scope: Scope) -> Fields:
-        """Returns what the log tells of a request that is refused, beside the reason."""
+        """Returns the fields logged for a rejected request, besides the reason."""
         header = headers_by_name(scope["headers"]).get
         address = self._addresses.find(scope.get(PEER, ""), header)
         path = scope["path"][:PATH_CHARACTERS_MAX]
@@ -88,8 +93,13 @@ class AuthMiddleware:
 def error_response(
     error: EmbedServeError, status: int, path: str, given_id: bytes | None
 ) -> Response:
-    """``error`` in the JSON shape of every error, or of the Open Inference Protocol's routes;
-    ``given_id`` is the request's X-Request-Id."""
+    """Returns ``error`` in the JSON format of all errors, or in that of the Open Inference
+    Protocol.
+
+    Args:
+        path: path of the request, which selects the format.
+        given_id: the request's X-Request-Id.
+    """
     headers = {"X-Request-Id": request_id_of(given_id).decode()}
     if error.retry_after_s:
         headers["Retry-After"] = str(error.retry_after_s)

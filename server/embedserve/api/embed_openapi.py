@@ -1,4 +1,4 @@
-"""The OpenAPI description of the embed routes, which are not FastAPI's: data only."""
+"""OpenAPI description of the embed routes, which the wire serves without FastAPI. Data only."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ _BINARY = {"schema": {"type": "string", "format": "binary"}}
 
 
 def embed_paths(models: Sequence[ModelInfo], default_model: str) -> dict[str, Any]:
-    """The routes, with an example of each of ``models``."""
+    """Returns the path items of the embed routes, with an example for each of ``models``."""
     of_default = [one for one in models if default_model in (one.served_as, one.name)][:1]
     model = path_parameter("model", models[0].served_as if models else None)
     one, other = "/embed", "/models/{model}/embed"

@@ -1,4 +1,5 @@
-"""What operations of the OpenAPI description share: errors, each status once, and parameters."""
+"""Parts shared by operations of the OpenAPI description: error responses by status, and
+parameters."""
 
 from __future__ import annotations
 
@@ -63,12 +64,14 @@ ERROR_SCHEMAS: dict[str, Any] = {
 
 
 def is_infer(path: str) -> bool:
-    """Whether ``path`` is of the Open Inference Protocol, whose errors have another shape."""
+    """Returns whether ``path`` belongs to the Open Inference Protocol, whose errors have another
+    format."""
     return path == "/v2" or path.startswith("/v2/")
 
 
 def error_responses(path: str, statuses: Iterable[str]) -> dict[str, Any]:
-    """Those of an operation of ``path``, by status; "default" is any other."""
+    """Returns the error responses of an operation of ``path``, by status; "default" is any other
+    error."""
     name = "InferError" if is_infer(path) else "Error"
     schema = {"schema": {"$ref": f"#/components/schemas/{name}"}}
     described = {status: STATUSES[status] for status in statuses} | {"default": "Any other error."}

@@ -1,4 +1,5 @@
-"""The OpenAPI description of the Open Inference Protocol's lookups, which are not FastAPI's."""
+"""OpenAPI description of the Open Inference Protocol's infer routes, which the wire serves without
+FastAPI."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ INFER_SCHEMAS: dict[str, Any] = {
 
 
 def infer_paths(models: Sequence[ModelInfo]) -> dict[str, Any]:
-    """The routes, with an example of each of ``models``."""
+    """Returns the path items of the infer routes, with an example for each of ``models``."""
     examples = {
         model.served_as: {"summary": f"to {model.name}", "value": {"inputs": _inputs(model)}}
         for model in models
@@ -105,7 +106,7 @@ def _infer(
 
 
 def _inputs(model: ModelInfo) -> list[dict[str, Any]]:
-    """F.ids and F.lengths of each feature of the model's example."""
+    """Returns the tensors F.ids and F.lengths of each feature F in the model's example."""
     inputs: list[dict[str, Any]] = []
     for feature, bags in model.example.items():
         ids = [one for bag in bags for one in bag]

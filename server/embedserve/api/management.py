@@ -1,6 +1,6 @@
-"""The management routes, on FastAPI: health, metrics, models and the OpenAPI pages.
+"""Management routes, on FastAPI: health, metrics, models and the OpenAPI pages.
 
-Also describes the embed routes, which the wire answers, in the same OpenAPI.
+The OpenAPI description also covers the embed routes, which the wire serves.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MANAGEMENT_LINKS = ("/console", "/docs", "/models", "/metrics", *HEALTH_LINKS)
 
 
 class IdRule(BaseModel):
-    """How callers' ids of a table become row numbers; what the rule does not use is left out."""
+    """How ids of a table map to row numbers; fields that the rule does not use are left out."""
 
     rule: str = Field(description="rows, modulo or map.")
     id_type: str | None = Field(None, description="Of map: int64 or string.")
@@ -74,7 +74,7 @@ class TableResponse(BaseModel):
 
 
 class NextVersion(BaseModel):
-    """A version that is to answer, and does not yet."""
+    """A version that is to take over but is not served yet."""
 
     version: int
     state: str = Field(description="loading, warming, or failed: it stays out.")
@@ -111,7 +111,7 @@ class Model(BaseModel):
 
 
 class Models(BaseModel):
-    """All served models, and the one that POST /embed asks."""
+    """All served models, and the default model of POST /embed."""
 
     models: list[Model]
     default_model: str
@@ -130,8 +130,8 @@ class Info(BaseModel):
 
 
 def health_app(pipeline: RequestPipeline) -> FastAPI:
-    """The FastAPI application of ports whose management is at another one: callers are told of
-    health, and of their shared memory."""
+    """Returns the FastAPI application for the main ports of a server with a separate management
+    port. It serves health and the caller's shared memory only."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     _add_start_page(app, HEALTH_LINKS)
     _add_health(app, pipeline)
@@ -152,18 +152,21 @@ def management_app(
     *,
     asks: bool = True,
 ) -> FastAPI:
-    """The FastAPI application of everything but the embed routes; with those of administrators
-    where there is an ``operator``, and what people call ids by ``labels``.
+    """Returns the FastAPI application with every route but the embed routes.
 
-    Its pages load nothing from elsewhere: clusters often reach no CDN. Where not everybody may
-    ask, those who do are asked who they are, unless it is said that it ``asks`` not.
+    Its pages load nothing from other hosts, because clusters often cannot reach a CDN.
+
+    Args:
+        operator: performs the administrators' operations; without it their routes are left out.
+        labels: labels of ids, for the console.
+        asks: whether callers are authenticated, where the server has an authenticator.
     """
     app = FastAPIOffline(
         title="embedserve",
         version=__version__,
         description="Embedding lookups of TorchRec models.",
         generate_unique_id_function=operation_id,
-        redirect_slashes=False,  # a redirect repeats the client's Host
+        redirect_slashes=False,  # a redirect would echo the client's Host header
     )
     served, metrics_of_all = pipeline.models, pipeline.metrics
     registry = metrics_of_all.registry()
@@ -180,7 +183,7 @@ def management_app(
 
     @app.get("/info", tags=["info"])
     async def info() -> Info:
-        """How the server runs; what it serves is told by /models."""
+        """Describes how the server runs; /models lists what it serves."""
         shape = metrics_of_all
         return Info(version=__version__, workers=shape.workers, tables=shape.tables)
 
@@ -189,7 +192,7 @@ def management_app(
 
     @app.get("/models", tags=["models"], response_model_exclude_none=True)
     async def models() -> Models:
-        """Every served version of every model."""
+        """Lists every served version of every model."""
         return Models(
             models=[model_of(info) for info in served.models()],
             default_model=served.default_model,
@@ -197,12 +200,12 @@ def management_app(
 
     @app.get("/models/{model}/plan", tags=["models"])
     async def plan(model: str) -> Plan:
-        """Which rank holds which rows and columns of a served model's tables."""
+        """Returns which rank holds which rows and columns of a served model's tables."""
         return plan_of(served.model(model))
 
     @app.get("/models/{model}", tags=["models"], response_model_exclude_none=True)
     async def model(model: str) -> Model:
-        """One served model, NAME, or one of its versions, NAME@VERSION or NAME@ALIAS."""
+        """Returns one served model, NAME, or one of its versions, NAME@VERSION or NAME@ALIAS."""
         return model_of(served.model(model))
 
     app.include_router(open_inference_routes.routes(pipeline))
@@ -223,7 +226,7 @@ def management_app(
 
 
 def _add_start_page(app: FastAPI, links: Sequence[str]) -> None:
-    """Adds a page of links for whoever opens the port in a browser; it tells nothing else."""
+    """Adds a page of links for browsers that open the port. It discloses nothing else."""
     page = START_PAGE % "".join(f'<li><a href="{link}">{link}</a></li>' for link in links)
 
     @app.get("/", include_in_schema=False)
@@ -236,19 +239,19 @@ def _add_health(app: FastAPI, pipeline: RequestPipeline) -> None:
 
     @app.get("/health/live", tags=["health"])
     async def live() -> HealthResponse:
-        """The process runs."""
+        """Reports that the process runs."""
         return HealthResponse(status="live")
 
     @app.get("/health/ready", tags=["health"])
     async def ready() -> HealthResponse:
-        """All models are loaded, checked and warm; 503 while draining before the stop, and where
-        a model's files were changed under the server."""
+        """Reports that all models are loaded, checked and warm. 503 while draining before the stop,
+        and if a model's files were changed while it was served."""
         pipeline.models.check_ready()
         return HealthResponse(status="ready")
 
 
 def _add_error_shape(app: FastAPI) -> None:
-    """Every error has the JSON shape of the embed routes, or of the Open Inference Protocol's."""
+    """Gives every error the JSON format of the embed routes or of the Open Inference Protocol."""
 
     def answer(request: Request, error: EmbedServeError, status: int) -> Response:
         given_id = one_header(request.scope["headers"], REQUEST_ID)
@@ -274,7 +277,7 @@ def _add_error_shape(app: FastAPI) -> None:
         return answer(request, InvalidRequestError(f"{field}: {first['msg']}", field), 400)
 
     async def unforeseen(request: Request, error: Exception) -> Response:
-        """Starlette raises ``error`` again after the answer, and uvicorn logs it."""
+        """Responds with 500. Starlette then raises ``error`` again, and uvicorn logs it."""
         return answer(request, EngineError(INTERNAL), EngineError.http_status)
 
     app.add_exception_handler(EmbedServeError, of_ours)

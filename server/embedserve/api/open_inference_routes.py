@@ -1,6 +1,5 @@
-"""The routes of the Open Inference Protocol that look nothing up: health, metadata, configuration,
-statistics and the repository's index. POST …/infer is the wire's.
-"""
+"""Routes of the Open Inference Protocol other than inference: health, metadata, configuration,
+statistics and the repository index. POST …/infer is served by the wire."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ class Ready(BaseModel):
 
 
 class Server(BaseModel):
-    """What runs here."""
+    """Name, version and protocol extensions of the server."""
 
     name: str
     version: str = Field(description="Of embedserve.")
@@ -42,7 +41,7 @@ class TensorMetadata(BaseModel):
 
 
 class ModelMetadata(BaseModel):
-    """The tensors of a model; any of its features may be left out of a request."""
+    """Input and output tensors of a model. A request may leave out any of the features."""
 
     name: str
     versions: list[str]
@@ -62,7 +61,7 @@ class ConfiguredInput(ConfiguredTensor):
 
 
 class ModelConfig(BaseModel):
-    """The tensors of a model, as much of Triton's configuration as there is to say of it."""
+    """Tensors of a model, in the fields of Triton's model configuration that apply."""
 
     name: str
     platform: str
@@ -91,7 +90,7 @@ class InferStatistics(BaseModel):
 
 
 class ModelStatistics(BaseModel):
-    """What a model answered since the server started."""
+    """Counts and times of a model's requests since the server started."""
 
     name: str
     version: str
@@ -106,7 +105,7 @@ class Statistics(BaseModel):
 
 
 class Indexed(BaseModel):
-    """A version of a model that is served, or is to be."""
+    """A version of a model that is served or pending."""
 
     name: str
     version: str
@@ -119,17 +118,17 @@ class RepositoryIndexRequest(BaseModel):
 
 
 def health_routes(pipeline: RequestPipeline) -> APIRouter:
-    """For anybody."""
+    """Returns the health routes, which need no authentication."""
     router = APIRouter(prefix="/v2/health", tags=["open inference"])
 
     @router.get("/live")
     async def live() -> Live:
-        """The process runs."""
+        """Reports that the process runs."""
         return Live(live=True)
 
     @router.get("/ready")
     async def ready() -> Ready:
-        """All models are ready; 503 where they are not."""
+        """Reports that all models are ready; 503 if a model is not."""
         pipeline.models.check_ready()
         return Ready(ready=True)
 
@@ -137,67 +136,68 @@ def health_routes(pipeline: RequestPipeline) -> APIRouter:
 
 
 def routes(pipeline: RequestPipeline) -> APIRouter:
-    """What there is, and what it answered."""
+    """Returns the routes of metadata, configuration, readiness, statistics and the repository
+    index."""
     router = APIRouter(prefix="/v2", tags=["open inference"])
     models = pipeline.models
 
     @router.get("")
     async def server() -> Server:
-        """What runs here."""
+        """Returns the name, version and extensions of the server."""
         return Server.model_validate(server_metadata(pipeline))
 
     @router.get("/models/stats")
     async def statistics_of_all(request: Request) -> Statistics:
-        """Requests and times of every model that the caller may ask."""
+        """Returns request counts and times of every model that the caller may use."""
         told = {"model_stats": statistics(pipeline, quota=request.scope.get(CLIENT))}
         return Statistics.model_validate(told)
 
     @router.get("/models/{model}/versions/{version}")
     async def model_version(model: str, version: str) -> ModelMetadata:
-        """The tensors of a version."""
+        """Returns the tensors of a version."""
         return ModelMetadata.model_validate(metadata(pipeline, model, version))
 
     @router.get("/models/{model}")
     async def model(model: str) -> ModelMetadata:
-        """The tensors of a model."""
+        """Returns the tensors of a model."""
         return await model_version(model, "")
 
     @router.get("/models/{model}/versions/{version}/config")
     async def configuration_of_version(model: str, version: str) -> ModelConfig:
-        """The tensors of a version, as Triton tells of its models."""
+        """Returns the tensors of a version, in the format of Triton's model configuration."""
         return ModelConfig.model_validate(configuration(pipeline, model, version))
 
     @router.get("/models/{model}/config")
     async def configuration_of_model(model: str) -> ModelConfig:
-        """The tensors of a model, as Triton tells of its models."""
+        """Returns the tensors of a model, in the format of Triton's model configuration."""
         return await configuration_of_version(model, "")
 
     @router.get("/models/{model}/versions/{version}/ready")
     async def model_version_ready(model: str, version: str) -> ModelReady:
-        """Whether a version is ready; 404 where there is none, 503 where it is not."""
+        """Reports whether a version is ready; 404 if it does not exist, 503 if it is not ready."""
         name = served(pipeline, model, version).name
         models.check_ready()
         return ModelReady(name=name, ready=True)
 
     @router.get("/models/{model}/ready")
     async def model_ready(model: str) -> ModelReady:
-        """Whether a model is ready; 404 where there is none, 503 where it is not."""
+        """Reports whether a model is ready; 404 if it does not exist, 503 if it is not ready."""
         return await model_version_ready(model, "")
 
     @router.get("/models/{model}/versions/{version}/stats")
     async def statistics_of_version(model: str, version: str, request: Request) -> Statistics:
-        """What a version answered."""
+        """Returns request counts and times of a version."""
         told = {"model_stats": statistics(pipeline, model, version, request.scope.get(CLIENT))}
         return Statistics.model_validate(told)
 
     @router.get("/models/{model}/stats")
     async def statistics_of_model(model: str, request: Request) -> Statistics:
-        """What a model answered."""
+        """Returns request counts and times of a model."""
         return await statistics_of_version(model, "", request)
 
     @router.post("/repository/index")
     async def index(wanted: RepositoryIndexRequest | None = None) -> list[Indexed]:
-        """Every version that is served, or that is to be."""
+        """Lists every version that is served or pending."""
         only_ready = wanted is not None and wanted.ready
         return [Indexed.model_validate(one) for one in repository(pipeline, only_ready=only_ready)]
 

@@ -1,4 +1,4 @@
-"""The OpenAPI description of all routes: FastAPI's own, and those that the wire answers."""
+"""OpenAPI description of all routes: those of FastAPI, and those that the wire serves."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ _TOKEN = {"token": {"type": "http", "scheme": "bearer"}}
 
 
 def operation_id(route: APIRoute) -> str:
-    """What clients that are made of the description call an operation: its function here."""
+    """Returns the operation id of a route: its function's name, prefixed with v2_ for the Open
+    Inference Protocol. Generated clients name their methods after it."""
     return ("v2_" if is_infer(route.path) else "") + route.name
 
 
 def describe_routes(app: FastAPI, pipeline: RequestPipeline) -> None:
-    """Has ``app`` describe its routes and the wire's, with examples of what is served then."""
+    """Makes ``app`` describe its own routes and the wire's, with examples of the currently served
+    models."""
     served, asks = pipeline.models, pipeline.authenticator is not None
 
     def openapi() -> Schema:
@@ -49,17 +51,17 @@ def _of_fastapi(app: FastAPI) -> Schema:
         description=app.description,
         routes=app.routes,
         tags=app.openapi_tags,
-        separate_input_output_schemas=False,  # what may be left out is not required
+        separate_input_output_schemas=False,  # fields with defaults are optional in responses too
     )
     for path, operations in schema["paths"].items():
         for operation in operations.values():
-            # FastAPI describes errors of its own, which no route of this application answers with.
+            # FastAPI documents its own validation errors, which no route here responds with.
             operation["responses"].pop("422", None)
             operation["responses"] |= error_responses(path, _statuses(path))
     components = schema["components"]
     for one in components["schemas"].values():
         for described in one.get("properties", {}).values():
-            # Types are made as if it were always there; the descriptions say what is meant.
+            # Client generators treat a field with a default as always present.
             described.pop("default", None)
     for name in _FASTAPIS_OWN:
         components["schemas"].pop(name, None)
@@ -69,7 +71,8 @@ def _of_fastapi(app: FastAPI) -> Schema:
 
 
 def _statuses(path: str) -> tuple[str, ...]:
-    """Of errors that a route answers with, beside those that any may."""
+    """Returns the error statuses specific to a route, besides those that any route may respond
+    with."""
     statuses = ["503"] if path.endswith("/ready") else []
     if "{model}" in path:
         statuses.append("404")
@@ -84,7 +87,8 @@ def _statuses(path: str) -> tuple[str, ...]:
 
 
 def _asking(path: str, operations: Schema) -> Schema:
-    """Of a server that asks who asks."""
+    """Returns the operations of a route with authentication: the token, and the errors 401 and
+    403."""
     if roles_of(path) == ANYBODY:
         return operations
     refusals = error_responses(path, ("401", "403"))

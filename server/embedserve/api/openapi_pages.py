@@ -1,4 +1,5 @@
-"""Has browsers load nothing from elsewhere for the OpenAPI pages: ReDoc asks for a logo."""
+"""Content-Security-Policy for the OpenAPI pages: browsers load nothing from other hosts, such as
+the logo that ReDoc requests."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ PATHS = ("/docs", "/redoc")
 POLICY = "; ".join(
     (
         "default-src 'self'",
-        "script-src 'self' 'unsafe-inline'",  # both pages begin with a script of their own
+        "script-src 'self' 'unsafe-inline'",  # both pages start with an inline script
         "style-src 'self' 'unsafe-inline'",
         "img-src 'self' data:",
         "worker-src blob:",
@@ -19,7 +20,7 @@ POLICY = "; ".join(
 
 
 class OpenApiPages:
-    """The ASGI application, with a policy on these pages."""
+    """ASGI middleware that adds the policy to the OpenAPI pages."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""The plan of a served model, as GET /models/{model}/plan tells it: its ranks and shards."""
+"""The response of GET /models/{model}/plan: ranks and shards of a served model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from embedserve_store.plans.plan import shard_bytes
 
 
 class Shard(BaseModel):
-    """A block of a table on one rank: rows and columns from an offset on."""
+    """A block of a table on one rank, given by row and column offsets and counts."""
 
     rank: int
     row_offset: int
@@ -20,7 +20,7 @@ class Shard(BaseModel):
 
 
 class TableShards(BaseModel):
-    """Where a table lies."""
+    """The shards of a table."""
 
     name: str
     sharding: str
@@ -28,7 +28,7 @@ class TableShards(BaseModel):
 
 
 class Plan(BaseModel):
-    """Which rank holds which rows and columns."""
+    """The sharding plan: which rank holds which rows and columns."""
 
     model: str
     version: int
@@ -38,7 +38,7 @@ class Plan(BaseModel):
 
 
 def plan_of(info: ModelInfo) -> Plan:
-    """The shards that the server holds of ``info``'s tables, in the manifest's order."""
+    """Returns the shards that the server holds of ``info``'s tables, in the manifest's order."""
     return Plan(
         model=info.name,
         version=info.version,

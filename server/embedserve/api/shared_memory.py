@@ -1,7 +1,7 @@
-"""The routes of Triton's system shared memory: regions are told, registered and unregistered.
+"""Routes of Triton's system shared memory: status, registration and unregistration of regions.
 
-Each caller has its own. A page that a browser shows has none: it could be any site's, and browsers
-let it ask the ports of this host.
+Each caller has its own regions. Requests from a browser page are rejected: the page may belong to
+any site, and browsers let it reach the ports of this host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EMBEDDERS = frozenset({"embed"})
 
 
 class Range(BaseModel):
-    """Which part of a file a region is."""
+    """The range of a file that a region covers."""
 
     key: str = Field(description="Of a file in /dev/shm, such as /ranker-0.")
     offset: int = Field(0, strict=True, description="Where it begins, in bytes.")
@@ -30,7 +30,7 @@ class Range(BaseModel):
 
 
 class RegionStatus(BaseModel):
-    """A region of the caller's."""
+    """A region registered by the caller."""
 
     name: str
     key: str
@@ -47,7 +47,7 @@ _RANGE: dict[str, Any] = {
 
 
 def shared_memory_routes(pipeline: RequestPipeline, shared: RegionRegistry) -> APIRouter:
-    """Of what callers of ``pipeline`` have registered."""
+    """Returns the routes for the regions registered by callers of ``pipeline``."""
     router = APIRouter(prefix=PREFIX, tags=["open inference"])
 
     def owner_of(request: Request) -> str:
@@ -58,7 +58,7 @@ def shared_memory_routes(pipeline: RequestPipeline, shared: RegionRegistry) -> A
         if access is None:
             return EVERYBODY
         authorization = one_header(headers, b"authorization")
-        # The guard has had it pay.
+        # AuthMiddleware has already charged the request to the caller's rate limit.
         certificate = request.scope.get(CERTIFICATE)
         return access.check(authorization, certificate, EMBEDDERS, pays=False).grant.name
 
@@ -70,17 +70,17 @@ def shared_memory_routes(pipeline: RequestPipeline, shared: RegionRegistry) -> A
 
     @router.get("/status")
     async def regions(request: Request) -> list[RegionStatus]:
-        """All regions that the caller has registered."""
+        """Lists all regions registered by the caller."""
         return told(owner_of(request))
 
     @router.get("/region/{region}/status")
     async def region(region: str, request: Request) -> list[RegionStatus]:
-        """A region that the caller has registered; 404 where it has none of that name."""
+        """Returns a region registered by the caller; 404 if the caller has none of that name."""
         return told(owner_of(request), region)
 
     @router.post("/region/{region}/register", response_class=Response, openapi_extra=_RANGE)
     async def register_region(region: str, request: Request) -> Response:
-        """Registers a part of a file in /dev/shm, where tensors of the caller's may lie."""
+        """Registers a range of a file in /dev/shm for the caller's tensors."""
         owner = owner_of(request)
         given = await _range(request)
         shared.register(owner, region, given.key, given.offset, given.byte_size)
@@ -88,13 +88,13 @@ def shared_memory_routes(pipeline: RequestPipeline, shared: RegionRegistry) -> A
 
     @router.post("/unregister", response_class=Response)
     async def unregister_regions(request: Request) -> Response:
-        """Forgets all regions that the caller has registered."""
+        """Unregisters all regions of the caller."""
         shared.unregister(owner_of(request))
         return Response()
 
     @router.post("/region/{region}/unregister", response_class=Response)
     async def unregister_region(region: str, request: Request) -> Response:
-        """Forgets a region that the caller has registered, if there is one."""
+        """Unregisters a region of the caller, if it exists."""
         shared.unregister(owner_of(request), region)
         return Response()
 
@@ -102,11 +102,12 @@ def shared_memory_routes(pipeline: RequestPipeline, shared: RegionRegistry) -> A
 
 
 async def _range(request: Request) -> Range:
-    """Of a body of any content type: Triton's clients name none.
+    """Returns the range in a request's body. Any content type is accepted, because Triton's clients
+    send none.
 
     Raises:
-        InvalidRequestError: it is none.
-        RequestTooLargeError: it has over BODY_BYTES_MAX.
+        InvalidRequestError: the body is not a valid Range.
+        RequestTooLargeError: the body has more than BODY_BYTES_MAX bytes.
     """
     body = b""
     async for chunk in request.stream():

@@ -10,7 +10,7 @@ from embedserve.tracing.slow_requests import KEPT_S
 
 
 class SlowRequest(BaseModel):
-    """A request that has ended; what is not known of it is left out, as in the log."""
+    """A completed request; unknown values are left out, as in the log."""
 
     when: str = Field(description="When it ended: ISO 8601, UTC.")
     request_id: str
@@ -31,7 +31,7 @@ class SlowRequest(BaseModel):
 
 
 class Slow(BaseModel):
-    """The slowest of those that took longer than `serve --slow-ms`, the slowest first."""
+    """The slowest requests that took longer than `serve --slow-ms`, slowest first."""
 
     seconds: float = Field(description="How long ago they ended at most.")
     requests: list[SlowRequest] = Field(description="Of the worker that answers.")
@@ -42,6 +42,6 @@ def add_slow(app: FastAPI, pipeline: RequestPipeline) -> None:
 
     @app.get("/slow", tags=["metrics"], response_model_exclude_none=True)
     async def slow() -> Slow:
-        """The slowest requests of the last minutes, and where their time went."""
+        """Lists the slowest requests of the last minutes, with the time spent in each stage."""
         told = pipeline.telemetry.slow.fields()
         return Slow(seconds=KEPT_S, requests=[SlowRequest.model_validate(one) for one in told])

@@ -1,5 +1,5 @@
-"""Codecs: bytes to LookupRequest and LookupResult to bytes, for each form of them.
+"""Codecs: decode request bytes to a LookupRequest and encode a LookupResult to response bytes.
 
-Pure functions, no I/O. A codec knows formats, not models: whether features exist and ids are
-rows is for the service and the batcher.
+Codecs are pure functions without I/O. A codec knows formats, not models: the request pipeline and
+the batcher check whether features exist and ids are rows.
 """

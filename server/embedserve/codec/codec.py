@@ -1,7 +1,7 @@
-"""The codecs by name: each a pair of pure functions, with the content type of its bytes.
+"""The codecs by name. Each codec is a set of pure functions with the content type of its bytes.
 
-Tensors that lie in shared memory are read and written here, too, through the regions that requests
-are decoded with: they are as the bytes of a body.
+Tensors in shared memory are read and written here, too, through the regions that a decoder is bound
+to. They are treated like the bytes of a body.
 """
 
 from __future__ import annotations
@@ -25,25 +25,30 @@ TryDecodeInline = Callable[[bytes, str, Limits], LookupRequest | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codec:
-    """One form of requests and answers.
+    """A format of requests and responses.
 
     Attributes:
-        content_type: as HTTP names it.
-        limit: the setting that bounds a body, beside body_bytes_max.
-        decode: (body, model of the URL or "", limits) to a request; raises InvalidRequestError,
-            and RequestTooLargeError before it reads much.
-        try_decode_inline: the same where that is quick; None where it takes long.
-        encode: a result to its bytes in pieces, none of which takes long to make.
-        try_encode_inline: the same and its bytes where all of it is quick; None where it takes
+        content_type: value of the Content-Type header.
+        limit: name of the setting that bounds a body, in addition to body_bytes_max.
+        decode: function from (body, model of the URL or "", limits) to a request. Raises
+            InvalidRequestError, and RequestTooLargeError before it reads much.
+        try_decode_inline: the same function where decoding is quick; returns None where it takes
             long.
-        peek_model: the model that a body names, "" where it names none; decodes nothing else.
-        estimate_size: (bags, ids) that a body has, about and seldom more; decodes nothing.
-        encode_error: an error as REST answers it.
-        encode_streamed_error: an error as a stream answers it in a request's place.
-        head_bytes: of an answer in pieces those of its JSON, which a header tells; 0 where all of
-            it is JSON. None of forms that have no such answers.
-        in_regions: (try_decode_inline, decode) for requests whose tensors may be located in the
-            given regions of shared memory; None for formats without such tensors.
+        encode: function from a result to the chunks of its response, each quick to encode.
+        try_encode_inline: function from a result to (chunks, byte count) where all of it is quick;
+            returns None where encoding takes long.
+        peek_model: function from a body to the model that it names, "" if none. Decodes nothing
+            else.
+        estimate_size: function from a body to its approximate (bags, ids), seldom too many. Decodes
+            nothing.
+        encode_error: function from an error to the body of a REST error response.
+        encode_streamed_error: function from an error to the message that a stream sends in place of
+            the response.
+        head_bytes: function from the chunks of a response to the bytes of its JSON, which are sent
+            in a header; 0 where the whole response is JSON. None for formats without binary values
+            behind JSON.
+        in_regions: function from regions of shared memory to (try_decode_inline, decode) for
+            requests whose tensors may be located there. None for formats without such tensors.
     """
 
     content_type: bytes
@@ -60,12 +65,13 @@ class Codec:
     in_regions: Callable[[Regions], tuple[TryDecodeInline, Decode]] | None = None
 
     def bytes_max(self, limits: Limits) -> int:
-        """Of a body."""
+        """Returns the largest number of bytes that a body may have."""
         bytes_max: int = min(limits.body_bytes_max, getattr(limits, self.limit))
         return bytes_max
 
     def check_size(self, nbytes: int, limits: Limits, *, is_whole: bool = True) -> None:
-        """Raises RequestTooLargeError for a body of ``nbytes``, or more if not ``is_whole``."""
+        """Raises RequestTooLargeError if a body of ``nbytes`` is too large. A body that is not
+        ``is_whole`` has at least ``nbytes``."""
         bytes_max = self.bytes_max(limits)
         if nbytes > bytes_max:
             name = "body_bytes_max" if limits.body_bytes_max == bytes_max else self.limit
@@ -105,7 +111,7 @@ ARROW = Codec(
     lambda body: "",
     arrow_requests.estimate_size,
 )
-"""Streams of columns."""
+"""Codec of Arrow streams: columns of ids in, columns of vectors out."""
 
 
 def _bodies_in(regions: Regions, json_bytes: int | None = None) -> tuple[TryDecodeInline, Decode]:
@@ -135,16 +141,19 @@ INFER = Codec(
     head_bytes=body_answers.head_bytes,
     in_regions=_bodies_in,
 )
-"""The Open Inference Protocol's JSON; its answers may have values in binary behind it."""
+"""Codec of the Open Inference Protocol's JSON. Its responses may have binary values behind the
+JSON."""
 BINARY = b"application/octet-stream"
-"""The content type of those."""
+"""Content type of bodies that have binary tensors behind their JSON."""
 CODECS_MAX = 512
 
 
 @lru_cache(CODECS_MAX)
 def infer_binary(json_bytes: int) -> Codec:
-    """Of bodies that begin with so much JSON, and have tensors in binary behind it. A caller's
-    requests have the same few lengths over and over."""
+    """Returns the codec for bodies with ``json_bytes`` of JSON followed by binary tensors.
+
+    Cached, up to CODECS_MAX, because a caller's requests have the same few JSON lengths.
+    """
     return replace(
         INFER,
         content_type=BINARY,
@@ -167,14 +176,14 @@ INFER_MESSAGE = Codec(
     infer_messages.estimate_size,
     in_regions=_messages_in,
 )
-"""ModelInferRequest and ModelInferResponse."""
+"""Codec of the Open Inference Protocol's ModelInferRequest and ModelInferResponse."""
 INFER_STREAMED = replace(
     INFER_MESSAGE,
     encode=message_answers.encode_streamed_pieces,
     try_encode_inline=message_answers.try_encode_streamed_inline,
     encode_streamed_error=message_answers.encode_stream_error,
 )
-"""The same in a ModelStreamInferResponse each."""
+"""Variant of INFER_MESSAGE that wraps each response in a ModelStreamInferResponse."""
 
 PREDICT = Codec(
     PROTOBUF.content_type,
@@ -186,4 +195,4 @@ PREDICT = Codec(
     lambda body: "",
     predictor_codec.estimate_size,
 )
-"""TorchRec's PredictionRequest and PredictionResponse."""
+"""Codec of TorchRec's PredictionRequest and PredictionResponse."""

@@ -1,7 +1,8 @@
-"""The JSON of POST /embed: request bytes to a LookupRequest, a LookupResult to answer bytes.
+"""The JSON codec of POST /embed: request bytes to a LookupRequest, a LookupResult to response
+bytes.
 
-The fast path only tells right from wrong. What exactly is wrong is found by diagnose.py, on
-the slow path, and said with field and value.
+The fast path only distinguishes valid from invalid requests. On the slow path json_errors.py finds
+the exact error and reports field and value.
 """
 
 from __future__ import annotations
@@ -45,37 +46,40 @@ class _BodyWithStrings(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 
 NOW_BYTES_MAX = 64 << 10
-"""Of a body that is read on the event loop's thread, in about a millisecond at most."""
+"""Bytes of a body that is decoded on the event loop's thread, which takes about a millisecond at
+most."""
 
 _FLOAT32 = np.dtype(np.float32)
 NOW_VALUES_MAX = 32_768
-"""Of an answer that is written on the event loop's thread, in about two milliseconds at most."""
+"""Values of a response that is encoded on the event loop's thread, in about two milliseconds at
+most."""
 PIECE_VALUES = 16_384
-"""Written without a break, where rows are not longer."""
+"""Values that are encoded without a break, unless a single row is longer."""
 
 _DECODER = msgspec.json.Decoder(_EmbedBody)
 _STRING_DECODER = msgspec.json.Decoder(_BodyWithStrings)
 
 
 def try_decode_inline(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
-    """As decode_request, or None where that would take long."""
+    """Decodes like decode_request, or returns None where that would take long."""
     return decode_request(body, model, limits) if len(body) <= NOW_BYTES_MAX else None
 
 
 def decode_request(body: bytes, model: str, limits: Limits = DEFAULT_LIMITS) -> LookupRequest:
-    """The request in ``body``, to ``model`` ("" for the default model).
+    """Returns the request in ``body``, addressed to ``model`` ("" for the default model).
 
     Raises:
-        InvalidRequestError: not JSON, or not a batch of jagged ids; names field and value.
-        RequestTooLargeError: it has more than ``limits`` allow, told before it is read.
+        InvalidRequestError: the body is not JSON, or not a batch of jagged ids; names field and
+            value.
+        RequestTooLargeError: the body has more than ``limits`` allow. Raised before it is parsed.
     """
-    if len(body) > limits.request_values_max:  # else it cannot hold so many
+    if len(body) > limits.request_values_max:  # a shorter body cannot hold that many values
         check_cost(body, limits)
     try:
         try:
             parsed: _EmbedBody | _BodyWithStrings = _DECODER.decode(body)
         except msgspec.ValidationError:
-            # Tried second: what may be a string or an integer takes longer to read.
+            # Tried second, because values that may be strings or integers take longer to parse.
             parsed = _STRING_DECODER.decode(body)
         request = _request(parsed, model, limits)
     except (msgspec.DecodeError, TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -91,9 +95,10 @@ def decode_request(body: bytes, model: str, limits: Limits = DEFAULT_LIMITS) -> 
 
 
 def estimate_size(body: bytes) -> tuple[int, int]:
-    """(bags, ids) that a request has about, told by its brackets and commas: the brackets around
-    all bags of a feature count as one more, a bag's first id does not count. Of ids that are
-    strings, in which there may be commas, (0, 0).
+    """Returns the approximate (bags, ids) of a request, estimated from its brackets and commas.
+
+    The brackets around all bags of a feature count as one more bag, and a bag's first id is not
+    counted. Returns (0, 0) for string ids, which may contain commas.
     """
     if b'["' in body:
         return 0, 0
@@ -108,8 +113,8 @@ def _count(body: bytes, characters: bytes) -> int:
 
 
 def check_cost(body: bytes, limits: Limits) -> None:
-    """Raises RequestTooLargeError for JSON of more values than ``limits`` allow: each but the
-    outermost follows a comma or an opening bracket."""
+    """Raises RequestTooLargeError for JSON with more values than ``limits`` allow. Each value but
+    the outermost follows a comma or an opening bracket."""
     count = _count(body, b",[{")
     if count > limits.request_values_max:
         raise RequestTooLargeError(
@@ -133,7 +138,7 @@ def _request(parsed: _EmbedBody | _BodyWithStrings, model: str, limits: Limits) 
         ids = np.frombuffer(array("q", values), np.int64)
         return LookupRequest(model, features, ids, length_array, weights, batch_size)
     if any(one and type(one[0]) is list and str in set(map(type, one)) for one in bags):
-        raise TypeError  # _flatten took a string in the place of a bag for its characters
+        raise TypeError  # _flatten took a string in place of a bag for its characters
     ids, string_features, strings = _merge_strings(features, lengths, values)
     return LookupRequest(
         model, features, ids, length_array, weights, batch_size, string_features, strings
@@ -141,10 +146,10 @@ def _request(parsed: _EmbedBody | _BodyWithStrings, model: str, limits: Limits) 
 
 
 def _batch_size(features: list[list[Any]]) -> int:
-    """Examples of the request: a feature given as one flat list is a batch of one."""
+    """Returns the examples of the request. A feature given as one flat list is a batch of one."""
     first = features[0] if features else None
     if not first:
-        # Either wrong, or an empty bag next to features that tell the batch size.
+        # Either invalid, or an empty bag next to features that determine the batch size.
         if not any(features):
             raise ValueError
         return 1
@@ -152,7 +157,8 @@ def _batch_size(features: list[list[Any]]) -> int:
 
 
 def _flatten(features: list[Any], batch_size: int) -> tuple[list[int], list[Any]]:
-    """(lengths of all bags, their values) feature-major; TypeError or ValueError if ragged."""
+    """Returns (lengths of all bags, their values), feature-major. Raises TypeError or ValueError if
+    ragged."""
     lengths: list[int] = []
     values: list[Any] = []
     for bags in features:
@@ -173,8 +179,8 @@ def _flatten(features: list[Any], batch_size: int) -> tuple[list[int], list[Any]
 def _merge_strings(
     features: tuple[str, ...], lengths: list[int], values: list[Any]
 ) -> tuple[np.ndarray, frozenset[str], HashedStrings]:
-    """(ids, the features whose ids are hashes, the strings by hash); TypeError where integers and
-    strings that are none are mixed."""
+    """Returns (ids, the features whose ids are hashes, the strings by hash). Raises TypeError where
+    a feature mixes integers with strings that are not integers."""
     integers: list[int] = []
     strings: list[str] = []
     is_string = []
@@ -199,7 +205,8 @@ def _merge_strings(
 
 
 def _mixed(ids: list[Any]) -> list[int]:
-    """The integers that ``ids`` are, some of them as strings; TypeError where one is none."""
+    """Returns ``ids`` as integers; some are given as strings. Raises TypeError where a string is no
+    integer."""
     integers = integers_of(list(map(str, ids)))
     if isinstance(integers, int):
         raise TypeError
@@ -214,7 +221,8 @@ def _flatten_weights(
     lengths: list[int],
     batch_size: int,
 ) -> np.ndarray:
-    """float32, one for each id: those given, and 1 for features without."""
+    """Returns float32 weights, one for each id: the given weights, and 1 for features without
+    weights."""
     if not given.keys() <= set(features):
         raise ValueError
     weights = [
@@ -238,13 +246,16 @@ def _ones(bags: list[Any]) -> list[Any]:
 
 
 def _problem(body: bytes, error: Exception) -> EmbedServeError:
-    """What is wrong with ``body``, for the caller to raise: an error that a name of its frame holds
-    is a circle, and keeps what the frames below hold, such as all that was read."""
+    """Returns the error in ``body``, for the caller to raise.
+
+    An error that is stored in a local variable of its frame is a reference cycle. It keeps alive
+    what the frames below hold, such as all the parsed values.
+    """
     return explain_invalid_json(body) or InvalidRequestError(f"body: {error}", "body")
 
 
 def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
-    """As encode_result, or None where that would take long."""
+    """Encodes like encode_result, or returns None where that would take long."""
     values, more, lengths = result.values, result.extra_chunks, result.lengths
     size = values.size
     if more:
@@ -255,7 +266,8 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
         return None
     is_whole = not more and lengths is None and result.unknown_ids is None
     if is_whole and values.dtype is _FLOAT32:
-        # What most answers are, in one piece: those of encode_result cost a quarter more.
+        # Most responses are encoded as one chunk here: the chunks of encode_result cost a quarter
+        # more.
         body = b'%b,"values":%b}' % (result.model.json_start, _numpy_json(values))
     else:
         body = encode_result(result)
@@ -263,21 +275,22 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
 
 
 def encode_result(result: LookupResult) -> bytes:
-    """{"model", "version", "keys", "length_per_key", "values": [B][sum(length_per_key)]}.
+    """Returns {"model", "version", "keys", "length_per_key", "values": [B][sum(length_per_key)]}.
 
-    An unpooled answer has "lengths": {key: [B]} and "values": {key: [n][dim]}. Where ids had no
+    An unpooled response has "lengths": {key: [B]} and "values": {key: [n][dim]}. Where ids had no
     row, "unknown_ids" counts them by feature.
 
-    The numbers are the shortest that read back as the same float32, or, where float16 was asked
-    for, the same float16; "output_dtype" then says so. A value that is not finite (a weighted sum
-    past the largest float32, 65504 for float16) is null, as JSON has no infinity; protobuf
-    carries it as it is.
+    Numbers have the fewest digits that read back as the same float32. If float16 was requested,
+    they read back as the same float16, and "output_dtype" says so.
+
+    A value that is not finite is null, because JSON has no infinity: a weighted sum past the
+    largest float32, or past 65504 for float16. Protobuf carries such values unchanged.
     """
     return b"".join(encode_pieces(result))
 
 
 def encode_pieces(result: LookupResult) -> Iterator[bytes]:
-    """The pieces of encode_result, one after the other, none of which takes long."""
+    """Yields the chunks of encode_result in order. None of them takes long to encode."""
     head = result.model.json_start
     if result.values.dtype == np.float16:
         head += b',"output_dtype":"float16"'
@@ -303,7 +316,7 @@ def encode_pieces(result: LookupResult) -> Iterator[bytes]:
 
 
 def _rows(before: bytes, arrays: Iterable[np.ndarray]) -> Iterator[bytes]:
-    """``before``, and the rows of ``arrays`` as one list of lists."""
+    """Yields ``before``, and the rows of ``arrays`` as one list of lists."""
     before += b"["
     for all_rows in arrays:
         step = max(1, PIECE_VALUES // all_rows.shape[1])
@@ -325,7 +338,7 @@ def _numpy_json(value: Any) -> bytes:
 
 
 def encode_error(error: EmbedServeError) -> bytes:
-    """{"error": {"code", "message", "field"}}: the one shape of every REST error."""
+    """Returns {"error": {"code", "message", "field"}}, the format of every REST error."""
     return orjson.dumps(
         {"error": {"code": error.code, "message": error.message, "field": error.field}}
     )

@@ -1,6 +1,6 @@
-"""Says what is wrong with a JSON request that the fast path refused: the field and the value.
+"""Explains why the fast path rejected a JSON request: names the field and the value.
 
-Slow and thorough, run on bad input only. Never decides whether a request is good.
+Slow and thorough. It runs on invalid input only and never decides whether a request is valid.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from embedserve.codec.string_ids import integers_of
 from embedserve.errors import InvalidRequestError
 
 CHUNK = 1024
-"""Bags or values that are looked at together; only where one is wrong, each alone."""
+"""Bags or values that are checked together. The elements of a chunk are checked individually only
+where an element is wrong."""
 FEW = 8
-"""Values in a bag that are quicker looked at each alone."""
+"""Values in a bag. A bag with fewer values is checked value by value, which is quicker than a check
+in chunks."""
 QUOTED_CHARACTERS_MAX = 60
 INT64_MAX = 2**63 - 1
 FIELDS = ("features", "weights", "output_dtype", "version", "output_keys")
@@ -29,11 +31,11 @@ OUTPUT_DTYPES = ("float32", "float16")
 
 
 def explain_invalid_json(body: bytes) -> InvalidRequestError | None:
-    """The first thing that is wrong with ``body``, or None if nothing is found."""
+    """Returns the first error found in ``body``, or None if nothing is found."""
     if not body.strip():
         return _wrong("body", 'is empty: send JSON such as {"features": {"NAME": [[1, 2]]}}')
     try:
-        # Python's json also reads NaN, so that a NaN is refused where it stands.
+        # Python's json also parses NaN, so that a NaN is reported at its position.
         parsed = json.loads(body.decode())
     except RecursionError:
         return _wrong("body", "is nested too deeply")
@@ -63,9 +65,12 @@ def _features(parsed: dict[str, Any]) -> InvalidRequestError | None:
 
 
 def _check_of(bags: Any) -> Any:
-    """Returns the check of a feature's ids, which are all strings, or integers, which strings may
-    stand for. Of a mixture the fewer are wrong; where they are as many, the strings are. How many
-    strings are no integers is estimated by the first CHUNK of them."""
+    """Returns the check for a feature's ids, which are either all strings, or integers, for which
+    strings may stand.
+
+    In a mixture the minority is reported as wrong; in a tie, the strings are. The number of strings
+    that are not integers is estimated from the first CHUNK strings.
+    """
     if not isinstance(bags, list):
         return _check_id
     ids = [*chain.from_iterable(bags)] if set(map(type, bags)) == {list} else bags
@@ -79,7 +84,7 @@ def _check_of(bags: Any) -> Any:
 
 
 def _batch_sizes(features: dict[str, list[Any]]) -> InvalidRequestError | None:
-    """All features have as many bags; a flat list is one bag."""
+    """Checks that all features have the same number of bags. A flat list is one bag."""
     if not any(features.values()):
         field = f"features.{next(iter(features))}"
         return _wrong(field, "is []: an empty batch; one example without ids is [[]]")
@@ -164,7 +169,7 @@ def _output_keys(parsed: dict[str, Any]) -> InvalidRequestError | None:
 
 
 def _jagged(field: str, bags: Any, what: str, check: Any) -> InvalidRequestError | None:
-    """A list of lists, or one flat list."""
+    """Checks a list of lists, or one flat list."""
     if not isinstance(bags, list):
         return _wrong(field, f"is {_quote(bags)}: expected a list of lists of {what}")
     if bags and isinstance(bags[0], list):
@@ -198,7 +203,7 @@ def _chunks(values: list[Any]) -> Iterator[tuple[int, list[Any]]]:
 
 
 def _all_right(values: list[Any], check: Any) -> bool:
-    """Whether ``check`` would find nothing wrong with ``values``, without a call for each."""
+    """Returns whether ``check`` would accept all ``values``, without calling it for each value."""
     types = set(map(type, values))
     try:
         if check is _check_string:
@@ -242,7 +247,7 @@ def _check_weight(value: Any) -> str:
     try:
         struct.pack("<f", value)
         is_finite = math.isfinite(value)
-    except (OverflowError, struct.error):  # of floats, of integers
+    except (OverflowError, struct.error):  # OverflowError of floats, struct.error of integers
         is_finite = False
     return "" if is_finite else "weights are finite float32 numbers"
 
@@ -268,7 +273,7 @@ def _quote(value: Any) -> str:
 
 
 def _wrong(field: str, problem: str) -> InvalidRequestError:
-    # A name may hold half of a surrogate pair, which no answer could be encoded with.
+    # A name may hold half of a surrogate pair, which no response could be encoded with.
     return InvalidRequestError(_as_text(f"{field} {problem}"), _as_text(field))
 
 

@@ -1,7 +1,7 @@
-"""What callers may know of a served model, said once for REST and gRPC.
+"""Description of a served model for clients, shared by REST and gRPC.
 
-Tables are described as the manifest stores them. What of it is shown is for the wire's own
-contract to say: pydantic's Model and embedding.proto's leave out what they do not name.
+Tables are described as the manifest stores them. The wire contract selects the fields that are
+shown: pydantic's Model and embedding.proto's Model leave out fields that they do not declare.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from embedserve.model_info import ModelInfo
 
 
 def describe(model: ModelInfo) -> dict[str, Any]:
-    """``model`` as JSON values."""
+    """Returns the description of ``model`` as JSON values."""
     return {
         "model": model.name,
         "version": model.version,

@@ -1,7 +1,8 @@
-"""The messages of TorchRec's predictor.Predictor: PredictionRequest and PredictionResponse.
+"""Codec of TorchRec's predictor.Predictor: PredictionRequest and PredictionResponse.
 
-A request names neither its model nor its features: it has those of the default model, in the
-model's order. Numbers are found where they lie in the bytes; what is not read is not looked at.
+A request names neither its model nor its features. It is addressed to the default model and has
+that model's features, in the model's order. Numbers are read in place from the bytes, and unused
+fields are not decoded.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from embedserve_proto import predictor_pb2 as pb
 logger = logging.getLogger(__name__)
 
 FIELDS_MAX = 64
-"""Of a message, at either depth: serializers write six."""
+"""Fields of a message, at either depth. Serializers write six, so the bound leaves ample room."""
 IDS, SCORED = "id_list_features", "id_score_list_features"
 _INT64, _INT32, _FLOAT32 = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
 _INT32_BITS, _INT32_SIGN = 0xFFFF_FFFF, 0x8000_0000
@@ -63,7 +64,7 @@ _SPARSE = _tags(
 NOT_READ = frozenset({"float_features", "embedding_features"})
 
 _FORM, _OUTPUT = ResponseOptions(), OutputOptions()
-"""Answers have every key."""
+"""Options of every response: the values of all keys, with no other output."""
 _ENTRY_TAG, _KEY_TAG, _VALUE_TAG, _DATA_TAG = (
     bytes([tag_of(number, LENGTH_DELIMITED)])
     for number in (
@@ -77,7 +78,7 @@ _ENTRY_TAG, _KEY_TAG, _VALUE_TAG, _DATA_TAG = (
 
 @dataclass(slots=True)
 class _Sparse:
-    """SparseFeatures as they came, and what they say."""
+    """The fields of a SparseFeatures message, not decoded or checked yet."""
 
     name: str
     num_features: int = 0
@@ -92,7 +93,7 @@ class _Sparse:
 
 @dataclass(slots=True)
 class _PredictorBags:
-    """Arrays of some features, as a LookupRequest has them."""
+    """Arrays of some of the features, in the layout of a LookupRequest."""
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -100,11 +101,12 @@ class _PredictorBags:
 
 
 def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS) -> LookupRequest:
-    """The PredictionRequest in ``body``, to the default model: its features have no names.
+    """Returns the PredictionRequest in ``body``, addressed to the default model. Its features have
+    no names.
 
     Raises:
-        InvalidRequestError: it is none, or not a batch of jagged ids.
-        RequestTooLargeError: it has more than ``limits`` allow.
+        InvalidRequestError: the body is not a PredictionRequest, or not a batch of jagged ids.
+        RequestTooLargeError: the body has more than ``limits`` allow.
     """
     batch_size, of_ids, of_scored = _read(body)
     if batch_size < 1:
@@ -136,18 +138,18 @@ def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS
 
 
 try_decode_inline = decode_request
-"""All of it is numbers given as bytes, which never take long."""
+"""Decodes the whole request, because numbers given as bytes never take long."""
 
 
 def _read(body: bytes) -> tuple[int, _Sparse, _Sparse]:
-    """(batch_size, id_list_features, id_score_list_features), not checked yet."""
+    """Returns (batch_size, id_list_features, id_score_list_features), not checked yet."""
     batch_size = 0
     sparse = {name: _Sparse(name) for name in (IDS, SCORED, "unary_features")}
     for name, start, end in _named(body, _REQUEST):
         if name == "batch_size":
             batch_size = _int32(body, start)
         elif name in NOT_READ:
-            for _ in _named(body[start:end], {}):  # is to be a message all the same
+            for _ in _named(body[start:end], {}):  # it must be well-formed even so
                 pass
             if end > start:
                 say_not_read(name)
@@ -160,7 +162,8 @@ def _read(body: bytes) -> tuple[int, _Sparse, _Sparse]:
 
 
 def _merge(into: _Sparse, message: bytes) -> None:
-    """As parsers read it: of a field that is given twice the last counts."""
+    """Merges ``message`` into ``into`` as protobuf parsers do: of a repeated scalar field the last
+    value counts."""
     for name, start, end in _named(message, _SPARSE):
         if name == "num_features":
             into.num_features = _int32(message, start)
@@ -169,7 +172,7 @@ def _merge(into: _Sparse, message: bytes) -> None:
 
 
 def _named(body: bytes, tags: Mapping[int, str]) -> Iterator[tuple[str, int, int]]:
-    """(name, where its value begins, where it ends) of each field with a name."""
+    """Yields (name, start of the value, end of the value) for each field that ``tags`` names."""
     try:
         for count, (tag, _, start, end) in enumerate(fields(body)):
             if count >= FIELDS_MAX:
@@ -198,7 +201,8 @@ def _int32(body: bytes, start: int) -> int:
 
 @cache
 def say_not_read(field: str) -> None:
-    """Once in the life of a process: TorchRec's clients send them with every request."""
+    """Logs once per process that ``field`` is ignored. TorchRec's clients send such fields with
+    every request."""
     logger.info("Predictor/Predict: %s are not read, this server has the tables alone", field)
 
 
@@ -223,7 +227,8 @@ def _bags(one: _Sparse, batch_size: int, limits: Limits) -> _PredictorBags:
 
 
 def _ids(one: _Sparse, count: int) -> np.ndarray:
-    """int64 [count]. Clients send what their tensor is; how wide that is their bytes say."""
+    """Returns the ids as int64 [count]. Clients send their tensor's dtype; the number of bytes
+    determines its width."""
     nbytes = len(one.values)
     if nbytes == count * _INT64.itemsize:
         return np.frombuffer(one.values, _INT64)
@@ -251,7 +256,8 @@ def _weights(one: _Sparse, count: int) -> np.ndarray | None:
 
 
 def estimate_size(body: bytes) -> tuple[int, int]:
-    """(bags, ids) of a PredictionRequest, or less where ids are int32; (0, 0) of what is none."""
+    """Returns (bags, ids) of a PredictionRequest; the ids are underestimated where they are int32.
+    Returns (0, 0) for an invalid body."""
     bags = ids = 0
     try:
         for name, start, end in _named(body, _REQUEST):
@@ -264,16 +270,17 @@ def estimate_size(body: bytes) -> tuple[int, int]:
     return bags, ids
 
 
-# Answers
+# Responses
 
 
 def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
-    """(a PredictionResponse in pieces, their bytes), or None where that would take long."""
+    """Returns (the chunks of a PredictionResponse, their byte count), or None where encoding would
+    take long."""
     return with_size([*encode_pieces(result)]) if is_quick(result, _FORM) else None
 
 
 def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
-    """The pieces of any answer, none of which takes long to make."""
+    """Yields the chunks of any response in order, each quick to encode."""
     starts, tensors = _starts(result)
     for start, one in zip(starts, tensors, strict=True):
         yield start
@@ -282,8 +289,8 @@ def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
 
 
 def _starts(result: LookupResult) -> tuple[Sequence[bytes], Sequence[OutputTensor]]:
-    """(what comes before the values of each key, the keys); of pooled answers kept with the model,
-    by their examples."""
+    """Returns (the bytes before the values of each key, the tensors of the keys). For pooled
+    responses they are cached with the model, by the number of examples."""
     key = (
         None
         if result.extra_chunks or result.lengths is not None
@@ -299,7 +306,7 @@ def _starts(result: LookupResult) -> tuple[Sequence[bytes], Sequence[OutputTenso
 
 
 def _start(tensor: OutputTensor) -> bytes:
-    """An entry of the map, but for its values."""
+    """Returns an entry of the map without its values."""
     nbytes = tensor.shape[0] * tensor.shape[1] * _FLOAT32.itemsize
     name, data = tensor.name.encode(), _DATA_TAG + varint(nbytes)
     head = _KEY_TAG + varint(len(name)) + name + _VALUE_TAG + varint(len(data) + nbytes) + data

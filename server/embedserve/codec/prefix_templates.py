@@ -1,6 +1,7 @@
-"""Messages that begin as one before them: callers send the same model and keys over and over.
+"""Template cache for EmbedRequest: callers repeat the same model and keys.
 
-What follows the keys is then the bytes of two arrays, which are found without reading the message.
+The serialized prefix, up to the tag of ids_bytes, is matched byte for byte. Behind it are only the
+bytes of two arrays, which are located without parsing the message.
 """
 
 from __future__ import annotations
@@ -22,19 +23,23 @@ HEAD_BYTES_MAX = 4096
 
 
 class PrefixTemplateCache:
-    """How messages begin: the bytes of their model and keys, which callers send over and over, and
-    what these say. The one met last comes first.
+    """Cache of serialized message prefixes: the bytes of model and keys, and the values they
+    encode. The most recently added prefix comes first.
 
     Attributes:
-        known: (the bytes, up to and with the tag of ids_bytes; the model; the keys) of each.
+        known: list of (prefix bytes up to and including the tag of ids_bytes, model, keys).
     """
 
     def __init__(self) -> None:
         self.known: list[tuple[bytes, str, tuple[str, ...]]] = []
 
     def remember(self, body: bytes, model: str, features: tuple[str, ...]) -> None:
-        """If ``body`` begins as serializers write it, with ids_bytes behind its keys, and is not
-        known to: a message with more fields than a plain one begins like it."""
+        """Caches the prefix of ``body`` if it is serialized as usual, with ids_bytes right behind
+        its keys.
+
+        A prefix that is already cached is not added again: a message with more fields than a plain
+        message begins with the same bytes.
+        """
         if any(body.startswith(head) for head, _, _ in self.known):
             return
         message = embedding_pb2.EmbedRequest(model=model, keys=features)
@@ -48,8 +53,8 @@ heads = PrefixTemplateCache()
 
 
 def decode_known(body: bytes, model: str) -> LookupRequest | None:
-    """The request in a message with a head that is known, ids_bytes and lengths_bytes, as
-    serializers write them; None for any other message, and one with anything wrong."""
+    """Decodes a message that consists of a cached prefix, ids_bytes and lengths_bytes, as
+    serializers write them. Returns None for any other message, and for an invalid one."""
     for head, named, features in heads.known:
         if not body.startswith(head):
             continue

@@ -1,4 +1,4 @@
-"""Results as EmbedResponse: what is the same for every answer of a model is encoded once."""
+"""Encodes results as EmbedResponse. Fields that all responses of a model share are encoded once."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from embedserve_proto import embedding_pb2
 
 _FLOAT32, _FLOAT16 = np.dtype("<f4"), np.dtype("<f2")
 VALUES_TAG = b"\x32"
-"""EmbedResponse.values: field 6, length-delimited."""
+"""Tag of EmbedResponse.values: field 6, length-delimited."""
 NOW_LENGTHS_MAX = 32_768
-"""Of an answer that is written on the event loop's thread, in about a millisecond."""
+"""Lengths in a response that is encoded on the event loop's thread, in about a millisecond."""
 ALWAYS_OF_A_RULE = {"id_type": "int64", "unknown": "error"}
-"""What an IdRule message has where the rule itself says nothing of it."""
+"""Fields of an IdRule message where the rule itself leaves them out."""
 
 
 def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
-    """(an EmbedResponse in pieces, one after the other, their bytes): values are not copied. None
-    where it would take long, as of pooled values it never does.
+    """Returns (the chunks of an EmbedResponse, their byte count); values are not copied. Returns
+    None where encoding would take long, which it never does for pooled values.
 
-    A protobuf message is the concatenation of its fields, so what is the same for every
-    answer of a model is encoded once, and lengths and unknown_ids, which few have, follow.
+    A protobuf message is the concatenation of its fields. The fields that all responses of a model
+    share are therefore encoded once. Lengths and unknown_ids, which few responses have, follow
+    them.
     """
     values, lengths, model = result.values, result.lengths, result.model
     is_plain = values.dtype is _FLOAT32 or values.dtype is _FLOAT16
@@ -44,7 +45,7 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
 
 
 def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
-    """The pieces of any answer, one after the other, none of which takes long to make."""
+    """Yields the chunks of any response in order. None of them takes long to encode."""
     values = [_little_endian(one) for one in (result.values, *result.extra_chunks)]
     batch_size = sum(map(len, values)) if result.lengths is None else result.lengths.shape[1]
     size = sum(one.nbytes for one in values)
@@ -65,7 +66,7 @@ def _little_endian(values: np.ndarray) -> np.ndarray:
 
 
 def _start(model: ModelInfo, batch_size: int, size: int, itemsize: int) -> bytes:
-    """All that comes before the values of a pooled answer; kept with its model."""
+    """Returns all bytes before the values of a pooled response, and caches them with the model."""
     start = _sizes(model, batch_size, itemsize) + VALUES_TAG + varint(size)
     if len(model.response_prefix_cache) >= model.response_prefixes_max:
         model.response_prefix_cache.clear()
@@ -86,14 +87,14 @@ def _sizes(model: ModelInfo, batch_size: int, itemsize: int) -> bytes:
 
 
 def encode_error(error: EmbedServeError) -> bytes:
-    """An EmbedResponse with only its error: how a stream answers a request that failed."""
+    """Returns an EmbedResponse with only its error: a stream's response to a failed request."""
     return embedding_pb2.EmbedResponse(
         error=embedding_pb2.Error(code=error.code, message=error.message, field=error.field)
     ).SerializeToString()
 
 
 def model_message(model: ModelInfo, status: dict[str, Any]) -> embedding_pb2.Model:
-    """``model``, and how it is served, as ListModels and GetModel describe it."""
+    """Returns ``model`` and its serving status as the message of ListModels and GetModel."""
     described = describe(model) | status
     for table in described["tables"]:
         table["ids"] = ALWAYS_OF_A_RULE | table["ids"]

@@ -1,4 +1,4 @@
-"""EmbedRequest, of gRPC and of POST /embed, to LookupRequest."""
+"""Decodes EmbedRequest, from gRPC and from POST /embed, to a LookupRequest."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NUMBERS = {
     tag_of(_FIELDS["ids"], LENGTH_DELIMITED): "ids",
     tag_of(_FIELDS["lengths"], LENGTH_DELIMITED): "lengths",
     tag_of(_FIELDS["weights"], LENGTH_DELIMITED): "weights",
-    # not packed, each a field of its own: parsers take both
+    # not packed, each number in a field of its own: parsers accept both
     tag_of(_FIELDS["ids"], VARINT): "ids",
     tag_of(_FIELDS["lengths"], VARINT): "lengths",
     tag_of(_FIELDS["weights"], I32): "weights",
@@ -54,19 +54,21 @@ NUMBERS = {
     LENGTHS_TAG: "lengths_bytes",
     tag_of(_FIELDS["weights_bytes"], LENGTH_DELIMITED): "weights_bytes",
 }
-"""Fields of numbers, by tag."""
+"""Names of the numeric fields, by tag."""
 DTYPES: dict[str, np.dtype] = {"ids": INT64, "lengths": INT32, "weights": _FLOAT32}
 _Numbers = Mapping[str, Sequence[memoryview]]
 NOW_FIELDS_MAX = 4096
 NOW_BYTES_MAX = 64 << 10
-"""Of what is read on the event loop's thread, beside numbers given as bytes: a millisecond's."""
+"""Bytes decoded on the event loop's thread, in about a millisecond, not counting numbers given as
+bytes."""
 SMALL_BYTES = 4096
-"""Of a message that the library reads whole: so few numbers may become Python objects first."""
+"""Bytes of a message that the protobuf library parses whole. Few enough numbers fit in it that they
+may become Python objects first."""
 
 
 def try_decode_inline(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
-    """As decode_request, or None where that would take long: of numbers given as bytes it never
-    does."""
+    """Decodes like decode_request, or returns None where that would take long. Numbers given as
+    bytes never take long."""
     quick = _decode_quick(body, model, limits)
     if quick is not None:
         return quick
@@ -81,11 +83,12 @@ def try_decode_inline(body: bytes, model: str, limits: Limits) -> LookupRequest 
 
 
 def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS) -> LookupRequest:
-    """The EmbedRequest in ``body``; a non-empty ``model`` (of the URL) goes before its own.
+    """Returns the EmbedRequest in ``body``. A non-empty ``model``, from the URL, takes precedence
+    over the model in the message.
 
     Raises:
-        InvalidRequestError: not an EmbedRequest, or not a batch of jagged ids.
-        RequestTooLargeError: it has more than ``limits`` allow, told before it is read.
+        InvalidRequestError: the body is not an EmbedRequest, or not a batch of jagged ids.
+        RequestTooLargeError: the body has more than ``limits`` allow. Raised before it is decoded.
     """
     quick = _decode_quick(body, model, limits)
     if quick is not None:
@@ -102,7 +105,7 @@ def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS
 
 
 def _take_numbers(body: bytes, fields_max: int) -> tuple[_Numbers, Sequence[memoryview]]:
-    """(the numbers in ``body``, by field; the pieces of the message without them)."""
+    """Returns (the numbers in ``body`` by field, the chunks of the message without them)."""
     try:
         return extract_fields(body, NUMBERS, fields_max)
     except IndexError as error:
@@ -116,13 +119,16 @@ def _malformed(problem: object) -> InvalidRequestError:
 
 
 def _decode_quick(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
-    """The request in a message as most callers send it; None for another."""
+    """Decodes a message in one of the common formats. Returns None for any other message."""
     return decode_known(body, model) or _decode_small(body, model, limits)
 
 
 def _decode_small(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
-    """The request in a message of some numbers, as the library reads it; None for a larger one, for
-    what is none, and where ``limits`` are less than such a message may have."""
+    """Decodes a small message by the protobuf library.
+
+    Returns None for a body larger than SMALL_BYTES or than the limits on values and text bytes, and
+    for bytes that are not an EmbedRequest.
+    """
     if len(body) > min(SMALL_BYTES, limits.request_values_max, limits.request_text_bytes_max):
         return None
     try:
@@ -149,7 +155,7 @@ def _decode_small(body: bytes, model: str, limits: Limits) -> LookupRequest | No
 def _decode_numbers(
     body: bytes, numbers: _Numbers, rest: Sequence[memoryview], model: str, limits: Limits
 ) -> LookupRequest:
-    """The request of ``numbers`` and of what is left of the message without them."""
+    """Builds the request from ``numbers`` and from ``rest``, the message without its numbers."""
     nbytes = sum(map(len, rest))
     if nbytes > limits.request_text_bytes_max:
         raise RequestTooLargeError(
@@ -175,8 +181,12 @@ def _request(
     model: str,
     limits: Limits,
 ) -> LookupRequest:
-    """The request of ``message``, whose numbers ``array`` gives: of a field, of which there may be
-    so many times as a limit says."""
+    """Returns the request in ``message``.
+
+    Args:
+        array: function that returns a numeric field, from the field's name, a factor and the name
+            of a limit. The field may have at most factor times the limit numbers.
+    """
     check_feature_count("keys", len(message.keys), limits)
     features = tuple(message.keys[:])  # a slice is a list, which is read twice as fast
     _check_features(features)
@@ -205,10 +215,10 @@ def _request(
 
 
 def peek_model(body: bytes) -> str:
-    """The model that an EmbedRequest names, found without decoding the rest; "" for none.
+    """Returns the model that an EmbedRequest names, without decoding the rest; "" if it names none.
 
-    Serializers write fields in their order, so that the model comes first. Of a body that is not
-    so, MODEL_FIELDS_MAX fields are looked at.
+    Serializers write fields in their order, so that the model comes first. In any other body, the
+    first MODEL_FIELDS_MAX fields are searched.
     """
     try:
         for tag, _, start, end in islice(fields(body), MODEL_FIELDS_MAX):
@@ -220,8 +230,8 @@ def peek_model(body: bytes) -> str:
 
 
 def estimate_size(body: bytes) -> tuple[int, int]:
-    """(bags, ids) of an EmbedRequest whose ids are numbers; (0, 0) of what is none, or has over
-    NOW_FIELDS_MAX fields."""
+    """Returns (bags, ids) of an EmbedRequest with numeric ids. Returns (0, 0) for an invalid
+    message, and for more than NOW_FIELDS_MAX fields."""
     try:
         numbers, _ = extract_fields(body, NUMBERS, NOW_FIELDS_MAX)
     except (TooManyFieldsError, IndexError, ValueError):
@@ -268,7 +278,7 @@ def _check_unique(field: str, names: Sequence[str]) -> None:
 
 
 def _add_strings(request: LookupRequest, message: embedding_pb2.EmbedRequest) -> None:
-    """Puts the hashes of string_ids among the ids, where string_keys names the key."""
+    """Merges the hashes of string_ids into the ids, at the keys that string_keys names."""
     _check_unique("string_keys", message.string_keys)
     string_keys = frozenset(message.string_keys)
     if stray := string_keys.difference(request.features):
@@ -291,10 +301,12 @@ def _add_strings(request: LookupRequest, message: embedding_pb2.EmbedRequest) ->
 
 
 def _array(field: str, numbers: _Numbers, per_limit: int, limits: Limits, limit: str) -> np.ndarray:
-    """A field given as numbers, packed or one by one, or, as FIELD_bytes, little-endian.
+    """Returns a field given as numbers, packed or unpacked, or as little-endian bytes in
+    FIELD_bytes.
 
     Raises:
-        RequestTooLargeError: it has over ``per_limit`` times ``limit`` numbers.
+        InvalidRequestError: the numbers are malformed, or given in both fields.
+        RequestTooLargeError: the field has over ``per_limit`` times ``limit`` numbers.
     """
     packed = numbers.get(field, ())
     nbytes = sum(map(len, packed))
@@ -319,8 +331,8 @@ def _array(field: str, numbers: _Numbers, per_limit: int, limits: Limits, limit:
 
 
 def _check_parts(field: str, parts: Sequence[memoryview], itemsize: int) -> None:
-    """Raises InvalidRequestError where a part ends within a number, which the next would complete;
-    ``itemsize`` is 0 for varints."""
+    """Raises InvalidRequestError where a chunk ends within a number, which the next chunk would
+    complete. ``itemsize`` is 0 for varints."""
     for part in parts:
         if len(part) % itemsize if itemsize else len(part) and part[-1] >= 0x80:
             raise InvalidRequestError(f"{field} has a part that ends within a number", field)

@@ -1,7 +1,8 @@
-"""A protobuf message by its bytes: where its fields lie, and packed numbers as arrays.
+"""Parses a protobuf message at the byte level: positions of its fields, and packed numbers as
+arrays.
 
-Numbers never become Python objects, and what does is counted before it is made. The encoding is
-that of protobuf.dev, "Encoding".
+Numbers never become Python objects. Other fields are counted before Python objects are created for
+them. The encoding is described at protobuf.dev, "Encoding".
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from google.protobuf.message import Message
 VARINT, I64, LENGTH_DELIMITED, START_GROUP, END_GROUP, I32 = range(6)
 """Wire types."""
 GROUP_DEPTH_MAX = 100
-"""Groups that may stand within one another, as in the protobuf library."""
+"""Depth of nested groups, the limit of the protobuf library."""
 UINT64_MAX = 2**64 - 1
-"""Higher bits of a varint are dropped."""
+"""Largest value of a varint. Higher bits are dropped."""
 TAG_MAX, TAG_BYTES_MAX = 2**32 - 1, 5
 IN_GROUP, FIRST_TAG = 0, 8
-"""Below FIRST_TAG the number of a field is 0, which none has."""
+"""Tag that ``fields`` yields within groups, and the smallest valid tag. Below FIRST_TAG the field
+number is 0, which no field has."""
 VARINT_BYTES_MAX = 10
 _VARINT_BITS_MAX = 70
 
@@ -29,16 +31,16 @@ def tag_of(field: int, wire_type: int) -> int:
 
 
 def number_of(message: type[Message], field: str) -> int:
-    """Of ``field``, as the contract of ``message`` has it."""
+    """Returns the number of ``field`` in the definition of ``message``."""
     return message.DESCRIPTOR.fields_by_name[field].number
 
 
 def read_varint(body: bytes, position: int) -> tuple[int, int]:
-    """(value, where it ends) of the varint at ``position``.
+    """Returns (value, end position) of the varint at ``position``.
 
     Raises:
-        IndexError: it goes past the end.
-        ValueError: it has over VARINT_BYTES_MAX bytes.
+        IndexError: the varint continues past the end of ``body``.
+        ValueError: the varint has over VARINT_BYTES_MAX bytes.
     """
     first = body[position]
     if first < 0x80:
@@ -56,7 +58,7 @@ def read_varint(body: bytes, position: int) -> tuple[int, int]:
 
 
 def varint(value: int) -> bytes:
-    """``value`` in base 128, low bits first (protobuf encoding, "Base 128 Varints")."""
+    """Returns ``value`` in base 128, low bits first (protobuf encoding, "Base 128 Varints")."""
     result = bytearray()
     while value > 0x7F:
         result.append(value & 0x7F | 0x80)
@@ -66,16 +68,17 @@ def varint(value: int) -> bytes:
 
 
 def fields(body: bytes) -> Iterator[tuple[int, int, int, int]]:
-    """(tag, where the field begins, where its value begins, where that ends) of each field. The tag
-    is IN_GROUP for the begin of a group, which nobody sends, and for each field in it: whoever
-    bounds the number of fields bounds these, too.
+    """Yields (tag, start of the field, start of its value, end of its value) for each field.
+
+    The tag is IN_GROUP for the start of a group, which no known client sends, and for each field in
+    it. A caller that bounds the number of fields therefore bounds the fields of groups, too.
 
     Raises:
         IndexError: ``body`` ends within a field.
-        ValueError: a field has no such number or wire type, or a group ends as another.
+        ValueError: a field has an invalid number or wire type, or a group ends with another number.
     """
     position, size = 0, len(body)
-    groups: list[int] = []  # the numbers of those that have not ended
+    groups: list[int] = []  # field numbers of the groups that have not ended
     while position < size:
         tag, start = body[position], position + 1
         if tag >= 0x80:
@@ -119,18 +122,20 @@ def _read_tag(body: bytes, position: int) -> tuple[int, int]:
 
 
 class TooManyFieldsError(Exception):
-    """A message has more fields than it may."""
+    """Raised for a message with more fields than allowed."""
 
 
 def extract_fields(
     body: bytes, names: Mapping[int, str], fields_max: int
 ) -> tuple[dict[str, list[memoryview]], list[memoryview]]:
-    """(the values of the fields whose tags have ``names``, by name and in order; the pieces of the
-    message without them), both as they lie in ``body``.
+    """Splits a message into the values of some fields and the rest, both as views of ``body``.
+
+    Returns (the values of the fields whose tags are in ``names``, by name and in order; the chunks
+    of the message without them).
 
     Raises:
-        TooManyFieldsError: there are more than ``fields_max`` fields, taken out or not.
-        IndexError, ValueError: as ``fields``.
+        TooManyFieldsError: there are more than ``fields_max`` fields, extracted or not.
+        IndexError, ValueError: the message is malformed, as in ``fields``.
     """
     taken: dict[str, list[memoryview]] = {}
     view = memoryview(body)
@@ -154,10 +159,10 @@ def count_varints(packed: bytes | memoryview) -> int:
 
 
 def read_varints(packed: bytes) -> np.ndarray:
-    """int64 [n], the varints that ``packed`` is made of; higher bits are dropped.
+    """Returns the varints in ``packed`` as int64 [n]. Bits above the 64th are dropped.
 
     Raises:
-        ValueError: it ends within one, or one is too long.
+        ValueError: ``packed`` ends within a varint, or a varint is too long.
     """
     octets = np.frombuffer(packed, np.uint8)
     lasts = np.flatnonzero(octets < 0x80)
@@ -182,7 +187,7 @@ def read_varints(packed: bytes) -> np.ndarray:
 
 
 class FieldBudget:
-    """How many fields a message may have yet, at all its depths."""
+    """Remaining number of fields that a message may have, at all its depths."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -190,7 +195,8 @@ class FieldBudget:
     def extract_fields(
         self, body: bytes, names: dict[int, str]
     ) -> tuple[dict[str, list[memoryview]], list[memoryview]]:
-        """As take_out; raises TooManyFieldsError."""
+        """Calls the function extract_fields and deducts all fields of ``body``. Raises
+        TooManyFieldsError if the budget is exceeded."""
         self._count -= sum(1 for _ in _up_to(body, self._count))
         return extract_fields(body, names, len(body))
 

@@ -1,7 +1,7 @@
-"""Puts the hashes of string ids among the integer ids of one request; the same for every codec.
+"""Merges the hashes of string ids into the integer ids of a request, for every codec.
 
-Strings may be integers, too: JavaScript has no others past 2**53. Which they are is the table's to
-say, so both are kept until the model is known.
+Strings may also represent integers, because JavaScript numbers are exact only up to 2**53. Only the
+table determines how strings are read, so both readings are kept until the model is known.
 """
 
 from __future__ import annotations
@@ -18,20 +18,25 @@ from numpy.typing import NDArray
 from embedserve_store.ids.string_hashes import hash_strings
 
 FEW = 2048
-"""Strings that are read as integers in a fraction of a millisecond: only once a table wants it."""
+"""Number of strings that are parsed as integers in a fraction of a millisecond. Up to this many are
+parsed lazily, only if a table has integer ids."""
 CHUNK = 256
-"""Strings that are looked at together; only where one is no integer, each alone."""
+"""Number of strings that are parsed together. The strings of a chunk are parsed individually only
+where a string is not an integer."""
 CHARACTERS_MAX = len("-9223372036854775808,")
 _INTEGERS = msgspec.json.Decoder(list[int])
 _OF_INTEGERS = b"0123456789-,"
 
 
 def integers_of(strings: Sequence[str]) -> NDArray[np.int64] | int:
-    """int64 [n], the integers that ``strings`` are, each written as JSON writes it ("-7", neither
-    "+7" nor " 7", "07", "7.0"); or the position of the first that is none, or takes over 64 bits.
+    """Returns the integers that ``strings`` represent, int64 [n], or the position of the first
+    invalid string.
+
+    Each string must be an integer as JSON writes it: "-7", but not "+7", " 7", "07" or "7.0". A
+    string of more than 64 bits is invalid, too.
     """
     if strings and _read(strings[:1]) is None:
-        return 0  # of names, which may be long, no more is looked at
+        return 0  # the strings are names, which may be long: parse no more of them
     integers = _read(strings)
     if integers is not None:
         return integers
@@ -56,19 +61,25 @@ def _read(strings: Sequence[str]) -> NDArray[np.int64] | None:
 
 
 class HashedStrings(Mapping[int, str]):
-    """The strings of one request by their hashes, for messages; and the integers that they are."""
+    """The strings of a request by their hashes, for error messages, and the integers they
+    represent."""
 
     def __init__(
         self, hashes: NDArray[np.int64], strings: list[str], counts: Mapping[str, int]
     ) -> None:
-        """``counts``: of the features that have them, one after the other."""
+        """Keeps the strings of several features.
+
+        Args:
+            counts: number of ids of each feature with string ids; the features' strings follow one
+                another.
+        """
         self._hashes = hashes
         self._strings = strings
         self._counts = counts
 
     @cached_property
     def integers(self) -> Mapping[str, NDArray[np.int64] | int]:
-        """integers_of each feature."""
+        """The result of integers_of for each feature."""
         found, start = {}, 0
         for feature, count in self._counts.items():
             found[feature] = integers_of(self._strings[start : start + count])
@@ -95,12 +106,13 @@ def merge_string_ids(
     is_string: Sequence[bool],
     counts: Sequence[int],
 ) -> tuple[np.ndarray, HashedStrings]:
-    """(ids of all features, the strings).
+    """Returns (ids of all features, the strings by hash).
 
     Args:
-        integers: int64, ids of the features that have integers.
-        strings: ids of the others.
-        is_string, counts: of each feature, which it has and how many ids.
+        integers: int64, ids of the features with integer ids.
+        strings: ids of the features with string ids.
+        is_string: whether each feature has string ids.
+        counts: number of ids of each feature.
     """
     hashes = hash_strings(strings)
     are_strings = np.repeat(is_string, counts)
@@ -110,6 +122,7 @@ def merge_string_ids(
     of_features = dict(compress(zip(features, counts, strict=True), is_string))
     string_ids = HashedStrings(hashes, strings, of_features)
     if len(strings) > FEW:
-        # Here, as so many are read in a thread, and their model is found on the event loop's.
+        # Parse here, because requests this large are decoded off the event loop, while their model
+        # is resolved on the event loop's thread.
         _ = string_ids.integers
     return ids, string_ids

@@ -1,4 +1,4 @@
-"""What a running server has read of a version's tables, by its metrics (lookup_samples.py)."""
+"""Reads of a version's tables by a running server, from its metrics (lookup_samples.py)."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ NAMES = (TABLE_LOOKUPS, ROW_WISE_LOOKUPS, RANK_LOOKUPS, RANK_BYTES, HELD_BYTES, 
 COUNT_END = 2.0**63
 LISTED_MAX = 20
 Counts = dict[str, dict[tuple[str, ...], float]]
-"""By metric, then by the values of the labels that say what of the version is counted."""
+"""Values by metric, then by the values of the labels "table" and "rank"."""
 
 
 @dataclass(frozen=True)
 class AccessStats:
-    """What a server read since it began to count.
+    """Rows and bytes that a server has read since it began to count.
 
     Attributes:
-        reads: of tables, and of those divided by rows by rank.
-        held_bytes: int [world_size], of tables on each rank.
-        lookups, read_bytes: [world_size].
-        is_stored_plan: it serves by the stored plan.
+        reads: rows read by table; for row-wise tables also by rank.
+        held_bytes: int [world_size], bytes of tables on each rank.
+        lookups, read_bytes: [world_size], rows and bytes read on each rank.
+        is_stored_plan: whether the server uses the stored plan.
     """
 
     reads: AccessCounts
@@ -54,12 +54,12 @@ class AccessStats:
 
 
 def measured_of(client: ServerClient, version: ModelVersion) -> AccessStats:
-    """What ``server`` has read of ``version``, whatever names it is served by.
+    """Returns what the server has read of ``version``, summed over all names it is served by.
 
     Raises:
         ConnectionError, OSError, ValueError: as read_samples.
-        StoreError: the server serves no such version, or one of other tables, counts none of
-            this, or has read nothing yet.
+        StoreError: the server does not serve this version or serves other tables, does not count
+            lookups, or has read nothing yet.
     """
     manifest = version.manifest
     url, samples = client.url, read_samples(client, NAMES)
@@ -98,7 +98,8 @@ def measured_of(client: ServerClient, version: ModelVersion) -> AccessStats:
 
 
 def _aliases(samples: Iterable[Sample], url: str, model: str, version: str) -> dict[str, str]:
-    """The aliases that ``model`` is served by in that ``version``, which is their value."""
+    """Returns the aliases under which ``model`` is served in ``version``, each mapped to that
+    version."""
     tables = [sample.labels for sample in samples if sample.name == TABLE_LOOKUPS]
     served = dict.fromkeys((of.get("model", ""), of.get("version", "")) for of in tables)
     if (model, version) not in served:
@@ -112,7 +113,8 @@ def _aliases(samples: Iterable[Sample], url: str, model: str, version: str) -> d
 
 
 def _counts(samples: Iterable[Sample], url: str, model: str, aliases: Mapping[str, str]) -> Counts:
-    """Under all ``aliases`` together; of what is no counter, under one of them."""
+    """Collects the metrics of one model version. Counters are summed over all ``aliases``; of other
+    metrics one alias's value is kept."""
     counts: Counts = {name: {} for name in NAMES}
     for sample in samples:
         labels, name = sample.labels, sample.name
@@ -129,7 +131,8 @@ def _counts(samples: Iterable[Sample], url: str, model: str, aliases: Mapping[st
 
 
 def _listed(names: Collection[str]) -> str:
-    """Some of them, which a stranger may have written."""
+    """Returns up to LISTED_MAX of ``names``, sanitized because they may come from an untrusted
+    server."""
     more = ", …" if len(names) > LISTED_MAX else ""
     return sanitize(", ".join(islice(names, LISTED_MAX))) + more
 
@@ -142,7 +145,8 @@ def _per_rank(counts: Mapping[tuple[str, ...], float], url: str, name: str) -> l
 
 
 def _starts(table: TableSpec, stored: Plan | None, world_size: int) -> list[int]:
-    """The row that each rank begins with; where a server planned anew, as torchrec has it."""
+    """Returns the first row of each rank; if the server replanned, the boundaries that torchrec
+    chooses."""
     if stored is not None and is_divided_by_rows(stored.tables[table.name]):
         return [shard.row_offset for shard in stored.tables[table.name].shards]
     rows = -(-table.num_embeddings // world_size)

@@ -1,4 +1,4 @@
-"""`embedserve admin`: loads, unloads and reloads what a running server serves."""
+"""`embedserve admin`: loads, unloads and reloads versions on a running server."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from embedserve.commands.running_server import ServerClient
 from embedserve_store.terminal.console import say
 
 TIMEOUT_S = 1800.0
-"""To load a version; a server gives it up after as long."""
+"""Seconds for loading a version; the server gives up after the same time."""
 BYTES_MAX = 1 << 20
 
 
 def ask_server(client: ServerClient, action: str, model: str) -> None:
-    """Has ``server`` do ``action`` and says what came of it.
+    """Performs ``action`` on the server of ``client`` and prints the outcome.
 
     Raises:
-        ConnectionError, OSError, ValueError: as RunningServer.ask.
-        ValueError: what answers is no embedserve.
+        ConnectionError, OSError, ValueError: as ServerClient.request.
+        ValueError: the server is not embedserve.
     """
     body = json.dumps({"model": model} if model else {}).encode()
     answer = client.request(f"/admin/{action}", timeout_s=TIMEOUT_S, bytes_max=BYTES_MAX, body=body)

@@ -1,7 +1,7 @@
-"""The command line: all commands, and those that make versions.
+"""The command line: all commands, and the definitions of those that create versions.
 
-Imports nothing heavy at the top, so that --help answers at once; torch comes with the command
-that needs it. What a person did wrong is one line on stderr and exit status 1, no traceback.
+Nothing heavy is imported at the top, so that --help responds immediately; torch is imported by the
+commands that need it. A user's error is one line on stderr and exit status 1, without a traceback.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def describe(
         ),
     ] = None,
 ) -> None:
-    """Draft the description of a checkpoint's tables, as publish needs it."""
+    """Draft the description of a checkpoint's tables for publish."""
     with cli_errors():
         from embedserve_store.commands.describe import describe as run
 
@@ -287,7 +287,7 @@ def plan(
         typer.Option(help="Of mapped rows, those that memory is to hold.", min=0, max=100),
     ] = 100,
 ) -> None:
-    """Show what a sharding plan puts where and whether it fits, without loading a table."""
+    """Show where a sharding plan places tables and whether they fit, without loading a table."""
     with cli_errors():
         from embedserve.commands.plan import PlanOptions, plan_tables, plan_version
         from embedserve.commands.pod_patch import PodOptions

@@ -1,4 +1,5 @@
-"""What a person did wrong is one line on stderr, and no traceback."""
+"""Error reporting of the command line: a user's error is one line on stderr, without a
+traceback."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 import typer
 
 ENGINE = ("torch", "fbgemm_gpu", "torchrec")
-"""Packages that the extras cpu and cuda are for."""
+"""Packages that the extras cpu and cuda install."""
 INSTALL = (
     "on a CPU pip install '.[server,cpu]' and then pip install --no-deps torchrec==1.8.0, "
     "for CUDA pip install '.[server,cuda]'"
@@ -18,7 +19,8 @@ INSTALL = (
 
 @contextlib.contextmanager
 def cli_errors() -> Iterator[None]:
-    """Turns the errors that a person can mend into one line and exit status 1."""
+    """Turns errors that the user can fix into one line on stderr and exit status 1; an interrupt
+    exits with status 130."""
     from embedserve_store.errors import StoreError
 
     try:
@@ -40,8 +42,8 @@ def cli_errors() -> Iterator[None]:
 
 
 def check_engine() -> None:
-    """Raises ModuleNotFoundError where a package of the engine is missing; imports none of them, as
-    the process that forks workers must not."""
+    """Raises ModuleNotFoundError if a package of the engine is missing. It imports none of them,
+    because the process that forks workers must not."""
     for name in ENGINE:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)

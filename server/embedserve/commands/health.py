@@ -1,6 +1,6 @@
-"""`embedserve health`: whether the server on this host answers, for an image without curl.
+"""`embedserve health`: checks whether the server on this host responds, for images without curl.
 
-Imports nothing heavy: it is asked again and again.
+Nothing heavy is imported, because a healthcheck runs repeatedly.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ LIVE, READY = "/health/live", "/health/ready"
 
 
 def own_server(host: str, port: int, has_tls: bool, uds: str) -> ServerClient:
-    """Where one on this host is asked that listens on ``host`` and, where there is one, on the Unix
-    socket ``uds``: there, as it asks for no certificate."""
+    """Returns a client of the server on this host that listens on ``host``. The Unix socket ``uds``
+    is preferred if given, because it requires no certificate."""
     if uds:
         return ServerClient(f"unix:{uds}")
     host = bracketed({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host))
@@ -23,13 +23,14 @@ def own_server(host: str, port: int, has_tls: bool, uds: str) -> ServerClient:
 
 
 def check_health(client: ServerClient, is_ready: bool) -> None:
-    """Returns where it answers that it lives, or that it ``is_ready``.
+    """Returns if the server is live, or ready if ``is_ready``.
 
-    A server that wants its clients' certificates, and says so, lives.
+    A server that rejects the connection for want of a client certificate counts as live.
 
     Raises:
-        ConnectionError: it does not answer, or otherwise; says which.
-        ValueError: it is at no address.
+        ConnectionError: the server does not respond, or responds with an error; the message says
+            which.
+        ValueError: the address is invalid.
     """
     try:
         client.request(READY if is_ready else LIVE, timeout_s=TIMEOUT_S, bytes_max=BYTES_MAX)

@@ -1,7 +1,7 @@
-"""`embedserve plan`: what a sharding plan puts where and whether it fits, loading no table.
+"""`embedserve plan`: shows where a sharding plan places tables and whether they fit, loading none.
 
-For a description of tables it tries a plan out; for a published version it shows the stored
-one, or what a host with other devices would do with it.
+For a description of tables it computes a plan. For a published version it shows the stored plan, or
+the plan for a host with other devices.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 out = Console(highlight=False)
 MAPPED = ("tables.safetensors", "ids.safetensors")
-"""Of a version, what is served from."""
+"""Files of a version that a server maps."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command line asks of the plan; None leaves it as described or stored."""
+    """Command line options of the plan; None keeps what is described or stored."""
 
     world_size: int | None = None
     sharding: str | None = None
@@ -52,20 +52,20 @@ class PlanOptions:
     output: Path | None = None
     from_metrics: ServerClient | None = None
     pod: PodOptions | None = None
-    """Where there is one, what a pod of the plan needs is printed in place of the plan."""
+    """If set, the resources of a pod for the plan are printed instead of the plan."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError: there is no such kind of device."""
+        """Raises ValueError if the device type is neither cpu nor cuda."""
         if self.device_type not in ROW_ALIGNMENT_BYTES:
             raise ValueError(f"device_type is {self.device_type!r}, expected cpu or cuda")
 
 
 def plan_tables(description: Path, options: PlanOptions) -> None:
-    """Plans the tables of a description, as publishing it would, and shows the plan.
+    """Plans the tables of a description as publishing would, and shows the plan.
 
     Raises:
         StoreError: the description, plan or constraints are wrong, or a rank does not fit.
-        ValueError: an option cannot be read.
+        ValueError: an option cannot be parsed.
         OSError: the output cannot be written.
     """
     if options.from_metrics is not None:
@@ -83,13 +83,13 @@ def plan_tables(description: Path, options: PlanOptions) -> None:
 def plan_version(
     store: str, cache: Path | None, model: str, version: str | None, options: PlanOptions
 ) -> None:
-    """Shows the plan of a published version, what becomes of it under ``options``, or the one by
-    what a running server was asked.
+    """Shows the plan of a published version, a new plan under ``options``, or a plan balanced by
+    the reads of a running server.
 
-    A version of a remote store is pulled into ``cache`` first, tables and all.
+    A version of a remote store is pulled into ``cache`` first, including its tables.
 
     Raises:
-        StoreError, ValueError, OSError: as ``plan_tables``, or the server cannot be asked, serves
+        StoreError, ValueError, OSError: as ``plan_tables``; or the server cannot be reached, serves
             another version or has read nothing yet.
     """
     loaded = load_version(store, cache, model, version)
@@ -137,7 +137,8 @@ def _planned(
     options: PlanOptions,
     described: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Without ``sharding``, by what is ``described`` and the defaults of publishing."""
+    """Computes a plan. Without ``sharding`` the types are those ``described``, or publishing's
+    defaults."""
     if options.constraints:
         constraints = read_constraints(options.constraints)
     with console.status("importing the planner …"):
@@ -166,7 +167,8 @@ def _show(
     rows: PodRows,
     show_more: Callable[[Plan], None] = lambda plan: None,
 ) -> None:
-    """The picture first, then whether it fits: who must change a plan needs to see it."""
+    """Prints the plan before it checks whether the plan fits, because the user needs to see a plan
+    that has to be changed."""
     memory_bytes = _memory_bytes(options)
     device_type = options.device_type
     copied = plan.column_shard_bytes(tables)

@@ -1,4 +1,5 @@
-"""A plan by what a running server was asked for, and its balance beside that of today's."""
+"""Plans by the reads of a running server, and compares the balance with that of the current
+plan."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ from embedserve_store.terminal.console import console, say
 from embedserve_store.terminal.sizes import human_bytes
 
 BETTER = 0.99
-"""A plan whose busiest rank reads a larger share than this of what it reads today is not worth a
+"""Ratio of the busiest rank's reads, new to current plan. A new plan above it is not worth a
 change."""
 
 
 @dataclass(frozen=True)
 class RequestedReads:
-    """What the command line asks of the plan; None leaves it to what was measured."""
+    """Command line options of the plan; None leaves a choice to the measured reads."""
 
     world_size: int
     sharding: str | Mapping[str, str] | None
@@ -39,14 +40,14 @@ class RequestedReads:
 
 
 def propose(version: ModelVersion, measured: AccessStats, asked: RequestedReads) -> Plan:
-    """The plan whose busiest rank reads least; today's, where none is better.
+    """Returns the plan whose busiest rank reads least, or the current plan if none is better.
 
     Raises:
         InvalidModelError: the sharding or a constraint is wrong, or the planner found no plan.
     """
     tables, stored = version.manifest.tables, version.plan
     constraints = asked.constraints
-    if constraints is None:  # as stored, but for what is to be found here
+    if constraints is None:  # the stored constraints, without the sharding types to be chosen here
         stored_ones = stored.constraints.items()
         constraints = {name: replace(one, sharding_types=None) for name, one in stored_ones}
     with console.status("importing the planner …"):
@@ -74,8 +75,8 @@ def propose(version: ModelVersion, measured: AccessStats, asked: RequestedReads)
 def show_balance(
     version: ModelVersion, measured: AccessStats, device_type: str, plan: Plan
 ) -> None:
-    """Prints what each rank holds and reads today, and would under ``plan``; and what of this is
-    not known."""
+    """Prints what each rank holds and reads today and would under ``plan``, and which parts of the
+    prediction are uncertain."""
     manifest = version.manifest
     tables = manifest.tables
     total = sum(measured.reads.by_table.values())
@@ -115,7 +116,7 @@ def _names(ranks: int) -> list[str]:
 def _cells(
     held: Sequence[float], lookups: Sequence[float], read_bytes: Sequence[float]
 ) -> list[tuple[str, str, str]]:
-    """Of each rank: bytes, and shares of what is looked up and read."""
+    """Returns for each rank its bytes, and its shares of lookups and of bytes read."""
     return [
         (human_bytes(bytes_), _percent(count, lookups), _percent(read, read_bytes))
         for bytes_, count, read in zip(held, lookups, read_bytes, strict=True)
@@ -129,7 +130,7 @@ def _percent(one: float, of: Sequence[float]) -> str:
 def _expected(
     plan: Plan, version: ModelVersion, measured: AccessStats, device_type: str
 ) -> tuple[list[float], list[float]]:
-    """(lookups, bytes read) of each rank."""
+    """Returns (lookups, bytes read) of each rank under ``plan``."""
     tables = version.manifest.tables
     return reads_per_rank(plan, tables, under(plan, tables, measured.reads), device_type)
 
@@ -142,7 +143,7 @@ def _fits(plan: Plan, version: ModelVersion, asked: RequestedReads) -> bool:
 def _not_known(
     plan: Plan, version: ModelVersion, measured: AccessStats, device_type: str
 ) -> list[str]:
-    """What a person must know to rely on the prediction, or to find a better plan."""
+    """Returns notes on the uncertainties of the prediction, and hints for a better plan."""
     lines = []
     tables = version.manifest.tables
     read = whole_read_bytes(tables, measured.reads)

@@ -1,6 +1,6 @@
-"""What a pod of a model needs, as the patch of a Deployment: `embedserve plan --kubernetes`.
+"""`embedserve plan --kubernetes`: resources of a pod for a model, as a patch of the Deployment.
 
-Memory is the sum that processes/memory_bounds.py makes; each figure is said with what it is of.
+Memory is the sum computed by processes/memory_bounds.py; comments in the patch explain each figure.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from embedserve_store.terminal.sizes import human_bytes
 
 MIB = 1 << 20
 CORES_MIN = 2
-"""One answers; on the other large batches are looked up and the next version is read."""
+"""Fewest cores of a pod: one answers requests, the other runs large batches and loads the next
+version."""
 CACHED_VERSIONS = 3
-"""That a cache of a remote store holds: the two newest, and one more that is pulled."""
+"""Versions that the cache of a remote store holds: the two newest, and one that is being pulled."""
 CUDA_BYTES = 4 << 30
-"""Of CUDA's libraries and contexts: a guess, as no such pod was measured."""
+"""Bytes of CUDA's libraries and contexts. The value is an estimate; no such pod was measured."""
 TMP_BYTES = 1 << 30
-"""The sizeLimit of /tmp in the base."""
+"""Bytes of the sizeLimit of /tmp in the base Deployment."""
 LOG_BYTES = 256 << 20
 PULLED_BYTES_PER_S = 50e6
-"""At which a version surely comes; what takes longer is said to have failed, and goes on."""
+"""Slowest rate, in bytes per second, at which a version is expected to be pulled. A slower rollout
+is reported as failed but continues."""
 START_S = 600
 
 
@@ -33,9 +35,10 @@ class PodOptions:
     """How the pod serves.
 
     Attributes:
-        workers, tables, follow: as `serve` has them. None: whatever the Deployment says; memory is
-            worked out for the defaults of `serve`, of a store behind a URL for `--follow latest`.
-        hot: which part of mapped rows memory is to hold, 0 to 1.
+        workers, tables, follow: options of `serve`. None keeps what the Deployment says; memory is
+            then computed for the defaults of `serve`, or for `--follow latest` if the store is
+            behind a URL.
+        hot: fraction of mapped rows that memory is to hold, 0 to 1.
     """
 
     workers: int | None = None
@@ -44,25 +47,27 @@ class PodOptions:
     hot: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError: the server would not start so."""
+        """Raises ValueError if the server would reject these options."""
         check_settings(self.settings())
         if self.tables == "resident" and self.hot < 1:
             raise ValueError("hot_percent is of mapped tables; resident ones are held whole")
 
     def given(self) -> dict[str, Any]:
-        """The settings that were asked for, by name: what else the Deployment sets stays."""
+        """Returns the options that were given, by name; all other settings of the Deployment
+        stay."""
         chosen = {"workers": self.workers, "tables": self.tables, "follow": self.follow}
         return {name: value for name, value in chosen.items() if value is not None}
 
     def settings(self, *, is_pulled: bool = False) -> ServeSettings:
-        """The settings that memory is worked out for."""
+        """Returns the settings that memory is computed for."""
         overlay = {"follow": "latest"} if is_pulled else {}
         return ServeSettings("", **overlay | self.given())
 
 
 @dataclass(frozen=True)
 class PodRows:
-    """Whose rows they are, in words, and their bytes; ``is_pulled``: of a remote store."""
+    """Rows to be served: their name for the user, and their bytes. ``is_pulled``: the store is
+    remote."""
 
     name: str
     mapped: int
@@ -71,13 +76,13 @@ class PodRows:
 
 
 def pod_patch(rows: PodRows, options: PodOptions, gpus: int = 0) -> str:
-    """YAML: a strategic merge patch of the Deployment embedserve.
+    """Returns a strategic merge patch of the Deployment embedserve, as YAML.
 
     Args:
-        gpus: that the plan is for; 0: rows stay in the pod's memory.
+        gpus: number of GPUs in the plan; 0: rows are held in the pod's memory.
 
     Raises:
-        ValueError: such tables cannot be served so on GPUs.
+        ValueError: such tables cannot be served on GPUs with these options.
     """
     settings = options.settings(is_pulled=rows.is_pulled)
     if gpus:
@@ -142,7 +147,7 @@ def _resources(settings: ServeSettings, memory: ServerMemory, cache: int, gpus: 
 
 
 def _deadline_s(rows: PodRows) -> int:
-    """After which a rollout is said to have failed."""
+    """Returns the seconds after which Kubernetes reports the rollout as failed."""
     return START_S + math.ceil(rows.mapped / PULLED_BYTES_PER_S)
 
 

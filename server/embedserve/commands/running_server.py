@@ -1,9 +1,9 @@
-"""A running server as a command line names it, and a question to it.
+"""Client of a running server for the command line: plain connections, TLS or a Unix socket, with or
+without a token.
 
-Whatever command asks a server asks so: over plain connections, TLS or a Unix socket, with a token
-or without. What answers may be no server of ours, slow or endless: its bytes and the time are
-bounded. Neither proxies nor redirects are gone by: a token goes to the address that was named, and
-nowhere else. Imports nothing heavy, as a healthcheck asks again and again.
+The peer may not be embedserve, or may be slow or endless: the bytes and the time of a response are
+bounded. Proxies and redirects are ignored, so that a token is sent only to the given address.
+Nothing heavy is imported, because a healthcheck runs repeatedly.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ from embedserve_store.terminal.sanitize import sanitize
 
 PORTS = {"http": 80, "https": 443}
 UNIX = re.compile(r"unix:(?://(?=/)|(?!//))(.+)", re.IGNORECASE)
-"""As the Python clients and gRPC write it."""
+"""URL of a Unix socket, in the syntax of the Python clients and gRPC."""
 FORMS = "http://localhost:8000, https://host:8000 or unix:/run/embed/http.sock"
 TOKEN_VARIABLE = "EMBEDSERVE_TOKEN"
 TOKEN_BYTES_MAX = 4096
 SAID_MAX = 500
-"""Characters of what a stranger says."""
+"""Characters of an untrusted server's error message that are shown."""
 Answer = tuple[int, bytes]
-"""Status, body."""
+"""Status and body of a response."""
 
 
 class CertificateRequiredError(ConnectionError):
-    """The server speaks with those who show a certificate, and none was shown."""
+    """The server requires a client certificate, and none was presented."""
 
 
 @dataclass(frozen=True)
 class ServerClient:
-    """Where a server is, and what it is shown.
+    """Address of a server, and the credentials presented to it.
 
     Attributes:
-        url: http://HOST:PORT, https://HOST:PORT, HOST:PORT for the first, or unix:PATH; the first
-            two may have a path, below which a proxy has the server.
-        ca: PEM file of whom to trust, in place of the system's authorities.
-        cert, key: PEM files of a certificate to show, and of its key where that is elsewhere.
-        token: says who asks; "": nothing does.
-        is_own_host: it is this host's, so that its certificate is not looked at.
+        url: http://HOST:PORT, https://HOST:PORT, HOST:PORT for plain HTTP, or unix:PATH. All but
+            the last may have a path prefix, under which a proxy exposes the server.
+        ca: PEM file of trusted authorities, in place of the system's.
+        cert, key: PEM files of the client certificate, and of its key if that is in another file.
+        token: bearer token; "" sends none.
+        is_own_host: whether the server is on this host, in which case its certificate is not
+            verified.
     """
 
     url: str
@@ -62,17 +63,18 @@ class ServerClient:
     def request(
         self, path: str, *, timeout_s: float, bytes_max: int, body: bytes | None = None
     ) -> bytes:
-        """What it answers when asked for ``path``, or when it is sent a ``body`` of JSON.
+        """Returns the response body of a GET of ``path``, or of a POST if a JSON ``body`` is given.
 
         Args:
-            timeout_s: for all of it.
-            bytes_max: of the answer.
+            timeout_s: limit on the whole request.
+            bytes_max: limit on the response body.
 
         Raises:
-            ConnectionError: it cannot be asked, refuses, is too slow or answers too much; a
-                CertificateWantedError where it wants a certificate and is shown none.
-            OSError: a file of ``ca``, ``cert`` or ``key`` cannot be read; names it.
-            ValueError: ``url`` is none, or one of these files holds something else.
+            ConnectionError: the server cannot be reached, responds with an error, is too slow or
+                sends too much. CertificateRequiredError if it requires a certificate and none was
+                presented.
+            OSError: a file of ``ca``, ``cert`` or ``key`` cannot be read; the error names the file.
+            ValueError: ``url`` is invalid, or one of these files has other contents.
         """
         connection, before = self._connection(timeout_s)
 
@@ -105,7 +107,7 @@ class ServerClient:
         return said
 
     def _connection(self, timeout_s: float) -> tuple[http.client.HTTPConnection, str]:
-        """And what stands before each path."""
+        """Returns (unopened connection, path prefix of the URL)."""
         unix = UNIX.fullmatch(self.url)
         parts = _parts_of("http://localhost" if unix else self.url)
         host, before = str(parts.hostname), parts.path.rstrip("/")
@@ -127,7 +129,7 @@ class ServerClient:
             raise ValueError(f"key is {self.key}, but of no certificate: give --cert, too")
         for path in (self.ca, self.cert, self.key):
             if path is not None:
-                with path.open("rb"):  # whose errors name the path
+                with path.open("rb"):  # its errors name the path; those of ssl do not
                     pass
         if self.is_own_host:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -140,7 +142,7 @@ class ServerClient:
             raise ValueError(f"ca {self.ca} holds no certificates: {error.reason}") from error
         if self.cert is not None:
             try:
-                # Where a key is locked OpenSSL would ask the terminal.
+                # Without a password callback OpenSSL would prompt on the terminal for one.
                 context.load_cert_chain(self.cert, self.key, password=lambda: "")
             except ssl.SSLError as error:
                 files = f"cert {self.cert} and key {self.key or self.cert}"
@@ -151,11 +153,12 @@ class ServerClient:
 def server_at(
     url: str, ca: Path | None, cert: Path | None, key: Path | None, token_file: Path | None
 ) -> ServerClient:
-    """The server at ``url``, with the token of a file, or of the variable EMBEDSERVE_TOKEN.
+    """Returns a client of the server at ``url``, with the token from a file or from the variable
+    EMBEDSERVE_TOKEN.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: there is no token in it; it is not quoted, whatever it is.
+        OSError: the token file cannot be read.
+        ValueError: the file or variable holds no valid token; the message does not quote it.
     """
     if token_file is not None:
         with token_file.open("rb") as file:
@@ -172,7 +175,7 @@ def server_at(
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    """To a Unix socket of this host."""
+    """HTTP connection over a Unix socket of this host."""
 
     def __init__(self, path: str, timeout_s: float) -> None:
         super().__init__("localhost", timeout=timeout_s)
@@ -185,7 +188,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def _parts_of(url: str) -> SplitResult:
-    if "@" in url:  # not quoted: what stands before it may be a password
+    if "@" in url:  # the URL is not quoted, because the text before "@" may be a password
         raise ValueError("url names a user: who asks is said by --token-file")
     try:
         is_url = "://" in url or url.lower() == "unix:"
@@ -199,11 +202,11 @@ def _parts_of(url: str) -> SplitResult:
 
 
 def _within(timeout_s: float, ask: Callable[[], Answer]) -> Answer:
-    """What ``ask`` returns or raises.
+    """Returns or raises the result of ``ask``, run in a thread.
 
     Raises:
-        TimeoutError: it takes longer. The thread that asks is left behind then, as the timeout of a
-            socket is that of one wait and begins anew with every byte.
+        TimeoutError: ``ask`` takes longer than ``timeout_s``. Its thread is then abandoned. A
+            socket timeout would not do, since it covers one wait and restarts with every byte.
     """
     done: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
 
@@ -230,7 +233,8 @@ def _reason(error: Exception) -> str:
 
 
 def _refusal(path: str, status: int, body: bytes) -> str:
-    """The status and what is said with it, be it ours or a stranger's."""
+    """Returns the status and the message of an error response, from embedserve or an untrusted
+    server."""
     try:
         said = str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError, RecursionError):

@@ -1,6 +1,6 @@
-"""The options of `embedserve serve`: each field of the settings and limits in config.py as a flag,
-an EMBEDSERVE_* variable and a key of the TOML file. Reads that file; sets nothing itself.
-"""
+"""Options of `embedserve serve`: each field of the settings and limits in config.py is a flag, an
+EMBEDSERVE_* variable and a key of the TOML file. This module reads that file and sets nothing
+itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from embedserve.config import Limits, ServeSettings
 
 
 def with_settings_as_options(command: Callable[..., None]) -> Callable[..., None]:
-    """``command``, which takes any keyword arguments, with the signature that typer reads."""
+    """Returns ``command``, which takes arbitrary keyword arguments, with the signature that typer
+    reads."""
     parameters = list(_serve_parameters())
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {one.name: one.annotation for one in parameters}
@@ -25,7 +26,8 @@ def with_settings_as_options(command: Callable[..., None]) -> Callable[..., None
 
 
 def _serve_parameters() -> Iterator[inspect.Parameter]:
-    """The command's arguments and options: the fields of the settings and the limits."""
+    """Yields the command's arguments and options: store, config, and the fields of settings and
+    limits."""
     store = typer.Argument(
         envvar="EMBEDSERVE_STORE",
         help="The model store: a folder, or a URL such as s3://bucket/store.",
@@ -65,7 +67,8 @@ def _parameter(
 
 
 def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
-    """Makes the keys of the TOML file defaults; flags and EMBEDSERVE_* variables beat them."""
+    """Uses the keys of the TOML file as defaults; flags and EMBEDSERVE_* variables override
+    them."""
     if path is None:
         return None
     try:

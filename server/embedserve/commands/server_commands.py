@@ -1,6 +1,6 @@
-"""The commands that run a server, and those that ask one that runs (running_server.py).
+"""Commands that run a server, and commands that call a running server (running_server.py).
 
-Imports nothing heavy at the top, so that --help answers at once.
+Nothing heavy is imported at the top, so that --help responds immediately.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ ADDRESS = "http://HOST:PORT, https://HOST:PORT or unix:PATH."
 def serve(**values: Any) -> None:
     """Serve the models of a store over REST and gRPC.
 
-    A setting is a flag, a variable such as EMBEDSERVE_HTTP_PORT or a key of the TOML file
-    such as http_port; the first of these wins.
+    A setting is a flag, a variable such as EMBEDSERVE_HTTP_PORT or a key of the TOML file such as
+    http_port; the first of these wins.
     """
     values.pop("config")
     limits = Limits(**{f.name: values.pop(f.name) for f in fields(Limits)})
@@ -63,7 +63,7 @@ def admin(
     key: Key = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Load or unload a version of a running server, or have it look at its store now."""
+    """Load or unload a version on a running server, or make it check its store now."""
     with cli_errors():
         from embedserve.commands.admin import ask_server
         from embedserve.commands.running_server import server_at
@@ -94,12 +94,12 @@ def health(
     ] = "",
     ready: Annotated[bool, switch("--ready", help="Not only live: every model is loaded.")] = False,
 ) -> None:
-    """End with 0 where the server on this host answers; for a container's healthcheck or probe."""
+    """Exit with 0 if the server on this host responds; for a container's healthcheck or probe."""
     from embedserve.commands.health import check_health, own_server
 
     try:
         check_health(own_server(host, http_port, bool(tls_cert), http_uds), ready)
-    except (OSError, ValueError) as error:  # one_line_errors imports the store, which takes longer
+    except (OSError, ValueError) as error:  # cli_errors would import the store, which is slow
         typer.echo(f"embedserve: {error}", err=True)
         raise typer.Exit(1) from error
 
@@ -111,7 +111,7 @@ def shadow(
     key: Key = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Show how versions in the shadow of others would have answered otherwise."""
+    """Show how the results of shadow versions differ from those of the served versions."""
     with cli_errors():
         from embedserve.commands.running_server import server_at
         from embedserve.commands.shadow import show_shadows
@@ -136,7 +136,7 @@ def token(
 ) -> None:
     """Make a token: its line for the file of serve --tokens goes to stdout, the token to stderr.
 
-    Nothing keeps the token itself: give it to who asks now.
+    The token itself is stored nowhere: hand it to its caller now.
     """
     with cli_errors():
         from embedserve.commands.token import make_token

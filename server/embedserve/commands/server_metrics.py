@@ -1,4 +1,4 @@
-"""The metrics of a running server, for commands that show what it counted."""
+"""Reads the metrics of a running server, for commands that show its counters."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from embedserve_store.terminal.sanitize import sanitize
 
 TIMEOUT_S = 10.0
 METRICS_BYTES_MAX = 32 << 20
-"""A server of a thousand features and tables shows a megabyte or two."""
+"""Bytes of a /metrics response. A server with a thousand features and tables sends one or two
+megabytes."""
 SAID_MAX = 200
-"""Characters of a line that cannot be read."""
+"""Characters of a parser error that are quoted."""
 OURS = "embedserve_"
 
 
@@ -24,11 +25,11 @@ def read_samples(
     timeout_s: float = TIMEOUT_S,
     bytes_max: int = METRICS_BYTES_MAX,
 ) -> list[Sample]:
-    """What ``server`` shows of metrics whose names begin with one of ``names``.
+    """Returns the samples of the server's metrics whose names begin with one of ``names``.
 
     Raises:
-        ConnectionError, OSError, ValueError: as RunningServer.ask.
-        ValueError: what answers is no embedserve.
+        ConnectionError, OSError, ValueError: as ServerClient.request.
+        ValueError: the server is not embedserve.
     """
     url = client.url
     answer = client.request("/metrics", timeout_s=timeout_s, bytes_max=bytes_max)

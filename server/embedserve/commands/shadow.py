@@ -1,6 +1,6 @@
-"""`embedserve shadow`: how versions in the shadow of others would have answered otherwise.
+"""`embedserve shadow`: how the results of shadow versions differ from those of the served versions.
 
-Reads the metrics of a running server; what each counts is said in metrics/shadow_samples.py.
+It reads the metrics of a running server, which metrics/shadow_samples.py describes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from embedserve_store.terminal.aligned_columns import grid, plain, show, write
 
 PREFIX = "embedserve_shadow_"
 Comparison = tuple[str, ...]
-"""(model, alias, version, against)."""
+"""Label values that identify a comparison: (model, alias, version, against)."""
 COMPARISON = ("model", "alias", "version", "against")
 
 
 class Shadows:
-    """What a server's metrics say of each comparison.
+    """Shadow metrics of a server, by comparison.
 
     Attributes:
-        counts: by comparison, then by (name of the metric, all other labels' values).
+        counts: values by comparison, then by (metric name, values of all other labels).
     """
 
     def __init__(self, samples: Iterable[Sample]) -> None:
@@ -41,7 +41,7 @@ class Shadows:
 
 
 def show_shadows(client: ServerClient) -> None:
-    """Prints how each version in a shadow differs, key by key.
+    """Prints how each shadow version differs from the served version, key by key.
 
     Raises:
         ConnectionError, OSError, ValueError: as read_samples.

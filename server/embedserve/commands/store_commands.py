@@ -1,6 +1,6 @@
-"""The commands that look at the versions of a store, name them and remove them.
+"""Commands that inspect, name and remove the versions of a store.
 
-Imports nothing heavy at the top, so that --help answers at once.
+Nothing heavy is imported at the top, so that --help responds immediately.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def diff(
 ) -> None:
     """Show what differs between two versions: tables, rows and how far they moved.
 
-    Ends with status 1 where callers would notice: keys, their order, widths or tables, pooling, id
-    rules or weights.
+    Exits with status 1 if clients would notice: keys, their order, widths or tables, pooling, id
+    rules or weights differ.
     """
     with cli_errors():
         from embedserve_store.commands.diff import diff as run
@@ -124,7 +124,7 @@ def rollback(
     alias: Annotated[str, typer.Option(help="The alias that goes back.")] = "stable",
     why: Annotated[str, typer.Option(help="Kept with each change.")] = "",
 ) -> None:
-    """Move an alias back to the version before, and take away what others have of its requests."""
+    """Move an alias back to the previous version, and remove aliases with a share or a shadow."""
     with cli_errors():
         from embedserve_store.commands.alias import roll_back_alias
 
@@ -150,7 +150,7 @@ def prune(
     keep: Annotated[int, typer.Option(help="The newest versions, so many, stay.", min=1)],
     dry_run: Annotated[bool, switch("--dry-run", help="Only say what would be removed.")] = False,
 ) -> None:
-    """Remove old versions of a model, but those that an alias names or a server has open."""
+    """Remove old versions of a model, except those that an alias names or a server has open."""
     with cli_errors():
         from embedserve_store.commands.prune import prune as run
 
@@ -162,7 +162,7 @@ def delete(
     model: Annotated[str, typer.Argument(help="Name of the model.")],
     version: Annotated[int, typer.Argument(help="A number: what an alias names stays.")],
 ) -> None:
-    """Remove one version of a model, unless it is the newest, or has an alias, or is open."""
+    """Remove one version of a model, unless it is the newest, has an alias or is open."""
     with cli_errors():
         from embedserve_store.commands.delete import delete as run
 

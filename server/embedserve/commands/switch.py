@@ -1,4 +1,4 @@
-"""Options of the command line that are given or not, without a value, --help itself among them."""
+"""Boolean command line options without a value, --help included."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 
-def switch(name: str, *, help: str, **more: Any) -> Any:  # noqa: A002  # typer's own name
+def switch(name: str, *, help: str, **more: Any) -> Any:  # noqa: A002  # typer's parameter name
     """Returns the option ``name``, which --help shows without a type."""
     return typer.Option(name, metavar="", help=help, **more)
 
 
 class Command(TyperCommand):
-    """A command whose --help is shown as a switch, too."""
+    """A command whose --help option is also shown without a type."""
 
     def get_help_option(self, ctx: Any) -> Any:
         return _untyped(super().get_help_option(ctx))
 
 
 class Group(TyperGroup):
-    """Commands under one name, whose --help is shown as a switch, too."""
+    """A group of commands whose --help option is also shown without a type."""
 
     def get_help_option(self, ctx: Any) -> Any:
         return _untyped(super().get_help_option(ctx))

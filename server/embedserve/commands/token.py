@@ -1,4 +1,4 @@
-"""`embedserve token`: makes a token, and the line that has a server take it."""
+"""`embedserve token`: creates a token, and the line that authorizes it in a server's token file."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def make_token(
     requests_per_second: float | None,
     concurrent: int | None,
 ) -> None:
-    """Prints the line to stdout and the token to stderr, so that `>> FILE` keeps the line alone.
+    """Prints the line to stdout and the token to stderr, so that `>> FILE` stores only the line.
 
     Raises:
-        ValueError: an option makes no sense.
+        ValueError: an option is invalid.
     """
     token, sha256 = new_token()
     found = {

@@ -1,7 +1,8 @@
-"""The engine package: torch and torchrec live here and in the model store, nowhere else.
+"""The engine package. Only the engine and the model store use torch and torchrec.
 
-sharded.py (unpooled.py for an EmbeddingCollection) builds the DistributedModelParallel, bind.py
-gives it its rows, script.py compiles it (trace.py down to tensor operations), engine.py answers,
-restore.py puts them together. gpus.py tells whether tables can go to this host's GPUs, and
-cuda_limits.py which ones; staging.py takes rows there, device_batches.py batches.
+sharded.py builds the DistributedModelParallel, or unpooled.py for an EmbeddingCollection.
+attach_weights.py gives it its rows, and compile.py compiles it (trace.py down to tensor
+operations). engine.py runs lookups, and restore.py assembles these. gpus.py checks whether tables
+can go to this host's GPUs, and cuda_limits.py which tables can. device_upload.py copies rows to
+GPUs, device_batches.py batches.
 """

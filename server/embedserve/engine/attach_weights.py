@@ -1,8 +1,8 @@
-"""Gives the kernels of a sharded model their rows out of the mapped tables file.
+"""Attaches the rows of the mapped tables file to the kernels of a sharded model.
 
-On CPU a kernel is pointed into the mapping, so that ranks, models and processes share the pages
-and resharding moves nothing; only column shards, which are no range of the file, are copied. On
-CUDA everything is copied to its device (staging.py). Never writes to the mapping.
+On CPU a kernel points into the mapping, so that ranks, models and processes share the pages and
+resharding moves nothing. Only column shards, which are no contiguous range of the file, are copied.
+On CUDA all rows are copied to their device (device_upload.py). The mapping is never written to.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 def attach_weights(
     sharded: ShardedQuantEmbeddingBagCollection, version: ModelVersion, device_type: str
 ) -> None:
-    """Gives every kernel of ``sharded`` its shards' rows: on CPU mapped, on CUDA copied.
+    """Gives every kernel of ``sharded`` its shards' rows: mapped on CPU, copied on CUDA.
 
-    Column shards are no range of the file: on CPU too they are copied, and only they. torchrec
-    gives column_wise tables kernels of their own.
+    Column shards are no contiguous range of the file, so they are copied on CPU, too; no other rows
+    are. torchrec gives column_wise tables separate kernels.
 
     Raises:
-        StoreError: a row that CUDA's kernels cannot dequantize.
+        StoreError: a row that the CUDA kernels cannot dequantize.
     """
     if device_type != "cpu":
         copy_all(gpu_copies(sharded, version), str(version.path))
@@ -55,7 +55,7 @@ def attach_weights(
 
 
 def _point(kernel: Any, rows: torch.Tensor, offsets: list[int]) -> None:
-    """Lets a CPU ``kernel`` read its shards in ``rows`` (uint8) from these bytes on."""
+    """Points a CPU ``kernel`` at ``rows`` (uint8), with its shards at these byte ``offsets``."""
     kernel.weights_host = rows
     kernel.host_size = rows.numel()
     kernel.weights_physical_offsets = offsets
@@ -66,8 +66,8 @@ def _point(kernel: Any, rows: torch.Tensor, offsets: list[int]) -> None:
 def share_rows(
     sharded: ShardedQuantEmbeddingBagCollection, bound: ShardedQuantEmbeddingBagCollection
 ) -> None:
-    """Points the kernels of ``sharded`` at the rows of ``bound``, their twin of the same plan; one
-    that is on another GPU at a copy of them, which is made from GPU to GPU."""
+    """Points the kernels of ``sharded`` at the rows of ``bound``, its twin of the same plan. A
+    kernel on another GPU gets a copy of the rows, made from GPU to GPU."""
     for kernel, twin in zip(sharded.tbes_configs(), bound.tbes_configs(), strict=True):
         device = kernel.current_device
         kernel.weights_host, kernel.host_size = twin.weights_host.to(device), twin.host_size
@@ -78,8 +78,8 @@ def share_rows(
 
 
 def cpu_rows(version: ModelVersion, kernels: Sequence[KernelTables]) -> list[Rows]:
-    """Returns the rows of ``version`` that each CPU kernel reads: mapped, or of column shards
-    copied as bind_rows does."""
+    """Returns the rows of ``version`` that each CPU kernel reads. They are mapped; column shards
+    are copied, as in attach_weights."""
     mapped, rows = as_tensor(version.tables.data), []
     for kernel in kernels:
         data, offsets = mapped, [start for start, _, _ in byte_ranges(kernel.config, version)]
@@ -90,15 +90,16 @@ def cpu_rows(version: ModelVersion, kernels: Sequence[KernelTables]) -> list[Row
 
 
 def as_tensor(data: np.ndarray) -> torch.Tensor:
-    """``data`` (read-only mapped uint8) as a tensor over the same memory, never written to."""
+    """Returns ``data`` (read-only mapped uint8) as a tensor over the same memory, which is never
+    written to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")
         return torch.from_numpy(data)
 
 
 def byte_ranges(config: Any, version: ModelVersion) -> Iterator[tuple[int, int, int]]:
-    """(first byte, rows, bytes of a row) in the mapped file of each table shard of a kernel; of
-    a column shard, where its rows lie whole."""
+    """Yields (first byte, rows, bytes of a row) in the mapped file for each table shard of a
+    kernel. For a column shard this is the range of its whole rows."""
     specs = {table.name: table for table in version.manifest.tables}
     for shard_config in config.embedding_tables:
         spec = specs[shard_config.name]
@@ -112,15 +113,16 @@ def _is_column_shard(shard_config: Any) -> bool:
 
 
 def has_column_shards(config: Any) -> bool:
-    """Whether a kernel's shards are columns of their tables, which torchrec gives kernels of their
-    own."""
+    """Returns whether a kernel's shards are columns of their tables. torchrec gives such shards
+    separate kernels."""
     return any(_is_column_shard(one) for one in config.embedding_tables)
 
 
 def _copied_columns(
     mapped: torch.Tensor, config: Any, version: ModelVersion
 ) -> tuple[torch.Tensor, list[int]]:
-    """(a copy of the column shards of a CPU kernel, uint8, where each begins in it)"""
+    """Returns a copy of the column shards of a CPU kernel (uint8), and the offset of each shard in
+    it."""
     shards = list(_shard_rows(config, mapped, version))
     sizes = [sum(part.numel() for part in parts) for parts in shards]
     offsets = [0, *accumulate(sizes)]
@@ -136,8 +138,8 @@ def _copied_columns(
 def gpu_copies(
     sharded: ShardedQuantEmbeddingBagCollection, version: ModelVersion
 ) -> list[list[RowCopy]]:
-    """What each GPU's kernels are to be given; allocates its memory, where each row is padded to 16
-    bytes, as CUDA's kernels read it."""
+    """Returns the row copies that each GPU's kernels need. Allocates the kernels' memory, with each
+    row padded to 16 bytes, as the CUDA kernels read it."""
     mapped, alignment = as_tensor(version.tables.data), ROW_ALIGNMENT_BYTES["cuda"]
     of_devices: dict[torch.device, list[RowCopy]] = {}
     for kernel, config in sharded.tbes_configs().items():
@@ -176,8 +178,9 @@ def _row_copy(
 def _shard_rows(
     config: Any, mapped: torch.Tensor, version: ModelVersion
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The stored bytes of each table shard of a kernel, as views of the mapping [rows, bytes]
-    that stand side by side in its rows: of int8 and int4 columns scale and bias, then codes."""
+    """Yields the stored bytes of each table shard of a kernel, as views of the mapping [rows,
+    bytes]. The views go side by side into the target rows. For int8 and int4 column shards these
+    are scale and bias, then codes."""
     specs = {table.name: table for table in version.manifest.tables}
     ranges = byte_ranges(config, version)
     for (start, rows, bytes_a_row), shard_config in zip(

@@ -1,8 +1,8 @@
-"""Compiles a sharded model into one lookup: plain tensors in, one matrix out.
+"""Compiles a sharded model into one lookup that takes plain tensors and returns one matrix.
 
-Down to tensor operations where that is possible (trace.py); else tracing and scripting torchrec's
-modules removes the Python between them. A model that cannot be compiled is looked up through
-the eager module: slower, same answers.
+The lookup is traced down to tensor operations if possible (trace.py). Otherwise torchrec's modules
+are traced by torch.fx and scripted, which removes the Python between them. A model that cannot be
+compiled uses the eager module, which is slower and returns the same results.
 """
 
 # No "from __future__ import annotations": TorchScript reads the annotations below.
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 KERNEL = "IntNBitTableBatchedEmbeddingBagsCodegen"
 
 Lookup = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""(ids int64 [n], lengths int32 [F * B], weights float32 [n] or None) -> float32 [B, sum(dims)],
-or, of an unpooled model, [N, dim]: for each key one row for each id of its feature. One that takes
-offsets is given these in place of the lengths, int32 [F * B + 1], and ids as int32: as kernels on
-GPUs read them, so that nothing has to be made of them there."""
+"""Signature of a lookup: (ids int64 [n], lengths int32 [F * B], weights float32 [n] or None) ->
+float32 [B, sum(dims)]. For an unpooled model the result is [N, dim]: for each key one row per id of
+its feature. A lookup that takes offsets gets them in place of the lengths, int32 [F * B + 1], and
+ids as int32. GPU kernels read these, so that nothing has to be converted on the GPU."""
 
 
 @torch.fx.wrap
@@ -62,12 +62,13 @@ KINDS = (TRACED, SCRIPTED, EAGER)
 
 
 class TensorLookup(nn.Module):
-    """A sharded collection from tensors to a tensor whose columns follow ``keys``.
+    """A sharded collection as a function from tensors to one tensor, whose columns follow ``keys``.
 
-    The order of torchrec's answer depends on the plan, and rows may be stored wider than they are;
-    here the blocks are put back, as wide as ``dims`` (of each key) says: piece by piece, or where
-    there are gaps between pieces column by column, which takes 3 us for 8 of 10 columns each and
-    one example, where these pieces take 28.
+    The column order of torchrec's result depends on the plan, and rows may be stored wider than
+    their keys. This module restores the order of ``keys``, with the width of each key from
+    ``dims``. It concatenates blocks, or selects single columns if there are gaps between the
+    blocks. Selecting takes 3 us for 8 features of 10 columns each and one example; concatenating
+    their blocks takes 28 us.
     """
 
     def __init__(
@@ -93,8 +94,8 @@ class TensorLookup(nn.Module):
         self.register_buffer("columns", torch.tensor(columns, device=device))
 
     def _answer_to_nothing(self, device: torch.device) -> tuple[dict[str, int], int]:
-        """Where the columns of each key begin in torchrec's answer, and how many it has. torchrec
-        creates its input and output modules at the first call, on its device."""
+        """Returns the first column of each key in torchrec's result, and the result's width.
+        torchrec creates its input and output modules at the first call, on its device."""
         features, takes_offsets = self.features, self.takes_offsets
         ids = torch.zeros(0, dtype=id_dtype(takes_offsets), device=device)
         bags = torch.zeros(len(features) + takes_offsets, dtype=torch.int32, device=device)
@@ -117,7 +118,7 @@ class TensorLookup(nn.Module):
 
 
 def _joined(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(start, count) of columns one after the other, in as few pieces as there can be."""
+    """Returns (start, count) of consecutive column ranges, with adjacent ranges merged."""
     joined: list[tuple[int, int]] = []
     for start, count in pieces:
         if joined and sum(joined[-1]) == start:
@@ -135,11 +136,12 @@ def _whole(slices: list[torch.Tensor]) -> torch.Tensor:
 
 
 class RowLookup(nn.Module):
-    """A sharded EmbeddingCollection from tensors to its rows, key after key. Without weights.
+    """A sharded EmbeddingCollection as a function from tensors to its rows, key after key. It
+    ignores weights.
 
-    torchrec answers with slices of what its kernels or its un-permuting wrote. Where those
-    already follow one another in the order of ``keys``, the whole is answered without copying,
-    unless rows are stored wider than ``dim``.
+    torchrec returns slices of the output of its kernels or of its un-permuting. If the slices
+    already follow one another in the order of ``keys``, their whole tensor is returned without a
+    copy. Rows stored wider than ``dim`` are always copied.
     """
 
     def __init__(
@@ -158,7 +160,7 @@ class RowLookup(nn.Module):
         self.takes_offsets = takes_offsets
         self.keys = list(keys)
         self.dim = dim
-        # One id for each feature also makes torchrec create its input and output modules.
+        # A call with one id per feature also makes torchrec create its input and output modules.
         ids = torch.zeros(len(features), dtype=id_dtype(takes_offsets), device=device)
         bags = torch.ones(len(features), dtype=torch.int32, device=device)
         if takes_offsets:
@@ -181,7 +183,7 @@ class RowLookup(nn.Module):
 
 
 def _follow_one_another(slices: list[torch.Tensor]) -> bool:
-    """Whether ``slices`` cut one tensor into pieces, from its start on."""
+    """Returns whether ``slices`` are consecutive views of one tensor, from its start on."""
     storage = slices[0].untyped_storage().data_ptr()
     end = 0
     for one in slices:
@@ -194,16 +196,16 @@ def _follow_one_another(slices: list[torch.Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled lookup without its rows: that of every version of one layout.
+    """A compiled lookup without its rows, shared by all versions of one layout.
 
     Attributes:
-        kind: TRACED, or SCRIPTED.
-        run: traced, it takes the rows of each kernel and where its tables begin in them, then
-            (ids, lengths), or (ids, lengths, weights); scripted, (ids, lengths, weights) and then
-            the rows of each kernel, whose tables begin where they did.
-        kernels: the shards of tables that each kernel reads.
-        unit: the compilation unit that has the classes of what was scripted, which ``run`` does not
-            keep alive.
+        kind: TRACED or SCRIPTED.
+        run: compiled function. If traced, it takes each kernel's rows and table offsets, then (ids,
+            lengths) or (ids, lengths, weights). If scripted, it takes (ids, lengths, weights), then
+            each kernel's rows, whose table offsets are fixed.
+        kernels: table shards that each kernel reads.
+        unit: compilation unit with the classes of the scripted code, which ``run`` does not keep
+            alive.
     """
 
     kind: str
@@ -213,7 +215,7 @@ class Program:
     unit: object
 
     def over(self, rows: Sequence[Rows]) -> Lookup:
-        """The lookup in ``rows``, of each kernel."""
+        """Returns the lookup over ``rows``, which are given for each kernel."""
         run = self.run
         if self.kind == SCRIPTED:
             data = [one for one, _ in rows]
@@ -228,8 +230,8 @@ class Compiled:
 
     Attributes:
         kind: one of KINDS.
-        program: of which it is made, where it can be given other rows.
-        rows: that it was given, of each kernel.
+        program: program of the lookup, if it can be given other rows.
+        rows: rows of each kernel that the lookup was given.
     """
 
     lookup: Lookup
@@ -244,11 +246,11 @@ class Compiled:
 
 @contextlib.contextmanager
 def own_compilation_unit() -> Iterator[None]:
-    """Has TorchScript keep what is compiled within this block in a compilation unit of its own.
+    """Makes TorchScript put everything compiled within its block into a separate compilation unit.
 
-    The unit of the process is never emptied: each layout would add its classes and functions to it.
-    One of its own is freed with the programs that were compiled in it. TorchScript finds the unit,
-    and what it knows of it, by these names; no other thread may compile meanwhile.
+    The unit of the process is never emptied, so each layout would add its classes and functions to
+    it. A separate unit is freed with the programs compiled in it. TorchScript finds the unit, and
+    its caches, by these names. No other thread may compile meanwhile.
     """
     unit = torch._C.CompilationUnit()
     own: list[tuple[Any, str, object]] = [
@@ -273,16 +275,16 @@ def own_compilation_unit() -> Iterator[None]:
 def compile_lookup(
     lookup: TensorLookup | RowLookup, device: torch.device, *, ranks: int, is_weighted: bool
 ) -> Compiled:
-    """``lookup`` traced or scripted, or as it is where both fail (logged).
+    """Returns ``lookup`` traced or scripted, or unchanged if both fail (logged).
 
     Args:
-        device: where its batches are.
-        ranks: over how many its tables are sharded. Ids that are split among several are another
-            trace for each batch, and trying takes as long as scripting.
-        is_weighted: whether it is called with weights, always, or never.
+        device: device of the batches.
+        ranks: number of ranks over which the tables are sharded. Ids split among several ranks give
+            a different trace for each batch, and trying takes as long as scripting.
+        is_weighted: whether the lookup is always called with weights; otherwise it never is.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch.jit's own deprecations
+        warnings.simplefilter("ignore")  # hides torch.jit's own deprecation warnings
         try:
             if ranks == 1:
                 traced = trace(
@@ -295,7 +297,7 @@ def compile_lookup(
                 if traced is not None:
                     return _compiled(TRACED, traced, lookup, is_weighted)
             return _scripted(lookup, is_weighted)
-        except Exception as error:  # anything: torch names no type for what it cannot compile
+        except Exception as error:  # torch documents no exception type for failed compilation
             logger.warning("lookups run eagerly, TorchScript failed: %s", str(error)[:500])
             return Compiled(lookup, EAGER)
 
@@ -315,9 +317,13 @@ def _compiled(
 
 
 def _scripted(lookup: TensorLookup | RowLookup, is_weighted: bool) -> Compiled:
-    """Frozen, attributes are constants, and much of what torchrec asks of its batches is known
-    beforehand: a third less time. Rows are to be no constants, which live as long as what was
-    compiled: it is compiled over stand-ins for them, which are made its inputs then."""
+    """Scripts and freezes ``lookup``.
+
+    Freezing turns attributes into constants, and precomputes much of what torchrec derives from its
+    batches, which saves a third of the time. Rows must not become constants, which would live as
+    long as the compiled code. The lookup is therefore compiled over stand-ins for the rows, which
+    then become its inputs.
+    """
     graph = Tracer(leaf_modules=[KERNEL]).trace(lookup)
     module = torch.fx.GraphModule(lookup, graph).eval()
     kernels = kernels_of(lookup)

@@ -1,6 +1,8 @@
-"""Which tables FBGEMM's CUDA kernels cannot serve, though its CPU kernels can, told by name.
+"""Checks for tables that FBGEMM's CUDA kernels cannot serve, though its CPU kernels can. Errors
+name the table.
 
-The bounds are those of its sources: nothing here asks a GPU, and none has confirmed them yet.
+The limits come from FBGEMM's sources. No function here uses a GPU, and no run on a GPU has
+confirmed the limits yet.
 """
 
 from __future__ import annotations
@@ -14,18 +16,19 @@ from embedserve_store.format.table_spec import CODES_MAX, TableSpec
 from embedserve_store.plans.plan import Plan
 
 ROWS_MAX = 2**31 - 1
-"""torchrec casts ids to int32."""
+"""Rows that a table may have on CUDA, where torchrec casts ids to int32."""
 COLUMNS_MAX = {"float32": 2048, "float16": 4096, "int8": 4092, "int4": 4088}
-"""Of a shard: the longest rows are 8 KiB of floats, 4 KiB of int8 and 2 KiB of int4, with scale and
-bias (the checks of FBGEMM's embedding_forward_quantized_split_nbit_host_template.cu)."""
+"""Columns that a shard may have on CUDA, by dtype. Rows may have at most 8 KiB of floats, 4 KiB of
+int8 or 2 KiB of int4, including scale and bias. FBGEMM checks this in
+embedding_forward_quantized_split_nbit_host_template.cu."""
 SCALE_FACTOR = 512
-"""By which a row's scale is multiplied in float16 (FBGEMM's vecn.cuh)."""
+"""Factor by which the CUDA kernels multiply a row's scale in float16 (FBGEMM's vecn.cuh)."""
 HALF_MAX = float(np.finfo(np.float16).max)
 
 
 def check_fits_cuda(manifest: Manifest, plan: Plan) -> None:
-    """Raises StoreError for tables of more rows than ids can name on CUDA, and for those that
-    ``plan`` keeps out of a GPU's memory."""
+    """Raises StoreError for tables with more rows than ids can address on CUDA, and for tables that
+    the constraints of ``plan`` keep off GPUs."""
     for name, constraints in plan.constraints.items():
         constraints.check_on_gpu(f"table {name!r}")
     for table in manifest.tables:
@@ -37,7 +40,7 @@ def check_fits_cuda(manifest: Manifest, plan: Plan) -> None:
 
 
 def check_columns(manifest: Manifest, plan: Plan) -> None:
-    """Raises StoreError for tables of which ``plan`` has shards too wide for CUDA's kernels."""
+    """Raises StoreError if ``plan`` has shards too wide for the CUDA kernels."""
     for table in manifest.tables:
         columns = max(shard.stored_col_count for shard in plan.tables[table.name].served_shards)
         most = COLUMNS_MAX[table.dtype]
@@ -50,11 +53,11 @@ def check_columns(manifest: Manifest, plan: Plan) -> None:
 
 
 def check_half_range(heads: NDArray[np.uint8], table: TableSpec, first_row: int) -> None:
-    """Raises StoreError for a row of int8 or int4 that CUDA's kernels would make infinite: they
+    """Raises StoreError for an int8 or int4 row that the CUDA kernels would make infinite. They
     multiply its scale, and compute its values, in float16.
 
     Args:
-        heads: uint8 [n, 4], the scale and bias of each row from ``first_row`` of ``table`` on.
+        heads: uint8 [n, 4], the scale and bias of each row, from ``first_row`` of ``table`` on.
     """
     pairs = np.ascontiguousarray(heads).view("<f2").astype(np.float32)
     scale, bias = pairs[:, 0], pairs[:, 1]

@@ -1,12 +1,12 @@
-"""Batches on their way to GPUs and back: one copy in, the lookup, one copy out.
+"""Runs batches on GPUs: one copy to the device, the lookup, one copy back.
 
-A batch goes there in one buffer of pinned memory, and comes back as what its callers are told:
-means are divided and values rounded to float16 where they are. Each batch has streams of its own
-from the first copy to the last, so that one may be copied while another is looked up; the thread
-that asks waits for the last of them without the interpreter's lock.
+A batch is sent in one buffer of pinned memory. Its result is final when it is copied back: means
+are divided and values rounded to float16 on the GPU. Each batch has its own streams from the first
+copy to the last, so that one batch is copied while another is looked up. The calling thread waits
+for the last copy without holding the GIL.
 
-With the CPU as the device the same is done without streams and pinned memory. No line of this has
-run on a GPU yet.
+With the CPU as the device the same code runs without streams and pinned memory. No line of this
+module has run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from embedserve_store.format.manifest import Manifest
 
 
 class DeviceBatches:
-    """Looks batches up where the rows are; from several threads at once.
+    """Looks up batches on the device that holds the rows. Thread-safe.
 
-    torch keeps pinned memory, in powers of two, for the next batch of about that size, once no
-    copy and no array uses it: there is as much of it as batches and answers that are held at once.
+    torch caches pinned memory, in powers of two. It reuses memory for a batch of a similar size
+    once no copy and no array uses it. The cache therefore grows to the batches and results that are
+    held at the same time.
     """
 
     def __init__(
@@ -39,9 +40,10 @@ class DeviceBatches:
     ) -> None:
         """
         Args:
-            device: where batches enter and answers leave.
-            ranks: of how many GPUs, from that one on, streams are needed.
-            lookup, weighted_lookup: take offsets in place of lengths, and ids as int32.
+            device: device on which batches enter and results leave.
+            ranks: number of GPUs, from ``device`` on, that need streams.
+            lookup, weighted_lookup: lookups that take offsets in place of lengths, and ids as
+                int32.
         """
         self._manifest = manifest
         self._device = device
@@ -59,7 +61,7 @@ class DeviceBatches:
         weights: np.ndarray | None = None,
         in_half: bool = False,
     ) -> np.ndarray:
-        """As Engine.lookup; float16 where ``in_half``."""
+        """Looks up one batch, as Engine.lookup does; the result is float16 if ``in_half``."""
         packed = self._packed(ids, lengths, weights)
         with torch.inference_mode(), self._streams() as stream:
             answer = self.on_device(packed, lengths.size, ids.size, in_half=in_half)
@@ -73,11 +75,11 @@ class DeviceBatches:
     def on_device(
         self, packed: torch.Tensor, bags: int, ids: int, *, in_half: bool
     ) -> torch.Tensor:
-        """The answer to a batch, on the device, where it may not be ready yet.
+        """Returns the result of a batch on the device, where it may not be ready yet.
 
         Args:
-            packed: as _packed gives it, in this host's memory.
-            bags, ids: how many it has.
+            packed: the batch as returned by _packed, in this host's memory.
+            bags, ids: numbers of bags and ids in the batch.
         """
         words = packed.to(self._device, non_blocking=True)
         offsets, numbers = words[: bags + 1], words[bags + 1 : bags + 1 + ids]
@@ -94,8 +96,8 @@ class DeviceBatches:
     def _packed(
         self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None
     ) -> torch.Tensor:
-        """int32 words, in pinned memory: where each bag begins and the last one ends, the ids, and
-        the float32 weights where there are some."""
+        """Returns int32 words in pinned memory: the offsets of the bags (one more than bags), the
+        ids, and the bits of the float32 weights if there are any."""
         first_id = lengths.size + 1
         has_weights = weights is not None
         packed = self._empty((first_id + ids.size * (1 + has_weights),), torch.int32)
@@ -111,14 +113,16 @@ class DeviceBatches:
         return torch.empty(shape, dtype=dtype, pin_memory=self._is_pinned)
 
     def _divisors(self, offsets: torch.Tensor) -> torch.Tensor:
-        """float32 [B, sum(dims)]: of a column that is a mean, how many ids each example has."""
+        """Returns float32 [B, sum(dims)], the divisors of the result: the number of ids of each
+        example, at least 1, for a mean; 1 for a sum."""
         counts = offsets.diff().view(len(self._manifest.features), -1)
         with_ones = torch.nn.functional.pad(counts.clamp(min=1), (0, 0, 0, 1), value=1)
         return with_ones.to(torch.float32).t().index_select(1, self._feature_of_column)
 
     @cached_property
     def _feature_of_column(self) -> torch.Tensor:
-        """int64 [sum(dims)], on the device; of a column that is a sum one past the last."""
+        """int64 [sum(dims)] on the device: the feature of each column; for a sum the number of
+        features, which selects the divisor 1."""
         manifest = self._manifest
         features = [
             column.feature if column.table.pooling == "mean" else len(manifest.features)
@@ -129,25 +133,26 @@ class DeviceBatches:
 
     @contextlib.contextmanager
     def _streams(self) -> Iterator[torch.cuda.Stream | None]:
-        """Within, this thread's work for each GPU goes into a stream that nobody else uses; that of
-        the device where answers leave, None on the CPU."""
+        """Runs this thread's work for each GPU in a stream that no other thread uses, within its
+        block. Yields the stream of the device where results leave, or None on the CPU."""
         if self._device.type != "cuda":
             yield None
             return
         try:
-            streams = self._idle.pop()  # the last one used: memory that it freed is its own
+            streams = self._idle.pop()  # the last one used, so that its freed memory is reused
         except IndexError:
             streams = self._new_streams()
         try:
             with contextlib.ExitStack() as stack:
-                for stream in reversed(streams):  # the device is the current one then
+                for stream in reversed(streams):  # so that the main device is current in the end
                     stack.enter_context(torch.cuda.stream(stream))
                 yield streams[0]
         finally:
             self._idle.append(streams)
 
     def _new_streams(self) -> list[torch.cuda.Stream]:
-        """Of each GPU one, which begins once what was done there to build the model is done."""
+        """Returns a new stream for each GPU. It waits for the work on the default stream, which
+        builds the model."""
         streams = []
         first = self._device.index
         for gpu in range(first, first + self._ranks):

@@ -1,8 +1,8 @@
-"""Rows of the mapped file on their way to devices: each has two pinned buffers, and a thread.
+"""Uploads rows of the mapped file to devices. Each device has two pinned buffers and a thread.
 
-While one buffer is copied to the device the other is filled, so that at no time more than these
-lie in this host's memory, beside the page cache. No line of it has run on a GPU yet; with the CPU
-as the device the same is done without streams and pinned memory.
+While one buffer is copied to the device the other is filled. In addition to the page cache, the
+upload uses no more host memory than these buffers. No line of this module has run on a GPU yet.
+With the CPU as the device the same code runs without streams and pinned memory.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ logger = logging.getLogger(__name__)
 
 BUFFER_BYTES = 64 << 20
 BUFFERS = 2
-"""Of each device."""
+"""Pinned buffers of each device: one is filled while the other is copied."""
 PROGRESS_S = 5.0
-"""Between two lines of the log."""
+"""Seconds between two progress lines of the log."""
 
 
 @dataclass(frozen=True)
 class RowCopy:
-    """Rows of a shard, and where they go.
+    """Rows of a shard, and the memory that they are copied to.
 
     Attributes:
-        table: of which they are.
-        first_row: in it.
-        stored: uint8 [rows, bytes], as they lie in the file.
-        is_mapped: whether that is a mapping of it, whose pages may be let go.
-        parts: uint8 [rows, bytes] each, views of ``stored`` that stand side by side in the target.
-        target: uint8 [rows, pitch], in which each row may have more bytes than the parts together.
+        table: table of the rows.
+        first_row: index of the first row in ``table``.
+        stored: uint8 [rows, bytes], the rows as stored in the file.
+        is_mapped: whether ``stored`` is a file mapping, whose pages may be dropped.
+        parts: uint8 [rows, bytes] each, views of ``stored`` that go side by side into the target.
+        target: uint8 [rows, pitch]; its rows may be longer than the parts together.
     """
 
     table: TableSpec
@@ -54,14 +54,15 @@ class RowCopy:
     target: torch.Tensor
 
     def blocks(self, block_bytes: int) -> Iterator[tuple[int, int]]:
-        """(first, count) of the rows, in blocks of at most so many bytes of the target."""
+        """Yields (first, count) of blocks of rows, each at most ``block_bytes`` of the target but
+        at least one row."""
         rows, pitch = self.target.shape
         step = max(1, block_bytes // pitch)
         return ((row, min(step, rows - row)) for row in range(0, rows, step))
 
     def fill(self, block: torch.Tensor, first: int) -> None:
-        """Writes rows, from ``first`` on, to ``block``, uint8 [count, pitch] in this host's memory;
-        zeros behind each."""
+        """Writes the rows from ``first`` on to ``block``, uint8 [count, pitch] in this host's
+        memory, and pads each row with zeros."""
         column = 0
         for part in self.parts:
             width = part.shape[1]
@@ -70,13 +71,13 @@ class RowCopy:
         block[:, column:] = 0
 
     def check(self, first: int, count: int) -> None:
-        """Raises StoreError where GPUs cannot serve one of these rows."""
+        """Raises StoreError if GPUs cannot serve one of these rows."""
         if self.table.dtype in CODES_MAX:
             heads = self.stored[first : first + count, :SCALE_BIAS_BYTES]
             check_half_range(heads, self.table, self.first_row + first)
 
     def release(self, first: int, count: int) -> None:
-        """Of the mapping: these rows are not read again."""
+        """Drops the mapped pages of these rows, which are not read again."""
         if self.is_mapped:
             drop_pages(self.stored[first : first + count])
 
@@ -84,8 +85,8 @@ class RowCopy:
 def copy_all(
     groups: Sequence[Sequence[RowCopy]], what: str, buffer_bytes: int = BUFFER_BYTES
 ) -> None:
-    """Makes the copies of each group, which go to one device, in a thread of its own; the log says
-    how far those of ``what`` are. Returns once all are there.
+    """Copies each group of rows to its device, in a separate thread for each group. The log reports
+    the progress under the name ``what``. Returns when all copies are complete.
 
     Raises:
         StoreError: a row that GPUs cannot serve.
@@ -120,13 +121,14 @@ def _copy_group(group: Sequence[RowCopy], progress: _Progress, buffer_bytes: int
 
 
 class _Buffers:
-    """Of one device, in turns; what was copied is there once it was left."""
+    """Pinned buffers of one device, used in turn. Leaving the context waits until all copies are
+    complete."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         is_cuda = device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
         if is_cuda:
-            torch.cuda.synchronize(device)  # FBGEMM has the default stream fill targets with zeros
+            torch.cuda.synchronize(device)  # FBGEMM zeroes targets on the default stream
             self._stream = torch.cuda.Stream(device)
         buffers = [
             torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(BUFFERS)
@@ -137,10 +139,10 @@ class _Buffers:
         return self
 
     def copy(self, copy: RowCopy, first: int, count: int) -> None:
-        """Has rows copied; they may not be there yet."""
+        """Starts the copy of the rows, which may be incomplete when the method returns."""
         buffer, copied = next(self._turns)
         if copied is not None:
-            copied.synchronize()  # what it had before
+            copied.synchronize()  # waits for the buffer's previous copy
         pitch = copy.target.shape[1]
         block = buffer[: count * pitch].view(count, pitch)
         copy.fill(block, first)
@@ -155,10 +157,10 @@ class _Buffers:
 
 
 class _Progress:
-    """What was copied so far, of all threads; said every few seconds.
+    """Progress of the copies of all threads, logged every PROGRESS_S.
 
     Attributes:
-        is_over: a thread failed: the others need not go on.
+        is_over: whether a thread failed, so that the others stop.
     """
 
     def __init__(self, what: str, nbytes: int) -> None:

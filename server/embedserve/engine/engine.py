@@ -1,7 +1,8 @@
-"""The engine: (row numbers, lengths, weights) of one batch in, vectors out.
+"""The engine: takes (row numbers, lengths, weights) of one batch, returns vectors.
 
-Holds what was compiled of one model version's DistributedModelParallel, and its rows. Arrays come
-in and go out as numpy; torch begins and ends here. It trusts its input: the batch was validated.
+Holds the lookups compiled from one model version's DistributedModelParallel, and the rows. Its
+inputs and results are numpy arrays; torch stays inside. It does not validate its input, which the
+batcher has validated.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
 
 WARM_UP_CALLS = 4
-"""TorchScript profiles its first two calls of a lookup, at 100 to 150 ms each."""
+"""Lookups that warm up an engine. TorchScript profiles the first two calls of a lookup, at 100 to
+150 ms each."""
 
 
 @dataclass(frozen=True)
 class _Golden:
-    """The version's goldens as a lookup, and what each replica answered."""
+    """The version's goldens as arguments of a lookup, and the result of each replica."""
 
     numbers: np.ndarray
     lengths: np.ndarray
@@ -43,14 +45,17 @@ class Engine:
     """One restored model version.
 
     Attributes:
-        manifest: what is served.
-        translator: turns callers' ids into the row numbers that lookups take.
-        plan: as restored, which is not the stored one where ``replanned``.
+        manifest: manifest of the served version.
+        translator: translator of callers' ids into the row numbers that lookups take.
+        plan: plan as restored; not the stored plan if ``replanned``.
         device_type: cpu or cuda.
-        waits_for_device: as batching.lookup_engine.LookupEngine has it: on GPUs a lookup is theirs.
-        replicas: as there, too: copies of the rows, each of a plan's ranks.
-        compiled: of each replica the lookup, and of a pooled model the one with weights.
-        lookup_kind: how they run, the slower of both: one of script.KINDS.
+        waits_for_device: whether lookups run on another device, as defined by
+            batching.lookup_engine.LookupEngine; True on GPUs.
+        replicas: number of copies of the rows, as defined there; each copy has all ranks of the
+            plan.
+        compiled: compiled lookups of all replicas in order; a pooled model has a plain and a
+            weighted lookup in each replica.
+        lookup_kind: the slowest kind among ``compiled``, one of compile.KINDS.
     """
 
     def __init__(
@@ -62,7 +67,7 @@ class Engine:
     ) -> None:
         """
         Args:
-            compiled: of each replica; on the CPU there is one.
+            compiled: compiled lookups of each replica; on the CPU there is one replica.
         """
         self.manifest: Manifest = version.manifest
         self.translator: IdTranslator = version.translator
@@ -94,7 +99,8 @@ class Engine:
 
     @property
     def runs_modules(self) -> bool:
-        """Whether a lookup runs through a torch module, not through a function compiled of it."""
+        """Returns whether a lookup runs through a torch module instead of a function compiled from
+        it."""
         return any(one.program is None for one in self.compiled)
 
     def lookup(
@@ -104,20 +110,20 @@ class Engine:
         weights: np.ndarray | None = None,
         in_half: bool = False,
     ) -> np.ndarray:
-        """The rows of ``ids``, pooled where the model pools.
+        """Returns the rows of ``ids``, pooled if the model pools.
 
         Args:
-            ids: int64 [n] row numbers, feature-major, each below its table's rows.
-            lengths: int32 [F * B], in the order of ``manifest.features``, sum n.
-            weights: float32 [n], or None to count every id once. A mean divides the weighted
-                sum by the number of ids, as FBGEMM does. None for an unpooled model.
-            in_half: float16 is wanted, which GPUs round to before they send it.
+            ids: int64 [n] row numbers, feature-major, each below the number of rows of its table.
+            lengths: int32 [F * B], in the order of ``manifest.features``, with the sum n.
+            weights: float32 [n], or None to count every id once. A mean divides the weighted sum by
+                the number of ids, as FBGEMM does. None for an unpooled model.
+            in_half: whether the result is float16. GPUs then round before they send the result.
 
         Returns:
-            float32 [B, sum(manifest.length_per_key)], its columns in ``manifest.keys`` order.
-            Of an unpooled model [N, dim]: for each of ``manifest.keys`` one row for each id of
-            its feature, in their order. Where each feature has one table, row i is of ids[i].
-            As ``to_float16`` rounds where ``in_half``.
+            float32 [B, sum(manifest.length_per_key)], with columns in the order of
+            ``manifest.keys``. For an unpooled model [N, dim]: for each of ``manifest.keys`` one row
+            per id of its feature, in the order of the ids. If each feature has one table, row i
+            belongs to ids[i]. With ``in_half``, float16 as rounded by ``to_float16``.
         """
         look_up = self._lookup if weights is None else self._weighted_lookup
         if look_up is None:
@@ -133,7 +139,8 @@ class Engine:
         return self.to_float16(values) if in_half else values
 
     def to_float16(self, values: np.ndarray) -> np.ndarray:
-        """``values`` rounded; past 65504 infinite. numpy takes thirty times as long."""
+        """Returns ``values`` rounded to float16; values beyond 65504 become infinite. numpy takes
+        thirty times as long."""
         rounded: np.ndarray = torch.from_numpy(values).to(torch.float16).numpy()
         return rounded
 
@@ -143,22 +150,23 @@ class Engine:
             values[:, column.start : column.end] /= counts[column.feature, :, None]
 
     def goldens(self) -> Goldens:
-        """Of the version; StoreError: the file is no longer as it was published."""
+        """Returns the goldens of the version. Raises StoreError if the file has changed since it
+        was published."""
         return self._version.goldens()
 
     def each(self) -> list[Callable[..., np.ndarray]]:
-        """``lookup`` of each replica alone."""
+        """Returns the ``lookup`` of each replica."""
         if self._on_gpus is None:
             return [self.lookup]
         return [replica.lookup for replica in self._on_gpus.each]
 
     def warm_up(self) -> None:
-        """Answers the version's goldens until lookups are compiled, and compares the answers; of
-        each replica.
+        """Looks up the version's goldens until the lookups are compiled, and compares the results.
+        Each replica is warmed up and compared.
 
         Raises:
-            StoreError: an answer is not the published one: the rows served are not those that
-                were published.
+            StoreError: a result differs from the published result, so the served rows are not the
+                published rows.
         """
         version = self._version
         goldens = self.goldens()
@@ -181,15 +189,15 @@ class Engine:
                 self.manifest,
                 version.tables,
                 str(version.path),
-                in_half=self.device_type == "cuda",  # as FBGEMM dequantizes there
+                in_half=self.device_type == "cuda",  # as FBGEMM dequantizes on CUDA
             )
         self._golden = _Golden(numbers, lengths, bags.weights, tuple(answered))
 
     def check(self) -> None:
-        """Sees whether what is served is still what it was when it was warmed up.
+        """Checks that the served rows are still the same as at warm-up.
 
         Raises:
-            StoreError: the file of the rows was changed, or an answer is another one.
+            StoreError: the file of the rows was changed, or the goldens give another result.
         """
         self._version.tables.check_unchanged()
         golden = self._golden

@@ -1,7 +1,7 @@
-"""The GPUs of this host: what they have free, and what keeps tables from going to them.
+"""The GPUs of this host: their free memory, and reasons why tables cannot be placed on them.
 
-find_gpus() asks torch once; what follows from its answers are plain functions of these. Allocates
-nothing on a GPU.
+find_gpus() queries torch once; all other functions work on its result. This module allocates no
+tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import torch
 from embedserve_store.errors import StoreError
 
 ON_GPUS = ("auto", "cuda")
-"""Settings of devices by which tables may go to GPUs."""
+"""Values of the ``devices`` setting that permit tables on GPUs."""
 REPLICAS, SHARDS = "replicas", "shards"
-"""Layouts of tables on several GPUs: whole on each of them, or by the plan."""
+"""Layouts of tables on several GPUs: all tables on each GPU, or divided by the plan."""
 LAYOUTS = (REPLICAS, SHARDS)
-"""The first that is possible is what gpu_layout "auto" means."""
+"""Layouts in the order of preference: gpu_layout "auto" is the first that is possible."""
 SMALLER = {
     REPLICAS: "divide them by gpu_layout shards, or use a smaller dtype",
     SHARDS: "use more GPUs, row_wise sharding for the largest tables or a smaller dtype",
 }
-"""What may have tables fit."""
+"""Advice, by layout, for tables that do not fit."""
 LOOKUP_OPERATOR = "fbgemm::int_nbit_split_embedding_codegen_lookup_function"
 WORK_BYTES = 512 << 20
-"""Of each GPU's memory that tables leave free for batches: two at once that are as large as the
-limits let one request be by themselves, whose values a GPU has up to four times (as looked up, in
-order, what they are divided by, rounded). No server was measured on GPUs yet."""
+"""Bytes of each GPU's memory that tables leave free for batches. They hold two batches at once,
+each as large as the limits let a lone request be. A GPU holds the values of a batch up to four
+times: as looked up, reordered, the divisors, and rounded. No server was measured on GPUs yet."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Gpus:
     """The GPUs that this process sees.
 
     Attributes:
-        count: 0 where there are none.
-        free_bytes: of each, by its number; none where CUDA does not start.
-        problem: why they cannot be used, or why there are none, where that is known; else "".
-        apart: why no table can be divided over them, though each may have all; else "".
+        count: number of GPUs; 0 if there are none.
+        free_bytes: free bytes of each GPU, by its number; empty if CUDA does not start.
+        problem: reason why the GPUs cannot be used, or why there are none, if it is known; else "".
+        apart: reason why no table can be divided over the GPUs, though each may hold all; else "".
     """
 
     count: int = 0
@@ -53,16 +53,16 @@ class Gpus:
 
 
 def gpus_for(devices: str) -> Gpus:
-    """What find_gpus finds, where a ``devices`` setting asks for GPUs; for others CUDA is not even
-    started."""
+    """Returns the result of find_gpus if the ``devices`` setting permits GPUs. For other settings
+    CUDA is not even started."""
     return find_gpus() if devices in ON_GPUS else Gpus()
 
 
 def find_gpus() -> Gpus:
-    """What torch says of the GPUs of this host. Where there are some it starts CUDA on each, which
-    takes some hundred MB of their memory."""
+    """Returns the state of this host's GPUs, as torch reports it. Starts CUDA on each GPU, which
+    takes some hundred MB of its memory."""
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")  # of a driver too old torch only warns
+        warnings.simplefilter("always")  # torch reports an outdated driver only as a warning
         count = torch.cuda.device_count()
     if not count:
         return Gpus(problem="; ".join(_first_line(one.message) for one in said))
@@ -71,7 +71,7 @@ def find_gpus() -> Gpus:
         free_bytes = tuple(torch.cuda.mem_get_info(gpu)[0] for gpu in range(count))
         pairs = list(permutations(range(count), 2))
         apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-    except Exception as error:  # torch names no type for a driver that does not fit
+    except Exception as error:  # torch documents no exception type for an unsuitable driver
         return Gpus(count, problem=f"CUDA does not start: {_first_line(error)}")
     return Gpus(count, free_bytes, _operator_problem(), _peer_problem(apart, len(pairs)))
 
@@ -97,7 +97,7 @@ def _first_line(said: object) -> str:
 
 
 def why_unusable(gpus: Gpus) -> str:
-    """Why no table can go to them; "" where they can."""
+    """Returns why no table can be placed on ``gpus``; "" if tables can."""
     if gpus.count:
         return gpus.problem
     problem = f": {gpus.problem}" if gpus.problem else ""
@@ -105,10 +105,11 @@ def why_unusable(gpus: Gpus) -> str:
 
 
 def resolve_devices(devices: str, stored_world_size: int, gpus: Gpus) -> tuple[str, int]:
-    """("cpu", number of ranks) or ("cuda", number of GPUs) of a ``devices`` setting.
+    """Returns ("cpu", number of ranks) or ("cuda", number of GPUs) for a ``devices`` setting.
 
     Raises:
-        ValueError: not "auto", "cpu", "cpu:N" or "cuda", or cuda where no GPU can be used.
+        ValueError: ``devices`` is not "auto", "cpu", "cpu:N" or "cuda", or is "cuda" and no GPU can
+            be used.
     """
     if match := re.fullmatch(r"cpu:([1-9]\d{0,3})", devices):
         return "cpu", int(match[1])
@@ -125,13 +126,13 @@ def resolve_devices(devices: str, stored_world_size: int, gpus: Gpus) -> tuple[s
 
 
 def check_room(held: Mapping[str, Sequence[int]], gpus: Gpus, layout: str) -> None:
-    """Raises StoreError where tables do not fit into what GPUs have free.
+    """Raises StoreError if tables do not fit into the free memory of the GPUs.
 
     Args:
-        held: of each version that is to be there, the bytes of its tables on each GPU.
+        held: bytes of tables on each GPU, for each version to be placed there.
         layout: one of LAYOUTS.
     """
-    smaller = SMALLER[layout if gpus.count > 1 else SHARDS]  # one GPU cannot divide them
+    smaller = SMALLER[layout if gpus.count > 1 else SHARDS]  # one GPU cannot divide tables
     for gpu, free_bytes in enumerate(gpus.free_bytes):
         nbytes = sum(one[gpu] for one in held.values())
         if nbytes + WORK_BYTES > free_bytes:

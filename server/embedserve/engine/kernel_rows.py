@@ -1,4 +1,4 @@
-"""What FBGEMM's kernels of a sharded module read, taken from them and given back."""
+"""Detaches weights from the FBGEMM kernels of a sharded module, and attaches them again."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
 from torch import nn
 
 Rows = tuple[torch.Tensor, torch.Tensor]
-"""Of a kernel: uint8 rows of its tables, and where in them, for each feature that it looks up, that
-feature's table begins: int64."""
+"""Rows of a kernel: the uint8 rows of its tables, and int64 offsets into them. Each offset is the
+start of the table of a feature that the kernel looks up."""
 
 
 @dataclass(frozen=True)
 class KernelTables:
-    """The shards of tables that a kernel reads.
+    """The table shards that a kernel reads.
 
     Attributes:
-        config: torchrec's, of its shards; without their rows.
-        shards: for each feature that it looks up, the number of its shard in ``config``.
+        config: torchrec's configuration of the shards, without their rows.
+        shards: for each feature that the kernel looks up, the index of its shard in ``config``.
     """
 
     config: Any
@@ -32,7 +32,7 @@ class KernelTables:
 
 
 def kernels_of(lookup: nn.Module) -> list[Any]:
-    """In the order in which what is compiled takes their rows."""
+    """Returns the kernels of ``lookup``, in the order in which compiled lookups take their rows."""
     return [module for module in lookup.modules() if isinstance(module, Kernel)]
 
 
@@ -48,8 +48,8 @@ def reattach_weights(kernels: Sequence[Any], rows: Sequence[Rows]) -> None:
 
 
 def detach_weights(kernels: Sequence[Any]) -> list[Rows]:
-    """The rows of ``kernels``, which have none then: their modules refer to each other, and would
-    hold them until Python collects its garbage."""
+    """Detaches and returns the rows of ``kernels``. The modules are in reference cycles, and would
+    keep the rows alive until Python collects garbage."""
     rows = list(map(rows_of, kernels))
     reattach_weights(kernels, [(data.new_empty(0), offsets) for data, offsets in rows])
     return rows
@@ -57,9 +57,10 @@ def detach_weights(kernels: Sequence[Any]) -> list[Rows]:
 
 @contextlib.contextmanager
 def stood_in_for(kernels: Sequence[Any]) -> Iterator[list[torch.Tensor]]:
-    """Within, each of ``kernels`` has a tensor of its own in place of its rows."""
+    """Gives each kernel a distinct stand-in tensor in place of its rows, within its block."""
     rows = list(map(rows_of, kernels))
-    # None is equal to another, nor to what else is constant: equal constants become one.
+    # The stand-ins must differ from each other and from all other constants, because TorchScript
+    # merges equal constants.
     names = (b"stands for the rows of kernel %d" % i for i in range(len(rows)))
     stand_ins = [data.new_tensor(list(name)) for name, (data, _) in zip(names, rows, strict=True)]
     reattach_weights(

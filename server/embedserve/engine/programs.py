@@ -1,8 +1,8 @@
-"""Keeps the programs of the layouts that were served last, so that a version whose layout was
-served before is neither sharded nor compiled again.
+"""Caches compiled programs by layout, so that a version whose layout was served before is neither
+sharded nor compiled again.
 
-Compiling holds the interpreter's lock. What is scripted takes some 40 MB for each layout, most of
-it with TorchScript's executor, so that few are kept beside those that engines use.
+Compiling holds the GIL. A scripted program takes some 40 MB per layout, most of it in TorchScript's
+executor. Few are therefore kept in addition to those that engines use.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from embedserve.engine.engine import Engine
 
 LAYOUTS_MAX = 16
-"""Layouts whose programs are kept, without rows; the least recently used goes."""
+"""Layouts whose programs are kept, without rows; the least recently used layout is evicted."""
 SCRIPTED_MAX = 4
-"""Layouts among them that are scripted."""
+"""Scripted layouts kept among LAYOUTS_MAX, because each takes some 40 MB."""
 
 Layout = tuple[str, object]
 
 
 class Programs:
-    """Programs by layout: all that an engine uses, and those used last. Used by one thread at a
-    time."""
+    """Cache of programs by layout: all programs that an engine uses, and the most recently used
+    others. Not thread-safe."""
 
     def __init__(self, engines: Iterable[Engine] = ()) -> None:
         self._by_layout: list[tuple[Layout, tuple[ref[Program], ...]]] = []
@@ -42,7 +42,7 @@ class Programs:
         """Keeps the programs of ``engine``; returns whether they were compiled for it."""
         programs = tuple(one.program for one in engine.compiled if one.program is not None)
         if engine.device_type != "cpu" or len(programs) < len(engine.compiled):
-            return True  # they have rows of their own
+            return True  # GPU and eager lookups cannot be given other rows
         layout = _layout(engine.manifest, engine.plan, engine.lookup_kind)
         known = next((_alive(refs) for one, refs in self._by_layout if one == layout), None)
         is_new = known is None or known[0] is not programs[0]
@@ -56,7 +56,8 @@ class Programs:
         return is_new
 
     def find(self, manifest: Manifest, plan: Plan) -> tuple[Program, ...] | None:
-        """Returns the programs of a version, plain and weighted; None where none are there."""
+        """Returns the plain and the weighted program for a version, or None if they are not
+        cached."""
         for layout, refs in self._by_layout:
             if layout == _layout(manifest, plan, layout[0]) and (programs := _alive(refs)):
                 return programs
@@ -64,21 +65,21 @@ class Programs:
 
 
 def _alive(refs: tuple[ref[Program], ...]) -> tuple[Program, ...] | None:
-    """Returns the programs; None where one is gone."""
+    """Returns the programs, or None if any of them has been freed."""
     found = tuple(one for one in (each() for each in refs) if one is not None)
     return found if len(found) == len(refs) else None
 
 
 def _last(kept: list[tuple[Program, ...]]) -> list[tuple[Program, ...]]:
-    """Returns those that are to be kept, the least recently used first."""
+    """Returns the programs to keep, the least recently used first."""
     scripted = [one for one in kept if any(program.kind == SCRIPTED for program in one)]
     gone = {id(one) for one in scripted[:-SCRIPTED_MAX]}
     return [one for one in kept if id(one) not in gone][-LAYOUTS_MAX:]
 
 
 def _layout(manifest: Manifest, plan: Plan, kind: str) -> Layout:
-    """Returns all that a program depends on. A trace of one rank does not depend on how many rows
-    its tables have, unless some of their columns are copied."""
+    """Returns the properties that a program depends on. A trace over one rank does not depend on
+    the number of rows of its tables, unless some of their columns are copied."""
     tables = [replace(table, sha256="", ids=ROW_NUMBERS) for table in manifest.tables]
     if kind != TRACED or plan.column_shard_bytes(manifest.tables):
         return kind, (tables, plan.world_size, plan.tables)

@@ -1,4 +1,4 @@
-"""Whole copies of a model's rows, each on a device of its own: which of them looks a batch up."""
+"""Load balancing over replicas: full copies of a model's rows, each on its own device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Replica(Protocol):
-    """One copy, and what looks up in it; device_batches.DeviceBatches is one."""
+    """One copy of the rows with its lookup, such as device_batches.DeviceBatches."""
 
     def lookup(
         self,
@@ -22,18 +22,19 @@ class Replica(Protocol):
 
 
 class Replicas:
-    """Gives each batch to the replica with the least work under way, in ids and bags; of equals to
-    the next in turn. From several threads at once; while no more than two batches for each
-    replica are under way, none has more work than two of the largest are.
+    """Sends each batch to the replica with the least work in flight, counted in ids and bags.
+
+    Equally loaded replicas are chosen in turn. Thread-safe. While at most two batches per replica
+    are in flight, no replica has more work than two of the largest batches.
 
     Attributes:
-        each: all of them.
+        each: all replicas.
     """
 
     def __init__(self, each: Sequence[Replica]) -> None:
         """
         Args:
-            each: at least one.
+            each: at least one replica.
         """
         self.each = tuple(each)
         self._under_way = [0] * len(self.each)
@@ -47,7 +48,8 @@ class Replicas:
         weights: np.ndarray | None = None,
         in_half: bool = False,
     ) -> np.ndarray:
-        """As Engine.lookup, by one of them."""
+        """Looks up one batch on one of the replicas; arguments and result are those of
+        Engine.lookup."""
         work = ids.size + lengths.size
         chosen = self._begin(work)
         try:
@@ -57,7 +59,7 @@ class Replicas:
                 self._under_way[chosen] -= work
 
     def _begin(self, work: int) -> int:
-        """The number of the replica that has so much more ``work`` now."""
+        """Chooses a replica, adds ``work`` to its load, and returns its index."""
         count = len(self.each)
         with self._lock:
             in_turn = ((self._turn + i) % count for i in range(count))

@@ -1,6 +1,6 @@
-"""Restores an engine from a published version: devices, plan, shards, TorchScript, warm-up.
+"""Restores an engine from a published version: devices, plan, shards, compilation, warm-up.
 
-Of several versions the devices are settled first, for all of them together.
+For several versions the devices are settled first, for all of them together.
 """
 
 from __future__ import annotations
@@ -53,14 +53,16 @@ def settle_devices(
     gpu_layout: str = "auto",
     strict_plan: bool = False,
 ) -> tuple[str, str]:
-    """What ``devices`` and ``gpu_layout`` mean for all of ``versions``, by the name that each is
-    served by: of devices "auto" it is "cuda" where this host's GPUs hold them beside each other,
-    else "cpu", and the log says what is against the GPUs that there are; of the layout "auto"
-    replicas where each GPU holds all of them, else shards. Others stay as they are.
+    """Returns the devices and the GPU layout for all of ``versions``, which are keyed by served
+    name.
+
+    Devices "auto" becomes "cuda" if this host's GPUs can hold all versions side by side, else
+    "cpu". If GPUs exist and are not used, the reason is logged. The layout "auto" becomes replicas
+    if each GPU holds all versions, else shards. Other values are returned unchanged.
 
     Raises:
-        ValueError: ``devices`` is "cuda", or ``gpu_layout`` replicas and there are GPUs that can be
-            used, and they cannot hold them so.
+        ValueError: the GPUs cannot hold the versions as requested: ``devices`` is "cuda", or
+            ``gpu_layout`` is replicas and there are usable GPUs.
     """
     if devices not in ON_GPUS:
         return devices, gpu_layout
@@ -83,11 +85,12 @@ def settle_devices(
 def _layout_of(
     versions: Mapping[str, ModelVersion], gpus: Gpus, gpu_layout: str, strict_plan: bool
 ) -> str:
-    """That of LAYOUTS in which ``gpus`` hold all of ``versions`` beside each other: ``gpu_layout``,
-    or of "auto" the first; on one GPU they are the same.
+    """Returns the layout in which ``gpus`` hold all of ``versions`` side by side. It is
+    ``gpu_layout``, or for "auto" the first of LAYOUTS that fits. On one GPU the layouts are the
+    same.
 
     Raises:
-        StoreError: there is none; it says of the last why.
+        StoreError: no layout fits; the message is about the last layout tried.
     """
     layouts = LAYOUTS if gpu_layout == "auto" else (gpu_layout,)
     *others, last = layouts if gpus.count > 1 else layouts[:1]
@@ -105,7 +108,7 @@ def _layout_of(
 def _check_layout(
     versions: Mapping[str, ModelVersion], gpus: Gpus, layout: str, strict_plan: bool
 ) -> None:
-    """Raises StoreError where ``gpus`` do not hold all of ``versions`` so, beside each other."""
+    """Raises StoreError if ``gpus`` cannot hold all of ``versions`` side by side in ``layout``."""
     held = {}
     for name, version in versions.items():
         plan = _plan_on_gpus(version, gpus, layout, strict_plan)
@@ -125,25 +128,25 @@ def restore(
     may_compile: bool = True,
     on_warming: Callable[[], None] | None = None,
 ) -> Engine:
-    """The engine of ``version``, warm and checked against its goldens.
+    """Returns the engine of ``version``, warm and checked against its goldens.
 
     Args:
-        devices: "cpu:N" (N ranks in this host's memory), "cpu" (as many as the stored plan has),
-            "cuda" (all GPUs), or "auto": cuda where there are GPUs that can be used, else cpu.
-        gpu_layout: of several GPUs, "replicas" (each has all tables), "shards" (one rank on each),
-            or "auto": replicas where they fit, else shards.
-        strict_plan: refuse, instead of planning anew, where the stored plan is for another
-            number of ranks.
-        is_eager: look up by the forward of the DistributedModelParallel, as torchrec has it,
-            instead of what is compiled from it.
-        programs: of the layouts that were compiled before, by the same ``is_eager``: a version
-            of one of these is neither sharded nor compiled.
-        may_compile: whether no other lookup runs meanwhile through a module: torch.fx patches all
-            modules of the process while it traces one.
-        on_warming: called when it is restored, before it warms up and is compared.
+        devices: "cpu:N" (N ranks in this host's memory), "cpu" (as many ranks as the stored plan),
+            "cuda" (all GPUs), or "auto": cuda if there are usable GPUs, else cpu.
+        gpu_layout: layout on several GPUs: "replicas" (each has all tables), "shards" (one rank on
+            each), or "auto": replicas if they fit, else shards.
+        strict_plan: whether to reject a version whose stored plan is for another number of ranks,
+            instead of replanning it.
+        is_eager: whether lookups run the forward of the DistributedModelParallel, as in torchrec,
+            instead of a compiled lookup.
+        programs: programs of the layouts compiled before, with the same ``is_eager``. A version
+            with a cached layout is neither sharded nor compiled.
+        may_compile: whether no other lookup runs through a module meanwhile. While torch.fx traces
+            a module it patches all modules of the process.
+        on_warming: called when the version is restored, before it warms up and is compared.
 
     Raises:
-        StoreError: the version cannot be served on these devices, or answers wrongly.
+        StoreError: the version cannot be served on these devices, or its results are wrong.
         ValueError: ``devices`` is not one of the above.
     """
     gpus = gpus_for(devices)
@@ -188,8 +191,9 @@ def _compile(
     *,
     is_eager: bool,
 ) -> list[list[Compiled]]:
-    """The lookups of ``version``, sharded by ``plan``: of each replica, by the GPU of its rank 0.
-    Rows are read for the first, and copied from its GPUs to the others'."""
+    """Returns the lookups of ``version``, sharded by ``plan``, for each replica. A replica is given
+    by the GPU of its rank 0. Rows are read for the first replica, and copied from its GPUs to the
+    others."""
     sharded: list[list[Any]] = []
     try:
         for gpu in first_gpus:
@@ -208,15 +212,16 @@ def _compile(
 
 
 def _current(device_type: str, gpu: int) -> contextlib.AbstractContextManager[object]:
-    """Within, what names no GPU is on ``gpu``."""
+    """Makes ``gpu`` the current GPU within its block, which applies to operations that name no
+    GPU."""
     return contextlib.nullcontext() if device_type == "cpu" else torch.cuda.device(gpu)
 
 
 def _sharded(
     version: ModelVersion, plan: Plan, device_type: str, gpu: int, before: Sequence[list[Any]]
 ) -> list[Any]:
-    """The plain model, and of a pooled one that with weights; its rows are copied from the replica
-    ``before`` it, the first, if there is one."""
+    """Returns the plain model, and for a pooled model also the weighted model. The rows are copied
+    from the first replica, ``before``, if there is one."""
     rows_of = before[0][0] if before else None
     if not version.manifest.is_pooled:
         return [shard_unpooled(version, plan, device_type, first_gpu=gpu, rows_of=rows_of)]
@@ -234,8 +239,9 @@ def _lookups(
     *,
     is_eager: bool,
 ) -> list[Compiled]:
-    """Those in ``models``, as _sharded gives them: over the module that DistributedModelParallel
-    wraps, from which they are compiled, or over the whole of it."""
+    """Returns the lookups over ``models``, as returned by _sharded. Lookups are compiled from the
+    module that DistributedModelParallel wraps. Eager lookups use the whole
+    DistributedModelParallel."""
     manifest, device = version.manifest, main_device(device_type, gpu)
     features, keys, dims = manifest.features, manifest.keys, manifest.length_per_key
     on_gpu, compiled = device_type == "cuda", []
@@ -256,7 +262,8 @@ def _lookups(
 
 
 def _plan_on_gpus(version: ModelVersion, gpus: Gpus, layout: str, strict_plan: bool) -> Plan:
-    """Raises StoreError where there is none that these GPUs, and CUDA's kernels, can serve."""
+    """Returns the plan for these GPUs. Raises StoreError if the GPUs and the CUDA kernels cannot
+    serve any."""
     check_fits_cuda(version.manifest, version.plan)
     if layout == SHARDS and gpus.apart:
         raise StoreError(gpus.apart)
@@ -267,7 +274,7 @@ def _plan_on_gpus(version: ModelVersion, gpus: Gpus, layout: str, strict_plan: b
 
 
 def _plan_for(version: ModelVersion, device_type: str, world_size: int, strict_plan: bool) -> Plan:
-    """The stored plan, or another where that is for another number of ranks."""
+    """Returns the stored plan, or a new plan if the stored plan is for another number of ranks."""
     stored = version.plan
     if stored.world_size == world_size:
         return stored

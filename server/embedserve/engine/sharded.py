@@ -1,8 +1,8 @@
 """Builds torchrec's DistributedModelParallel over a model's tables.
 
-The tables become a quantized EmbeddingBagCollection (which covers float32 too) sharded by the
-plan over the local devices of one process: no process group, no collectives. The sharded
-module is built without rows, which bind.py gives it.
+The tables become a quantized EmbeddingBagCollection, which covers float32 too. It is sharded by the
+plan over the local devices of one process, without process group and collectives. The sharded
+module is built without rows; attach_weights.py attaches them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DATA_TYPES = {
 
 
 class _ShardedPooledCollection(ShardedQuantEmbeddingBagCollection):  # type: ignore[misc]
-    """torchrec's module without its state dict, which wants a scale and bias for float rows."""
+    """torchrec's module without its state dict, which requires a scale and bias for float rows."""
 
     def _initialize_torch_state(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -66,7 +66,8 @@ class _PooledSharder(QuantEmbeddingBagCollectionSharder):  # type: ignore[misc]
 
 
 def main_device(device_type: str, first_gpu: int = 0) -> torch.device:
-    """Where batches enter and answers leave: the host, or the GPU of rank 0."""
+    """Returns the device on which batches enter and results leave: the host, or the GPU of rank
+    0."""
     return torch.device("cpu") if device_type == "cpu" else torch.device("cuda", first_gpu)
 
 
@@ -79,17 +80,17 @@ def shard(
     first_gpu: int = 0,
     rows_of: DistributedModelParallel | None = None,
 ) -> DistributedModelParallel:
-    """The model of ``version`` sharded by ``plan``, answering from its stored rows.
+    """Returns the model of ``version`` sharded by ``plan``, over the stored rows.
 
-    Every table sums, whatever its pooling: a row-wise mean divides each rank's part by that
-    rank's own count of ids, so the engine divides once, after the ranks are added up.
+    Every table sums, whatever its pooling. A row-wise mean would divide each rank's partial sum by
+    that rank's own count of ids. The engine therefore divides once, after the ranks are added up.
 
     Args:
-        device_type: cpu (all ranks on this host's memory, nothing copied) or cuda (rank r on
-            GPU ``first_gpu`` + r, its rows copied there).
-        is_weighted: build the lookup that takes a weight for every id.
-        rows_of: use the rows of this model, sharded by the same plan, instead of binding anew; of
-            one on other GPUs a copy.
+        device_type: cpu (all ranks in this host's memory, nothing copied) or cuda (rank r on GPU
+            ``first_gpu`` + r, its rows copied there).
+        is_weighted: whether to build the lookup that takes a weight for every id.
+        rows_of: model of the same plan whose rows are used, instead of attaching them anew; rows on
+            other GPUs are copied.
     """
     sharded = shard_without_rows(
         version, plan, device_type, is_weighted=is_weighted, first_gpu=first_gpu
@@ -104,7 +105,7 @@ def shard(
 def shard_without_rows(
     version: ModelVersion, plan: Plan, device_type: str, *, is_weighted: bool, first_gpu: int = 0
 ) -> DistributedModelParallel:
-    """As shard, but for the rows, of which its kernels have none yet."""
+    """Returns the same model as shard, but its kernels have no rows yet."""
     module = _meta_collection(version.manifest, is_weighted)
     sharder = _PooledSharder(fused_params=_fused_params())
     return distribute(module, plan, device_type, sharder, first_gpu)
@@ -113,9 +114,9 @@ def shard_without_rows(
 def distribute(
     module: torch.nn.Module, plan: Plan, device_type: str, sharder: Any, first_gpu: int
 ) -> DistributedModelParallel:
-    """``module``, of the meta device, sharded by ``plan`` over the devices of this process; without
-    rows."""
-    # On CPU torchrec otherwise asks for CUDA kernels.
+    """Returns ``module``, which is on the meta device, sharded by ``plan`` over the devices of this
+    process, without rows."""
+    # Without this setting torchrec requests CUDA kernels on the CPU.
     set_propogate_device(device_type == "cpu")
     with kernels_without_rows(), _first_rank_on(first_gpu):
         sharded = DistributedModelParallel(
@@ -133,7 +134,8 @@ def distribute(
 
 @contextlib.contextmanager
 def _first_rank_on(gpu: int) -> Iterator[None]:
-    """Kernels built in this block are on GPU ``gpu`` + r for rank r; torchrec's are on GPU r."""
+    """Places kernels built in this block on GPU ``gpu`` + r for rank r; torchrec places them on GPU
+    r."""
     original = embedding_lookup.rank_device
     embedding_lookup.rank_device = lambda device_type, rank: original(device_type, gpu + rank)
     try:
@@ -143,17 +145,17 @@ def _first_rank_on(gpu: int) -> Iterator[None]:
 
 
 def _take_batches_as_they_come(sharded: Any) -> None:
-    """Has ``sharded``, which is on one GPU, leave batches where they are, which is there: torchrec
-    would bring all of them to GPU 0, but for those of a model on the meta device."""
-    input_dist = getattr(sharded, "_input_dist_module", sharded)  # its own where it pools
-    input_dist._device = torch.device("meta")  # asked at the first call
+    """Makes ``sharded``, which is on one GPU, leave batches on that GPU. torchrec would move them
+    to GPU 0, except for a model on the meta device."""
+    input_dist = getattr(sharded, "_input_dist_module", sharded)  # separate in pooled models
+    input_dist._device = torch.device("meta")  # torchrec reads it at the first call
 
 
 def _fused_params() -> dict[str, Any]:
     return {
         FUSED_PARAM_REGISTER_TBE_BOOL: True,
         FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS: True,
-        # The service has checked every id.
+        # The batcher has validated every id.
         FUSED_PARAM_BOUNDS_CHECK_MODE: BoundsCheckMode.NONE,
         "output_dtype": SparseType.FP32,
     }
@@ -161,10 +163,10 @@ def _fused_params() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def kernels_without_rows() -> Iterator[None]:
-    """Kernels built in this block allocate no rows.
+    """Makes kernels built in this block allocate no rows.
 
-    torchrec would fill as many zeros as the tables have bytes, only to have them replaced:
-    seconds of loading, and a model larger than memory could not be mapped at all.
+    torchrec would allocate zeros for all bytes of the tables, only to have them replaced. That
+    takes seconds of loading, and a model larger than memory could not be mapped at all.
     """
     original = Kernel.initialize_weights
     Kernel.initialize_weights = lambda kernel: None

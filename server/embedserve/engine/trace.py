@@ -1,13 +1,13 @@
-"""Traces a lookup down to its tensor operations, where they are the same for every batch.
+"""Traces a lookup down to its tensor operations, if they are the same for every batch.
 
-A scripted lookup still builds a KeyedJaggedTensor and asks it questions, 15 us each time; its
-trace is what is left of that: for tables on one rank a cumulative sum and the kernel. A trace
-bakes in whatever Python number it met, so it is taken for batches of three shapes: where the
-traces differ, as where ids are split among ranks, it is not used. Rows are no part of it: they
-are given to each call, so that the next version of a model may use the same trace.
+A scripted lookup still builds a KeyedJaggedTensor and queries it, 15 us each time. The trace keeps
+only the tensor operations: for tables on one rank a cumulative sum and the kernel. A trace bakes in
+every Python number it met, so it is taken for batches of three shapes. If these traces differ, as
+they do if ids are split among ranks, the trace is discarded. Rows are not part of a trace. Each
+call passes them in, so that the next version of a model may use the same trace.
 
-torch.jit.trace takes fifty times as long: of a module it first compiles whatever else the modules
-in it can do, and what it makes is kept, rows and all, for as long as the process lives.
+torch.jit.trace takes fifty times as long. For a module it first compiles everything else that the
+modules in it can do. Its result, rows included, stays in memory for as long as the process lives.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from embedserve.engine.kernel_rows import kernels_of, reattach_weights, rows_of
 logger = logging.getLogger(__name__)
 
 Traced = Callable[..., torch.Tensor]
-"""Takes the rows of each kernel, then (ids, lengths), or (ids, lengths, weights)."""
+"""Signature of a traced lookup: the rows of each kernel, then (ids, lengths) or (ids, lengths,
+weights)."""
 
 EXAMPLES = (1, 3, 7)
-"""Batch sizes that are traced; as primes they divide nothing by accident."""
+"""Batch sizes that are traced: 1 and two primes, so that they divide no other number by
+accident."""
 
 
 def trace(
@@ -40,8 +42,8 @@ def trace(
     is_weighted: bool,
     takes_offsets: bool = False,
 ) -> Traced | None:
-    """The operations of ``lookup``; None where these depend on the batch. Takes weights if
-    ``is_weighted``, and where ``takes_offsets`` these in place of lengths."""
+    """Returns the operations of ``lookup``, or None if they depend on the batch. The operations
+    take weights if ``is_weighted``, and offsets in place of lengths if ``takes_offsets``."""
     kernels = kernels_of(lookup)
     rows = list(map(rows_of, kernels))
     flat = tuple(tensor for one in rows for tensor in one)
@@ -71,9 +73,12 @@ def trace(
 
 
 def with_inputs(frozen: Any, stand_ins: Sequence[torch.Tensor]) -> Traced | None:
-    """The operations of ``frozen``, a frozen script module, which take what stands for each of
-    ``stand_ins`` after their other inputs; None where they do not know one of these, or ask the
-    module for more than tensors."""
+    """Returns the operations of ``frozen``, a frozen script module, with the constants
+    ``stand_ins`` turned into inputs.
+
+    The new inputs follow the existing ones. Returns None if a stand-in does not occur in the graph,
+    or if the graph reads more than tensors from the module.
+    """
     graph: Any = frozen.graph.copy()
     for stand_in in stand_ins:
         value = graph.addInput()
@@ -95,8 +100,9 @@ def with_inputs(frozen: Any, stand_ins: Sequence[torch.Tensor]) -> Traced | None
 
 
 def _without_attributes(graph: Any, module: Any, value: Any) -> bool:
-    """Makes constants of the tensors that ``graph`` asks ``module`` for, whose value is ``value``:
-    those of a cache of rows, which no plan here has. False where it asks for something else."""
+    """Turns the tensor attributes of ``module`` that ``graph`` reads into constants, taken from
+    ``value``, the module itself. They belong to a row cache, which no plan here has. Returns False
+    if the graph reads another kind of attribute."""
     for node in [use.user for use in module.uses()]:
         if node.kind() != "prim::GetAttr":
             return False
@@ -114,7 +120,8 @@ def _is(constant: Any, tensor: torch.Tensor) -> bool:
 
 
 def _graph(function: Traced, inputs: tuple[torch.Tensor, ...]) -> Any:
-    """The operations that ``function`` does with ``inputs``, which know no shapes."""
+    """Returns the operations that ``function`` performs on ``inputs``, without shape
+    information."""
     graph, _ = torch._C._create_graph_by_tracing(function, inputs, lambda _: "", True, False)
     torch._C._jit_pass_erase_shape_information(graph)
     torch._C._jit_pass_dce(graph)
@@ -122,7 +129,7 @@ def _graph(function: Traced, inputs: tuple[torch.Tensor, ...]) -> Any:
 
 
 class _Queue:
-    """A kernel's queue of what is prefetched, in which there never is anything."""
+    """Stand-in for a kernel's prefetch queue that is always empty."""
 
     def __init__(self, nothing: torch.Tensor) -> None:
         self._nothing = nothing
@@ -133,8 +140,8 @@ class _Queue:
 
 @contextlib.contextmanager
 def _without_queues(kernels: Sequence[Any]) -> Iterator[None]:
-    """Within, ``kernels`` ask for nothing that is prefetched: their queues are C++ objects, which
-    cannot be constants of a trace."""
+    """Makes ``kernels`` use no prefetched rows within its block. Their prefetch queues are C++
+    objects, which cannot be constants of a trace."""
     queues = [(kernel, kernel.lxu_cache_locations_list) for kernel in kernels]
     for kernel, queue in queues:
         kernel.lxu_cache_locations_list = _Queue(queue.pop())
@@ -146,15 +153,15 @@ def _without_queues(kernels: Sequence[Any]) -> Iterator[None]:
 
 
 def id_dtype(takes_offsets: bool) -> torch.dtype:
-    """Of ids that come with offsets, and of those that come with lengths."""
+    """Returns the dtype of ids: int32 with offsets, int64 with lengths."""
     return torch.int32 if takes_offsets else torch.int64
 
 
 def _inputs(
     features: int, examples: int, device: torch.device, takes_offsets: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(ids, lengths or offsets, weights) of bags of 0 to 4 ids, all of row 0, which every table
-    has."""
+    """Returns (ids, lengths or offsets, weights) of bags of 0 to 4 ids. All ids are row 0, which
+    every table has."""
     bags = torch.arange(features * examples, dtype=torch.int32) * examples % 5
     count = int(bags.sum())
     if takes_offsets:
@@ -164,6 +171,6 @@ def _inputs(
 
 
 def _operations(graph: Any) -> str:
-    """The operations of a trace and their constants, without the names that differ by accident."""
+    """Returns the operations of a trace and their constants as text, without incidental names."""
     canonical = torch._C._jit_pass_canonicalize(graph)
     return re.sub(r"#.*|, scope: .*", "", str(canonical))

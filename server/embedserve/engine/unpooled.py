@@ -1,7 +1,8 @@
-"""Builds torchrec's DistributedModelParallel over an EmbeddingCollection: one row for each id.
+"""Builds torchrec's DistributedModelParallel over an EmbeddingCollection, which returns one row per
+id.
 
-As sharded.py does for pooled tables: a quantized collection sharded by the plan, its kernels
-pointed at the stored rows. It adds nothing up, so ids have no weights here.
+Like sharded.py for pooled tables, it shards a quantized collection by the plan and points its
+kernels at the stored rows. Nothing is summed, so ids have no weights.
 """
 
 from __future__ import annotations
@@ -33,18 +34,20 @@ from embedserve_store.plans.plan import Plan
 
 
 class _IdentityOutputDist(nn.Module):
-    """Stands for what brings the rows of several GPUs to one."""
+    """Output dist that leaves rows where they are, in place of the gathering of rows from several
+    GPUs."""
 
     def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return tensors
 
 
 class _ShardedUnpooledCollection(ShardedQuantEmbeddingCollection):  # type: ignore[misc]
-    """torchrec's module without its state dict, which wants a scale and bias for float rows, and on
-    one GPU without asking NVML how GPUs are linked, as FBGEMM's all_to_one_device always does.
+    """torchrec's module without its state dict, which requires a scale and bias for float rows. On
+    one GPU it also avoids FBGEMM's all_to_one_device, which always queries NVML for the links
+    between GPUs.
 
     Attributes:
-        ranks: over which it is sharded.
+        ranks: number of ranks over which the module is sharded.
     """
 
     ranks = 0
@@ -81,15 +84,15 @@ def shard_unpooled(
     first_gpu: int = 0,
     rows_of: DistributedModelParallel | None = None,
 ) -> DistributedModelParallel:
-    """The model of ``version`` sharded by ``plan``, answering with its stored rows.
+    """Returns the model of ``version`` sharded by ``plan``, over the stored rows.
 
-    torchrec puts the rows of a row-wise table's ranks back into the order of the ids. It has no
-    column-wise lookup of single rows on CPU: the plan was checked not to ask for it.
+    torchrec restores the order of the ids for the rows of a row-wise table's ranks. It has no
+    column-wise lookup of single rows on CPU; the plan was checked to need none.
 
     Args:
-        device_type: cpu (all ranks on this host's memory, nothing copied) or cuda (rank r on
-            GPU ``first_gpu`` + r, its rows copied there).
-        rows_of: as of sharded.shard.
+        device_type: cpu (all ranks in this host's memory, nothing copied) or cuda (rank r on GPU
+            ``first_gpu`` + r, its rows copied there).
+        rows_of: model whose rows are used, as in sharded.shard.
     """
     sharded = shard_unpooled_without_rows(version, plan, device_type, first_gpu=first_gpu)
     if rows_of is None:
@@ -102,7 +105,7 @@ def shard_unpooled(
 def shard_unpooled_without_rows(
     version: ModelVersion, plan: Plan, device_type: str, *, first_gpu: int = 0
 ) -> DistributedModelParallel:
-    """As shard_unpooled, but for the rows, of which its kernels have none yet."""
+    """Returns the same model as shard_unpooled, but its kernels have no rows yet."""
     sharder = _UnpooledSharder(fused_params=_fused_params())
     return distribute(_meta_collection(version.manifest), plan, device_type, sharder, first_gpu)
 
@@ -111,8 +114,8 @@ def _fused_params() -> dict[str, Any]:
     return {
         FUSED_PARAM_REGISTER_TBE_BOOL: True,
         FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS: True,
-        # The service has checked every id. torchrec's name for this reaches pooled kernels only:
-        # this is FBGEMM's.
+        # The batcher has validated every id. torchrec's name of this parameter reaches pooled
+        # kernels only; this is FBGEMM's name.
         "bounds_check_mode": BoundsCheckMode.NONE,
         "output_dtype": SparseType.FP32,
     }

@@ -1,1 +1,1 @@
-"""Metrics: counts and histograms that workers share, as Prometheus reads them."""
+"""Metrics: counters and histograms that the workers share, exported in Prometheus' text format."""

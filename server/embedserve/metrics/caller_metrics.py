@@ -1,8 +1,8 @@
-"""What was answered to each caller who has a name, in places of a slot.
+"""Requests and outcomes of each named caller, counted in cells of shared memory.
 
-Each worker has its own places, whose first cell tells whose they are: they agree on nothing, and
-what is read of a name is the sum of all its places. A name past CALLERS_MAX is counted with all
-others that have no place, so that a file of many tokens makes no more series than that.
+Each worker assigns its own entries, whose first cell identifies the caller. Workers need not agree
+on the assignment: a caller's count is the sum over all its entries. Callers beyond CALLERS_MAX are
+counted together, so that a large token file does not create an unbounded number of series.
 """
 
 from __future__ import annotations
@@ -16,37 +16,38 @@ import numpy as np
 from embedserve.metrics.shared_counters import WorkerCounters
 
 CALLERS_MAX = 256
-"""Names that are counted alone, by one worker."""
+"""Callers that one worker counts individually."""
 OTHERS = "(others)"
-"""Of all others. No name that a token may have."""
+"""Label of all callers beyond CALLERS_MAX. It is not a valid name of a token."""
 OWNER_BYTES = 6
-"""Of a name's hash: a cell holds it exactly."""
+"""Bytes of the hash of a caller's name: 48 bits fit exactly into a float64 cell."""
 
 
 class Callers(Protocol):
-    """Those who have names."""
+    """Source of the named callers and of their request counts."""
 
     def names(self) -> Collection[str]:
-        """Of those that there are now."""
+        """Returns the names of the current callers."""
 
     def take_counts(self) -> Iterable[tuple[str, Mapping[str, int]]]:
-        """(name, requests by outcome) of those that asked since the last time."""
+        """Returns (name, requests by outcome) of each caller that sent requests since the last
+        call."""
 
 
 def caller_cells(outcomes: Sequence[str]) -> int:
-    """That the callers take of a slot."""
+    """Returns the number of cells that the callers take in a worker's row."""
     return (CALLERS_MAX + 1) * (1 + len(outcomes))
 
 
 class CallerMetrics:
-    """What one process answered to each caller.
+    """Request counters of each caller, of this process.
 
     Attributes:
-        callers: who asks; None where nobody has a name.
+        callers: source of the counts; None if no caller has a name.
     """
 
     def __init__(self, counters: WorkerCounters, outcomes: Sequence[str]) -> None:
-        """``outcomes`` are all that a request may have."""
+        """``outcomes`` are all possible outcomes of a request."""
         self.callers: Callers | None = None
         self._outcomes = outcomes
         self._cells = counters.allocate(caller_cells(outcomes))
@@ -55,7 +56,7 @@ class CallerMetrics:
         self._place: dict[str, int] = {}
 
     def flush(self) -> None:
-        """Counts what was asked since the last time."""
+        """Adds the requests since the last flush to the shared cells."""
         if self.callers is None:
             return
         for name, counts in self.callers.take_counts():
@@ -65,8 +66,8 @@ class CallerMetrics:
             self._own[place, 1:] += [counts.get(outcome, 0) for outcome in self._outcomes]
 
     def _take(self, name: str, names: Collection[str]) -> int:
-        """The place of ``name``: the one that it has, a free one, that of somebody who is none of
-        ``names`` any more, or the one of all others."""
+        """Returns the index of the entry for ``name``: its own, a free entry, an entry whose caller
+        is no longer among ``names``, or else the common entry of all others."""
         owners, owner = self._own[:CALLERS_MAX, 0], _owner(name)
         kept = [_owner(one) for one in names]
         for found in (owners == owner, owners == 0, ~np.isin(owners, kept)):
@@ -83,7 +84,7 @@ class CallerMetrics:
         return place
 
     def total(self) -> Iterator[tuple[str, str, float]]:
-        """(name, outcome, requests) of all workers, where there were any."""
+        """Yields (name, outcome, requests) of all workers; zero counts are left out."""
         if self.callers is None:
             return
         cells = self._cells.every.reshape(-1, 1 + len(self._outcomes))
@@ -99,6 +100,6 @@ class CallerMetrics:
 
 
 def _owner(name: str) -> float:
-    """Of a place; 0 of none."""
+    """Returns the value of an entry's owner cell for ``name``; 0 marks a free entry."""
     digest = blake2b(name.encode(), digest_size=OWNER_BYTES).digest()
     return float(int.from_bytes(digest, "big") + 1)

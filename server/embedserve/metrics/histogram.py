@@ -1,6 +1,6 @@
-"""Counts of values in fixed buckets, as Prometheus reads them; every bucket is written here, once.
+"""Histograms with fixed buckets, in Prometheus' layout. All buckets of the server are defined here.
 
-A recorded value waits in a list and is counted together with others, in the cells of a slot.
+Observed values are buffered in a list and counted in bulk, in cells of shared memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SECONDS_BUCKETS = tuple(
     for scale in (0.0001, 0.001, 0.01, 0.1, 1.0)
     for step in (1, 1.5, 2, 3, 5, 7.5)
 )
-"""100 microseconds to 7.5 seconds, six a decade."""
+"""Bucket bounds in seconds: 100 microseconds to 7.5 seconds, six per decade."""
 
 LOOKUP_SECONDS_BUCKETS = (0.00001, 0.00002, 0.00003, 0.00005, 0.000075, *SECONDS_BUCKETS)
 COUNT_BUCKETS = tuple(float(2**i) for i in range(21))
@@ -25,12 +25,13 @@ PENDING_MAX = 4096
 
 
 class Histogram:
-    """Counts in fixed buckets; observations wait in a list until there are many or a flush."""
+    """Histogram with fixed buckets. Observations are buffered until PENDING_MAX are pending or a
+    flush."""
 
     def __init__(self, buckets: Sequence[float], counters: WorkerCounters | None = None) -> None:
         self.buckets = tuple(buckets)
         self._bounds = np.array(buckets)
-        # A count for each bucket, one for what is above all, and the sum of all values.
+        # A count for each bucket, a count for values above all bounds, and the sum of all values.
         cells = histogram_cells(buckets)
         self._cells = (counters or single_worker_counters(cells)).allocate(cells)
         self._pending: list[float] = []
@@ -48,19 +49,19 @@ class Histogram:
     def flush(self) -> None:
         values = np.array(self._pending)
         self._pending.clear()
-        # "le" buckets: a value equal to a bound belongs to it.
+        # "le" buckets: a value equal to a bound belongs to that bucket.
         positions = np.searchsorted(self._bounds, values, side="left")
         own = self._cells.own
         own[:-1] += np.bincount(positions, minlength=own.size - 1)
         own[-1] += values.sum()
 
     def leave(self) -> None:
-        """What is observed from now on is not counted where others read it."""
+        """Detaches from shared memory: later observations are not exported."""
         self._cells.detach()
 
     def samples(self, of: NDArray[np.bool_] | None = None) -> tuple[list[tuple[str, float]], float]:
-        """([(bound, cumulative count), …, ("+Inf", count)], sum of all values) of all workers, or
-        those ``of`` which it is True."""
+        """Returns ([(bound, cumulative count), …, ("+Inf", count)], sum of all values), over all
+        workers or over those for which ``of`` is True."""
         self.flush()
         total = self._cells.total(of)
         cumulative = np.cumsum(total[:-1]).tolist()

@@ -1,7 +1,7 @@
-"""A log that never waits for its reader: what a full pipe does not take is dropped and counted.
+"""Non-blocking log output: lines that a full pipe cannot take are dropped and counted.
 
-Event loops and the supervisor write the log themselves. There is no thread in this, so that the
-supervisor can fork for as long as it lives, and what was written is out, however a process ends.
+The event loops and the supervisor write the log themselves. No thread is used, so that the
+supervisor can fork at any time, and nothing already written is lost, however a process ends.
 """
 
 from __future__ import annotations
@@ -18,28 +18,31 @@ import threading
 from typing import TextIO
 
 ATOMIC_BYTES = 4096
-"""Of one write: Linux's PIPE_BUF, which a pipe takes whole or not at all."""
+"""Bytes of one write: PIPE_BUF on Linux. A pipe takes a write of up to this size whole or not at
+all."""
 DROPPED = "%d lines of the log were dropped: its reader did not keep up"
 
 
 class LogStream(io.TextIOBase):
-    """Writes text to the file of another stream, without ever waiting for its reader.
+    """Text stream that writes to the file of another stream and never waits for its reader.
 
-    A line is written whole or dropped; of one that was begun the rest comes before the next line.
+    A line is written whole or dropped. The rest of a partly written line comes before the next
+    line.
 
     Attributes:
-        dropped_lines: by this process, and by those that it was forked from.
+        dropped_lines: number of lines dropped by this process and by the processes it was forked
+            from.
     """
 
     def __init__(self, stream: TextIO) -> None:
-        """Raises OSError or ValueError: ``stream`` has no file."""
+        """Raises OSError or ValueError if ``stream`` has no file descriptor."""
         super().__init__()
         self._stream = stream
         self._fd = stream.fileno()
         self._fd_opened = -1
         self._socket: socket.socket | None = None
         self._polled: select.poll | None = None
-        self._lock = threading.RLock()  # a signal's handler may write within a write
+        self._lock = threading.RLock()  # reentrant: a signal handler may write during a write
         self._rest = b""
         self.dropped_lines = 0
         mode = os.fstat(self._fd).st_mode
@@ -49,24 +52,24 @@ class LogStream(io.TextIOBase):
             self._open_again()
 
     def _open_again(self) -> None:
-        """Opens the pipe or terminal once more: O_NONBLOCK on the file as it is would be that of
-        all processes that have it."""
+        """Reopens the pipe or terminal in non-blocking mode. O_NONBLOCK on the inherited descriptor
+        would apply to every process that shares it."""
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY
         try:
             self._fd = self._fd_opened = os.open(f"/proc/self/fd/{self._fd}", flags)
-        except OSError:  # such as a terminal of another user: written to only while it takes more
+        except OSError:  # such as another user's terminal: polled before each write instead
             self._polled = select.poll()
             self._polled.register(self._fd, select.POLLOUT)
 
     @property
-    def encoding(self) -> str:  # type: ignore[override]  # an attribute there
+    def encoding(self) -> str:  # type: ignore[override]  # an attribute in io.TextIOBase
         return self._stream.encoding or "utf-8"
 
     def fileno(self) -> int:
         return self._fd
 
     def close(self) -> None:
-        """Closes what this stream has opened; the other stream stays open."""
+        """Closes the descriptors that this stream opened; the wrapped stream stays open."""
         if self._socket is not None:
             self._socket.close()
         if self._fd_opened >= 0:
@@ -94,12 +97,13 @@ class LogStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Writes what is left of a line, as far as it can be written now."""
+        """Writes the rest of a partly written line, as far as the file takes it without
+        blocking."""
         with self._lock:
             self._rest = self._write_now(self._rest)
 
     def _write_now(self, data: bytes) -> bytes:
-        """Writes what the file takes now of ``data``; returns the rest."""
+        """Writes as much of ``data`` as the file takes without blocking; returns the rest."""
         try:
             while data:
                 if self._polled is not None and not self._polled.poll(0):
@@ -110,14 +114,14 @@ class LogStream(io.TextIOBase):
                 else:
                     count = os.write(self._fd, piece)
                 data = data[count:]
-        except OSError:  # it takes no more now, or for ever
+        except OSError:  # the file takes no more for now, or its reader is gone
             pass
         return data
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
-    """Writes the log; behind the first line that gets out after others were dropped it logs how
-    many those were."""
+    """Log handler that reports dropped lines. After the first line that gets through again, it logs
+    how many were dropped."""
 
     _told_dropped = 0
 
@@ -132,17 +136,18 @@ class LogHandler(logging.StreamHandler[TextIO]):
 
 
 def dropped_lines() -> int:
-    """Lines that this process did not get out on its stdout and stderr."""
+    """Returns the number of lines that this process could not write to its stdout and stderr."""
     return sum(getattr(stream, "dropped_lines", 0) for stream in (sys.stdout, sys.stderr))
 
 
 def unblock_output() -> None:
-    """Has nothing that this process, and those it forks, writes to sys.stdout and sys.stderr wait
-    for a reader."""
+    """Makes sys.stdout and sys.stderr non-blocking for this process and for the processes it
+    forks."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, LogStream):
             continue
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # it is no file, or none
+        # The stream may be None or have no file descriptor.
+        with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
             setattr(sys, name, LogStream(stream))

@@ -1,8 +1,8 @@
-"""What is read of a version's tables: ids by feature, and row_wise tables' rows by rank.
+"""Access counts of a version's tables: ids by feature, and reads of row-wise tables by rank.
 
-Ids are counted. Which rank a row lies on, of a table that is divided by its rows, is looked at in
-some batches, which take a bounded share of the event loop's time, and what is counted is divided
-as these are. All else, by table and by rank, follows from the plan (lookup_samples.py).
+Every id is counted. The ranks of the rows of row-wise tables are found for a sample of the batches,
+within a bounded share of the event loop's time, and the counted reads are divided in the sampled
+proportions. All other counts by table and rank follow from the plan (lookup_samples.py).
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.access_counts import AccessCounts, is_divided_by_rows
 
 OWN_SHARE = 1 / 200
-"""Of the event loop's time, that is spent on where rows lie."""
+"""Largest share of the event loop's time spent on finding the ranks of rows."""
 ROWS_LOOKED_AT_MAX = 4096
-"""Of one batch: about a tenth of a millisecond. Of a larger one every second or third … row."""
+"""Rows sampled of one batch, which takes about 0.1 ms. Of a larger batch every second, third, … row
+is sampled."""
 DIVIDED_CELLS = 8192
-"""For each rank of each table that is divided by its rows; the tables that come after those that
-have room are not told apart by rank."""
+"""Cells for row-wise tables: one for each rank of each table. Tables that no longer fit are not
+counted by rank."""
 
 
 def lookup_cells(columns_max: int) -> int:
-    """Of a version with up to so many features."""
+    """Returns the number of cells needed for a version with up to ``columns_max`` features."""
     return columns_max + DIVIDED_CELLS
 
 
 class LookupMetrics:
-    """What is read of one version.
+    """Access counts of one version.
 
     Attributes:
-        asked: int64 [F] ids, by feature, counted by this process.
+        asked: int64 [F], ids requested by feature, counted by this process.
     """
 
     def __init__(
@@ -55,37 +56,40 @@ class LookupMetrics:
         self._asked = counters.allocate(columns_max)
         self._per_rank = counters.allocate(DIVIDED_CELLS)
         self._shown = self.asked.copy()
-        # A row that is left out is not read, but where there is an answer for each id.
+        # A skipped id reads no row, except in an unpooled model, where it is read and zeroed.
         self._is_left_out = model.skips_unknown & model.is_pooled
         self._where = _RowToRank(model)
         self._attributed = np.zeros(len(self._where.tables))
-        self._look_s = 0.0  # when the next batch is looked at
+        self._look_s = 0.0  # time at which the next batch is sampled
 
     def leave(self) -> None:
-        """What is counted from now on is not shown."""
+        """Detaches from shared memory: later counts are not exported."""
         self._asked.detach()
         self._per_rank.detach()
 
     def observe(self, batch: Batch) -> None:
-        """A batch that is looked up."""
+        """Counts the ids of a batch that is looked up, and samples its rows when a sample is
+        due."""
         self.asked += batch.ids_per_feature
         if self._where.tables and batch.ids.size and (start_s := perf_counter()) >= self._look_s:
             self._where.look(batch)
             end_s = perf_counter()
-            # Of any length around the mean: in step with what comes at regular times it would see
-            # the same over and over.
+            # A random pause around the mean: a fixed pause could stay in step with periodic
+            # traffic and sample the same requests every time.
             pause_s = (end_s - start_s) / self._own_share * (0.5 + random())
             self._look_s = end_s + pause_s
 
     def flush(self, unknown_ids: NDArray[np.int64]) -> None:
-        """``unknown_ids`` [F] are those of this process that had no row."""
+        """Writes the counts to shared memory; ``unknown_ids`` [F] are this process's ids without a
+        row."""
         self._asked.own[: self.asked.size] += self.asked - self._shown
         self._shown[:] = self.asked
         if self._where.tables:
             self._divide(self._read(self.asked.astype(np.float64), unknown_ids))
 
     def _divide(self, read: Cells) -> None:
-        """Of what was read since the last time, by tables of which a batch was looked at."""
+        """Divides the reads since the last flush among the ranks in the sampled proportions. A
+        table without samples is left for a later flush."""
         looked_at = self._where.take()
         total = looked_at.sum(axis=1)
         is_seen = total > 0
@@ -100,11 +104,12 @@ class LookupMetrics:
         return read
 
     def total_asked(self, of: NDArray[np.bool_]) -> Cells:
-        """Float64 [F], ids, of the workers ``of`` which it is True."""
+        """Returns float64 [F], requested ids, summed over the workers for which ``of`` is True."""
         return self._asked.total(of)[: self.asked.size]
 
     def reads(self, of: NDArray[np.bool_], unknown_ids: Cells) -> AccessCounts:
-        """Rows, of the workers ``of`` which it is True; ``unknown_ids`` [F] are theirs."""
+        """Returns the rows read, summed over the workers for which ``of`` is True; ``unknown_ids``
+        [F] are the unknown ids of the same workers."""
         read = self._read(self.total_asked(of), unknown_ids).tolist()
         by_feature = dict(zip(self._model.features, read, strict=True))
         per_rank = self._per_rank.total(of)[: self._where.cells].reshape(
@@ -121,14 +126,14 @@ class LookupMetrics:
 
 
 class _RowToRank:
-    """Finds the ranks of rows.
+    """Interval index from rows to ranks.
 
-    The rows of each feature are cut where any of its tables is; all these ranges are numbered,
-    feature after feature, so that a batch's rows are found among them at once.
+    The rows of a feature are split wherever any of its tables is split. The resulting ranges are
+    numbered across all features, so that all rows of a batch are located in one search.
 
     Attributes:
-        tables: those that are divided by their rows, as far as there is room.
-        cells: for each of them, of each rank.
+        tables: row-wise tables, as many as fit into DIVIDED_CELLS.
+        cells: number of cells: one for each rank of each table.
     """
 
     def __init__(self, model: ModelInfo) -> None:
@@ -137,24 +142,25 @@ class _RowToRank:
         divided = [one for one in model.tables if is_divided_by_rows(model.plan.tables[one.name])]
         self.tables = divided[: DIVIDED_CELLS // ranks]
         self.cells = len(self.tables) * ranks
-        # A use is a feature of one of the tables.
+        # A "use" is a (table, feature) pair.
         place = {feature: i for i, feature in enumerate(model.features)}
         uses = [(at, place[f]) for at, table in enumerate(self.tables) for f in table.feature_names]
         self._table_of_use, self._feature_of_use = np.array(uses, np.int64).reshape(-1, 2).T
-        # The ids of one feature do not reach where the ranges of the next begin.
+        # The span keeps the rows of one feature below the ranges of the next.
         span = max(table.num_embeddings for table in model.tables) + 1
         self._bases = np.arange(self._features) * span
         self._cut(_starts(self.tables, model), span)
         self._counts = np.zeros(len(self._starts))
 
     def _cut(self, starts: NDArray[np.int64], span: int) -> None:
-        """At the ``starts`` [tables, ranks] of the ranks' rows; no Python runs for each feature, as
-        this is done between two batches when another version takes over."""
+        """Builds the ranges from ``starts`` [tables, ranks], the first row of each rank. It runs
+        between two batches when another version takes over, so that it has no Python loop over
+        features."""
         uses = np.arange(len(self._table_of_use))
         bases = self._bases[self._feature_of_use]
         of_uses = starts[self._table_of_use]
         self._starts = np.unique(np.concatenate([self._bases, (bases[:, None] + of_uses).ravel()]))
-        # Each use has all ranges of its feature, and in each of these the rows of one rank.
+        # Each use covers all ranges of its feature; within a range all rows are on one rank.
         first, end = np.searchsorted(self._starts, [bases, bases + span])
         use = np.repeat(uses, end - first)
         self._ranges = np.arange(use.size) + np.repeat(first - _before(end - first), end - first)
@@ -164,8 +170,8 @@ class _RowToRank:
         self._cells_of_ranges = self._table_of_use[use] * self._ranks + rank
 
     def look(self, batch: Batch) -> None:
-        """Counts the rows of a batch by range."""
-        # After unknown ids were left out of it.
+        """Counts the sampled rows of a batch by range."""
+        # Skipped ids have been removed from the batch and its lengths.
         ends = batch.lengths.reshape(self._features, -1).sum(axis=1).cumsum()
         step = -(-batch.ids.size // ROWS_LOOKED_AT_MAX)
         places = np.arange(int(random() * step), batch.ids.size, step)
@@ -175,28 +181,28 @@ class _RowToRank:
         self._counts += np.bincount(ranges, minlength=self._counts.size) * step
 
     def take(self) -> Cells:
-        """[tables, ranks] rows that were looked at since the last time."""
+        """Returns [tables, ranks] sampled rows since the last call, and resets the counts."""
         per_cell = np.zeros(self.cells)
         np.add.at(per_cell, self._cells_of_ranges, self._counts[self._ranges])
         self._counts[:] = 0
         return per_cell.reshape(-1, self._ranks)
 
     def sum_up(self, read: Cells) -> Cells:
-        """[tables], of what is ``read`` of each feature."""
+        """Returns [tables], the sum of ``read`` [F] over the features of each table."""
         total = np.zeros(len(self.tables))
         np.add.at(total, self._table_of_use, read[self._feature_of_use])
         return total
 
 
 def _before(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The sum of all counts before each."""
+    """Returns the exclusive cumulative sum of ``counts``."""
     before: NDArray[np.int64] = counts.cumsum() - counts
     return before
 
 
 def _starts(tables: Sequence[TableSpec], model: ModelInfo) -> NDArray[np.int64]:
-    """[tables, ranks], where the rows of each rank begin. A rank without rows begins where the next
-    one does, which has them: of those that begin at a row the last is found."""
+    """Returns [tables, ranks], the first row of each rank. A rank without rows begins at the row
+    where the next non-empty rank begins; the search takes the last rank that begins at a row."""
     plans = [model.plan.tables[table.name] for table in tables]
     rows = [[shard.row_offset for shard in plan.shards] for plan in plans]
     return np.array(rows, np.int64).reshape(-1, model.plan.world_size)

@@ -1,4 +1,4 @@
-"""Samples of what is read of the tables, by feature, table and rank."""
+"""Prometheus samples of the access counts, by feature, table and rank."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from embedserve_store.plans.access_counts import reads_per_rank, row_read_bytes
 
 
 def collect_lookups(versions: Iterable[VersionMetrics]) -> Iterator[Metric]:
-    """Bytes follow from lookups, and what tables and ranks that are not divided by their rows have
-    of them from ids."""
+    """Yields the lookup metrics. Bytes are derived from lookups. Only row-wise tables are counted
+    by rank; all other counts by table and rank are derived from the counted ids."""
     feature_ids = _family("feature_ids", "Ids that were asked, by feature.", "feature")
     table_lookups = _family("table_lookups", "Rows read of a table.", "table")
     table_bytes = _family("table_read_bytes", "Bytes of rows read of a table.", "table")

@@ -1,8 +1,11 @@
-"""The Prometheus metrics: every name and help text but a process's is written here, once.
+"""The Prometheus metrics of the server. Names and help texts of most metrics are defined here;
+those of processes, TLS, lookups and shadows are in process.py, tls.py, lookup_samples.py and
+shadow_samples.py.
 
-Values are gathered in plain lists and integers on the event loop's thread, flushed into the cells
-of this worker's slot, and turned into samples only when /metrics is read: recording costs an
-append, not a lock and a search. What is read is the sum over all workers.
+Values are collected in plain lists and integers on the event loop's thread, flushed into this
+worker's row of shared cells, and turned into samples only when /metrics is read. Recording a value
+costs an append, with no lock and no look-up of a label set. Exported values are sums over all
+workers.
 """
 
 from __future__ import annotations
@@ -48,19 +51,19 @@ logger = logging.getLogger("embedserve.requests")
 
 PROTOCOLS = ("rest", "grpc")
 LINES_MAX = 10
-"""Of requests that were refused with one code, in a period of QuietLog."""
+"""Log lines of requests rejected with one error code, in a period of RateLimitedLogger."""
 
 
 PROTOCOL_CELLS = len(OUTCOMES) + 1 + histogram_cells(SECONDS_BUCKETS)
 
 
 class ProtocolMetrics:
-    """What one protocol (rest or grpc) answered, and refused.
+    """Requests of one protocol (rest or grpc), answered and rejected.
 
     Attributes:
-        protocol: its name.
-        outcomes, response_bytes: of this process alone.
-        log: what is said of requests that failed.
+        protocol: name of the protocol.
+        outcomes, response_bytes: counts of this process alone.
+        log: rate-limited log of requests that failed.
     """
 
     def __init__(self, counters: WorkerCounters | None = None, protocol: str = "rest") -> None:
@@ -69,7 +72,7 @@ class ProtocolMetrics:
         self.log = RateLimitedLogger(logger, LINES_MAX)
         self.response_bytes = 0
         self._ended: Counter[str] = Counter()
-        self._answered: list[float] = []  # seconds, which are no part of the others yet
+        self._answered: list[float] = []  # seconds of requests not yet in _ended or the histogram
         self._cells = counters.allocate(len(OUTCOMES) + 1)
         self._before = self._cells.own.copy()
         self.seconds = Histogram(SECONDS_BUCKETS, counters)
@@ -79,7 +82,8 @@ class ProtocolMetrics:
         return self._ended + Counter(OK=len(self._answered))
 
     def answered(self, seconds: float, response_bytes: int) -> None:
-        """Called for every request: an append and an addition."""
+        """Counts an answered request. It is called for every request and costs an append and an
+        addition."""
         answered = self._answered
         answered.append(seconds)
         self.response_bytes += response_bytes
@@ -94,13 +98,18 @@ class ProtocolMetrics:
     def refused(
         self, code: str, message: str, seconds: float, fields: Callable[[], Fields] | None = None
     ) -> None:
-        """``code`` and ``message`` are an EmbedServeError's; ``fields`` what else the log tells."""
+        """Counts and logs a rejected request.
+
+        Args:
+            code, message: those of the EmbedServeError.
+            fields: returns further named values for the log line.
+        """
         self._ended[code] += 1
         self.seconds.observe(seconds)
         self.log.log(logging.INFO, f"refused with {code}", message, fields=fields)
 
     def cancelled(self, seconds: float) -> None:
-        """Its client went away."""
+        """Counts a request whose client disconnected before its response."""
         self._ended["CANCELLED"] += 1
         self.seconds.observe(seconds)
 
@@ -111,14 +120,16 @@ class ProtocolMetrics:
         self.seconds.flush()
 
     def total(self) -> tuple[dict[str, float], float]:
-        """(requests by outcome, where there were any; bytes of answers) of all workers."""
+        """Returns (requests by outcome, bytes of responses) of all workers; outcomes without
+        requests are left out."""
         *counts, response_bytes = self._cells.total().tolist()
         named = zip(OUTCOMES, counts, strict=True)
         return {outcome: count for outcome, count in named if count}, response_bytes
 
 
 def cells_per_worker(names: int, columns_max: int) -> int:
-    """Cells that the metrics of a server that begins with so many names take of a slot."""
+    """Returns the cells that one worker needs for a server that starts with ``names`` served
+    names."""
     of_names = (names + NAMES_SPARE) * place_cells(columns_max)
     of_protocols = len(PROTOCOLS) * PROTOCOL_CELLS + caller_cells(OUTCOMES)
     return PROCESS_CELLS + TLS_CELLS + of_protocols + of_names
@@ -128,9 +139,9 @@ class Metrics(Collector):
     """All metrics of one server, as a prometheus_client collector.
 
     Attributes:
-        workers: the processes that the server has, ready or not.
-        tables: how it holds its tables, "mapped" or "resident".
-        tls: handshakes and the certificate.
+        workers: number of worker processes, ready or not.
+        tables: how the server holds its tables, "mapped" or "resident".
+        tls: metrics of TLS handshakes and of the certificate.
     """
 
     def __init__(
@@ -143,7 +154,8 @@ class Metrics(Collector):
     ) -> None:
         """
         Args:
-            names, columns_max: what ``slot`` was made for, if that is another than for ``models``.
+            names, columns_max: sizes that ``counters`` was allocated for, where they differ from
+                those of ``models``.
         """
         models = list(models)
         names = names or len(models)
@@ -164,10 +176,11 @@ class Metrics(Collector):
             self.add(model)
 
     def add(self, model: ModelInfo) -> ModelMetrics:
-        """What is counted for the name that ``model`` is served by, which answers from now on.
+        """Returns the counters of the name that ``model`` is served by, and exports them from now
+        on.
 
         Raises:
-            StoreError: there is no room for one more name.
+            StoreError: there is no room for another name.
         """
         name = model.served_as
         metrics = ModelMetrics(model, self._places.take(name), self.columns_max)
@@ -175,22 +188,26 @@ class Metrics(Collector):
         return metrics
 
     def ended(self, model: ServedVersion | None, outcome: str, seconds: float) -> None:
-        """Counts a request that ``model`` did not answer; not where another version answers for its
-        name by now. None: no version was chosen."""
+        """Counts a request that ``model`` did not answer.
+
+        A request is not counted if no version was chosen for it (``model`` is None), or if another
+        version has taken over its name since.
+        """
         metrics = None if model is None else self.models.get(model.served_as)
         if metrics is not None and model is not None and metrics.model.version == model.version:
             metrics.version.requests.ended(outcome, seconds)
 
     def remove(self, name: str) -> None:
-        """What was counted for ``name`` is shown no more."""
+        """Removes the counts of ``name`` from the exported metrics."""
         self.models.pop(name).version.leave()
         self._places.clear(name)
 
     def registry(self) -> CollectorRegistry:
-        """A registry of these metrics, and of the interpreter and its garbage collector.
+        """Returns a registry of these metrics, the platform's and the garbage collector's.
 
-        The collector's counts are left out where there are workers: each has its own, they cannot
-        be asked for from another process, and a scrape would show those of whichever answered.
+        The garbage collector's metrics are left out with several workers. They exist once per
+        process, cannot be read from another process, and a scrape would show those of an arbitrary
+        worker.
         """
         registry = CollectorRegistry()
         PlatformCollector(registry=registry)
@@ -200,7 +217,7 @@ class Metrics(Collector):
         return registry
 
     def flush(self) -> None:
-        """Writes what was recorded since the last time where other workers read it."""
+        """Writes the values recorded since the last flush to the cells that other workers read."""
         self._process.flush()
         self.tls.flush()
         for protocol in self.protocols.values():
@@ -389,7 +406,7 @@ class Metrics(Collector):
         yield table_bytes
 
     def _gauge(self, name: str, help_text: str, values: Sequence[float]) -> Metric:
-        """Of each model, in their order."""
+        """Returns a gauge with one value for each served name, in the order of ``models``."""
         family = GaugeMetricFamily(f"embedserve_{name}", help_text, labels=NAME_LABELS)
         for metrics, value in zip(self.models.values(), values, strict=True):
             family.add_metric(name_labels(metrics.model), value)

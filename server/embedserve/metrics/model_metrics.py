@@ -1,4 +1,5 @@
-"""What is counted of the served versions, in a slot's cells; metrics.py makes samples of it."""
+"""Counters of the served versions, in cells of shared memory; metrics.py turns them into
+samples."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ from embedserve_store.format.manifest import Manifest
 from embedserve_store.plans.access_counts import AccessCounts
 
 NAME_LABELS = ("model", "alias")
-"""Alias: what --model has behind the "@"; empty, and so no label to Prometheus, where it has
-none."""
+"""Labels of a served name. "alias" is the text behind the "@" of --model. Where there is none it is
+empty, which Prometheus treats as no label."""
 VERSION_LABELS = (*NAME_LABELS, "version")
-"""Of what is counted from zero for each version: its series go with it."""
+"""Labels of values that start from zero for each version; their series end with the version."""
 COLUMNS_MIN = 1024
-"""Features, or keys, that a later version of a model may have; memory that is not written costs
-nothing."""
+"""Least number of features or keys reserved for later versions of a model. Memory that is never
+written costs nothing."""
 MODEL_GAUGES = (
     "queued_requests",
     "queued_examples",
@@ -51,43 +52,44 @@ VERSION_BUCKETS = {
 
 
 NAMES_SPARE = 16
-"""Places for names that are served after the start."""
+"""Entries reserved for names that are first served after the start."""
 
 
 def columns_most(models: Iterable[Manifest]) -> int:
-    """How many features, or keys, any version may have, given the first ones."""
+    """Returns the most features or keys that any later version may have, given the initial
+    ``models``."""
     return max(COLUMNS_MIN, *map(columns_of, models), 0)
 
 
 def columns_of(model: Manifest) -> int:
-    """Features, or keys where there are more."""
+    """Returns the number of features or of keys, whichever is larger."""
     return max(len(model.features), len(model.keys))
 
 
 def place_cells(columns_max: int) -> int:
-    """Of the place of one name in a slot."""
+    """Returns the number of cells that the entry of one name takes in a worker's row."""
     buckets = sum(map(histogram_cells, VERSION_BUCKETS.values()))
     of_version = 1 + columns_max + lookup_cells(columns_max) + shadow_cells(columns_max) + buckets
     return 1 + len(MODEL_GAUGES) + 1 + of_version + REQUEST_CELLS
 
 
 def name_labels(model: ModelInfo) -> list[str]:
-    """The values of NAME_LABELS."""
+    """Returns the values of NAME_LABELS for ``model``."""
     return [model.name, model.tag]
 
 
 def version_labels(model: ModelInfo) -> list[str]:
-    """The values of VERSION_LABELS."""
+    """Returns the values of VERSION_LABELS for ``model``."""
     return [model.name, model.tag, str(model.version)]
 
 
 class ModelCounterTable:
-    """Where the names that are served are counted: places in a slot, each with the same name for
-    all workers."""
+    """Entries for the served names in a worker's row. An entry belongs to the same name in all
+    workers."""
 
     def __init__(self, counters: WorkerCounters, count: int, columns_max: int) -> None:
-        """Takes ``count`` places of ``slot``, for versions of up to ``columns_max`` features or
-        keys."""
+        """Allocates ``count`` entries from ``counters``, for versions of up to ``columns_max``
+        features or keys."""
         self.columns_max = columns_max
         self._slot = counters
         self._starts = []
@@ -98,11 +100,11 @@ class ModelCounterTable:
             counters.allocate(place_cells(columns_max) - 1)
 
     def take(self, name: str) -> WorkerCounters:
-        """The place of ``name``: the one that another worker counts it in, or this one did before
-        it was restarted, or a free one.
+        """Returns the entry of ``name``: the entry that another worker or this worker's predecessor
+        uses for it, or else a free entry.
 
         Raises:
-            StoreError: all are taken.
+            StoreError: no entry is free.
         """
         owner = _owner(name)
         taken = [(owners.every[:, 0] == owner).any() for owners in self._owners]
@@ -120,39 +122,40 @@ class ModelCounterTable:
         return self._slot.rewind_to(start)
 
     def clear(self, name: str) -> None:
-        """Has nothing counted for ``name`` any more."""
+        """Zeroes and frees this worker's entry of ``name``."""
         self._empty(lambda owner: owner == _owner(name))
 
     def clear_others(self, names: Iterable[str]) -> None:
-        """Of what a worker before this one counted, keeps only that of ``names``."""
+        """Zeroes the entries that this worker's predecessor left, except those of ``names``."""
         kept = set(map(_owner, names))
         self._empty(lambda owner: owner not in kept)
 
     def _empty(self, is_gone: Callable[[float], bool]) -> None:
-        """The places of this worker whose owners are."""
+        """Zeroes this worker's entries whose owner satisfies ``is_gone``."""
         for start, owners in zip(self._starts, self._owners, strict=True):
             if is_gone(owners.own[0]):
                 self._slot.empty(start, start + place_cells(self.columns_max))
 
 
 def _owner(name: str) -> float:
-    """Of a place; 0 of none."""
+    """Returns the value of an entry's owner cell for ``name``; 0 marks a free entry."""
     return float(crc32(name.encode()) + 1)
 
 
 class VersionMetrics:
-    """What the batcher of one version did; where it is replaced, the next one takes its cells.
+    """Counters of one version. When the version is replaced, the next version reuses its cells.
 
     Attributes:
         model: the version.
-        unknown_ids: int64 [F], counted by this process.
-        lookups: what was read of its tables.
-        shadow: how its answers differ from another version's, where it runs in its shadow.
-        requests: those that it was handed, by outcome, and their times.
+        unknown_ids: int64 [F], ids without a row, counted by this process.
+        lookups: access counts of the version's tables.
+        shadow: comparison with another version, if this version runs as its shadow.
+        requests: requests routed to this version, by outcome, and their latencies.
     """
 
     def __init__(self, model: ModelInfo, counters: WorkerCounters, columns_max: int) -> None:
-        """Goes on where the cells of ``slot`` were left, if they are of the same version."""
+        """Continues from the values in the cells if they belong to the same version; zeroes them
+        otherwise."""
         self.model = model
         self.unknown_ids = np.zeros(len(model.features), np.int64)
         self._number = counters.allocate(1)
@@ -169,13 +172,13 @@ class VersionMetrics:
         self.batch_ids = self._histograms["batch_ids"]
         self.lookup_seconds = self._histograms["lookup_seconds"]
         if self._number.own[0] != model.version:
-            self._number.own[0] = 0  # of no version, while they are emptied
+            self._number.own[0] = 0  # the cells belong to no version while they are zeroed
             counters.empty(start, counters.taken)
             self._number.own[0] = model.version
         self._unknown_before = self._unknown.own[: len(model.features)].copy()
 
     def leave(self) -> None:
-        """What it counts from now on is not shown."""
+        """Detaches from shared memory: later counts are not exported."""
         self._unknown.detach()
         self.lookups.leave()
         self.shadow.leave()
@@ -191,38 +194,41 @@ class VersionMetrics:
             one.flush()
 
     def of_this_version(self) -> NDArray[np.bool_]:
-        """Bool [workers]: all change together, but not in the same instant."""
+        """Returns bool [workers]: the workers that serve this version. During a switch the workers
+        change at slightly different moments."""
         of: NDArray[np.bool_] = self._number.every[:, 0] == self.model.version
         return of
 
     def samples(self, name: str) -> tuple[list[tuple[str, float]], float]:
-        """Of the histogram ``name``, of all workers."""
+        """Returns the samples of the histogram ``name``, over all workers that serve this
+        version."""
         return self._histograms[name].samples(self.of_this_version())
 
     def total_requests(self) -> dict[str, float]:
-        """By outcome, of all workers; zeros among them."""
+        """Returns requests by outcome, zeros included, over all workers that serve this version."""
         return self.requests.total(self.of_this_version())
 
     def total_request_seconds(self) -> tuple[float, float]:
-        """(of answered, of failed) requests, of all workers."""
+        """Returns the total seconds of (answered, failed) requests, over all workers that serve
+        this version."""
         return self.requests.total_seconds(self.of_this_version())
 
     def request_seconds(self) -> tuple[list[tuple[str, float]], float]:
-        """As ``samples``, of requests."""
+        """Returns the samples of the request latency histogram, as ``samples`` does."""
         return self.requests.seconds.samples(self.of_this_version())
 
     def total_unknown_ids(self) -> list[float]:
-        """[F] of all workers."""
+        """Returns [F], ids without a row, over all workers that serve this version."""
         unknown: list[float] = self._total_unknown(self.of_this_version()).tolist()
         return unknown
 
     def total_asked_ids(self) -> list[float]:
-        """[F] of all workers."""
+        """Returns [F], requested ids, over all workers that serve this version."""
         requested: list[float] = self.lookups.total_asked(self.of_this_version()).tolist()
         return requested
 
     def reads(self) -> AccessCounts:
-        """Rows, of all workers."""
+        """Returns the rows read, over all workers that serve this version."""
         of = self.of_this_version()
         return self.lookups.reads(of, self._total_unknown(of))
 
@@ -231,19 +237,20 @@ class VersionMetrics:
 
 
 class ModelMetrics:
-    """What is counted of what one name is answered by, version after version.
+    """Metrics of one served name, across its versions.
 
     Attributes:
-        version: what the version that answers did.
-        count_queue: gives the requests, and their examples, that wait in this process.
-        is_damaged: its files were changed under the server.
-        wanted_version: what the store says is to be served; 0 where this process does not ask it.
-        load_seconds: what it took to load the version that answers, from when it was found; 0 for
-            the one that was there at the start.
-        found_s: perf_counter when another version was found that is to answer; None for none.
-        is_refused: that version cannot be served.
-        switches: how often another version took over.
-        columns_max: how many features, or keys, a later version may have.
+        version: counters of the current version.
+        count_queue: returns the number of requests queued in this process, and of their examples.
+        is_damaged: whether the version's files were changed while it was served.
+        wanted_version: version that the store says is to be served; 0 if this process does not
+            watch the store.
+        load_seconds: seconds from finding the current version to serving it; 0 for the version
+            served at the start.
+        found_s: perf_counter when a pending version was found; None if there is none.
+        is_refused: whether the pending version cannot be served.
+        switches: number of switches to another version.
+        columns_max: most features or keys that a later version may have.
     """
 
     def __init__(
@@ -252,7 +259,7 @@ class ModelMetrics:
         counters: WorkerCounters | None = None,
         columns_max: int = COLUMNS_MIN,
     ) -> None:
-        """``slot`` begins with the place of the name."""
+        """``counters`` starts at the entry of the served name."""
         counters = counters or single_worker_counters(place_cells(columns_max))
         self.columns_max = columns_max
         self._owner = counters.allocate(1)
@@ -271,11 +278,11 @@ class ModelMetrics:
 
     @property
     def model(self) -> ModelInfo:
-        """The version that answers."""
+        """The current version."""
         return self.version.model
 
     def switch(self, model: ModelInfo, load_seconds: float) -> None:
-        """Another version, ``model``, takes over, and counts from zero."""
+        """Starts the counters of ``model``, the version that takes over, from zero."""
         self.version.leave()
         self.version = VersionMetrics(model, self._slot.rewind_to(self._start), self.columns_max)
         self.is_damaged = False
@@ -295,7 +302,7 @@ class ModelMetrics:
         self.version.flush()
 
     def gauges(self) -> tuple[dict[str, float], dict[str, float]]:
-        """(sum, maximum) over all workers that are ready, by MODEL_GAUGES."""
+        """Returns (sums, maxima) over all ready workers, by MODEL_GAUGES."""
         ready = self._gauges.of_ready(self._of_this_name())
         if not len(ready):
             ready = np.zeros((1, len(MODEL_GAUGES)))
@@ -305,10 +312,11 @@ class ModelMetrics:
         )
 
     def most_switches(self) -> float:
-        """Of any worker: all switch together, and one that was replaced has missed some."""
+        """Returns the largest count of any worker: all workers switch together, and a replaced
+        worker may have missed some switches."""
         return float(self._switches.every[self._of_this_name()].max(initial=0.0))
 
     def _of_this_name(self) -> NDArray[np.bool_]:
-        """Bool [workers]: which of them serve it."""
+        """Returns bool [workers]: the workers that serve this name."""
         of: NDArray[np.bool_] = self._owner.every[:, 0] == self._owner.own[0]
         return of

@@ -1,7 +1,7 @@
-"""What the worker processes use together: processor, memory and file descriptors.
+"""Process metrics summed over all workers: processor time, memory and file descriptors.
 
-Each worker writes its own values into its slot; nobody reads another's /proc, and the processor
-time of a worker that died stays counted.
+Each worker writes its own values into its row of cells, so that no worker reads another's /proc.
+The processor time of a worker that died stays counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROCESS_CELLS = 3 + len(_GAUGES)
 
 
 class ProcessMetrics:
-    """The metrics that prometheus_client has of a process, for one or several."""
+    """The process metrics of prometheus_client, summed over one or several workers."""
 
     def __init__(self, counters: WorkerCounters) -> None:
         self._cells = counters.allocate(PROCESS_CELLS)

@@ -1,4 +1,5 @@
-"""Logs what strangers can cause: a few lines at first, then one for many."""
+"""Rate limits for log lines that untrusted clients can cause: the first few lines of each kind in a
+period are logged, the rest are counted."""
 
 from __future__ import annotations
 
@@ -7,28 +8,29 @@ from collections.abc import Callable, Hashable, Mapping
 from time import monotonic
 
 PERIOD_S = 10.0
-"""In which so many lines of one kind are said."""
+"""Seconds of a period; each kind of line has its limit per period."""
 SHOWN_CHARACTERS_MAX = 300
 TRACEBACKS_MAX = 3
-"""Logged in PERIOD_S from one place in the code, of one kind of error."""
+"""Tracebacks logged in PERIOD_S for one type of error from one place in the code."""
 
 Fields = Mapping[str, object]
-"""What a line tells by name, for a formatter to append or to write as JSON."""
+"""Named values of a log line, which a formatter appends to the line or writes as JSON."""
 
 
 class Quota:
-    """Counts lines of each kind, and allows so many of them in PERIOD_S."""
+    """Counts lines by kind and allows a limited number of each kind in PERIOD_S."""
 
     def __init__(self, lines: int) -> None:
         self._lines = lines
-        self._end_s: dict[Hashable, float] = {}  # of the period of each kind
-        self._wanted: dict[Hashable, int] = {}  # in it
+        self._end_s: dict[Hashable, float] = {}  # end of the current period of each kind
+        self._wanted: dict[Hashable, int] = {}  # lines of each kind in its current period
 
     def take(self, kind: Hashable) -> int | None:
-        """Counts a line of ``kind``, one of a few.
+        """Counts a line of ``kind``; there are few kinds.
 
         Returns:
-            How many of its kind were left out before it, None where this one is to be left out.
+            Number of lines of this kind left out before this line, or None if this line is to be
+                left out.
         """
         now_s = monotonic()
         left_out = 0
@@ -41,11 +43,11 @@ class Quota:
 
 
 class RateLimitedTracebacks(logging.Filter):
-    """Limits the tracebacks that each place in the code logs: whatever an untrusted client finds to
-    fail at, over and over, does not fill the log."""
+    """Log filter that limits the tracebacks from each place in the code, so that a client that
+    triggers the same error repeatedly cannot fill the log."""
 
     def __init__(self, lines: int = TRACEBACKS_MAX) -> None:
-        """``lines`` are logged from a place in PERIOD_S."""
+        """``lines`` is the number of tracebacks logged from one place in PERIOD_S."""
         super().__init__()
         self._quota = Quota(lines)
 
@@ -60,13 +62,14 @@ class RateLimitedTracebacks(logging.Filter):
 
 
 class RateLimitedLogger:
-    """Says something of each kind so many times in PERIOD_S, and then how much was left out.
+    """Logger with a limit for each kind of message in PERIOD_S; the next line reports how many were
+    left out.
 
-    What a caller wrote is shown as ASCII, so that it cannot pass for another line.
+    Text from a caller is logged as ASCII, so that it cannot pass for another log line.
     """
 
     def __init__(self, logger: logging.Logger, lines: int = 1) -> None:
-        """``lines`` are said of a kind in PERIOD_S."""
+        """``lines`` is the number of messages of one kind logged in PERIOD_S."""
         self._logger = logger
         self._quota = Quota(lines)
 
@@ -79,11 +82,11 @@ class RateLimitedLogger:
         with_traceback: bool = False,
         fields: Callable[[], Fields] | None = None,
     ) -> None:
-        """Says ``kind``, one of a few, and the ``detail`` of this time.
+        """Logs ``kind``, one of a few fixed texts, followed by the ``detail`` of this occurrence.
 
         Args:
-            with_traceback: of the error that is being handled.
-            fields: what else it tells; asked only if the line is said.
+            with_traceback: whether to log the traceback of the exception being handled.
+            fields: returns further named values; called only if the line is logged.
         """
         left_out = self._quota.take(kind)
         if left_out is None or not self._logger.isEnabledFor(level):
@@ -95,5 +98,5 @@ class RateLimitedLogger:
 
 
 def more_like_it(left_out: int) -> str:
-    """The end of a line, where lines were left out before it."""
+    """Returns the suffix of a log line that reports how many lines were left out before it."""
     return f" ({left_out} more like it since the last line)" if left_out else ""

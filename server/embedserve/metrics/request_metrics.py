@@ -1,8 +1,8 @@
-"""Counts the requests of one version by outcome, and their times, in a slot's cells.
+"""Requests and latencies of one version, by outcome, counted in cells of shared memory.
 
-A request counts here from when its version is chosen: what is rejected before, such as an unknown
-model or a body that cannot be decoded, counts by protocol alone. No name that a client sends
-creates a count.
+A request is counted here once its version has been chosen. Requests rejected earlier, such as for
+an unknown model or a body that cannot be decoded, are counted by protocol only. No name sent by a
+client creates a series.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from embedserve.metrics.shared_counters import WorkerCounters
 
 _ERRORS: list[type[EmbedServeError]] = [EmbedServeError, *EmbedServeError.__subclasses__()]
 OUTCOMES = ("OK", "CANCELLED", *sorted({error.code for error in _ERRORS}))
-"""Of a request: answered, its client went away, or the code of its error."""
+"""Outcomes of a request: OK, CANCELLED (its client disconnected), or the code of its error."""
 NO_FAILURES = ("OK", "CANCELLED")
 REQUEST_CELLS = len(OUTCOMES) + 2 + histogram_cells(SECONDS_BUCKETS)
 
 
 class RequestMetrics:
-    """Requests of one version, of this process; reads are of all workers.
+    """Request counters of one version in this process; the readers sum over all workers.
 
     Attributes:
-        answered: takes the seconds of a request that was answered, from its arrival to its encoded
-            answer. An append to a list, as it is called for every request.
-        seconds: of every request, whatever its outcome.
+        answered: records the seconds of an answered request, from its arrival to its encoded
+            response. It is list.append, because it is called for every request.
+        seconds: histogram of the latency of all requests, whatever their outcome.
     """
 
     def __init__(self, counters: WorkerCounters) -> None:
-        # A count for each outcome, and the seconds of answered and of failed requests.
+        # A count for each outcome, then the total seconds of answered and of failed requests.
         self._cells = counters.allocate(len(OUTCOMES) + 2)
         self.seconds = Histogram(SECONDS_BUCKETS, counters)
         self._answered: list[float] = []
         self.answered = self._answered.append
 
     def ended(self, outcome: str, seconds: float) -> None:
-        """Counts a request without an answer; ``outcome`` is one of OUTCOMES."""
+        """Counts a request that was not answered; ``outcome`` is one of OUTCOMES."""
         own = self._cells.own
         own[OUTCOMES.index(outcome)] += 1
         if outcome not in NO_FAILURES:
@@ -46,7 +46,7 @@ class RequestMetrics:
         self.seconds.observe(seconds)
 
     def bound(self) -> None:
-        """Counts answered requests once PENDING_MAX wait; called for every batch."""
+        """Flushes once PENDING_MAX answered requests are pending; called after every batch."""
         if len(self._answered) >= PENDING_MAX:
             self.flush()
 
@@ -59,16 +59,18 @@ class RequestMetrics:
         self.seconds.flush()
 
     def leave(self) -> None:
-        """Detaches from shared memory: what is counted later is not shown."""
+        """Detaches from shared memory: later counts are not exported."""
         self._cells.detach()
         self.seconds.leave()
 
     def total(self, of: NDArray[np.bool_]) -> dict[str, float]:
-        """Requests by outcome, of the workers ``of`` which it is True; zeros among them."""
+        """Returns requests by outcome, zeros included, summed over the workers for which ``of`` is
+        True."""
         counts = self._cells.total(of)[: len(OUTCOMES)].tolist()
         return dict(zip(OUTCOMES, counts, strict=True))
 
     def total_seconds(self, of: NDArray[np.bool_]) -> tuple[float, float]:
-        """(of answered, of failed) requests; those whose client went away are neither."""
+        """Returns the total seconds of (answered, failed) requests. Cancelled requests count in
+        neither."""
         answered_s, failed_s = self._cells.total(of)[-2:].tolist()
         return answered_s, failed_s

@@ -1,4 +1,4 @@
-"""How the vectors of a version that runs in the shadow of another differ from those, in a slot."""
+"""Counters of how the vectors of a shadow version differ from those of the served version."""
 
 from __future__ import annotations
 
@@ -11,31 +11,35 @@ from embedserve.metrics.shared_counters import Cells, WorkerCounters
 from embedserve.model_info import ModelInfo
 
 BATCH_OUTCOMES = ("compared", "skipped", "failed")
-"""Skipped: while the one before it was compared still."""
+"""Outcomes of a batch sampled for the shadow. "skipped": the previous comparison was still
+running."""
 PER_KEY = 5
-"""Vectors, their cosine distances, squared differences, the squares of the other version's, and
-pairs of zeros."""
+"""Sums per key: vectors, cosine distances, squared differences, squares of the served version's
+values, and pairs of zero vectors."""
 PER_FEATURE = 2
-"""Ids without a row: of this version, and of the other."""
+"""Counts per feature: ids without a row in the shadow version, and in the served version."""
 
 
 def shadow_cells(columns_max: int) -> int:
-    """Of a version with up to so many keys and features."""
+    """Returns the number of cells needed for a version with up to ``columns_max`` keys and
+    features."""
     return 1 + len(BATCH_OUTCOMES) + 1 + (PER_KEY + PER_FEATURE) * columns_max
 
 
 @dataclass(frozen=True)
 class Differences:
-    """Between the answers of two versions to the same requests, of the keys that both have.
+    """Differences between the results of two versions for the same requests, for the keys that both
+    have.
 
     Attributes:
-        keys: where each stands among the keys of the version in the shadow.
-        sums: float64 [5, keys]: vectors; of all of them the distances 1 - cos; the squared
-            differences; the squares of the other version's; pairs of zeros, which are none of the
-            vectors.
-        unknown_ids: int64 [F] of the version in the shadow.
-        served_unknown_ids: int64 [F], of the other, by the features of the one in the shadow.
-        refused: requests that the version in the shadow would have refused.
+        keys: index of each compared key among the keys of the shadow version.
+        sums: float64 [5, keys]: number of vectors; sum of their cosine distances 1 - cos; sum of
+            squared differences; sum of squares of the served version's values; number of pairs of
+            zero vectors, which are not counted as vectors.
+        unknown_ids: int64 [F], ids without a row in the shadow version.
+        served_unknown_ids: int64 [F], ids without a row in the served version, by the features of
+            the shadow version.
+        refused: number of requests that the shadow version would have rejected.
     """
 
     keys: NDArray[np.int64]
@@ -46,10 +50,10 @@ class Differences:
 
 
 class ShadowMetrics:
-    """What is counted of a version while it runs in the shadow of another.
+    """Comparison counters of a version that runs as a shadow of another.
 
     Attributes:
-        against: the number of the other version; 0 for none.
+        against: number of the version that it is compared with; 0 for none.
     """
 
     def __init__(self, model: ModelInfo, counters: WorkerCounters, columns_max: int) -> None:
@@ -66,7 +70,8 @@ class ShadowMetrics:
         return int(self._against.own[0])
 
     def begin(self, against: int) -> None:
-        """Counts from zero unless it is compared with that version already."""
+        """Starts a comparison with version ``against``, from zero unless it is already compared
+        with it."""
         if self.against != against:
             self._against.own[0] = 0
             for cells in (self._batches, self._refused, self._per_key, self._per_feature):
@@ -78,11 +83,11 @@ class ShadowMetrics:
             cells.detach()
 
     def count(self, outcome: str) -> None:
-        """A batch that was sampled ended so."""
+        """Counts a sampled batch; ``outcome`` is one of BATCH_OUTCOMES."""
         self._batches.own[BATCH_OUTCOMES.index(outcome)] += 1
 
     def add(self, differences: Differences) -> None:
-        """Those of a batch."""
+        """Adds the differences of one compared batch."""
         own = self._per_key.own.reshape(PER_KEY, -1)
         own[:, differences.keys] += differences.sums
         unknown = self._per_feature.own.reshape(PER_FEATURE, -1)
@@ -93,12 +98,12 @@ class ShadowMetrics:
         self.count("compared")
 
     def _with_it(self, of: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Those ``of`` the workers that compare it with the same version."""
+        """Returns the workers in ``of`` that compare with the same version as this worker."""
         with_it: NDArray[np.bool_] = of & (self._against.every[:, 0] == self._against.own[0])
         return with_it
 
     def batches(self, of: NDArray[np.bool_]) -> dict[str, float]:
-        """By outcome, of the workers ``of`` which it is True."""
+        """Returns batches by outcome, summed over the workers for which ``of`` is True."""
         counts = self._batches.total(self._with_it(of)).tolist()
         return dict(zip(BATCH_OUTCOMES, counts, strict=True))
 
@@ -106,11 +111,12 @@ class ShadowMetrics:
         return float(self._refused.total(self._with_it(of))[0])
 
     def per_key(self, of: NDArray[np.bool_]) -> Cells:
-        """[5, keys], as Differences.sums."""
+        """Returns float64 [5, keys], with the rows of Differences.sums."""
         total = self._per_key.total(self._with_it(of)).reshape(PER_KEY, -1)
         return total[:, : len(self._model.keys)]
 
     def unknown_ids(self, of: NDArray[np.bool_]) -> Cells:
-        """[2, features]: of this version, and of the other."""
+        """Returns float64 [2, F]: ids without a row in the shadow version, and in the served
+        version."""
         total = self._per_feature.total(self._with_it(of)).reshape(PER_FEATURE, -1)
         return total[:, : len(self._model.features)]

@@ -1,4 +1,4 @@
-"""Samples of how versions in the shadow of others answer otherwise."""
+"""Prometheus samples of the differences between shadow versions and the served versions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from embedserve.metrics.model_metrics import VERSION_LABELS, VersionMetrics, version_labels
 
 LABELS = (*VERSION_LABELS, "against")
-"""Version: of the one in the shadow; against: of the one that it is compared with."""
+"""Labels of shadow metrics. "version" is the shadow version, "against" the version that it is
+compared with."""
 PER_KEY = (
     (
         "vectors",
@@ -26,7 +27,7 @@ PER_KEY = (
 
 
 def collect_shadows(versions: Iterable[VersionMetrics]) -> Iterator[Metric]:
-    """Of those that were ever compared."""
+    """Yields the shadow metrics of every version that has been compared with another."""
     batches = CounterMetricFamily(
         "embedserve_shadow_batches",
         "Batches that a version in the shadow was to look up, too, by outcome: compared, skipped "

@@ -1,9 +1,9 @@
-"""Where counts are kept: a row of float64 cells for each worker, in memory that workers share.
+"""Counters in memory shared by all workers: one row of float64 cells for each worker.
 
-A worker writes its own row and reads all of them. A row outlives its worker: the one that
-replaces it counts on from there, so that no counter goes backwards. The first cells of a row are
-what a worker and the supervisor tell each other. No locks: a cell is eight aligned bytes, and each
-has one writer.
+A worker writes its own row and reads all rows. A row outlives its worker: the replacement continues
+from the stored values, so that no counter goes backwards. The first cells of a row are exchanged
+between the worker and the supervisor. No locks are needed: a cell is eight aligned bytes and has
+one writer.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 
 READY, RESTARTS, HANGS, BEATS = 0, 1, 2, 3
 CONTROL_CELLS = 4
-"""Of each row: whether its worker is ready, how often it was replaced, and how often for a hang;
-and signs of life, which are the worker's."""
+"""Control cells at the start of each row: whether the worker is ready, how often it was replaced,
+how often because of a hang, and its heartbeats. The worker writes the heartbeats."""
 
 Cells = NDArray[np.float64]
 
 
 class SharedCounters:
-    """The rows of all workers; made before they are forked, they are shared by them."""
+    """Rows of all workers. They are allocated before the workers are forked, which then share
+    them."""
 
     def __init__(self, workers: int, cells_per_worker: int) -> None:
         cells = CONTROL_CELLS + cells_per_worker
@@ -40,13 +41,13 @@ class SharedCounters:
         self.rows[worker, HANGS] += 1
 
     def beats(self, worker: int) -> float:
-        """How often the worker has shown that it lives."""
+        """Returns the number of heartbeats of a worker."""
         return float(self.rows[worker, BEATS])
 
 
 class CounterCells:
-    """Some cells of one worker (``own``, float64 [n]), and the same of all (``every``,
-    float64 [workers, n])."""
+    """A range of cells: this worker's (``own``, float64 [n]) and all workers' (``every``, float64
+    [workers, n])."""
 
     def __init__(self, own: Cells, every: Cells, is_ready: Cells) -> None:
         self.own = own
@@ -54,31 +55,32 @@ class CounterCells:
         self._is_ready = is_ready
 
     def total(self, of: NDArray[np.bool_] | None = None) -> Cells:
-        """Counts over all workers, those that died among them; or over those ``of`` which it is
-        True."""
+        """Returns the sums over all workers, including those that died, or over those for which
+        ``of`` is True."""
         total: Cells = (self.every if of is None else self.every[of]).sum(axis=0)
         return total
 
     def detach(self) -> None:
-        """Has this process write elsewhere from now on: others take the cells."""
+        """Detaches from shared memory: later counts stay private, since the cells are reused."""
         self.own = self.own.copy()
 
     def of_ready(self, of: NDArray[np.bool_] | None = None) -> Cells:
-        """[ready workers, n], for what a dead worker has no more of; or those ``of`` which it is
-        True."""
+        """Returns [ready workers, n], for values that a dead worker no longer has; limited to the
+        workers for which ``of`` is True."""
         is_shown = self._is_ready != 0
         rows: Cells = self.every[is_shown if of is None else is_shown & of]
         return rows
 
 
 class WorkerCounters:
-    """One worker's row, whose cells are handed out from the front, always in the same order."""
+    """One worker's row. Its cells are allocated from the front, in the same order in every
+    worker."""
 
     def __init__(self, shared_counters: SharedCounters, worker: int) -> None:
         self._rows = shared_counters.rows
         self.worker = worker
         self.taken = 0
-        """Cells handed out."""
+        """Number of cells allocated."""
 
     @property
     def workers(self) -> int:
@@ -94,14 +96,15 @@ class WorkerCounters:
         return int(self._rows[:, HANGS].sum())
 
     def beat(self) -> None:
-        """Shows the supervisor that this worker's event loop goes on."""
+        """Records a heartbeat, which shows the supervisor that this worker's event loop is
+        running."""
         self._rows[self.worker, BEATS] += 1
 
     def allocate(self, count: int) -> CounterCells:
-        """The next ``count`` cells.
+        """Returns the next ``count`` cells.
 
         Raises:
-            ValueError: the row has no more.
+            ValueError: the row has too few cells left.
         """
         start = CONTROL_CELLS + self.taken
         every = self._rows[:, start : start + count]
@@ -111,18 +114,18 @@ class WorkerCounters:
         return CounterCells(every[self.worker], every, self._rows[:, READY])
 
     def rewind_to(self, start: int) -> WorkerCounters:
-        """The same row, which hands out its cells anew from the one at ``start``."""
+        """Returns a view of the same row that allocates its cells again from ``start``."""
         slot = copy(self)
         slot.taken = start
         return slot
 
     def empty(self, start: int, end: int) -> None:
-        """Has the cells of this worker that were handed out from ``start`` to ``end`` be zero."""
+        """Zeroes this worker's allocated cells from ``start`` to ``end``."""
         self._rows[self.worker, CONTROL_CELLS + start : CONTROL_CELLS + end] = 0.0
 
 
 def single_worker_counters(cells: int) -> WorkerCounters:
-    """The slot of a process that has no supervisor, and is all there is."""
+    """Returns the counters of a single process without a supervisor."""
     slots = SharedCounters(1, cells)
     slots.set_ready(0, True)
     return WorkerCounters(slots, 0)

@@ -1,4 +1,4 @@
-"""What became of TLS handshakes, and when the server's certificate ends, for all workers."""
+"""TLS metrics of all workers: handshakes by outcome, and the expiry of the server's certificate."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from embedserve.metrics.shared_counters import WorkerCounters
 
 HANDSHAKE_OUTCOMES = ("ok", "no_tls", "certificate", "failed", "too_large", "too_late", "gone")
-"""It is done; what came is no TLS; the client's certificate is none that is taken; any other fault
-of the two sides; more bytes or more time than one may take; its client or the server gave it up."""
+"""Outcomes of a handshake. "ok": completed. "no_tls": the bytes received are not TLS.
+"certificate": the client's certificate was not accepted. "failed": any other error on either side.
+"too_large" and "too_late": over the limit on bytes or on time. "gone": abandoned by the client or
+the server."""
 TLS_CELLS = len(HANDSHAKE_OUTCOMES) + 1
 
 
 class TlsMetrics:
-    """Counted on the event loop's thread.
+    """TLS counters. They are updated on the event loop's thread.
 
     Attributes:
-        handshakes: by outcome, of this process alone.
-        expires_s: Unix time when the certificate ends that this process shows; 0: it shows none.
+        handshakes: handshakes by outcome, of this process alone.
+        expires_s: returns the expiry of the certificate that this process presents, in Unix time; 0
+            if it presents none.
     """
 
     def __init__(self, counters: WorkerCounters) -> None:
@@ -34,7 +37,7 @@ class TlsMetrics:
         self._cells.own[-1] = self.expires_s()
 
     def collect(self) -> Iterator[Metric]:
-        """Without samples where there is no TLS."""
+        """Yields the TLS metrics; the families have no samples where TLS is not in use."""
         handshakes = CounterMetricFamily(
             "embedserve_tls_handshakes",
             "TLS handshakes that ended, by outcome.",

@@ -1,1 +1,1 @@
-"""Processes: loads models, wires the parts of a server, supervises workers, drains."""
+"""Server processes: loading models, wiring the parts of a server, supervising workers, draining."""

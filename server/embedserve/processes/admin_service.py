@@ -1,4 +1,4 @@
-"""What an operator asks of a running server: to load, unload or reload what it serves."""
+"""Admin operations on a running server: load, unload and reload models."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from embedserve.processes.version_manager import VersionManager
 from embedserve_store import StoreError
 
 LOOK_S = 0.05
-"""Between two looks at whether what was asked for has happened."""
+"""Seconds between two checks of whether an operation is complete."""
 ASK_AGAIN_S = 1.0
-"""A move to another version may have been under way."""
+"""Seconds between two attempts to start a rollout, because another rollout may be in progress."""
 
 
 class AdminService:
-    """Of one process; with several workers what it asks is done by all of them."""
+    """Admin operations in one process; with several workers all of them execute each operation."""
 
     def __init__(
         self,
@@ -34,11 +34,12 @@ class AdminService:
         self._mover = controller
 
     async def load(self, name: str) -> int:
-        """Has the version answer for ``name`` that it means now, NAME, NAME@VERSION or NAME@ALIAS,
-        beside all others, or in the place of the one that did; its number, once it answers.
+        """Serves the version that ``name`` (NAME, NAME@VERSION or NAME@ALIAS) points to now, and
+        returns its number once it serves. It replaces the current version of that name; other names
+        are not affected.
 
         Raises:
-            RefusedError: there is none, or it cannot be served.
+            RefusedError: there is no such version, or it cannot be served.
         """
         try:
             check_names([name])
@@ -65,10 +66,10 @@ class AdminService:
         return number
 
     async def unload(self, name: str) -> None:
-        """Has nothing answer for ``name`` any more, once what it holds is answered.
+        """Stops serving ``name``; requests in its queue are still completed.
 
         Raises:
-            RefusedError: nothing does, or nothing else is served.
+            RefusedError: ``name`` is not served, or nothing else is served.
         """
         served = ", ".join(self._version_manager.versions)
         if self._version_manager.number(name) is None:
@@ -83,5 +84,6 @@ class AdminService:
             await asyncio.sleep(LOOK_S)
 
     def reload(self) -> None:
-        """Has the store looked at now, whatever is followed; what was refused is tried again."""
+        """Polls the store immediately, regardless of the ``follow`` setting. Rejected versions are
+        retried."""
         self._mover.reload()

@@ -1,5 +1,5 @@
-"""How many cores this process may keep busy: those it may run on, or fewer where its cgroup is
-stopped sooner, as a container with a CPU limit is. The one place that counts them."""
+"""Number of cores that this process may use: its CPU affinity, or less under the CPU quota of its
+cgroup, as in a container with a CPU limit. All code gets the number from here."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from embedserve_store.memory.cgroups import CGROUPS, PROC, cgroup_folders
 
 
 def available_cores(proc: Path = PROC, cgroups: Path = CGROUPS, affinity: int | None = None) -> int:
-    """At least 1. Of a limit of two and a half cores 2: a third thread would be stopped halfway
-    through a batch, with all others.
+    """Returns the number of cores, at least 1. A quota of 2.5 cores gives 2: a third thread would
+    be throttled halfway through a batch, together with all others.
 
     Args:
-        affinity: how many cores the process may run on; None: as the kernel says.
+        affinity: number of cores that the process may run on; None: as the kernel reports.
     """
     if affinity is None:
         affinity = len(os.sched_getaffinity(0))
@@ -23,18 +23,19 @@ def available_cores(proc: Path = PROC, cgroups: Path = CGROUPS, affinity: int | 
 
 
 def _quotas(proc: Path, cgroups: Path) -> Iterator[float]:
-    """The limit of each cgroup that holds this process, in cores."""
+    """Yields the quota of each cgroup that contains this process, in cores."""
     for version, folder in cgroup_folders("cpu", proc, cgroups):
         try:
             quota, period = _quota(version, folder)
-        except OSError:  # no such limit there
+        except OSError:  # no quota in this cgroup
             continue
         if quota not in ("max", "-1"):
             yield int(quota) / int(period)
 
 
 def _quota(version: int, folder: Path) -> tuple[str, str]:
-    """Microseconds of all cores together in each period, and those of a period."""
+    """Returns the microseconds that all cores together may run in each period, and those of a
+    period."""
     if version == 2:
         quota, period = (folder / "cpu.max").read_text().split()
         return quota, period

@@ -1,5 +1,5 @@
-"""A request that a served model answers, made of its version's goldens: shown at the start, as a
-command, and on the OpenAPI pages."""
+"""Example requests for a served model, made from its version's goldens. They are shown at the start
+as a command, and on the OpenAPI pages."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from embedserve_store.format.manifest import Manifest
 
 EXAMPLES = 2
 IDS_MAX = 6
-"""Of a bag."""
+"""Ids in a bag of the example."""
 FEATURES_MAX = 32
-"""Of a model that has more."""
+"""Features in the example; a model with more shows its first ones."""
 EXACT_MAX = 2**53 - 1
-"""Past it JavaScript, and so a page in a browser, has not every integer."""
+"""Largest integer that JavaScript, and so a page in a browser, represents exactly. Larger ids are
+shown as strings."""
 
 Features = dict[str, list[list[int | str]]]
 
 
 def example_features(manifest: Manifest, bags: Bags) -> Features:
-    """Two of the golden examples ``bags``, those with ids for most features, shortened."""
+    """Returns two of the golden examples ``bags``, shortened. They are the examples with ids for
+    the most features."""
     fullest = sorted(
         range(bags.lengths.shape[1]),
         key=lambda example: -int(np.count_nonzero(bags.lengths[:, example])),
@@ -34,7 +36,8 @@ def example_features(manifest: Manifest, bags: Bags) -> Features:
 
 
 def _sample(bags: Bags, feature: int, examples: list[int], rule: IdRule) -> list[list[int | str]]:
-    """A bag of ids for each of ``examples``. Goldens know strings by their hash only."""
+    """Returns a bag of ids for each of ``examples``. String ids come from the id rule, because
+    goldens have only their hashes."""
     if rule.id_type == "string":
         return [list(rule.examples)] * len(examples)
     ends = bags.lengths.reshape(-1).cumsum().reshape(bags.lengths.shape)

@@ -1,4 +1,5 @@
-"""From a store to warm engines: finds the versions to serve, pulls, holds and restores them."""
+"""Loads models from a store into warm engines: finds the versions to serve, pulls, prepares and
+restores them."""
 
 from __future__ import annotations
 
@@ -32,22 +33,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WAIT_S = 2.0
-"""Between two looks into a store that does not have yet what is to be served."""
+"""Seconds between two polls of a store that does not have the models yet."""
 
 
 def open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
-    """The versions to serve, by the name that they are served by, pulled first where the store is
-    remote.
+    """Returns the versions to serve, by served name. From a remote store they are first pulled.
 
     Raises:
-        StoreError: there is none, or one cannot be read.
-        ValueError: a setting makes no sense.
+        StoreError: there is no version, or a version cannot be read.
+        ValueError: a setting is invalid.
     """
     wanted = list(settings.model)
     check_names(wanted)
     with opened(settings.store, Path(settings.cache) if settings.cache else None) as store:
-        # A model of which a version is named is served from the cache even where a remote store
-        # cannot be reached, so what the store has is asked for only where it matters.
+        # A model with a named version is served from the cache even if its remote store cannot be
+        # reached. The store's list of models is therefore requested only where it is needed.
         if not all(split_name(name)[1] for name in wanted) or not wanted:
             _check_published(store.models(), wanted, settings)
             wanted = wanted or store.models()
@@ -94,11 +94,11 @@ def _loaded(store: ModelStore, wanted: Sequence[str], default: str) -> dict[str,
 def opened_in_time(
     settings: ServeSettings, open_all: Callable[[ServeSettings], dict[str, ModelVersion]]
 ) -> dict[str, ModelVersion]:
-    """What ``open_all`` gives, when it does, where the settings say to wait for it; says once why
-    it does not.
+    """Returns the result of ``open_all``. If ``settings.wait`` is set, it retries until
+    ``open_all`` succeeds, and logs each new reason once.
 
     Raises:
-        StoreError: what it raises, where they do not.
+        StoreError: the error of ``open_all``, if ``settings.wait`` is not set.
     """
     said = ""
     while True:
@@ -114,13 +114,15 @@ def opened_in_time(
 
 
 def load_named(store: ModelStore, name: str) -> ModelVersion:
-    """The version that ``name``, NAME, NAME@VERSION or NAME@ALIAS, means now; raises StoreError."""
+    """Returns the version that ``name`` (NAME, NAME@VERSION or NAME@ALIAS) points to now; raises
+    StoreError."""
     model, tag = split_name(name)
     return store.load(model, tag or None)
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raises ValueError where one cannot be NAME, NAME@VERSION or NAME@ALIAS, or is there twice."""
+    """Raises ValueError if a name cannot be NAME, NAME@VERSION or NAME@ALIAS, or if a name occurs
+    twice."""
     for name in names:
         if name.endswith("@") or name.count("@") > 1:
             raise ValueError(f"model is {name!r}: expected NAME, NAME@VERSION or NAME@ALIAS")
@@ -145,7 +147,8 @@ def _verify(versions: dict[str, ModelVersion], *, is_shown: bool) -> None:
 
 @contextlib.contextmanager
 def _shown(what: str, is_shown: bool) -> Iterator[Progress | None]:
-    """Within, what is done table by table is shown on the console; or not."""
+    """Yields a progress callback that shows each table on the console, or None if not
+    ``is_shown``."""
     if not is_shown:
         yield None
         return
@@ -155,11 +158,12 @@ def _shown(what: str, is_shown: bool) -> Iterator[Progress | None]:
 
 
 def open_versions_to_fork(settings: ServeSettings) -> dict[str, ModelVersion]:
-    """As open_versions, in a process that is to fork: clients of remote stores have threads, so
-    a child pulls the versions, and here they are opened where it put them.
+    """Returns the same versions as open_versions, in a process that will fork. Clients of remote
+    stores have threads, so a child process pulls the versions. This process then opens the pulled
+    folders.
 
     Raises:
-        StoreError: as open_versions.
+        StoreError: as in open_versions; also if a setting is invalid or the child ended early.
     """
     if not is_url(settings.store):
         return open_versions(settings)
@@ -181,13 +185,13 @@ def open_versions_to_fork(settings: ServeSettings) -> dict[str, ModelVersion]:
 
 
 def open_folder(path: str) -> ModelVersion:
-    """The version that lies in the folder ``path``; raises StoreError."""
+    """Returns the version in the folder ``path``; raises StoreError."""
     folder = Path(path)
     return ModelStore(folder.parent.parent).load(folder.parent.name, int(folder.name))
 
 
 def _report_pulled(settings: ServeSettings, pipe: int) -> None:
-    """Writes the folder of each version to ``pipe``, or why there is none; ends the process."""
+    """Writes the folder of each version to ``pipe``, or the error; ends the process."""
     status = 1
     try:
         try:
@@ -205,11 +209,12 @@ def _report_pulled(settings: ServeSettings, pipe: int) -> None:
 def prepared(
     settings: ServeSettings, versions: dict[str, ModelVersion], *, is_shown: bool = True
 ) -> dict[str, ModelVersion]:
-    """``versions``, resident and verified where that is asked for; what is verified is what will
-    be read. ``is_shown`` on the console. Ends all its threads.
+    """Returns ``versions``, made resident and verified according to the settings. The verified
+    bytes are the bytes that are served. Progress is shown on the console if ``is_shown``. All
+    threads that it starts have ended when it returns.
 
     Raises:
-        StoreError: there is no memory for them, or they are not as they were published.
+        StoreError: the versions do not fit into memory, or differ from their published state.
     """
     if settings.tables == "resident":
         versions = _made_resident(versions, is_shown=is_shown)
@@ -219,10 +224,10 @@ def prepared(
 
 
 def _made_resident(versions: dict[str, ModelVersion], *, is_shown: bool) -> dict[str, ModelVersion]:
-    """``versions`` with their tables in memory, which processes forked later share.
+    """Returns ``versions`` with their tables in memory, which processes forked later share.
 
     Raises:
-        StoreError: there is no room for all of them, or a file cannot be read.
+        StoreError: there is no room for all versions, or a file cannot be read.
     """
     check_room(versions.values(), available_bytes())
     resident = {}
@@ -243,8 +248,9 @@ def _made_resident(versions: dict[str, ModelVersion], *, is_shown: bool) -> dict
 def on_devices(
     settings: ServeSettings, versions: dict[str, ModelVersion], *, is_shown: bool = True
 ) -> ServeSettings:
-    """``settings`` for all of ``versions``: whether they go to GPUs, and how, is settled once, for
-    what is restored now and whatever comes later. Imports torch; ``is_shown`` on the console.
+    """Returns ``settings`` with the devices and GPU layout settled for all of ``versions``. They
+    are settled once, for the versions restored now and for all later ones. Imports torch. Progress
+    is shown on the console if ``is_shown``.
 
     Raises:
         ValueError: a setting does not fit the devices of this host.
@@ -270,18 +276,19 @@ def _status(what: str, is_shown: bool) -> contextlib.AbstractContextManager[obje
 def restore_all(
     settings: ServeSettings, versions: dict[str, ModelVersion], *, is_shown: bool = True
 ) -> dict[str, Engine]:
-    """The warm engine of each of ``versions``, by the same names; ``is_shown`` on the console.
+    """Returns the warm engine of each of ``versions``, by the same names. Progress is shown on the
+    console if ``is_shown``.
 
     Args:
-        settings: as on_devices gave them.
+        settings: settings as returned by on_devices.
 
     Raises:
-        StoreError: a version cannot be served on these devices, or answers wrongly.
-        ValueError: ``settings.devices`` is none that there is.
+        StoreError: a version cannot be served on these devices, or its results are wrong.
+        ValueError: ``settings.devices`` names no existing devices.
     """
     import torch
 
-    # Large batches are cut for threads of our own. torch's would spin between their turns, on
+    # Large batches are split over our own lookup threads. torch's threads would spin while idle, on
     # cores that others need.
     torch.set_num_threads(1)
     from embedserve.engine.programs import Programs
@@ -302,11 +309,11 @@ def restore_one(
     beside: Iterable[Engine] = (),
     on_warming: Callable[[], None] | None = None,
 ) -> Engine:
-    """Returns the warm engine of ``version``, compiled unless ``programs`` has its layout, while
-    those ``beside`` it answer. Calls ``on_warming`` when it warms up.
+    """Returns the warm engine of ``version``, while the engines ``beside`` serve. It is compiled
+    unless ``programs`` has its layout. Calls ``on_warming`` when it warms up.
 
     Raises:
-        StoreError, ValueError: as restore_all.
+        StoreError, ValueError: as in restore_all.
     """
     from embedserve.engine.restore import restore
 

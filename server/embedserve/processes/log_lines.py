@@ -1,4 +1,4 @@
-"""Lines of the log: as text for people, or each as one object of JSON for what collects them."""
+"""Log formatters: text lines for people, or a JSON object per line for log collectors."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ import orjson
 from embedserve_store.terminal.sanitize import sanitize
 
 INDENT = "    "
-"""Before each line of a traceback."""
+"""Indentation of each line of a traceback."""
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _UNPRINTABLE = re.compile(r"[^ -~]")
-"""A character that may be, in JSON: those of ASCII are escaped there."""
+"""Characters in JSON output that may be unprintable. ASCII control characters are already escaped
+in JSON."""
 _PLAIN = re.compile(r"[!#-~]+")
 
 
 class TextLines(logging.Formatter):
-    """Formats a record as its text, then its fields as NAME=VALUE.
+    """Formats a record as its text, followed by its fields as NAME=VALUE.
 
-    Characters that would move a terminal's cursor or end the line are escaped. A traceback's lines
-    are indented, so that none of them can pass for a record.
+    Characters that would move a terminal's cursor or end the line are escaped. The lines of a
+    traceback are indented, so that none of them can pass for a record.
     """
 
     def __init__(self) -> None:
@@ -42,8 +43,8 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """An object with time (ISO 8601, UTC), level, logger, message and what the line tells by name;
-    of an error also its traceback."""
+    """Formats a record as a JSON object: time (ISO 8601, UTC), level, logger, message and the
+    record's named fields. A record with an exception also has its traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -55,7 +56,7 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        # Whatever a library logs: surrogates are no UTF-8, and orjson would not write them.
+        # Libraries may log surrogates, which are not valid UTF-8 and which orjson rejects.
         safe = {name: _without_surrogates(value) for name, value in line.items()}
         return _UNPRINTABLE.sub(_json_escape, orjson.dumps(safe, default=str).decode())
 
@@ -71,7 +72,8 @@ def _fields(record: logging.LogRecord) -> Mapping[str, object]:
 
 
 def _text(value: object) -> str:
-    """In one word: what is more, and what a stranger chose, stands in quotation marks."""
+    """Returns the value as one word. A value with spaces, quotation marks or non-ASCII characters,
+    such as untrusted text, is quoted."""
     shown = f"{value:g}" if isinstance(value, float) else str(value)
     return shown if _PLAIN.fullmatch(shown) else json.dumps(shown)
 

@@ -1,7 +1,7 @@
-"""What requests and connections can make a process use at most: the bounds of all, added up.
+"""Worst-case memory that requests and connections can make a process use: the sum of all limits.
 
-With the rows it is what a server needs: settings.md says the first, `embedserve plan --kubernetes`
-the second.
+Together with the rows it is the memory that a server needs. settings.md shows the worst case of
+clients; `embedserve plan --kubernetes` computes the memory of a server.
 """
 
 from __future__ import annotations
@@ -14,34 +14,36 @@ from embedserve.config import Limits, ServeSettings
 from embedserve.wire.server import LOOK_BYTES
 
 CONNECTION_BYTES = 16 << 10
-"""Of a connection that holds nothing."""
+"""Bytes of an idle connection."""
 CONNECTION_TLS_BYTES = 64 << 10
-"""What one over TLS has more: 20 KiB as it begins, and the buffers that large requests and answers
-have made OpenSSL's grow to."""
+"""Additional bytes of a TLS connection: 20 KiB at first, and OpenSSL's buffers after large requests
+and responses made them grow."""
 ID_BYTES = 8 + 4
-"""An id and its weight."""
+"""Bytes of an id and its weight."""
 STRING_BYTES = 88
-"""Of an id that came as a string, which is kept for messages, and the integer that it may be."""
+"""Bytes of an id that came as a string: the string, which is kept for messages, and the integer it
+may be converted to."""
 JSON_BYTES_PER_VALUE = 16
 FREED_SHARE = 1 / 4
-"""malloc does not give everything back; under attack half of what it had was free."""
+"""Fraction added for freed memory that malloc does not return. Under attack, half of malloc's
+memory was free."""
 PROCESS_BYTES = 400 << 20
-"""Of a worker that is idle: Python, torch and what was compiled. The demo's has 320 MB."""
+"""Bytes of an idle worker: Python, torch and compiled lookups. The demo's worker has 320 MB."""
 WORK_BYTES = 600 << 20
-"""What common requests under way take, of all workers."""
+"""Bytes that ordinary requests in flight take, over all workers."""
 READ_BYTES_PER_VALUE = 128
-"""Of a value of JSON, or a string, as Python has it."""
+"""Bytes of a JSON value or a string as a Python object."""
 
 
 def memory_parts(limits: Limits, has_tls: bool = False, gpus: int = 0) -> dict[str, int]:
-    """Bytes by what takes them, beside the tables and what an idle server has.
+    """Returns bytes by purpose, in addition to the tables and an idle server.
 
     Args:
-        gpus: each with a replica, which has batches of its own; 0: lookups are the CPU's. What
-            PyTorch keeps pinned beyond what a batch takes is not counted.
+        gpus: number of GPUs, each with a replica that has batches of its own; 0: lookups run on the
+            CPU. Pinned memory that PyTorch caches beyond one batch is not counted.
     """
     values_max = limits.request_output_bytes_max // 4
-    lone_ids = 2 * ID_BYTES * limits.request_ids_max  # as they came, and joined to a batch
+    lone_ids = 2 * ID_BYTES * limits.request_ids_max  # as received, and joined to a batch
     lone = lone_ids + 2 * limits.request_output_bytes_max
     batch = 2 * ID_BYTES * limits.batch_ids_max + 2 * limits.batch_output_bytes_max
     parts = {
@@ -54,9 +56,9 @@ def memory_parts(limits: Limits, has_tls: bool = False, gpus: int = 0) -> dict[s
             JSON_BYTES_PER_VALUE * values_max,
             READ_BYTES_PER_VALUE * limits.request_values_max + limits.request_text_bytes_max,
         ),
-        # small requests and large
+        # a queue for small requests and a queue for large ones
         "the queue of a model": 2 * (ID_BYTES + STRING_BYTES) * limits.queue_ids_max,
-        # on GPUs each may be of one large request
+        # on GPUs each batch may be one large request
         "its batches": gpus * AT_ONCE * max(lone, batch) if gpus else lone + batch,
     }
     if has_tls:
@@ -65,7 +67,7 @@ def memory_parts(limits: Limits, has_tls: bool = False, gpus: int = 0) -> dict[s
 
 
 def memory_bytes_max(limits: Limits, has_tls: bool = False, gpus: int = 0) -> int:
-    """Their sum, for one model."""
+    """Returns the sum of memory_parts, for one model."""
     return sum(memory_parts(limits, has_tls, gpus).values())
 
 
@@ -74,8 +76,8 @@ class Rows:
     """Bytes of one version.
 
     Attributes:
-        mapped: of the files that are read as rows and ids are asked for.
-        copied: of shards that each worker copies.
+        mapped: bytes of the files that are read on demand, as rows and ids are requested.
+        copied: bytes of the shards that each worker copies.
     """
 
     mapped: int
@@ -84,13 +86,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """What a server needs, in bytes.
+    """Bytes that a server needs.
 
     Attributes:
-        rows: held at once, hot ones where they are mapped: page cache counts, too.
-        processes: what its processes take when idle.
-        work: what common requests under way take.
-        clients: what clients can make it take beyond these.
+        rows: bytes of rows in memory at once; for mapped rows the hot ones, which are in the page
+            cache.
+        processes: bytes of the idle processes.
+        work: bytes of ordinary requests in flight.
+        clients: bytes that clients can make the server use beyond rows and idle processes.
     """
 
     rows: int
@@ -110,14 +113,14 @@ class ServerMemory:
 def server_memory(
     rows: Rows, settings: ServeSettings, hot: float = 1.0, gpus: int = 0
 ) -> ServerMemory:
-    """Of one model.
+    """Returns the memory that a server of one model needs.
 
     Args:
-        hot: which part of mapped rows memory is to hold, 0 to 1; the others come from the disk.
-        gpus: as of memory_parts.
+        hot: fraction of mapped rows to hold in memory, 0 to 1; other rows are read from disk.
+        gpus: number of GPUs, as in memory_parts.
     """
     part = 1.0 if settings.tables == "resident" else hot
-    versions = 1 if settings.follow == "none" else 2  # the next is read beside the one that answers
+    versions = 1 if settings.follow == "none" else 2  # the next is loaded beside the current
     held = int(part * rows.mapped) + settings.workers * rows.copied
     return ServerMemory(
         rows=versions * held,

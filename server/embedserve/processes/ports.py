@@ -1,11 +1,11 @@
-"""Claims the ports before anything is loaded, so that one in use is said at once.
+"""Claims the ports before anything is loaded, so that a port in use is reported immediately.
 
-The claimed HTTP and management ports listen: of two servers that start together the second is
-refused. That of gRPC is bound, and refuses connections until the server is ready: balancers then
-use another server, where an error in an answer would reach their clients. Ports that workers share
-are claimed as well, then held without listening: each worker listens for itself once it is warm.
-Unix sockets cannot be bound twice: workers listen on the same ones, where callers wait
-until one of them takes connections.
+The claimed HTTP and management ports listen: of two servers that start together the second fails.
+The gRPC port is bound, and refuses connections until the server is ready. Balancers then use
+another server, while an error response would reach their clients. Ports shared by workers are
+claimed as well, then held without listening. Each worker listens for itself once it is warm. Unix
+sockets cannot be bound twice, so workers listen on the same ones. Connections to them wait until a
+worker accepts them.
 """
 
 from __future__ import annotations
@@ -21,48 +21,52 @@ BACKLOG = 4096
 
 @dataclass(frozen=True)
 class Ports:
-    """The claimed ports of one server; the numbers are real also where 0 was asked for."""
+    """The claimed ports of one server. The numbers are the actual ports, also if 0 was
+    requested."""
 
     host: str
     http: int
     grpc: int
     http_socket: socket.socket
     grpc_socket: socket.socket | None
-    """None: this process takes no connection there."""
+    """Bound gRPC socket; None if this process accepts no connection on that port."""
     management: int = -1
-    """-1: there is none."""
+    """Number of the management port; -1 if there is none."""
     management_socket: socket.socket | None = None
     are_shared: bool = False
-    """Whether other processes of this server listen on them, too."""
+    """Whether other processes of this server listen on the same ports."""
     unix: tuple[SocketFile, ...] = ()
-    """Sockets that take what both ports take, from callers on this host."""
+    """Unix sockets, which accept the protocols of both ports from callers on this host."""
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """Of the ports."""
+        """Sockets of the TCP ports."""
         found = [self.http_socket, self.grpc_socket, self.management_socket]
         return [one for one in found if one is not None]
 
     def listen(self, *, with_grpc: bool) -> None:
-        """Has connections wait until they are taken; on gRPC's port only ``with_grpc``: grpcio
-        binds it anew, and those that wait would be lost."""
+        """Makes the ports listen, so that connections wait until they are accepted. The gRPC port
+        listens only ``with_grpc``: grpcio binds it again, and connections waiting on the old socket
+        would be lost."""
         for sock in self.sockets:
             if with_grpc or sock is not self.grpc_socket:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # see _keep_others_away
                 sock.listen(BACKLOG)
 
     def without_grpc(self) -> Ports:
-        """The same ports for a process that takes no connection on gRPC's."""
+        """Returns the same ports for a process that accepts no connection on the gRPC port."""
         return replace(self, grpc_socket=None)
 
     def release_grpc(self) -> str:
-        """The address (HOST:PORT) for grpcio, which binds by itself and does so at once."""
+        """Closes the gRPC socket and returns its address (HOST:PORT) for grpcio, which binds it
+        immediately."""
         if self.grpc_socket is not None:
             self.grpc_socket.close()
         return f"{bracketed(self.host)}:{self.grpc}"
 
     def remove_files(self) -> None:
-        """No caller finds Unix sockets from now on; only in the process that claimed them."""
+        """Removes the Unix socket files, so that no new caller connects. Has an effect only in the
+        process that claimed them."""
         for one in self.unix:
             one.remove()
 
@@ -70,8 +74,8 @@ class Ports:
         _close(self.sockets, self.unix)
 
     def share(self) -> SharedPorts:
-        """The same ports, held for workers; connections are refused from now on until one of
-        them listens."""
+        """Returns the same ports, held for workers. Connections are refused from now on until a
+        worker listens."""
         held = tuple(map(_hold, self.sockets))
         _close(self.sockets, ())
         return SharedPorts(self.host, self.http, self.grpc, self.management, held, self.unix)
@@ -82,7 +86,7 @@ class SharedPorts:
     """Ports that the workers of one server listen on, and no other server.
 
     Attributes:
-        held: sockets that are bound and do not listen, so that no connection comes to them.
+        held: sockets that are bound and do not listen, so that they get no connections.
     """
 
     host: str
@@ -93,10 +97,10 @@ class SharedPorts:
     unix: tuple[SocketFile, ...] = ()
 
     def bind(self) -> Ports:
-        """The same ports with sockets of this worker's own, which it makes listen.
+        """Returns the same ports with new sockets, on which this worker listens.
 
         Raises:
-            OSError: a port was taken from us.
+            OSError: another process has taken a port of this server.
         """
         http, grpc, *more = map(_bind_shared, self.held)
         management = more[0] if more else None
@@ -104,7 +108,7 @@ class SharedPorts:
         return Ports(self.host, *numbers, http, grpc, self.management, management, True, self.unix)
 
     def remove_files(self) -> None:
-        """As that of Ports."""
+        """Removes the Unix socket files; see Ports.remove_files."""
         for one in self.unix:
             one.remove()
 
@@ -119,11 +123,15 @@ def claim_ports(
     management: tuple[str, int] | None = None,
     unix: Sequence[tuple[str, int, str]] = (),
 ) -> Ports:
-    """Listens on the HTTP port, on that of ``management``, a host and a port, and at each path of
-    ``unix``, with the mode of its file and what it is called in errors; binds gRPC's port.
+    """Listens on the HTTP port, the ``management`` address and the ``unix`` paths, and binds the
+    gRPC port.
+
+    Args:
+        management: host and port; None for no management port.
+        unix: path, file mode and protocol name, used in errors, of each Unix socket.
 
     Raises:
-        OSError: one of them is in use, or the address is not this host's; names it.
+        OSError: a port or path is in use, or the address is not this host's; the message names it.
     """
     wanted = [(host, http_port, "HTTP", True), (host, grpc_port, "gRPC", False)]
     wanted += [] if management is None else [(*management, "management", True)]
@@ -173,16 +181,18 @@ def _claim(host: str, port: int, protocol: str, listens: bool) -> socket.socket:
 
 
 def _keep_others_away(bound: socket.socket) -> None:
-    """Lets no other server bind the port of ``bound``, which does not listen.
+    """Prevents other servers from binding the port of ``bound``, which does not listen.
 
-    With SO_REUSEADDR a socket may be bound, and listen, beside connections of the server before,
-    which the kernel remembers for a minute; without it no other socket may be bound beside it.
+    With SO_REUSEADDR a socket may bind and listen although connections of the previous server are
+    in TIME_WAIT, which lasts a minute. Without the option on ``bound`` no other socket may bind the
+    port.
     """
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
 
 
 def _hold(claimed: socket.socket) -> socket.socket:
-    """A socket on the port of ``claimed``, bound while that still keeps others away."""
+    """Returns a socket on the port of ``claimed``, bound while ``claimed`` still keeps other
+    servers away."""
     claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     held = _bind_shared(claimed)
     _keep_others_away(held)
@@ -190,7 +200,7 @@ def _hold(claimed: socket.socket) -> socket.socket:
 
 
 def _bind_shared(other: socket.socket) -> socket.socket:
-    """A socket on the port of ``other``, which it shares."""
+    """Returns a socket that shares the port of ``other``."""
     sock = socket.socket(other.family, socket.SOCK_STREAM)
     for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
         sock.setsockopt(socket.SOL_SOCKET, option, 1)
@@ -199,5 +209,5 @@ def _bind_shared(other: socket.socket) -> socket.socket:
 
 
 def bracketed(host: str) -> str:
-    """``host`` as it stands before a port: an IPv6 address in brackets."""
+    """Returns ``host`` as written before a port; IPv6 addresses are put in brackets."""
     return f"[{host}]" if ":" in host else host

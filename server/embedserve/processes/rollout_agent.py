@@ -1,4 +1,4 @@
-"""A worker's part in moving to other versions together with the others (moves.py)."""
+"""A worker's part in a rollout that all workers do together (rollout_coordinator.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from embedserve_store import ModelVersion, StoreError
 
 
 class SupervisorController:
-    """A follower's mover where the supervisor has all workers move together."""
+    """Version controller of a store watcher that forwards to the supervisor, which then rolls out
+    on all workers."""
 
     def __init__(self, channel: WorkerChannel) -> None:
         self._channel = channel
@@ -71,7 +72,8 @@ class SupervisorController:
 
 
 class RolloutAgent:
-    """Does what the supervisor says of versions, and looks at the store if it is told to."""
+    """Executes the supervisor's rollout messages in a worker, and watches the store if the
+    supervisor requests it."""
 
     def __init__(
         self,
@@ -82,18 +84,18 @@ class RolloutAgent:
     ) -> None:
         """
         Args:
-            stop: once it is set, the store is looked at no more.
+            stop: event that ends the watching of the store.
         """
         self._settings = settings
         self._version_manager = version_manager
         self._channel = channel
         self._stop = stop
         self._tasks: set[asyncio.Task[None]] = set()
-        self._attempts: dict[str, int] = {}  # the last one, by name
+        self._attempts: dict[str, int] = {}  # the latest attempt, by name
         self._follower: StoreWatcher | None = None
 
     def on_message(self, message: bytes) -> None:
-        """Something of versions."""
+        """Handles one message about versions."""
         if message == WorkerMessage.WATCH_STORE.value:
             self._follower = StoreWatcher(
                 VersionResolver(self._settings),
@@ -136,7 +138,8 @@ class RolloutAgent:
             self._version_manager.remove(message.name)
 
     async def _prepare(self, message: RolloutMessage) -> None:
-        """Answers unless the supervisor has said something else meanwhile."""
+        """Loads a version and reports the result, unless the supervisor has sent a newer
+        instruction meanwhile."""
         answer = RolloutMessage(
             RolloutStep.PREPARED, message.name, message.version, attempt=message.attempt
         )
@@ -145,7 +148,7 @@ class RolloutAgent:
             version = await run_in_daemon_thread("load", lambda: open_folder(message.path))
             if self._attempts.get(message.name) == message.attempt:
                 is_kept = await self._version_manager.prepare(message.name, version)
-        except Exception as error:  # whatever it is, the supervisor waits for an answer
+        except Exception as error:  # any error: the supervisor waits for a reply
             reason = str(error) if isinstance(error, StoreError) else repr(error)
             answer = refused(message.name, message.version, reason, message.attempt)
             is_kept = True

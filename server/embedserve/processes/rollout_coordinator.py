@@ -1,8 +1,8 @@
-"""How all workers of a server move to another version of a model together.
+"""Two-phase rollout of a model version across the workers of a server.
 
-One of them looks at the store. What it finds the supervisor has all of them prepare, each beside
-the version that it answers with; once the last one has, all switch. Where one cannot, none does.
-A worker that starts meanwhile follows the others, or is ended and started anew.
+One worker watches the store. When it finds a new version, the supervisor has every worker load it
+while the current version serves. Once all have loaded it, all switch. If one fails, none switches.
+A worker that starts meanwhile catches up with the others, or is ended and restarted.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from embedserve.processes.rollout_messages import (
 logger = logging.getLogger(__name__)
 
 DEATHS_MAX = 2
-"""Of workers, while they prepare a version: then it stays out."""
+"""Worker exits while a version is prepared, after which the version is rejected."""
 MOVE_S_MAX = 1800.0
-"""Until all have prepared a version."""
+"""Seconds that all workers together may take to prepare a version."""
 SWITCHED = "%s is answered by version %d from now on, no more by %s"
 REMOVED = "%s is answered no more"
 REFUSED = "%s: version %d stays out: %s"
@@ -34,11 +34,11 @@ REFUSED = "%s: version %d stays out: %s"
 
 @dataclass
 class _PendingRollout:
-    """A version that the workers prepare.
+    """A version that the workers are preparing.
 
     Attributes:
-        awaited: workers that have not prepared it.
-        deaths: of workers meanwhile.
+        awaited: workers that have not prepared it yet.
+        deaths: number of workers that exited while preparing it.
     """
 
     name: str
@@ -54,44 +54,46 @@ class _PendingRollout:
 
 
 class RolloutCoordinator:
-    """Decides, in the supervisor, when the workers move; one version at a time.
+    """Decides, in the supervisor, when the workers switch versions. One version is rolled out at a
+    time.
 
     Attributes:
-        send: sends a message to a worker, by its number.
-        end: ends a worker, by its number: another is started in its place.
+        send: function that sends a message to a worker, by its number.
+        end: function that ends a worker, by its number; the supervisor restarts it.
     """
 
     def __init__(self, served: dict[str, int], adopt: Callable[[str, str | None], None]) -> None:
         """
         Args:
-            served: the versions that workers start with, by the name that they are served by.
-            adopt: told (name, path) of what workers start with from now on, None for nothing.
+            served: versions that workers start with, by served name.
+            adopt: called with (name, path) of the version that workers start with from now on; path
+                None for no version.
         """
         self.send: Callable[[int, bytes], None] = _do_nothing
         self.end: Callable[[int], None] = _do_nothing
         self._served = dict(served)
-        self._starts_with = dict(served)  # as _served, but where a version could not be adopted
+        self._starts_with = dict(served)  # differs from _served if a version could not be adopted
         self._adopt = adopt
         self._paths: dict[str, str] = {}
-        self._workers: dict[int, dict[str, int]] = {}  # what those answer with that are ready
+        self._workers: dict[int, dict[str, int]] = {}  # the versions that each ready worker serves
         self._started: dict[int, dict[str, int]] = {}
-        self._attempts: dict[tuple[int, str], int] = {}  # what a worker prepares
+        self._attempts: dict[tuple[int, str], int] = {}  # the attempt that a worker is preparing
         self._count = itertools.count(1)
         self._looking: int | None = None
         self._moving: _PendingRollout | None = None
         self._wanted: dict[str, int] = {}
         self._refused: dict[tuple[str, int], str] = {}
-        self._unopened: dict[str, RolloutMessage] = {}  # which the next look tries again
+        self._unopened: dict[str, RolloutMessage] = {}  # retried at the next poll
         self._shares: dict[str, RolloutMessage] = {}
 
     def start(self, worker: int) -> None:
-        """A worker is forked, and has what is served now."""
+        """Records that a worker is forked, with the versions that are adopted now."""
         for name in self._paths:
             self._adopt_again(name)
         self._started[worker] = dict(self._starts_with)
 
     def on_worker_ready(self, worker: int) -> None:
-        """A worker answers requests."""
+        """Records that a worker is ready, and brings it up to date."""
         has = self._workers[worker] = self._started[worker]
         if self._looking is None:
             self._watch_store(worker)
@@ -113,7 +115,7 @@ class RolloutCoordinator:
         self._catch_up()
 
     def on_worker_exit(self, worker: int, how: str) -> None:
-        """A worker ended, whether it was ready or not; ``how`` is said of it."""
+        """Records that a worker exited, ready or not; ``how`` is the text for the log."""
         self._workers.pop(worker, None)
         for key in [one for one in self._attempts if one[0] == worker]:
             del self._attempts[key]
@@ -129,16 +131,16 @@ class RolloutCoordinator:
         if moving.deaths >= DEATHS_MAX:
             self._reject(*moving.key, f"a worker {how} while it was loaded")
         elif not self._workers:
-            moving.until_s = monotonic() + MOVE_S_MAX  # for those that come
+            moving.until_s = monotonic() + MOVE_S_MAX  # for the workers that replace them
         else:
             self._advance(moving)
 
     def is_preparing(self, worker: int) -> bool:
-        """Whether a worker loads a version, in which it may seem to hang."""
+        """Returns whether a worker is loading a version, during which it may seem to hang."""
         return any(one == worker for one, _ in self._attempts)
 
     def check_timeouts(self) -> None:
-        """Gives a move up that takes too long; asked now and then."""
+        """Rejects the version of a rollout that takes too long; called every POLL_S."""
         moving = self._moving
         if moving is not None and monotonic() > moving.until_s:
             slow = ", ".join(map(str, sorted(moving.awaited)))
@@ -146,14 +148,14 @@ class RolloutCoordinator:
             self._reject(*moving.key, why)
 
     def reload(self) -> None:
-        """Has the store looked at now."""
+        """Requests an immediate poll of the store."""
         if self._looking is not None:
             self.send(self._looking, WorkerMessage.RELOAD.value)
         else:
             logger.warning("the store is not looked at: no worker is ready")
 
     def on_message(self, worker: int, message: RolloutMessage) -> None:
-        """A worker says ``move``."""
+        """Handles a rollout message of a worker."""
         if message.step is RolloutStep.DESIRED:
             self._set_desired(message)
         elif message.step is RolloutStep.SHARE:
@@ -168,7 +170,7 @@ class RolloutCoordinator:
             self._remove(message)
         elif message.step is RolloutStep.UNOPENED:
             self._note_unopened(message)
-        elif not message.attempt:  # it was opened, and is not as it was published
+        elif not message.attempt:  # it was opened, but differs from its published state
             self._reject(*message.key, message.reason)
             self._send(worker, refused(*message.key, message.reason))
         elif self._attempts.get((worker, message.name)) == message.attempt:
@@ -179,8 +181,8 @@ class RolloutCoordinator:
                 self._note_prepared(worker, message)
 
     def _set_desired(self, message: RolloutMessage) -> None:
-        """What was under way to another version ends; what failed before another was wanted may be
-        tried again."""
+        """Sets the desired version of a name. Ends a rollout of that name to another version, and
+        forgets its earlier failures."""
         if message.name not in self._served:  # it was removed meanwhile
             return
         self._wanted[message.name] = message.version
@@ -252,7 +254,7 @@ class RolloutCoordinator:
         if moving is not None and message.key == moving.key:
             moving.awaited.discard(worker)
             self._advance(moving)
-        else:  # what the others answer with
+        else:  # the version that the others serve already
             self._switch(worker, *message.key)
 
     def _note_rejected(self, worker: int, message: RolloutMessage) -> None:
@@ -268,7 +270,7 @@ class RolloutCoordinator:
             self._reject(*message.key, message.reason)
 
     def _advance(self, moving: _PendingRollout) -> None:
-        """All switch, if all have prepared it."""
+        """Switches all workers if all have prepared the version."""
         if moving.awaited:
             return
         name, version = moving.key
@@ -282,12 +284,12 @@ class RolloutCoordinator:
         self._catch_up()
 
     def _adopt_again(self, name: str) -> None:
-        """Where workers would start with another version than the others answer with."""
+        """Adopts the served version if workers would start with another one."""
         if self._starts_with.get(name) == self._served[name]:
             return
         try:
             self._adopt(name, self._paths[name])
-        except Exception as error:  # whatever it is, the workers go on
+        except Exception as error:  # any error: the workers keep serving
             before = self._starts_with.get(name, "none")
             logger.error("%s: workers start with version %s still: %s", name, before, error)
         else:
@@ -310,7 +312,7 @@ class RolloutCoordinator:
             self._attempts.pop((worker, moving.name), None)
 
     def _catch_up(self) -> None:
-        """Has workers that answer with another version than the others prepare that one."""
+        """Makes workers that serve another version than the others prepare the common one."""
         for worker, has in self._workers.items():
             for name, path in self._paths.items():
                 is_under_way = (worker, name) in self._attempts

@@ -1,4 +1,4 @@
-"""What a worker and the supervisor tell each other, each over its end of a channel."""
+"""Messages between workers and the supervisor, each over its end of a worker's channel."""
 
 from __future__ import annotations
 
@@ -18,38 +18,42 @@ _DIGITS = re.compile(r"[\d.,]+")
 
 
 class WorkerMessage(Enum):
-    """What travels over a worker's channel. The supervisor's end closes with the supervisor."""
+    """Messages of a worker's channel, except rollout messages. The supervisor's end is closed when
+    the supervisor ends."""
 
     WARM = b"warm"
-    """Worker: could serve, and waits for GO."""
+    """Worker to supervisor: the worker is ready to serve, and waits for GO."""
     GO = b"go"
     READY = b"ready"
-    """Worker: listens on both ports, and takes no connection yet."""
+    """Worker to supervisor: the worker listens on both ports, and accepts no connection yet."""
     START_ACCEPTING = b"alone"
-    """To a worker that is ready: nobody but workers listens any more, take connections."""
+    """Supervisor to a ready worker: only workers listen on the ports now, accept connections."""
     ANNOUNCE = b"announce"
-    """To one worker, when all are ready for the first time: tell the user."""
+    """Supervisor to one worker, when all are ready for the first time: announce that the server is
+    ready."""
     WATCH_STORE = b"look"
-    """To one worker: look at the store from now on, and say what it wants served (moves.py)."""
+    """Supervisor to one worker: watch the store from now on, and report the desired versions
+    (rollout_coordinator.py)."""
     RELOAD = b"reload"
-    """To that worker: look now, whatever is followed. Worker: an operator asks for that."""
+    """Supervisor to that worker: poll for all served names now, regardless of the ``follow``
+    setting. Worker to supervisor: an operator requests this poll."""
 
 
 FAILED = b"failed "
-"""Begins a worker's message of why it cannot serve."""
+"""Prefix of a worker's message of why it cannot serve."""
 
 
 class SupervisorChannel:
-    """The supervisor's end of a worker's channel. The socket holds some 160 messages; what a worker
-    has not read beyond that is queued, and sent in order once it reads."""
+    """The supervisor's end of a worker's channel. The socket holds about 160 messages. Messages
+    beyond those that the worker has not read are queued, and sent in order once it reads."""
 
     def __init__(
         self, sock: socket.socket, selector: selectors.BaseSelector, hear: Callable[[], None]
     ) -> None:
         """
         Args:
-            selector: calls what is registered with the events that came.
-            hear: called when there is a message.
+            selector: selector whose registered callbacks are called with their events.
+            hear: called when there is a message to receive.
         """
         sock.setblocking(False)
         self._sock = sock
@@ -67,12 +71,12 @@ class SupervisorChannel:
         return self._sock.recv(MESSAGE_BYTES_MAX)
 
     def end(self) -> None:
-        """Closes the channel of a worker that ends."""
+        """Unregisters and closes the channel of a worker that exits."""
         self._selector.unregister(self._sock)
         self.close()
 
     def close(self) -> None:
-        """Closes the socket alone: a forked process has its parent's selector."""
+        """Closes only the socket, because a forked process shares its parent's selector."""
         self._sock.close()
 
     def _on_events(self, events: int) -> None:
@@ -88,20 +92,21 @@ class SupervisorChannel:
             except BlockingIOError:
                 break
             except OSError:
-                pass  # a worker that has ended is buried later
+                pass  # a worker that has exited is reaped later
             self._unsent.popleft()
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
         self._selector.modify(self._sock, events, self._on_events)
 
 
 class WorkerChannel:
-    """The worker's end of its channel, for its event loop. The socket holds some 160 messages; what
-    the supervisor has not read beyond that is queued, and sent in order once it reads."""
+    """The worker's end of its channel, used on its event loop. The socket holds about 160 messages.
+    Messages beyond those that the supervisor has not read are queued, and sent in order once it
+    reads."""
 
     def __init__(self, sock: socket.socket) -> None:
         """
         Args:
-            sock: does not block.
+            sock: non-blocking socket.
         """
         self._sock = sock
         self._unsent: deque[bytes] = deque()
@@ -120,48 +125,53 @@ class WorkerChannel:
                 loop.add_writer(self._sock, self._flush)
                 return
             except OSError:
-                pass  # the supervisor has ended, which whoever reads the socket sees
+                pass  # the supervisor has ended; the reader of the socket sees that
             self._unsent.popleft()
         loop.remove_writer(self._sock)
 
 
 class RolloutStep(StrEnum):
-    """What a message says of a version."""
+    """Type of a rollout message, which is about one version."""
 
     DESIRED = "wanted"
-    """Worker: the store says that it is to answer. Supervisor, to all: so it does."""
+    """Worker to supervisor: the store now points to this version. Supervisor to all: the desired
+    version changed."""
     AVAILABLE = "found"
-    """Worker: it is another one than answers, and lies at path."""
+    """Worker to supervisor: this version differs from the served one, and is available at
+    ``path``."""
     PREPARE = "prepare"
-    """Supervisor: load it from path, beside the one that answers."""
+    """Supervisor to worker: load the version from ``path``, while the current one serves."""
     PREPARED = "prepared"
-    """Worker: it could answer."""
+    """Worker to supervisor: the version is loaded and could serve."""
     SWITCH = "switch"
-    """Supervisor: it answers from now on."""
+    """Supervisor to worker: serve this version from now on."""
     REFUSED = "refused"
-    """Worker: it cannot be served, for a reason. Supervisor: it stays out."""
+    """Worker to supervisor: the version cannot be served, for ``reason``. Supervisor to all: the
+    version is rejected."""
     UNOPENED = "unopened"
-    """Worker: it cannot be opened, for a reason, and the next look tries it again. Supervisor, to
-    all: so it is."""
+    """Worker to supervisor: the version cannot be opened now, for ``reason``, and the next poll
+    retries it. Supervisor to all: the same report."""
     RETRY = "retry"
-    """Worker: what was refused may be tried again. Supervisor, to all: so it may."""
+    """Worker to supervisor: a rejected version may be retried. Supervisor to all: the same."""
     SHARE = "share"
-    """Worker: the store says what the name answers of what names its model alone, and what it is
-    compared in. Supervisor, to all: so it is."""
+    """Worker to supervisor: share of traffic and of comparisons that the store sets for the name.
+    The traffic is that of requests for its model without a version. Supervisor to all: apply it."""
     LOAD = "load"
-    """Worker: an operator wants it; as FOUND, also for a name that nothing answers for yet."""
+    """Worker to supervisor: an operator loads this version. Like AVAILABLE, but also for a name
+    that is not served yet."""
     REMOVE = "remove"
-    """Worker: an operator wants nothing to answer for the name. Supervisor, to all: so it is."""
+    """Worker to supervisor: an operator unloads the name. Supervisor to all: unload it."""
 
 
 @dataclass(frozen=True)
 class RolloutMessage:
-    """A message between a worker and the supervisor.
+    """A rollout message between a worker and the supervisor.
 
     Attributes:
-        name: that a version is served by: NAME, NAME@VERSION or NAME@ALIAS.
-        attempt: of PREPARE, its number; of what follows from one, the same.
-        share, shadow: in percent, of ``version`` once it answers; of any where that is 0.
+        name: name that the version is served by: NAME, NAME@VERSION or NAME@ALIAS.
+        attempt: number of a PREPARE message, repeated in the messages that reply to it.
+        share, shadow: percentages for ``version`` once it serves; if ``version`` is 0, for the
+            version that serves now.
     """
 
     step: RolloutStep
@@ -198,6 +208,6 @@ def unopened(name: str, version: int, reason: str) -> RolloutMessage:
 
 
 def is_news(reason: str, before: str) -> bool:
-    """Whether ``reason`` differs from that ``before`` it in more than numbers, such as the bytes
-    that are free: the log tells what is new alone."""
+    """Returns whether ``reason`` differs from ``before`` in more than numbers, such as free bytes.
+    Only new reasons are logged."""
     return _DIGITS.sub("", reason) != _DIGITS.sub("", before)

@@ -1,7 +1,7 @@
-"""`embedserve serve`: the one place that wires a server, of one process or several.
+"""`embedserve serve`: wires a server of one process or of several workers.
 
-With --workers this process opens what they share, forks them and stays to supervise them: it
-imports neither torch nor grpc and has no thread when it forks; each worker imports for itself.
+With --workers this process opens what the workers share, forks them and then supervises them. It
+imports neither torch nor grpc, and has no thread when it forks. Each worker does its own imports.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ if TYPE_CHECKING:
 
 Versions = dict[str, ModelVersion]
 Run = Callable[["RequestPipeline", Callable[[], None], "VersionManager"], None]
-"""Serves an pipeline until told to stop; calls back to tell the user that the server is ready. The
-rollout moves to other versions as the store says."""
+"""Serves a pipeline until it is stopped. Calls the callback to announce that the server is ready.
+The version manager switches versions as they change in the store."""
 
 
 def serve(settings: ServeSettings) -> None:
     """Runs the server until SIGTERM or SIGINT.
 
     Raises:
-        StoreError: nothing to serve, or a version that cannot be served.
+        StoreError: there is nothing to serve, or a version cannot be served.
         OSError: a port cannot be bound, or a worker ended before the server was ready.
-        ValueError: a setting makes no sense.
+        ValueError: a setting is invalid.
     """
     start_s = time.perf_counter()
     check_settings(settings)
@@ -69,7 +69,7 @@ def serve(settings: ServeSettings) -> None:
     set_up_logging(settings.log_level, settings.log_format)
     _check_files(settings)
     warn_about_settings(settings)
-    with sigterm_interrupts():  # until models are loaded; the first process of a container needs it
+    with sigterm_interrupts():  # until models are loaded; PID 1 of a container needs it
         if settings.workers > 1:
             _serve_workers(settings, start_s)
         else:
@@ -77,7 +77,8 @@ def serve(settings: ServeSettings) -> None:
 
 
 def _check_files(settings: ServeSettings) -> None:
-    """Raises OSError and ValueError for what would end the server once its models are loaded."""
+    """Raises OSError or ValueError for files that would otherwise end the server after its models
+    are loaded."""
     from embedserve.access.grants import read_grants
     from embedserve.api.console.labels import read_labels
     from embedserve.wire.tls.certificates import read_context, tls_files
@@ -100,7 +101,7 @@ def _claimed(settings: ServeSettings) -> Ports:
 
 def _serve_alone(settings: ServeSettings, start_s: float) -> None:
     ports = _claimed(settings)
-    import_module("embedserve.processes.server")  # once for this process and the front
+    import_module("embedserve.processes.server")  # shared with the startup server
 
     def run(
         pipeline: RequestPipeline, announce: Callable[[], None], version_manager: VersionManager
@@ -111,7 +112,7 @@ def _serve_alone(settings: ServeSettings, start_s: float) -> None:
 
         end_front()
         uvloop.run(_until_signalled(pipeline, settings, ports, announce, version_manager))
-        if threads.is_any_running():  # all is answered; what loads is not waited for
+        if threads.is_any_running():  # all is served; a load is not awaited
             logging.shutdown()
             os._exit(0)
 
@@ -154,8 +155,8 @@ def _serve_here(
     names: int = 0,
     columns_max: int = 0,
 ) -> None:
-    """Loads the models into this process and serves them; a worker has a ``slot``, which was made
-    for so many ``names`` of up to ``columns_max`` features or keys."""
+    """Loads the models into this process and serves them. A worker has ``counters``, which have
+    room for ``names`` models of up to ``columns_max`` features or keys."""
     from embedserve.processes import server
 
     is_shown = counters is None or counters.worker == 0
@@ -167,7 +168,7 @@ def _serve_here(
         version_manager = server.build_version_manager(
             pipeline, engines, versions, settings, executor
         )
-        del engines  # who answers with them lets go of them
+        del engines  # the version manager and the batchers release them
 
         def announce() -> None:
             seconds = time.perf_counter() - start_s
@@ -233,7 +234,7 @@ def _run_worker(
     names: int,
     columns_max: int,
 ) -> int:
-    """Serves as one worker, in its process; gives the exit code."""
+    """Serves as one worker, in its process; returns the exit code."""
     from embedserve.processes import worker
 
     def run(
@@ -259,10 +260,11 @@ def _run_worker(
 
 
 def set_up_logging(level: str, form: str = "text") -> None:
-    """Of this process, and of those that it forks; ``form`` is text or json."""
+    """Sets up the logging of this process and of the processes that it forks; ``form`` is text or
+    json."""
     unblock_output()
-    faulthandler.enable()  # the last words of a process that a signal such as SIGBUS ends
-    # torchrec and FBGEMM tell at length how they were built; only what goes wrong is shown.
+    faulthandler.enable()  # writes the stacks of a process that a signal such as SIGBUS ends
+    # torchrec and FBGEMM log at length how they were built; only their warnings are shown.
     logging.basicConfig(level=logging.WARNING, handlers=[log_handler(form)])
     for ours in ("embedserve", "embedserve_store"):
         logging.getLogger(ours).setLevel(level.upper())
@@ -270,7 +272,8 @@ def set_up_logging(level: str, form: str = "text") -> None:
 
 
 def log_handler(form: str, stream: TextIO | None = None) -> logging.Handler:
-    """The handler of every line of the log, to ``stream`` or stderr; ``form`` is text or json."""
+    """Returns the handler of all log lines, which writes to ``stream`` or stderr; ``form`` is text
+    or json."""
     handler = LogHandler(stream)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     handler.addFilter(RateLimitedTracebacks())

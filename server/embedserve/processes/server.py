@@ -1,6 +1,6 @@
 """Builds the objects of one server process, wires them, runs them and drains them.
 
-The only place that knows all parts. Requests are taken when every model is warm.
+Only this module knows all parts. The server accepts requests when every model is warm.
 """
 
 from __future__ import annotations
@@ -51,17 +51,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_S = 10.0
-"""Between two looks at whether the models still are what they were at the start."""
+"""Seconds between two integrity checks of the served models."""
 LOOK_AT_TIME_S = 1.0
-"""Between two looks at what has expired."""
+"""Seconds between two checks of what has expired."""
 MANAGEMENT_LIMITS = Limits(connections_max=256, connection_bytes_max=64 << 20)
-"""Of the management port's connections; what they ask is counted with all others."""
+"""Limits on the connections of the management port; its requests are counted with all others."""
 GARBAGE_THRESHOLD = 20_000
-"""New objects between two collections of the youngest; Python's own 700 cost 5 % of a core."""
+"""New objects between two collections of the youngest generation. Python's default of 700 costs 5 %
+of a core."""
 
 
 def model_info(engine: Engine, name: str) -> ModelInfo:
-    """What is served of a restored model, under ``name``, and how."""
+    """Returns the description of a restored model, as served under ``name``."""
     return ModelInfo(
         manifest=engine.manifest,
         plan=engine.plan,
@@ -76,13 +77,15 @@ def model_info(engine: Engine, name: str) -> ModelInfo:
 
 
 def lookup_threads(settings: ServeSettings) -> int:
-    """Of one process, for large batches: its share of the cores that the server was given."""
+    """Returns the number of lookup threads that one process uses for a large batch: its share of
+    the available cores."""
     return max(1, available_cores() // settings.workers)
 
 
 def executor_threads(settings: ServeSettings, engines: Iterable[LookupEngine]) -> int:
-    """Of the executor that the batchers of all ``engines`` share: the pieces of a large batch and
-    a small one beside each; on GPUs all batches that may be there at once."""
+    """Returns the size of the executor that the batchers of all ``engines`` share. It has room for
+    the chunks of a large batch and for as many small batches; on GPUs at least for all batches that
+    may be in flight."""
     at_once = sum(AT_ONCE * one.replicas for one in engines if one.waits_for_device)
     return max(2 * lookup_threads(settings), at_once)
 
@@ -95,8 +98,8 @@ def build_pipeline(
     names: int = 0,
     columns_max: int = 0,
 ) -> RequestPipeline:
-    """The pipeline over ``engines`` (by the name that they are served by); a worker counts in its
-    ``slot``, which was made for so many ``names`` of up to ``columns_max`` features or keys."""
+    """Returns the pipeline over ``engines``, which are keyed by served name. A worker counts in its
+    ``counters``, which have room for ``names`` models of up to ``columns_max`` features or keys."""
     infos = {name: model_info(engine, name) for name, engine in engines.items()}
     metrics = Metrics(infos.values(), counters, settings.tables, names, columns_max)
     batchers = {
@@ -118,7 +121,8 @@ def build_pipeline(
 
 
 def _traces(settings: ServeSettings) -> Traces | None:
-    """Where they go; None, and nothing of OpenTelemetry imported, where they go nowhere."""
+    """Returns the exporter of traces. Without an endpoint it returns None, and OpenTelemetry is not
+    imported."""
     if not settings.otlp_endpoint:
         return None
     from embedserve.tracing.otlp import OtlpTraces
@@ -133,8 +137,8 @@ def build_version_manager(
     settings: ServeSettings,
     executor: ThreadPoolExecutor,
 ) -> VersionManager:
-    """What has ``pipeline`` answer with other versions than ``versions``, of which the ``engines``
-    are (both by the name that they are served by); these it replaces."""
+    """Returns the manager that switches the versions of ``pipeline``. ``versions`` and ``engines``
+    are the current ones, by served name; the manager replaces entries of ``versions``."""
 
     from embedserve.engine.programs import Programs
 
@@ -152,7 +156,7 @@ def build_version_manager(
         beside = [cast("Engine", one) for one in version_manager.engines.values()]
         engine = restore_one(settings, version, programs, beside, say_warming)
         if programs.add(engine):
-            # Errors that torch caught hold the frames that called it, and all that is in these.
+            # Exceptions that torch caught hold its callers' frames, and all objects in these.
             gc.collect()
         return engine, model_info(engine, name)
 
@@ -190,14 +194,15 @@ async def run_server(
 ) -> None:
     """Serves on the running event loop until ``stop`` is set, then drains.
 
-    Workers are watched by their supervisor, a process that is the only one by its watchdog.
+    The supervisor watches workers; a watchdog watches a single process.
 
-    ``say_ready`` is called once, when both ports take requests. ``operator`` does what
-    administrators ask; where there is none they are not asked for.
+    ``say_ready`` is called once, when both ports accept requests. ``operator`` executes admin
+    operations; without it they are not offered.
 
     Raises:
-        OSError: a port was taken from us, or a certificate, its key or the labels are gone.
-        ValueError: one of these was damaged since the start.
+        OSError: another process has taken a port of this server, or a certificate, its key or the
+            labels are missing.
+        ValueError: one of these files was damaged since the start.
     """
     async with watched(settings.worker_hang_s if settings.workers == 1 else 0.0):
         await _serve(stop, pipeline, settings, ports, say_ready, operator)
@@ -268,8 +273,11 @@ def _wires(
     certificates: Certificates | None,
     operator: AdminOperations | None,
 ) -> list[WireServer]:
-    """Of the two ports, and of the management port where there is one. What administrators ask has
-    a place only where others cannot ask it: there, or where tokens tell who they are."""
+    """Returns the wire servers of the two ports, and of the management port if there is one.
+
+    Admin operations are offered only where others cannot request them: on the management port, or
+    where tokens identify callers.
+    """
     labels = read_labels(settings.labels) if settings.labels else None
     names = AllowedHosts(settings.allowed_host)
     is_open = is_loopback(settings.host) and pipeline.authenticator is None and certificates is None
@@ -312,7 +320,7 @@ async def _poll_regions(shared: RegionRegistry, authenticator: Authenticator | N
 
 
 def stop_or_end(stop: asyncio.Event, number: int) -> None:
-    """Sets ``stop`` for a signal, and for a second one ends the process at once."""
+    """Sets ``stop`` at the first signal; at a second signal ends the process immediately."""
     if not stop.is_set():
         stop.set()
         return
@@ -322,9 +330,10 @@ def stop_or_end(stop: asyncio.Event, number: int) -> None:
 
 
 def _freeze_garbage() -> None:
-    """Takes what torch and the models left behind out of collections, which cost 100 ms each.
+    """Excludes the objects that torch and the models left behind from collections, which cost 100
+    ms each.
 
-    Requests make few cycles, so that what is new is looked through less often, too.
+    Requests create few cycles, so new objects are collected less often, too.
     """
     gc.collect()
     gc.freeze()

@@ -1,8 +1,8 @@
-"""Unix sockets that a server listens on, by their files: made, told from stale ones, and removed.
+"""Unix sockets that a server listens on, by their files: creates them, detects stale ones, removes
+them.
 
-A file is replaced only where it is a socket that nobody listens on, as a server that was killed
-leaves it behind. Its folder is locked meanwhile, so that of two servers that start together one
-has it.
+A file is replaced only if it is a socket without a listener, as left behind by a killed server. Its
+folder is locked meanwhile, so that of two servers that start together only one gets the socket.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from dataclasses import dataclass
 
 BACKLOG = 4096
 LOCK_S_MAX = 1.0
-"""How long others, who make and remove such files in a moment, may keep the folder locked."""
+"""Seconds for which another process may keep the folder locked. Servers hold the lock only while
+they create or remove a file, which takes a moment."""
 LOCK_POLL_S = 0.01
 
 
 @dataclass(frozen=True)
 class SocketFile:
-    """A Unix socket that listens, and its file.
+    """A listening Unix socket and its file.
 
     Attributes:
-        owner_pid: the process that made it, which alone removes the file; those that it forks
-            listen on the same socket.
+        owner_pid: process that created the socket and that alone removes the file; its forked
+            processes listen on the same socket.
     """
 
     path: str
@@ -39,8 +40,8 @@ class SocketFile:
     owner_pid: int
 
     def remove(self) -> None:
-        """Nobody finds the way here from now on; who has connected is accepted all the same. Of
-        the file of another, as that of the next server, nothing is touched."""
+        """Removes the file, so that no new client connects. Established connections are still
+        accepted. A file of another server, such as the next one, is left alone."""
         if os.getpid() != self.owner_pid:
             return
         with contextlib.suppress(OSError), _locked(_folder_of(self.path)):
@@ -49,16 +50,16 @@ class SocketFile:
                 os.unlink(self.path)
 
     def close(self) -> None:
-        self.remove()  # while the socket is open: its inode is nobody else's
+        self.remove()  # while the socket is open, so that its inode is not reused
         self.sock.close()
 
 
 def listen_at(path: str, mode: int, protocol: str) -> SocketFile:
-    """Listens at ``path``, a file that then has ``mode``; errors name it by its ``protocol``.
+    """Listens at ``path``, a file that gets ``mode``; errors name it by its ``protocol``.
 
     Raises:
-        OSError: a server listens there, the file is no socket, or the folder is missing or not
-            ours to write to.
+        OSError: a server listens there, the file is not a socket, or the folder is missing or not
+            writable.
     """
     try:
         with _locked(_folder_of(path)):
@@ -72,9 +73,9 @@ def listen_at(path: str, mode: int, protocol: str) -> SocketFile:
 def _bind(path: str, mode: int) -> SocketFile:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        os.fchmod(sock.fileno(), mode)  # before there is a file: it never lets in more
+        os.fchmod(sock.fileno(), mode)  # before there is a file, so that it never permits more
         sock.bind(path)
-        os.chmod(path, mode)  # what the umask took of it
+        os.chmod(path, mode)  # restores the bits that the umask removed
         sock.listen(BACKLOG)
         found = os.lstat(path)
     except OSError:
@@ -84,7 +85,7 @@ def _bind(path: str, mode: int) -> SocketFile:
 
 
 def _clear(path: str) -> None:
-    """Removes a socket that nobody listens on; raises OSError for whatever else is there."""
+    """Removes a socket without a listener; raises OSError for any other file."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -99,7 +100,7 @@ def _clear(path: str) -> None:
             os.unlink(path)
             return
         except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EPROTOTYPE):  # which tell that it is used
+            if error.errno not in (errno.EAGAIN, errno.EPROTOTYPE):  # both: it is in use
                 raise
     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
@@ -110,7 +111,7 @@ def _folder_of(path: str) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """Within, no other server makes or removes sockets in ``folder``."""
+    """Keeps other servers from creating or removing sockets in ``folder`` within its block."""
     try:
         held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -1,5 +1,5 @@
-"""What is told when a server starts: settings that are likely a mistake; and when it is ready: what
-it serves, where, and a command that asks it."""
+"""Startup output: warnings about settings that are likely a mistake; then, when the server is
+ready, the models, the addresses and an example command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def log_ready(
     seconds: float,
     settings: ServeSettings,
 ) -> None:
-    """Tells what is served, where, and how to ask it."""
+    """Prints the served models, the addresses, and an example command."""
     for model in models:
         plans = ((table.name, model.plan.tables[table.name]) for table in model.tables)
         shown = ", ".join(f"{name} {plan.sharding_type}" for name, plan in plans)
@@ -56,7 +56,7 @@ def _and_unix(path: str) -> str:
 
 
 def curl_options(settings: ServeSettings) -> str:
-    """What curl needs to be told; the client's own certificate stands for itself."""
+    """Returns the options that curl needs. The client's own certificate is a placeholder."""
     options = "-s"
     if settings.tls_cert:
         options += f" --cacert {shlex.quote(settings.tls_cert)}"
@@ -68,13 +68,13 @@ def curl_options(settings: ServeSettings) -> str:
 
 
 def curl_line(base: str, model: ModelInfo, options: str) -> str:
-    """A command that works as pasted."""
+    """Returns a curl command that works as pasted."""
     body = json.dumps({"features": model.example}, separators=(",", ":"))
     return f"curl {options} {base}/models/{model.name}/embed -d {shlex.quote(body)}"
 
 
 def warn_about_settings(settings: ServeSettings) -> None:
-    """Logs a warning for each setting that is allowed, and likely a mistake."""
+    """Logs a warning for each setting that is valid but likely a mistake."""
     reached = _reached_from_elsewhere(settings)
     if reached:
         has_tls, asks_who = bool(settings.tls_cert), bool(settings.tokens or settings.tls_client_ca)
@@ -103,7 +103,7 @@ def warn_about_settings(settings: ServeSettings) -> None:
 
 
 def _reached_from_elsewhere(settings: ServeSettings) -> str:
-    """The setting that has others than this host reach the server; "" where none has."""
+    """Returns the setting that lets other hosts reach the server; "" if none does."""
     if not is_loopback(settings.host):
         return f"host is {settings.host!r}"
     if settings.management_port >= 0 and not is_loopback(settings.management_host):

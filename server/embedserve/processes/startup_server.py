@@ -1,7 +1,8 @@
-"""Answers while the models load, on all ports but that of gRPC: the server lives, and is not ready.
+"""Serves health checks while the models load, on all ports except gRPC: the server is live, not
+ready.
 
-A process of its own, with the wire and no model: what imports torch and restores models keeps the
-interpreter's lock for seconds, in which a probe would not be answered.
+The startup server is a separate process with the wire and no model. The process that imports torch
+and restores models holds the GIL for seconds, in which it could not respond to a probe.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from embedserve.errors import LOADING
 from embedserve.processes.ports import Ports, SharedPorts
 
 END_S_MAX = 2.0
-"""Before a front that does not end is killed."""
+"""Seconds that the startup server may take to exit before it is killed."""
 DRAIN_S = 0.5
-"""Of what it has under way."""
+"""Seconds for which the startup server drains its requests in flight."""
 
 
 @contextlib.contextmanager
 def serve_health_while_loading(
     settings: ServeSettings, ports: Ports | SharedPorts
 ) -> Iterator[Callable[[], None]]:
-    """Within, until what it gives is called, a process answers on ``ports`` but gRPC's. To be
-    entered before this process has threads."""
+    """Runs a startup server on ``ports`` except gRPC, in a child process, until the yielded
+    function is called or the block ends. Must be entered before this process has threads."""
     ours, theirs = socket.socketpair()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -50,7 +51,7 @@ def serve_health_while_loading(
         nonlocal is_there
         if is_there:
             is_there = False
-            ours.shutdown(socket.SHUT_RDWR)  # workers have this end, too
+            ours.shutdown(socket.SHUT_RDWR)  # not only close: forked workers have this end, too
             ours.close()
             _reap(pid)
 
@@ -61,7 +62,7 @@ def serve_health_while_loading(
 
 
 def _reap(pid: int) -> None:
-    """Waits for the end of a child, which it is told of already."""
+    """Waits for a child whose channel has been shut down. Kills it after END_S_MAX."""
     watched = os.pidfd_open(pid)
     try:
         if not select.select([watched], [], [], END_S_MAX)[0]:
@@ -74,12 +75,12 @@ def _reap(pid: int) -> None:
 def _run_child(
     settings: ServeSettings, ports: Ports | SharedPorts, channel: socket.socket
 ) -> NoReturn:
-    """Answers in the process that was forked for it, and ends that process."""
+    """Serves in the forked process, and ends that process."""
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server hears it, too, and ends this one
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends this process
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        logging.getLogger("embedserve").setLevel(logging.ERROR)  # it is not the server that drains
+        logging.getLogger("embedserve").setLevel(logging.ERROR)  # hides its drain messages
         import uvloop
 
         uvloop.run(_answer(settings, ports, channel))
@@ -92,7 +93,7 @@ def _run_child(
 async def _answer(
     settings: ServeSettings, ports: Ports | SharedPorts, channel: socket.socket
 ) -> None:
-    """Until the other end of ``channel`` is closed or its process has ended."""
+    """Serves until the other end of ``channel`` is closed or its process has ended."""
     from embedserve.processes import server
 
     stop = asyncio.Event()

@@ -1,7 +1,6 @@
-"""Follows the store: looks which version of a model is to be served now, and opens it.
+"""Watches the store: resolves the version of each model to serve, and opens it.
 
-Whatever goes wrong here, what is served goes on. A fault is said once, and once more when it is
-gone.
+Errors do not interrupt serving. An error is logged once, and again when it is gone.
 """
 
 from __future__ import annotations
@@ -27,20 +26,22 @@ from embedserve_store.errors import UnknownAliasError
 logger = logging.getLogger(__name__)
 
 SHARES_S_MAX = 10.0
-"""How long a start waits for a store to tell the shares; a follower goes by them later anyway."""
+"""Seconds that a start waits for the store to report the traffic shares. The watcher applies them
+later anyway."""
 
 T = TypeVar("T")
 NOTHING_NEW = "looked at the store, as asked: nothing new%s"
 
 
 class UnopenedError(StoreError):
-    """A version cannot be opened now. It may be later: its files are still copied, or mended."""
+    """A version cannot be opened now. It may become available, when its files are fully copied or
+    repaired."""
 
 
 @dataclass(frozen=True)
 class DesiredVersion:
-    """What a store says of a name: the number of the version that is to be served, None where it is
-    no alias any more, and the percents of its alias."""
+    """The version that a name should serve, as set in the store. The number is None if the name is
+    no longer an alias. The shares are the percentages of its alias."""
 
     number: int | None
     share: float = 0.0
@@ -48,8 +49,8 @@ class DesiredVersion:
 
 
 class VersionResolver:
-    """What a store says of the names that are served; asked in a thread, for a remote store takes
-    its time."""
+    """Resolves served names in the store. It is called in a thread, because a remote store is
+    slow."""
 
     def __init__(self, settings: ServeSettings) -> None:
         self._settings = settings
@@ -58,8 +59,8 @@ class VersionResolver:
         self._opened: dict[str, ModelVersion] = {}
 
     def wanted(self, names: Iterable[str], *, is_all: bool = False) -> dict[str, DesiredVersion]:
-        """Of those of ``names`` that are followed, or of all, what is wanted now; without those of
-        which the store cannot tell."""
+        """Returns the desired version of each followed name, or of all ``names`` if ``is_all``.
+        Names that the store cannot resolve are left out."""
         wanted: dict[str, DesiredVersion] = {}
         for name in names:
             if is_all or _is_followed(split_name(name)[1], self._settings.follow):
@@ -68,11 +69,11 @@ class VersionResolver:
         return wanted
 
     def _look_at(self, name: str, wanted: dict[str, DesiredVersion]) -> None:
-        """Adds to ``wanted`` what is said of ``name``; raises StoreError."""
+        """Adds the desired version of ``name`` to ``wanted``; raises StoreError."""
         try:
             wanted[name] = self._wanted(name)
         except UnknownAliasError:
-            wanted[name] = DesiredVersion(None)  # what answers goes on, without a share
+            wanted[name] = DesiredVersion(None)  # the current version stays, without a share
             raise
 
     def _wanted(self, name: str) -> DesiredVersion:
@@ -81,14 +82,15 @@ class VersionResolver:
         if not tag or tag.isdigit():
             return DesiredVersion(store.resolve(model, tag or None))
         alias = store.alias(model, tag)
-        assert alias.version is not None  # it would have been refused
+        assert alias.version is not None  # the store rejects an alias without a version
         return DesiredVersion(alias.version, alias.share, alias.shadow)
 
     def open(self, name: str) -> ModelVersion:
-        """The version that ``name`` means now, as ``load``.
+        """Opens the version that ``name`` points to now. It is prepared as in ``load``.
 
         Raises:
-            StoreError: there is none, it is not as it was published, or does not fit.
+            StoreError: there is no such version, it differs from its published state, or it does
+                not fit into memory.
         """
         try:
             version = load_named(self._opened_store(), name)
@@ -97,12 +99,12 @@ class VersionResolver:
             raise StoreError(f"{name}: {error}") from error
 
     def load(self, name: str, number: int) -> ModelVersion:
-        """The version, pulled first where the store is remote, and verified or made resident where
-        that is asked for.
+        """Opens the version. From a remote store it is first pulled; it is verified or made
+        resident according to the settings.
 
         Raises:
-            UnopenedError: it cannot be opened now.
-            StoreError: it is not as it was published, or does not fit into memory.
+            UnopenedError: the version cannot be opened now.
+            StoreError: the version differs from its published state, or does not fit into memory.
         """
         if name in self._opened and self._opened[name].manifest.version == number:
             return self._opened[name]
@@ -118,7 +120,7 @@ class VersionResolver:
         return self._opened[name]
 
     def forget(self, name: str) -> None:
-        """Lets go of what was opened for ``name``."""
+        """Releases the version that was opened for ``name``."""
         self._opened.pop(name, None)
 
     def _opened_store(self) -> ModelStore:
@@ -128,8 +130,8 @@ class VersionResolver:
         return self._store
 
     def _said_once(self, what: str, name: str, work: Callable[[], T]) -> T | None:
-        """What ``work`` gives; where it fails None, and why is logged when that is new, and when it
-        is gone."""
+        """Returns the result of ``work``, or None if it fails. The reason is logged when it
+        changes, and when it is gone."""
         try:
             given = work()
         except (StoreError, OSError) as error:
@@ -149,41 +151,44 @@ def _is_followed(tag: str, follow: str) -> bool:
 
 
 class VersionController(Protocol):
-    """Has a process, or all workers together, answer with another version."""
+    """Controls which versions a process, or all workers together, serve."""
 
     def set_desired(self, name: str, number: int) -> None:
-        """The store says that version ``number`` is to answer."""
+        """Sets version ``number``, to which the store points, as desired."""
 
     def share(self, name: str, number: int | None, share: float, shadow: float) -> None:
-        """Gives version ``number`` of ``name`` its share of the requests that name the model alone,
-        and of the others' batches that it is compared in; both in percent, and from when that
-        version answers. None: whichever answers has them, at once."""
+        """Sets the share of the requests that name only the model, and the share of the other
+        versions' batches that are shadowed. Both are percentages for version ``number`` of
+        ``name``, and apply from when that version serves. With None they apply immediately to the
+        version that serves."""
 
     async def move(self, name: str, version: ModelVersion) -> None:
-        """To ``version``, which is opened; asked again, while it has not happened, at each look."""
+        """Starts a rollout to ``version``, which is opened. Called again at each poll until the
+        rollout is done."""
 
     def reject(self, name: str, number: int, reason: str) -> None:
-        """Not to version ``number``, which cannot be served."""
+        """Rejects version ``number``, which cannot be served."""
 
     def report_unopened(self, name: str, number: int, reason: str) -> None:
-        """Not to version ``number`` now, which cannot be opened: the next look tries it again."""
+        """Reports that version ``number`` cannot be opened now; the next poll retries it."""
 
     def retry(self, name: str) -> None:
-        """What was refused may be tried again."""
+        """Permits a rejected version to be retried."""
 
     def add(self, name: str, version: ModelVersion) -> None:
-        """To ``version``, also where nothing answers for ``name`` yet. Nothing comes of it while
-        the move to another is under way."""
+        """Starts a rollout to ``version``, even if ``name`` is not served yet. Ignored while
+        another rollout is in progress."""
 
     def remove(self, name: str) -> None:
-        """Has nothing answer for ``name`` any more; unless that is all that is served."""
+        """Stops serving ``name``, unless nothing else is served."""
 
     def reload(self) -> None:
-        """Has the store looked at now, whatever is followed."""
+        """Polls the store immediately for all served names, regardless of the ``follow``
+        setting."""
 
 
 class LocalController:
-    """Moves a process that has no others beside it."""
+    """Controls the versions of a process that has no other workers."""
 
     def __init__(self, version_manager: VersionManager) -> None:
         self._version_manager = version_manager
@@ -235,7 +240,7 @@ def _do_nothing() -> None:
 
 
 class StoreWatcher:
-    """Looks at the store now and then, and has the process move to what it says."""
+    """Polls the store every ``follow_s``, and starts rollouts to the desired versions."""
 
     def __init__(
         self, watch: VersionResolver, version_manager: VersionManager, controller: VersionController
@@ -247,12 +252,12 @@ class StoreWatcher:
         self._shares: dict[str, tuple[float, float]] = {}
 
     def poll_now(self) -> None:
-        """Has it look at all that is served, whatever is followed; what was refused is tried
-        again."""
+        """Requests an immediate poll of all served names, regardless of the ``follow`` setting.
+        Rejected versions are retried."""
         self._asked.set()
 
     async def run(self, stop: asyncio.Event, settings: ServeSettings) -> None:
-        """Until ``stop`` is set."""
+        """Polls the store until ``stop`` is set."""
         every_s = None if settings.follow == "none" else settings.follow_s
         stopping = asyncio.create_task(stop.wait())
         while not stop.is_set():
@@ -278,7 +283,8 @@ class StoreWatcher:
                 self._mover.retry(name)
 
     async def poll(self, *, is_all: bool = False) -> None:
-        """At what is followed, or at all that is served; then logs where it finds nothing new."""
+        """Polls the store for the followed names, or for all served names if ``is_all``. In that
+        case it logs when there is nothing new."""
         names = tuple(self._version_manager.versions)
         wanted = await run_in_daemon_thread(
             "follow", partial(self._watch.wanted, names, is_all=is_all)
@@ -320,8 +326,8 @@ class StoreWatcher:
 
 
 async def begin_shares(settings: ServeSettings, version_manager: VersionManager) -> None:
-    """Gives the versions that are served their shares, before the first request is taken: they may
-    have been set before the start."""
+    """Applies the traffic shares of the served versions before the first request is accepted. They
+    may have been set before the start."""
     wanted = partial(VersionResolver(settings).wanted, tuple(version_manager.versions))
     try:
         async with asyncio.timeout(SHARES_S_MAX):
@@ -340,7 +346,8 @@ async def begin_shares(settings: ServeSettings, version_manager: VersionManager)
 async def followed(
     settings: ServeSettings, version_manager: VersionManager, stop: asyncio.Event
 ) -> AsyncIterator[LocalController]:
-    """Within, the store is followed, until ``stop`` is set; gives what moves the process."""
+    """Watches the store within its block, until ``stop`` is set. Yields the controller of this
+    process's versions."""
     alone = LocalController(version_manager)
     watcher = StoreWatcher(VersionResolver(settings), version_manager, alone)
     alone.reload = watcher.poll_now

@@ -1,7 +1,7 @@
-"""Forks the workers of a server, replaces those that end, and stops them all together.
+"""Forks the workers of a server, restarts workers that exit, and stops them all together.
 
-Runs in the process that the user started, which has no threads and never imports torch or grpc:
-only so can it fork workers for as long as it lives. No request passes through it.
+Runs in the process that the user started. That process has no threads and never imports torch or
+grpc, so that it can fork workers at any time. No request passes through it.
 """
 
 from __future__ import annotations
@@ -33,56 +33,53 @@ logger = logging.getLogger(__name__)
 
 RESTART_DELAY_S_MAX = 30.0
 KILL_AFTER_S = 4.0
-"""Past the drain, before a worker that is still there is killed."""
+"""Seconds after the drain before a worker that is still running is killed."""
 POLL_S = 1.0
-"""Between two looks at the workers."""
+"""Seconds between two checks of the workers."""
 LAST_WORDS_S = 0.5
-"""Of a worker that hangs, to say where, before it is killed."""
+"""Seconds that a hung worker has to dump its stacks before it is killed."""
 PREPARING_HANG_S = 60.0
-"""At least, before a worker that loads a version is held to hang: to compile a large model keeps
-its event loop waiting."""
+"""Seconds without a heartbeat, at least, before a worker that loads a version counts as hung.
+Compiling a large model blocks its event loop."""
 QUICK_END_S = 60.0
-"""A worker that ends sooner after it was ready is not restarted at once a second time."""
+"""Seconds for which a worker must run after it was ready for its failure count to be reset. A
+worker that exits sooner is restarted immediately only once."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 RunWorker = Callable[[int, socket.socket], int]
-"""Serves as the worker of that number until told to stop, with its end of the channel; gives
+"""Serves as the worker with that number, with its end of the channel, until it is stopped. Returns
 the exit code of its process."""
 
 
 class WorkerFailedError(ChildProcessError):
-    """A worker ended before the server was ready; says why."""
+    """A worker ended before the server was ready. The message gives the reason."""
 
 
 @dataclass
 class _Worker:
-    """A place for a worker, and the process that has it."""
+    """A worker's place, and the process that fills it."""
 
     index: int
     pid: int = 0
-    """0 while there is none."""
+    """Process id; 0 while there is no process."""
     channel: SupervisorChannel | None = None
     is_warm: bool = False
     is_ready: bool = False
     reason: str = ""
     failures: int = 0
-    """How often in a row it ended before it was ready, or soon after."""
+    """Consecutive exits before the worker was ready, or within QUICK_END_S after."""
     restart_at_s: float = 0.0
     ready_s: float = 0.0
-    """When it was."""
+    """Monotonic time at which the worker became ready."""
     beats: float = 0.0
     silent_s: float = 0.0
-    """For how long it has shown no sign of life, while this process saw to it."""
+    """Seconds since the last heartbeat, counted only while this process ran."""
     kill_at_s: float | None = None
-    """When it hangs."""
+    """Monotonic time at which a hung worker is killed; None for other workers."""
 
 
 class Supervisor:
-    """The workers of one server.
-
-    Attributes:
-        slots: where workers count; the supervisor writes which of them are ready.
-    """
+    """The workers of one server."""
 
     def __init__(
         self,
@@ -97,12 +94,15 @@ class Supervisor:
     ) -> None:
         """
         Args:
-            hang_s: how long a worker may show no sign of life; 0: for ever.
-            find_damage: says which file is damaged, "" for none; asked when a worker read where
-                there is no file.
-            coordinator: decides when workers move to other versions.
-            on_ready: told when a worker is ready, which takes no connection before it returns.
-            on_stop: called before the workers are told to end.
+            shared_counters: counters of the workers; the supervisor writes to them which workers
+                are ready.
+            hang_s: seconds that a worker may go without a heartbeat; 0: no limit.
+            find_damage: returns which file is damaged, "" for none; called when a worker ended by
+                SIGBUS, as when a file was truncated.
+            coordinator: decides when workers switch versions.
+            on_ready: called when a worker is ready; the worker accepts no connection before the
+                call returns.
+            on_stop: called before the workers are stopped.
         """
         self._on_ready = on_ready
         self._on_stop = on_stop
@@ -146,7 +146,7 @@ class Supervisor:
         self._is_stopping = True
 
     def _step(self) -> None:
-        """Waits until something happens, and acts on it."""
+        """Waits for an event or a timeout, and handles it."""
         self._wait(self._seconds_to_restart())
         self._release_workers()
         self._check_heartbeats()
@@ -168,7 +168,7 @@ class Supervisor:
         return max(0.0, min(POLL_S, *waits, POLL_S))
 
     def _check_heartbeats(self) -> None:
-        """Ends workers that have shown no sign of life for too long.
+        """Ends workers that have sent no heartbeat for too long.
 
         Time in which this process did not run either, as when all are frozen, does not count.
         """
@@ -200,13 +200,14 @@ class Supervisor:
         self._slots.set_ready(worker.index, False)
         worker.silent_s = 0.0
         worker.kill_at_s = now_s + LAST_WORDS_S
-        os.kill(worker.pid, signal.SIGABRT)  # faulthandler then says where it hangs
+        os.kill(worker.pid, signal.SIGABRT)  # makes faulthandler write the stacks
 
     def _start(self, worker: _Worker) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stdout.flush()
         sys.stderr.flush()
-        # A signal that comes before the worker has dropped our handlers would run them in it.
+        # A signal that arrives before the worker has reset our handlers would run them in the
+        # worker.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             pid = os.fork()
@@ -222,11 +223,11 @@ class Supervisor:
             self._coordinator.start(worker.index)
 
     def _run_child(self, index: int, channel: socket.socket) -> NoReturn:
-        """Runs the worker in the process that was forked for it, and ends that process."""
+        """Runs the worker in the forked process, and ends that process."""
         status = 1
         try:
             signal.set_wakeup_fd(-1)
-            # Ctrl-C and a terminal that goes reach the workers, too; the supervisor sees to them.
+            # Ctrl-C and a closing terminal signal the workers, too; the supervisor handles both.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -250,9 +251,9 @@ class Supervisor:
         try:
             message = worker.channel.receive()
         except ConnectionResetError:
-            return  # it ended with a message of ours unread; what it said itself comes next
+            return  # the worker ended with a message unread; its own messages come next
         if not message:
-            # It ends, or has ended: SIGCHLD tells which.
+            # The worker is exiting or has exited; SIGCHLD reports the exit.
             worker.channel.end()
             worker.channel = None
         elif message.startswith(FAILED):
@@ -266,7 +267,7 @@ class Supervisor:
             if self._coordinator is not None:
                 self._coordinator.on_worker_ready(
                     worker.index
-                )  # it takes requests with the shares of all
+                )  # applies the rollouts and shares of all workers before requests
             worker.channel.send(WorkerMessage.START_ACCEPTING.value)
             if self._is_announced:
                 logger.info("worker %d is ready again", worker.index)
@@ -276,7 +277,7 @@ class Supervisor:
             self._coordinator.on_message(worker.index, RolloutMessage.from_bytes(message))
 
     def _release_workers(self) -> None:
-        """Lets warm workers listen: the first time all together, afterwards each alone."""
+        """Lets warm workers listen: the first time all together, afterwards each by itself."""
         self._has_gone = self._has_gone or all(worker.is_warm for worker in self._workers)
         if not self._has_gone:
             return
@@ -291,8 +292,8 @@ class Supervisor:
                 first.send(WorkerMessage.ANNOUNCE.value)
 
     def _reap(self, worker: _Worker, status: int) -> None:
-        """Clears the place of a worker that ended with ``status``, and says when it is filled."""
-        while worker.channel is not None:  # what it said last
+        """Clears the place of a worker that exited with ``status``, and schedules its restart."""
+        while worker.channel is not None:  # reads its last messages
             self._on_message(worker)
         how = _described(status)
         if status == -signal.SIGBUS and (found := self._find_damage()):
@@ -327,7 +328,8 @@ class Supervisor:
         )
 
     def _drain(self) -> None:
-        """Stops all workers, which answer what they accepted; kills those that do not end."""
+        """Stops all workers, which complete the requests that they accepted. Kills workers that do
+        not exit in time."""
         self._is_stopping = True
         self._on_stop()
         self._signal_all(signal.SIGTERM)
@@ -362,7 +364,8 @@ class Supervisor:
 
 
 def _ended(pid: int) -> int | None:
-    """The exit code of a child that ended, negative for a signal's number."""
+    """Returns the exit code of a child that exited (for a signal its negative number), else
+    None."""
     found, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if found else None
 
@@ -377,8 +380,8 @@ def _described(exit_code: int) -> str:
 def _signals_wake(
     selector: selectors.BaseSelector, stop: Callable[[], None], reload: Callable[[], None]
 ) -> Iterator[None]:
-    """Within, ``stop`` is called for SIGTERM and SIGINT, ``reload`` for SIGHUP, and any of our
-    signals ends a select."""
+    """Calls ``stop`` for SIGTERM and SIGINT, and ``reload`` for SIGHUP, within its block. Each of
+    these signals and SIGCHLD also wakes the select."""
     ours, wakeup = socket.socketpair()
     ours.setblocking(False)
     wakeup.setblocking(False)

@@ -1,4 +1,5 @@
-"""Work beside the event loop that may take long, and that no process waits for when it ends."""
+"""Runs long work off the event loop, in daemon threads that a process does not wait for at its
+end."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ _running: set[threading.Thread] = set()
 
 
 async def run_in_daemon_thread(name: str, work: Callable[[], T]) -> T:
-    """What ``work`` gives, done in a thread of its own; raises what it raises."""
-    # No frame that an error passes has a name for the future that holds it: they would hold each
-    # other, and all that failed, until Python collects its garbage.
+    """Returns the result of ``work``, run in a new daemon thread; raises the exception of
+    ``work``."""
+    # No frame that the exception passes through may have a name for the future that holds it. Frame
+    # and exception would form a reference cycle, and keep everything that failed alive until Python
+    # collects garbage.
     return await _begun(name, work)
 
 
@@ -42,9 +45,9 @@ def _begun(name: str, work: Callable[[], T]) -> asyncio.Future[T]:
             failure = error
         finally:
             _running.discard(threading.current_thread())
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
             loop.call_soon_threadsafe(tell, result, failure)
-        del result, failure  # as above
+        del result, failure  # avoids the same reference cycle
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     _running.add(thread)
@@ -53,5 +56,6 @@ def _begun(name: str, work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 def is_any_running() -> bool:
-    """Whether such a thread works on: an interpreter that ends meanwhile may end it within C++."""
+    """Returns whether such a thread is running. If the interpreter exits meanwhile, the thread may
+    be killed within C++ code."""
     return bool(_running)

@@ -1,8 +1,9 @@
-"""How one process comes to answer with another version of a model.
+"""Loads, activates and retires model versions in one process.
 
-The next version is loaded beside the one that answers, in a thread: opened, restored, warmed and
-compared with its goldens. Then it takes what comes from one turn of the event loop to the next; the
-one before answers what it holds and is let go, its rows with it. A version that fails stays out.
+The next version is loaded in a thread while the current one serves: opened, restored, warmed and
+compared with its goldens. Then new requests switch to it between two event-loop iterations. The
+previous version completes its queued requests, and is released together with its rows. A version
+that fails to load is not served.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ logger = logging.getLogger(__name__)
 
 Restored = tuple[LookupEngine, ModelInfo]
 Restore = Callable[[str, ModelVersion, Callable[[], None]], Restored]
-"""Returns the warm engine of a version for a name, in a thread; calls back when it warms up."""
+"""Returns the warm engine of a version for a name. Runs in a thread; calls back when it warms
+up."""
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What is loaded, and since when it was wanted."""
+    """A loaded version, and the time at which it was found in the store."""
 
     version: ModelVersion
     engine: LookupEngine
@@ -44,10 +46,11 @@ class _Prepared:
 
 
 class VersionManager:
-    """The versions that a process answers with, by the name that they are served by.
+    """The versions that a process serves, by their served names.
 
     Attributes:
-        versions, engines: those that answer; replaced as others take over.
+        versions, engines: current versions and their engines; replaced when other versions take
+            over.
     """
 
     def __init__(
@@ -60,38 +63,39 @@ class VersionManager:
     ) -> None:
         """
         Args:
-            make_batcher: called as a version takes over.
+            make_batcher: called when a version takes over.
         """
         self.versions = versions
-        self._shares: dict[str, tuple[int, float, float]] = {}  # of versions that are to answer
+        self._shares: dict[str, tuple[int, float, float]] = {}  # of versions that do not serve yet
         self._models = pipeline.models
         self._metrics = pipeline.metrics
         self.engines = dict(engines)
         self._restore = restore
         self._make_batcher = make_batcher
         self._prepared: dict[str, _Prepared] = {}
-        self._unopened: set[str] = set()  # names whose next version each look tries again
-        self._one_at_a_time = asyncio.Lock()  # torchrec is built, and traced, by one thread
+        self._unopened: set[str] = set()  # names whose next version is retried at each poll
+        self._one_at_a_time = asyncio.Lock()  # one thread at a time builds and traces torchrec
 
     def number(self, name: str) -> int | None:
-        """Of the version that answers; None where none does."""
+        """Returns the number of the version that serves ``name``, or None."""
         version = self.versions.get(name)
         return None if version is None else version.manifest.version
 
     def pending(self, name: str) -> PendingVersion | None:
-        """The version that is to be next, or failed."""
+        """Returns the next version of ``name``, which is loading or has failed."""
         return self._models.coming.get(name)
 
     def rejected(self, name: str) -> int | None:
-        """The version that was to be next, and failed; not one that each look tries again."""
+        """Returns the number of the next version if it has failed. A version that is retried at
+        each poll does not count."""
         coming = self.pending(name)
         if coming is None or coming.state != "failed" or name in self._unopened:
             return None
         return coming.version
 
     def set_desired(self, name: str, number: int) -> None:
-        """The store says that version ``number`` is to answer; what failed or was loaded instead is
-        forgotten."""
+        """Sets version ``number`` as desired. Another pending version, failed or loaded, is
+        dropped."""
         metrics = self._metrics.models.get(name)
         if metrics is None:
             return
@@ -103,11 +107,13 @@ class VersionManager:
             metrics.found_s = perf_counter()
 
     def share(self, name: str, number: int | None, share: float, shadow: float) -> None:
-        """Gives version ``number`` of ``name`` its share of the requests that name the model alone,
-        and of the others' batches that it is compared in; both in percent.
+        """Sets the share of the requests that name only the model, and the share of the other
+        versions' batches that are shadowed. Both are percentages for version ``number`` of
+        ``name``.
 
-        They begin when that version answers: the one before it keeps its own until then, also for
-        good where the new one cannot be loaded. None: whichever answers has them, at once.
+        They apply when that version serves. Until then the previous version keeps its own shares,
+        permanently if the new version cannot be loaded. With None they apply immediately to the
+        version that serves.
         """
         if number is None or number == self.number(name):
             self._shares.pop(name, None)
@@ -117,11 +123,11 @@ class VersionManager:
             self._shares[name] = number, share, shadow
 
     async def prepare(self, name: str, version: ModelVersion) -> bool:
-        """Loads ``version`` beside the one that answers; whether it may take over then: False where
-        another was wanted meanwhile.
+        """Loads ``version`` while the current one serves. Returns whether it may take over; False
+        if another version became desired meanwhile.
 
         Raises:
-            StoreError: it cannot be loaded, or answers wrongly.
+            StoreError: the version cannot be loaded, or its results are wrong.
         """
         number = version.manifest.version
         metrics = self._metrics.models.get(name)
@@ -132,7 +138,7 @@ class VersionManager:
             metrics.found_s = found_s
         coming = self._report_pending(name, number, "loading")
 
-        def say_warming() -> None:  # in a thread
+        def say_warming() -> None:  # runs in a thread
             coming.state = "warming"
 
         try:
@@ -162,7 +168,7 @@ class VersionManager:
             )
 
     def activate(self, name: str, number: int) -> bool:
-        """Has version ``number`` answer from now on; False where it is not prepared."""
+        """Switches to version ``number``; returns False if it is not prepared."""
         prepared = self._prepared.get(name)
         if prepared is None or prepared.info.version != number:
             return False
@@ -184,7 +190,7 @@ class VersionManager:
         return True
 
     def remove(self, name: str) -> bool:
-        """Has nothing answer for ``name`` any more; False where nothing did, or nothing else is
+        """Stops serving ``name``. Returns False if it was not served, or if nothing else is
         served."""
         number = self.number(name)
         if number is None or len(self.versions) == 1:
@@ -207,7 +213,7 @@ class VersionManager:
         batcher.retire(end)
 
     def reject(self, name: str, number: int, reason: str) -> None:
-        """Version ``number`` stays out, for ``reason``."""
+        """Marks version ``number`` as failed, for ``reason``; it is not served."""
         metrics = self._metrics.models.get(name)
         found_s = None if metrics is None else metrics.found_s
         self._forget(name)
@@ -216,12 +222,12 @@ class VersionManager:
         self._report_pending(name, number, "failed", reason)
 
     def report_unopened(self, name: str, number: int, reason: str) -> bool:
-        """Shows version ``number`` as failed, for ``reason``, until a look opens it. Returns
-        whether the log is to tell of it: not again where only numbers of the reason changed."""
+        """Shows version ``number`` as failed, for ``reason``, until a poll opens it. Returns
+        whether to log the reason; False if only its numbers have changed."""
         coming = self.pending(name)
         if coming is not None and coming.version == number:
             if coming.state != "failed":
-                return False  # an operator has it loaded
+                return False  # an operator is loading it
             if name in self._unopened:
                 before, coming.reason = coming.reason, reason
                 return is_news(reason, before)
@@ -230,7 +236,7 @@ class VersionManager:
         return True
 
     def retry(self, name: str) -> None:
-        """What was refused may be tried again."""
+        """Permits a rejected version to be retried."""
         coming = self.pending(name)
         if coming is not None and coming.state == "failed":
             self._forget(name)
@@ -258,7 +264,7 @@ def _is_of(name: str, model: str) -> bool:
 
 
 def _release_in_background(held: list[object]) -> None:
-    """Empties ``held``, the last to hold what is in it, in a thread: to unmap takes long."""
+    """Drops the last references in ``held``, in a background thread, because unmapping is slow."""
     Thread(target=_empty, args=(held,), name="let go", daemon=True).start()
 
 

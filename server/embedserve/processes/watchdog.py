@@ -1,7 +1,8 @@
-"""Ends a server of one process whose event loop no longer runs, so that it is started again.
+"""Ends a single-process server whose event loop hangs, so that it is restarted from outside.
 
-Workers have a supervisor for this. Here a thread watches the loop. As the last words faulthandler
-writes where all threads are, from a thread of its own that needs no lock of Python's.
+Workers are watched by their supervisor instead. Here a thread watches the event loop. Before the
+process ends, faulthandler writes the stack of every thread, from its own thread that needs no lock
+of Python's.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from embedserve.processes.threads import is_any_running
 logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
-"""Between two signs of life."""
+"""Seconds between two heartbeats of the event loop."""
 
 
 class Watchdog:
-    """A thread that ends this process, with exit code 1, once its event loop has hung."""
+    """Thread that ends this process with exit code 1 once its event loop hangs."""
 
     def __init__(self, hang_s: float) -> None:
-        """``hang_s`` is how long the event loop may show no sign of life."""
+        """``hang_s``: seconds that the event loop may go without a heartbeat."""
         self._hang_s = hang_s
         self._beats = 0
         self._stopped = threading.Event()
@@ -42,14 +43,14 @@ class Watchdog:
         self._thread.join()
 
     async def beat(self) -> None:
-        """Shows signs of life, until it is cancelled."""
+        """Sends heartbeats until it is cancelled."""
         while True:
             self._beats += 1
             await asyncio.sleep(BEAT_S)
 
     def _watch(self) -> None:
-        """Polls the signs of life. Time in which this thread did not run either, as when the whole
-        process is frozen, does not count."""
+        """Polls the heartbeats every POLL_S. Time in which this thread did not run either, as when
+        the whole process is frozen, does not count."""
         beats, silent_s, polled_s = self._beats, 0.0, monotonic()
         while not self._stopped.wait(POLL_S):
             now_s = monotonic()
@@ -58,7 +59,7 @@ class Watchdog:
                 beats, silent_s = self._beats, 0.0
                 continue
             silent_s += passed_s
-            # To compile a large model keeps the event loop waiting.
+            # Compiling a large model blocks the event loop.
             hang_s = max(self._hang_s, PREPARING_HANG_S) if is_any_running() else self._hang_s
             if silent_s > hang_s:
                 _end(silent_s)
@@ -66,15 +67,15 @@ class Watchdog:
 
 
 def _end(silent_s: float) -> None:
-    # First: what hangs may hold the lock of the log.
+    # Before logging, because the hung thread may hold the lock of the log.
     faulthandler.dump_traceback_later(LAST_WORDS_S, exit=True, file=sys.stderr)
     logger.error("the event loop hangs: no sign of life for %.0f s; the server is ended", silent_s)
 
 
 @contextlib.asynccontextmanager
 async def watched(hang_s: float) -> AsyncIterator[None]:
-    """Ends this process once its event loop has hung for ``hang_s`` seconds, 0: never; until its
-    block ends."""
+    """Ends this process if its event loop hangs for ``hang_s`` seconds within the block; 0:
+    never."""
     if not hang_s:
         yield
         return

@@ -1,7 +1,7 @@
-"""One worker of a server with several: its channel to the supervisor, and how it serves.
+"""One worker of a server with several workers: its channel to the supervisor, and how it serves.
 
-Listens when it is warm and the supervisor lets it, drains on SIGTERM and when the supervisor is
-gone. Other workers are known to it only by what they count.
+A worker listens once it is warm and the supervisor permits it. It drains on SIGTERM, or when the
+supervisor is gone. Workers share nothing with each other but their counters.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from embedserve.processes.version_manager import VersionManager
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.5
-"""How old at most what the other workers show of this one's counts is; and between two signs of
-life."""
+"""Seconds between two flushes of this worker's counters, which are also its heartbeats. Other
+workers report its counts at most this late."""
 
 
 def wait_for_start(channel: socket.socket) -> bool:
-    """Tells that this worker is warm; returns when it may listen, False if it is to end."""
+    """Reports that this worker is warm and waits for permission to listen. Returns False if the
+    worker is to exit."""
     channel.send(WorkerMessage.WARM.value)
     return channel.recv(MESSAGE_BYTES_MAX) == WorkerMessage.GO.value
 
 
 def report_failure(channel: socket.socket, error: Exception) -> None:
-    """Tells why this worker cannot serve."""
+    """Reports to the supervisor why this worker cannot serve."""
     channel.send((FAILED + str(error).encode())[:MESSAGE_BYTES_MAX])
 
 
@@ -60,11 +61,12 @@ async def run_worker(
     """Serves until SIGTERM, or until the supervisor is gone, then drains.
 
     Args:
-        announce: called if this worker is the one to tell that the server is ready.
-        rollout: moves to other versions as the supervisor says.
+        announce: called if this worker is the one that announces that the server is ready.
+        version_manager: manager of the served versions; it switches versions on messages of the
+            supervisor.
 
     Raises:
-        OSError: a port was taken from us.
+        OSError: another process has taken a port of this server.
     """
     loop = asyncio.get_running_loop()
     alone, stop = asyncio.Event(), asyncio.Event()
@@ -111,8 +113,8 @@ async def _either(*events: asyncio.Event) -> None:
 
 @contextlib.asynccontextmanager
 async def heartbeat(metrics: Metrics, counters: WorkerCounters) -> AsyncIterator[None]:
-    """Within, the supervisor sees that this worker lives, and other workers see soon what it
-    counts; and at the end all of it."""
+    """Sends heartbeats to the supervisor, and flushes this worker's counters for the other workers,
+    every FLUSH_S within its block. Flushes the counters once more at the end."""
 
     async def flush() -> None:
         while True:

@@ -1,3 +1,2 @@
-"""The console: one page for people, of files that are served as they lie here, and what it is told
-beside what all routes tell.
-"""
+"""The console: one page for people. It consists of static files in this package, and shows the data
+of the public routes plus the labels of ids."""

@@ -1,6 +1,6 @@
-"""What people call the ids of tables, such as titles of movies: read from a file, for the console.
+"""Human-readable labels of ids, such as movie titles, read from a file for the console.
 
-Ids are callers' own, so that labels are of no version. Nothing but the console is told of them.
+Ids are the callers' own, so that labels do not depend on the version. Only the console uses them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from typing import Any
 from orjson import dumps as encode
 
 LABELS_BYTES_MAX = 8 << 20
-"""Of the file, which every worker holds in memory."""
+"""Bytes of the labels file; every worker holds it in memory."""
 
 Labels = Mapping[str, bytes]
-"""By model, the label of each id of its tables, as JSON: encoded once, as they are many."""
+"""Labels of the ids of each model's tables, by model, as JSON that is encoded once because it is
+large."""
 NO_LABELS = b'{"tables":{}}'
 
 
 def read_labels(path: str) -> Labels:
-    """Those of the JSON file ``path``: {"MODEL": {"TABLE": {"ID": "LABEL"}}}.
+    """Reads labels from the JSON file ``path``: {"MODEL": {"TABLE": {"ID": "LABEL"}}}.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is not such a file, or too large.
+        OSError: the file cannot be read.
+        ValueError: the file has another structure or is too large.
     """
     with Path(path).open("rb") as file:
         text = file.read(LABELS_BYTES_MAX + 1)

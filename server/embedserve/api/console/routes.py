@@ -1,7 +1,8 @@
-"""The routes of the console: its files, which anybody may have, and the labels that it shows.
+"""Routes of the console: its static files, which need no authentication, and the labels of ids.
 
-What it shows else it asks of the other routes, as who looks at it may. Its files load nothing from
-elsewhere, and browsers are told to run and to load nothing else in the page.
+The page requests all other data from the other routes, with the permissions of its user. Its files
+load nothing from other hosts, and a policy forbids browsers to run or load anything else in the
+page.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ POLICY = "; ".join(
         "trusted-types 'none'",
     )
 )
-"""No script and style but of this server's files, none in the page, and no text becomes markup."""
+"""Content-Security-Policy of the console: scripts and styles only from this server's files, none
+inline, and no text is parsed as markup."""
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -49,11 +51,12 @@ PATH, INDEX = "/console", "index.html"
 _FOLDER = files(__package__) / "page"
 _FILES = {one.name: one.read_bytes() for one in _FOLDER.iterdir()}
 PAGE_PATHS = frozenset({PATH} | {f"{PATH}/{name}" for name in _FILES})
-"""What has nothing to hide: who looks at the page is asked for a token by it."""
+"""Paths that need no authentication, since the files hold no secrets; the page itself prompts for a
+token."""
 
 
 class ModelLabels(BaseModel):
-    """What people call the ids of a model."""
+    """Human-readable labels of a model's ids."""
 
     tables: dict[str, dict[str, str]] = Field(
         description="By table, the label of each id; empty where the server was given none."
@@ -78,6 +81,6 @@ def add_console(app: FastAPI, models: ModelRegistry, labels: Labels) -> None:
 
     @app.get(PATH + "/labels/{model}", tags=["console"], response_model=ModelLabels)
     async def labels_of(model: str) -> Response:
-        """What people call the ids of a served model, where `serve --labels` says."""
+        """Returns the labels of a served model's ids, as given by `serve --labels`."""
         encoded = labels.get(models.model(model).name, NO_LABELS)
         return Response(encoded, media_type="application/json")

@@ -1,7 +1,9 @@
-"""Arrow's streams: columns of ids to a LookupRequest, vectors to columns.
+"""Arrow streams: decodes columns of ids to a LookupRequest and encodes vectors as columns.
 
-A stream is read and written by its bytes, without Arrow's library: what strangers send is looked at
-by checked positions and numpy alone, and of a request as most callers send it nothing is parsed
-twice. flatbuffers.py has the tables that messages are made of, schema.py the columns, stream.py the
-messages; requests.py and answers.py are the codec. (arrow.apache.org, "Arrow Columnar Format")
+Streams are read and written at the byte level, without Arrow's library. Data from untrusted clients
+is read only by numpy and by checked positions. The schemas that most callers repeat are cached, not
+parsed again.
+
+flatbuffers.py has the tables that messages consist of, schema.py the columns, and stream.py the
+messages. requests.py and answers.py are the codec. (arrow.apache.org, "Arrow Columnar Format")
 """

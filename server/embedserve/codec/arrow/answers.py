@@ -1,9 +1,9 @@
-"""Vectors as a stream of one record batch.
+"""Encodes vectors as a stream of one record batch.
 
-A pooled answer is one column, `values`, with the vectors of all keys of an example one after the
-other, as a KeyedTensor has them: its values are written as they lie. A caller may have a column
-for each key instead, which are copied out of these. An unpooled answer has a column of lists for
-each key.
+A pooled response has a single column, `values`. For each example it has the vectors of all keys one
+after the other, as in a KeyedTensor. The values are thus written without a copy. A caller may
+request a column for each key instead, which is copied out of these values. An unpooled response has
+a column of lists for each key.
 """
 
 from __future__ import annotations
@@ -48,28 +48,32 @@ from embedserve.codec.open_inference.answers import (
 from embedserve.lookup import EncodedResponse, LookupResult, OutputOptions, with_size
 
 VALUES = "values"
-"""The column that has the vectors of all keys."""
+"""Name of the column with the vectors of all keys."""
 ITEM = "item"
-"""What the values of lists are called."""
+"""Name of the child field of lists."""
 ALIGNMENT = 8
 _DTYPES: Mapping[int, np.dtype] = {4: np.dtype("<f4"), 2: np.dtype("<f2")}
-"""By the bytes of a value."""
+"""Dtypes of the values, by their bytes."""
 _INT32 = np.dtype("<i4")
 NOW_KEYS_MAX = 64
-"""Whose columns are described on the event loop's thread, in a millisecond."""
+"""Keys of a response whose columns are described on the event loop's thread, in about a
+millisecond."""
 NOW_LENGTHS_MAX = 262_144
 NOW_VECTORS_MAX, NOW_BYTES_MAX = 16_384, 8 << 20
-"""That are copied there: each takes 20 ns or so, and 14 bytes a nanosecond."""
+"""Vectors and bytes that are copied on the event loop's thread. A vector takes about 20 ns, and 14
+bytes are copied per nanosecond."""
 _ALL_KEYS, _OUTPUT = ResponseOptions(), OutputOptions()
 Piece = bytes | memoryview
 
 
 class _BodyBuffers:
-    """The body of a record batch: which nodes and buffers it has, and their bytes.
+    """The body of a record batch: its nodes, its buffers and their bytes.
 
     Attributes:
-        nbytes: of all.
-        pieces: the bytes; some are copied only when they are written.
+        nodes: (length, nulls) of each node.
+        buffers: (start, size) of each buffer.
+        nbytes: bytes of all buffers, padding included.
+        pieces: chunks of the body; some are copied only when they are written.
     """
 
     def __init__(self) -> None:
@@ -79,7 +83,7 @@ class _BodyBuffers:
         self.pieces: list[Iterable[Piece]] = []
 
     def add_node(self, length: int) -> None:
-        """Of an array, none of which is null."""
+        """Adds the node of an array without nulls, and its empty validity buffer."""
         self.nodes.append((length, 0))
         self.buffers.append((self.nbytes, 0))
 
@@ -90,22 +94,23 @@ class _BodyBuffers:
         self.nbytes += nbytes + padding
 
     def add_vectors(self, count: int, dim: int, itemsize: int, pieces: Iterable[Piece]) -> None:
-        """An array of fixed-size lists."""
+        """Adds an array of fixed-size lists."""
         self.add_node(count)
         self.add_node(count * dim)
         self.add_buffer(count * dim * itemsize, pieces)
 
 
 def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
-    """(a stream in pieces, their bytes): of the plain form, whose values are not copied, always;
-    else None where it would take long."""
+    """Returns (the chunks of a stream, their byte count). A response in a single column, whose
+    values are not copied, is always encoded; otherwise returns None where encoding would take long.
+    """
     if _is_by_key(result) and not _is_quick(result):
         return None
     return with_size([*encode_pieces(result)])
 
 
 def encode_pieces(result: LookupResult) -> Iterator[Piece]:
-    """The pieces of any answer, none of which takes long to make."""
+    """Yields the chunks of any response in order, each quick to encode."""
     body = _body(result)
     yield _start(result, body)
     for pieces in body.pieces:
@@ -120,11 +125,11 @@ def _is_by_key(result: LookupResult) -> bool:
 
 
 def _is_quick(result: LookupResult) -> bool:
-    """Whether its columns are described, and its values copied, in a millisecond or so."""
+    """Returns whether the columns are described, and the values copied, in about a millisecond."""
     keys = len(result.model.keys)
     if keys > NOW_KEYS_MAX:
         return False
-    if result.lengths is not None:  # whose rows are written as they lie
+    if result.lengths is not None:  # the rows of an unpooled response are not copied
         return result.lengths.size <= NOW_LENGTHS_MAX
     values = [result.values, *result.extra_chunks]
     vectors, nbytes = keys * sum(map(len, values)), sum(one.nbytes for one in values)
@@ -156,8 +161,8 @@ def _pieces(tensor: OutputTensor, result: LookupResult, dtype: np.dtype) -> Iter
 
 
 def _start(result: LookupResult, body: _BodyBuffers) -> bytes:
-    """All that comes before the body of the record batch; of pooled answers kept with the model,
-    by their examples."""
+    """Returns all bytes before the body of the record batch. For pooled responses they are cached
+    with the model, by the number of examples, the dtype and the layout."""
     key = None
     if result.lengths is None and result.unknown_ids is None:
         key = ("arrow", body.nodes[0][0], result.values.itemsize, _is_by_key(result))
@@ -208,7 +213,7 @@ def _text(value: object) -> str:
 
 
 def _vectors(name: str, dim: int, itemsize: int) -> Fields:
-    """A column of fixed-size lists."""
+    """Returns the field of a column of fixed-size lists."""
     precision = FLOATS.index(f"float{8 * itemsize}")
     item = _field(ITEM, FLOAT, {0: Number(INT16, precision)}, [])
     return _field(name, FIXED_SIZE_LIST, {0: Number(INT32, dim)}, [item])

@@ -1,4 +1,5 @@
-"""What a request's schema says: its columns, where batches hold them, and what is wanted back."""
+"""The parsed schema of a request: its columns, their layout in record batches, and response
+options."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ import numpy as np
 from embedserve.errors import InvalidRequestError
 
 BY_KEY, IN_ONE = "keys", "values"
-"""The columns of an answer: one for each key, or one that has the vectors of all."""
+"""Layouts of a response: a column for each key, or a single column with the vectors of all keys."""
 KNOWN_MAX, KNOWN_BYTES_MAX, MESSAGE_BYTES_MAX = 16, 4 << 20, 1 << 20
-"""Schemas that are remembered, the bytes of all of them, and of the message of one."""
+"""Bounds of the schema cache: schemas, bytes of all schemas, and bytes of a schema's message."""
 COLUMN_BYTES = 640
-"""Of one that is remembered, beside its schema's message."""
+"""Bytes that a column of a cached schema takes, not counting the schema's message."""
 _UINT64 = np.dtype("<u8")
 
 
 class WouldBlockError(Exception):
-    """What is sent is not to be read on the event loop's thread."""
+    """Raised where a stream would take too long to read on the event loop's thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,10 @@ class Values:
     """The type of ids or weights.
 
     Attributes:
-        name: Arrow's.
-        dtype: of numbers; None of anything else.
-        offsets: of strings, the dtype of their offsets; None of anything else.
-        buffers: that they take in a batch.
+        name: Arrow's name of the type.
+        dtype: dtype of numbers; None for other types.
+        offsets: dtype of the offsets of strings; None for other types.
+        buffers: number of buffers that the values take in a batch.
     """
 
     name: str
@@ -42,15 +43,17 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A feature's ids, or their weights.
+    """A column: the ids of a feature, or their weights.
 
     Attributes:
-        name: of it.
-        field: as messages have it, features.F or weights.F.
-        offsets: of lists, the dtype of their offsets; None where all bags have as many values.
-        size: that many.
-        node, buffer: its first ones in a batch.
-        value_node, value_buffer: those of its values; the same ones where they are in no lists.
+        name: name of the column.
+        field: name in error messages, features.F or weights.F.
+        values: type of the ids or weights.
+        offsets: dtype of the offsets of lists; None where all bags have the same number of values.
+        size: number of values of each bag if that number is fixed.
+        node, buffer: positions of its first node and buffer in a batch.
+        value_node, value_buffer: positions of the first node and buffer of its values. They equal
+            ``node`` and ``buffer`` where the values are not in lists.
     """
 
     name: str
@@ -64,14 +67,15 @@ class Column:
     value_buffer: int
 
     def wrong(self, problem: str, *place: int) -> InvalidRequestError:
-        """What is said of it, or of the bag, or the value of a bag, at ``place``."""
+        """Returns the error ``problem`` of the column, or of a bag or a value of a bag at
+        ``place``."""
         field = self.field + "".join(f"[{at}]" for at in place)
         return InvalidRequestError(f"{field} {problem}", field)
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """The dtypes of lists, of their ids and of their offsets."""
+    """The dtypes of the ids and of the offsets of a column of lists."""
 
     ids: np.dtype
     offsets: np.dtype
@@ -79,7 +83,7 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a caller wants of the answer."""
+    """The response options of a caller."""
 
     version: str = ""
     output_dtype: str = "float32"
@@ -95,10 +99,11 @@ class Schema:
     """The columns of a request.
 
     Attributes:
-        features: their names, in the caller's order.
-        columns: of each feature, and then those of weights.
-        weights: where among them those of a feature are that has some, by where it is.
-        nodes, buffers: how many a batch has.
+        features: names of the features, in the caller's order.
+        columns: the columns of the features, followed by the columns of weights.
+        weights: position of the column of weights, by the position of its feature.
+        nodes, buffers: number of nodes and buffers of a batch.
+        options: response options of the caller.
     """
 
     features: tuple[str, ...]
@@ -110,23 +115,24 @@ class Schema:
 
     @cached_property
     def own_nodes(self) -> np.ndarray:
-        """int64 [columns]."""
+        """First node of each column, int64 [columns]."""
         return np.array([one.node for one in self.columns])
 
     @cached_property
     def value_nodes(self) -> np.ndarray:
-        """int64 [columns]."""
+        """Node of the values of each column, int64 [columns]."""
         return np.array([one.value_node for one in self.columns])
 
     @cached_property
     def is_string(self) -> tuple[bool, ...]:
-        """Of each feature."""
+        """Whether the ids of each feature are strings."""
         of_features = self.columns[: len(self.features)]
         return tuple(one.values.offsets is not None for one in of_features)
 
     @cached_property
     def plain(self) -> Plain | None:
-        """Of columns that are all alike lists of integers, and no weights; None of others."""
+        """The dtypes shared by all columns if they are lists of the same integer type without
+        weights; None otherwise, and for uint64."""
         forms = {(one.offsets, one.values.name) for one in self.columns}
         first = self.columns[0]
         ids, offsets = first.values.dtype, first.offsets
@@ -135,17 +141,20 @@ class Schema:
         return None if ids == _UINT64 else Plain(ids, offsets)
 
     def at_buffer(self, buffer: int) -> Column:
-        """The column that has this one."""
+        """Returns the column that the buffer at position ``buffer`` belongs to."""
         before = [one for one in self.columns if one.buffer <= buffer]
         return max(before, key=lambda one: one.buffer)
 
 
 class SchemaCache:
-    """Those met before, by the bytes of their messages: callers send the same over and over.
+    """Cache of parsed schemas, by the bytes of their messages. Callers repeat the same schema.
+
+    The cache is emptied when it is full.
 
     Attributes:
-        sizes: of these messages, so that no other is looked for.
-        nbytes: that all of them take.
+        known: the schemas, by the bytes of their messages.
+        sizes: sizes of these messages, so that only bodies with such a size are looked up.
+        nbytes: bytes that the cached schemas take.
     """
 
     def __init__(self) -> None:

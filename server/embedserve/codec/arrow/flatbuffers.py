@@ -1,8 +1,8 @@
-"""Flatbuffers, as much of them as Arrow's messages are made of: tables read, and written.
+"""Reads and writes the subset of FlatBuffers that Arrow's messages need.
 
-A table has values for some of its numbered fields. Those that are read lie where positions among
-the bytes say, none of which is trusted: what lies past the end is one of MALFORMED, and nothing is
-followed further than its caller asks. (flatbuffers.dev, "FlatBuffer Internals")
+A table has values for some of its numbered fields. Positions among the bytes locate the values that
+are read, and no position is trusted. Reading past the end raises an error of MALFORMED, and
+references are followed only where a caller reads them. (flatbuffers.dev, "FlatBuffer Internals")
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from struct import Struct
 import numpy as np
 
 MALFORMED = (ValueError, struct.error)
-"""What reading raises where the bytes are none."""
+"""Exceptions that reading raises where the bytes are not a valid FlatBuffer."""
 UINT8, INT16, INT32, INT64 = Struct("<B"), Struct("<h"), Struct("<i"), Struct("<q")
 _UINT16, _UINT32 = Struct("<H"), Struct("<I")
 _PAIRS = np.dtype("<i8")
 OFFSET_BYTES = _UINT32.size
 ALIGNMENT = 8
-"""Of the largest number in a table."""
+"""Alignment of tables in bytes, the size of the largest number in a table."""
 
 
 class FlatTable:
-    """One table among the bytes of a message."""
+    """A table among the bytes of a message."""
 
     __slots__ = ("_at", "_data", "_fields", "_vtable")
 
@@ -48,40 +48,41 @@ class FlatTable:
         return FlatTable(self._data, where) if where else None
 
     def size(self, field: int) -> int:
-        """Bytes of a string, or how many tables there are of a field that has several."""
+        """Returns the bytes of a string, or the number of elements of a vector; 0 where the field
+        is absent."""
         where = self._target(field)
         return int(_UINT32.unpack_from(self._data, where)[0]) if where else 0
 
     def text(self, field: int) -> str:
-        """A string; "" where there is none."""
+        """Returns a string; "" where the field is absent."""
         size, start = self._vector(field, 1)
         return self._data[start : start + size].decode()
 
     def tables(self, field: int) -> Iterator[FlatTable]:
-        """Of a field that has several, one after the other."""
+        """Yields the tables of a vector in order."""
         count, start = self._vector(field, OFFSET_BYTES)
         for where in range(start, start + count * OFFSET_BYTES, OFFSET_BYTES):
             yield FlatTable(self._data, where + _UINT32.unpack_from(self._data, where)[0])
 
     def pairs(self, field: int) -> np.ndarray:
-        """int64 [n, 2], of a field that has structs of two of them."""
+        """Returns a vector of structs of two int64, as int64 [n, 2]."""
         count, start = self._vector(field, 2 * _PAIRS.itemsize)
         return np.frombuffer(self._data, _PAIRS, 2 * count, start).reshape(count, 2)
 
     def _where(self, field: int) -> int:
-        """Where a field's own bytes lie; 0 where it has none."""
+        """Returns the position of a field's own bytes; 0 where the field is absent."""
         if field >= self._fields:
             return 0
         offset: int = _UINT16.unpack_from(self._data, self._vtable + 4 + 2 * field)[0]
         return self._at + offset if offset else 0
 
     def _target(self, field: int) -> int:
-        """Where what a field refers to lies; 0 where it refers to nothing."""
+        """Returns the position that a field refers to; 0 where the field is absent."""
         where = self._where(field)
         return where + int(_UINT32.unpack_from(self._data, where)[0]) if where else 0
 
     def _vector(self, field: int, itemsize: int) -> tuple[int, int]:
-        """(how many elements, where they begin) of a field that has several."""
+        """Returns (number of elements, position of the first) of a vector."""
         where = self._target(field)
         if not where:
             return 0, 0
@@ -93,26 +94,27 @@ class FlatTable:
 
 
 def root(data: bytes) -> FlatTable:
-    """The table that a message is."""
+    """Returns the root table of a message."""
     return FlatTable(data, _UINT32.unpack_from(data, 0)[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """The value of a field that is no other table."""
+    """The value of a numeric field, with its format."""
 
     form: Struct
     value: int
 
 
 Fields = Mapping[int, "Value"]
-"""A table's, by their numbers."""
+"""The values of a table's fields, by field number."""
 Value = Number | str | np.ndarray | Fields | Sequence[Fields]
-"""A number, a string, structs of two int64 [n, 2], a table, or several."""
+"""A field's value: a number, a string, structs of two int64 as an array [n, 2], a table, or a
+vector of tables."""
 
 
 def write(fields: Fields) -> bytes:
-    """A message that is a table of ``fields``, to a multiple of 8 bytes."""
+    """Returns a message with a root table of ``fields``, padded to a multiple of 8 bytes."""
     out = bytearray(_UINT32.size)
     _UINT32.pack_into(out, 0, _put_table(out, fields))
     _pad(out, ALIGNMENT)
@@ -120,7 +122,7 @@ def write(fields: Fields) -> bytes:
 
 
 def _put_table(out: bytearray, fields: Fields) -> int:
-    """Where it was put; what it refers to comes behind it."""
+    """Appends a table and everything that it refers to. Returns the table's position."""
     offsets = [0] * (max(fields, default=-1) + 1)
     size = INT32.size
     for field, value in sorted(fields.items()):
@@ -145,7 +147,7 @@ def _put_table(out: bytearray, fields: Fields) -> int:
 
 
 def _put(out: bytearray, value: str | np.ndarray | Fields | Sequence[Fields]) -> int:
-    """Where it was put."""
+    """Appends ``value`` and returns its position."""
     if isinstance(value, Mapping):
         return _put_table(out, value)
     _pad(out, OFFSET_BYTES)

@@ -1,7 +1,7 @@
-"""A stream of columns as a LookupRequest.
+"""Decodes a stream of columns to a LookupRequest.
 
-Offsets, lengths and bitmaps are checked before anything is read by them. Several record batches are
-one request, one after the other.
+Offsets, lengths and bitmaps are checked before they are used to read anything. Several record
+batches are concatenated to one request.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ _INT64, _INT32, _FLOAT32 = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
 _UINT8 = np.dtype("u1")
 INT64_MAX = 2**63 - 1
 BUFFERS_EACH, OFFSETS_AT, VALUES_AT = 4, 1, 3
-"""Of lists of numbers: how many buffers each has, and which of them."""
+"""Buffers of each column of lists of numbers, and the positions of its offsets and values among
+them."""
 NOW_BAGS_MAX, NOW_IDS_MAX = 65_536, 262_144
-"""Of columns that are read on the event loop's thread, in about a millisecond."""
+"""Bags and ids of columns that are read on the event loop's thread, in about a millisecond."""
 QUICK_BAGS_MAX = 262_144
-"""The same, of lists of integers alone."""
+"""Bags that are read on the event loop's thread if all columns are lists of integers."""
 NOW_TEXT_BYTES_MAX = 64 << 10
-"""Of strings that are read there."""
+"""Bytes of strings that are read on the event loop's thread."""
 
 
 def try_decode_inline(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
-    """As decode_request, or None where that would take long."""
+    """Decodes like decode_request, or returns None where that would take long."""
     try:
         return _decode(body, model, limits, is_now=True)
     except WouldBlockError:
@@ -43,11 +44,12 @@ def try_decode_inline(body: bytes, model: str, limits: Limits) -> LookupRequest 
 
 
 def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS) -> LookupRequest:
-    """The request that the stream in ``body`` is, to ``model`` ("" for the default model).
+    """Returns the request in the stream ``body``, addressed to ``model`` ("" for the default
+    model).
 
     Raises:
-        InvalidRequestError: it is none, or its columns are no batch of jagged ids.
-        RequestTooLargeError: it has more than ``limits`` allow, told before it is read.
+        InvalidRequestError: the body is not a stream, or its columns are not a batch of jagged ids.
+        RequestTooLargeError: the stream has more than ``limits`` allow. Raised before it is read.
     """
     return _decode(body, model, limits, is_now=False)
 
@@ -72,8 +74,8 @@ def _decode(body: bytes, model: str, limits: Limits, *, is_now: bool) -> LookupR
 def _quick(
     body: bytes, model: str, schema: Schema, batch: RecordBatch, limits: Limits
 ) -> LookupRequest | None:
-    """The request in a batch as most callers give it, of lists of integers alone; None for one of
-    many bags, and one with nulls or anything wrong."""
+    """Decodes a batch in the most common layout, lists of integers only. Returns None for a batch
+    with over QUICK_BAGS_MAX bags, with nulls, or with anything invalid."""
     rows, plain = batch.rows, schema.plain
     if plain is None or batch.nulls or rows * len(schema.columns) > QUICK_BAGS_MAX:
         return None
@@ -107,7 +109,7 @@ def _quick(
 
 
 def _want(request: LookupRequest, options: Options, limits: Limits) -> None:
-    """Has ``request`` answered as ``options`` say."""
+    """Applies the response options of the caller to ``request``."""
     request.output_dtype = options.output_dtype
     if options.version:
         request.model = qualified_model_name(request.model, options.version)
@@ -117,7 +119,7 @@ def _want(request: LookupRequest, options: Options, limits: Limits) -> None:
 
 
 class _BagReader:
-    """What record batches hold of each column, one batch after the other."""
+    """Collects the contents of each column from the record batches of a stream, in order."""
 
     def __init__(self, body: bytes, schema: Schema, limits: Limits, is_now: bool) -> None:
         self._body = body
@@ -140,14 +142,14 @@ class _BagReader:
         self._lengths.append(lengths)
 
     def _add_column(self, at: int, batch: RecordBatch, lengths: np.ndarray) -> None:
-        """Writes ``lengths``, int32 [rows]."""
+        """Reads the column at position ``at`` and fills ``lengths``, int32 [rows]."""
         column = self._schema.columns[at]
         start, end, offsets = self._place(batch, column)
         if at < len(self._schema.features):
             self._count_ids(end - start)
         values, dtype = column.values, column.values.dtype
         if dtype is not None:
-            count = int(batch.lengths[column.value_node])  # also of values in no bag
+            count = int(batch.lengths[column.value_node])  # includes values outside of all bags
             _check_buffer(batch, column, column.value_buffer + 1, count * dtype.itemsize)
         if offsets is None:
             lengths[:] = column.size
@@ -171,7 +173,7 @@ class _BagReader:
         if self._is_now and bags > NOW_BAGS_MAX:
             raise WouldBlockError
         bags_max = len(self._body) // _INT32.itemsize + self._limits.request_ids_max
-        if bags > bags_max:  # lists of no values, and nulls, take no bytes
+        if bags > bags_max:  # lists without values, and nulls, take no bytes
             raise RequestTooLargeError(
                 f"features has {bags} bags, but {len(self._body)} bytes: of so many the limit is "
                 f"{bags_max}, an offset each beside --request-ids-max",
@@ -179,8 +181,11 @@ class _BagReader:
             )
 
     def _place(self, batch: RecordBatch, column: Column) -> tuple[int, int, np.ndarray | None]:
-        """(where the values of a column begin among those that there are, where they end, where
-        each bag does, int32 or int64 [rows + 1]); None where all bags have as many."""
+        """Returns (start of the column's values, their end, offsets of the bags), as positions in
+        the array of values.
+
+        Offsets are int32 or int64 [rows + 1]; None for bags of a fixed size.
+        """
         rows, count = batch.rows, int(batch.lengths[column.value_node])
         if column.offsets is None:
             if rows * column.size > count:
@@ -206,8 +211,8 @@ class _BagReader:
     def _without_nulls(
         self, batch: RecordBatch, column: Column, lengths: np.ndarray, start: int, end: int
     ) -> np.ndarray | None:
-        """bool [end - start], which values are in bags that are not null; None where all are. The
-        lengths of null ones are then 0.
+        """Returns which values are in bags that are not null, bool [end - start]; None where no bag
+        is null. Sets the lengths of null bags to 0.
 
         Raises:
             InvalidRequestError: a value in a bag is null.
@@ -230,7 +235,7 @@ class _BagReader:
     def _valid(
         self, batch: RecordBatch, column: Column, buffer: int, start: int, end: int, of_values: bool
     ) -> np.ndarray:
-        """bool [end - start], which are not null by the bitmap in ``buffer``."""
+        """Returns which elements are not null by the bitmap in ``buffer``, bool [end - start]."""
         if of_values and not column.values.buffers:
             return np.zeros(end - start, bool)
         first = start // 8
@@ -252,7 +257,7 @@ class _BagReader:
         dtype, buffer = column.values.offsets, column.value_buffer
         assert dtype is not None
         count = int(batch.lengths[column.value_node])
-        if count:  # else there need be no offsets
+        if count:  # an array of length 0 may have no offsets
             _check_buffer(batch, column, buffer + 1, (count + 1) * dtype.itemsize)
             of_all = np.frombuffer(self._body, dtype, count + 1, batch.starts[buffer + 1])
             if of_all[0] < 0 or (of_all[1:] < of_all[:-1]).any():
@@ -278,7 +283,8 @@ class _BagReader:
             raise _wrong_value(batch, column, lengths, at, f"is not UTF-8: {error}") from error
 
     def _check_texts(self, column: Column, count: int, nbytes: int) -> None:
-        """Counts strings before they are read."""
+        """Adds to the counts of strings and of their bytes, and checks them before the strings are
+        decoded."""
         self._texts += count
         self._text_bytes += nbytes
         if self._is_now and (self._texts > FEW or self._text_bytes > NOW_TEXT_BYTES_MAX):
@@ -295,7 +301,7 @@ class _BagReader:
                 )
 
     def request(self, model: str) -> LookupRequest:
-        """Of all that was added."""
+        """Returns the request of all batches added."""
         schema = self._schema
         if not self._lengths:
             raise InvalidRequestError("features has no examples: an empty batch", "features")
@@ -321,7 +327,7 @@ class _BagReader:
         return request
 
     def _weights(self, lengths: np.ndarray) -> np.ndarray:
-        """float32, of each id; 1 where its feature has none."""
+        """Returns float32 weights, one for each id; 1 where a feature has no weights."""
         given = self._schema.weights
         return _joined(
             [
@@ -335,14 +341,14 @@ class _BagReader:
 
 
 def _joined(numbers: Sequence[Sequence[np.ndarray]], dtype: np.dtype) -> np.ndarray:
-    """Those of all columns, one after the other; always a copy, which is aligned."""
+    """Concatenates the arrays of all columns. The result is always a copy, which is aligned."""
     of_all = [one for of_column in numbers for one in of_column]
-    with np.errstate(over="ignore"):  # a weight that is infinite is refused as such
+    with np.errstate(over="ignore"):  # a weight that overflows to infinity is rejected later
         return np.concatenate([np.empty(0, dtype), *of_all], dtype=dtype, casting="unsafe")
 
 
 def _check_buffer(batch: RecordBatch, column: Column, buffer: int, nbytes: int) -> None:
-    """Raises InvalidRequestError unless a buffer of ``column`` has so many bytes."""
+    """Raises InvalidRequestError unless the buffer numbered ``buffer`` has ``nbytes`` or more."""
     if batch.sizes[buffer] < nbytes:
         raise column.wrong(
             f"has a buffer of {batch.sizes[buffer]} bytes where its {batch.rows} bags need {nbytes}"
@@ -366,7 +372,7 @@ def _check_weights(
 
 
 def _wrong_offsets(column: Column, offsets: np.ndarray, count: int) -> InvalidRequestError:
-    """Which is the first that cannot be."""
+    """Returns the error for the first invalid offset."""
     is_wrong = (offsets < 0) | (offsets > count)
     is_wrong[1:] |= offsets[1:] < offsets[:-1]
     at = int(is_wrong.argmax())
@@ -378,14 +384,15 @@ def _wrong_offsets(column: Column, offsets: np.ndarray, count: int) -> InvalidRe
 def _wrong_value(
     batch: RecordBatch, column: Column, lengths: np.ndarray, position: int, problem: str
 ) -> InvalidRequestError:
-    """Of the value at ``position`` of what a batch's bags of these lengths hold."""
+    """Returns the error for the value at ``position`` among the values of a batch's bags with
+    ``lengths``."""
     bag, place = place_in(lengths, position)
     return column.wrong(problem, batch.first + bag, place)
 
 
 def estimate_size(body: bytes) -> tuple[int, int]:
-    """(bags, ids) of a stream, as its schema and batches say; (0, 0) of what is none, or has more
-    batches or a larger schema than are read at once."""
+    """Returns (bags, ids) according to the schema and batches of a stream. Returns (0, 0) for an
+    invalid stream, and for a larger schema or more batches than are read inline."""
     bags = ids = 0
     try:
         schema, at = read_schema(body, DEFAULT_LIMITS, is_now=True)

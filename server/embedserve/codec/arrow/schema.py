@@ -1,7 +1,8 @@
-"""The schema of a request's stream, read out of its message.
+"""Parses the schema message of a request's stream.
 
-A column is a feature's, or F.weights beside that of a feature F. Its bags are lists in any of
-Arrow's plain layouts, or one value each. What a caller wants of the answer is metadata of ours.
+A column has the ids of a feature, or is named F.weights and has the weights of feature F. Its bags
+are lists in any of Arrow's plain layouts, or one value each. Response options are metadata with
+embedserve's prefix.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
 
 WEIGHTS = ".weights"
-"""What follows the name of a feature in that of its weights."""
+"""Suffix that turns the name of a feature into the name of its column of weights."""
 PREFIX = "embedserve."
-"""Of metadata that says what is wanted of the answer; no other is looked at."""
+"""Prefix of the metadata keys that set response options. Other metadata is ignored."""
 NAME_BYTES_MAX = 1024
 NOW_COLUMNS_MAX = 32
-"""Of a schema that is read on the event loop's thread, in a millisecond or two."""
+"""Columns of a schema that is parsed on the event loop's thread, in a millisecond or two."""
 METADATA_MAX, METADATA_BYTES_MAX = 64, 64 << 10
-"""Entries of a schema, and what one of ours may say."""
+"""Metadata entries of a schema, and bytes of the value of an entry with embedserve's prefix."""
 
-# fields of the tables Schema, Field and KeyValue (arrow/format/Schema.fbs)
+# Field numbers of the tables Schema, Field and KeyValue (arrow/format/Schema.fbs).
 _ENDIANNESS, FIELDS, METADATA = 0, 1, 2
 NAME, TYPE_KIND, TYPE, DICTIONARY, CHILDREN = 0, 2, 3, 4, 5
 KEY, VALUE = 0, 1
@@ -49,13 +50,13 @@ KINDS = (
     *("map", "duration", "large_binary", "large_utf8", "large_list", "run_end_encoded"),
     *("binary_view", "utf8_view", "list_view", "large_list_view"),
 )
-"""Types, by their numbers."""
+"""Names of Arrow's types, by their numbers."""
 _VIEWS = ("binary_view", "utf8_view", "list_view", "large_list_view")
 _INT32, _INT64 = np.dtype("<i4"), np.dtype("<i8")
 _LISTS: Mapping[int, np.dtype] = {LIST: _INT32, LARGE_LIST: _INT64}
 _TEXTS: Mapping[int, np.dtype] = {UTF8: _INT32, LARGE_UTF8: _INT64}
 FLOATS = ("float16", "float32", "float64")
-"""By their precision."""
+"""Names of the floating-point types, by their precision."""
 _INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 _NUMBERS = {name: np.dtype(name).newbyteorder("<") for name in (*_INTEGERS, *FLOATS)}
 
@@ -65,12 +66,13 @@ def malformed(problem: object) -> InvalidRequestError:
 
 
 def parse(table: FlatTable, limits: Limits, *, is_now: bool) -> Schema:
-    """What ``table`` says.
+    """Returns the schema in ``table``.
 
     Raises:
-        InvalidRequestError: it is no schema, or one of columns that are no bags of ids.
-        RequestTooLargeError: it has more of them than ``limits`` allow.
-        TakesLongError: and that ``is_now``.
+        InvalidRequestError: ``table`` is not a schema, or its columns are not bags of ids.
+        RequestTooLargeError: it has more columns than ``limits`` allow, or more metadata than the
+            bounds of this module.
+        WouldBlockError: ``is_now``, and it has over NOW_COLUMNS_MAX columns.
     """
     try:
         if is_now and table.size(FIELDS) > NOW_COLUMNS_MAX:
@@ -109,7 +111,7 @@ def _schema(table: FlatTable, limits: Limits) -> Schema:
 
 
 def _columns(table: FlatTable) -> dict[str, Column]:
-    """All of them, in their order."""
+    """Returns all columns by name, in their order."""
     columns: dict[str, Column] = {}
     nodes = buffers = 0
     for at, one in enumerate(table.tables(FIELDS)):
@@ -123,7 +125,7 @@ def _columns(table: FlatTable) -> dict[str, Column]:
 
 
 def _weights(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """Those that are weights, by the names of what they are beside."""
+    """Returns the columns of weights, by the names of their features."""
     found = {}
     for name, one in columns.items():
         of = name.removesuffix(WEIGHTS)
@@ -144,7 +146,8 @@ def _of_ids(column: Column) -> Column:
 
 
 def _column(at: int, table: FlatTable, node: int, buffer: int) -> Column:
-    """The one at position ``at``, whose own come from ``node`` and ``buffer`` on."""
+    """Returns the column at position ``at``. Its nodes start at ``node`` and its buffers at
+    ``buffer``."""
     size = table.size(NAME)
     if size > NAME_BYTES_MAX:
         raise RequestTooLargeError(
@@ -171,7 +174,7 @@ def _column(at: int, table: FlatTable, node: int, buffer: int) -> Column:
 
 
 def _values(field: str, table: FlatTable) -> Values:
-    """The type of what is no list."""
+    """Returns the type of values that are not lists."""
     kind, of = table.number(TYPE_KIND, UINT8), table.table(TYPE)
     name = KINDS[kind] if kind < len(KINDS) else f"{kind}"
     if table.table(DICTIONARY) is not None:
@@ -198,7 +201,7 @@ def _wrong_type(field: str, name: str) -> InvalidRequestError:
 
 
 def _options(table: FlatTable) -> Options:
-    """What the metadata that is ours says."""
+    """Returns the response options in the metadata with embedserve's prefix."""
     count = table.size(METADATA)
     if count > METADATA_MAX:
         raise RequestTooLargeError(
@@ -209,7 +212,7 @@ def _options(table: FlatTable) -> Options:
         key = one.text(KEY) if one.size(KEY) <= NAME_BYTES_MAX else ""
         if key.startswith(PREFIX):
             found[key.removeprefix(PREFIX)] = _option(key, one)
-    return Options(**found) if found else PLAIN  # type: ignore[arg-type]  # as _READERS has them
+    return Options(**found) if found else PLAIN  # type: ignore[arg-type]  # as in _READERS
 
 
 def _option(key: str, entry: FlatTable) -> object:
@@ -251,4 +254,4 @@ _READERS: Mapping[str, Callable[[str, str], object]] = {
     "output_keys": _keys,
     "columns": _one_of(IN_ONE, BY_KEY),
 }
-"""Of what metadata says of the answer, by what of Options it is."""
+"""Parsers of metadata values, by the attribute of Options that they set."""

@@ -1,9 +1,9 @@
-"""A stream's messages: its schema, and where in the body its record batches have what.
+"""Parses the messages of a stream: its schema, and the positions of its record batches' buffers.
 
-    continuation (4 bytes of 0xff), int32 bytes of metadata, metadata, body; again and again
+    continuation (4 bytes of 0xff), int32 bytes of metadata, metadata, body; repeated
 
-Nothing of a batch is read here but its positions, and these are checked against the body: what they
-point at is there, and no byte of it twice.
+Only positions are read from a batch here. They are checked against the body: every buffer is within
+its batch's body, and the buffers together have no more bytes than it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from embedserve.errors import InvalidRequestError, RequestTooLargeError
 
 CONTINUATION = b"\xff\xff\xff\xff"
 END = CONTINUATION + bytes(INT32.size)
-"""Of a stream."""
+"""Marks the end of a stream."""
 FILE_MAGIC = b"ARROW1"
 HEAD_BYTES = len(END)
 NOW_SCHEMA_BYTES = 64 << 10
-"""Of one that is not known, and read on the event loop's thread."""
+"""Bytes of a schema message that is parsed on the event loop's thread if it is not cached."""
 BATCH_PIECES = 64
-"""A record batch costs as much as so many columns of one."""
+"""Cost of a record batch, in units of a column of a batch."""
 PIECES_MAX, NOW_PIECES_MAX = 16_384, 512
-"""Such columns and batches of a stream, and of one that is read on that thread."""
+"""Total cost of a stream's record batches, in columns. NOW_PIECES_MAX bounds streams that are read
+on the event loop's thread."""
 
-# fields of the tables Message and RecordBatch (arrow/format/Message.fbs)
+# Field numbers of the tables Message and RecordBatch (arrow/format/Message.fbs).
 VERSION, HEADER_KIND, HEADER, BODY_BYTES = 0, 1, 2, 3
 ROWS, NODES, BUFFERS, COMPRESSION = 0, 1, 2, 3
 SCHEMA, RECORD_BATCH = 1, 3
@@ -59,11 +60,12 @@ CODECS = ("LZ4", "ZSTD")
 
 @dataclass(frozen=True, slots=True)
 class ArrowMessage:
-    """One of a stream.
+    """A message of a stream.
 
     Attributes:
-        kind: of its header, SCHEMA or RECORD_BATCH.
-        start, end: where its body lies in the stream; the next message begins at ``end``.
+        kind: type of its header, SCHEMA or RECORD_BATCH.
+        header: table of the header.
+        start, end: position of its body in the stream. The next message begins at ``end``.
     """
 
     kind: int
@@ -74,14 +76,14 @@ class ArrowMessage:
 
 @dataclass(frozen=True, slots=True)
 class RecordBatch:
-    """Where a record batch has what.
+    """Layout of a record batch.
 
     Attributes:
-        rows: 1 or more.
-        first: of its rows among those of all batches.
-        lengths: int64 [nodes].
-        nulls: of each node; empty where there are none.
-        starts, sizes: of each buffer, in bytes; within the stream.
+        rows: number of rows, 1 or more.
+        first: position of its first row among the rows of all batches.
+        lengths: int64 [nodes], length of each node.
+        nulls: number of nulls in each node; empty where there are no nulls.
+        starts, sizes: position in the stream and size of each buffer, in bytes.
     """
 
     rows: int
@@ -93,10 +95,10 @@ class RecordBatch:
 
 
 def read_message(body: bytes, at: int) -> ArrowMessage | None:
-    """The one that begins at ``at``; None at the end of the stream.
+    """Returns the message that begins at ``at``; None at the end of the stream.
 
     Raises:
-        InvalidRequestError: there is none, or one that is of no use here.
+        InvalidRequestError: no valid message begins there, or its kind is not supported.
     """
     if at == len(body):
         return None
@@ -125,7 +127,8 @@ def _not_a_message(at: int, head: bytes) -> str:
 
 
 def _message(metadata: bytes, at: int, start: int, nbytes: int) -> ArrowMessage:
-    """Whose body comes from ``start`` on, of a stream of ``nbytes``."""
+    """Returns the message with ``metadata``, whose body begins at ``start`` of a stream of
+    ``nbytes``."""
     table = root(metadata)
     version, kind = table.number(VERSION, INT16), table.number(HEADER_KIND, UINT8)
     if version not in (V4, V5):
@@ -142,12 +145,12 @@ def _message(metadata: bytes, at: int, start: int, nbytes: int) -> ArrowMessage:
 
 
 def read_schema(body: bytes, limits: Limits, *, is_now: bool) -> tuple[Schema, int]:
-    """(the columns, where the record batches begin).
+    """Returns (the schema, the position of the first record batch).
 
     Raises:
-        InvalidRequestError: the stream does not begin with a schema that can be read.
+        InvalidRequestError: the stream does not begin with a valid schema.
         RequestTooLargeError: it has more columns than ``limits`` allow.
-        TakesLongError: and that ``is_now``.
+        WouldBlockError: ``is_now``, and parsing the schema would take long.
     """
     head = body[:HEAD_BYTES]
     size = INT32.unpack_from(head, len(CONTINUATION))[0] if len(head) == HEAD_BYTES else 0
@@ -169,12 +172,12 @@ def read_schema(body: bytes, limits: Limits, *, is_now: bool) -> tuple[Schema, i
 def read_batches(
     body: bytes, at: int, schema: Schema, limits: Limits, *, is_now: bool
 ) -> list[RecordBatch]:
-    """Those that have rows.
+    """Returns the record batches that have rows.
 
     Raises:
-        InvalidRequestError: one that cannot be read.
-        RequestTooLargeError: there are too many, or more rows of them than ``limits`` allow.
-        TakesLongError: and that ``is_now``.
+        InvalidRequestError: a record batch is malformed.
+        RequestTooLargeError: there are too many batches, or more rows than ``limits`` allow.
+        WouldBlockError: ``is_now``, and reading the batches would take long.
     """
     found: list[RecordBatch] = []
     rows = pieces = 0
@@ -205,7 +208,7 @@ def _too_many_batches(count: int) -> RequestTooLargeError:
 def _read_batch(
     message: ArrowMessage, schema: Schema, first: int, limits: Limits
 ) -> RecordBatch | None:
-    """The batch in ``message``; None for one without rows."""
+    """Returns the batch in ``message``; None for a batch without rows."""
     try:
         return _batch(message, schema, first, limits)
     except MALFORMED as error:
@@ -255,12 +258,16 @@ def _batch(message: ArrowMessage, schema: Schema, first: int, limits: Limits) ->
 
 
 def _check_places(schema: Schema, buffers: np.ndarray, nbytes: int) -> None:
-    """Raises ValueError or InvalidRequestError unless ``buffers``, int64 [n, 2], are within the
-    ``nbytes`` of their body, and no byte is in two of them."""
+    """Raises ValueError or InvalidRequestError unless ``buffers``, int64 [n, 2], fit into the body
+    of a batch.
+
+    Each buffer must lie within the ``nbytes`` of the body. Their total size must not exceed it, so
+    that overlapping buffers cannot multiply the data.
+    """
     if not len(buffers):
         return
     starts, sizes = buffers[:, 0], buffers[:, 1]
-    ends = starts + sizes  # past the largest number they are negative
+    ends = starts + sizes  # overflowing sums are negative
     if buffers.min() < 0 or ends.min() < 0 or ends.max() > nbytes:
         at = int(((starts < 0) | (sizes < 0) | (sizes > nbytes - starts)).argmax())
         raise schema.at_buffer(at).wrong(
@@ -272,7 +279,7 @@ def _check_places(schema: Schema, buffers: np.ndarray, nbytes: int) -> None:
 
 
 def message_of(kind: int, header: Value, body_bytes: int) -> bytes:
-    """A message of a stream, but for its body."""
+    """Returns a message of a stream without its body."""
     metadata = write(
         {
             VERSION: Number(INT16, V5),

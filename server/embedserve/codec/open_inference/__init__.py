@@ -1,8 +1,11 @@
-"""The Open Inference Protocol's forms of requests, answers and descriptions, pure functions.
+"""The Open Inference Protocol's requests, responses and descriptions, as pure functions.
 
-tensors.py says what features are as tensors, and answers.py what answers are. REST's requests are
-read by bodies.py, and its answers written by body_answers.py; gRPC's by messages.py and
-message_answers.py. known_bodies.py and known_messages.py read what is as a request before it, but
-for its numbers; known_placed.py what is as one before it, its numbers in shared memory; known.py
-keeps them. description.py has what is told of models.
+tensors.py defines features as tensors, and answers.py the outputs of a response. For REST,
+bodies.py decodes requests and body_answers.py encodes responses. For gRPC, infer_messages.py and
+message_answers.py do so.
+
+json_template.py and message_template.py read requests that equal an earlier request except for
+their numbers. shared_memory_template.py reads requests that equal an earlier request and have their
+numbers in shared memory. template_cache.py caches the templates. description.py describes the
+server and its models.
 """

@@ -1,8 +1,8 @@
-"""What answers of the Open Inference Protocol are: which tensors, and their bytes.
+"""Outputs of the Open Inference Protocol: the tensors of a response, and their bytes.
 
-A pooled model answers [batch, dim] for each key under its name, and `pooled`, [batch, sum(dims)],
-for all of them where it is asked for; one that is not pooled [ids, dim] for each key, in the order
-sent.
+A pooled model returns [batch, dim] for each key, under the key's name. On request it returns
+`pooled`, [batch, sum(dims)], with the vectors of all keys. An unpooled model returns [ids, dim] for
+each key, in the order of the request.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from embedserve.model_names import qualified_model_name
 from embedserve.shared_memory.memory_slice import MemorySlice
 
 POOLED = "pooled"
-"""The output that has the vectors of all keys, one after the other."""
+"""Name of the output with the vectors of all keys, one after the other."""
 DATATYPES = {4: "FP32", 2: "FP16"}
-"""Of outputs, by the bytes of a value."""
+"""Datatypes of outputs, by the bytes of a value."""
 OUTPUT_DTYPES = {"FP32": "float32", "FP16": "float16"}
 REQUEST_ID_CHARACTERS_MAX = 1024
-"""It waits with its request."""
+"""Characters of a request id, which stays in memory while its request waits."""
 OTHERS_MAX = 64
-"""Outputs that are asked for in another form, JSON or binary, than most."""
+"""Outputs requested in the less frequent format, JSON or binary, of a request."""
 NOW_BYTES_MAX = 1 << 20
-"""Of values that are put in another order, or into shared memory, on the event loop's thread, in
+"""Bytes of values that are reordered, or written to shared memory, on the event loop's thread, in
 about a millisecond."""
 PLACES_MAX = 64
-"""Outputs of a request that are asked for in shared memory; they wait with it."""
+"""Outputs of a request in shared memory. Their locations stay in memory while the request waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
-    """How a request wants its answer written.
+    """Requested format of a response.
 
     Attributes:
-        request_id: given back with it.
-        has_pooled: `pooled` is asked for.
-        has_keys: keys are asked for, too; all of the answer's.
-        is_binary: of most outputs, in REST; of gRPC all are raw.
-        others: the names of those that are not as most.
-        places: of those that are to lie in shared memory, by name; None: none is.
+        request_id: id that the response repeats.
+        has_pooled: whether `pooled` is requested.
+        has_keys: whether keys are requested, too; the response then has them all.
+        is_binary: whether most outputs are binary, in REST. In gRPC all outputs are raw.
+        others: names of the outputs in the opposite format.
+        places: locations of the outputs in shared memory, by name; None where there are none.
     """
 
     request_id: str = ""
@@ -68,16 +68,18 @@ def set_output(
     limits: Limits,
     places: Mapping[str, MemorySlice] | None = None,
 ) -> None:
-    """Has ``request`` answered with its id and the outputs of these names, all keys where there are
-    none.
+    """Sets the response options of ``request``: its id and the outputs with these names. Without
+    names, all keys are returned.
 
     Args:
-        are_binary: of each of ``names``; ``is_binary`` is of all where there are none.
-        places: of those of ``names`` that are to lie in shared memory.
+        are_binary: whether each of ``names`` is binary.
+        is_binary: whether all outputs are binary, where there are no ``names``.
+        places: locations of the outputs in shared memory, by name.
 
     Raises:
         InvalidRequestError: the id is too long, or `pooled` is named twice.
-        RequestTooLargeError: too many outputs are named, or differ in their form.
+        RequestTooLargeError: too many outputs are named, are in the less frequent format, or are in
+            shared memory.
     """
     if len(request_id) > REQUEST_ID_CHARACTERS_MAX:
         raise InvalidRequestError(
@@ -117,10 +119,10 @@ def set_output(
 
 
 def set_output_dtype(request: LookupRequest, value: object) -> None:
-    """As the parameter `output_dtype` of a request says; None where it has none.
+    """Sets the dtype of the response from the request's parameter `output_dtype`; None if absent.
 
     Raises:
-        InvalidRequestError: it is none.
+        InvalidRequestError: the value is not a supported datatype.
     """
     if value is None:
         return
@@ -135,10 +137,12 @@ def set_output_dtype(request: LookupRequest, value: object) -> None:
 
 
 def versioned(model: str, version: str) -> str:
-    """The name under which a version of a model is asked for, "" for the one that answers.
+    """Returns the qualified name of a version of ``model``, or ``model`` itself if ``version`` is
+    "".
 
     Raises:
-        InvalidRequestError: it can be no version, or ``model`` has one already.
+        InvalidRequestError: ``version`` is not a valid version, or ``model`` already includes a
+            version.
     """
     return qualified_model_name(model, version) if version else model
 
@@ -159,11 +163,11 @@ def response_options_of(result: LookupResult) -> tuple[ResponseOptions, OutputOp
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """An output: its name, its shape, and where its values lie in those of the answer.
+    """An output: its name, its shape, and the position of its values among those of the result.
 
     Attributes:
-        columns: of a pooled model's; None: all.
-        rows: of a model's that is not pooled.
+        columns: columns of a pooled model's values; None for all columns.
+        rows: rows of an unpooled model's values; None for a pooled model.
     """
 
     name: str
@@ -175,7 +179,8 @@ class OutputTensor:
         return self.shape[0] * self.shape[1] * itemsize
 
     def pieces(self, result: LookupResult) -> Iterator[np.ndarray]:
-        """Its values, C-contiguous; of several pieces one after the other."""
+        """Yields the values, C-contiguous. A result in several chunks yields several arrays in
+        order."""
         for values in (result.values, *result.extra_chunks):
             if self.rows is not None:
                 yield values[self.rows]
@@ -188,7 +193,7 @@ class OutputTensor:
 def tensors_of(
     result: LookupResult, form: ResponseOptions, output: OutputOptions
 ) -> list[OutputTensor]:
-    """The outputs, in the model's order."""
+    """Returns the outputs of the response, in the model's order."""
     model = result.model
     if result.lengths is not None:
         return _rows_of(result)
@@ -220,11 +225,11 @@ def _rows_of(result: LookupResult) -> list[OutputTensor]:
 def write_placed(
     tensors: Sequence[OutputTensor], result: LookupResult, form: ResponseOptions
 ) -> None:
-    """Puts the values of those of ``tensors`` that are to lie in shared memory there.
+    """Writes the values of the outputs that are requested in shared memory.
 
     Raises:
-        InvalidRequestError: one has more bytes than it may have there, and none is written; or a
-            region is gone.
+        InvalidRequestError: an output has more bytes than its location, and nothing is written; or
+            a region no longer exists.
     """
     if form.places is None:
         return
@@ -242,7 +247,7 @@ def write_placed(
 
 
 def is_quick(result: LookupResult, form: ResponseOptions) -> bool:
-    """Whether its values are written as bytes in about a millisecond."""
+    """Returns whether the values are encoded as bytes in about a millisecond."""
     if result.extra_chunks or result.lengths is not None or form.places is not None:
         return result.values.nbytes <= NOW_BYTES_MAX and not result.extra_chunks
     return (
@@ -253,7 +258,8 @@ def is_quick(result: LookupResult, form: ResponseOptions) -> bool:
 
 
 def are_in_order(result: LookupResult, form: ResponseOptions) -> bool:
-    """Whether the values of all outputs, one after the other, are the answer's as they lie."""
+    """Returns whether the values of all outputs, in order, are the result's values as they are in
+    memory."""
     if result.lengths is not None:
         return True
     if form.has_pooled:
@@ -262,7 +268,8 @@ def are_in_order(result: LookupResult, form: ResponseOptions) -> bool:
 
 
 def start_key(kind: str, result: LookupResult, form: ResponseOptions) -> tuple[object, ...] | None:
-    """By what the description of its outputs is kept with the model; None where it is not kept."""
+    """Returns the key under which the encoded outputs are cached with the model; None where they
+    are not cached."""
     if result.extra_chunks or result.lengths is not None or form.others or form.places is not None:
         return None
     if form.has_pooled and form.has_keys:

@@ -1,8 +1,7 @@
-"""Bodies of POST /v2/…/infer: JSON, or JSON with the bytes of tensors behind it.
+"""Decodes bodies of POST /v2/…/infer: JSON, or JSON followed by the bytes of tensors.
 
-Where a header says how long the JSON is, what follows are the tensors that have a
-`binary_data_size`, in their order; those that are alike but for their numbers are read by
-known_bodies.py.
+If a header has the length of the JSON, the tensors with a `binary_data_size` follow it, in their
+order. json_template.py reads bodies that differ from an earlier body only in their numbers.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ _DECODER = msgspec.json.Decoder(_InferBody)
 _SIZES_DECODER = msgspec.json.Decoder(_Sizes)
 COUNTED_INPUTS_MAX = 4096
 UTF8_BYTES = 64 << 10
-"""Decoded at a time, to see whether JSON is UTF-8."""
+"""Bytes that are decoded at a time to check whether JSON is UTF-8."""
 _ARRAY_CODES = {"INT64": "q", "INT32": "i", "FP32": "d"}
 
 
@@ -106,7 +105,8 @@ def try_decode_inline(
     json_bytes: int | None = None,
     regions: Regions | None = None,
 ) -> LookupRequest | None:
-    """As decode_request, or None where that would take long: of numbers in binary it never does."""
+    """Decodes like decode_request, or returns None where that would take long. Numbers in binary
+    never take long."""
     if (len(body) if json_bytes is None else json_bytes) > NOW_BYTES_MAX:
         return None
     return _decode(body, model, limits, json_bytes, regions, is_now=True)
@@ -119,24 +119,25 @@ def decode_request(
     json_bytes: int | None = None,
     regions: Regions | None = None,
 ) -> LookupRequest:
-    """The request in ``body``, to ``model``.
+    """Returns the request in ``body``, addressed to ``model``.
 
     Args:
-        json_bytes: of the JSON that ``body`` begins with; None: all of it.
-        regions: of shared memory that the caller has; None: the server has none.
+        json_bytes: bytes of the JSON at the start of ``body``; None if all of it is JSON.
+        regions: shared-memory regions of the caller; None if the server has no shared memory.
 
     Raises:
-        InvalidRequestError: it is no request of the protocol, or not a batch of jagged ids.
-        RequestTooLargeError: it has more than ``limits`` allow, told before it is read.
+        InvalidRequestError: the body is not a request of the protocol, or not a batch of jagged
+            ids.
+        RequestTooLargeError: the body has more than ``limits`` allow. Raised before it is decoded.
     """
     request = _decode(body, model, limits, json_bytes, regions, is_now=False)
-    assert request is not None  # it may take long
+    assert request is not None  # never None unless is_now
     return request
 
 
 def estimate_size(body: bytes, json_bytes: int | None = None) -> tuple[int, int]:
-    """(bags, ids) that the shapes of a request say; (0, 0) of what is none, or has over
-    COUNTED_INPUTS_MAX inputs. Values are passed over."""
+    """Returns (bags, ids) according to the shapes in a request, without decoding values. Returns
+    (0, 0) for an invalid request, and for more than COUNTED_INPUTS_MAX inputs."""
     head = body if json_bytes is None else body[:json_bytes]
     if head.count(b"shape") > COUNTED_INPUTS_MAX:
         return 0, 0
@@ -157,7 +158,7 @@ def _decode(
     *,
     is_now: bool,
 ) -> LookupRequest | None:
-    """None where it is to be done now, and strings or shared memory would take long."""
+    """Returns the request; None where ``is_now`` and strings or shared memory would take long."""
     if json_bytes is not None:
         known = forms.read(body, json_bytes, model, limits)
         if known is not None:
@@ -171,7 +172,7 @@ def _decode(
             if known is not None:
                 return known
     head, rest = _cut(body, json_bytes, limits)
-    if len(head) > limits.request_values_max:  # else it cannot hold so many
+    if len(head) > limits.request_values_max:  # a shorter JSON cannot hold that many values
         check_cost(head, limits)
     try:
         _check_utf8(head)
@@ -203,8 +204,8 @@ def _decode(
 
 
 def _is_plain(parsed: _InferBody, request: LookupRequest) -> bool:
-    """Whether its inputs are F.ids and then F.lengths of each feature, integers in binary, and
-    nothing lies in shared memory, which is its caller's alone."""
+    """Returns whether the inputs are F.ids and then F.lengths of each feature, integers in binary.
+    No tensor may be in shared memory, which belongs to a single caller."""
     names = [f"{name}.{part}" for name in request.features for part in ("ids", "lengths")]
     told: list[_Placed | None] = [one.parameters for one in parsed.inputs]
     told += [one.parameters for one in parsed.outputs]
@@ -214,7 +215,7 @@ def _is_plain(parsed: _InferBody, request: LookupRequest) -> bool:
 
 
 def _is_placed(told: _Placed) -> bool:
-    """Whether a tensor that is ``told`` so is to lie in shared memory."""
+    """Returns whether a tensor with these parameters is in shared memory."""
     return told.shared_memory_region is not None or told.shared_memory_byte_size is not None
 
 
@@ -224,14 +225,14 @@ def _place(tensor: Input | str, told: _Placed, regions: Regions | None) -> Memor
 
 
 def _places(outputs: list[_Output], regions: Regions | None) -> dict[str, MemorySlice] | None:
-    """Of those that are to lie in shared memory."""
+    """Returns the locations of the outputs that are requested in shared memory, by name."""
     told = [(one.name, one.parameters) for one in outputs if one.parameters is not None]
     return {name: _place(name, one, regions) for name, one in told if _is_placed(one)} or None
 
 
 def _sizes_of_same(head: bytes, parsed: _InferBody) -> list[tuple[int, int]] | None:
-    """(elements, bytes) of each input that ``head`` says; None where it is not ``parsed`` but for
-    these."""
+    """Returns (elements, bytes) of each input in ``head``; None where it differs from ``parsed`` in
+    anything else."""
     try:
         other = _DECODER.decode(head)
     except (msgspec.DecodeError, RecursionError, ValueError):
@@ -246,18 +247,19 @@ def _sizes_of_same(head: bytes, parsed: _InferBody) -> list[tuple[int, int]] | N
 
 
 def _check_utf8(head: bytes) -> None:
-    """Raises UnicodeDecodeError where JSON is not UTF-8 (RFC 8259, section 8.1): msgspec looks at
-    the strings that it keeps alone."""
+    """Raises UnicodeDecodeError where JSON is not UTF-8 (RFC 8259, section 8.1). msgspec validates
+    only the strings that it keeps."""
     if head.isascii():
         return
     decoder = getincrementaldecoder("utf-8")()
-    for start in range(0, len(head), UTF8_BYTES):  # no copy of all of it
+    for start in range(0, len(head), UTF8_BYTES):  # avoids a copy of all of it
         decoder.decode(head[start : start + UTF8_BYTES])
     decoder.decode(b"", final=True)
 
 
 def _problem(error: Exception) -> EmbedServeError:
-    """For the caller to raise: an error that a name of its frame holds is a circle."""
+    """Returns the error for the caller to raise. An error in a local variable of its own frame is a
+    reference cycle."""
     return InvalidRequestError(f"body is not an inference request: {error}", "body")
 
 
@@ -284,7 +286,8 @@ def _tensors(
     *,
     is_now: bool,
 ) -> tuple[list[Input], list[PlacedTensor]] | None:
-    """(all inputs, those that lie in shared memory, which have no data yet); None as _decode."""
+    """Returns (all inputs, the inputs in shared memory, which have no data yet), or None like
+    _decode."""
     tensors, position = [], 0
     text_bytes = 0
     placed: list[PlacedTensor] = []
@@ -336,7 +339,7 @@ def _check_text(nbytes: int, limits: Limits) -> None:
 
 
 def _from_json(tensor: Input, data: list[Any] | None) -> Data:
-    """The values of an input as its datatype has them, flat or as nested as its shape."""
+    """Returns the values of an input in its datatype. They are flat, or nested like its shape."""
     if data is None:
         raise wrong(tensor, "has neither data nor a binary_data_size")
     if len(tensor.shape) == 2 and data and type(data[0]) is list:
@@ -350,7 +353,7 @@ def _from_json(tensor: Input, data: list[Any] | None) -> Data:
         return data
     code = _ARRAY_CODES.get(tensor.datatype)
     if code is None:
-        return np.zeros(0, np.int64)  # what such a datatype is refused for is said with the others
+        return np.zeros(0, np.int64)  # tensors.py rejects an unsupported datatype
     try:
         numbers = array(code, data)
     except (TypeError, OverflowError):
@@ -360,12 +363,12 @@ def _from_json(tensor: Input, data: list[Any] | None) -> Data:
     values = np.frombuffer(numbers, code)
     if tensor.datatype != "FP32":
         return values.astype(DTYPES[tensor.datatype], copy=False).tobytes()
-    with np.errstate(over="ignore"):  # infinite weights are refused with the others
+    with np.errstate(over="ignore"):  # infinite weights are rejected later
         return values.astype(DTYPES[tensor.datatype], copy=False)
 
 
 def _wrong_value(tensor: Input, data: list[Any]) -> InvalidRequestError:
-    """Which of its values is not of its datatype."""
+    """Returns the error for the first value that does not have the tensor's datatype."""
     for at, value in enumerate(data):
         try:
             if tensor.datatype == BYTES:

@@ -1,7 +1,7 @@
-"""Answers of POST /v2/…/infer: JSON, or JSON with the bytes of tensors behind it.
+"""Encodes responses of POST /v2/…/infer: JSON, or JSON followed by the bytes of tensors.
 
-An answer is binary where its request asks for that: its first part is then the whole JSON, whose
-length a header says.
+A response is binary if its request says so. Its first chunk is then the whole JSON, whose length is
+sent in a header.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from embedserve.shared_memory.memory_slice import MemorySlice
 
 
 def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
-    """As encode_pieces, or None where that would take long."""
+    """Encodes like encode_pieces, with the byte count; returns None where that would take long."""
     form, output = response_options_of(result)
     are_placed = form.places is not None and len(form.places) == len(output.keys) + form.has_pooled
     if are_placed or (form.is_binary and not form.others):
@@ -44,8 +44,8 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
 
 
 def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
-    """The pieces of any answer, none of which takes long to make. Of one that has values in binary
-    the first is the whole JSON."""
+    """Yields the chunks of any response in order, each quick to encode. If values are in binary,
+    the first chunk is the whole JSON."""
     form, _ = response_options_of(result)
     yield from _encode(result, form)
 
@@ -80,7 +80,7 @@ def _in_binary(tensor: OutputTensor, form: ResponseOptions) -> bool:
 
 
 def _head(result: LookupResult, form: ResponseOptions) -> bytes:
-    """All that comes before the outputs."""
+    """Returns all bytes before the outputs."""
     model = result.model
     start = model.response_prefix_cache.get(("v2 model",))
     if start is None:
@@ -97,13 +97,13 @@ def _head(result: LookupResult, form: ResponseOptions) -> bytes:
 
 
 def _start(tensor: OutputTensor, itemsize: int) -> bytes:
-    """An output but for its values."""
+    """Returns the description of an output, without its values."""
     told = {"name": tensor.name, "datatype": DATATYPES[itemsize], "shape": tensor.shape}
     return orjson.dumps(told)[:-1]
 
 
 def _described(tensors: list[OutputTensor], result: LookupResult, form: ResponseOptions) -> bytes:
-    """The outputs, with the values of those that are not in binary."""
+    """Returns the outputs as JSON, with the values of those that are not binary."""
     itemsize = result.values.itemsize
     outputs = []
     for one in tensors:
@@ -136,7 +136,7 @@ def _all_json(
 
 
 def _place_told(place: MemorySlice, nbytes: int) -> bytes:
-    """The parameters of an output that lies in shared memory, so many bytes of it."""
+    """Returns the parameters of an output of ``nbytes`` that is in shared memory."""
     told = {REGION: place.region.name, OFFSET: place.offset, BYTE_SIZE: nbytes}
     return b',"parameters":' + orjson.dumps(told)
 
@@ -155,14 +155,15 @@ def _values(tensor: OutputTensor, result: LookupResult) -> Iterator[bytes]:
 
 
 def head_bytes(parts: ResponseChunks) -> int:
-    """How long the JSON of an answer is whose values follow it in binary; 0 of one without.
+    """Returns the bytes of the JSON of a response with binary values behind it; 0 for any other
+    response.
 
-    Only the whole JSON ends with a brace where it is not all.
+    If there are several chunks, only a complete JSON makes the first end with a brace.
     """
     first = parts[0]
     return len(first) if len(parts) > 1 and first[-1:] == b"}" else 0
 
 
 def encode_error(error: EmbedServeError) -> bytes:
-    """{"error": "…"}: the protocol's own form."""
+    """Returns {"error": "…"}, the protocol's own format."""
     return orjson.dumps({"error": error.message})

@@ -1,5 +1,7 @@
-"""What the Open Inference Protocol tells of the server and its models, said once for REST and gRPC:
-as JSON values that are named as the fields of its messages."""
+"""Descriptions of the server and its models in the Open Inference Protocol, for REST and gRPC.
+
+Descriptions are JSON values with the names of the protocol's message fields.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from embedserve.model_names import split_name
 PLATFORM = "torchrec"
 EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
 SHARED_MEMORY = "system_shared_memory"
-"""An extension of servers that have it."""
+"""Extension that is listed only by servers with shared memory."""
 _NS_PER_S = 1_000_000_000
 _ANY = -1
 
@@ -28,9 +30,10 @@ def server(*, has_shared_memory: bool) -> dict[str, Any]:
 
 
 def model(info: ModelInfo, versions: Iterable[int]) -> dict[str, Any]:
-    """What may be asked of ``info``, one of these versions of its model, and what it answers.
+    """Returns the metadata of ``info``: its inputs and outputs, and the ``versions`` of its model.
 
-    Of a feature F F.ids and F.lengths are named; F and F.weights may be given, too.
+    For a feature F the inputs F.ids and F.lengths are listed. F alone and F.weights are accepted,
+    too.
     """
     inputs = []
     for feature in info.features:
@@ -51,8 +54,11 @@ def model(info: ModelInfo, versions: Iterable[int]) -> dict[str, Any]:
 
 
 def configuration(info: ModelInfo) -> dict[str, Any]:
-    """The tensors of ``info`` once more, as Triton tells of its models and as load generators ask:
-    each size, that of the batch with them, and that any input may be left out."""
+    """Returns the tensors of ``info`` in the format of Triton's model configuration, which load
+    generators request.
+
+    Each shape includes the batch dimension, so max_batch_size is 0. Every input is optional.
+    """
     told = model(info, [])
     return {
         "name": told["name"],
@@ -73,12 +79,13 @@ def _tensor(name: str, datatype: str, *shape: int) -> dict[str, Any]:
 
 
 def statistics(info: ModelInfo, metrics: VersionMetrics) -> dict[str, Any]:
-    """What ``info`` answered since it began to, all workers together.
+    """Returns the statistics of ``info`` since it began to serve, summed over all workers.
 
-    A request succeeds or fails once it was handed to the version: what is refused before, as for an
-    unknown model, is neither, nor is one whose client went away. Those of the queue and of the
-    computation are counted as their batch is taken. All counts are of requests, as Triton's are and
-    perf_analyzer wants.
+    A request succeeds or fails only after it was handed to the version. Requests rejected earlier,
+    such as for an unknown model, count as neither, nor do requests whose client disconnected.
+
+    Queue and compute counts are updated when a batch is taken. All counts are in requests, as in
+    Triton, and as perf_analyzer expects.
     """
     outcomes = metrics.total_requests()
     failures = sum(count for outcome, count in outcomes.items() if outcome not in NO_FAILURES)
@@ -105,7 +112,7 @@ def statistics(info: ModelInfo, metrics: VersionMetrics) -> dict[str, Any]:
 
 
 def _total(seconds: Histogram) -> tuple[int, int]:
-    """(how many, nanoseconds of all)"""
+    """Returns (number of observations, their total in nanoseconds)."""
     counts, total_s = seconds.samples()
     return int(counts[-1][1]), int(total_s * _NS_PER_S)
 
@@ -113,11 +120,11 @@ def _total(seconds: Histogram) -> tuple[int, int]:
 def repository(
     models: Iterable[ModelInfo], coming: Mapping[str, PendingVersion], not_ready: str
 ) -> list[dict[str, str]]:
-    """Every version that is served, or that is to be.
+    """Returns the index of all versions that are served or pending.
 
     Args:
-        coming: by name as --model has it.
-        not_ready: why the server is not; "" while it is.
+        coming: pending versions, by name in the format of --model.
+        not_ready: reason why the server is not ready; "" while it is ready.
     """
     index = []
     for info in models:

@@ -1,8 +1,8 @@
-"""ModelInfer's requests by their bytes.
+"""Decodes requests of ModelInfer at the byte level.
 
-Those that are alike but for their numbers are read by known_messages.py, other small ones by the
-protobuf library. Of larger ones the numbers are found where they lie in the bytes, and what becomes
-Python objects is counted before.
+message_template.py reads messages that differ from an earlier message only in their numbers. The
+protobuf library parses other small messages. In larger messages numbers are located in place, and
+fields are counted before they become Python objects.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from embedserve_proto import open_inference_pb2 as pb
 _Request = pb.ModelInferRequest
 _InputMessage = pb.ModelInferRequest.InferInputTensor
 SMALL_BYTES = 16 << 10
-"""Of a message, without its raw contents, that the library reads whole: what it may cost the event
-loop is a few hundred microseconds."""
+"""Bytes of a message, without its raw contents, that the protobuf library parses whole. This costs
+the event loop a few hundred microseconds at most."""
 NOW_BYTES_MAX = 64 << 10
-"""Of strings that are read on the event loop's thread."""
+"""Bytes of strings that are decoded on the event loop's thread."""
 NOW_FIELDS_MAX = 4096
 
 
@@ -76,12 +76,12 @@ CONTENTS = {
     "FP32": "fp32_contents",
     BYTES: "bytes_contents",
 }
-"""The field of an input's numbers, by its datatype."""
+"""The field of InferTensorContents with an input's values, by its datatype."""
 _CONTENTS_TAGS = {
     tag_of(number_of(pb.InferTensorContents, field), LENGTH_DELIMITED): field
     for field in CONTENTS.values()
 } | {
-    # not packed, each a field of its own: parsers take both
+    # not packed, each number in a field of its own: parsers accept both
     tag_of(number_of(pb.InferTensorContents, "int64_contents"), VARINT): "int64_contents",
     tag_of(number_of(pb.InferTensorContents, "int_contents"), VARINT): "int_contents",
     tag_of(number_of(pb.InferTensorContents, "fp32_contents"), I32): "fp32_contents",
@@ -92,7 +92,8 @@ _Contents = dict[str, list[memoryview]]
 def try_decode_inline(
     body: bytes, model: str, limits: Limits, regions: Regions | None = None
 ) -> LookupRequest | None:
-    """As decode_request, or None where that would take long: of raw numbers it never does."""
+    """Decodes like decode_request, or returns None where that would take long. Raw numbers never
+    take long."""
     known = forms.read(body, limits)
     if known is not None:
         return known
@@ -132,7 +133,8 @@ def _remember(
     request: LookupRequest | None,
     limits: Limits,
 ) -> None:
-    """If all is raw; of what lies in shared memory known_placed.py has the forms."""
+    """Caches the template of a message whose inputs are all raw. Templates of inputs in shared
+    memory are cached by shared_memory_template.py."""
     if request is None or any(one.parameters for one in message.outputs):
         return
     inputs = len(message.inputs)
@@ -148,14 +150,14 @@ def _remember(
 def decode_request(
     body: bytes, model: str, limits: Limits, regions: Regions | None = None
 ) -> LookupRequest:
-    """The ModelInferRequest in ``body``, which names its model itself.
+    """Returns the ModelInferRequest in ``body``, which names its model itself.
 
     Args:
-        regions: of shared memory that the caller has; None: the server has none.
+        regions: shared-memory regions of the caller; None if the server has no shared memory.
 
     Raises:
-        InvalidRequestError: it is none, or not a batch of jagged ids.
-        RequestTooLargeError: it has more than ``limits`` allow, told before it is read.
+        InvalidRequestError: the body is not a ModelInferRequest, or not a batch of jagged ids.
+        RequestTooLargeError: the body has more than ``limits`` allow. Raised before it is decoded.
     """
     form = shared_memory_template.forms.find(body, limits) if regions else None
     if form is not None and regions is not None:
@@ -188,12 +190,13 @@ def decode_request(
             raise _malformed(error) from error
     of_inputs = [contents for contents, _ in inputs]
     request = _request(body, message, raw, of_inputs, limits, regions, is_now=False)
-    assert request is not None  # it may take long
+    assert request is not None  # never None unless is_now
     return request
 
 
 def peek_model(body: bytes) -> str:
-    """The model that a ModelInferRequest names, found without decoding the rest; "" for none.
+    """Returns the model that a ModelInferRequest names, without decoding the rest; "" if it names
+    none. A model with a version is returned as "MODEL@VERSION".
 
     Serializers write fields in their order, so that the model and its version come first.
     """
@@ -209,8 +212,8 @@ def peek_model(body: bytes) -> str:
 
 
 def estimate_size(body: bytes) -> tuple[int, int]:
-    """(bags, ids) that the shapes of a ModelInferRequest say; (0, 0) of what is none, or has over
-    NOW_FIELDS_MAX fields."""
+    """Returns (bags, ids) according to the shapes in a ModelInferRequest. Returns (0, 0) for an
+    invalid message, and for more than NOW_FIELDS_MAX fields."""
     inputs = []
     try:
         taken, _ = extract_fields(body, {INPUTS_TAG: "inputs"}, NOW_FIELDS_MAX)
@@ -242,7 +245,7 @@ def _malformed(problem: object) -> InvalidRequestError:
 
 
 def _take_raw(body: bytes, fields_max: int) -> tuple[list[memoryview], list[memoryview]]:
-    """(raw_input_contents, the pieces of the message without them)."""
+    """Returns (raw_input_contents, the chunks of the message without them)."""
     try:
         taken, rest = extract_fields(body, {RAW_TAG: "raw"}, fields_max)
     except IndexError as error:
@@ -255,7 +258,8 @@ def _take_raw(body: bytes, fields_max: int) -> tuple[list[memoryview], list[memo
 def _take_inputs(
     body: bytes, limits: Limits
 ) -> tuple[list[memoryview], list[tuple[_Contents, bytes]], list[memoryview]]:
-    """(raw_input_contents; of each input its contents and itself without them; the rest)."""
+    """Returns (raw_input_contents, inputs, the chunks of the message without both). Each input is
+    (its contents, the input's message without them)."""
     left = FieldBudget(limits.request_values_max)
     try:
         taken, rest = left.extract_fields(body, {RAW_TAG: "raw", INPUTS_TAG: "inputs"})
@@ -263,7 +267,7 @@ def _take_inputs(
         for one in taken.get("inputs", ()):
             of_input, others = left.extract_fields(bytes(one), {CONTENTS_TAG: "contents"})
             contents: _Contents = {}
-            for part in of_input.get("contents", ()):  # parsers merge them
+            for part in of_input.get("contents", ()):  # parsers merge repeated contents
                 numbers, _ = left.extract_fields(bytes(part), _CONTENTS_TAGS)
                 for name, values in numbers.items():
                     contents.setdefault(name, []).extend(values)
@@ -285,12 +289,13 @@ def _request(
     *,
     is_now: bool,
 ) -> LookupRequest | None:
-    """The request of ``message``; None where it is to be made now, and would take long.
+    """Returns the request in ``message``; None where ``is_now`` and reading would take long.
 
     Args:
-        body: its bytes.
+        body: bytes of the message.
         raw: its raw_input_contents.
-        contents: of each input, which the message has not; None: it has them.
+        contents: contents of each input, if they were extracted from the message; None if they are
+            still in it.
     """
     are_placed = [is_placed(one.parameters) for one in message.inputs]
     if raw and len(raw) != are_placed.count(False):
@@ -351,10 +356,10 @@ def _raw_strings(tensor: Input, raw: bytes | memoryview, limits: Limits) -> list
 
 
 def _from_message(tensor: Input, message: pb.ModelInferRequest.InferInputTensor) -> Data:
-    """The values of an input that the library has read."""
+    """Returns the values of an input that the protobuf library has parsed."""
     field = CONTENTS.get(tensor.datatype)
     if field is None:
-        return b""  # what such a datatype is refused for is said with the others
+        return b""  # tensors.py rejects an unsupported datatype
     values = getattr(message.contents, field)[:]
     _check_field(tensor, field, len(values))
     if tensor.datatype == BYTES:
@@ -363,7 +368,7 @@ def _from_message(tensor: Input, message: pb.ModelInferRequest.InferInputTensor)
 
 
 def _from_contents(tensor: Input, contents: _Contents, limits: Limits) -> Data:
-    """The same of one whose values were found where they lie."""
+    """Returns the values of an input whose contents were located in the message's bytes."""
     field = CONTENTS.get(tensor.datatype)
     if field is None:
         return b""
@@ -388,7 +393,7 @@ def _from_contents(tensor: Input, contents: _Contents, limits: Limits) -> Data:
 
 def _check_field(tensor: Input, field: str, count: int) -> None:
     if len(tensor.shape) > 2:
-        return  # it is refused with the others
+        return  # tensors.py rejects such a shape
     expected = prod(tensor.shape)
     if count != expected:
         raise wrong(tensor, f"has {count} values in {field}, not {expected}")

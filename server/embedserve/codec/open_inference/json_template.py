@@ -1,8 +1,10 @@
-"""The JSON before binary tensors where it is as one before it, but for its numbers.
+"""Template cache for the JSON before binary tensors: bodies that differ only in their numbers.
 
-A caller's bodies name the same inputs and outputs over and over. What differs is the sizes of the
-inputs, and the tensors behind the JSON: of a body whose form is known these alone are read. A form
-has F.ids and then F.lengths of each feature, integers in binary, and no id of the request.
+A caller's bodies name the same inputs and outputs repeatedly. They differ in the sizes of the
+inputs and in the tensors behind the JSON. If the template of a body is cached, only these are read.
+
+A template has inputs F.ids and then F.lengths of each feature, integers in binary, and no request
+id.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _frombuffer = np.frombuffer
 FORM_BYTES_MAX = 8192
 DIGITS_MAX = 9
 NUMBERS_PER_FEATURE = 4
-"""Ids, their bytes, examples, the bytes of lengths: in this order."""
+"""Numbers in the JSON for each feature, in this order: ids, their bytes, examples, bytes of
+lengths."""
 _NUMBER = re.compile(rb"(?<=[\[:, ])(?:0|[1-9]\d{0,17})(?=[ ,\]}])")
 _MARK = 10**12
 Sizes = Sequence[tuple[int, int]]
@@ -35,13 +38,14 @@ Sizes = Sequence[tuple[int, int]]
 
 
 class JsonTemplate:
-    """How such a JSON is between its numbers."""
+    """Template of a JSON: the bytes between its numbers."""
 
     def __init__(self, between: Sequence[bytes], like: LookupRequest) -> None:
         """
         Args:
-            between: what stands before, between and behind the numbers.
-            like: a request of this form, whose features and output all have.
+            between: the bytes before, between and behind the numbers.
+            like: a request of this template. All requests of the template share its features and
+                output options.
         """
         self._between = between
         self._features, self._output, self._dtype = like.features, like.output, like.output_dtype
@@ -49,8 +53,8 @@ class JsonTemplate:
         self._nbytes = sum(map(len, between))
 
     def read(self, body: bytes, end: int, model: str, limits: Limits) -> LookupRequest | None:
-        """The request of ``body``, whose JSON ends at ``end``; None where it is of another form,
-        and where anything is wrong with it."""
+        """Returns the request in ``body``, whose JSON ends at ``end``. Returns None where the body
+        has another template or anything is wrong with it."""
         if (
             len(self._features) > limits.request_features_max
             or end > limits.request_text_bytes_max
@@ -65,7 +69,7 @@ class JsonTemplate:
         return self._read_contents(body, end, model, counts, batch_size)
 
     def _read_sizes(self, body: bytes, end: int, limits: Limits) -> tuple[list[int], int] | None:
-        """(ids of each feature, examples)."""
+        """Returns (ids of each feature, examples)."""
         between, position = self._between, len(self._between[0])
         find, startswith = body.find, body.startswith
         middles: tuple[bytes, ...] = ()
@@ -96,13 +100,15 @@ class JsonTemplate:
         return (counts, batch_size) if is_whole else None
 
     def _batch_size(self, body: bytes, position: int) -> int:
-        """As the first lengths have it; what ``_add`` makes of it is compared with all."""
+        """Returns the number of examples according to the first lengths. The bytes that ``_add``
+        makes from it are compared with all of them."""
         start = position + len(self._between[2])
         digits = body[start : start + DIGITS_MAX].partition(self._between[3][:1])[0]
         return int(digits) if digits.isdigit() else 0
 
     def _add(self, batch_size: int) -> tuple[bytes, ...]:
-        """What follows the bytes of each feature's ids, up to the next feature's."""
+        """Returns the bytes behind the byte count of each feature's ids, up to the next feature,
+        and caches them."""
         told, size = b"%d" % batch_size, b"%d" % (4 * batch_size)
         between = self._between
         middles = tuple(
@@ -137,10 +143,10 @@ class JsonTemplate:
 
 
 class JsonTemplateCache(TemplateCache[JsonTemplate]):
-    """The forms of the bodies met last."""
+    """Cache of the templates of recent bodies."""
 
     def read(self, body: bytes, end: int, model: str, limits: Limits) -> LookupRequest | None:
-        """The request of a body of a known form; None of any other."""
+        """Returns the request in a body whose template is cached; None for any other body."""
         for form in self:
             request = form.read(body, end, model, limits)
             if request is not None:
@@ -150,12 +156,13 @@ class JsonTemplateCache(TemplateCache[JsonTemplate]):
     def remember(
         self, head: bytes, like: LookupRequest, estimate_size: Callable[[bytes], Sizes | None]
     ) -> None:
-        """If the numbers in ``head``, a JSON that is of no known form, are the sizes of its inputs
-        and no others.
+        """Caches the template of ``head``, a JSON without a cached template, if its numbers are
+        exactly the sizes of its inputs.
 
         Args:
-            like: its request.
-            estimate_size: what a JSON of other numbers says; None where anything else differs, too.
+            like: the request in that body.
+            estimate_size: function that returns the sizes in a JSON with other numbers; None where
+                anything else differs, too.
         """
         if len(head) > FORM_BYTES_MAX:
             return
@@ -164,7 +171,8 @@ class JsonTemplateCache(TemplateCache[JsonTemplate]):
         features = len(like.features)
         if numbers != NUMBERS_PER_FEATURE * features or 2 * features > FORM_INPUTS_MAX:
             return
-        # A number in a name would be one of the sizes no more, and none that is one is another's.
+        # Replaces each number by a unique mark. If a number is part of a name or another value, the
+        # marked JSON differs in more than its sizes. The marks' order shows which size is which.
         marks = [b"%d" % (_MARK + at) for at in range(numbers)]
         marked = b"".join(part for pair in zip(between, marks, strict=False) for part in pair)
         expected = [(_MARK + at, _MARK + at + 1) for at in range(0, numbers, 2)]

@@ -1,6 +1,6 @@
-"""ModelInfer's answers by their bytes: fields one after the other.
+"""Encodes responses of ModelInfer at the byte level, as a sequence of fields.
 
-What is the same for all answers of a size is made once, and kept with its model.
+The parts that all responses of the same size share are encoded once, and cached with their model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from embedserve_proto import open_inference_pb2 as pb
 
 _OutputMessage = pb.ModelInferResponse.InferOutputTensor
 JOIN_BYTES_MAX = 64 << 10
-"""Of an answer that is joined at once: it would be anyway, to be written."""
+"""Bytes of a response that is joined into one chunk: a response this small would be joined anyway
+to be written."""
 ID_TAG = bytes([tag_of(number_of(pb.ModelInferResponse, "id"), LENGTH_DELIMITED)])
 RAW_OUTPUT_TAG = bytes(
     [tag_of(number_of(pb.ModelInferResponse, "raw_output_contents"), LENGTH_DELIMITED)]
@@ -38,14 +39,15 @@ STREAMED_TAG = bytes(
 
 
 def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
-    """(a ModelInferResponse in pieces, their bytes), or None where that would take long."""
+    """Returns (the chunks of a ModelInferResponse, their byte count), or None where encoding would
+    take long."""
     form, output = response_options_of(result)
     if not is_quick(result, form):
         return None
     values = result.values
     is_one = result.lengths is None and len(values) == 1 and not result.extra_chunks
     if is_one and not output.has_all and form.places is None:
-        # What most answers are: the vectors of a key lie together, and are not copied twice.
+        # The most common response: the vectors of a key are contiguous, and are not copied twice.
         parts: list[bytes | memoryview] = [_head(result, form)]
         described, starts, _ = _described_once(result, form, output)
         parts.append(described)
@@ -60,7 +62,7 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
 
 
 def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
-    """The pieces of any answer, none of which takes long to make."""
+    """Yields the chunks of any response in order, each quick to encode."""
     form, output = response_options_of(result)
     described, starts, tensors = _described_once(result, form, output)
     write_placed(tensors, result, form)
@@ -77,8 +79,8 @@ def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
 def _described_once(
     result: LookupResult, form: ResponseOptions, output: OutputOptions
 ) -> tuple[bytes, list[bytes], list[OutputTensor]]:
-    """(the outputs but for their values, what comes before the values of each, the outputs); kept
-    with the model where it can be."""
+    """Returns (the outputs without their values, the bytes before the values of each, the outputs).
+    They are cached with the model where possible."""
     key = start_key("v2 grpc", result, form)
     made = None if key is None else result.model.response_prefix_cache.get(key)
     if made is None:
@@ -91,7 +93,7 @@ def _described_once(
 
 
 def _head(result: LookupResult, form: ResponseOptions) -> bytes:
-    """All that comes before the outputs."""
+    """Returns all bytes before the outputs."""
     model = result.model
     start = model.response_prefix_cache.get(("v2 grpc model",))
     if start is None:
@@ -135,13 +137,14 @@ def _tell_place(output: _OutputMessage, place: MemorySlice, nbytes: int) -> None
 
 
 def _raw_start(tensor: OutputTensor, result: LookupResult, form: ResponseOptions) -> bytes:
-    """Of one in shared memory nothing follows: clients expect an entry for each output."""
+    """Returns the tag and length of an output's raw contents. The length is 0 for an output in
+    shared memory, because clients expect an entry for every output."""
     is_placed = form.place(tensor.name) is not None
     return RAW_OUTPUT_TAG + varint(0 if is_placed else tensor.nbytes(result.values.itemsize))
 
 
 def try_encode_streamed_inline(result: LookupResult) -> EncodedResponse | None:
-    """The same as a ModelStreamInferResponse."""
+    """Encodes like try_encode_inline, as a ModelStreamInferResponse."""
     encoded = try_encode_inline(result)
     if encoded is None:
         return None
@@ -157,7 +160,8 @@ def encode_streamed_pieces(result: LookupResult) -> Iterator[bytes | memoryview]
 
 
 def encode_stream_error(error: EmbedServeError) -> bytes:
-    """A ModelStreamInferResponse with only its error: how a stream answers what failed."""
+    """Returns a ModelStreamInferResponse with only its error: a stream's response to a failed
+    request."""
     return pb.ModelStreamInferResponse(
         error_message=f"[{error.code}] {error.message}"
     ).SerializeToString()

@@ -1,8 +1,9 @@
-"""ModelInferRequests that are as one before them, but for their numbers.
+"""Template cache for ModelInferRequest: messages that differ only in their numbers.
 
-A caller's requests name the same model, inputs and outputs over and over. What differs is the
-request's id, the sizes of the inputs and their contents: these alone are read of a message whose
-form is known, which is one with F.ids and then F.lengths of each feature, integers and raw.
+A caller's requests name the same model, inputs and outputs repeatedly. They differ in the request
+id, the sizes of the inputs and their contents. If the template of a message is cached, only these
+are read. A template has inputs F.ids and then F.lengths of each feature, integers in
+raw_input_contents.
 """
 
 from __future__ import annotations
@@ -32,31 +33,33 @@ _frombuffer = np.frombuffer
 FORM_BYTES_MAX = 4096
 FORM_INPUTS_MAX = 128
 BATCH_SIZES_MAX = 32
-"""Of which a form keeps what it is between the numbers of ids: all forms together a few megabytes
-at most."""
+"""Batch sizes for which a template caches the bytes between its counts of ids. All templates
+together then take a few megabytes at most."""
 WIDTHS = 3
-"""Bytes of the largest count of ids that is read here, two millions."""
+"""Bytes of the largest varint count of ids that a template reads, about two million."""
 VIEWED_BYTES = 64 << 10
-"""A message of more is not copied twice."""
+"""Bytes of a message that is sliced by copying. A larger message is sliced by views, so that it is
+not copied twice."""
 INPUTS_TAG = bytes([tag_of(number_of(_Request, "inputs"), LENGTH_DELIMITED)])
 REQUEST_ID_TAG = tag_of(number_of(_Request, "id"), LENGTH_DELIMITED)
 RAW_TAG = bytes([tag_of(number_of(_Request, "raw_input_contents"), LENGTH_DELIMITED)])
 SHAPE_TAG = bytes([tag_of(number_of(_Input, "shape"), LENGTH_DELIMITED)])
 SMALL_COUNTS = 256
 RAW_STARTS = tuple(RAW_TAG + varint(8 * count) for count in range(SMALL_COUNTS))
-"""What comes before the contents of so many ids."""
+"""Bytes before the raw contents of small counts of ids, by the count."""
 _Stems = tuple[bytes, ...]
-"""An input up to its only size, by how many bytes that has, from 1."""
+"""Bytes of an input up to its only dimension, by the bytes of that dimension's varint, from 1."""
 _Middles = tuple[tuple[_Stems, ...], bytes, bytes]
-"""Of a batch size: what stands between the counts of ids, by the width of the next; what follows
-the last; what comes before the contents of lengths."""
+"""Bytes for a batch size: those between the counts of ids, by the width of the next count; those
+behind the last count; those before the raw contents of lengths."""
 
 
 class MessageTemplate:
-    """How messages are between their numbers.
+    """Template of a message: the bytes between its numbers.
 
     Attributes:
-        head: their bytes up to the request's id.
+        head: bytes before the request id.
+        nbytes: bytes that the template keeps, those cached for batch sizes not counted.
     """
 
     def __init__(
@@ -65,7 +68,9 @@ class MessageTemplate:
         """
         Args:
             model: (model_name, model_version).
-            named: how the model is then asked for.
+            named: the model's name in the LookupRequest.
+            features: the features, in the order of the inputs.
+            outputs: names of the requested outputs.
         """
         name, version = model
         self.head = _Request(model_name=name, model_version=version).SerializeToString()
@@ -81,8 +86,8 @@ class MessageTemplate:
         self.nbytes += len(self.head) + len(self._tail)
 
     def read(self, body: bytes, limits: Limits) -> LookupRequest | None:
-        """The request of ``body``, which begins with the head; None where it is of another form,
-        and where anything is wrong with it."""
+        """Returns the request in ``body``, which begins with the head. Returns None where the body
+        has another template or anything is wrong with it."""
         if limits is not self._fits and not self._is_allowed(limits):
             return None
         position, request_id = len(self.head), ""
@@ -109,7 +114,8 @@ class MessageTemplate:
         return request
 
     def _is_allowed(self, limits: Limits) -> bool:
-        """Whether a message of this form is, but for its numbers."""
+        """Returns whether messages of this template are within ``limits``, except for their
+        numbers."""
         text_bytes_max = min(limits.request_text_bytes_max, limits.request_values_max)
         if len(self._features) > limits.request_features_max or self.nbytes > text_bytes_max:
             return False
@@ -119,8 +125,8 @@ class MessageTemplate:
     def _read_sizes(
         self, body: bytes, position: int, limits: Limits
     ) -> tuple[list[int], int, int, bytes] | None:
-        """(ids of each feature, examples, where the contents begin, what comes before those of
-        lengths); None as ``read``."""
+        """Returns (ids of each feature, examples, start of the contents, the bytes before the
+        contents of lengths), or None like ``read``."""
         count, position = _count(body, position, self._ids[0])
         at = position + len(self._lengths[0][0])
         batch_size, _ = read_varint(body, at)
@@ -186,7 +192,8 @@ class MessageTemplate:
 
 
 def _stems(name: str, datatype: str) -> _Stems:
-    """Up to the size of an input of one dimension, if it has so many bytes."""
+    """Returns the bytes of a one-dimensional input up to its size, for each width of that size in
+    bytes."""
     described = _Input(name=name, datatype=datatype).SerializeToString()
     stems = []
     for width in range(1, WIDTHS + 1):
@@ -197,7 +204,7 @@ def _stems(name: str, datatype: str) -> _Stems:
 
 
 def _count(body: bytes, position: int, stems: _Stems) -> tuple[int, int]:
-    """(the size of the input at ``position``, where it ends); -1 of another one."""
+    """Returns (size of the input at ``position``, its end). The size is -1 for any other input."""
     for width, stem in enumerate(stems, 1):
         if body.startswith(stem, position):
             start = position + len(stem)
@@ -207,10 +214,10 @@ def _count(body: bytes, position: int, stems: _Stems) -> tuple[int, int]:
 
 
 class MessageTemplateCache(TemplateCache[MessageTemplate]):
-    """The forms of the messages met last."""
+    """Cache of the templates of recent messages."""
 
     def read(self, body: bytes, limits: Limits) -> LookupRequest | None:
-        """The request in a message of a known form; None for any other."""
+        """Returns the request in a message whose template is cached; None for any other message."""
         for form in self:
             if body.startswith(form.head):
                 request = form.read(body, limits)
@@ -219,7 +226,8 @@ class MessageTemplateCache(TemplateCache[MessageTemplate]):
         return None
 
     def remember(self, body: bytes, form: MessageTemplate, limits: Limits) -> None:
-        """If ``body``, whose form is not known, is of ``form``: serializers may write otherwise."""
+        """Caches ``form`` if ``body``, a message without a cached template, matches it. A
+        serializer may write the same message in other bytes."""
         if form.nbytes <= FORM_BYTES_MAX and form.read(body, limits) is not None:
             self.add(form)
 

@@ -1,9 +1,11 @@
-"""Requests whose inputs all lie in shared memory: their ids are read into their place at once, and
-those that are told by the same bytes as one before are not parsed again.
+"""Fast path for requests with all inputs in shared memory.
 
-A caller that has its tensors in memory asks with the same bytes over and over, as long as its ids
-are as many. A form has F.ids and then F.lengths of each feature, integers, and no id of the
-request. Of regions it has the names: whose they are, and how large, is looked up for each request.
+Ids and lengths are read directly into their final arrays. A body or message with the same bytes as
+an earlier one is not parsed again: a caller with tensors in shared memory repeats the same bytes as
+long as its number of ids is the same.
+
+A template has inputs F.ids and then F.lengths of each feature, integers, and no request id. It
+keeps only the names of regions. Their ownership and size are checked for each request.
 """
 
 from __future__ import annotations
@@ -37,19 +39,23 @@ from embedserve.shared_memory.region import Region, Regions
 
 _INT64, _INT32 = np.dtype("<i8"), np.dtype("<i4")
 FORM_BYTES_MAX = 16 << 10
-"""Of the JSON or message that tells where tensors lie."""
+"""Bytes of a JSON or message that locates tensors in shared memory."""
 _Run = tuple[str, int, int, slice]
-"""Inputs one behind the other: the name of their region, where they begin and end there, which."""
+"""A run of contiguous inputs: (name of their region, start, end, positions among the inputs)."""
 
 
 class SharedMemoryTemplate:
-    """Where ids and lengths lie, how many, and what is asked for."""
+    """Template of a request: location and number of its ids and lengths, and its response options.
+
+    Attributes:
+        nbytes: bytes of all ids and lengths.
+    """
 
     def __init__(self, sizes: Sizes, placed: Sequence[PlacedTensor], limits: Limits) -> None:
         """
         Args:
-            sizes: of ``placed``, all inputs.
-            limits: that they keep to.
+            sizes: sizes of ``placed``, all inputs of the request.
+            limits: limits that the sizes were checked against.
         """
         self._features, self._counts, self._batch_size = sizes
         self._limits = limits
@@ -62,7 +68,7 @@ class SharedMemoryTemplate:
             first = which.stop
         ends = [8 * count for count in accumulate(self._counts, initial=0)]
         self._ids_bytes, width = ends[-1], _INT32.itemsize * self._batch_size
-        self._slices: list[slice] = []  # of all ids and then all lengths, those of each input
+        self._slices: list[slice] = []  # each input, in all ids and then all lengths
         for at, (start, end) in enumerate(pairwise(ends)):
             bags = self._ids_bytes + at * width
             self._slices += slice(start, end), slice(bags, bags + width)
@@ -74,23 +80,24 @@ class SharedMemoryTemplate:
 
     @property
     def is_quick(self) -> bool:
-        """Whether it is read on the event loop's thread."""
+        """Whether the inputs are read on the event loop's thread."""
         return self.nbytes <= NOW_BYTES_MAX
 
     def is_told_by(self, body: bytes, limits: Limits) -> bool:
         return body == self._told and limits is self._limits
 
     def keep(self, told: bytes, like: LookupRequest) -> None:
-        """Has ``read_known`` answer requests that are ``told`` so as ``like``, the first."""
+        """Makes ``read_known`` return requests like ``like``, the first one with the bytes
+        ``told``."""
         self._told, self._model = told, like.model
         self._output, self._output_dtype = like.output, like.output_dtype
 
     def read(self, model: str, regions: Regions) -> LookupRequest | None:
-        """The request, without what is asked for; None where lengths do not add up, or the regions
-        are not those.
+        """Returns the request without its response options. Returns None where the lengths do not
+        add up, or a region is missing or too small.
 
         Raises:
-            InvalidRequestError: a region is gone.
+            InvalidRequestError: a region no longer exists.
         """
         found: list[Region] = []
         for name, start, end, _ in self._runs:
@@ -110,12 +117,13 @@ class SharedMemoryTemplate:
         return LookupRequest(model, self._features, ids, lengths, None, self._batch_size)
 
     def read_known(self, regions: Regions, model: str | None = None) -> LookupRequest | None:
-        """As ``read``, with what is asked for; ``model`` None: that of the first."""
+        """Returns the request with its response options. ``model`` None means the model of the
+        first request."""
         output = self._output
         assert output is not None
         form = output.form
         assert isinstance(form, AnswerForm)
-        if form.places is not None:  # whose regions are another's, or gone
+        if form.places is not None:  # whose regions may since belong to another caller or be gone
             places: dict[str, MemorySlice] = {}
             for name, was in form.places.items():
                 place = _place(was.region.name, was.offset, was.nbytes, regions)
@@ -138,12 +146,15 @@ def read_request(
     *,
     is_now: bool,
 ) -> tuple[LookupRequest, SharedMemoryTemplate | None] | None:
-    """The request of ``tensors``, those of which that are ``placed`` have no data yet, and its form
-    if it has one; None where it is to be made now, and would take long.
+    """Returns (the request with ``tensors``, its template or None). Returns None where ``is_now``
+    and reading would take long.
+
+    Args:
+        placed: the tensors in shared memory, which have no data yet.
 
     Raises:
-        InvalidRequestError: as lookup_request and read_placed.
-        RequestTooLargeError: likewise.
+        InvalidRequestError: the inputs are invalid, as in lookup_request and read_placed.
+        RequestTooLargeError: the inputs are too large, as in these functions.
     """
     form = _form_of(placed, limits) if len(placed) == len(tensors) else None
     if form is not None and regions is not None:
@@ -158,8 +169,8 @@ def read_request(
 
 
 def _form_of(placed: Sequence[PlacedTensor], limits: Limits) -> SharedMemoryTemplate | None:
-    """Of inputs that all lie in shared memory; None where it is none, or they are not within
-    ``limits``."""
+    """Returns the template of inputs that are all in shared memory. Returns None where their layout
+    has no template, or they exceed ``limits``."""
     if not 0 < len(placed) <= FORM_INPUTS_MAX:
         return None
     sizes = plain_sizes(
@@ -179,17 +190,18 @@ def _place(name: str, offset: int, nbytes: int, regions: Regions) -> MemorySlice
 
 
 class SharedMemoryTemplateCache(TemplateCache[SharedMemoryTemplate]):
-    """Those met last."""
+    """Cache of recent templates."""
 
     def find(self, told: bytes, limits: Limits) -> SharedMemoryTemplate | None:
-        """The one of requests that are ``told`` so, within these ``limits``."""
+        """Returns the template of requests with the bytes ``told``, checked against these
+        ``limits``."""
         for form in self:
             if form.is_told_by(told, limits):
                 return form
         return None
 
     def remember(self, told: bytes, form: SharedMemoryTemplate, like: LookupRequest) -> None:
-        """``like`` is the first request that is ``told`` so, of this form."""
+        """Caches the template ``form`` of ``like``, the first request with the bytes ``told``."""
         if len(told) <= FORM_BYTES_MAX:
             form.keep(told, like)
             self.add(form)

@@ -1,6 +1,7 @@
-"""Tensors that lie in shared memory: where, as a request's parameters say it, and their bytes.
+"""Tensors in shared memory: finds their location from a request's parameters, and reads their
+bytes.
 
-What is read is a copy, which the rest of the codec treats as what came in a body, and bounds alike.
+The bytes are copied, and the rest of the codec treats and bounds them like bytes of a body.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from embedserve_proto import open_inference_pb2 as pb
 REGION = "shared_memory_region"
 BYTE_SIZE = "shared_memory_byte_size"
 OFFSET = "shared_memory_offset"
-"""Parameters of an input or an output."""
+"""Names of the parameters that locate an input or an output in shared memory."""
 NOW_BYTES_MAX = 1 << 20
-"""That are read on the event loop's thread, in some tenths of a millisecond."""
+"""Bytes that are read on the event loop's thread, in some tenths of a millisecond."""
 NOW_TEXT_BYTES_MAX = 64 << 10
-"""Of them, of strings."""
+"""Bytes of strings that are read on the event loop's thread."""
 NOW_TENSORS_MAX = 128
 _Parameters = Mapping[str, pb.InferParameter]
 PlacedTensor = tuple[InputTensor, MemorySlice]
@@ -40,14 +41,15 @@ def find_place(
     offset: int,
     regions: Regions | None,
 ) -> MemorySlice:
-    """Where ``tensor`` lies, an input or the name of an output.
+    """Returns the location of ``tensor``, which is an input or the name of an output.
 
     Args:
-        regions: of the caller; None: the server has none.
+        regions: shared-memory regions of the caller; None if the server has no shared memory.
 
     Raises:
-        InvalidRequestError: it is not said in full, or reaches past the region's end.
-        UnknownRegionError: the caller has no such region.
+        InvalidRequestError: the location is incomplete or beyond the region's end, or the server
+            has no shared memory.
+        UnknownRegionError: the caller has no region with this name.
     """
     if regions is None:
         problem = "is to lie in shared memory, which this server does not use (--shared-memory)"
@@ -76,14 +78,14 @@ def _error(kind: type[EmbedServeError], tensor: InputTensor | str, problem: str)
 
 
 def is_placed(parameters: _Parameters) -> bool:
-    """Whether a tensor of a message, with these, is to lie in shared memory."""
+    """Returns whether a tensor of a message with these parameters is in shared memory."""
     return bool(parameters) and (REGION in parameters or BYTE_SIZE in parameters)
 
 
 def place_in(
     parameters: _Parameters, tensor: InputTensor | str, regions: Regions | None
 ) -> MemorySlice:
-    """As find_place, of what they say."""
+    """Returns the location of ``tensor`` in ``parameters``, with the errors of find_place."""
     region = parameters[REGION].string_param if REGION in parameters else None
     byte_size = parameters[BYTE_SIZE].int64_param if BYTE_SIZE in parameters else None
     offset = parameters[OFFSET].int64_param if OFFSET in parameters else 0
@@ -91,12 +93,13 @@ def place_in(
 
 
 def read_placed(placed: Sequence[PlacedTensor], limits: Limits, *, is_now: bool) -> bool:
-    """Gives each tensor its data; False where that would take long and is to be done ``is_now``:
-    then none has any.
+    """Sets the data of each tensor. Returns False, without setting any, if ``is_now`` and reading
+    would take long.
 
     Raises:
-        InvalidRequestError: a region is gone, or strings are none.
-        RequestTooLargeError: they have more bytes than a body may, told before they are read.
+        InvalidRequestError: a region no longer exists, or strings are malformed.
+        RequestTooLargeError: the tensors have more bytes than a body may have. Raised before they
+            are read.
     """
     nbytes = sum(place.nbytes for _, place in placed)
     if nbytes > limits.body_bytes_max:
@@ -128,7 +131,8 @@ def read_placed(placed: Sequence[PlacedTensor], limits: Limits, *, is_now: bool)
 
 
 def runs(placed: Sequence[PlacedTensor]) -> Iterator[list[PlacedTensor]]:
-    """Those that lie one behind the other, as most callers have them, to be read at once."""
+    """Yields runs of contiguous tensors, which are read at once. Most callers store their tensors
+    in one run."""
     run: list[PlacedTensor] = []
     for one in placed:
         if run:

@@ -1,4 +1,4 @@
-"""The strings of BYTES tensors in binary."""
+"""Decodes the strings of BYTES tensors in binary."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ STRING_LENGTH_BYTES = 4
 
 
 def read_strings(tensor: InputTensor, raw: memoryview, count_max: int, limit: str) -> list[str]:
-    """The strings of a BYTES tensor as the protocol has them in binary: each with its length, a
-    little-endian uint32, before it.
+    """Returns the strings of a binary BYTES tensor. Each string follows its length, a little-endian
+    uint32.
 
     Args:
-        count_max: of them; ``limit`` says why.
+        count_max: largest number of strings.
+        limit: text for the error message that names this limit.
 
     Raises:
-        InvalidRequestError: they overrun ``raw``, are fewer or more than the shape says, or are not
-            UTF-8.
-        RequestTooLargeError: the shape says more.
+        InvalidRequestError: the strings overrun ``raw``, do not match the shape, or are not UTF-8.
+        RequestTooLargeError: the shape has more than ``count_max`` strings.
     """
     (count,) = tensor.shape if len(tensor.shape) == 1 else (-1,)
     if count < 0:
@@ -41,7 +41,7 @@ def read_strings(tensor: InputTensor, raw: memoryview, count_max: int, limit: st
 
 
 def text_of(tensor: InputTensor, at: int, string: bytes) -> str:
-    """Raises InvalidRequestError where it is not UTF-8."""
+    """Decodes ``string``, the one at ``at``. Raises InvalidRequestError where it is not UTF-8."""
     try:
         return string.decode()
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""What is kept of requests that were met, so that those of the same form are not parsed again."""
+"""Cache of request templates, so that requests with a cached template are not parsed again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FORMS_MAX = 16
 
 
 class TemplateCache(Generic[T]):
-    """The forms met last; that met last comes first."""
+    """Bounded cache of templates. The most recently added template comes first."""
 
     def __init__(self) -> None:
         self._forms: list[T] = []

@@ -1,8 +1,8 @@
-"""Named tensors as jagged ids: the inputs of a request to a LookupRequest, however they came.
+"""Converts named tensors to jagged ids: the inputs of a request, in any encoding, to a
+LookupRequest.
 
-A feature F is given as F.ids and F.lengths, with F.weights where ids are weighted, or as F alone,
-[batch, k], in which negative ids are padding. What is wrong is said with the tensor's name and
-sizes.
+A feature F is given as F.ids and F.lengths, with F.weights where ids are weighted. It may also be
+given as F alone, [batch, k], with negative ids as padding. Errors name the tensor and its sizes.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ DTYPES: Mapping[str, np.dtype] = {
     "INT32": np.dtype("<i4"),
     "FP32": np.dtype("<f4"),
 }
-"""Of the datatypes that inputs of numbers have."""
+"""Numpy dtypes of the datatypes of numeric inputs."""
 BYTES = "BYTES"
 DATATYPES = {"ids": ("INT64", BYTES), "lengths": ("INT32",), "weights": ("FP32",)}
-"""By the part of a feature that a tensor is."""
+"""Accepted datatypes of a tensor, by the part of the feature that it is."""
 _INT64, _INT32, _FLOAT32 = DTYPES["INT64"], DTYPES["INT32"], DTYPES["FP32"]
 _UINT32 = np.dtype("<u4")
 NAME_CHARACTERS_MAX = 200
-"""Of a name in a message."""
+"""Characters of a tensor's name that an error message quotes."""
 
 Data = bytes | memoryview | np.ndarray | list[str]
-"""The numbers of a tensor, little-endian and row-major; of BYTES its strings."""
+"""The numbers of a tensor, little-endian and row-major; the strings of a BYTES tensor."""
 Sizes = tuple[tuple[str, ...], list[int], int]
-"""Of plain features: their names, their counts of ids, and how many examples they have."""
+"""Sizes of features with ids and lengths: (names, count of ids of each, number of examples)."""
 
 
 @dataclass(slots=True)
 class InputTensor:
-    """One input; ``data`` is not checked against the rest yet."""
+    """An input of a request; ``data`` is not checked against datatype and shape yet."""
 
     name: str
     datatype: str
@@ -56,7 +56,7 @@ class InputTensor:
 
 @dataclass(slots=True)
 class _Feature:
-    """What was given of one feature."""
+    """The tensors given for a feature."""
 
     ids: InputTensor | None = None
     lengths: InputTensor | None = None
@@ -78,11 +78,11 @@ def wrong(tensor: InputTensor, problem: str) -> InvalidRequestError:
 
 
 def lookup_request(model: str, tensors: Sequence[InputTensor], limits: Limits) -> LookupRequest:
-    """The request of all its inputs.
+    """Returns the request with all its inputs.
 
     Raises:
-        InvalidRequestError: they are not a batch of jagged ids.
-        RequestTooLargeError: there are more than ``limits`` allow, told before they are joined.
+        InvalidRequestError: the inputs are not a batch of jagged ids.
+        RequestTooLargeError: there are more than ``limits`` allow. Raised before they are joined.
     """
     quick = _quick(model, tensors, limits)
     if quick is not None:
@@ -98,11 +98,11 @@ def lookup_request(model: str, tensors: Sequence[InputTensor], limits: Limits) -
 def plain_sizes(
     tensors: Sequence[InputTensor], sizes: Sequence[int], limits: Limits
 ) -> Sizes | None:
-    """What features have as most callers give them, integers in binary, each F.ids and then
-    F.lengths; None for any other, and ones with anything wrong.
+    """Returns the sizes of features in the most common layout: F.ids and then F.lengths of each,
+    integers in binary. Returns None for any other layout, and for invalid inputs.
 
     Args:
-        sizes: of each of ``tensors`` the bytes.
+        sizes: bytes of each of ``tensors``.
     """
     if not tensors or len(tensors) % 2 or len(tensors) > 2 * limits.request_features_max:
         return None
@@ -136,8 +136,8 @@ def plain_sizes(
 
 
 def _quick(model: str, tensors: Sequence[InputTensor], limits: Limits) -> LookupRequest | None:
-    """The request of features with `plain_sizes`; None for any other, and one with anything
-    wrong."""
+    """Returns the request with inputs accepted by `plain_sizes`. Returns None for any other inputs,
+    and for invalid lengths."""
     data: list[Any] = [one.data for one in tensors]
     sizes = plain_sizes(tensors, [*map(len, data)], limits)
     if sizes is None:
@@ -151,7 +151,8 @@ def _quick(model: str, tensors: Sequence[InputTensor], limits: Limits) -> Lookup
 
 
 def add_up(lengths: np.ndarray, batch_size: int, counts: Sequence[int]) -> bool:
-    """Whether those of each feature add up to its count. A negative one is a large one here."""
+    """Returns whether the lengths of each feature add up to its count. Negative lengths are read as
+    large unsigned numbers, so that they never add up."""
     of_features = lengths.view(_UINT32)
     if batch_size > 1:
         of_features = of_features.reshape(-1, batch_size).sum(axis=1, dtype=np.int64)
@@ -185,8 +186,8 @@ def _by_feature(tensors: Iterable[InputTensor], limits: Limits) -> dict[str, _Fe
 
 
 def _check(tensor: InputTensor, part: str) -> None:
-    """Raises InvalidRequestError unless ``tensor`` has a datatype and shape of such a part of a
-    feature, and the data for them."""
+    """Raises InvalidRequestError unless ``tensor`` has a datatype and a shape that suit its part of
+    a feature, and data of that size."""
     datatypes = DATATYPES.get(part, ("INT64",))
     if tensor.datatype not in datatypes:
         raise wrong(tensor, f"is not {' or '.join(datatypes)}")
@@ -229,7 +230,7 @@ def _check_parts(name: str, one: _Feature) -> None:
 
 
 def _batch_size(features: Mapping[str, _Feature], limits: Limits) -> int:
-    """Examples, which all features have as many of."""
+    """Returns the number of examples, which must be the same for all features."""
     first: InputTensor | None = None
     ids = 0
     for one in features.values():
@@ -239,7 +240,7 @@ def _batch_size(features: Mapping[str, _Feature], limits: Limits) -> int:
             first = tensor
         elif tensor.shape[0] != first.shape[0]:
             raise wrong(tensor, f"has {tensor.shape[0]} examples, {first} has {first.shape[0]}")
-        ids += one.ids.shape[0] if one.ids is not None else 0  # of padded ones once they are known
+        ids += one.ids.shape[0] if one.ids is not None else 0  # see _any for padded ids
     assert first is not None
     batch_size = first.shape[0]
     if not batch_size:
@@ -256,7 +257,8 @@ def _batch_size(features: Mapping[str, _Feature], limits: Limits) -> int:
 def _jagged(
     model: str, features: Mapping[str, _Feature], batch_size: int, limits: Limits
 ) -> LookupRequest:
-    """Of features that have ids and lengths alone: joined as they are."""
+    """Builds the request from features that all have ids and lengths only, and concatenates their
+    data."""
     ids: list[Any] = []
     lengths: list[Any] = []
     counts: list[int] = []
@@ -286,7 +288,7 @@ def _jagged(
 def _any(
     model: str, features: Mapping[str, _Feature], batch_size: int, limits: Limits
 ) -> LookupRequest:
-    """Of features of which some are padded or weighted."""
+    """Builds the request from features that include padded or weighted ones."""
     ids: list[np.ndarray] = []
     lengths: list[np.ndarray] = []
     weights: list[np.ndarray] = []
@@ -368,7 +370,7 @@ def _request(
 
 
 def _wrong_lengths(features: Mapping[str, _Feature]) -> InvalidRequestError:
-    """Which lengths are wrong, and how."""
+    """Returns the error for the first invalid lengths."""
     for one in features.values():
         if one.ids is None or one.lengths is None:
             continue
@@ -383,7 +385,7 @@ def _wrong_lengths(features: Mapping[str, _Feature]) -> InvalidRequestError:
 
 
 def count(inputs: Iterable[tuple[str, Sequence[int]]]) -> tuple[int, int]:
-    """(bags, ids) that inputs of these names and shapes have; whether they do is not known yet."""
+    """Returns (bags, ids) according to names and shapes of inputs, without checking their data."""
     bags = ids = 0
     for name, shape in inputs:
         elements = prod(shape[:2]) if min(shape[:2], default=-1) >= 0 else 0

@@ -1,4 +1,4 @@
-// An answer for people: each vector as a drawing and in numbers, and what is nearest to it.
+// Shows a response to people: each vector as a drawing and as numbers, with its nearest ids.
 
 import { drawn, element, fill, number } from "./page.js";
 import { nearest, norm } from "./neighbours.js";
@@ -10,9 +10,9 @@ const HEIGHT = 32;
 const ROWS_MAX = 8;
 
 /**
- * Shows the answer to a request of one example.
+ * Shows the response to a request with one example.
  *
- * words: the ids of each feature, as they were written; named: the labels of each table.
+ * words: the ids of each feature, as the user typed them; named: the labels of each table.
  */
 export async function showAnswer(answer, model, words, named) {
   const unknown = Object.entries(answer.unknown_ids ?? {}).map(([feature, count]) => `${count} of ${feature}`);
@@ -29,7 +29,7 @@ export async function showAnswer(answer, model, words, named) {
   }
 }
 
-/** A key is its feature's name, or feature@table. */
+/** Returns the feature and table of a key, which is named feature or feature@table. */
 function sourceOf(model, key) {
   for (const table of model.tables) {
     const feature = table.features.find((one) => key === one || key === `${one}@${table.name}`);
@@ -38,7 +38,7 @@ function sourceOf(model, key) {
   return { feature: key, table: tableOf(model, key) };
 }
 
-/** Of a pooled model one vector, of another one for each id. */
+/** Returns the vectors of a key: one if the model is pooled, otherwise one for each id. */
 function vectorsOf(answer, key) {
   if (!Array.isArray(answer.values)) return answer.values[key];
   const at = answer.keys.indexOf(key);
@@ -62,7 +62,7 @@ function vectorOf(vector) {
   ];
 }
 
-/** A bar for each number, up from the middle or down. */
+/** Returns a drawing with a bar for each number, up or down from the middle. */
 function drawingOf(vector) {
   const values = vector.slice(0, DRAWN_MAX);
   const most = Math.max(...values.map((value) => Math.abs(value ?? 0))) || 1;

@@ -1,4 +1,4 @@
-// Asks the server every two seconds while the page is seen, and has each part show what it said.
+// Polls the server every two seconds while the page is visible, and updates each section.
 
 import { ask, askText, hasToken, Refused, useToken } from "./server.js";
 import { Between, Reading } from "./metrics.js";
@@ -11,8 +11,8 @@ import { byId, clock, say } from "./page.js";
 const POLL_MS = 2000;
 const WINDOW_MS = 10000;
 
-let readings = []; // of the last seconds, the oldest first
-let isIntroduced = false; // whether the server has said how it runs
+let readings = []; // metrics of the last seconds, oldest first
+let isIntroduced = false; // whether /info has been shown
 let lastAnswer = null;
 let timer = null;
 let isAsking = false;
@@ -48,7 +48,7 @@ async function look() {
   if (refusals.length) throw refusals[0];
 }
 
-/** Keeps a refusal for later: what else was answered is shown first. */
+/** Returns an error handler that records the error, so that the other responses are shown first. */
 function orAdd(refusals) {
   return (error) => {
     refusals.push(error);
@@ -56,7 +56,7 @@ function orAdd(refusals) {
   };
 }
 
-/** What came between the metrics of some seconds ago and now; null at first. */
+/** Returns the change of the metrics over the last seconds; null at the first reading. */
 async function read() {
   const now = new Reading(await askText("metrics"), performance.now());
   const last = readings.at(-1);

@@ -1,4 +1,4 @@
-// The tiles: rate, latency, batches, refusals and what waits, each with a line of its last minutes.
+// Tiles: rate, latency, batches, rejections and queue length, each with a line of the last minutes.
 
 import { byId, drawn, element, fill, number, say, seconds } from "./page.js";
 
@@ -88,7 +88,7 @@ function tileOf(tile, between, line) {
   );
 }
 
-/** A line of the points that there are, the newest at the right end. */
+/** Returns a line chart of the points, newest at the right end; null leaves a gap. */
 function lineOf(points) {
   const known = points.filter((one) => one !== null);
   const most = Math.max(...known, 0) || 1;

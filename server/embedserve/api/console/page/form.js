@@ -1,4 +1,4 @@
-// The form that asks a model: a field for each feature, the request as JSON and as a curl line.
+// The lookup form: a field for each feature, and the request as a curl command.
 
 import { byId, element, fill, say } from "./page.js";
 import { idAsJson, tableOf, weightAsJson, wordsOf } from "./ids.js";
@@ -10,8 +10,8 @@ import { showAnswer } from "./answer.js";
 const EXAMPLE_IDS = 3;
 
 let served = [];
-let asked = null; // the model that the fields are of
-let named = new Map(); // the labels of its tables
+let asked = null; // the model that the fields belong to
+let named = new Map(); // the labels of the model's tables
 
 export function startForm() {
   byId("ask-form").addEventListener("submit", (event) => {
@@ -24,7 +24,7 @@ export function startForm() {
   byId("curl-copy").addEventListener("click", copyCurl);
 }
 
-/** Offers the models that are served now; what was filled in stays while its model does. */
+/** Offers the served models; the filled-in fields stay while their model is served. */
 export async function offerModels(models) {
   const names = models.map(nameOf);
   const isSame = names.join() === served.map(nameOf).join();
@@ -37,7 +37,7 @@ export async function offerModels(models) {
   await chooseModel();
 }
 
-/** Has the fields be made anew: another token may tell more. */
+/** Discards the fields, to be created again: another token may have access to more labels. */
 export function startAgain() {
   served = [];
   asked = null;
@@ -78,7 +78,7 @@ function hintOf(table) {
   return `rows 0 to ${count(table.num_embeddings - 1)} of table ${table.name}`;
 }
 
-/** A field that adds an id by its label. */
+/** Returns an input that adds an id by its label, and its datalist. */
 function labelPicker(table, feature, ids, at) {
   const list = element("datalist", { id: `labels-${at}` }, ...[...named.get(table).values()].map((label) => element("option", { value: label })));
   const picker = element("input", {
@@ -102,7 +102,7 @@ function idWords(at) {
   return wordsOf(byId(`ids-${at}`).value, tableOf(asked, asked.features[at]).ids.id_type === "string");
 }
 
-/** The body of the request. */
+/** Returns the body of the request, as JSON. */
 function body() {
   const features = [];
   const weights = [];
@@ -129,7 +129,7 @@ function showCurl() {
   say("curl", `curl -s${token} ${url} -d '${body().replaceAll("'", "'\\''")}'`);
 }
 
-/** Copies the curl line, or selects it where the browser lets no page copy. */
+/** Copies the curl command, or selects it if the browser denies access to the clipboard. */
 async function copyCurl() {
   try {
     await navigator.clipboard.writeText(byId("curl").textContent);
@@ -176,7 +176,7 @@ async function lookUp() {
   }
 }
 
-/** Says what was refused, and marks the field that it names. */
+/** Shows the error, and marks and focuses the input that it names. */
 function showError(error) {
   say("ask-error", error ? error.message : "");
   let marked = null;

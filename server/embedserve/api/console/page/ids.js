@@ -1,6 +1,6 @@
-// Ids as people write them, and as JSON has them.
+// Converts typed ids and weights to JSON.
 
-/** What commas or spaces part; of strings, which may have spaces, commas alone. */
+/** Splits text at commas and spaces; string ids may contain spaces and are split at commas only. */
 export function wordsOf(text, isString = false) {
   return text
     .split(isString ? "," : /[\s,]+/)
@@ -8,12 +8,12 @@ export function wordsOf(text, isString = false) {
     .filter((word) => word !== "");
 }
 
-/** An id as JSON: integers of any length as they stand, as numbers of JavaScript would be rounded. */
+/** Returns an id as JSON. Integers are copied as text, because JavaScript would round long ones. */
 export function idAsJson(table, word) {
   return table.ids.id_type !== "string" && /^-?(0|[1-9]\d*)$/.test(word) ? word : JSON.stringify(word);
 }
 
-/** What is no number is sent as a string, which the server refuses with its place. */
+/** Returns a weight as JSON. Other text is sent as a string, which the server rejects by field. */
 export function weightAsJson(word) {
   return /^-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?$/.test(word) ? word : JSON.stringify(word);
 }

@@ -1,6 +1,6 @@
-// Reads Prometheus' text, and tells rates, means and quantiles of what came between two readings.
+// Parses Prometheus' text format, and computes rates, means and quantiles between two readings.
 
-/** [{labels, value}] by name. */
+/** Returns samples, [{labels, value}], by metric name. */
 export function parse(text) {
   const samples = new Map();
   for (const line of text.split("\n")) {
@@ -13,7 +13,7 @@ export function parse(text) {
   return samples;
 }
 
-/** The name of a sample, its labels, and what follows them. */
+/** Splits a line into the sample's name, its labels, and the rest. */
 function head(line) {
   const end = line.search(/[{ ]/);
   if (line[end] === " ") return [line.slice(0, end), {}, line.slice(end)];
@@ -41,7 +41,7 @@ function matches(labels, where) {
   return Object.entries(where).every(([name, value]) => labels[name] === value);
 }
 
-/** What the server said at a time. */
+/** The server's metrics at one time. */
 export class Reading {
   constructor(text, atMs) {
     this.atMs = atMs;
@@ -61,7 +61,7 @@ export class Reading {
   }
 }
 
-/** What came between two readings. */
+/** The change between two readings. */
 export class Between {
   constructor(before, now) {
     this.before = before;
@@ -69,7 +69,7 @@ export class Between {
     this.seconds = (now.atMs - before.atMs) / 1000;
   }
 
-  /** [{labels, value}], by how much each counter grew; one that begins anew, from zero. */
+  /** Returns the increase of each counter, [{labels, value}]; a reset counter counts from zero. */
   growth(name, where = {}) {
     const before = new Map(this.before.of(name, where).map((one) => [keyOf(one.labels), one.value]));
     return this.now.of(name, where).map(({ labels, value }) => {
@@ -86,7 +86,7 @@ export class Between {
     return this.grown(name, where) / this.seconds;
   }
 
-  /** Rates by the value of a label. */
+  /** Returns rates by the value of a label. */
   rates(name, label, where = {}) {
     const rates = new Map();
     for (const { labels, value } of this.growth(name, where)) {
@@ -95,13 +95,13 @@ export class Between {
     return rates;
   }
 
-  /** The mean of what a histogram counted; null of nothing. */
+  /** Returns the mean of a histogram's observations; null if there are none. */
   mean(name, where = {}) {
     const count = this.grown(`${name}_count`, where);
     return count ? this.grown(`${name}_sum`, where) / count : null;
   }
 
-  /** A quantile of what a histogram counted, as PromQL's histogram_quantile has it; null of nothing. */
+  /** Returns a quantile of a histogram, as PromQL's histogram_quantile does; null if it is empty. */
   quantile(name, share, where = {}) {
     const counts = new Map();
     for (const { labels, value } of this.growth(`${name}_bucket`, where)) {

@@ -1,4 +1,4 @@
-// What is served: versions and aliases, and the plan of each version as a map of shards over ranks.
+// Served versions and aliases, and the plan of each version as a map of shards over ranks.
 
 import { ask, inPath } from "./server.js";
 import { bytes, element, fill, number, seconds, table } from "./page.js";
@@ -9,12 +9,12 @@ const LATENCY = "embedserve_model_request_seconds";
 const plans = new Map();
 let shown = "";
 
-/** The name that a served version, and no other, answers to. */
+/** Returns the name that identifies one served version. */
 export function nameOf(model) {
   return `${model.model}@${model.alias || model.version}`;
 }
 
-/** "movies 3 (canary)", for people. */
+/** Returns a title for people, such as "movies 3 (canary)". */
 export function titleOf(model) {
   const isNamed = model.alias && model.alias !== String(model.version);
   return `${model.model} ${model.version}${isNamed ? ` (${model.alias})` : ""}`;
@@ -25,7 +25,7 @@ export function labelsOf(model) {
 }
 
 export function showModels(models, defaultModel, between) {
-  const byDefault = models.find((model) => model.model === defaultModel); // the first answers what names no version
+  const byDefault = models.find((model) => model.model === defaultModel); // the first one serves requests that name no version
   const rows = models.map((model) => {
     const where = labelsOf(model);
     const rate = between && between.rate("embedserve_batch_examples_sum", where);
@@ -47,7 +47,7 @@ export function showModels(models, defaultModel, between) {
   fill("models", table("Served versions", headings, rows), ...coming);
 }
 
-/** The share of a version's requests that ended with an error. */
+/** Returns the percentage of a version's requests that ended with an error. */
 function failedOf(where, between) {
   const rates = between.rates(REQUESTS, "outcome", where);
   const all = [...rates.values()].reduce((sum, one) => sum + one, 0);
@@ -68,7 +68,7 @@ function comingOf(model) {
   return element("p", { class: state === "failed" ? "error" : "hint" }, `${titleOf(model)}: version ${version} is ${state}${reason ? `: ${reason}` : ""}`);
 }
 
-/** Asks for plans that are not known, and draws them; those of versions that are gone are dropped. */
+/** Fetches plans that are not cached and draws all; drops those of versions no longer served. */
 export async function showPlans(models) {
   const names = new Map(models.map((model) => [`${nameOf(model)} ${model.version}`, model]));
   for (const key of plans.keys()) if (!names.has(key)) plans.delete(key);
@@ -117,7 +117,7 @@ function shardOf(shard, sizes, most) {
   return block;
 }
 
-/** The most by the mean, in words. */
+/** Returns the ratio of the maximum to the mean, as text. */
 export function imbalance(values) {
   const mean = values.reduce((sum, one) => sum + one, 0) / (values.length || 1);
   return mean ? (Math.max(...values) / mean).toFixed(2) : "–";

@@ -1,4 +1,4 @@
-// The labelled ids of a table whose vectors are nearest to one: asked of the server, compared here.
+// Finds the labelled ids with the nearest vectors: fetched from the server, compared in the browser.
 
 import { ask, inPath } from "./server.js";
 
@@ -7,7 +7,7 @@ const NEAREST_MAX = 6;
 const labels = new Map();
 const vectors = new Map();
 
-/** By table, the label of each id of a model. */
+/** Returns the label of each id of a model, by table. */
 export async function labelsOfModel(model) {
   if (!labels.has(model)) {
     const { tables } = await ask(`console/labels/${inPath(model)}`);
@@ -16,12 +16,12 @@ export async function labelsOfModel(model) {
   return labels.get(model);
 }
 
-/** [{id, label, cosine}] of the ids of ``named`` nearest to ``vector``, without those of ``but``. */
+/** Returns the ids of ``named`` nearest to ``vector``, except ``but``, as [{id, label, cosine}]. */
 export async function nearest(vector, model, version, feature, key, named, but, written) {
   const ids = [...named.keys()];
   const kept = `${model}@${version} ${key}`;
   if (!vectors.has(kept)) {
-    vectors.clear(); // one table's at a time is enough
+    vectors.clear(); // only one table's vectors are cached
     vectors.set(kept, await vectorsOf(ids, `${model}@${version}`, feature, key, written));
   }
   const all = vectors.get(kept);

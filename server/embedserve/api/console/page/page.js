@@ -1,13 +1,13 @@
-// What the page is built of. Texts become text nodes, never markup, whatever names hold.
+// Building blocks of the page. Text becomes text nodes, never markup, whatever names contain.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An element; children are elements or texts, attributes that are null are left out. */
+/** Creates an element; children are elements or texts, and null attributes are left out. */
 export function element(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);
 }
 
-/** The same of SVG. */
+/** Creates an SVG element, as ``element`` does for HTML. */
 export function drawn(tag, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
@@ -24,20 +24,20 @@ export function byId(id) {
   return document.getElementById(id);
 }
 
-/** Puts children in the place of what an element holds. */
+/** Replaces the children of an element. */
 export function fill(id, ...children) {
   byId(id).replaceChildren(...children);
 }
 
-/** Sets a text where it is another: screen readers are told of changes alone. */
+/** Sets a text only if it differs, so that screen readers announce only changes. */
 export function say(id, text) {
   const place = byId(id);
   if (place.textContent !== text) place.textContent = text;
 }
 
 /**
- * A table: headings are texts, or [text, "number"] for columns of numbers; a row is a list of texts
- * or elements, whose first is its heading. On narrow screens a row becomes a list with headings.
+ * Creates a table. Headings are texts, or [text, "number"] for columns of numbers. A row is a list of
+ * texts or elements, and its first cell is its heading. On narrow screens a row becomes a list.
  */
 export function table(caption, headings, rows, foot = null) {
   const titles = headings.map((one) => (Array.isArray(one) ? one[0] : one));
@@ -61,7 +61,7 @@ export function table(caption, headings, rows, foot = null) {
   );
 }
 
-/** A number with few digits: 0.031, 1.4, 27, 1,204, 3.1 M. */
+/** Formats a number with few digits: 0.031, 1.4, 27, 1,204, 3.1 M. */
 export function number(value) {
   if (value === null || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);

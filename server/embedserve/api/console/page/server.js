@@ -1,4 +1,4 @@
-// Asks this server, and no other. A token lives in this tab alone.
+// Sends requests to this server only. The token is kept in this tab's session storage.
 
 const TOKEN = "embedserve.token";
 const ANSWER_MS_MAX = 10000;
@@ -9,7 +9,7 @@ function kept() {
   try {
     return sessionStorage.getItem(TOKEN) ?? "";
   } catch {
-    return ""; // a browser that keeps nothing
+    return ""; // the browser denies access to session storage
   }
 }
 
@@ -19,7 +19,7 @@ export function useToken(given) {
     if (given) sessionStorage.setItem(TOKEN, given);
     else sessionStorage.removeItem(TOKEN);
   } catch {
-    // It stays in memory.
+    // The token stays in memory only.
   }
 }
 
@@ -27,7 +27,7 @@ export function hasToken() {
   return token !== "";
 }
 
-/** An answer that is an error; status 0: there was no answer. */
+/** An error response; status 0: there was no response. */
 export class Refused extends Error {
   constructor(status, message, field = "") {
     super(message);
@@ -36,7 +36,7 @@ export class Refused extends Error {
   }
 }
 
-/** The text that a route answers with; with a body, it is posted as JSON. */
+/** Returns the response text of a route. A body is posted as JSON. */
 export async function askText(path, body = null) {
   const headers = token ? { Authorization: `Bearer ${token}` } : {};
   if (body !== null) headers["Content-Type"] = "application/json";
@@ -63,7 +63,7 @@ export async function ask(path, body = null) {
   return JSON.parse(await askText(path, body));
 }
 
-/** A model's name as it stands in paths. */
+/** Encodes a model's name for a URL path. */
 export function inPath(name) {
   return encodeURIComponent(name).replaceAll("%40", "@");
 }

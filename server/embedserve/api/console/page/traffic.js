@@ -1,4 +1,4 @@
-// What tables and ranks are asked for, ids without a row, and the slowest requests.
+// Lookups by table and rank, ids without a row, and the slowest requests.
 
 import { byId, bytes, element, fill, number, seconds, table } from "./page.js";
 import { imbalance, labelsOf, titleOf } from "./models.js";
@@ -10,7 +10,7 @@ const IDS = "embedserve_feature_ids_total";
 const SLOW_MAX = 10;
 const STAGES = ["read", "queue", "lookup", "encode", "write"];
 
-/** Of servers that count them. */
+/** Shows lookups by table and rank; hides the section if the server does not count them. */
 export function showLookups(models, between) {
   const isCounted = between.now.has(TABLE) || between.now.has(RANK);
   byId("lookups-section").hidden = !isCounted;
@@ -66,7 +66,7 @@ export function showUnknown(models, between) {
   fill("unknown", table("Ids without a row, by feature", headings, rows));
 }
 
-/** What GET /slow tells. */
+/** Shows the response of GET /slow. */
 export function showSlow({ seconds: within, requests }) {
   if (!requests.length) {
     return fill("slow", element("p", { class: "hint" }, `None longer than --slow-ms in the last ${number(within / 60)} minutes.`));
