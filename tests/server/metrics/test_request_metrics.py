@@ -15,6 +15,7 @@ from server.recording_call import RecordingCall, ask, asked
 from server.waiting import until
 
 from embedserve.config import Limits
+from embedserve.errors import EmbedServeError
 from embedserve.metrics.histogram import PENDING_MAX
 from embedserve.metrics.metrics import Metrics, cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
@@ -250,3 +251,10 @@ def test_each_outcome_has_a_count_of_its_own(outcome: str) -> None:
     _, (metrics,) = workers_of(1, STABLE)
     metrics.ended(STABLE, outcome, 1.0)
     assert counted(metrics) == {("stable", "7"): {outcome: 1}}
+
+
+def test_every_error_has_its_outcome() -> None:
+    """Also the errors of gRPC's framing, which end a call before its request is read."""
+    kinds: list[type[EmbedServeError]] = [EmbedServeError, *EmbedServeError.__subclasses__()]
+    assert {kind.code for kind in kinds} | {"OK", "CANCELLED", "UNIMPLEMENTED"} == set(OUTCOMES)
+    assert len(OUTCOMES) == len(set(OUTCOMES))

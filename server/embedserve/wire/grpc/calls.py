@@ -140,7 +140,7 @@ class GrpcEmbedContext(Http2RequestContext):
             block = only_trailers([*wire_error_trailers(error), *headers])
             self._stream.send_head(block, is_end=True)
 
-        self.reject_with(error.outcome, error.message, write)
+        self.reject_with(error.code, error.message, write)
 
     def write_response(
         self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None

@@ -46,11 +46,6 @@ class WireError(Exception):
         self.code = code
         self.message = message
 
-    @property
-    def outcome(self) -> str:
-        """Code under which metrics count the error; they have no UNIMPLEMENTED."""
-        return "INVALID_ARGUMENT" if self.code == "UNIMPLEMENTED" else self.code
-
 
 def framed(*parts: bytes | memoryview) -> bytes:
     """Returns ``parts`` joined into one uncompressed message with its prefix."""
