@@ -55,7 +55,7 @@ METRICS_HEAD = """# Metrics
 `GET /metrics` on the HTTP port has them in Prometheus' text format. With several workers any of
 them answers for all: counters and histograms are sums over the workers that there are and were;
 what waits and what is used are sums over those that are ready. What another worker counted is
-shown at most half a second late. [operations.md](operations.md) says which to watch.
+shown at most half a second late. [monitoring.md](monitoring.md#what-to-watch) says which to watch.
 
 A counter's name ends in `_total`; a histogram `NAME` is exposed as `NAME_bucket` with the label
 `le`, `NAME_sum` and `NAME_count`.

@@ -94,7 +94,7 @@ def test_the_page_has_every_metric_with_the_labels_of_its_samples(family: Metric
         ]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/operations.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/sizing.md"])
 def test_the_pages_name_the_memory_that_clients_can_make_a_server_use(page: str) -> None:
     said = re.search(r"\[([\d.]+ \w+)\]\([\w/]*settings\.md#memory\)", (ROOT / page).read_text())
     assert said is not None
