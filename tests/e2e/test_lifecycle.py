@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import threading
@@ -128,6 +129,7 @@ def test_a_server_that_loads_lives_and_is_not_ready(
     uds = tmp_path / "http.sock"
     options = ("--model", "m", "--workers", workers, "--http-uds", uds)
     with waiting(tmp_path / "log", store, *options) as server:
+        server.process.send_signal(signal.SIGHUP)  # systemctl reload: a reload, not an end
         assert status(server.http + "/health/ready") == 503
         with (
             EmbedClient(f"unix:{uds}") as client,

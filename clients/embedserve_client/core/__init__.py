@@ -1,1 +1,1 @@
-"""What the clients share: batches of ids, results, retries, addresses, credentials."""
+"""The code that both clients share: batches of ids, results, retries, addresses, credentials."""

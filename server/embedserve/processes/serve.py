@@ -69,6 +69,8 @@ def serve(settings: ServeSettings) -> None:
     set_up_logging(settings.log_level, settings.log_format)
     _check_files(settings)
     warn_about_settings(settings)
+    # SIGHUP polls the store; while models load it must not end the process, its default action.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with sigterm_interrupts():  # until models are loaded; PID 1 of a container needs it
         if settings.workers > 1:
             _serve_workers(settings, start_s)
