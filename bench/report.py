@@ -26,10 +26,6 @@ def tables(results: Results, references: References) -> str:
     return "\n".join(parts)
 
 
-def _is_alone(row: Row) -> bool:
-    return row.connections * row.streams == 1
-
-
 def _references(reference: Mapping[str, float]) -> str:
     said = ", ".join(f"{name} {ms:.3f} ms" for name, ms in reference.items())
     return f"One request in one process: {said}."

@@ -42,7 +42,7 @@ def populate(version: ModelVersion, available: int) -> None:
             piece[:: mmap.PAGESIZE].max()
 
 
-def let_go(version: ModelVersion) -> None:
+def drop_version_pages(version: ModelVersion) -> None:
     """Releases all pages of the tables of ``version``, so that unmapping them later is fast.
 
     Unmapping 10 GB in small pages in one step blocks other threads that map memory for 0.3 s. The

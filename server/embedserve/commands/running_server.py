@@ -78,7 +78,7 @@ class ServerClient:
         """
         connection, before = self._connection(timeout_s)
 
-        def pipeline() -> Answer:
+        def send() -> Answer:
             headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
             if body is not None:
                 headers["Content-Type"] = "application/json"
@@ -94,7 +94,7 @@ class ServerClient:
                 connection.close()
 
         try:
-            status, said = _within(timeout_s, pipeline)
+            status, said = _within(timeout_s, send)
         except (OSError, ValueError, http.client.HTTPException) as error:
             if isinstance(error, ssl.SSLError) and "CERTIFICATE_REQUIRED" in (error.reason or ""):
                 wanted = f"{self.url}: {path}: it wants a certificate"

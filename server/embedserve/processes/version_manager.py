@@ -20,12 +20,11 @@ from embedserve.batching.batcher import Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.metrics.model_metrics import columns_of
 from embedserve.model_info import ModelInfo, PendingVersion, now_iso
-from embedserve.model_names import split_name
 from embedserve.pipeline import RequestPipeline
 from embedserve.processes.rollout_messages import is_news
 from embedserve.processes.threads import run_in_daemon_thread
 from embedserve_store import ModelVersion, StoreError
-from embedserve_store.memory.mapped_tables import let_go
+from embedserve_store.memory.mapped_tables import drop_version_pages
 
 logger = logging.getLogger(__name__)
 
@@ -259,10 +258,6 @@ class VersionManager:
         return coming
 
 
-def _is_of(name: str, model: str) -> bool:
-    return split_name(name)[0] == model
-
-
 def _release_in_background(held: list[object]) -> None:
     """Drops the last references in ``held``, in a background thread, because unmapping is slow."""
     Thread(target=_empty, args=(held,), name="let go", daemon=True).start()
@@ -272,4 +267,4 @@ def _empty(held: list[object]) -> None:
     while held:
         one = held.pop()
         if isinstance(one, ModelVersion):
-            let_go(one)
+            drop_version_pages(one)

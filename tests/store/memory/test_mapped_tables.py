@@ -13,7 +13,12 @@ import pytest
 from mapped import map_tables, mapped_kb
 
 from embedserve_store.format.tables_file import TablesFile
-from embedserve_store.memory.mapped_tables import PIECE_BYTES, drop_pages, let_go, populate
+from embedserve_store.memory.mapped_tables import (
+    PIECE_BYTES,
+    drop_pages,
+    drop_version_pages,
+    populate,
+)
 
 SIZE = 2 * PIECE_BYTES + 100 * mmap.PAGESIZE
 
@@ -40,7 +45,7 @@ def test_what_does_not_fit_is_not_read(tmp_path: Path) -> None:
 def test_what_was_let_go_may_still_be_read(tmp_path: Path) -> None:
     tables = map_tables(tmp_path / "rows", SIZE)
     populate(version_of(tables), 2 * SIZE)
-    let_go(version_of(tables))
+    drop_version_pages(version_of(tables))
     assert mapped_kb(tmp_path / "rows") == 0
     assert not tables.data.any()
 
@@ -63,11 +68,11 @@ def test_a_copy_is_kept(tmp_path: Path) -> None:
     memory[:1] = b"1"
     data = np.frombuffer(memory, np.uint8)
     tables = replace(map_tables(tmp_path / "rows", SIZE), data=data, opened=None)
-    let_go(version_of(tables))
+    drop_version_pages(version_of(tables))
     assert data[0] == ord("1")
 
 
 def test_no_tables(tmp_path: Path) -> None:
     tables = replace(map_tables(tmp_path / "rows", SIZE), data=np.empty(0, np.uint8))
     populate(version_of(tables), 1 << 30)
-    let_go(version_of(tables))
+    drop_version_pages(version_of(tables))
