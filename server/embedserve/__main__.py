@@ -1,4 +1,4 @@
-"""The entry point of the `embedserve` command, and of `python -m embedserve`."""
+"""Entry point of the `embedserve` command and of `python -m embedserve`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line, or says what to install where only the client is installed."""
+    """Runs the command line. Where only the client is installed, exits with a message that names
+    the missing package and how to install the server."""
     try:
         from embedserve.commands.cli import app
     except ModuleNotFoundError as error:

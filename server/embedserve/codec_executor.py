@@ -1,4 +1,4 @@
-"""What takes long to decode or to encode, done beside the event loop."""
+"""Runs slow decoding and encoding in a thread, off the event loop."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from embedserve.errors import EmbedServeError, OverloadedError
 
 T = TypeVar("T")
 ASIDE_BYTES_MAX = 256 << 20
-"""Of large bodies and answers that wait to be decoded or encoded, all together; a lone one is
-always taken."""
+"""Maximum bytes of large request bodies and responses that wait for the codec thread, in total. It
+bounds the memory that they hold. A single call is accepted at any size while no other waits."""
 
 
 class PendingCall(Protocol):
-    """Whoever waits for it: is told what went wrong, unless it went away."""
+    """The request that waits for the work. It is notified of an error, unless its client has
+    disconnected."""
 
     is_waiting: bool
 
@@ -26,9 +27,10 @@ class PendingCall(Protocol):
 
 
 class CodecExecutor:
-    """A thread, which the event loop shares the interpreter with, and the bytes that wait for it.
+    """A single codec thread with a byte budget for queued work.
 
-    Used from the event loop.
+    The thread competes with the event loop for the interpreter lock. All methods are called on the
+    event loop.
     """
 
     def __init__(self) -> None:
@@ -43,14 +45,18 @@ class CodecExecutor:
         work: Callable[[], T],
         go_on: Callable[[T], None],
     ) -> None:
-        """Has ``work`` done in the thread, and ``go_on`` called in the event loop with what it
-        made, unless ``call`` is not waiting any more.
+        """Runs ``work`` in the codec thread, then calls ``go_on`` with its result on the event
+        loop.
+
+        If ``call`` has stopped waiting, ``work`` is skipped or its result is dropped. An error from
+        ``work`` or ``go_on`` rejects or fails ``call``.
 
         Args:
-            what: it is, "body" or "answer", and its bytes.
+            what: name of the data in error messages, "body" or "answer".
+            nbytes: bytes of that data, which count against the budget until the work is done.
 
         Raises:
-            OverloadedError: too much waits for that already.
+            OverloadedError: the budget is exhausted.
         """
         if self._bytes and self._bytes + nbytes > ASIDE_BYTES_MAX:
             raise OverloadedError(
@@ -65,11 +71,11 @@ class CodecExecutor:
         def done(made: asyncio.Future[T | None]) -> None:
             self._bytes -= nbytes
             if not call.is_waiting:
-                made.exception()  # asked for, or asyncio would log it
+                made.exception()  # retrieved, or asyncio would log it
                 return
             try:
                 result = made.result()
-                assert result is not None  # it was wanted to the end
+                assert result is not None  # call was waiting throughout, so work ran
                 go_on(result)
             except EmbedServeError as error:
                 call.reject(error)

@@ -1,7 +1,7 @@
-"""Settings as frozen values with units in their names, and the limits that they set.
+"""Settings as frozen dataclasses with units in their names, and the limits among them.
 
-Each setting is written once, here, with its default and its sentence for the command line,
-which makes a flag, an EMBEDSERVE_* variable and a TOML key of it (commands/serve_options.py).
+Each setting is defined once, here, with its default and its help text. The command line derives a
+flag, an EMBEDSERVE_* variable and a TOML key from it (commands/serve_options.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from urllib.parse import urlsplit
 
 MIB = 1 << 20
 LIMIT_MAX = 2**31 - 1
-"""grpcio keeps its limits in 32 bits, and none of ours needs more."""
+"""Upper bound of every limit. grpcio stores its limits in 32 bits, and none of ours needs more."""
 
 
 def setting(default: Any, sentence: str, **bounds: float) -> Any:
-    """A field with its help text, and with "min" and "max" where it has them."""
+    """Returns a dataclass field with its help text, and with bounds "min" and "max" where they are
+    given."""
     return field(default=default, metadata={"help": sentence, **bounds})
 
 
@@ -29,7 +30,7 @@ def limit(default: float, sentence: str) -> Any:
 
 @dataclass(frozen=True)
 class Limits:
-    """How much work the server takes on, in a request, in a batch and in the queue."""
+    """Limits on the work that the server accepts, per request, batch, queue and process."""
 
     body_bytes_max: int = limit(32 * MIB, "Bytes of one request body or message.")
     request_examples_max: int = limit(65_536, "Examples in one request.")
@@ -92,7 +93,7 @@ class Limits:
     )
 
     def said(self, name: str) -> str:
-        """What a caller whose request is over the limit ``name`` is told of it."""
+        """Returns the value and the flag of limit ``name``, as a part of an error message."""
         return f"the limit is {getattr(self, name)} (--{name.replace('_', '-')})"
 
 
@@ -101,10 +102,10 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """Everything that `embedserve serve` can be told."""
+    """All settings of `embedserve serve`."""
 
     store: str
-    """A folder, or the URL of a remote store."""
+    """Path of a folder, or URL of a remote store."""
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for all interfaces.")
     allowed_host: tuple[str, ...] = setting(
         (),
@@ -273,11 +274,12 @@ class ServeSettings:
 
 
 UDS_PATH_BYTES_MAX = 107
-"""What the kernel has room for."""
+"""Maximum bytes of a Unix socket's path: the kernel's 108 without the terminating null."""
 UDS_MODE_MAX = 0o777
 UDS_MODE_DIGITS_MAX = 4
 HANG_S_MIN = 2.0
-"""Workers give a sign of life every half second."""
+"""Smallest worker_hang_s in seconds, unless it is 0. Workers send a heartbeat every half second; a
+shorter limit would replace workers of a busy host."""
 OPENTELEMETRY = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 CHOICES = {
     "follow": ("none", "alias", "latest"),
@@ -291,7 +293,8 @@ CHOICES = {
 
 
 def check_settings(settings: ServeSettings) -> None:
-    """Raises ValueError for settings that make no sense, whatever the host and the store."""
+    """Raises ValueError for settings that are invalid or contradict each other on any host and with
+    any store."""
     for name, choices in CHOICES.items():
         value = getattr(settings, name)
         if value not in choices:
@@ -309,7 +312,7 @@ def check_settings(settings: ServeSettings) -> None:
 
 
 def why_fixed(settings: ServeSettings, device_type: str) -> str:
-    """Why what is served cannot change while the server runs; "" where it can."""
+    """Returns why the served versions cannot change while the server runs; "" if they can."""
     if device_type == "cuda":
         return (
             "the tables go to GPUs, where a version that comes would have to fit beside the one "
@@ -324,7 +327,7 @@ def why_fixed(settings: ServeSettings, device_type: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this host alone."""
+    """Whether an address can be reached from this host alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -395,7 +398,7 @@ def _check_security(settings: ServeSettings) -> None:
 
 
 def uds_mode(settings: ServeSettings) -> int:
-    """Of the files of Unix sockets. ValueError for what is no mode."""
+    """Returns the mode of the Unix socket files. Raises ValueError for an invalid mode."""
     mode = settings.uds_mode
     if not mode or len(mode) > UDS_MODE_DIGITS_MAX or mode.strip("01234567"):
         raise ValueError(f"uds_mode is {mode!r}, expected octal digits such as 600")
@@ -424,7 +427,7 @@ def _check_unix_sockets(settings: ServeSettings) -> None:
 
 
 def check_device(settings: ServeSettings, device_type: str) -> None:
-    """Raises ValueError for settings that make no sense where tables are held so."""
+    """Raises ValueError for settings that contradict tables on ``device_type``, "cpu" or "cuda"."""
     if settings.follow != "none" and (why := why_fixed(settings, device_type)):
         raise ValueError(f"follow is {settings.follow!r}, but {why}")
     if device_type != "cuda":

@@ -1,7 +1,7 @@
-"""The errors of a request, one small tree; frontends map its leaves to their statuses.
+"""Errors of requests. Each class has a gRPC code and an HTTP status, which the frontends send.
 
-What the client did wrong is said with the field and the value. What the server did wrong is
-logged in full where it happens, and answered in general.
+The message of a client's error names the field and the value. A server error is logged in full
+where it happens, and the client gets a general message.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Protocol, Self
 
 INTERNAL = "an error of the server; its log says which"
-"""What a caller is told of an error that nobody foresaw."""
+"""Message to the client for an unexpected error."""
 
 DRAINING = "draining before the stop"
 LOADING = "the models are being loaded"
 
 
 class ServedVersion(Protocol):
-    """A version of a model, by which requests are counted; ModelInfo is one."""
+    """A served version of a model, which labels the counts of requests. ModelInfo implements it."""
 
     @property
     def served_as(self) -> str: ...
@@ -26,15 +26,15 @@ class ServedVersion(Protocol):
 
 
 class EmbedServeError(Exception):
-    """Any error that a request is answered with.
+    """Base class of the errors that a request can end with.
 
     Attributes:
-        code: the canonical gRPC code's name, the same in REST and gRPC answers.
-        http_status: the REST status.
-        retry_after_s: when the same request may be tried again; 0 if that is no use.
-        message: a sentence for the caller.
-        field: the field of the request that is wrong, or "".
-        model: the version that rejects the request; None where none was chosen.
+        code: name of the canonical gRPC code, the same in REST and gRPC responses.
+        http_status: HTTP status of the REST response.
+        retry_after_s: seconds after which the same request may be retried; 0 if a retry is no use.
+        message: sentence for the caller.
+        field: invalid field of the request, or "".
+        model: version that rejected the request; None if none was selected.
     """
 
     code = "INTERNAL"
@@ -48,13 +48,13 @@ class EmbedServeError(Exception):
         self.model: ServedVersion | None = None
 
     def of(self, model: ServedVersion) -> Self:
-        """Names the version that rejects the request."""
+        """Sets the version that rejects the request, and returns the error."""
         self.model = model
         return self
 
 
 class InvalidRequestError(EmbedServeError):
-    """The request can never be answered as it is."""
+    """The request is invalid and would be rejected again."""
 
     code = "INVALID_ARGUMENT"
     http_status = 400
@@ -66,28 +66,28 @@ class UnknownModelError(EmbedServeError):
 
 
 class UnknownRegionError(EmbedServeError):
-    """A region of shared memory that its caller has not registered."""
+    """The caller has not registered this shared-memory region."""
 
     code = "NOT_FOUND"
     http_status = 404
 
 
 class RefusedError(EmbedServeError):
-    """What an operator asked for cannot be as things are."""
+    """The operation conflicts with the present state of the server."""
 
     code = "FAILED_PRECONDITION"
     http_status = 409
 
 
 class RequestTooLargeError(EmbedServeError):
-    """Over a limit on what one request may hold."""
+    """The request exceeds a limit on the size of a single request."""
 
     code = "RESOURCE_EXHAUSTED"
     http_status = 413
 
 
 class OverloadedError(EmbedServeError):
-    """The queue is full; the same request may be answered later."""
+    """The server is overloaded, as when a queue is full; the same request may succeed later."""
 
     code = "RESOURCE_EXHAUSTED"
     http_status = 429
@@ -95,21 +95,22 @@ class OverloadedError(EmbedServeError):
 
 
 class UnauthenticatedError(EmbedServeError):
-    """Nobody knows who asks, or their token has ended."""
+    """The caller has no valid token or certificate: it is missing, unknown, expired or revoked."""
 
     code = "UNAUTHENTICATED"
     http_status = 401
 
 
 class PermissionDeniedError(EmbedServeError):
-    """Who asks may not ask that."""
+    """The caller is authenticated, but lacks the permission."""
 
     code = "PERMISSION_DENIED"
     http_status = 403
 
 
 class RateLimitedError(EmbedServeError):
-    """Who asks asks too much; others are answered."""
+    """The caller exceeds its own rate or its limit of concurrent requests. Other callers are
+    served."""
 
     code = "RESOURCE_EXHAUSTED"
     http_status = 429
@@ -125,7 +126,7 @@ class DeadlineExceededError(EmbedServeError):
 
 
 class NotReadyError(EmbedServeError):
-    """Draining before the stop, or damaged."""
+    """The server is loading its models, draining before it stops, or has damaged rows."""
 
     code = "UNAVAILABLE"
     http_status = 503
@@ -133,7 +134,7 @@ class NotReadyError(EmbedServeError):
 
 
 class EngineError(EmbedServeError):
-    """The lookup failed; the cause is in the log."""
+    """The server failed to process the request; the cause is in the log."""
 
     code = "INTERNAL"
     http_status = 500

@@ -1,7 +1,7 @@
-"""Files whose content is taken anew when they change: certificates, tokens.
+"""Reloads files, such as certificates and tokens, when they change.
 
-What is wrong with them is said once, and that it is mended; until then what was read before goes
-on. Only the looks are here: what the files hold, others read.
+Polls modification time, size and inode. An invalid file is logged once, and the previous content
+stays in use; a valid file after that is logged, too. Parsing is the caller's.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LOOK_S = 1.0
-"""Between two looks at the files."""
+"""Seconds between two polls of the files."""
 
 Signature = tuple[tuple[int, int, int] | None, ...]
 
 
 class FileReloader(Generic[T]):
-    """Something that is read from files."""
+    """A value that is read from files, and read again when they change."""
 
     def __init__(
         self,
@@ -31,15 +31,17 @@ class FileReloader(Generic[T]):
         read: Callable[[], T],
         adopt: Callable[[T], None],
     ) -> None:
-        """Reads it for the first time.
+        """Reads the files and calls ``adopt`` for the first time.
 
         Args:
-            what: it is, for the log.
-            read: in a thread but for the first time. OSError and ValueError say what is wrong.
-            adopt: called on the event loop's thread with what was read.
+            what: name of the value in log messages.
+            paths: paths of the files that are polled.
+            read: function that reads the value. Runs in a thread, except for the first time. Raises
+                OSError or ValueError with the reason.
+            adopt: callback for the value, on the event loop's thread.
 
         Raises:
-            OSError, ValueError: as ``read``.
+            OSError, ValueError: from ``read``.
         """
         self._what = what
         self._paths = paths
@@ -50,7 +52,8 @@ class FileReloader(Generic[T]):
         adopt(read())
 
     async def poll(self) -> None:
-        """Takes the files again if they are others. A disk that hangs keeps nobody else waiting."""
+        """Reads the files again if they have changed. Runs in a thread, so that a hanging disk does
+        not block the event loop."""
         signature, made, fault = await asyncio.to_thread(self._read_if_changed)
         if signature == self._signature:
             return
@@ -65,7 +68,8 @@ class FileReloader(Generic[T]):
         self._fault = ""
 
     def _read_if_changed(self) -> tuple[Signature, T | None, str]:
-        """(of the files as they were before they were read, what was read, what is wrong)"""
+        """Returns (signature of the files before the read, value, error message). The value is None
+        and the message "" if the files have not changed."""
         signature = self._sign()
         if signature == self._signature:
             return signature, None, ""
@@ -87,7 +91,7 @@ def _signature(path: str) -> tuple[int, int, int] | None:
 
 
 async def poll_all(followed: Sequence[FileReloader[Any]]) -> None:
-    """Looks at them now and then, for ever."""
+    """Polls all ``followed`` files every LOOK_S, forever."""
     while True:
         await asyncio.sleep(LOOK_S)
         for one in followed:

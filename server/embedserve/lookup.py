@@ -1,4 +1,4 @@
-"""A lookup from its decoded request to its result: plain values and arrays."""
+"""Types of a lookup, from the decoded request to its result: plain values and numpy arrays."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import numpy as np
 from embedserve.model_info import ModelInfo
 
 ResponseChunks = Sequence[bytes | memoryview]
-"""An encoded answer in pieces, one after the other; those of a batch's values are not copied."""
+"""Chunks of an encoded response, in order. Chunks with values are views of the batch's array, not
+copies."""
 EncodedResponse = tuple[ResponseChunks, int]
-"""Such pieces, and their bytes."""
+"""(chunks of an encoded response, their total bytes)."""
 
 
 def with_size(parts: ResponseChunks) -> EncodedResponse:
@@ -22,13 +23,16 @@ def with_size(parts: ResponseChunks) -> EncodedResponse:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What a caller wants of the answer, where it is not all of it in its codec's plain form.
+    """Response options: which keys to return, and format options for the codec.
+
+    A request without any has None in place of this object, and gets the full default response.
 
     Attributes:
-        keys: those wanted, in any order; empty: all.
-        field: of the request that names them, for messages.
-        has_all: the vectors of all keys are wanted whatever ``keys`` are, which are only checked.
-        form: what the codec that writes the answer was told; small, as it waits with its request.
+        keys: requested keys, in any order; empty for all keys.
+        field: request field that names the keys, for error messages.
+        has_all: whether the response has the vectors of all keys; ``keys`` are then only validated.
+        form: format options of the codec that writes the response. They are small, as they are held
+            with the queued request.
     """
 
     keys: tuple[str, ...] = ()
@@ -38,32 +42,34 @@ class OutputOptions:
 
 
 class StringIds(Protocol):
-    """The string ids of one request."""
+    """String ids of one request."""
 
     @property
     def integers(self) -> Mapping[str, np.ndarray | int]:
-        """By feature, int64 [n]; the position of the first that is none where one is none."""
+        """Values of string ids that are integers, by feature: int64 [n]. A feature with another
+        string has the position of its first such id instead."""
 
     def __getitem__(self, value: int) -> str:
-        """The string whose hash is ``value``."""
+        """Returns the string whose hash is ``value``."""
 
 
 @dataclass(slots=True)
 class LookupRequest:
-    """One caller's batch of jagged ids, as a codec understood it.
+    """One caller's batch of jagged ids, as decoded by a codec.
 
     Attributes:
-        model: "" for the default model.
-        features: KJT keys in the caller's order, each once; none: the model's own, in its order.
-        ids: int64 [n], the bags one after the other, feature-major; strings as their hashes.
+        model: name of the model, with a version or without; "" for the default model.
+        features: KJT keys in the caller's order, each once; empty for all features of the model in
+            its order.
+        ids: int64 [n], the bags one after the other, feature-major; hashes in place of string ids.
         lengths: int32 [len(features) * batch_size], feature-major.
         weights: float32 [n], or None to count every id once.
-        batch_size: examples B, 1 or more.
-        string_features: those of ``features`` whose ids were given as strings.
-        strings: these strings by their hashes, for messages, and which integers they are, for
-            tables that take integers; None where there are none.
-        output_dtype: "float32" or "float16", of the values that the caller wants.
-        output: None for the whole answer in its plain form, as most callers want it.
+        batch_size: number of examples B, at least 1.
+        string_features: features whose ids were sent as strings.
+        strings: the string ids by their hashes, for error messages, and their values as integers,
+            for tables with integer ids; None without string ids.
+        output_dtype: requested dtype of the response's values, "float32" or "float16".
+        output: response options; None, as in most requests, for the full default response.
     """
 
     model: str
@@ -78,7 +84,8 @@ class LookupRequest:
     output: OutputOptions | None = None
 
     def response_bytes(self, model: ModelInfo) -> int:
-        """Returns the bytes of the values in ``model``'s result; an upper bound if unpooled."""
+        """Returns the bytes of the float32 values in ``model``'s result; an upper bound if it is
+        unpooled."""
         return (
             self.batch_size * model.response_bytes_per_example
             + self.ids.size * model.response_bytes_per_id
@@ -90,15 +97,17 @@ class LookupResult:
     """The vectors of one request.
 
     Attributes:
-        model: that answered; of an answer with some of its keys, the part that has them.
-        values: float32 or float16, as the request wants, C-contiguous, a slice of its batch:
-            [B, sum(model.length_per_key)]; of an unpooled model [sum(lengths), dim], one row for
-            each id, key after key.
-        unknown_ids: how many ids had no row, by feature; None where all had one.
-        lengths: int32 [keys, B] of an unpooled model, else None.
-        more: the rest of the rows, where a batch was looked up in pieces: ``values`` has the
-            first B of them. Never joined before they are written, which would copy all.
-        output: of its request.
+        model: version that served the request; restricted to the selected keys if the response has
+            only some keys.
+        values: float32 or float16, as requested; C-contiguous, and a slice of the batch's array.
+            [B, sum(model.length_per_key)]; for an unpooled model [sum(lengths), dim], one row per
+            id, key after key.
+        unknown_ids: number of ids without a row, by feature; None if all ids had a row.
+        lengths: int32 [keys, B] for an unpooled model, else None.
+        extra_chunks: remaining rows if the batch was looked up in chunks; ``values`` then has only
+            the first rows. The chunks are written one after the other, as joining them would copy
+            them all.
+        output: response options of the request.
     """
 
     model: ModelInfo
@@ -111,19 +120,19 @@ class LookupResult:
 
 @dataclass(slots=True)
 class Batch:
-    """The engine's input for several requests, and what their answers need of it.
+    """The engine's input for several requests, and data for splitting its result.
 
     Attributes:
         ids: int64 [n] row numbers, feature-major over the whole batch.
-        lengths: int32 [F * B], feature-major, B the examples of all requests in their order.
-        weights: float32 [n], or None where no request has any.
-        sizes: the examples of each request.
-        batch_size: B, their sum.
-        ids_per_feature: int64 [F] ids that were asked, those without a row among them; a batch
-            that was cut out of another has none.
-        unknown_counts: int64 [requests, F] ids that had no row; None where all had one.
-        skipped: positions in ``ids`` of those that are answered by zeros, in an unpooled model.
-            A pooled model's batch holds them no more.
+        lengths: int32 [F * B], feature-major; the examples are in the order of the requests.
+        weights: float32 [n], or None if no request has weights.
+        sizes: number of examples of each request.
+        batch_size: number of examples of all requests, B.
+        ids_per_feature: int64 [F] number of requested ids, including ids without a row. Not set on
+            a batch that was split off another.
+        unknown_counts: int64 [requests, F] number of ids without a row; None if all ids had a row.
+        skipped: positions in ``ids`` of skipped ids, for an unpooled model, which returns rows of
+            zeros for them. The batch of a pooled model no longer contains them.
     """
 
     ids: np.ndarray

@@ -20,23 +20,27 @@ from embedserve_store.plans.plan import Plan
 
 T = TypeVar("T")
 PARTS_MAX = PART_STARTS_MAX = 16
-"""Selections of a model's keys that are remembered, and beginnings of answers of each: all of them
-together take as much as the model's own."""
+"""Maximum number of key selections cached per model, and of response prefixes cached per selection.
+All selections together hold at most 256 prefixes, as many as the model itself."""
 
 
 @dataclass(frozen=True, eq=False)
 class ModelInfo:
-    """A served model: its manifest, how it is served, and what a request is checked against.
+    """A served model: its manifest, how it is served, and properties that requests are checked
+    against.
 
-    Compared by identity, so that what is derived from it can be cached cheaply. What requests
-    ask of the manifest is kept here: a cached_property costs no more than an attribute.
+    Instances compare by identity, so that values derived from one can be cached cheaply. Properties
+    of the manifest that each request needs are cached here: a cached_property costs no more than an
+    attribute.
 
     Attributes:
-        plan: which rank holds what.
-        translator: turns callers' ids into row numbers.
-        replanned: the plan is not the stored one.
+        manifest: manifest of the version.
+        plan: sharding plan, which assigns the shards of the tables to ranks.
+        translator: translator from callers' ids to row numbers.
+        device_type: "cpu" or "cuda".
+        replanned: whether the plan differs from the stored one.
         lookup_kind: how lookups run: traced, scripted or eager.
-        selected: positions in the manifest's keys of those that answers have; None: all.
+        selected: positions in the manifest's keys of the keys in responses; None for all keys.
     """
 
     manifest: Manifest
@@ -46,22 +50,24 @@ class ModelInfo:
     replanned: bool
     lookup_kind: str
     replicas: int = 1
-    """Copies of the tables, each on GPUs of its own; the plan is of one."""
+    """Number of copies of the tables, each on its own GPUs. The plan describes a single copy."""
     served_name: str = ""
-    """As --model has it, NAME, NAME@VERSION or NAME@ALIAS; "" for the first."""
+    """Name given to --model: NAME, NAME@VERSION or NAME@ALIAS; "" for the model's plain name."""
     example: Mapping[str, Sequence[Sequence[int | str]]] = field(default_factory=dict)
-    """The features of a request that it answers, to be shown."""
+    """Features of an example request that this version can serve, shown in the API
+    documentation."""
     response_prefix_cache: dict[tuple[object, ...], Any] = field(default_factory=dict)
-    """What codecs keep with the model, so that it goes with it: by what it depends on."""
+    """Cache of the codecs for response prefixes, by all that a prefix depends on. It is stored with
+    the model, so that it is freed with it."""
     selected: tuple[int, ...] | None = None
     response_prefixes_max: int = 256
-    """Of ``response_prefix_cache``: one for each size of an answer."""
+    """Maximum entries of ``response_prefix_cache``, which has one for each size of response."""
     key_selections: dict[tuple[str, ...], ModelInfo] = field(default_factory=dict)
-    """What ``with_keys`` gave."""
+    """Cache of ``with_keys``, by the selected keys."""
 
     @cached_property
     def json_start(self) -> bytes:
-        """What every JSON answer begins with; orjson's, kept with the model."""
+        """JSON that every JSON response begins with, serialized once by orjson."""
         head = {
             "model": self.name,
             "version": self.version,
@@ -76,12 +82,12 @@ class ModelInfo:
 
     @cached_property
     def served_as(self) -> str:
-        """NAME, NAME@VERSION or NAME@ALIAS, by which it is told from others of its model."""
+        """Unique name among the served versions: NAME, NAME@VERSION or NAME@ALIAS."""
         return self.served_name or self.name
 
     @cached_property
     def tag(self) -> str:
-        """What follows the "@" of ``served_as``, "" for nothing."""
+        """Part of ``served_as`` after the "@"; "" if there is none."""
         return split_name(self.served_as)[1]
 
     @cached_property
@@ -94,17 +100,17 @@ class ModelInfo:
 
     @cached_property
     def bytes_per_rank(self) -> tuple[int, ...]:
-        """Table bytes of each rank."""
+        """Bytes of the tables on each rank."""
         return tuple(self.plan.served_bytes_per_rank(self.tables, self.device_type))
 
     @cached_property
     def features(self) -> tuple[str, ...]:
-        """Names that requests may use, in the order of the engine's input."""
+        """Feature names that requests may use, in the order of the engine's input."""
         return self.manifest.features
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """Of every answer, as in a KeyedTensor."""
+        """Keys of every response, as in a KeyedTensor."""
         return self._of_selected(self.manifest.keys)
 
     @cached_property
@@ -120,7 +126,8 @@ class ModelInfo:
 
     @cached_property
     def columns(self) -> tuple[slice, ...]:
-        """Where the vectors of ``keys`` lie in a row of all; those side by side as one."""
+        """Column ranges of the vectors of ``keys`` in a row with all keys; adjacent ranges are
+        merged."""
         ends = [0, *accumulate(self.manifest.length_per_key)]
         columns: list[slice] = []
         for at in range(len(ends) - 1) if self.selected is None else self.selected:
@@ -129,8 +136,15 @@ class ModelInfo:
         return tuple(columns)
 
     def with_keys(self, keys: tuple[str, ...]) -> ModelInfo:
-        """This model as answers with only ``keys`` describe it: each is one of its own, once; in
-        the model's order whatever theirs. Kept, as callers ask for the same over and over."""
+        """Returns this model restricted to ``keys``, as it describes responses with only these
+        keys.
+
+        The result has its keys in the model's order. It is cached, as callers select the same keys
+        over and over.
+
+        Args:
+            keys: keys of this model, each once, in any order.
+        """
         part = self.key_selections.get(keys)
         if part is None:
             selected = tuple(sorted(self.key_positions[key] for key in keys))
@@ -148,45 +162,46 @@ class ModelInfo:
 
     @cached_property
     def is_pooled(self) -> bool:
-        """False for an EmbeddingCollection, answered by one row for each id."""
+        """False for an EmbeddingCollection, which returns one row per id."""
         return self.manifest.is_pooled
 
     @cached_property
     def feature_per_key(self) -> np.ndarray:
-        """int64 [keys], where the feature of each key stands in ``features``."""
+        """int64 [keys], position of each key's feature in ``features``."""
         return np.array([columns.feature for columns in self.manifest.columns])
 
     @cached_property
     def keys_are_features(self) -> bool:
-        """Whether every feature serves one table, and so the keys are the features in order."""
+        """Whether every feature has exactly one table, so that the keys are the features in
+        order."""
         return bool(np.array_equal(self.feature_per_key, np.arange(len(self.features))))
 
     @cached_property
     def string_features(self) -> frozenset[str]:
-        """Features whose ids are strings."""
+        """Names of the features whose ids are strings."""
         types = zip(self.features, self.translator.id_types, strict=True)
         return frozenset(feature for feature, id_type in types if id_type == "string")
 
     @cached_property
     def rejects_unknown(self) -> np.ndarray:
-        """bool [F], whether an id without a row refuses its request."""
+        """bool [F], whether an id without a row causes its request to be rejected."""
         return np.array([unknown == "error" for unknown in self.translator.unknown_per_feature])
 
     @cached_property
     def skips_unknown(self) -> np.ndarray:
-        """bool [F], whether an id without a row is left out."""
+        """bool [F], whether an id without a row is skipped."""
         return np.array([unknown == "skip" for unknown in self.translator.unknown_per_feature])
 
     @cached_property
     def response_bytes_per_example(self) -> int:
-        """Of an answer's values; 0 for an unpooled model."""
+        """Bytes that an example adds to a response's float32 values; 0 for an unpooled model."""
         return 4 * sum(self.length_per_key) if self.is_pooled else 0
 
     @cached_property
     def response_bytes_per_id(self) -> int:
-        """The most that an id adds to an answer's values; 0 for a pooled model.
+        """Maximum bytes that an id adds to a response's float32 values; 0 for a pooled model.
 
-        A feature that several tables serve has a row of each of them.
+        A feature with several tables has a row from each of them.
         """
         if self.is_pooled:
             return 0
@@ -195,12 +210,13 @@ class ModelInfo:
 
 @dataclass
 class PendingVersion:
-    """A version that a model is to be answered by, and is not yet.
+    """A version that is to serve a model and is not active yet.
 
     Attributes:
-        state: loading, warming, or failed: it stays out.
-        reason: why it failed.
-        since: ISO 8601, UTC.
+        version: number of the version.
+        state: "loading", "warming", or "failed" if it will not become active.
+        reason: why the version failed.
+        since: time of the present state, ISO 8601 in UTC.
     """
 
     version: int
@@ -210,5 +226,5 @@ class PendingVersion:
 
 
 def now_iso() -> str:
-    """ISO 8601, UTC, in seconds."""
+    """Returns the current time in UTC as ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")

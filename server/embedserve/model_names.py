@@ -1,15 +1,16 @@
-"""Names that requests use for a model and a version: NAME, NAME@VERSION or NAME@ALIAS."""
+"""Names of a model and a version, as requests use them: NAME, NAME@VERSION or NAME@ALIAS."""
 
 from __future__ import annotations
 
 from embedserve.errors import InvalidRequestError
 
 VERSION_CHARACTERS_MAX = 64
-"""Of a number or an alias."""
+"""Maximum characters of a version number or an alias; the request is rejected above that."""
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """(model, version) of a name as --model and requests have it; "" where it has no version.
+    """Returns (model, version) of a name that --model or a request has; version is "" if it names
+    none.
 
     >>> split_name("movies@stable"), split_name("movies")
     (('movies', 'stable'), ('movies', ''))
@@ -19,10 +20,10 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def qualified_model_name(model: str, version: int | str) -> str:
-    """The name of ``version`` of ``model``, "" for the default one, as requests have it.
+    """Returns the qualified name of ``version`` of ``model``, where "" is the default model.
 
     Raises:
-        InvalidRequestError: ``model`` has one already, or it can be none.
+        InvalidRequestError: ``model`` already names a version, or ``version`` cannot be one.
     """
     shown = str(version)
     if not shown or len(shown) > VERSION_CHARACTERS_MAX or "@" in shown:

@@ -1,6 +1,6 @@
-"""What is served, as the Open Inference Protocol asks for it: by a model's name and its version.
+"""Metadata, configuration and statistics of the served models for the Open Inference Protocol.
 
-Between the pipeline and the frontends of REST and gRPC, which tell the same.
+This module is between the pipeline and the frontends of REST and gRPC, which return the same data.
 """
 
 from __future__ import annotations
@@ -19,31 +19,40 @@ def server_metadata(pipeline: RequestPipeline) -> dict[str, Any]:
 
 
 def served(pipeline: RequestPipeline, name: str, version: str = "") -> ModelInfo:
-    """Raises UnknownModelError if it is not."""
+    """Returns the served version. Raises UnknownModelError if it is not served."""
     return pipeline.models.model(versioned(name, version))
 
 
 def metadata(pipeline: RequestPipeline, name: str, version: str = "") -> dict[str, Any]:
-    """The tensors of a model, and all its versions. Raises UnknownModelError."""
+    """Returns the tensors of a model and its served versions. Raises UnknownModelError.
+
+    The versions are only the named version if the request names one.
+    """
     info = served(pipeline, name, version)
     versions = {one.version for one in pipeline.models.models() if one.name == info.name}
     return description.model(info, [info.version] if version else sorted(versions))
 
 
 def configuration(pipeline: RequestPipeline, name: str, version: str = "") -> dict[str, Any]:
-    """As metadata, in the form of Triton's extension. Raises UnknownModelError."""
+    """Returns the model's configuration in the format of Triton's extension. Raises
+    UnknownModelError."""
     return description.configuration(served(pipeline, name, version))
 
 
 def statistics(
     pipeline: RequestPipeline, name: str = "", version: str = "", quota: CallerQuota | None = None
 ) -> list[dict[str, Any]]:
-    """Returns the statistics of one version, of all versions of a model, or of all models where
-    ``name`` is empty: of those that ``client`` may ask, and of all for administrators.
+    """Returns the statistics of one version, of all versions of a model, or of all models if
+    ``name`` is empty.
+
+    They cover the models that the caller may request; administrators get all models.
+
+    Args:
+        quota: authenticated caller; None without authentication.
 
     Raises:
-        UnknownModelError: there is no such model.
-        PermissionDeniedError: ``client`` may not ask it.
+        UnknownModelError: the model or version is not served.
+        PermissionDeniedError: the caller may not request the model.
     """
     infos = pipeline.models.models()
     if quota is not None and quota.models is not None and "admin" not in quota.grant.roles:
@@ -59,7 +68,8 @@ def statistics(
 
 
 def repository(pipeline: RequestPipeline, *, only_ready: bool) -> list[dict[str, str]]:
-    """Every version that is served, or that is to be."""
+    """Returns the index of all versions that are served or pending; ``only_ready`` leaves out
+    versions that are not ready."""
     models = pipeline.models
     not_ready = "" if models.is_ready else models.not_ready or "not ready"
     index = description.repository(models.models(), models.coming, not_ready)

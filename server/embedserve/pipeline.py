@@ -1,8 +1,9 @@
-"""The pipeline: what happens between a protocol's bytes and its bytes, once for all of them.
+"""Request pipeline of a process, shared by all protocols.
 
-Admits a request, has a codec decode it, queues it with its model, and when its vectors come has
-them encoded, counts, and hands the bytes to whoever asked. A protocol is a small adapter: it makes
-a Call of its own kind for each request and writes what the call is given. It never sees ids.
+The pipeline admits a request, decodes its body, and enqueues it with its model. When the vectors
+are available it encodes them, counts the request, and passes the bytes to the request's context.
+A protocol is a small adapter: it subclasses RequestContext, creates a context for each request, and
+writes the response that the context receives. It never sees ids.
 """
 
 from __future__ import annotations
@@ -47,30 +48,33 @@ from embedserve.tracing.traced_request import TracedRequest
 logger = logging.getLogger(__name__)
 
 REQUEST_S_MAX = 30.0
-"""How long the body of one request may take to come."""
+"""Seconds that the body of one request may take to arrive. Slower requests are rejected with
+DEADLINE_EXCEEDED."""
 _NEVER = float("inf")
 LARGE_RESPONSE_BYTES = 64 << 10
-"""Told to who looks after what is not read; smaller ones find room in a socket."""
+"""Bytes of an encoded response above which `on_large_response` callbacks are called. They bound the
+memory pinned by unsent responses. Responses up to 64 KiB fit in a socket's send buffer."""
 ROUTING_KEY = b"x-routing-key"
-"""The header of who is to be answered by the same version each time, where several share."""
+"""Header whose value pins requests to one version where several versions share a model's
+traffic."""
 ORIGIN = b"origin"
-"""The header that browsers send with what a page asks of another site."""
+"""Header that browsers add to the requests of a page to another site."""
 CHUNK_YIELD_S = 0.0001
-"""Left to the event loop between two pieces of a large answer: it would wait for the interpreter's
-lock for five milliseconds each time it needs it."""
+"""Seconds of sleep between two chunks of a large response, so that the event loop can take the GIL.
+Without it the loop waits a full 5 ms switch interval each time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestOptions:
-    """What the head of a request asks for; requests with the same head share it.
+    """Options parsed from the request headers, shared by requests with identical headers.
 
     Attributes:
-        model: of the URL; "" for what the body names, or the default model.
-        codec: of the body.
-        response_codec: of the answer.
-        timeout_s: how long the answer is wanted, from the request's first byte; None: for ever.
-        metrics: of the protocol.
-        has_id: it has an X-Request-Id, which its answer repeats.
+        model: model in the URL; "" selects the model that the body names, or the default model.
+        codec: codec of the request body.
+        response_codec: codec of the response.
+        timeout_s: seconds from the request's first byte until its deadline; None for no deadline.
+        metrics: metrics of the protocol.
+        has_id: whether the request has an X-Request-Id header, which the response repeats.
     """
 
     model: str
@@ -81,18 +85,18 @@ class RequestOptions:
     has_id: bool = False
 
     def with_codec(self, codec: Codec) -> RequestOptions:
-        """The same in another form."""
+        """Returns a copy that uses ``codec`` for both the body and the response."""
         return replace(self, codec=codec, response_codec=codec)
 
 
 class RequestContext(TracedRequest):
-    """One request, from its first byte until its answer is written; counted once.
+    """Context of one request, from its first byte until its response is written; counted once.
 
-    A protocol's adapter says how an answer and a refusal are written.
+    The adapter of each protocol implements how responses and errors are written.
 
     Attributes:
-        asked: what its head says.
-        pipeline: that it is asked of.
+        options: options parsed from its headers.
+        pipeline: pipeline that the request is submitted to.
     """
 
     __slots__ = ("options", "pipeline")
@@ -114,24 +118,25 @@ class RequestContext(TracedRequest):
 
     @property
     def origin(self) -> object:
-        """Where it comes from, such as its connection, which tells callers apart that have no
-        names."""
+        """Origin of the request, such as its connection, that stands for an unauthenticated client
+        in fair sharing. By default each request is its own origin."""
         return self
 
     @property
     def owner(self) -> str:
-        """The name that it asks by, of whom its regions of shared memory are."""
+        """Name of the authenticated caller, who owns its shared-memory regions; EVERYBODY without
+        authentication."""
         quota = self.quota
         return EVERYBODY if quota is None else quota.grant.name
 
     @property
     def certificate(self) -> Certificate | None:
-        """That the client has shown."""
+        """Client certificate from the TLS handshake; None if there was none."""
         return None
 
     @property
     def peer(self) -> str:
-        """The address of the other end of its connection."""
+        """Address of the peer of its connection; "" if unknown."""
         return ""
 
     @property
@@ -140,22 +145,22 @@ class RequestContext(TracedRequest):
 
     @property
     def can_delay_rejection(self) -> bool:
-        """Whether its refusal may wait, and keep nobody but its client waiting."""
+        """Whether a rejection may be delayed without holding up requests of other clients."""
         return True
 
     @abstractmethod
     def write_response(
         self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
     ) -> None:
-        """Writes the encoded answer, ``nbytes`` in all, and what is ``told`` of its request."""
+        """Writes the encoded response of ``nbytes`` bytes, and the telemetry ``headers`` if any."""
 
     @abstractmethod
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
-        """Writes why there is no answer, in the protocol's form."""
+        """Writes ``error`` in the protocol's format, with the telemetry ``headers``."""
 
     def on_enqueued(self) -> None:
-        """Told of a request that took long to decode, once it waits in its queue; of any other that
-        is so when it was asked."""
+        """Called when a request that was decoded off the event loop has been enqueued. A request
+        decoded inline is already enqueued when `submit` returns."""
 
     @property
     def routing_key(self) -> bytes:
@@ -174,7 +179,7 @@ class RequestContext(TracedRequest):
             self.fail()
 
     def write(self, parts: ResponseChunks, nbytes: int) -> None:
-        """Writes the encoded answer, and counts it."""
+        """Writes the encoded response and counts the request as answered."""
         self.is_waiting = False
         encoded_s = perf_counter()
         seconds = encoded_s - self.start_s
@@ -194,7 +199,8 @@ class RequestContext(TracedRequest):
         self.ticket.answered(seconds)
 
     def _write_observed(self, parts: ResponseChunks, nbytes: int, encoded_s: float) -> None:
-        """As write, of a request of which there may be something to tell."""
+        """Writes a response that is large, or whose request may have to be logged or traced, or
+        needs timing headers. Slow path of `write`."""
         telemetry, seen = self.pipeline.telemetry, self.seen("OK", encoded_s)
         self.leave("OK")
         self.write_response(parts, nbytes, telemetry.response_headers(self, encoded_s))
@@ -214,7 +220,14 @@ class RequestContext(TracedRequest):
         write: Callable[[HeaderList], None],
         model: ServedVersion | None = None,
     ) -> None:
-        """Ends as ``outcome``, which ``write`` tells the client; ``model`` rejected the request."""
+        """Ends and counts the request as rejected.
+
+        Args:
+            outcome: name of the gRPC code that the request is counted under.
+            message: message for the log.
+            write: function that writes the error to the client, given the telemetry headers.
+            model: version that rejected the request, if it had not reached a queue.
+        """
         self.is_waiting = False
         end_s = perf_counter()
         self.pipeline.metrics.ended(self.version or model, outcome, end_s - self.start_s)
@@ -227,7 +240,7 @@ class RequestContext(TracedRequest):
         write(telemetry.error_headers(self, end_s))
 
     def reject_after(self, error: EmbedServeError, wait_s: float) -> None:
-        """Refuses what has not been asked, now or in ``wait_s``."""
+        """Rejects a request before it is submitted, after ``wait_s`` seconds; 0: immediately."""
         if wait_s:
             asyncio.get_running_loop().call_later(wait_s, self._reject_if_waiting, error)
         else:
@@ -238,13 +251,15 @@ class RequestContext(TracedRequest):
             self.reject(error)
 
     def fail(self) -> None:
-        """Refuses for the error that is being handled, which nobody foresaw."""
+        """Logs the unexpected exception that is being handled, and rejects the request with an
+        internal error."""
         log, named = self.options.metrics.log, lambda: {"request_id": self.request_id.decode()}
         log.log(logging.ERROR, "a request failed", with_traceback=True, fields=named)
         self.reject(EngineError(INTERNAL))
 
     def cancel(self) -> None:
-        """The client went away: its request leaves the queue, and nothing is written."""
+        """Cancels the request because its client went away. It leaves the queue, and nothing is
+        written. Does nothing once the request has ended."""
         if self.is_waiting:
             end_s = perf_counter()
             seconds = end_s - self.start_s
@@ -257,21 +272,22 @@ class RequestContext(TracedRequest):
 
 
 class ResponseWriter(Protocol):
-    """What collects answers, to write them out together."""
+    """Writer that buffers responses and writes them together."""
 
     def flush(self) -> None: ...
 
 
 class RequestPipeline:
-    """The one way from bytes to a batch and back, of a whole process.
+    """Request pipeline of a process: the only path from bytes to a batch and back.
 
     Attributes:
-        models: what is served.
-        metrics: of the process; by protocol in ``metrics.protocols``.
-        access: who may ask; None: everybody.
-        observer: tells where the time of requests went.
-        shared_memory: in which tensors may lie; None: there is none.
-        addresses: finds the addresses of clients.
+        models: registry of the served models.
+        metrics: metrics of the process; those of each protocol are in ``metrics.protocols``.
+        authenticator: authenticator of callers; None: no authentication.
+        telemetry: telemetry that logs, traces and times requests.
+        shared_memory: regions of shared memory where tensors may be located; None: disabled.
+        addresses: resolver of client addresses behind proxies.
+        limits: limits on the work that the server accepts.
     """
 
     def __init__(
@@ -298,7 +314,10 @@ class RequestPipeline:
         models.call_back(self.flush, self._notify_queue_reopened)
 
     def submit(self, call: RequestContext, body: bytes) -> None:
-        """Has ``call`` answered, refused or failed; now or when its batch ends. Never raises."""
+        """Submits a request with its whole body. Never raises.
+
+        ``call`` is completed, rejected or failed, either immediately or when its batch ends.
+        """
         options = call.options
         try:
             if self.models.is_full:
@@ -326,7 +345,7 @@ class RequestPipeline:
         _, decode_whole = self._decoders(call)
 
         def decode() -> LookupRequest:
-            if self.models.is_full:  # since it waits
+            if self.models.is_full:  # The queue may have filled while the body waited.
                 self.models.check_open(options.model, body, options.codec)
             return decode_whole(body, options.model, self.limits)
 
@@ -339,8 +358,11 @@ class RequestPipeline:
         self._codec_executor.submit(call, "body", len(body), decode, enqueue)
 
     def _decoders(self, call: RequestContext) -> tuple[TryDecodeInline, Decode]:
-        """Of its body. What it says to lie in shared memory is looked for in its owner's regions; a
-        page of any site, which a browser shows, has none."""
+        """Returns (inline decoder, full decoder) for the body.
+
+        They are bound to the caller's shared-memory regions. Requests from a browser page, which
+        have an Origin header, get no regions.
+        """
         codec, shared = call.options.codec, self.shared_memory
         if shared is None or codec.in_regions is None:
             return codec.try_decode_inline, codec.decode
@@ -348,10 +370,12 @@ class RequestPipeline:
         return codec.in_regions(NONE if is_page else shared.of(call.owner))
 
     def encode_later(self, call: RequestContext, result: LookupResult) -> None:
-        """Has ``call`` told the encoded ``result``, which takes long to encode.
+        """Encodes ``result`` in the codec thread, then writes it to ``call``.
+
+        Copies ``result`` out of its batch first, so that it does not keep the batch alive.
 
         Raises:
-            OverloadedError: too much waits for that already.
+            OverloadedError: too many bytes wait for the codec thread already.
         """
         result.values = copy_if_view(result.values)
         result.extra_chunks = [copy_if_view(piece) for piece in result.extra_chunks]
@@ -362,34 +386,39 @@ class RequestPipeline:
         )
 
     def reject_if_overloaded(self, call: RequestContext) -> None:
-        """Refuses ``call`` before its body has come if its queue is full; for while one is."""
+        """Rejects ``call`` before its body arrives if its queue is full.
+
+        Called only while `models.is_closed`.
+        """
         try:
             self.models.check_any_open(call.options.model)
         except EmbedServeError as error:
             call.reject(error)
 
     def flush_later(self, writer: ResponseWriter) -> None:
-        """Has ``writer`` flushed once the batch that is being answered has ended, or soon."""
+        """Flushes ``writer`` when the current batch has been completed, or in the next event-loop
+        iteration at the latest."""
         if not self._unflushed:
             asyncio.get_running_loop().call_soon(self.flush)
         self._unflushed.append(writer)
 
     def flush(self) -> None:
-        """Writes out what was answered."""
+        """Flushes all writers that wait in `flush_later`."""
         writers, self._unflushed = self._unflushed, []
         for writer in writers:
             try:
                 writer.flush()
             except Exception:
-                # The others' answers go out all the same.
+                # The other writers are flushed nevertheless.
                 self._log.log(logging.ERROR, "an answer could not be written", with_traceback=True)
 
     def on_queue_reopened(self, callback: Callable[[], None]) -> None:
-        """Has ``callback`` called whenever a queue that was full takes requests again."""
+        """Registers ``callback``, called whenever a queue that was full accepts requests again."""
         self._queue_reopened_callbacks.append(callback)
 
     def on_large_response(self, callback: Callable[[int], None]) -> None:
-        """Has ``callback`` told the bytes of each large answer that was written."""
+        """Registers ``callback``, called with the size in bytes of each response that was written
+        and exceeds LARGE_RESPONSE_BYTES."""
         self._large_response_callbacks.append(callback)
 
     def record_large_response(self, nbytes: int) -> None:
@@ -402,7 +431,7 @@ class RequestPipeline:
 
 
 def late_request() -> DeadlineExceededError:
-    """What is said of a request whose body did not come."""
+    """Returns the error for a request whose body did not arrive within REQUEST_S_MAX."""
     return DeadlineExceededError(f"the request had not come whole after {REQUEST_S_MAX:g} s")
 
 
@@ -416,7 +445,7 @@ def _check_deadline(call: RequestContext) -> None:
 
 
 def _encode(call: RequestContext, result: LookupResult) -> EncodedResponse:
-    """In a thread; not to its end where the client went away."""
+    """Encodes ``result`` in the codec thread. Stops early once ``call`` no longer waits."""
     parts: list[bytes | memoryview] = []
     for part in call.options.response_codec.encode(result):
         if parts:

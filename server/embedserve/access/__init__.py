@@ -1,1 +1,1 @@
-"""Who asks, and what they may: names with tokens or certificates, their models and their limits."""
+"""Access control: callers with tokens or certificates, their models and their limits."""

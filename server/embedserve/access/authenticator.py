@@ -1,8 +1,8 @@
-"""Who may ask: finds a request's client by its token or certificate, and keeps it to its limits.
+"""Authentication, authorization and rate limits for callers with tokens or client certificates.
 
-One of a process. Once a token was seen, its request costs one look into a dict by the bytes of its
-Authorization header. What is wrong with a token is found by its hash alone: how long that takes
-tells nothing of tokens that are right.
+Each process has one authenticator. A request with a cached token costs one dict lookup by the bytes
+of its Authorization header. Other tokens are looked up by their SHA-256 hash, so that response
+times reveal nothing about valid tokens.
 """
 
 from __future__ import annotations
@@ -27,32 +27,36 @@ from embedserve.errors import (
 from embedserve.file_reloader import FileReloader
 
 KNOWN_MAX = 1024
-"""Authorization headers and certificates whose clients are remembered."""
+"""Authorization headers and certificates cached per process; a full cache is cleared."""
 BURST_S = 1.0
-"""A client that was quiet may ask at once for what its rate gives it in that time."""
+"""Seconds of its request rate that an idle caller may use up in one burst."""
 UNKNOWN = "(unknown)"
-"""Under which those are counted whom nobody knows. No name that a grant may have."""
+"""Caller name in the metrics for unauthenticated requests; no grant can have this name."""
 BEARER = b"bearer "
 LIST_HEADERS = frozenset({FORWARDED, X_FORWARDED_FOR})
-"""Headers whose lines are one list (RFC 9110, section 5.3)."""
+"""Names of list headers, whose repeated lines form one list (RFC 9110, section 5.3)."""
 RETRY_S_MAX = 60
+"""Upper bound, in seconds, on the retry delay sent with a rate-limit rejection."""
 REFUSALS_PER_S = 200
-"""That a client is told at once, for its limits; it asks again, and what is over that waits."""
+"""Rate-limit rejections per second that each caller receives without delay. Rejections above this
+rate are delayed, because a rejected caller often retries immediately."""
 REFUSALS_BURST_S = 0.5
+"""Seconds of REFUSALS_PER_S that a caller may use up in one burst before rejections are delayed."""
 REFUSAL_WAIT_S_MAX = 1.0
+"""Upper bound, in seconds, on the delay of a rate-limit rejection."""
 CERTIFICATE = "embedserve.certificate"
-"""The name by which transports tell their client's, and scopes of ASGI."""
+"""Key for the client certificate, in a transport's extra info and in an ASGI scope."""
 CLIENT = "embedserve.client"
-"""The key of a scope of ASGI for its client; absent where nobody is asked who they are."""
+"""Key of an ASGI scope for the authenticated caller; absent without authentication."""
 
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """A client's, which TLS has found right.
+    """Client certificate that the TLS handshake has verified.
 
     Attributes:
-        names: its common name, then its DNS names and URIs.
-        expires_s: Unix time.
+        names: common name of the subject, then its DNS names and URIs.
+        expires_s: expiry in Unix seconds.
     """
 
     names: tuple[str, ...]
@@ -60,7 +64,7 @@ class Certificate:
 
 
 class AdmissionTarget(Protocol):
-    """What access asks of a request."""
+    """Interface of a request to admission control."""
 
     quota: CallerQuota | None
     start_s: float
@@ -70,23 +74,26 @@ class AdmissionTarget(Protocol):
 
     @property
     def can_delay_rejection(self) -> bool:
-        """Whether its refusal may wait, and keep nobody but its client waiting."""
+        """Whether a rejection may be delayed without holding up other requests on the same
+        connection."""
 
     def reject_after(self, error: EmbedServeError, wait_s: float) -> None:
-        """Takes why it is refused, which it is to be told in so many seconds."""
+        """Rejects the request with ``error`` after ``wait_s`` seconds."""
 
 
 class CallerQuota:
-    """Who asks, by name; goes on while the file is read again.
+    """Named caller with its limits and counters; the same object survives reloads of the file.
 
     Attributes:
-        models: that it may ask; None: all.
-        active: embed requests under way.
-        active_max: of them; 0 where it may ask none.
-        free_s: when all that it asked so far is paid at its rate (perf_counter).
-        interval_s: that each request pays.
-        answered: requests that ended so at once, since they were counted.
-        outcomes: how many of the others ended how, since then.
+        grant: current grant of the caller.
+        models: names of the models that the caller may use; None: all.
+        active: number of embed requests in flight.
+        active_max: limit on ``active``; 0 if the caller may not embed.
+        free_s: time (perf_counter) when the rate has paid for all requests so far.
+        interval_s: seconds of the rate that each request costs.
+        answered: number of requests that ended as OK on the fast path since the last
+            take_outcomes.
+        outcomes: number of all other requests by outcome since the last take_outcomes.
     """
 
     __slots__ = (
@@ -111,23 +118,23 @@ class CallerQuota:
         self.free_s = 0.0
         self.answered = 0
         self.outcomes: Counter[str] = Counter()
-        self._refused_s = 0.0  # as free_s, of its refusals at their rate
+        self._refused_s = 0.0  # like free_s, for rejections at REFUSALS_PER_S
         self._refusal: Callable[[], EmbedServeError] | None = None
         self.take(grant)
 
     def take(self, grant: Grant) -> None:
-        """What it may from now on."""
+        """Replaces the caller's grant; its counters continue."""
         self.grant = grant
         self.models = grant.models
         self._crowded = RateLimitedError(
             f"{grant.name!r} has {grant.concurrent} requests under way, which is its limit"
         )
-        self._over_rate: dict[int, RateLimitedError] = {}  # by when to come again
+        self._over_rate: dict[int, RateLimitedError] = {}  # by retry_after_s
         self.interval_s = 1 / grant.requests_per_second
         self._burst_s = max(0.0, BURST_S - self.interval_s)
 
     def refresh_expiry(self, now_s: float) -> None:
-        """Whether it may ask now (Unix seconds), which active_max then says."""
+        """Checks revocation and expiry at ``now_s`` (Unix seconds), then sets ``active_max``."""
         grant, name = self.grant, self.grant.name
         if grant.revoked:
             self._refusal = lambda: UnauthenticatedError(f"the token of {name!r} was revoked")
@@ -140,13 +147,14 @@ class CallerQuota:
         self.active_max = grant.concurrent if may_embed else 0
 
     def admission_error(self, now_s: float) -> EmbedServeError | None:
-        """Pays ahead for an embed request (``now_s`` by perf_counter); else says why it may not
-        begin one.
+        """Charges for an embed request at ``now_s`` (perf_counter), or returns why the caller may
+        not start it.
 
         Returns:
-            UnauthenticatedError (expired or revoked), PermissionDeniedError (its role is another),
-            or RateLimitedError (over its rate, or too many are under way), which is the same for
-            many and never raised: refusing them costs little.
+            None if the request was charged. UnauthenticatedError if the token has expired or was
+                revoked. PermissionDeniedError if the caller lacks the embed role. RateLimitedError
+                if the caller is over its rate or has too many requests in flight; this object is
+                shared by many rejections and never raised, so that rejecting is cheap.
         """
         if self.active < self.active_max:
             return self._charge(now_s)
@@ -157,12 +165,12 @@ class CallerQuota:
         return self._crowded
 
     def leave(self, outcome: str) -> None:
-        """Ends one as ``outcome``."""
+        """Counts a request that ended with ``outcome``; it is no longer in flight."""
         self.active -= 1
         self.outcomes[outcome] += 1
 
     def take_outcomes(self) -> Counter[str]:
-        """Requests by outcome, since the last time."""
+        """Returns the number of requests by outcome since the last call, and resets the counts."""
         outcomes, self.outcomes = self.outcomes, Counter()
         if self.answered:
             outcomes["OK"] += self.answered
@@ -170,10 +178,11 @@ class CallerQuota:
         return outcomes
 
     def rejection_wait_s(self, now_s: float) -> float:
-        """How long another refusal for its limits is to wait.
+        """Returns the delay, in seconds, of the next rate-limit rejection, and charges for it
+        unless the delay is at its maximum.
 
-        Who asks again as soon as it was refused takes more of the server's time by what is refused
-        than by what is answered; so it waits, and others have that time.
+        A caller that retries immediately after each rejection would cost the server more time in
+        rejections than in responses. The delay leaves that time to other callers.
         """
         free_s = max(self._refused_s, now_s)
         wait_s = free_s - now_s - REFUSALS_BURST_S
@@ -183,7 +192,16 @@ class CallerQuota:
         return max(0.0, wait_s)
 
     def check_role(self, roles: frozenset[str], charge: bool) -> None:
-        """Raises what why_not says, where it has none of ``roles``; else ``pays`` for a request."""
+        """Checks that the caller may make a request that needs one of ``roles``.
+
+        Args:
+            charge: whether to charge for the request by the caller's rate.
+
+        Raises:
+            UnauthenticatedError: the token has expired or was revoked.
+            PermissionDeniedError: the caller has none of ``roles``.
+            RateLimitedError: the caller is over its rate.
+        """
         if self._refusal is not None:
             raise self._refusal()
         if not roles & self.grant.roles:
@@ -193,11 +211,12 @@ class CallerQuota:
             raise RateLimitedError(error.message, retry_after_s=error.retry_after_s)
 
     def check_model(self, asked: str, default: str) -> None:
-        """Raises PermissionDeniedError for a model that it may not ask, be there one or not.
+        """Raises PermissionDeniedError for a model that the caller may not use, whether or not the
+        model exists.
 
         Args:
-            asked: the model's name, with a version or without; both may be left out.
-            default: what answers where it has none.
+            asked: requested model, as name, name@version or @version; "" if the request has none.
+            default: model that serves requests without a model name.
         """
         if self.models is None:
             return
@@ -206,8 +225,8 @@ class CallerQuota:
             raise PermissionDeniedError(f"{self.grant.name!r} may not ask model {name!r}", "model")
 
     def _charge(self, now_s: float) -> RateLimitedError | None:
-        """Pays for a request by its rate, where those before may not be paid yet; else says why
-        not."""
+        """Charges for a request by the caller's rate, within the burst allowance. Returns the
+        rejection if the caller is over its rate, else None."""
         free_s = max(self.free_s, now_s)
         wait_s = free_s - now_s - self._burst_s
         if wait_s <= 0:
@@ -225,14 +244,14 @@ class CallerQuota:
 
 
 class Authenticator:
-    """The clients of a server.
+    """Authenticates callers by token or certificate, and applies their limits.
 
     Attributes:
-        followed: has the file read again when it changes.
+        reloader: reloader of the token file, which polls it for changes.
     """
 
     def __init__(self, path: str, clock: JumpTolerantClock | None = None) -> None:
-        """Raises OSError and ValueError, as read_grants."""
+        """Reads the token file at ``path``. Raises OSError and ValueError, like read_grants."""
         self._clock = clock or JumpTolerantClock()
         self._clients: dict[str, CallerQuota] = {}
         self._by_hash: dict[str, CallerQuota] = {}
@@ -254,7 +273,7 @@ class Authenticator:
         self.refresh_expiry()
 
     def refresh_expiry(self) -> None:
-        """Sees what has expired; called about every second."""
+        """Applies expiry to callers and cached certificates; called about every second."""
         self._clock.refresh()
         now_s = self._clock.now_s()
         for client in self._clients.values():
@@ -264,11 +283,15 @@ class Authenticator:
                 del self._known[key]
 
     def admit(self, call: AdmissionTarget, authorization: bytes | None) -> bool:
-        """Whether ``call`` may be asked, which is to be known once its head has come. It then has
-        its client; one that may not is denied, and its body is nobody's.
+        """Authenticates and rate-limits ``call`` once its headers have arrived.
 
         Args:
-            authorization: its header; b"" where there were several, None where there was none.
+            authorization: value of its Authorization header; b"" if the header was repeated, None
+                if it was absent.
+
+        Returns:
+            True, with ``call.quota`` set. False if the call was rejected; its body is then
+                discarded.
         """
         client = self._known.get(call.certificate if authorization is None else authorization)
         if client is None:
@@ -291,11 +314,12 @@ class Authenticator:
         return True
 
     def names(self) -> Collection[str]:
-        """Of all clients, and of those whom nobody knows."""
+        """Returns the names of all callers, and UNKNOWN for unauthenticated requests."""
         return {UNKNOWN, *self._clients}
 
     def take_counts(self) -> list[tuple[str, Counter[str]]]:
-        """(name, requests by outcome) of those that asked since the last time."""
+        """Returns (name, requests by outcome) of each caller with requests since the last call, and
+        resets the counts."""
         taken = [(name, client.take_outcomes()) for name, client in self._clients.items()]
         counts = [(name, outcomes) for name, outcomes in taken if outcomes]
         if self._of_unknown:
@@ -311,14 +335,22 @@ class Authenticator:
         *,
         pays: bool = True,
     ) -> CallerQuota:
-        """Returns the client of a request, which ``pays`` for it by its rate. Raises what admit
-        says, where it has none of ``roles``."""
+        """Returns the caller of a request that needs one of ``roles``.
+
+        Args:
+            pays: whether to charge for the request by the caller's rate.
+
+        Raises:
+            UnauthenticatedError: the caller is unknown, or its token has expired or was revoked.
+            PermissionDeniedError: the caller has none of ``roles``.
+            RateLimitedError: the caller is over its rate.
+        """
         client = self._find(authorization, certificate)
         client.check_role(roles, pays)
         return client
 
     def may_embed(self, name: str) -> bool:
-        """Whether there is such a client, and it may ask for vectors now."""
+        """Returns whether a caller of this name exists and may embed now."""
         client = self._clients.get(name)
         return client is not None and client.active_max > 0
 
@@ -361,13 +393,16 @@ class Authenticator:
 
 
 def one_header(headers: list[tuple[bytes, bytes]], name: bytes) -> bytes | None:
-    """The value of a header; b"" where there are several, of which each end could read another."""
+    """Returns the value of a header; None if it is absent, b"" if it is repeated, because client
+    and server could each pick a different value. Lines of LIST_HEADERS are joined instead."""
     return headers_by_name(headers).get(name)
 
 
 def headers_by_name(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
-    """As one_header, of each name: made once for the requests that have the same headers. Several
-    lines of a header that is a list are one."""
+    """Returns the value of each header by name, built once for all requests with the same headers.
+
+    A repeated header has the value b"". Repeated lines of LIST_HEADERS are joined with a comma.
+    """
     found: dict[bytes, bytes] = {}
     for name, value in headers:
         if name not in found:
@@ -378,7 +413,7 @@ def headers_by_name(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
 
 
 def certificate_of(peercert: dict[str, Any] | None, expires_s: float) -> Certificate | None:
-    """Of what ssl tells of a client's certificate; None: it showed none."""
+    """Converts ``peercert``, from ssl's getpeercert; returns None if the client sent none."""
     if not peercert:
         return None
     common = [value for part in peercert["subject"] for key, value in part if key == "commonName"]

@@ -1,4 +1,4 @@
-"""Finds the address of a request's client for the log, also behind proxies that are trusted."""
+"""Finds the address of a request's client for the log, also behind trusted proxies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def peer_address(transport: asyncio.BaseTransport) -> str:
-    """Returns the address, without the port, of the other end of a connection; UNIX_SOCKET where it
+    """Returns the address, without the port, of the other end of a connection; UNIX_SOCKET if it
     has none."""
     peername = transport.get_extra_info("peername")
     if not isinstance(peername, tuple) or not peername:
@@ -31,7 +31,7 @@ def peer_address(transport: asyncio.BaseTransport) -> str:
 
 
 class ClientAddresses:
-    """Finds clients' addresses: a connection's own, or what a trusted proxy says of its client."""
+    """Finds client addresses: that of the connection, or the one reported by a trusted proxy."""
 
     def __init__(self, trusted: Iterable[str] = ()) -> None:
         """
@@ -44,13 +44,14 @@ class ClientAddresses:
         """Returns the address of the client of a request.
 
         The headers count only where ``peer`` is a trusted proxy. They are read from their end,
-        where that proxy wrote, to the first address that is not a trusted proxy. Anybody may have
-        written what stands before it. A malformed entry ends the search at the address after it.
+        where that proxy wrote, to the first address that is not a trusted proxy. Untrusted clients
+        may have written the entries before it. A malformed entry ends the search at the address
+        after it.
 
         Args:
             peer: address of the connection's other end.
-            header: returns a header of the request, given its name in lower case; several lines of
-                one name as one, with commas.
+            header: function from a header name in lower case to its value, None if absent. Repeated
+                lines are joined with commas.
         """
         if not self._trusted or not self._is_trusted(_parsed(peer)):
             return peer
@@ -78,7 +79,7 @@ def _entries(header: Callable[[bytes], bytes | None]) -> list[str]:
 
 
 def _elements(value: bytes) -> list[str]:
-    """Returns the elements of a list header, without the one that the limit may cut."""
+    """Returns the elements of a list header, without an element that the byte limit may cut."""
     text = value[-FORWARDED_BYTES_MAX:].decode("latin-1")
     elements = [one.strip() for one in text.split(",")]
     return elements if len(value) <= FORWARDED_BYTES_MAX else elements[1:]
@@ -90,7 +91,8 @@ def _for_parameter(element: str) -> str:
 
 
 def _parsed(text: str) -> Address | None:
-    """Returns the address in ``text``, which may have brackets and a port; None for none."""
+    """Returns the address in ``text``, which may have brackets and a port; None if there is none.
+    IPv4-mapped IPv6 addresses become IPv4 addresses."""
     if found := _PORT.fullmatch(text):
         text = found[1]
     if text[:1] == "[" and text[-1:] == "]":

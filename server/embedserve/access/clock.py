@@ -1,4 +1,5 @@
-"""What time it is, for what expires: the host's clock, but a jump of it only once it has lasted."""
+"""Wall clock for token expiry. A jump of the system clock counts only after it has lasted five
+minutes."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 JUMP_S = 5.0
-"""Between two looks, a second apart: what a clock is set right by is slower, or is a jump."""
+"""Seconds of difference from the system clock above which it has jumped. The difference is measured
+about every second, and regular clock correction is slower than that."""
 LASTS_S = 300.0
+"""Seconds after which a jump of the system clock is accepted."""
 
 
 class JumpTolerantClock:
-    """Unix time by a clock that only goes forward, and that the host's clock corrects."""
+    """Unix time from a monotonic clock, with an offset that follows the system clock."""
 
     def __init__(
         self,
@@ -25,14 +28,14 @@ class JumpTolerantClock:
         self._steady = steady
         self._offset_s = wall() - steady()
         self._jump_s = 0.0
-        """Of the host's clock against ours; 0: they agree."""
+        """Seconds by which the system clock jumped ahead of this clock; 0 if it has not jumped."""
         self._jumped_s = 0.0
 
     def now_s(self) -> float:
         return self._steady() + self._offset_s
 
     def refresh(self) -> None:
-        """Follows the host's clock; called about every second."""
+        """Adjusts the offset to the system clock; called about every second."""
         steady_s = self._steady()
         difference_s = self._wall() - steady_s - self._offset_s
         if abs(difference_s) <= JUMP_S:

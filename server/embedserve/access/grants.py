@@ -1,7 +1,7 @@
-"""The file of tokens: a line of JSON for each, with the token's hash and never the token itself.
+"""Token file: one JSON object per line, with hashes of tokens and never a token itself.
 
-Errors name the line and the key, and no value: who edits the file may have put a token where its
-hash belongs.
+Errors name the line and the key but no value, because an editor of the file may have put a token
+where its hash belongs.
 """
 
 from __future__ import annotations
@@ -17,30 +17,35 @@ from typing import Any
 
 PREFIX = "es_"
 TOKEN_BYTES = 32
-"""Of randomness: nobody guesses it, so its hash needs no salt and no slow function."""
+"""Random bytes of a token. 32 bytes cannot be guessed, so the hash needs no salt and no slow hash
+function."""
 GRANTS_MAX = 10_000
+"""Grants in a token file."""
 TOKENS_MAX = 2
-"""Tokens of one grant: the one that its caller uses, and the next."""
+"""Tokens per grant: the current token and the next, for rotation."""
 ROLES = ("embed", "admin")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/:-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 NEVER = float("inf")
+"""Infinity: the token never expires, or the rate or concurrency has no limit."""
 
 
 @dataclass(frozen=True)
 class Grant:
-    """What a name may do.
+    """Permissions and limits of a named caller.
 
     Attributes:
-        sha256: hashes of its tokens, in hex; none where its certificate alone is its name.
-        certificate: a common name, DNS name or URI of a client's certificate that stands for it.
-        models: that it may ask; None: all.
-        roles: embed: to look up vectors, and to see which models there are. admin: metrics, the
-            pages, how the server runs.
-        expires_s: Unix time; infinite: never.
-        requests_per_second: of each process, in the long run; infinite: no limit.
-        concurrent: requests under way, of each process.
-        revoked: it is refused, and told so.
+        name: name of the caller.
+        sha256: SHA-256 hashes of its tokens, in hex; empty if only a certificate identifies it.
+        certificate: common name, DNS name or URI of the client certificate that identifies it; ""
+            for none.
+        models: names of the models that it may use; None: all.
+        roles: roles of the caller. embed: vector lookups and the list of models. admin: metrics,
+            pages and server administration.
+        expires_s: expiry in Unix seconds; infinite: never.
+        requests_per_second: long-term request rate per process; infinite: no limit.
+        concurrent: limit on embed requests in flight per process; infinite: no limit.
+        revoked: whether its requests are rejected with the message that the token was revoked.
     """
 
     name: str
@@ -55,7 +60,7 @@ class Grant:
 
 
 def new_token() -> tuple[str, str]:
-    """(a token, its hash)"""
+    """Returns (token, its hash) for a new random token."""
     token = PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
     return token, hash_of(token.encode())
 
@@ -65,11 +70,12 @@ def hash_of(token: bytes) -> str:
 
 
 def read_grants(path: str) -> list[Grant]:
-    """The grants of a file; empty lines and those that begin with # are passed over.
+    """Returns the grants of a token file. Empty lines and lines that begin with # are skipped.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: a line is wrong; names it.
+        OSError: the file cannot be read.
+        ValueError: the file is not text, has over GRANTS_MAX grants, or has an invalid line, which
+            the message names.
     """
     grants: list[Grant] = []
     try:
@@ -94,7 +100,7 @@ def read_grants(path: str) -> list[Grant]:
 
 
 def grant_of(line: str) -> Grant:
-    """Of one line. Raises ValueError: it is wrong."""
+    """Parses one line of a token file. Raises ValueError if it is invalid."""
     try:
         found = json.loads(line)
     except json.JSONDecodeError as error:

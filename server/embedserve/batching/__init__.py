@@ -1,1 +1,1 @@
-"""Batching: joins waiting requests into one batch, and gives each its slice of the answer."""
+"""Batching: joins queued requests into one batch and splits its result among them."""

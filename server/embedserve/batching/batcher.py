@@ -1,10 +1,11 @@
-"""The batcher: joins waiting requests, looks the batch up, gives everyone their slice.
+"""The batcher: joins queued requests into a batch, looks it up and splits the result.
 
-Continuous, not timed: an idle engine takes what is there at the end of the event loop's turn;
-while it works, requests gather for the next batch. It runs on one event loop and never blocks
-it for long: small batches are looked up inline, large ones in a thread. A request that alone is a
-large batch waits in a lane of its own, so that the small ones do not wait for it. Every accepted
-request gets exactly one answer.
+Batching is continuous, not timed. An idle engine takes all queued requests at the end of the
+event-loop iteration; while it is busy, requests accumulate for the next batch. The batcher runs on
+one event loop and never blocks it for long: small batches are looked up inline, large batches in a
+thread. A request that is a large batch by itself waits in a separate queue, so that small requests
+do not wait behind it. Every accepted request gets exactly one response, unless its client
+disconnects first.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.model_info import ModelInfo
 
 AT_ONCE = 2
-"""Batches that each replica of an engine which waits for its device is given: one may be copied
-there, or back, while the other is looked up."""
+"""Maximum number of batches in flight for each replica of an engine that waits for its device.
+
+With two, one batch can be copied to or from the device while the other is looked up."""
 BAG_BYTES = 16
-"""As many bytes of rows are read in the time that a bag takes to be joined."""
+"""Cost of joining one bag, in bytes: the number of row bytes that are read in the same time.
+
+It is added to the work of a request for each of its bags."""
 
 
 def _do_nothing() -> None:
@@ -43,15 +47,16 @@ def _do_nothing() -> None:
 
 
 class Batcher:
-    """The queue of one version of a model, in two lanes, and the loop that empties it.
+    """The two queues of one version of a model, and the loop that drains them.
 
-    Used from one event loop, that of its first request. Times are perf_counter seconds.
+    All calls come from one event loop, that of the first request. Times are perf_counter seconds.
 
     Attributes:
-        on_answered: called when all callers of a batch were told: what they wrote may go out.
-        on_full: called when a lane is full.
-        on_room: called when it takes requests again.
-        shadow: compares some of what it answers with another version; None for nothing.
+        on_answered: callback once every request of a batch is completed or rejected; the responses
+            can then be flushed.
+        on_full: callback when a queue becomes full.
+        on_room: callback when a full queue accepts requests again.
+        shadow: comparison of a share of the batches with another version; None without one.
     """
 
     def __init__(
@@ -65,8 +70,8 @@ class Batcher:
     ) -> None:
         """
         Args:
-            executor, threads: for batches that are too large for the event loop's thread, as
-                Lookups says.
+            executor: thread pool for batches that are too large for the event loop's thread.
+            threads: number of chunks that a large batch is split into; see LookupExecutor.
         """
         self.on_answered: Callable[[], None] = _do_nothing
         self.on_full: Callable[[], None] = _do_nothing
@@ -79,7 +84,7 @@ class Batcher:
         self._counts = metrics.version
         self._loop: asyncio.AbstractEventLoop | None = None
         metrics.count_queue = self._count_queue
-        # 0: every batch has work, and none is inline.
+        # With 0 no batch is inline: the work of every batch exceeds it.
         waits = engine.waits_for_device
         self._inline_bytes_max = 0 if waits else limits.inline_bytes_max
         bags_bytes = BAG_BYTES * len(model.features)
@@ -92,23 +97,24 @@ class Batcher:
         self._small = RequestQueue(queue, model, limits, self._work_bytes, at_once)
         self._large = RequestQueue(queue + of_large, model, limits, self._work_bytes, at_once)
         self._lanes = (self._small, self._large)
-        # What cannot be told to be large waits here.
+        # The queue of requests that are not known to be large.
         self._first = self._small if self._inline_bytes_max else self._large
         self._is_scheduled = False
         self._on_retired: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = 0.0  # when it ends
+        self._timer_s = 0.0  # when the timer fires
 
     def enqueue(self, request: LookupRequest, pending: PendingRequest) -> None:
-        """Queues ``request`` (in the model's order); ``caller`` is told its one answer, unless it
-        goes away before.
+        """Queues ``request``, whose features are in the model's order.
+
+        ``pending`` is completed or rejected exactly once, unless it is abandoned before.
 
         Raises:
-            OverloadedError: the queue is full, or holds its share of the caller's source, and
-                ``caller`` is told nothing.
+            OverloadedError: the queue is full, or the request would exceed the share of its
+                source. ``pending`` is not notified.
         """
         examples, ids = request.batch_size, request.ids.size
-        # As _lane_of, but without a call: this is done for every request.
+        # Inlines _queue_for, as this runs for every request.
         work_bytes = examples * self._bytes_per_example + ids * self._bytes_per_id
         queue = self._large if work_bytes > self._inline_bytes_max else self._small
         if (
@@ -118,7 +124,7 @@ class Batcher:
         ):
             self._check_room(request, queue, pending.source)
         if self._loop is None:
-            # Asked for once: in Python 3.11 it is a system call.
+            # Cached: in Python 3.11 get_running_loop makes a system call.
             self._loop = asyncio.get_running_loop()
         pending.request = request
         pending.queue = self
@@ -130,11 +136,11 @@ class Batcher:
             self._schedule(self._loop)
 
     def withdraw(self, pending: PendingRequest) -> None:
-        """Takes a caller that waits in this queue out of it, and of what the queue holds."""
+        """Removes ``pending`` from its queue and from the queue's totals."""
         pending.queue = None
         queue = self._queue_for(pending.request)
         queue.withdraw(pending)
-        del pending.request  # the caller stays in the lane's middle for a while
+        del pending.request  # frees its arrays: the entry may stay in the deque for a while
         self._try_reopen(queue)
 
     def _queue_for(self, request: LookupRequest) -> RequestQueue:
@@ -149,38 +155,41 @@ class Batcher:
 
     @property
     def is_full(self) -> bool:
-        """Whether a lane is, from when it was full until an eighth of it is free."""
+        """Whether a queue is full: from the time it fills up until an eighth of it is free."""
         return bool(self._small.full or self._large.full)
 
     @property
     def is_closed(self) -> bool:
-        """Whether no request is taken: the lane is full where those wait that are not large."""
+        """Whether no request is accepted: the queue for requests not known to be large is full."""
         return bool(self._first.full)
 
     def check_open(self) -> None:
-        """Raises OverloadedError while no request is taken.
+        """Raises OverloadedError while no request is accepted.
 
-        Asked before a request is decoded: refusing the many that come meanwhile costs little.
+        Called before a request is decoded, so that rejections under overload are cheap.
         """
         self._first.check_open()
 
     def check_open_for(self, bags: int, ids: int) -> None:
-        """As check_open, for a request of about so many: raises while its lane is full."""
-        examples = max(bags // len(self.model.features) - 1, 0)  # JSON has brackets around bags
+        """Raises OverloadedError while the queue for a request of this estimated size is full."""
+        # One less: JSON has another pair of brackets around the bags of a feature.
+        examples = max(bags // len(self.model.features) - 1, 0)
         is_large = self._work_bytes(examples, ids) > self._inline_bytes_max
         (self._large if is_large else self._first).check_open()
 
     def note_damage(self) -> None:
-        """What find_damage has found is of the version that answers."""
+        """Marks the model as damaged in the metrics; called only while this version is active."""
         self._metrics.is_damaged = True
 
     async def find_damage(self) -> str:
-        """What has become of the rows since the start; "" if nothing has. Not asked of one that was
-        retired."""
+        """Returns how the rows have changed since the start, "" if they have not.
+
+        Must not be called on a retired batcher.
+        """
         return await self._lookups.find_damage()
 
     def _check_room(self, request: LookupRequest, queue: RequestQueue, source: object) -> None:
-        """Raises OverloadedError where there is none."""
+        """Raises OverloadedError if ``queue`` has no room; calls on_full if that fills it."""
         was_open = not queue.full
         try:
             queue.check_room(request.batch_size, request.ids.size, source)
@@ -190,8 +199,11 @@ class Batcher:
             raise
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Has the next batch start, for which a lane is ready: soon, or once its first request
-        waited for company."""
+        """Schedules the next batch; at least one queue is ready.
+
+        The batch starts in the next event-loop iteration, or with ``delay_ms_max`` once its first
+        request has waited that long.
+        """
         if self._is_scheduled or (self._limits.delay_ms_max and self._waits_for_company(loop)):
             return
         self._stop_timer()
@@ -216,15 +228,18 @@ class Batcher:
             self._retire_if_idle(self._on_retired)
 
     def retire(self, on_retired: Callable[[], None]) -> None:
-        """Nobody is queued here any more: once those that wait were answered it lets go of its
-        engine, and calls ``on_retired``."""
+        """Drains the batcher; no request may be queued after this call.
+
+        Once the last queued request is finished, the engine is released and ``on_retired`` is
+        called.
+        """
         self._on_retired = on_retired
         self._retire_if_idle(on_retired)
 
     def _retire_if_idle(self, on_retired: Callable[[], None]) -> None:
         if not any(queue.requests or queue.under_way for queue in self._lanes):
             self._on_retired = None
-            del self._lookups  # whoever still holds this object does not hold the rows
+            del self._lookups  # a reference to this batcher must not keep the rows mapped
             on_retired()
 
     def _stop_timer(self) -> None:
@@ -233,7 +248,7 @@ class Batcher:
             self._timer = None
 
     def _step(self, loop: asyncio.AbstractEventLoop) -> None:
-        """One batch of each lane: take, join, look up, split."""
+        """Runs one batch of each queue that is ready: takes, joins, looks up and splits it."""
         self._is_scheduled = False
         self._stop_timer()
         for queue in self._lanes:
@@ -255,7 +270,7 @@ class Batcher:
                 self._work(loop, queue, callers, batch)
 
     def _take(self, queue: RequestQueue) -> list[PendingRequest]:
-        """The requests of the next batch, without those that nobody waits for any more."""
+        """Takes the requests of the next batch, without abandoned and expired requests."""
         now_s = perf_counter()
         callers = queue.take(now_s)
         self._try_reopen(queue)
@@ -272,7 +287,7 @@ class Batcher:
             self.on_room()
 
     def _join(self, callers: list[PendingRequest]) -> tuple[list[PendingRequest], Batch | None]:
-        """The batch of the valid callers; the others are answered with their error."""
+        """Returns the valid requests and their batch; rejects the invalid requests."""
         if not callers:
             return [], None
         requests = [caller.request for caller in callers]
@@ -312,7 +327,7 @@ class Batcher:
         self._lookups.submit(loop, batch, in_half, finish)
 
     def _all_request_float16(self, callers: Sequence[PendingRequest]) -> bool:
-        """Whether nobody needs the float32 values, which a shadow would be compared with."""
+        """Whether all requests want float16 and no shadow needs the float32 values."""
         return self.shadow is None and all(
             caller.request.output_dtype == "float16" for caller in callers
         )
@@ -333,9 +348,9 @@ class Batcher:
             self._lookups.log_failure(f"splitting the batch of {len(callers)} requests")
             self._fail(callers, EngineError(FAILED))
             return
-        callers[0].ticket.looked_up_s = perf_counter()  # of all
+        callers[0].ticket.looked_up_s = perf_counter()  # the whole batch shares the ticket
         for caller, result in zip(callers, results, strict=True):
-            if caller.is_waiting:  # its client may have gone meanwhile
+            if caller.is_waiting:  # the client may have disconnected in the meantime
                 caller.complete(result)
         self.on_answered()
         if self.shadow is not None and pieces[0].dtype == np.float32:
@@ -343,8 +358,10 @@ class Batcher:
             self.shadow.offer(requests, pieces, batch.unknown_counts, self.model)
 
     def shadow_of(self, served: ModelInfo, percent: float, executor: Executor) -> Shadow:
-        """Compares what the version ``served`` answers with this one, in ``percent`` of its
-        batches."""
+        """Returns a Shadow that compares results of version ``served`` with this version's.
+
+        It compares ``percent`` of the batches of ``served``.
+        """
         self._counts.shadow.begin(served.version)
         return Shadow(self._lookups.engine, self.model, percent, self._counts.shadow, executor)
 
@@ -368,5 +385,5 @@ class Batcher:
 
 
 def _work_bytes(bytes_per_example: int, bytes_per_id: int, examples: int, ids: int) -> int:
-    """Of rows read and values written."""
+    """Returns the work of a batch in bytes: rows read, values written and BAG_BYTES per bag."""
     return examples * bytes_per_example + ids * bytes_per_id

@@ -1,11 +1,13 @@
-"""Requests that wait for more than one batch: start-time fair queueing over who asks.
+"""Start-time fair queueing between sources, for requests that exceed one batch.
 
-Sources (`Caller.source`) with requests waiting get equal shares of the work, however much each asks
-for, and a source's own requests are taken in the order that they came. On a clock that counts work,
-each source's next request starts where the one that it was last given ends, but not before now;
-the first by the clock is taken next. Goyal, Vin and Cheng, "Start-time Fair Queueing" (SIGCOMM
-1996), but that starts are set when a request's turn comes and not as it arrives: one that its
-caller gives up, or that comes too late, costs its source nothing.
+Sources (`PendingRequest.source`) with queued requests get equal shares of the work, however much
+each of them requests. The requests of one source are taken in order of arrival.
+
+A virtual clock counts work. The next request of a source starts where its last taken request ends,
+but not before the current virtual time. The request with the earliest start is taken next. See
+Goyal, Vin and Cheng, "Start-time Fair Queueing" (SIGCOMM 1996). Unlike there, a start is set when a
+request becomes the first of its source, not on arrival. An abandoned or expired request therefore
+costs its source nothing.
 """
 
 from __future__ import annotations
@@ -17,16 +19,18 @@ from dataclasses import dataclass, field
 from embedserve.batching.pending_request import PendingRequest
 
 GONE_MIN = 1024
-"""Callers that went away are taken from the middle once they are so many, and half of all."""
+"""Number of withdrawn requests from which the deques are compacted.
+
+Compaction also requires that they make up half of all entries, so that its cost is amortised."""
 
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """What waits of one source.
+    """Queued requests of one source.
 
     Attributes:
-        callers: those that went away are still among them.
-        examples, ids: of the others.
+        callers: pending requests in order of arrival, with withdrawn requests still among them.
+        examples, ids: totals of the requests that were not withdrawn.
     """
 
     key: object
@@ -36,16 +40,16 @@ class Source:
 
 
 class FairQueue:
-    """Callers that wait, each with its request."""
+    """Queue of pending requests, fair between their sources."""
 
     def __init__(self) -> None:
         self._now = 0
-        # Each source once, with the start of its next request; one that has none is forgotten
-        # once the clock is there: until then it has had its share.
+        # A heap with each source once, by the start of its next request. A source without requests
+        # is removed only when the clock reaches its start: until then it has used up its share.
         self._starts: list[tuple[int, int, Source]] = []
         self._sources: dict[object, Source] = {}
         self._source_of: dict[PendingRequest, Source] = {}
-        self._pushes = 0  # of the same start, those that came first are first
+        self._pushes = 0  # orders entries with the same start by insertion
         self._gone = 0
 
     def __len__(self) -> int:
@@ -64,7 +68,7 @@ class FairQueue:
         self._source_of[pending] = source
 
     def first(self) -> PendingRequest | None:
-        """Who is to be taken next; None: nobody waits."""
+        """Returns the request to take next, None if the queue is empty."""
         while self._starts:
             start, _, source = self._starts[0]
             callers = source.callers
@@ -79,7 +83,7 @@ class FairQueue:
         return None
 
     def pop(self, work: int) -> None:
-        """Takes the first, which is given so much ``work``."""
+        """Removes the request that ``first`` returned and charges ``work`` to its source."""
         start, _, source = self._starts[0]
         caller = source.callers.popleft()
         self._uncount(caller, self._source_of.pop(caller))
@@ -89,7 +93,7 @@ class FairQueue:
         self._forget_if_empty()
 
     def withdraw(self, pending: PendingRequest) -> bool:
-        """Takes ``caller`` out, which still has its request; False: it is not here."""
+        """Removes ``pending``, whose request is still set; returns False if it is not queued."""
         source = self._source_of.pop(pending, None)
         if source is None:
             return False
@@ -113,6 +117,6 @@ class FairQueue:
             self._gone = 0
 
     def held_by(self, key: object) -> tuple[int, int]:
-        """(examples, ids) of a source's requests."""
+        """Returns (examples, ids), the totals of the requests of one source."""
         source = self._sources.get(key)
         return (source.examples, source.ids) if source else (0, 0)

@@ -1,7 +1,7 @@
-"""Joins the requests of one batch into the engine's input, and checks them all at once.
+"""Joins the requests of one batch into the engine's input and validates them together.
 
-Pure functions on numpy arrays: no Python runs for each id. A request that is wrong is told
-apart from its neighbours (checks.py), which are joined without it.
+Pure functions on numpy arrays: no Python runs per id. If the batch is invalid, validation.py finds
+the invalid requests, and the other requests of the batch are joined without them.
 """
 
 from __future__ import annotations
@@ -25,21 +25,25 @@ from embedserve.lookup import Batch, LookupRequest
 from embedserve.model_info import ModelInfo
 
 BAGS_REMEMBERED = 4096
-"""Of the largest batch whose arrangement is kept, 32 KiB of it."""
+"""Maximum number of bags of a batch whose shape is cached.
+
+It bounds the bag order in one cache entry to 32 KiB, 8 bytes per bag."""
 
 
 def to_model_order(
     request: LookupRequest, model: ModelInfo, *, is_lenient: bool = False
 ) -> LookupRequest:
-    """``request`` with every feature of ``model``, in its order; those not named are empty bags.
+    """Returns ``request`` with every feature of ``model``, in the model's order.
+
+    Features that the request does not name get empty bags.
 
     Args:
-        is_lenient: leaves out features that the model does not have.
+        is_lenient: whether features that the model does not have are dropped.
 
     Raises:
-        InvalidRequestError: a feature that the model does not have, ids or weights of a kind
-            that it does not take, lengths that do not add up, an output key that it has not, or
-            another number of features where they have no names.
+        InvalidRequestError: the model lacks a feature or output key, or does not accept the type of
+            ids or the weights. Also if lengths do not add up, or if the features have no names and
+            their number differs from the model's.
     """
     if not request.features:
         name_features(request, model)
@@ -82,9 +86,9 @@ def to_model_order(
 
 
 def join(requests: Sequence[LookupRequest], model: ModelInfo) -> Batch | None:
-    """The batch of ``requests`` (each in the model's order), one after the other.
+    """Returns the batch of ``requests``, each in the model's order, one after the other.
 
-    None where one of them is invalid: ``find_invalid`` tells which and why.
+    Returns None if a request is invalid; ``find_invalid`` then returns the errors.
     """
     lengths = _concatenate([request.lengths for request in requests])
     ids = _concatenate([request.ids for request in requests])
@@ -107,12 +111,12 @@ def join(requests: Sequence[LookupRequest], model: ModelInfo) -> Batch | None:
 
 
 class _Shape:
-    """What a batch's arrangement owes to the sizes of its requests alone.
+    """Layout of a batch, as far as it depends only on the sizes of its requests.
 
     Attributes:
-        sizes: the examples of each request.
-        batch_size: their sum.
-        last_bags: int64, the last bag of each request, in the order of requests.
+        sizes: number of examples of each request.
+        batch_size: sum of ``sizes``.
+        last_bags: int64, position of the last bag of each request, in request order.
     """
 
     def __init__(self, sizes: tuple[int, ...], features: int) -> None:
@@ -123,7 +127,7 @@ class _Shape:
 
     @cached_property
     def bag_order(self) -> np.ndarray:
-        """int64, where the bags of the feature-major batch stand in the order of requests."""
+        """Positions in request order of the bags of the feature-major batch, int64."""
         return feature_major_order(np.array(self.sizes), self._features)
 
 
@@ -131,7 +135,7 @@ _remembered_shape = lru_cache(maxsize=512)(_Shape)
 
 
 def _shape(sizes: tuple[int, ...], features: int) -> _Shape:
-    """Batches of a few small requests come in the same sizes over and over."""
+    """Returns the shape for ``sizes``, cached for small batches, as their sizes recur often."""
     bags = sum(sizes) * features
     return (
         _remembered_shape(sizes, features) if bags <= BAGS_REMEMBERED else _Shape(sizes, features)
@@ -139,13 +143,14 @@ def _shape(sizes: tuple[int, ...], features: int) -> _Shape:
 
 
 def split_by_examples(batch: Batch, features: int, pieces: int) -> list[Batch]:
-    """``batch`` (pooled) as so many batches of its examples, in their order, none of them empty."""
+    """Splits the pooled ``batch`` by examples into up to ``pieces`` non-empty batches, in order."""
     pieces = min(pieces, batch.batch_size)
     if pieces <= 1:
         return [batch]
     lengths = batch.lengths.reshape(features, -1)
     bounds = np.linspace(0, batch.batch_size, pieces + 1).astype(np.int64)
-    # [features, pieces + 1], where in the ids the bags of each piece begin.
+    # [features, examples + 1]: for each feature the positions in the ids where its bags begin, and
+    # where the last one ends.
     starts = np.zeros((features, batch.batch_size + 1), np.int64)
     lengths.cumsum(axis=1, out=starts[:, 1:])
     starts += lengths.sum(axis=1, dtype=np.int64).cumsum()[:, None] - starts[:, -1:]
@@ -156,7 +161,10 @@ def split_by_examples(batch: Batch, features: int, pieces: int) -> list[Batch]:
 
 
 def _piece(batch: Batch, lengths: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Batch:
-    """The bags of ``lengths`` [features, examples], whose ids run from starts[f] to ends[f]."""
+    """Returns the batch of the bags of ``lengths`` [features, examples].
+
+    The ids of feature f run from starts[f] to ends[f].
+    """
     slices = [slice(*ends) for ends in zip(starts.tolist(), ends.tolist(), strict=True)]
     weights = batch.weights
     return Batch(
@@ -173,7 +181,7 @@ def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def _lengths_add_up(ends: np.ndarray, requests: Sequence[LookupRequest]) -> bool:
-    """Whether each request's lengths end, in ``ends``, where its ids do."""
+    """Whether the lengths of each request add up to its ids; ``ends`` are cumulative lengths."""
     expected = list(accumulate([request.ids.size for request in requests]))
     return bool(ends.tolist() == expected)
 
@@ -188,7 +196,7 @@ def _make_feature_major(batch: Batch, bag_order: np.ndarray, bag_ends: np.ndarra
 
 def _ids_are_rows(batch: Batch, model: ModelInfo) -> bool:
     limits = np.repeat(model.translator.limits, batch.ids_per_feature)
-    # A negative id is past every limit once it is read as unsigned.
+    # A negative id exceeds every limit when its bits are read as unsigned.
     return not (batch.ids.view(np.uint64) >= limits).any()
 
 

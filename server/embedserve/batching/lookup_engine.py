@@ -1,4 +1,4 @@
-"""What the batcher asks of an engine."""
+"""Interface of an engine, as the batcher uses it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 
 
 class LookupEngine(Protocol):
-    """One restored version of a model; engine/engine.py has the real one.
+    """One restored version of a model; engine/engine.py has the implementation.
 
     Attributes:
-        waits_for_device: a lookup is another device's work, for which the thread that asks waits:
-            none is made on the event loop's thread, none is cut into pieces, and the device is
-            given the next one before it is done with the last.
-        replicas: of its rows, each of which has a device of its own and looks batches up beside
-            the others; 1 where it waits for none.
+        waits_for_device: whether another device runs the lookups while the calling thread waits.
+            Such lookups never run on the event loop's thread and are not split into chunks. The
+            device receives the next lookup before it has finished the last.
+        replicas: number of copies of the rows, each on its own device. Replicas look batches up
+            concurrently. 1 for an engine that waits for no device.
     """
 
     waits_for_device: bool

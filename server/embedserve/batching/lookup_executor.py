@@ -1,6 +1,6 @@
-"""Has the engine of one version of a model look batches up: here, or in threads.
+"""Runs lookups in the engine of one version of a model: inline or in threads.
 
-What goes wrong is logged, and is what its callers are answered instead of their values.
+A failure is logged, and the requests of the batch get an error instead of values.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from embedserve_store.errors import StoreError
 logger = logging.getLogger(__name__)
 
 LookedUp = tuple[np.ndarray | EmbedServeError, float]
-"""The values of a batch, or what to answer instead; and the seconds it took."""
+"""Values of a batch or the error of its lookup, and the duration of the lookup in seconds."""
 
 FAILED = "the lookup failed; the server's log says why"
 
 
 class LookupExecutor:
-    """Looks batches up.
+    """Looks batches up, inline or in threads.
 
     Attributes:
-        engine: that has the rows.
-        waits_for_device: the engine does, so that no lookup may be made on the event loop.
+        engine: engine that holds the rows.
+        waits_for_device: whether the engine waits for a device, so that no lookup may run on the
+            event loop.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class LookupExecutor:
     ) -> None:
         """
         Args:
-            executor: its threads look up what is too large for the event loop's.
-            threads: as many pieces a large batch is cut into, but for an engine that waits for its
-                device; the executor has more, for another batch beside it.
+            executor: thread pool for batches that are too large for the event loop's thread.
+            threads: number of chunks that a large batch of a pooled model is split into. Not used
+                for an engine that waits for its device. The executor has more threads than that,
+                so that another batch can run concurrently.
         """
         self.engine = engine
         self.waits_for_device = engine.waits_for_device
@@ -55,7 +57,7 @@ class LookupExecutor:
         self._log = RateLimitedLogger(logger)
 
     def run(self, batch: Batch, in_half: bool = False) -> LookedUp:
-        """Looks ``batch`` up; ``in_half``: nobody needs its values in float32."""
+        """Looks ``batch`` up on the calling thread; with ``in_half`` float16 values suffice."""
         start_s = perf_counter()
         values: np.ndarray | EmbedServeError
         try:
@@ -73,8 +75,10 @@ class LookupExecutor:
         in_half: bool,
         finish: Callable[[list[LookedUp]], None],
     ) -> None:
-        """As now, in threads, with a piece of ``batch`` for each: the kernel uses one. ``finish``
-        is told of all pieces, in the loop."""
+        """Looks ``batch`` up in threads, one chunk for each, as a kernel call uses one thread.
+
+        ``finish`` is called on the event loop with the results of all chunks.
+        """
         pieces = split_by_examples(batch, len(self._model.features), self._pieces)
         looking_up = asyncio.gather(
             *(loop.run_in_executor(self._executor, self.run, piece, in_half) for piece in pieces)
@@ -82,13 +86,15 @@ class LookupExecutor:
         looking_up.add_done_callback(lambda done: finish(done.result()))
 
     def round(self, result: LookupResult) -> None:
-        """Makes float16 of its values."""
+        """Converts the values of ``result`` to float16."""
         result.values = self.engine.to_float16(result.values)
         result.extra_chunks = [self.engine.to_float16(piece) for piece in result.extra_chunks]
 
     async def find_damage(self) -> str:
-        """What has become of the rows since the start, in a thread beside the batches; "" if
-        nothing has."""
+        """Returns how the rows have changed since the start, "" if they have not.
+
+        The check runs in a thread of the executor, concurrently with lookups.
+        """
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._executor, self.engine.check)
@@ -99,6 +105,6 @@ class LookupExecutor:
         return ""
 
     def log_failure(self, what: str) -> None:
-        """Logs the error that is being handled, which nobody foresaw, now and then."""
+        """Logs the unexpected error that is being handled, with a rate limit."""
         kind = f"lookups of {self._model.name!r} fail"
         self._log.log(logging.ERROR, kind, what, with_traceback=True)

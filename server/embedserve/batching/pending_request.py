@@ -1,7 +1,7 @@
-"""Who waits for the answer to a request: what the batcher knows of its callers.
+"""Interface of a pending request, as the batcher sees it.
 
-A caller is told once, on the event loop's thread, and must not raise: what goes wrong in telling
-one must not reach the requests that shared its batch.
+The batcher completes or rejects a request once, on the event loop's thread. Implementations must
+not raise: a failure in one request must not affect other requests of its batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from embedserve.model_info import ModelInfo
 
 
 class Queue(Protocol):
-    """Where a caller waits, for the model that it asks."""
+    """Queue of one model's batcher that a pending request can be withdrawn from."""
 
     model: ModelInfo
 
@@ -24,13 +24,13 @@ class Queue(Protocol):
 
 
 class BatchTicket:
-    """A batch that requests were taken into. Times are perf_counter seconds.
+    """The batch that a request joined, shared by its requests. Times are perf_counter seconds.
 
     Attributes:
-        model: that it is looked up in.
-        answered: takes the seconds of each of its requests that was answered.
-        taken_s: when it was taken out of the queue.
-        looked_up_s: when its vectors were there; None until then.
+        model: model that the batch is looked up in.
+        answered: callback that records the duration in seconds of each answered request.
+        taken_s: time when the batch was taken from the queue.
+        looked_up_s: time when its vectors were available; None until then.
     """
 
     __slots__ = ("answered", "looked_up_s", "model", "taken_s")
@@ -43,16 +43,16 @@ class BatchTicket:
 
 
 class PendingRequest(ABC):
-    """One request in a queue, and whoever waits for it. Times are perf_counter seconds.
+    """One queued request and its response writer. Times are perf_counter seconds.
 
     Attributes:
-        is_waiting: False once it went away: its request leaves the queue before it costs a
-            lookup, and it is told nothing.
-        queue: where it waits; None before, and once its batch was taken.
-        request: in the model's order; set as it is queued.
-        queued_s: when that was.
-        taken: the batch that it is in; set as that is taken.
-        deadline_s: when nobody wants the answer any more.
+        is_waiting: whether the client still waits. False once the request is abandoned: it leaves
+            the queue without a lookup and is not notified.
+        queue: queue that holds the request; None before, and once its batch is taken.
+        request: request in the model's order, set when it is queued.
+        queued_s: time when the request was queued.
+        ticket: ticket of its batch, set when the batch is taken.
+        deadline_s: time after which the client no longer needs the response.
     """
 
     __slots__ = ("deadline_s", "is_waiting", "queue", "queued_s", "request", "ticket")
@@ -66,25 +66,30 @@ class PendingRequest(ABC):
 
     @property
     def source(self) -> object:
-        """Who asks: those of one source share what there is for one. By default each is one."""
+        """Source of the request for fair sharing: requests of one source share its quota.
+
+        By default each request is its own source.
+        """
         return self
 
     @property
     def routing_key(self) -> bytes:
-        """Who is to be answered by the same version each time, where several share a model; b"" for
-        anybody."""
+        """Key that pins requests to one version where several versions share a model.
+
+        With b"" any version may serve the request.
+        """
         return b""
 
     @abstractmethod
     def complete(self, result: LookupResult) -> None:
-        """Takes the vectors, which are a slice of the whole batch's: kept, they keep it."""
+        """Receives the vectors, a slice of the batch: a reference keeps the whole batch alive."""
 
     @abstractmethod
     def reject(self, error: EmbedServeError) -> None:
-        """Takes why there are none."""
+        """Receives the error instead of vectors."""
 
     def abandon(self) -> None:
-        """Nobody waits any more: its request leaves the queue before it costs a lookup."""
+        """Abandons the request: it leaves the queue, if it is still queued, without a lookup."""
         self.is_waiting = False
         if self.queue is not None:
             self.queue.withdraw(self)

@@ -1,4 +1,4 @@
-"""Where bags and their ids stand when requests are joined and when answers are split.
+"""Permutations of bags and their ids for joining requests and splitting results.
 
 Pure functions on numpy arrays of positions; they never see ids or vectors.
 """
@@ -9,17 +9,19 @@ import numpy as np
 
 
 def feature_major_order(sizes: np.ndarray, features: int) -> np.ndarray:
-    """Positions of the bags of requests of ``sizes`` examples in feature-major order.
+    """Returns the positions of the requests' bags in feature-major order.
 
-    Requests one after the other hold [features, size] bags each; the batch holds
-    [features, sum(sizes)]. result[i] is where the batch's i-th bag stands in the requests.
+    The requests, one after the other, hold [features, size] bags each, with ``sizes`` in examples.
+    The batch holds [features, sum(sizes)]. result[i] is the position of the batch's i-th bag in
+    the requests.
 
     >>> feature_major_order(np.array([1, 2]), 2)
     array([0, 2, 3, 1, 4, 5])
     """
     starts = np.cumsum(sizes * features) - sizes * features
     examples_before = np.cumsum(sizes) - sizes
-    # For each example of the batch: its request's first bag, size, and its place in the request.
+    # For each example of the batch: its request's first bag, its index in the request, and the
+    # request's size.
     first_bag = np.repeat(starts, sizes)
     place = np.arange(sizes.sum()) - np.repeat(examples_before, sizes)
     stride = np.repeat(sizes, sizes)
@@ -28,7 +30,7 @@ def feature_major_order(sizes: np.ndarray, features: int) -> np.ndarray:
 
 
 def request_major_order(sizes: np.ndarray, features: int) -> np.ndarray:
-    """Positions of the batch's bags in the order of the requests: the way back.
+    """Returns the positions of the batch's bags in request order: the inverse permutation.
 
     >>> request_major_order(np.array([1, 2]), 2)
     array([0, 3, 1, 2, 4, 5])
@@ -42,9 +44,9 @@ def request_major_order(sizes: np.ndarray, features: int) -> np.ndarray:
 def bags_to_ids(
     lengths: np.ndarray, bag_order: np.ndarray, ends: np.ndarray | None = None
 ) -> np.ndarray:
-    """Positions of the ids when bags of ``lengths`` are put in ``bag_order``.
+    """Returns the positions of the ids when bags of ``lengths`` are put in ``bag_order``.
 
-    ``ends`` are the cumulative lengths, int64, where they are known.
+    ``ends`` are the cumulative lengths, int64; None to compute them.
 
     >>> bags_to_ids(np.array([2, 1, 3]), np.array([1, 2, 0]))
     array([2, 3, 4, 5, 0, 1])

@@ -1,7 +1,7 @@
-"""Requests that wait for a batch of one model.
+"""A bounded queue of requests that wait for a batch of one model.
 
-A batch takes all of them, or where they are more than a batch may hold a fair share of each
-source's. Those that nobody waits for any more cost no lookup.
+A batch takes all queued requests. Where they exceed the batch limits, it takes a fair share from
+each source. Abandoned and expired requests cost no lookup.
 """
 
 from __future__ import annotations
@@ -17,24 +17,30 @@ from embedserve.lookup import LookupRequest
 from embedserve.model_info import ModelInfo
 
 OPEN_SHARE = 7 / 8
-"""Of its limits; a queue that was full and holds less takes requests again."""
+"""Fraction of the queue's limits below which a full queue accepts requests again.
+
+The gap of an eighth keeps the queue from alternating between full and open."""
 SOURCE_SHARE = 1 / 2
-"""Of its limits, that one source may hold: it cannot have all others refused."""
+"""Fraction of the queue's limits that one source may hold.
+
+It keeps a single source from filling the queue and so causing all others to be rejected."""
 
 
 class RequestQueue:
-    """Callers that wait, and how many batches of them are being looked up. Times are perf_counter
-    seconds.
+    """Pending requests, and the number of their batches that are being looked up.
+
+    Times are perf_counter seconds.
 
     Attributes:
-        callers: those that came since the last batch, in the order that they came; who is put here
-            waits until taken or withdrawn: its queue is None then.
-        examples, ids: of all that wait; who puts a caller adds its request's.
-        full: why no more may wait, from when it was full until an eighth is free; "" otherwise.
-        under_way: batches of this lane that are looked up in threads.
-        is_working: these are as many as may be: the next one waits.
-        share_examples, share_ids: what one source may hold. While no more than these wait in all
-            there is room, and nothing to check.
+        callers: pending requests since the last batch, in order of arrival. Each waits until it is
+            taken or withdrawn; its ``queue`` is None from then on.
+        examples, ids: totals of all queued requests. Code that appends to ``callers`` adds the
+            sizes of the request.
+        full: rejection message while the queue is full, until an eighth is free; "" otherwise.
+        under_way: number of batches of this queue that are being looked up in threads.
+        is_working: whether that number is at its limit, so that the next batch has to wait.
+        per_source_examples_max, share_ids: limits for one source. While the totals of the queue
+            stay within them, there is room and no further check is needed.
     """
 
     __slots__ = (
@@ -69,9 +75,9 @@ class RequestQueue:
     ) -> None:
         """
         Args:
-            name: of the queue, in refusals.
-            work_bytes: of so many examples and ids, is what sources share fairly.
-            at_once: batches that may be looked up in threads.
+            name: name of the queue in rejection messages.
+            work_bytes: function from (examples, ids) to work in bytes, which sources share fairly.
+            at_once: maximum number of batches that are looked up in threads concurrently.
         """
         self._name = name
         self._model = model
@@ -84,8 +90,8 @@ class RequestQueue:
         self.is_working = False
         self._at_once = at_once
         self.callers: deque[PendingRequest] = deque()
-        self._backlog = FairQueue()  # those that were before them, and too many for a batch
-        self._withdrawn = 0  # still among the callers
+        self._backlog = FairQueue()  # earlier requests, which did not fit into a batch
+        self._withdrawn = 0  # withdrawn requests that are still in self.callers
         self._work_bytes = work_bytes
         self._bytes_per_example = model.response_bytes_per_example
         self._bytes_per_id = model.response_bytes_per_id
@@ -93,13 +99,16 @@ class RequestQueue:
         self._output_bytes_max = limits.batch_output_bytes_max
 
     def check_open(self) -> None:
-        """Raises OverloadedError while the lane is full."""
+        """Raises OverloadedError while the queue is full."""
         if self.full:
             raise OverloadedError(self.full).of(self._model)
 
     def check_room(self, examples: int, ids: int, source: object) -> None:
-        """Raises OverloadedError where so many more of ``source`` have no room; the lane may be
-        full then. A lone request always has room: what one may hold is limited elsewhere."""
+        """Raises OverloadedError if the queue has no room for a request from ``source``.
+
+        It may mark the queue as full. An empty queue has room for any request: the size of a single
+        request is limited elsewhere.
+        """
         self.check_open()
         held_examples, held_ids = self.held_by(source)
         for what, held, more, share in (
@@ -126,20 +135,20 @@ class RequestQueue:
                 )
 
     def try_reopen(self) -> bool:
-        """Has one that was full take requests where it may; whether it does."""
+        """Reopens a full queue if enough of it is free; returns whether the queue is open."""
         if self._has_room():
             self.full = ""
         return not self.full
 
     def _has_room(self) -> bool:
-        """Whether an eighth is free: what is refused then is refused for its size."""
+        """Whether an eighth is free; a request rejected then is rejected for its own size."""
         return (
             self.examples <= OPEN_SHARE * self._limits.queue_examples_max
             and self.ids <= OPEN_SHARE * self._limits.queue_ids_max
         )
 
     def withdraw(self, pending: PendingRequest) -> None:
-        """``caller``, whose queue is None and who still has its request, waits no more."""
+        """Removes ``pending``, whose queue is already None and whose request is still set."""
         self._uncount(pending.request)
         if self._backlog.withdraw(pending):
             return
@@ -150,11 +159,11 @@ class RequestQueue:
 
     @property
     def requests(self) -> int:
-        """Callers that wait."""
+        """Number of requests that wait."""
         return len(self.callers) + len(self._backlog) - self._withdrawn
 
     def begin(self) -> None:
-        """A batch is looked up in a thread, until ``end``."""
+        """Records the start of a lookup in a thread; ``end`` records its completion."""
         self.under_way += 1
         self.is_working = self.under_way >= self._at_once
 
@@ -163,15 +172,15 @@ class RequestQueue:
         self.is_working = False
 
     def is_ready(self) -> bool:
-        """Whether a batch may be taken: one that all have left is empty."""
+        """Whether a batch may be taken; it is empty if all its requests were withdrawn."""
         return bool(self.callers or self._backlog) and not self.is_working
 
     def first_s(self) -> float:
-        """Since when the next caller waits."""
+        """Returns the time when the next request was queued."""
         return (self._backlog.first() or self.callers[0]).queued_s
 
     def held_by(self, source: object) -> tuple[int, int]:
-        """(examples, ids) of those that wait and are of ``source``."""
+        """Returns (examples, ids) of the queued requests from ``source``."""
         self._queue_up()
         return self._backlog.held_by(source)
 
@@ -183,19 +192,24 @@ class RequestQueue:
                 self._backlog.put(caller)
 
     def fills_a_batch(self) -> bool:
-        """Whether nothing is gained by waiting for more."""
+        """Whether the queued requests fill a batch, so that more waiting gains nothing."""
         output_bytes = self._output_bytes(self.examples, self.ids)
         return self.ids >= self._ids_max or output_bytes >= self._output_bytes_max
 
     def take(self, now_s: float) -> list[PendingRequest]:
-        """As many as a batch may hold, at least one, but for those whose deadline has passed: they
-        are told so."""
+        """Takes the requests of the next batch: as many as it may hold, and at least one.
+
+        Requests whose deadline has passed are rejected instead.
+        """
         if self._backlog or self._withdrawn or self._is_too_much(self.examples, self.ids):
             return self._take_some(now_s)
         return self._take_all(now_s)
 
     def _take_all(self, now_s: float) -> list[PendingRequest]:
-        """The lane is left empty first: to refuse one may put or withdraw others."""
+        """Takes all requests.
+
+        The queue is emptied first, as a rejection may queue or withdraw other requests.
+        """
         callers, self.callers = self.callers, deque()
         self.examples = self.ids = 0
         for caller in callers:
@@ -230,14 +244,14 @@ class RequestQueue:
         self.ids -= request.ids.size
 
     def _is_too_much(self, examples: int, ids: int) -> bool:
-        """For one batch of several requests."""
+        """Whether the sizes exceed the limits for a batch of several requests."""
         return ids > self._ids_max or self._output_bytes(examples, ids) > self._output_bytes_max
 
     def _output_bytes(self, examples: int, ids: int) -> int:
         return examples * self._bytes_per_example + ids * self._bytes_per_id
 
     def _reject_expired(self, pending: PendingRequest, now_s: float) -> bool:
-        """Answers one whose deadline passed as it waited; False: it is not looked up."""
+        """Rejects a request whose deadline passed in the queue; returns False for a filter."""
         waited_ms = (now_s - pending.queued_s) * 1000
         error = DeadlineExceededError(f"the deadline passed after {waited_ms:.1f} ms in the queue")
         pending.reject(error.of(self._model))

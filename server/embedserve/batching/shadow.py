@@ -1,9 +1,9 @@
-"""Runs some of a version's batches on another version, too, and compares the answers.
+"""Shadow traffic: looks a share of a version's batches up in another version and compares.
 
-Off the answering path: in a thread, once the callers of a batch have theirs, one batch at a time;
-what comes meanwhile is not compared. Nothing of it reaches a caller. The thread has the priority of
-all others: one that gives way on a busy core does so with the interpreter's lock, for which the
-event loop then waits tens of milliseconds.
+The comparison is off the response path: it runs in a thread after the batch is answered. It handles
+one batch at a time, and batches that arrive meanwhile are not compared. Its outcome never reaches a
+client. The thread has normal priority. A thread of lower priority would be preempted on a busy core
+while it holds the interpreter's lock, and the event loop would wait tens of milliseconds for it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from embedserve.model_info import ModelInfo
 logger = logging.getLogger(__name__)
 
 TINY = 1e-30
-"""A norm below it is none: the cosine of two such vectors is 1, of one with another 0."""
+"""Squared norm below which a vector counts as zero.
+
+A pair of zero vectors has distance 0; a zero and a non-zero vector have distance 1."""
 
 
 class Shadow:
-    """Compares what a version answers with what ``engine``, of another version, would have."""
+    """Compares the results of a version with those of ``engine``, which serves another version."""
 
     def __init__(
         self,
@@ -46,9 +48,9 @@ class Shadow:
     ) -> None:
         """
         Args:
-            model: of ``engine``.
-            percent: of the batches that are compared.
-            executor: of one thread, which all shadows of a process share.
+            model: model of ``engine``.
+            percent: percentage of the batches that are compared.
+            executor: executor with one thread, shared by all shadows of a process.
         """
         self._engine = engine
         self._model = model
@@ -65,12 +67,12 @@ class Shadow:
         unknown_counts: np.ndarray | None,
         served: ModelInfo,
     ) -> None:
-        """Compares the ``answer`` to ``requests`` of the version ``served``, or does not.
+        """Compares a sampled batch in the background; skips it if a comparison is running.
 
         Args:
-            requests: in the order of the version ``served``.
-            answer: their values in request order, in pieces; nothing writes to them any more.
-            unknown_counts: int64 [requests, F] ids without a row; None where all had one.
+            requests: requests in the feature order of the version ``served``.
+            answer: their values in request order, in chunks that are no longer written to.
+            unknown_counts: numbers of ids without a row, int64 [requests, F]; None without any.
         """
         if random() >= self._share:
             return
@@ -98,7 +100,7 @@ class Shadow:
             kind = f"{self._model.served_as} cannot be compared with version {served.version}"
             self._log.log(logging.WARNING, kind, f"{type(error).__name__}: {error}")
         self._is_busy = False
-        count()  # whoever sees it may have the next batch compared
+        count()  # last, so that a reader of the metric can expect the next batch to be compared
 
 
 def compare(
@@ -109,17 +111,19 @@ def compare(
     engine: LookupEngine,
     model: ModelInfo,
 ) -> Differences:
-    """How ``engine`` answers ``requests`` otherwise.
+    """Returns the differences between the results of ``engine`` and of ``served``.
 
     Args:
-        requests: in the order of ``served``.
-        values: float32, their answers by ``served``, in request order: [B, sum(length_per_key)], of
-            an unpooled model [n, dim].
-        unknown_counts: int64 [requests, F] ids without a row there; None where all had one.
-        model: of ``engine``.
+        requests: requests in the feature order of ``served``.
+        values: results of ``served`` in request order, float32: [B, sum(length_per_key)], or
+            [n, dim] for an unpooled model.
+        unknown_counts: numbers of ids without a row in ``served``, int64 [requests, F]; None
+            without any.
+        model: model of ``engine``.
 
     Raises:
-        ValueError: no key is of both versions, or one has another width, or only one of them pools.
+        ValueError: the versions have no key in common, a key differs in width, or only one version
+            pools. Also if the vectors of a key differ in shape.
     """
     keys = [key for key in model.keys if key in served.keys]
     if not keys or model.is_pooled != served.is_pooled:
@@ -157,8 +161,10 @@ def compare(
 def _joined(
     requests: Sequence[LookupRequest], model: ModelInfo
 ) -> tuple[Batch | None, dict[int, LookupRequest]]:
-    """The batch of those that ``model`` takes, None where there are none; and these, in its order,
-    by their positions."""
+    """Returns the batch of the requests that ``model`` accepts, None if there are none.
+
+    The second result has these requests in the model's order, by their positions in ``requests``.
+    """
     requested: dict[int, LookupRequest] = {}
     for i, request in enumerate(requests):
         with contextlib.suppress(InvalidRequestError):
@@ -172,7 +178,7 @@ def _joined(
 
 
 def _total(counts: np.ndarray | None, of: ModelInfo, model: ModelInfo) -> np.ndarray:
-    """int64 [F of ``model``], the sums of counts [requests, F of ``of``]."""
+    """Returns sums over requests, int64 [F of ``model``], of counts [requests, F of ``of``]."""
     total = np.zeros(len(model.features), np.int64)
     if counts is not None:
         for count, feature in zip(counts.sum(axis=0).tolist(), of.features, strict=True):
@@ -182,7 +188,7 @@ def _total(counts: np.ndarray | None, of: ModelInfo, model: ModelInfo) -> np.nda
 
 
 def _rows(requests: Sequence[LookupRequest], kept: Container[int], model: ModelInfo) -> np.ndarray:
-    """Bool [rows], which of an answer in request order are of the requests at ``kept``."""
+    """Returns a mask, bool [rows], of the rows in request order of the requests at ``kept``."""
     sizes = [
         request.batch_size if model.is_pooled else int(_per_key(request, model).sum())
         for request in requests
@@ -191,7 +197,7 @@ def _rows(requests: Sequence[LookupRequest], kept: Container[int], model: ModelI
 
 
 def _per_key(request: LookupRequest, model: ModelInfo) -> np.ndarray:
-    """int32 [keys, B], the lengths of a request, which is in the order of ``model``."""
+    """Returns the lengths per key, int32 [keys, B], of a request in the order of ``model``."""
     per_feature = request.lengths.reshape(len(model.features), -1)
     lengths: np.ndarray = per_feature[model.feature_per_key]
     return lengths
@@ -200,7 +206,7 @@ def _per_key(request: LookupRequest, model: ModelInfo) -> np.ndarray:
 def _of_key(
     values: np.ndarray, requests: Sequence[LookupRequest], model: ModelInfo, key: str
 ) -> np.ndarray:
-    """float32 [n, dim], the vectors of ``key`` in an answer in request order."""
+    """Returns the vectors of ``key``, float32 [n, dim], from values in request order."""
     place = model.keys.index(key)
     if model.is_pooled:
         start = sum(model.length_per_key[:place])
@@ -213,11 +219,14 @@ def _of_key(
 
 
 def _sums(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float, float, float, float]:
-    """(vectors, their distances 1 - cos, squared differences, squares of ``theirs``, pairs of
-    zeros), summed. A pair of zeros, as of empty bags, agrees on nothing and is no vector of these.
+    """Returns the sums that the shadow metrics accumulate for one key.
+
+    They are (vectors, distances 1 - cos, squared differences, squares of ``theirs``, pairs of zero
+    vectors). Pairs of zero vectors, as from empty bags, say nothing about agreement and are not
+    counted among the vectors.
 
     Raises:
-        ValueError: they are not shaped alike.
+        ValueError: the shapes differ.
     """
     if ours.shape != theirs.shape:
         raise ValueError(f"vectors are {ours.shape}, those of the served version {theirs.shape}")

@@ -1,8 +1,8 @@
-"""Splits what the engine answered to a batch into one result for each of its requests.
+"""Splits the engine's result for a batch into one result for each of its requests.
 
-A pooled answer is a slice. An unpooled one comes key after key over the whole batch, so that
-its rows are first put together request by request, in one gather. Never copies a pooled value, but
-for a caller that wants some of the keys.
+A pooled result is a slice. Unpooled values arrive key by key for the whole batch, so one gather
+first reorders their rows request by request. Pooled values are copied only for a request that
+selects some of the keys.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from embedserve.model_info import ModelInfo
 
 
 def in_request_order(values: np.ndarray, batch: Batch, model: ModelInfo) -> np.ndarray:
-    """The engine's answer to ``batch``, request after request.
+    """Returns the engine's values for ``batch`` in request order.
 
     Args:
-        values: float32, of a pooled model [B, sum(length_per_key)], which is in that order
-            already; of an unpooled one [n, dim]: for each key its feature's ids in the order of
-            the batch. Rows of skipped ids are zeroed in place.
+        values: float32. For a pooled model [B, sum(length_per_key)], already in request order. For
+            an unpooled model [n, dim]: for each key the ids of its feature in batch order. Rows of
+            skipped ids are zeroed in place.
 
     Returns:
-        values, or float32 [n, dim]: for each request and key its ids in the order sent.
+        ``values``, or float32 [n, dim]: for each request and key its ids in the order sent.
     """
     if model.is_pooled:
         return values
@@ -40,7 +40,7 @@ def in_request_order(values: np.ndarray, batch: Batch, model: ModelInfo) -> np.n
 
 
 def _rows_of(ids: np.ndarray, batch: Batch, model: ModelInfo) -> np.ndarray:
-    """Where the engine's answer has the rows of the ids at positions ``ids``: an index."""
+    """Returns an index of the rows in the engine's result for the ids at positions ``ids``."""
     if model.keys_are_features:
         return ids
     is_one = np.zeros(batch.ids.size, bool)
@@ -51,7 +51,7 @@ def _rows_of(ids: np.ndarray, batch: Batch, model: ModelInfo) -> np.ndarray:
 
 
 def _per_key(lengths: np.ndarray, model: ModelInfo) -> np.ndarray:
-    """int32 [keys, B], from the [F * B] of features."""
+    """Returns the lengths per key, int32 [keys, B], from the lengths per feature [F * B]."""
     per_feature = lengths.reshape(len(model.features), -1)
     return per_feature if model.keys_are_features else per_feature[model.feature_per_key]
 
@@ -62,10 +62,10 @@ def split(
     requests: Sequence[LookupRequest],
     model: ModelInfo,
 ) -> list[LookupResult]:
-    """The results of ``requests``, float32, from their values in the order of the requests.
+    """Returns the results of ``requests``, float32, from their values in request order.
 
     Args:
-        pieces: what the engine answered; several where a pooled batch was cut by its examples.
+        pieces: the engine's values; several chunks where a pooled batch was split by examples.
     """
     if not model.is_pooled:
         results = _split_unpooled(pieces[0], requests, model)
@@ -82,14 +82,16 @@ def split(
 
 
 def copy_if_view(values: np.ndarray) -> np.ndarray:
-    """``values``, or a copy where they are a slice, which would keep all of its batch."""
+    """Returns ``values``, or a copy if they are a slice that would keep its batch alive."""
     base = values.base
     return values.copy() if isinstance(base, np.ndarray) and base.nbytes > values.nbytes else values
 
 
 def select_output_keys(result: LookupResult, output: OutputOptions) -> None:
-    """Leaves ``result`` with only the keys of ``output``, which its model has; copies their
-    values."""
+    """Reduces ``result`` to the keys of ``output``, which must exist in its model.
+
+    The values of the selected keys are copied.
+    """
     whole, keys = result.model, output.keys
     result.output = output
     if not keys or output.has_all or len(keys) == len(whole.keys):

@@ -1,8 +1,9 @@
-"""Turns the ids of a joined batch into row numbers, and sees to those that have none.
+"""Translates the ids of a joined batch into row numbers and handles unknown ids.
 
-An unknown id refuses its request, is left out, or is looked up as its table's default row, as
-the table's rule has it; it is counted for its request and feature. No Python runs for each id.
-Never says which id is unknown: checks.py does, once a batch is refused.
+The table's rule decides about an unknown id: its request is rejected, the id is skipped, or the
+table's default row is looked up. Skipped and default ids are counted by request and feature. No
+Python runs per id. This module never reports which id is unknown: validation.py does so once a
+batch is rejected.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from embedserve.model_info import ModelInfo
 
 
 def translate(batch: Batch, model: ModelInfo) -> bool:
-    """Puts row numbers in the place of ``batch``'s ids; False where an id refuses its request."""
+    """Replaces the ids of ``batch`` by row numbers; returns False if an unknown id is rejected."""
     translation = model.translator.translate(batch.ids, batch.ids_per_feature)
     batch.ids = translation.rows
     if translation.unknown is None:
@@ -34,16 +35,17 @@ def translate(batch: Batch, model: ModelInfo) -> bool:
 def _count(
     sizes: list[int], features: np.ndarray, examples: np.ndarray, feature_count: int
 ) -> np.ndarray:
-    """int64 [requests, feature_count], of the ids of ``features`` and ``examples``."""
+    """Counts ids, given their ``features`` and ``examples``: int64 [requests, feature_count]."""
     requests = np.searchsorted(np.cumsum(sizes), examples, side="right")
     places = requests * feature_count + features
     return np.bincount(places, minlength=len(sizes) * feature_count).reshape(-1, feature_count)
 
 
 def _skip(batch: Batch, positions: np.ndarray, bags: np.ndarray, is_pooled: bool) -> None:
-    """Takes ids out of their bags, so that a mean divides by those that are left.
+    """Removes ids from their bags, so that a mean divides by the number of remaining ids.
 
-    An unpooled answer has a row for each id sent: these are zeroed once they are looked up.
+    An unpooled result has a row for each id sent, so its ids stay. Their positions are recorded in
+    ``batch.skipped``, and their rows are zeroed after the lookup.
     """
     if not is_pooled:
         batch.skipped = positions
@@ -51,5 +53,5 @@ def _skip(batch: Batch, positions: np.ndarray, bags: np.ndarray, is_pooled: bool
     batch.ids = np.delete(batch.ids, positions)
     if batch.weights is not None:
         batch.weights = np.delete(batch.weights, positions)
-    # A new array: that of a lone request is the request's own.
+    # A new array: with a single request the batch shares the request's array.
     batch.lengths = batch.lengths - np.bincount(bags, minlength=batch.lengths.size).astype(np.int32)

@@ -1,7 +1,7 @@
-"""What is wrong with a request, said with field and value.
+"""Validation of requests; errors name the field and the value.
 
-Kinds of ids and lengths are checked as a request is admitted. The rest is told apart here only
-once join() has refused a batch: slow and thorough, one request at a time.
+Lengths and the types of ids are checked when a request is admitted. All other checks run only
+after join() has rejected a batch: they are slow and thorough, one request at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ QUOTED_CHARACTERS_MAX = 60
 
 
 def check_lengths(lengths: np.ndarray, ids: int) -> None:
-    """Raises InvalidRequestError unless ``lengths`` are a partition of so many ``ids``."""
+    """Raises InvalidRequestError unless ``lengths`` are non-negative and add up to ``ids``."""
     if lengths.size and lengths.min() < 0:
         position = int((lengths < 0).argmax())
         raise InvalidRequestError(
@@ -34,7 +34,7 @@ def check_lengths(lengths: np.ndarray, ids: int) -> None:
 
 
 def check_feature_count(field: str, count: int, limits: Limits) -> None:
-    """Raises RequestTooLargeError for more features than a request may name."""
+    """Raises RequestTooLargeError if ``count`` exceeds the number of features of a request."""
     if count > limits.request_features_max:
         raise RequestTooLargeError(
             f"{field} names {count} features, {limits.said('request_features_max')}", field
@@ -42,10 +42,10 @@ def check_feature_count(field: str, count: int, limits: Limits) -> None:
 
 
 def name_features(request: LookupRequest, model: ModelInfo) -> None:
-    """Gives the features of ``request``, which have no names, those of ``model`` in its order.
+    """Names the unnamed features of ``request`` after those of ``model``, in its order.
 
     Raises:
-        InvalidRequestError: there are more or fewer.
+        InvalidRequestError: the numbers of features differ.
     """
     count = request.lengths.size // request.batch_size
     if count != len(model.features):
@@ -58,10 +58,12 @@ def name_features(request: LookupRequest, model: ModelInfo) -> None:
 
 
 def check_output(output: OutputOptions, model: ModelInfo) -> OutputOptions:
-    """``output`` with the model's own names: a request that waits keeps none of its caller's.
+    """Returns ``output`` with the model's own key strings.
+
+    A queued request then keeps none of the strings of its client in memory.
 
     Raises:
-        InvalidRequestError: a key that ``model`` has not, or that is named twice.
+        InvalidRequestError: ``model`` lacks a key, or a key is named twice.
     """
     if not output.keys:
         return output
@@ -83,12 +85,13 @@ def check_output(output: OutputOptions, model: ModelInfo) -> OutputOptions:
 
 
 def coerce_id_types(request: LookupRequest, model: ModelInfo) -> LookupRequest:
-    """``request`` with integers where it has them as strings and ``model`` takes integers; as it
-    is where it has none.
+    """Returns ``request`` with strings parsed as integers where ``model`` takes integers.
+
+    A request without such strings is returned as it is.
 
     Raises:
-        InvalidRequestError: a string that is no integer there, an integer where ids are strings,
-            or weights where nothing is pooled.
+        InvalidRequestError: a string is not an integer where integers are needed, an id is an
+            integer where strings are needed, or weights are sent to an unpooled model.
     """
     if request.weights is not None and not model.is_pooled:
         raise InvalidRequestError(
@@ -110,7 +113,7 @@ def _in_id_types(request: LookupRequest, model: ModelInfo) -> LookupRequest:
         end = start + int(lengths.sum(dtype=np.int64))
         are_strings = feature in request.string_features
         is_other = are_strings != (feature in model.string_features)
-        # Empty bags are of either type; a feature that there is not is refused as such.
+        # Empty bags match either type. A feature that the model lacks is rejected elsewhere.
         if is_other and start < end and feature in model.features:
             found = _integers(request, feature) if are_strings else 0
             if isinstance(found, int):
@@ -127,7 +130,10 @@ def _integers(request: LookupRequest, feature: str) -> np.ndarray | int:
 def _of_wrong_type(
     request: LookupRequest, feature: str, lengths: np.ndarray, start: int, position: int
 ) -> InvalidRequestError:
-    """Of the id at ``position`` of a feature, whose first is at ``start`` of all."""
+    """Returns the error for the id at ``position`` of a feature.
+
+    ``start`` is the position of the feature's first id among all ids.
+    """
     example, place = place_in(lengths, position)
     field = f"features.{feature}[{example}][{place}]"
     are_strings = feature in request.string_features
@@ -142,7 +148,10 @@ def _of_wrong_type(
 def _with_integers(
     request: LookupRequest, integers: dict[str, tuple[int, np.ndarray]]
 ) -> LookupRequest:
-    """``request``, which others may hold, with these in the place of their strings' hashes."""
+    """Returns a copy of ``request`` with ``integers`` in place of the hashes of their strings.
+
+    ``request`` itself is not changed, as other code may hold it.
+    """
     ids = request.ids.copy()
     for start, values in integers.values():
         ids[start : start + values.size] = values
@@ -152,7 +161,7 @@ def _with_integers(
 
 
 def _shown(request: LookupRequest, position: int, is_string: bool) -> str:
-    """The id at ``position`` as the caller wrote it, shortened."""
+    """Returns the id at ``position`` as the client wrote it, shortened."""
     value = int(request.ids[position])
     if not is_string or request.strings is None:
         return str(value)
@@ -163,7 +172,7 @@ def _shown(request: LookupRequest, position: int, is_string: bool) -> str:
 def find_invalid(
     requests: Sequence[LookupRequest], model: ModelInfo
 ) -> dict[int, InvalidRequestError]:
-    """Which of ``requests`` (by position) may not be looked up, and why."""
+    """Returns the errors of the invalid ``requests`` by position."""
     errors: dict[int, InvalidRequestError] = {}
     for i, request in enumerate(requests):
         try:
@@ -176,7 +185,7 @@ def find_invalid(
 
 
 def check_ids(request: LookupRequest, model: ModelInfo) -> None:
-    """Raises InvalidRequestError for an id that has no row and may not be unknown."""
+    """Raises InvalidRequestError for an id without a row if its table rejects unknown ids."""
     ids_per_feature = request.lengths.reshape(len(model.features), -1).sum(axis=1)
     unknown = model.translator.translate(request.ids, ids_per_feature).unknown
     if unknown is None:
@@ -198,7 +207,7 @@ def check_ids(request: LookupRequest, model: ModelInfo) -> None:
 
 
 def _ids_said(model: ModelInfo, feature: int) -> str:
-    """What an id should have been."""
+    """Returns the end of an error message: the ids that ``feature`` accepts."""
     name = model.features[feature]
     rule = model.manifest.rule_per_feature[feature]
     if rule.rule == "map":
@@ -208,7 +217,7 @@ def _ids_said(model: ModelInfo, feature: int) -> str:
 
 
 def check_weights(request: LookupRequest) -> None:
-    """Raises InvalidRequestError for a weight that is infinite or not a number."""
+    """Raises InvalidRequestError for a weight that is infinite or NaN."""
     if request.weights is None:
         return
     wrong = ~np.isfinite(request.weights)
@@ -223,13 +232,13 @@ def check_weights(request: LookupRequest) -> None:
 
 
 def _place(request: LookupRequest, position: int) -> tuple[int, int, int]:
-    """(feature, example, place in the bag) of the id at ``position``."""
+    """Returns (feature, example, index in the bag) of the id at ``position``."""
     bag, place = place_in(request.lengths, position)
     return bag // request.batch_size, bag % request.batch_size, place
 
 
 def place_in(lengths: np.ndarray, position: int) -> tuple[int, int]:
-    """(bag, place in it) of the id at ``position``."""
+    """Returns (bag, index in the bag) of the id at ``position``."""
     ends = np.cumsum(lengths, dtype=np.int64)
     bag = int(np.searchsorted(ends, position, side="right"))
     return bag, position - int(ends[bag]) + int(lengths[bag])

@@ -1,1 +1,1 @@
-"""Models: what is served, under which names."""
+"""Served models: the registry of versions by name, and the traffic split between them."""

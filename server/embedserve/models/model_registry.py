@@ -1,7 +1,7 @@
-"""What is served: versions of models by name, each with the queue of its batcher.
+"""Registry of the served model versions by name, each with its batcher.
 
-Admits a decoded request (model, features, sizes) and hands it to its model's batcher, which
-checks ids and weights for a whole batch at once.
+The registry admits a decoded request: it checks the model, the features and the sizes. It then
+passes the request to the model's batcher, which checks ids and weights of a whole batch together.
 """
 
 from __future__ import annotations
@@ -33,12 +33,17 @@ logger = logging.getLogger(__name__)
 
 
 QUICK_BYTES_MAX = 1 << 20
-"""Of a body whose sizes are told in less than a millisecond."""
+"""Maximum bytes of a body whose sizes are estimated when the check has to be quick.
+
+The estimate for 1 MiB takes less than a millisecond."""
 
 
 class RequestEstimator(Protocol):
-    """Tells of a body without decoding it which model it names, "" for none, and how many (bags,
-    ids) it has, about."""
+    """Inspects a request body without decoding it.
+
+    ``peek_model`` returns the model that the body names, "" if it names none. ``estimate_size``
+    returns the approximate numbers of (bags, ids).
+    """
 
     def peek_model(self, body: bytes) -> str: ...
 
@@ -46,21 +51,21 @@ class RequestEstimator(Protocol):
 
 
 class ModelRegistry:
-    """Served versions by name, and whether requests are taken.
+    """Served versions by name, and whether the server accepts requests.
 
-    A name is what --model has: NAME, NAME@VERSION or NAME@ALIAS. A model may be served under
-    several; a request that names the model alone is answered by the first of them, or by those that
-    have a share of such requests.
+    A name has the format of --model: NAME, NAME@VERSION or NAME@ALIAS. A model may be served under
+    several names. A request that names only the model goes to the first of them, or to a version
+    that has a share of such requests.
 
     Attributes:
-        default_model: answers requests that name none; "" if they must name one.
-        is_full: whether a queue of one of the models is full.
-        is_closed: whether one of the models takes no request, be it small or large.
-        not_ready: why load balancers are told to send no more, as while draining; "" while they
-            may. What still comes in over open connections is answered.
-        coming: versions that are being loaded or were refused, by the name that waits for them.
-        leaving: (name, version) of those that still answer what they hold.
-        since: by name, since when its version answers: ISO 8601, UTC.
+        default_model: model for requests that name none; "" if every request must name a model.
+        is_full: whether any queue of any model is full.
+        is_closed: whether any model accepts no request, neither small nor large.
+        not_ready: reason why the readiness probe fails, for example while draining; "" while the
+            server is ready. Requests on open connections are still served.
+        coming: versions that are loading or failed to load, by the name that will serve them.
+        leaving: (name, version) of the versions that are draining their queues.
+        since: activation time of the current version by name, in ISO 8601, UTC.
     """
 
     def __init__(self, batchers: Mapping[str, Batcher], default_model: str, limits: Limits) -> None:
@@ -85,8 +90,11 @@ class ModelRegistry:
             self.activate(name, batcher)
 
     def activate(self, name: str, batcher: Batcher) -> Batcher | None:
-        """Has ``batcher`` answer what comes for ``name`` from now on; gives the one before, if
-        there is one, which answers what it holds."""
+        """Routes new requests for ``name`` to ``batcher``.
+
+        Returns the previous batcher, or None. The previous batcher still serves its queued
+        requests.
+        """
         before = self._batchers.get(name)
         if self._on_answered is not None:
             batcher.on_answered = self._on_answered
@@ -98,7 +106,7 @@ class ModelRegistry:
         return before
 
     def remove(self, name: str) -> Batcher:
-        """Has nothing answer for ``name`` any more; gives what did, which answers what it holds."""
+        """Stops serving ``name``; returns its batcher, which still serves its queued requests."""
         batcher = self._batchers.pop(name)
         del self.since[name]
         self._shares.pop(name, None)
@@ -115,7 +123,7 @@ class ModelRegistry:
         self._has_room()
 
     def share(self, name: str, percent: float) -> None:
-        """Has ``name`` answer so many of the requests that name its model and no version."""
+        """Sets the percentage of requests for ``name``'s model without a version that it serves."""
         if self._shares.get(name, 0.0) != percent:
             self._shares[name] = percent
             self._routes = TrafficSplit(list(self._batchers.values()), self._shares)
@@ -128,14 +136,16 @@ class ModelRegistry:
         return self._batcher(name).model
 
     def shadow(self, name: str, percent: float) -> None:
-        """Has ``name`` look up so many of the batches of the version that answers for its model,
-        too, and be compared with it."""
+        """Makes ``name`` a shadow of the version that serves its model.
+
+        ``percent`` of that version's batches are looked up in ``name`` as well and compared.
+        """
         if self._shadows.get(name, 0.0) != percent:
             self._shadows[name] = percent
             self._compare()
 
     def _compare(self) -> None:
-        """One version for each model, the first that is to be."""
+        """Assigns the shadows: at most one for each model, the first that was set."""
         for batcher in self._batchers.values():
             batcher.shadow = None
         for name, percent in self._shadows.items():
@@ -147,7 +157,7 @@ class ModelRegistry:
                 served.shadow = candidate.shadow_of(served.model, percent, self._shadow_thread)
 
     def status(self, model: ModelInfo) -> dict[str, Any]:
-        """How ``model``, which is one of ``models``, is served, as JSON values."""
+        """Returns the serving state of ``model``, an element of ``models()``, as JSON values."""
         name = model.served_as
         coming = self.coming.get(name)
         return {
@@ -160,16 +170,18 @@ class ModelRegistry:
         }
 
     def enqueue(self, request: LookupRequest, pending: PendingRequest) -> None:
-        """Hands ``request`` over; ``caller``, which has its deadline, is told the answer.
+        """Passes ``request`` to its model's batcher, which completes or rejects ``pending``.
+
+        ``pending`` has its deadline already.
 
         Raises:
-            EmbedServeError: the request is refused at once, and ``caller`` is told nothing. An
-                InvalidRequestError that shows only in the batch is told to ``caller``.
+            EmbedServeError: the request is rejected immediately, and ``pending`` is not notified.
+                An InvalidRequestError that only the batch reveals goes to ``pending`` instead.
         """
         routes, name = self._routes, request.model or self.default_model
         batcher = routes.by_name.get(name)
         if batcher is None:
-            batcher = self._batcher(request.model)  # which says what there is
+            batcher = self._batcher(request.model)  # raises an error that lists the served models
         elif name in routes.weighted:
             batcher = routes.choose(name, pending.routing_key)
         model, limits = batcher.model, self.limits
@@ -194,12 +206,12 @@ class ModelRegistry:
     ) -> None:
         """Raises OverloadedError while the queue that a request would wait in is full.
 
-        Asked before a request is decoded, of any thread.
+        May be called from any thread, before the request is decoded.
 
         Args:
-            model: as its URL says; "" where that says none.
-            peek: asked of ``body`` only where that matters.
-            is_quick: a body that takes long to look at is let in.
+            model: model in the URL; "" if the URL names none.
+            peek: estimator, called with ``body`` only where the result depends on it.
+            is_quick: whether to skip the size estimate for bodies above QUICK_BYTES_MAX.
         """
         batchers = self._possible(model or self.default_model)
         if not model and self._only is None and (named := peek.peek_model(body)):
@@ -212,18 +224,23 @@ class ModelRegistry:
             _check_any(batchers, lambda batcher: batcher.check_open_for(bags, ids))
 
     def check_any_open(self, model: str) -> None:
-        """As check_open, before there is a body: raises where no body could be let in."""
+        """Raises OverloadedError if the queues would reject any body; called before it arrives."""
         if batchers := self._possible(model):
             _check_any(batchers, lambda batcher: batcher.check_open())
 
     def _possible(self, name: str) -> Sequence[Batcher]:
-        """Those of which one answers a request to ``name``, whatever version its body names."""
+        """Returns all batchers that may serve a request for ``name``, before its body is read."""
         if self._only is not None:
             return (self._only,)
         return self._routes.possible.get(name, ())
 
     def call_back(self, on_answered: Callable[[], None], on_room: Callable[[], None]) -> None:
-        """Has it told when a batch's callers were told, and when a queue has room again."""
+        """Registers callbacks.
+
+        Args:
+            on_answered: called once every request of a batch is completed or rejected.
+            on_room: called when a queue accepts requests again.
+        """
         self._on_answered, self._on_room = on_answered, on_room
         for batcher in self._batchers.values():
             batcher.on_answered = on_answered
@@ -242,8 +259,11 @@ class ModelRegistry:
         return not (self.not_ready or self._damaged)
 
     async def check_integrity(self) -> None:
-        """Is not ready any more where a model's rows are not what they were at the start, until
-        another version of it answers."""
+        """Compares the rows of every model with their state at the start.
+
+        If they have changed, the server is not ready until another version is activated under that
+        name.
+        """
         for name, batcher in tuple(self._batchers.items()):
             damage = await batcher.find_damage()
             if damage and name not in self._damaged and self._batchers.get(name) is batcher:
@@ -252,13 +272,13 @@ class ModelRegistry:
                 batcher.note_damage()
 
     def check_ready(self) -> None:
-        """Raises NotReadyError where it is not."""
+        """Raises NotReadyError if the server is not ready, with the reason."""
         for reason in (self.not_ready, *self._damaged.values()):
             if reason:
                 raise NotReadyError(reason)
 
     def _batcher(self, name: str) -> Batcher:
-        if name.startswith("@"):  # of the default model
+        if name.startswith("@"):  # a version or alias of the default model
             name = (split_name(self.default_model)[0] + name) if self.default_model else ""
         batcher = self._routes.by_name.get(name or self.default_model)
         if batcher is not None:
@@ -308,7 +328,7 @@ class ModelRegistry:
 
 
 def _check_any(batchers: Sequence[Batcher], check: Callable[[Batcher], None]) -> None:
-    """Raises OverloadedError where ``check`` raises it of all of ``batchers``."""
+    """Raises OverloadedError if ``check`` raises it for each of ``batchers``."""
     for batcher in batchers[1:]:
         with contextlib.suppress(OverloadedError):
             return check(batcher)

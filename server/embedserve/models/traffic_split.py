@@ -1,7 +1,7 @@
-"""Which of the served versions answers a request: by the name that it has, or by shares.
+"""Chooses the version that serves a request, by its model name or by weighted shares.
 
-A share is of the requests that name a model and no version. Who asks with a routing key is answered
-by the same version as long as the shares are the same.
+Shares apply to requests that name a model without a version. Requests with the same routing key go
+to the same version while the shares do not change.
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ from zlib import crc32
 from embedserve.batching.batcher import Batcher
 
 POINTS = 10_000
-"""That keys fall on: a share is told to a hundredth of a percent."""
+"""Number of points that routing keys are hashed to.
+
+A share is a range of points, so its resolution is a hundredth of a percent."""
 
 
 class TrafficSplit:
-    """From names to batchers, for the versions that are served now.
+    """Routing from names to batchers for the currently served versions.
 
     Attributes:
-        by_name: by every name that a request may have: as served, the model alone, and
+        by_name: batcher by every name that a request may use: the served name, the model alone and
             MODEL@NUMBER.
-        possible: by name, all that may answer a request whose body is not read yet.
-        shared: models of which several versions share the requests that name none.
+        possible: by name, all batchers that may serve a request before its body is read.
+        weighted: by model, the (end point, batcher) pairs of the versions that have a share of the
+            requests without a version.
     """
 
     def __init__(self, batchers: Sequence[Batcher], shares: Mapping[str, float]) -> None:
         """
         Args:
-            batchers: the first of a model answers what no other has a share of.
-            shares: in percent, by name as served.
+            batchers: served batchers; the first of a model serves the rest that no share covers.
+            shares: shares in percent, by served name.
         """
         self.by_name = {batcher.model.served_as: batcher for batcher in batchers}
         self.possible: dict[str, list[Batcher]] = {}
@@ -46,7 +49,7 @@ class TrafficSplit:
             self._add_share(batcher, shares.get(batcher.model.served_as, 0.0))
 
     def _add_share(self, batcher: Batcher, percent: float) -> None:
-        """From the points that are left; nothing to the one that answers all the others."""
+        """Assigns remaining points to ``batcher``, unless it is the model's default batcher."""
         name = batcher.model.name
         if not percent or self.by_name[name] is batcher:
             return
@@ -55,8 +58,7 @@ class TrafficSplit:
         shared.append((min(POINTS, end + round(percent * POINTS / 100)), batcher))
 
     def share_of(self, name: str) -> float:
-        """What ``name``, as served, answers of the requests that name its model and no version; in
-        percent."""
+        """Returns the percentage of requests without a version that the served ``name`` gets."""
         batcher = self.by_name[name]
         model = batcher.model.name
         start = 0
@@ -67,8 +69,10 @@ class TrafficSplit:
         return (POINTS - start) * 100 / POINTS if self.by_name[model] is batcher else 0.0
 
     def choose(self, name: str, routing_key: bytes) -> Batcher:
-        """Of those that share the model ``name``, the one that answers who has ``routing_key``; any
-        by its share where that is empty."""
+        """Returns the batcher of the model ``name`` for ``routing_key``.
+
+        With an empty key the choice is random, weighted by the shares.
+        """
         point = random() * POINTS
         if routing_key:
             point = crc32(routing_key, crc32(name.encode())) % POINTS

@@ -1,5 +1,6 @@
-"""Files of /dev/shm that callers on this host have ids read from and answers written to.
+"""Shared-memory input and output: files of /dev/shm that callers on this host register.
 
-region.py is one range of a file, regions.py those of all callers and their bounds, place.py where a
-tensor lies. They know bytes, not tensors.
+The server reads ids from them and writes results to them. region.py is one range of a file,
+region_registry.py has the regions of all callers and their limits, memory_slice.py locates a tensor
+in a region. These modules handle bytes, not tensors.
 """

@@ -1,4 +1,4 @@
-"""Where a tensor lies in a region of shared memory."""
+"""Location of a tensor in a region of shared memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from embedserve.shared_memory.region import Region
 
 @dataclass(slots=True)
 class MemorySlice:
-    """
+    """Range of bytes in a region.
+
     Attributes:
-        offset: in the region.
-        nbytes: that an input has there, and an output at most.
+        region: region that contains the range.
+        offset: offset of the range in the region, in bytes.
+        nbytes: exact size of an input, or maximum size of an output, in bytes.
     """
 
     region: Region
@@ -21,8 +23,8 @@ class MemorySlice:
     nbytes: int
 
     def write(self, pieces: Iterable[memoryview]) -> None:
-        """One after the other, not more than ``nbytes``. Raises InvalidRequestError, as
-        Region.write."""
+        """Writes the chunks in ``pieces`` one after the other. Callers pass at most ``nbytes`` in
+        total. Raises InvalidRequestError, like Region.write."""
         offset = self.offset
         for piece in pieces:
             self.region.write(offset, piece)

@@ -1,8 +1,8 @@
-"""A range of a file in /dev/shm that a caller registered: opened once, read and written by calls.
+"""Range of a file in /dev/shm that a caller registered.
 
-It is never mapped: its owner may cut the file short at any time, and a mapping would then end the
-process (SIGBUS) where a call tells of it. What is read is a copy, so that nothing changes that was
-checked.
+The file is opened once, then read and written with system calls. It is never mapped: its owner may
+truncate it at any time, and access to a mapping would then kill the process with SIGBUS, where a
+system call reports an error. Reads copy the data, so that it cannot change after validation.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from embedserve.errors import InvalidRequestError
 
 FOLDER = "/dev/shm"
 KEY_BYTES_MAX = 255
-"""What the kernel has room for in the name of a file."""
+"""Bytes of a file name in a key; the kernel's limit (NAME_MAX)."""
 KEY_CHARACTERS_SHOWN = 64
+"""Characters of a key shown in error messages."""
 OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-"""Neither through a link nor waiting, for a pipe's other end or whoever has a lease of the file."""
+"""Flags for opening a region's file. They do not follow symbolic links, and do not wait for the
+other end of a pipe or for the holder of a file lease."""
 
 
 class Region:
-    """Read and written by any thread; closed once, when nobody does so any more.
+    """Registered range of a file, which any thread may read and write. Its descriptor is closed
+    once, after the last read or write has ended.
 
     Attributes:
-        name: as its owner calls it.
-        key: of the file, as its owner gave it.
-        offset: of the range in the file.
-        byte_size: of the range.
-        file: (device, inode).
+        name: name of the region, chosen by its owner.
+        key: key of the file, as its owner sent it.
+        offset: offset of the range in the file, in bytes.
+        byte_size: size of the range, in bytes.
+        file: (device, inode) of the file.
     """
 
     __slots__ = (
@@ -48,7 +51,7 @@ class Region:
     )
 
     def __init__(self, name: str, key: str, offset: int, byte_size: int, descriptor: int) -> None:
-        """Takes the ``descriptor``, of a file that has such a range."""
+        """Takes ownership of ``descriptor``, whose file contains the range."""
         self.name, self.key = name, key
         self.offset, self.byte_size = offset, byte_size
         status = os.fstat(descriptor)
@@ -59,10 +62,11 @@ class Region:
         self._is_closed = False
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """A copy of what lies at ``offset`` of the range.
+        """Returns a copy of the ``nbytes`` at ``offset`` in the range.
 
         Raises:
-            InvalidRequestError: it is not registered any more, or its file was removed or cut.
+            InvalidRequestError: the region is no longer registered, its file was removed or
+                truncated, or the system call failed.
         """
         with self.opened(offset + nbytes) as descriptor:
             data = os.pread(descriptor, nbytes, self.offset + offset)
@@ -71,10 +75,10 @@ class Region:
         return data
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fills ``buffers``, of bytes, one after the other, with what lies at ``offset``.
+        """Fills the byte buffers one after the other with the data at ``offset`` in the range.
 
         Raises:
-            InvalidRequestError: as read.
+            InvalidRequestError: for the same reasons as in ``read``.
         """
         nbytes = sum(map(len, buffers))
         with self.opened(offset + nbytes) as descriptor:
@@ -83,10 +87,11 @@ class Region:
             raise self._wrong("its file is being cut short")
 
     def write(self, offset: int, values: memoryview) -> None:
-        """Puts ``values`` (C-contiguous) at ``offset`` of the range.
+        """Writes ``values`` (C-contiguous) at ``offset`` in the range.
 
         Raises:
-            InvalidRequestError: as read; or there is no memory for what the file has not yet.
+            InvalidRequestError: for the same reasons as in ``read``, or no memory is left for pages
+                that the file does not have yet.
         """
         if not values.nbytes:
             return
@@ -98,11 +103,12 @@ class Region:
 
     @property
     def is_unlinked(self) -> bool:
-        """Whether its file has no name any more: nobody else can open it."""
+        """Whether the file was unlinked: it has no name, so no other process can open it."""
         return not os.fstat(self._descriptor).st_nlink
 
     def close(self) -> None:
-        """Has nobody use it any more; what is being read or written is to its end."""
+        """Rejects further reads and writes. Reads and writes in progress finish first; then the
+        descriptor is closed."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -114,8 +120,9 @@ class Region:
 
     @contextmanager
     def opened(self, end: int) -> Iterator[int]:
-        """The descriptor of the file, which has the range up to ``end``; open until the block ends,
-        whoever closes it meanwhile. Raises InvalidRequestError, as read and write."""
+        """Yields the descriptor of the file, after checking that the file contains the range up to
+        ``end``. The descriptor stays open until the block ends, even if the region is closed in the
+        meantime. Raises InvalidRequestError, like ``read`` and ``write``."""
         with self._lock:
             if self._is_closed:
                 raise self._wrong("it is not registered any more")
@@ -142,20 +149,20 @@ class Region:
 
 
 Regions = Mapping[str, Region]
-"""Of one caller, by name."""
+"""Regions of one caller, by name."""
 
 
 def open_region(
     name: str, key: str, offset: int, byte_size: int, prefix: str = "/", folder: str = FOLDER
 ) -> Region:
-    """The region of the file that ``key`` names; never waits.
+    """Opens the region of the file that ``key`` names, without blocking.
 
     Args:
-        prefix: what names begin with that may be opened, after a slash.
+        prefix: a slash, followed by the prefix of the file names that may be opened.
 
     Raises:
-        InvalidRequestError: that is no name of one, there is no regular file of that name that this
-            server may read and write, or it is too short.
+        InvalidRequestError: the key is not a valid file name, the server cannot read and write a
+            regular file of that name, the file has several names, or it is too short.
     """
     path = f"{folder}/{_file_name(key, prefix)}"
     try:
@@ -190,7 +197,7 @@ def _file_name(key: str, prefix: str) -> str:
 def _check_file(key: str, status: os.stat_result, end: int) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise wrong_key(key, "it is no regular file")
-    if status.st_nlink != 1:  # a link could be to a file of another name
+    if status.st_nlink != 1:  # a hard link could reach a file outside the prefix
         raise wrong_key(key, f"its file has {status.st_nlink} names, not 1")
     if status.st_size < end:
         raise InvalidRequestError(

@@ -1,7 +1,8 @@
-"""The regions of shared memory that callers have registered, each its owner's alone.
+"""Registry of the shared-memory regions that callers have registered, by owner.
 
-Who registered a region may use, see and unregister it, over any connection and protocol: clients
-register over one and ask over others. Used on the event loop's thread.
+Only its owner may use, list and unregister a region. The owner may do so over any connection and
+protocol, because clients register over one connection and send requests over others. The registry
+is used on the event loop's thread only.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ from embedserve.errors import (
 from embedserve.shared_memory.region import FOLDER, Region, Regions, open_region
 
 EVERYBODY = ""
-"""Owns the regions of those whom nobody asks who they are."""
+"""Owner of the regions of all callers without authentication."""
 OWNER_SHARE = 1 / 2
-"""Of the limits, that one owner may have who is not everybody."""
+"""Fraction of the limits that one authenticated owner may use; EVERYBODY may use all."""
 NAME_CHARACTERS_MAX = 256
+"""Characters of a region's name; also of names and keys shown in error messages."""
 NONE: Regions = MappingProxyType({})
 
 
 class RegionRegistry:
-    """The regions of a process."""
+    """Registered regions of a process."""
 
     def __init__(self, prefix: str, limits: Limits, folder: str = FOLDER) -> None:
         """
         Args:
-            prefix: what keys begin with that may be registered, after a slash.
+            prefix: slash and required prefix of the file names that may be registered.
+            limits: limits on the number of regions and on their bytes.
+            folder: folder of the files.
         """
         self._prefix = prefix
         self._limits = limits
@@ -40,17 +44,17 @@ class RegionRegistry:
         self._regions: dict[str, dict[str, Region]] = {}
 
     def of(self, owner: str) -> Regions:
-        """What requests of ``owner`` may name."""
+        """Returns the regions that requests of ``owner`` may use, by name."""
         return self._regions.get(owner, NONE)
 
     def register(self, owner: str, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Has ``name`` stand for a range of the file that ``key`` names.
+        """Registers a range of the file that ``key`` names as region ``name``.
 
         Raises:
-            InvalidRequestError: name, key or range are wrong, or the file is.
-            RefusedError: there is a region of that name, there are too many, or another owner has
-                one in the file.
-            RequestTooLargeError: it is larger than all of them may be.
+            InvalidRequestError: the name, key, range or file is invalid.
+            RefusedError: the owner has a region of that name, a limit on the number or total size
+                of regions is reached, or another owner has registered the file.
+            RequestTooLargeError: the region alone exceeds a limit on total size.
         """
         if not 0 < len(name) <= NAME_CHARACTERS_MAX:
             raise InvalidRequestError(
@@ -75,10 +79,10 @@ class RegionRegistry:
         self._regions.setdefault(owner, {})[name] = region
 
     def status(self, owner: str, name: str = "") -> list[Region]:
-        """Of one region, or of all that ``owner`` has.
+        """Returns the region ``name`` of ``owner``, or all its regions if ``name`` is "".
 
         Raises:
-            UnknownRegionError: it has none of that name.
+            UnknownRegionError: the owner has no region of that name.
         """
         self._drop_unlinked()
         own = self.of(owner)
@@ -91,21 +95,22 @@ class RegionRegistry:
         return [own[name]]
 
     def unregister(self, owner: str, name: str = "") -> None:
-        """Forgets one region, or all that ``owner`` has; one that there is not is forgotten."""
+        """Unregisters the region ``name`` of ``owner``, or all its regions if ``name`` is "". An
+        unknown name is ignored."""
         for one in [name] if name else list(self.of(owner)):
             if one in self.of(owner):
                 self._drop(owner, one)
 
     def look(self, may_ask: Callable[[str], bool] | None) -> None:
-        """Forgets regions whose file was removed, and those of owners who may not ask any more;
-        called about every second."""
+        """Unregisters regions whose file was removed and regions of owners that may no longer
+        embed; called about every second."""
         for owner in list(self._regions):
             if may_ask is not None and not may_ask(owner):
                 self.unregister(owner)
         self._drop_unlinked()
 
     def close(self) -> None:
-        """Forgets all."""
+        """Unregisters all regions."""
         for owner in list(self._regions):
             self.unregister(owner)
 

@@ -1,4 +1,4 @@
-"""Where shared memory may be: a prefix that is one, and ports that this host alone reaches."""
+"""Validation of the shared-memory settings: a valid prefix, and loopback ports only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from embedserve.config import ServeSettings, is_loopback
 
 
 def check_shared_memory(settings: ServeSettings) -> None:
-    """Raises ValueError for settings that make no sense with shared memory, or without."""
+    """Raises ValueError if the prefix is invalid, or if shared memory is enabled with settings that
+    it does not support: ports beyond loopback, several workers or the grpcio server."""
     prefix = settings.shared_memory
     if not prefix:
         return

@@ -1,1 +1,1 @@
-"""What is seen of a request: its id, where its time went, its line in the log, its trace."""
+"""Telemetry of a request: request id, latency breakdown, log line and trace."""

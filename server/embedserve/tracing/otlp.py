@@ -1,8 +1,8 @@
-"""Sends the spans of sampled requests to an OpenTelemetry collector, over HTTP (OTLP).
+"""Exports the spans of sampled requests to an OpenTelemetry collector, over HTTP (OTLP).
 
-Imported only where traces are wanted. The event loop appends to a bounded queue; a thread of its
-own makes spans of what waits, a few requests at a time, and sends them. A collector that hangs or
-is not there costs that thread its time, requests their traces, and the log one line.
+This module is imported only if tracing is enabled. The event loop appends to a bounded queue. A
+dedicated thread builds and sends the spans, a few requests at a time. A collector that hangs or is
+absent blocks only that thread. The traces are then dropped, and the log has one line about it.
 """
 
 from __future__ import annotations
@@ -30,43 +30,44 @@ from embedserve.tracing.trace_context import TraceContext, read_traceparent
 logger = logging.getLogger(__name__)
 
 QUEUE_MAX = 2048
-"""Requests whose spans wait; those of others are left out."""
+"""Requests queued for export; the traces of further requests are dropped."""
 SENT_AT_ONCE = 8
-"""Requests: encoding their spans holds the interpreter for two or three milliseconds."""
+"""Requests per export. Encoding the spans of 8 requests holds the GIL for 2 to 3 ms."""
 GATHER_S = 0.5
-"""Between two looks at an empty queue."""
+"""Seconds between two polls of an empty queue."""
 PAUSE_S = 0.05
-"""After each request to the collector: with SENT_AT_ONCE it bounds what traces cost, whatever
-callers ask for, to 160 requests in a second and a twentieth of a core."""
+"""Seconds of pause after each export. With SENT_AT_ONCE it limits tracing to 160 requests per
+second and a twentieth of a core, however many requests callers mark as sampled."""
 SEND_S_MAX = 5.0
-"""What one request to the collector may take, tries and waits between them included."""
+"""Timeout of one export in seconds, including retries and the waits between them."""
 STOP_S_MAX = 2.0
-"""For what waits when the server stops."""
+"""Seconds for sending queued requests when the server stops."""
 SERVER_FAULTS = frozenset({"INTERNAL", "UNAVAILABLE", "DEADLINE_EXCEEDED"})
+"""Outcomes that set the status of a span to ERROR."""
 SCOPE = InstrumentationScope("embedserve", __version__)
 
 
 class OtlpTraces:
-    """The traces of one process."""
+    """OTLP trace exporter of one process."""
 
     def __init__(self, endpoint: str, share_percent: float) -> None:
         """
         Args:
-            endpoint: of the collector, to which /v1/traces is added.
-            share_percent: of requests without a traceparent, that are traced.
+            endpoint: base URL of the collector, to which /v1/traces is added.
+            share_percent: sampling rate, in percent, for requests without a usable traceparent.
         """
         self._endpoint = endpoint.rstrip("/") + "/v1/traces"
         self._share = share_percent / 100
         self._log = RateLimitedLogger(logger)
         self._waiting: deque[tuple[RequestRecord, int]] = deque()
         self._stopping = threading.Event()
-        self._is_over = False  # what waits is sent no more
+        self._is_over = False  # once set, queued requests are no longer sent
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._is_failing = False
         self._reason = _Reason()
         self._exporters_log = logging.getLogger(trace_exporter.__name__)
         self._exporters_log.addFilter(self._reason)
-        # All that takes long to import is, before there are requests.
+        # Created here, because its slow imports must finish before the first request.
         self._exporter = trace_exporter.OTLPSpanExporter(self._endpoint, timeout=SEND_S_MAX)
         service = os.environ.get("OTEL_SERVICE_NAME") or "embedserve"
         self._resource = Resource.create({SERVICE_NAME: service, SERVICE_VERSION: __version__})
@@ -86,16 +87,16 @@ class OtlpTraces:
         if len(self._waiting) >= QUEUE_MAX:
             self._log.log(logging.WARNING, "traces are left out", f"{QUEUE_MAX} requests wait")
             return
-        # What perf_counter counts from, in nanoseconds of Unix time.
+        # Epoch of perf_counter, in Unix nanoseconds.
         start_ns = time.time_ns() - int(perf_counter() * 1e9)
         self._waiting.append((record, start_ns))
 
     def start(self) -> None:
-        """Begins to send."""
+        """Starts the export thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Sends what waits, for STOP_S_MAX at most. Waits for it."""
+        """Stops the export thread; waits up to STOP_S_MAX for it to send queued requests."""
         self._stopping.set()
         self._thread.join(STOP_S_MAX)
         self._is_over = True
@@ -108,7 +109,7 @@ class OtlpTraces:
             else:
                 self._stopping.wait(GATHER_S)
         self._exporters_log.removeFilter(self._reason)
-        self._exporter.shutdown()  # type: ignore[no-untyped-call]  # theirs
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]  # from the SDK
 
     def _send(self) -> None:
         count = min(len(self._waiting), SENT_AT_ONCE)
@@ -117,7 +118,7 @@ class OtlpTraces:
             taken = [self._waiting.popleft() for _ in range(count)]
             spans = [span for one in taken for span in spans_of(*one, self._resource)]
             is_sent = self._exporter.export(spans) is SpanExportResult.SUCCESS
-        except Exception as error:  # of the library: later ones may go
+        except Exception as error:  # from the library; later exports may succeed
             is_sent, self._reason.line = False, repr(error)
         if is_sent == self._is_failing:
             self._say(is_sent)
@@ -132,10 +133,11 @@ class OtlpTraces:
 
 
 class _Reason(logging.Filter):
-    """Keeps what a library would log of every failure from the log, which is told once.
+    """Log filter that drops the exporter's line about each failure and keeps its text, so that
+    OtlpTraces logs one line per outage.
 
     Attributes:
-        line: the first since it was emptied, which says most.
+        line: first message since the last reset, which is the most informative; "" if none.
     """
 
     def __init__(self) -> None:
@@ -148,13 +150,13 @@ class _Reason(logging.Filter):
 
 
 def spans_of(record: RequestRecord, start_ns: int, resource: Resource) -> list[ReadableSpan]:
-    """One of the request, and below it one of each stage that it came to.
+    """Returns a span for the request, followed by a child span for each stage that it reached.
 
     Args:
-        start_ns: Unix time from which perf_counter counts.
+        start_ns: epoch of perf_counter, in Unix nanoseconds.
     """
     trace = record.trace
-    assert trace is not None  # those that have none are not added
+    assert trace is not None  # only requests with a trace are added
     trace_id = int(trace.trace_id, 16)
     parent = None
     if trace.parent_id:
@@ -162,12 +164,12 @@ def spans_of(record: RequestRecord, start_ns: int, resource: Resource) -> list[R
     fields = {
         name: value
         for name, value in record.fields().items()
-        if name != "trace_id" and not name.endswith("_ms")  # spans have these by themselves
+        if name != "trace_id" and not name.endswith("_ms")  # spans already have these
     }
     own = _context(trace_id)
     is_fault = record.outcome in SERVER_FAULTS
     root = ReadableSpan(
-        # Of a model that is served: whatever else a URL says would be a name of its own.
+        # Only served models: each unknown name in a URL would otherwise be a new span name.
         f"embed {record.model}" if record.version else "embed",
         own,
         parent,
@@ -199,6 +201,6 @@ def spans_of(record: RequestRecord, start_ns: int, resource: Resource) -> list[R
 
 
 def _context(trace_id: int, span_id: int = 0, *, is_remote: bool = False) -> SpanContext:
-    """Of a span; one without ``span_id`` is new."""
+    """Returns a sampled span context; generates a span id if ``span_id`` is 0."""
     flags = TraceFlags(TraceFlags.SAMPLED)
     return SpanContext(trace_id, span_id or getrandbits(64) or 1, is_remote, flags)

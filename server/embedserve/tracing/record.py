@@ -1,4 +1,4 @@
-"""What the log and traces tell of one request that has ended."""
+"""Record of one finished request for the log and traces."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from embedserve.tracing.stage_timings import StageTimings
 from embedserve.tracing.trace_context import TraceContext
 
 NAME_CHARACTERS_MAX = 128
-"""Shown of a model's name, which may be whatever a URL says."""
+"""Characters of a model name shown in the log; clients can put names of any length into a URL."""
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """A request that has ended.
+    """Finished request.
 
     Attributes:
-        request_id: the caller's, or made.
+        request_id: id sent by the caller, or a generated id.
         protocol: rest or grpc.
         outcome: OK, CANCELLED, or the code of its error.
-        times: where its time went.
-        model: as served; of a request that came to no queue as its URL says, "" for nothing.
-        version: 0 where it came to no queue.
-        examples, ids: of its body, once that was decoded.
-        caller: the name of its token or certificate, "" where none was asked for.
-        address: of its client, or of the nearest proxy that is not trusted.
-        trace: None where there is none.
+        timings: latency breakdown by stage.
+        model: name under which the model is served. If the request was never enqueued: the name in
+            its URL, "" for none.
+        version: version of the model; 0 if the request was never enqueued.
+        examples, ids: number of examples and ids in the decoded body; 0 if there is none.
+        caller: name of the grant of its token or certificate; "" without authentication.
+        address: address of the client, or of the nearest proxy that is not trusted; "" if unknown.
+        trace: trace context; None if there is none.
     """
 
     request_id: str
@@ -41,7 +42,7 @@ class RequestRecord:
     trace: TraceContext | None = None
 
     def fields(self) -> dict[str, object]:
-        """For a line of the log; what is not known is left out."""
+        """Returns the fields for a log line, without empty and zero values."""
         known: dict[str, object] = {
             "request_id": self.request_id,
             "trace_id": "" if self.trace is None else self.trace.trace_id,

@@ -1,4 +1,4 @@
-"""The id of a request: its caller's, or one that is made once somebody has to name the request."""
+"""Request ids: sent by the caller, or generated when a report needs an id."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import re
 from random import getrandbits
 
 HeaderList = list[tuple[bytes, bytes]]
-"""What an answer's headers, or a gRPC answer's trailers, tell of its request."""
+"""Extra response headers, or gRPC trailers, with telemetry of the request."""
 REQUEST_ID = b"x-request-id"
 ID_BYTES_MAX = 128
-"""Of a caller's: it is copied into answers and lines of the log."""
+"""Bytes of a caller's request id; bounded, because the id is copied into responses and log lines.
+"""
 _USABLE = re.compile(rb"[!-~]{1,%d}" % ID_BYTES_MAX)
 
 
 def usable_id(given: bytes | None) -> bytes:
-    """``given``, where it is an id that can be copied anywhere: printable ASCII without spaces, of
-    up to ID_BYTES_MAX; else b""."""
+    """Returns ``given`` if it is safe to copy anywhere, else b"". A safe id is 1 to ID_BYTES_MAX
+    bytes of printable ASCII without spaces."""
     return given if given is not None and _USABLE.fullmatch(given) else b""
 
 
 def request_id_of(given: bytes | None) -> bytes:
-    """The caller's id if it is usable, else one of 32 hex digits that is made."""
+    """Returns the caller's id if it is usable, else a random id of 32 hex digits."""
     return usable_id(given) or b"%032x" % getrandbits(128)
 
 
 def request_id_header(given: bytes | None) -> HeaderList:
-    """The id of a request whose X-Request-Id is ``given``."""
+    """Returns the X-Request-Id response header for a request whose X-Request-Id is ``given``."""
     return [(REQUEST_ID, request_id_of(given))]

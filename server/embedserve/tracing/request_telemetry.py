@@ -1,7 +1,8 @@
-"""Tells callers, the log and a collector of traces where the time of requests went.
+"""Reports where the time of requests went: to callers, the log and a trace collector.
 
-Asked about a request only where it may have something to tell: one that was slow, or whose caller
-named it, or every one while answers tell their times or traces are sent.
+The pipeline consults it only for requests that are slow, large, rejected or cancelled, or whose
+caller sent a request id. While responses carry their timings or traces are sent, the pipeline
+consults it for every request.
 """
 
 from __future__ import annotations
@@ -20,34 +21,35 @@ from embedserve.tracing.traced_request import TracedRequest
 logger = logging.getLogger("embedserve.requests")
 
 LINES_MAX = 10
-"""Of slow requests, in a period of QuietLog; the next one counts the others."""
+"""Log lines of one kind, such as slow requests, in a period of RateLimitedLogger. The first line
+of a later period reports how many were left out."""
 SERVER_TIMING = b"server-timing"
 _NEVER = float("inf")
 
 
 class Traces(Protocol):
-    """Where traces go."""
+    """Interface of a trace exporter."""
 
     def sampled(self, traceparent: bytes | None) -> TraceContext | None:
-        """Its place in a trace, of a request whose spans are kept; None of all others."""
+        """Decides whether a request is sampled. Returns its trace context if so, else None."""
 
     def add(self, record: RequestRecord) -> None:
-        """Takes the spans of a request, which has its trace. Never waits, never raises."""
+        """Enqueues a request whose ``trace`` is set for export. Never blocks and never raises."""
 
     def start(self) -> None:
-        """Begins to send."""
+        """Starts the export."""
 
     def stop(self) -> None:
-        """Sends what waits, and waits some seconds for it."""
+        """Stops the export; waits a few seconds for queued requests to be sent."""
 
 
 class RequestTelemetry:
-    """What is told of the requests of one process.
+    """Telemetry of the requests of one process.
 
     Attributes:
-        watched_s: a request is told of if its answer took longer; 0: all of them are.
-        traces: None where none are sent.
-        slow: the slowest requests of the last minutes.
+        watched_s: latency, in seconds, from which a request is reported; 0: every request.
+        traces: trace exporter; None if no traces are sent.
+        slow: slowest requests of the last minutes.
     """
 
     def __init__(
@@ -55,8 +57,9 @@ class RequestTelemetry:
     ) -> None:
         """
         Args:
-            slow_ms: slower requests are logged; 0: none.
-            tells_times: every answer tells its caller where its time went.
+            slow_ms: latency, in milliseconds, from which requests are logged; 0: none are.
+            tells_times: whether every response has a Server-Timing header.
+            traces: trace exporter; None if no traces are sent.
         """
         self._slow_s = slow_ms / 1000 if slow_ms else _NEVER
         self._tells_times = tells_times
@@ -66,8 +69,11 @@ class RequestTelemetry:
         self.slow = SlowRequests()
 
     def response_headers(self, call: TracedRequest, encoded_s: float) -> HeaderList:
-        """What the headers of an answer tell of its request: its id, if it has one or its answer
-        is slow, and its times."""
+        """Returns the telemetry headers of a response.
+
+        The request id is sent if the caller sent an id or the response is slow. The stage timings
+        are sent if ``tells_times`` is set.
+        """
         headers: HeaderList = []
         if self._has_id(call) or encoded_s - call.start_s >= self._slow_s:
             headers.append((REQUEST_ID, call.request_id))
@@ -76,12 +82,13 @@ class RequestTelemetry:
         return headers
 
     def request_id_headers(self, call: TracedRequest) -> HeaderList:
-        """As told, of a request that gave an id and was not slow: done for each of them."""
+        """Returns the telemetry headers for a fast request whose caller sent an id. It is on the
+        hot path of these requests."""
         given = usable_id(call.header(REQUEST_ID))
         return [(REQUEST_ID, given)] if given else self.response_headers(call, call.start_s)
 
     def error_headers(self, call: TracedRequest, end_s: float) -> HeaderList:
-        """As told, of a request that is refused: its id always."""
+        """Returns the telemetry headers of a rejection, which always include the request id."""
         self._has_id(call)
         told = [(REQUEST_ID, call.request_id)]
         if self._tells_times:
@@ -89,7 +96,7 @@ class RequestTelemetry:
         return told
 
     def _has_id(self, call: TracedRequest) -> bool:
-        """Whether the caller gave one; one that is not used is named in the log."""
+        """Returns whether the caller sent a request id; logs an unusable id."""
         given = call.header(REQUEST_ID)
         if given is not None and not usable_id(given):
             self._log.log(logging.WARNING, "x-request-id is not used", given.decode("latin-1"))
@@ -98,7 +105,8 @@ class RequestTelemetry:
     def ended(
         self, call: TracedRequest, seconds: float, record: Callable[[], RequestRecord]
     ) -> None:
-        """Logs, keeps and traces ``call``, which took so many ``seconds``, where that is wanted."""
+        """Traces ``call`` if it is sampled. Logs it and adds it to ``slow`` if its duration of
+        ``seconds`` reaches the slow-request limit."""
         seen = self.traced(call, record)
         if seconds >= self._slow_s:
             self._log.log(logging.WARNING, "slow request", fields=lambda: seen().fields())
@@ -107,7 +115,8 @@ class RequestTelemetry:
     def traced(
         self, call: TracedRequest, record: Callable[[], RequestRecord]
     ) -> Callable[[], RequestRecord]:
-        """``record``; where the request is sampled with its trace, which is sent."""
+        """Exports ``call`` if it is sampled. Returns a function for its record, which then includes
+        the trace context; else returns ``record``."""
         if self.traces is None:
             return record
         context = self.traces.sampled(call.header(TRACEPARENT))

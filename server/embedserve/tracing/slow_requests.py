@@ -1,4 +1,4 @@
-"""The slowest requests of the last minutes of one process: a few, for people who look."""
+"""Slowest requests of the last minutes of one process, kept for operators."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 from embedserve.model_info import now_iso
 
 KEPT_MAX = 20
+"""Slow requests kept per process."""
 KEPT_S = 600.0
+"""Seconds for which a slow request is kept after its end."""
 Fields = dict[str, Any]
 
 
 @dataclass(frozen=True, order=True)
 class _Slow:
-    """Sorted from the slowest."""
+    """Slow request; the slowest sorts first, since ``less_s`` is its negated duration."""
 
     less_s: float
     end_s: float = field(compare=False)
@@ -25,14 +27,14 @@ class _Slow:
 
 
 class SlowRequests:
-    """Of those added, the slowest that ended less than KEPT_S ago, KEPT_MAX of them."""
+    """Keeps the KEPT_MAX slowest of the added requests that ended less than KEPT_S ago."""
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self._clock = clock
         self._kept: list[_Slow] = []
 
     def add(self, seconds: float, fields: Callable[[], Fields]) -> None:
-        """Takes a request of so many ``seconds``; ``fields`` is asked of those that are kept."""
+        """Adds a request that took ``seconds``; calls ``fields`` only if the request is kept."""
         self._forget()
         if len(self._kept) == KEPT_MAX and -seconds >= self._kept[-1].less_s:
             return
@@ -40,7 +42,7 @@ class SlowRequests:
         del self._kept[KEPT_MAX:]
 
     def fields(self) -> list[Fields]:
-        """As the log has them, and when they ended; the slowest first."""
+        """Returns the log fields and end time ("when") of each kept request, the slowest first."""
         self._forget()
         return [one.fields for one in self._kept]
 

@@ -1,4 +1,4 @@
-"""Which trace a request is part of: the traceparent header of W3C Trace Context, level 1."""
+"""Trace context of a request: the traceparent header of W3C Trace Context, level 1."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _FORM = re.compile(
     rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-[!-~]*)?"
 )
 TRACEPARENT_BYTES_MAX = 256
-"""A later version of the form may be longer than the 55 bytes of today's."""
+"""Bytes of a traceparent header. Version 00 has 55 bytes; later versions may be longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """The place of a request in a trace.
+    """Position of a request in a trace.
 
     Attributes:
-        trace_id: 32 hex digits.
-        parent_id: 16 hex digits, of the caller's span; "" where the trace begins here.
-        is_sampled: whether the caller keeps its spans.
+        trace_id: id of the trace, 32 hex digits.
+        parent_id: id of the caller's span, 16 hex digits; "" if the trace starts here.
+        is_sampled: sampled flag: whether the caller records its spans.
     """
 
     trace_id: str
@@ -30,7 +30,7 @@ class TraceContext:
 
 
 def read_traceparent(value: bytes | None) -> TraceContext | None:
-    """What ``value`` says; None where there is none, or it is malformed."""
+    """Parses a traceparent header; returns None if it is absent or malformed."""
     if not value or len(value) > TRACEPARENT_BYTES_MAX:
         return None
     found = _FORM.fullmatch(value)

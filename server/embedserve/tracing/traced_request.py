@@ -1,6 +1,6 @@
-"""A caller of whom the log and traces can tell: when what began, by which id, in which trace.
+"""A request with telemetry: request id, stage timings and trace context.
 
-What is told is looked up only once it is told: a request that nobody asks about pays nothing.
+All of them are computed only when they are reported. A request that is not reported pays nothing.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from embedserve.tracing.trace_context import TRACEPARENT, read_traceparent
 
 
 class TracedOptions(Protocol):
-    """What the head of a request says."""
+    """Options from the request headers that telemetry needs."""
 
     @property
     def model(self) -> str:
-        """Of its URL; "" for none."""
+        """Model name in the URL; "" for none."""
 
     @property
     def metrics(self) -> ProtocolMetrics:
-        """Of its protocol."""
+        """Metrics of the request's protocol."""
 
 
 class TracedRequest(PendingRequest):
-    """One request and whoever waits for it.
+    """Request that can report its id, stage timings and trace context.
 
     Attributes:
-        options: what its head says.
-        start_s: perf_counter when its first byte came.
-        client: who asks, from when it is admitted until it ends; None where nobody needs to say.
+        options: options parsed from the request headers.
+        start_s: perf_counter when the first byte of the request arrived.
+        quota: caller of the request from its admission until its end; None without authentication.
     """
 
     __slots__ = ("_request_id", "quota", "start_s")
@@ -47,17 +47,18 @@ class TracedRequest(PendingRequest):
     start_s: float
 
     def header(self, name: bytes) -> bytes | None:
-        """A header of this request alone (``name`` in lower case): who asks, and in which trace."""
+        """Returns a header that differs from request to request, such as the request id or the
+        trace context; None if absent. ``name`` is in lower case."""
         return None
 
     @property
     def address(self) -> str:
-        """The address of its client; "" where it is not known."""
+        """Address of the client; "" if unknown."""
         return ""
 
     @property
     def request_id(self) -> bytes:
-        """Its caller's, or else one that is made when it is first asked for."""
+        """Request id sent by the caller, or else an id generated on first use."""
         try:
             return self._request_id
         except AttributeError:
@@ -65,13 +66,13 @@ class TracedRequest(PendingRequest):
             return self._request_id
 
     def times(self, end_s: float, encoded_s: float | None = None) -> StageTimings:
-        """Until ``end_s``.
+        """Returns the stage timings of the request up to ``end_s`` (perf_counter).
 
         Args:
-            encoded_s: when its answer was; None where it has none.
+            encoded_s: perf_counter when the response was encoded; None if there is no response.
         """
         begins = [self.start_s]
-        # A slot that was not set: it came to no queue, or no batch took it.
+        # Unset slots: the request was never enqueued, or no batch took it.
         begins += [self.queued_s] if hasattr(self, "queued_s") else []
         if hasattr(self, "ticket"):
             looked_up_s = self.ticket.looked_up_s
@@ -87,7 +88,7 @@ class TracedRequest(PendingRequest):
         return StageTimings(tuple(begins), end_s)
 
     def leave(self, outcome: str) -> None:
-        """Is no more among those of its client that are under way: it ended as ``outcome``."""
+        """Ends the request with ``outcome``: its caller no longer counts it as in flight."""
         if self.quota is not None:
             self.quota.leave(outcome)
             self.quota = None
@@ -95,13 +96,15 @@ class TracedRequest(PendingRequest):
     def seen(
         self, outcome: str, encoded_s: float | None = None
     ) -> Callable[[float], RequestRecord]:
-        """What makes its record, given when it ended; its client is that of now."""
+        """Returns a function from the end time (perf_counter) to the record of the request. The
+        record names the current caller, since ``leave`` clears ``quota``."""
         client = self.quota
         return lambda end_s: self._record(outcome, client, self.times(end_s, encoded_s))
 
     @property
     def version(self) -> ModelInfo | None:
-        """The version in whose batch or queue it is; None before."""
+        """Version that serves the request: that of its batch or else of its queue. None before it
+        is enqueued."""
         if hasattr(self, "ticket"):
             return self.ticket.model
         return None if self.queue is None else self.queue.model
