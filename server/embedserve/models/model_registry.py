@@ -63,8 +63,8 @@ class ModelRegistry:
         is_closed: whether any model accepts no request, neither small nor large.
         not_ready: reason why the readiness probe fails, for example while draining; "" while the
             server is ready. Requests on open connections are still served.
-        coming: versions that are loading or failed to load, by the name that will serve them.
-        leaving: (name, version) of the versions that are draining their queues.
+        pending: versions that are loading or failed to load, by the name that will serve them.
+        draining: (name, version) of the versions that are draining their queues.
         since: activation time of the current version by name, in ISO 8601, UTC.
     """
 
@@ -80,8 +80,8 @@ class ModelRegistry:
         self.is_full = False
         self.is_closed = False
         self.not_ready = ""
-        self.coming: dict[str, PendingVersion] = {}
-        self.leaving: list[tuple[str, int]] = []
+        self.pending: dict[str, PendingVersion] = {}
+        self.draining: list[tuple[str, int]] = []
         self.since: dict[str, str] = {}
         self._damaged: dict[str, str] = {}
         self._on_answered: Callable[[], None] | None = None
@@ -101,7 +101,7 @@ class ModelRegistry:
         batcher.on_full, batcher.on_room = self._poll, self._has_room
         self._batchers[name] = batcher
         self.since[name] = now_iso()
-        self.coming.pop(name, None)
+        self.pending.pop(name, None)
         self._changed(name)
         return before
 
@@ -159,14 +159,14 @@ class ModelRegistry:
     def status(self, model: ModelInfo) -> dict[str, Any]:
         """Returns the serving state of ``model``, an element of ``models()``, as JSON values."""
         name = model.served_as
-        coming = self.coming.get(name)
+        coming = self.pending.get(name)
         return {
             "alias": model.tag,
             "share": self._routes.share_of(name),
             "shadow": self._shadows.get(name, 0.0),
             "since": self.since[name],
             "next": None if coming is None else asdict(coming),
-            "leaving": [version for one, version in self.leaving if one == name],
+            "leaving": [version for one, version in self.draining if one == name],
         }
 
     def enqueue(self, request: LookupRequest, pending: PendingRequest) -> None:

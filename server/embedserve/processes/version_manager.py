@@ -82,7 +82,7 @@ class VersionManager:
 
     def pending(self, name: str) -> PendingVersion | None:
         """Returns the next version of ``name``, which is loading or has failed."""
-        return self._models.coming.get(name)
+        return self._models.pending.get(name)
 
     def rejected(self, name: str) -> int | None:
         """Returns the number of the next version if it has failed. A version that is retried at
@@ -99,7 +99,7 @@ class VersionManager:
         if metrics is None:
             return
         metrics.wanted_version = number
-        coming = self._models.coming.get(name)
+        coming = self._models.pending.get(name)
         if coming is not None and coming.version != number:
             self._forget(name)
         if number != self.number(name) and metrics.found_s is None:
@@ -143,7 +143,7 @@ class VersionManager:
         try:
             self._check_columns(version)
             async with self._one_at_a_time:
-                if self._models.coming.get(name) is not coming:
+                if self._models.pending.get(name) is not coming:
                     return False
                 restore = partial(self._restore, name, version, say_warming)
                 engine, info = await run_in_daemon_thread("load", restore)
@@ -152,7 +152,7 @@ class VersionManager:
         except Exception as error:
             logger.exception("%s version %d cannot be loaded", name, number)
             raise StoreError(f"{type(error).__name__}: {error}") from None
-        if self._models.coming.get(name) is not coming:
+        if self._models.pending.get(name) is not coming:
             _release_in_background([engine, version])
             return False
         self._prepared[name] = _Prepared(version, engine, info, found_s)
@@ -203,10 +203,10 @@ class VersionManager:
         return True
 
     def _retire(self, batcher: Batcher, leaving: tuple[str, int], gone: list[object]) -> None:
-        self._models.leaving.append(leaving)
+        self._models.draining.append(leaving)
 
         def end() -> None:
-            self._models.leaving.remove(leaving)
+            self._models.draining.remove(leaving)
             _release_in_background(gone)
 
         batcher.retire(end)
@@ -248,13 +248,13 @@ class VersionManager:
         metrics = self._metrics.models.get(name)
         if metrics is not None:
             metrics.found_s, metrics.is_refused = None, False
-        self._models.coming.pop(name, None)
+        self._models.pending.pop(name, None)
         self._unopened.discard(name)
 
     def _report_pending(
         self, name: str, number: int, state: str, reason: str = ""
     ) -> PendingVersion:
-        coming = self._models.coming[name] = PendingVersion(number, state, reason, now_iso())
+        coming = self._models.pending[name] = PendingVersion(number, state, reason, now_iso())
         return coming
 
 

@@ -194,10 +194,10 @@ async def test_a_version_that_fails_is_tried_once_and_said_once(
         assert await serving.look() == 1
     assert serving.attempts == [2]
     assert caplog.messages == ["shop: version 2 stays out: its goldens are answered otherwise"]
-    assert serving.pipeline.models.coming[serving.name].state == "failed"
+    assert serving.pipeline.models.pending[serving.name].state == "failed"
     appear(later, store, 3)
     assert await serving.look() == 3
-    assert serving.pipeline.models.coming == {}
+    assert serving.pipeline.models.pending == {}
 
 
 async def test_one_that_has_not_come_whole_is_waited_for(

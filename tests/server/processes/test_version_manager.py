@@ -91,7 +91,7 @@ class Moving:
         return Batcher(engine, info, self.pipeline.limits, metrics, self._executor)
 
     def coming(self) -> tuple[int, str, str] | None:
-        coming = self.pipeline.models.coming.get("shop")
+        coming = self.pipeline.models.pending.get("shop")
         return None if coming is None else (coming.version, coming.state, coming.reason)
 
     def behind(self) -> tuple[bool, bool]:
