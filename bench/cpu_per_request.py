@@ -1,6 +1,7 @@
 """CPU time of the server for a request of `small`: without sockets, load generator and kernel.
 
     python bench/cpu_per_request.py [--times 5] [--tokens] [CHECKOUT ...] [--only JSON gRPC]
+    python bench/cpu_per_request.py --walk [--only JSON gRPC]
 
 It covers the server's own interfaces, TorchRec's predictor, and the Open Inference Protocol with
 the inputs F.ids and F.lengths and the output `pooled`.
@@ -12,6 +13,8 @@ visible, while rates of whole servers vary by ten percent from one second to the
 
 Other checkouts, such as the commit before a change, take turns with this one. With --tokens each
 way is measured both without and with the token that the server then requires.
+
+--walk lists the calls of one request instead.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, cycle
 from pathlib import Path
+from types import FrameType
 
 from load import GRPC_HEADERS, framed
 from servers.base import Way
@@ -40,6 +44,9 @@ from servers.embedserve import GRPC, JSON, MESSAGE, OURS, EmbedServe
 from servers.embedserve_infer import EmbedServeInfer
 from servers.open_inference import infer_ways
 from workloads import Request, Workload, workload
+
+import embedserve
+from embedserve.pipeline import RequestPipeline
 
 CONNECTIONS = 64
 ROUNDS = 1000
@@ -144,9 +151,17 @@ def tokens(is_asked: bool) -> Iterator[tuple[str, dict[str, str]]]:
         yield file.name, {"authorization": f"Bearer {token}"}
 
 
-async def best_us(name: str, is_asked: bool) -> float:
-    """Returns the best microseconds per request over a way. The caller has a token if
-    ``is_asked``."""
+@contextmanager
+def connected(
+    name: str, is_asked: bool, connections: int
+) -> Iterator[tuple[RequestPipeline, list[Callable[[bytes], None]], Iterator[bytes]]]:
+    """Yields a server's pipeline, the receivers of its connections, and requests for them.
+
+    Args:
+        name: way of the requests.
+        is_asked: whether the caller has a token.
+        connections: number of connections.
+    """
     import torch
 
     from embedserve.api.management import management_app
@@ -166,7 +181,7 @@ async def best_us(name: str, is_asked: bool) -> float:
         settings = ServeSettings(store="", tokens=file) if file else ServeSettings(store="")
         pipeline = build_pipeline({work.tables.name: engine}, settings, executor)
         wire = WireServer(pipeline, management_app(pipeline))
-        sinks = [Sink() for _ in range(CONNECTIONS)]
+        sinks = [Sink() for _ in range(connections)]
         receivers: list[Callable[[bytes], None]] = []
         for sink in sinks:
             make = wire.http2 if way.protocol == "grpc" else wire.http1
@@ -177,6 +192,16 @@ async def best_us(name: str, is_asked: bool) -> float:
                 connection.data_received(greeting())
         over = over_http2 if way.protocol == "grpc" else over_http1
         requests = over(asked, replace(way, headers={**way.headers, **headers}), bodies)
+        yield pipeline, receivers, requests
+        outcomes = pipeline.metrics.protocols["grpc" if way.protocol == "grpc" else "rest"].outcomes
+        assert set(outcomes) == {"OK"}, outcomes
+        assert all(sink.nbytes for sink in sinks)
+
+
+async def best_us(name: str, is_asked: bool) -> float:
+    """Returns the best microseconds per request over a way. The caller has a token if
+    ``is_asked``."""
+    with connected(name, is_asked, CONNECTIONS) as (_, receivers, requests):
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -189,10 +214,38 @@ async def best_us(name: str, is_asked: bool) -> float:
                 await asyncio.sleep(0)
             if number >= WARM_ROUNDS:
                 best_s = min(best_s, time.perf_counter() - start_s)
-        outcomes = pipeline.metrics.protocols["grpc" if way.protocol == "grpc" else "rest"].outcomes
-        assert outcomes == {"OK": CONNECTIONS * (WARM_ROUNDS + ROUNDS)}, outcomes
-        assert all(sink.nbytes for sink in sinks)
     return best_s / CONNECTIONS * 1e6
+
+
+async def walk(name: str) -> list[tuple[str, str]]:
+    """Returns the (file, function) of every call of the server for one request, in order.
+
+    The request is alone on its connection, and its headers and body have been seen before.
+    Comprehensions and lambdas belong to the function around them.
+    """
+    calls: list[tuple[str, str]] = []
+    root = str(Path(embedserve.__file__).parent) + os.sep
+
+    def record(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(root) and code.co_name[0] != "<":
+            calls.append((code.co_filename.removeprefix(root), code.co_qualname))
+
+    with connected(name, False, 1) as (_, (receive,), requests):
+        for number, request in zip(range(WARM_ROUNDS), requests, strict=False):
+            sys.setprofile(record if number == WARM_ROUNDS - 1 else None)
+            receive(request)
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+        sys.setprofile(None)
+    return calls
+
+
+def print_walk(calls: list[tuple[str, str]]) -> None:
+    print(f"{len({file for file, _ in calls})} files, {len(set(calls))} functions, "
+          f"{len(calls)} calls")  # fmt: skip
+    for file, function in calls:
+        print(f"    {file:40} {function}")
 
 
 def measured_us(name: str, checkout: Path, is_asked: bool) -> float:
@@ -213,6 +266,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=5, help="runs of each")
     parser.add_argument("--tokens", action="store_true", help="also with one")
     parser.add_argument("--only", nargs="*", choices=WAYS, help="ways; all of them by default")
+    parser.add_argument("--walk", action="store_true", help="list the calls of one request")
     parser.add_argument("--way", help="measured in this process, of the package on its path")
     parser.add_argument("checkouts", nargs="*", type=Path)
     chosen = parser.parse_args()
@@ -221,6 +275,11 @@ def main() -> None:
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")
         print(asyncio.run(best_us(chosen.way, chosen.tokens)))
+        return
+    if chosen.walk:
+        for name in chosen.only or WAYS:
+            print(name, end=": ")
+            print_walk(asyncio.run(walk(name)))
         return
     checkouts = [*chosen.checkouts, OURS]
     cases = [(one, False) for one in checkouts] + [(OURS, True)] * chosen.tokens

@@ -23,7 +23,7 @@ from server.live import Live, make_pipeline, serving
 
 from embedserve.access.authenticator import Authenticator
 from embedserve.access.grants import hash_of
-from embedserve.tracing.request_telemetry import RequestTelemetry
+from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve_client import EmbedClient
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.table_spec import TableSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from embedserve.batching.batcher import Batcher
-from embedserve.batching.pending_request import PendingRequest
+from embedserve.batching.pending_request import NO_REQUEST, PendingRequest
 from embedserve.errors import EmbedServeError
 from embedserve.lookup import LookupRequest, LookupResult
 from embedserve.models.model_registry import ModelRegistry
@@ -32,6 +32,9 @@ class WaitingCaller(PendingRequest):
         self.deadline_s = deadline_s
         self.is_waiting = True
         self.queue = None
+        self.queued_s = 0.0
+        self.request = NO_REQUEST
+        self.ticket = None
 
     @property
     def source(self) -> object:

@@ -12,27 +12,22 @@ from embedserve.codec.codec import JSON, PROTOBUF, Codec
 from embedserve.errors import EmbedServeError
 from embedserve.lookup import ResponseChunks
 from embedserve.metrics.metrics import ProtocolMetrics
-from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
+from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline, ResponseWriter
 from embedserve.tracing.request_id import HeaderList
 
 BODY = b'{"features": {"user": [1]}}'
 SECRET = "secret of the server"
 
 
-class RecordingCall(RequestContext):
-    """Keeps what it is told.
+class RecordingWriter(ResponseWriter):
+    """Keeps the responses of one request.
 
     Attributes:
-        told: answers and errors, in order.
-        failure: what writing an answer raises, if anything.
+        told: responses and errors, in order.
+        failure: exception of the next response; None for none.
     """
 
-    __slots__ = ("failure", "told")
-
-    def __init__(
-        self, pipeline: RequestPipeline, options: RequestOptions, start_s: float | None = None
-    ) -> None:
-        super().__init__(options, perf_counter() if start_s is None else start_s, pipeline)
+    def __init__(self) -> None:
         self.told: list[bytes | EmbedServeError] = []
         self.failure: Exception | None = None
 
@@ -47,6 +42,27 @@ class RecordingCall(RequestContext):
 
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
         self.told.append(error)
+
+
+class RecordingCall(RequestContext):
+    """A request whose responses are kept."""
+
+    __slots__ = ()
+    writer: RecordingWriter
+
+    def __init__(
+        self,
+        pipeline: RequestPipeline,
+        options: RequestOptions,
+        start_s: float | None = None,
+        writer: RecordingWriter | None = None,
+    ) -> None:
+        start_s = perf_counter() if start_s is None else start_s
+        super().__init__(options, start_s, pipeline, writer or RecordingWriter())
+
+    @property
+    def told(self) -> list[bytes | EmbedServeError]:
+        return self.writer.told
 
     @property
     def error(self) -> EmbedServeError:

@@ -18,6 +18,7 @@ from server.recording_call import (
     BODY,
     SECRET,
     RecordingCall,
+    RecordingWriter,
     ask,
     asked,
     expect_internal,
@@ -320,7 +321,7 @@ async def test_an_answer_that_cannot_be_written_fails_alone(
 ) -> None:
     pipeline = make_pipeline(engine, executor=executor)
     first, second = (RecordingCall(pipeline, asked(pipeline)) for _ in range(2))
-    first.failure = ZeroDivisionError(SECRET)
+    first.writer.failure = ZeroDivisionError(SECRET)
     for call in (first, second):
         pipeline.submit(call, BODY)
     await until(lambda: first.told and second.told)
@@ -381,7 +382,7 @@ async def test_a_client_that_goes_away_during_its_lookup_is_told_nothing(
     assert outcomes(pipeline) == {"CANCELLED": 1, "OK": 1}
 
 
-class CountingWriter:
+class Output:
     """Collects what is written, and how much at a flush."""
 
     def __init__(self) -> None:
@@ -393,45 +394,45 @@ class CountingWriter:
         self.pending = 0
 
 
-class WrittenCall(RecordingCall):
-    """Its answer is written through ``writer``."""
+class BufferedWriter(RecordingWriter):
+    """Its response is buffered in ``output``."""
 
-    __slots__ = ("writer",)
-    writer: CountingWriter
+    def __init__(self, pipeline: RequestPipeline, output: Output) -> None:
+        super().__init__()
+        self.pipeline, self.output = pipeline, output
 
     def write_response(
         self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
     ) -> None:
         super().write_response(parts, nbytes, headers)
-        if not self.writer.pending:
-            self.pipeline.flush_later(self.writer)
-        self.writer.pending += 1
+        if not self.output.pending:
+            self.pipeline.flush_later(self.output.flush)
+        self.output.pending += 1
 
 
 async def test_the_answers_of_a_batch_are_written_together_at_its_end(
     engine: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
     pipeline = make_pipeline(engine, executor=executor)
-    writers = CountingWriter(), CountingWriter()
-    calls = [WrittenCall(pipeline, asked(pipeline)) for _ in range(5)]
-    for i, call in enumerate(calls):
-        call.pipeline, call.writer = pipeline, writers[i % 2]
-        pipeline.submit(call, BODY)
-    await until(lambda: writers[1].flushes)
+    outputs = Output(), Output()
+    for i in range(5):
+        writer = BufferedWriter(pipeline, outputs[i % 2])
+        pipeline.submit(RecordingCall(pipeline, asked(pipeline), writer=writer), BODY)
+    await until(lambda: outputs[1].flushes)
     await asyncio.sleep(0)
-    assert [writer.flushes for writer in writers] == [[3], [2]]
+    assert [output.flushes for output in outputs] == [[3], [2]]
 
 
 async def test_what_is_written_beside_a_batch_is_flushed_in_the_next_turn(
     pipeline: RequestPipeline,
 ) -> None:
-    writer = CountingWriter()
-    pipeline.flush_later(writer)
-    assert writer.flushes == []
+    output = Output()
+    pipeline.flush_later(output.flush)
+    assert output.flushes == []
     await asyncio.sleep(0)
-    assert writer.flushes == [0]
+    assert output.flushes == [0]
     await asyncio.sleep(0)
-    assert writer.flushes == [0]
+    assert output.flushes == [0]
 
 
 async def test_a_writer_that_fails_keeps_no_other_from_writing(
@@ -439,17 +440,15 @@ async def test_a_writer_that_fails_keeps_no_other_from_writing(
 ) -> None:
     flushed: list[str] = []
 
-    class Broken:
-        def flush(self) -> None:
-            flushed.append("broken")
-            raise RuntimeError("its transport is closed")
+    def broken() -> None:
+        flushed.append("broken")
+        raise RuntimeError("its transport is closed")
 
-    class Whole:
-        def flush(self) -> None:
-            flushed.append("whole")
+    def whole() -> None:
+        flushed.append("whole")
 
-    for writer in (Whole(), Broken(), Whole()):
-        pipeline.flush_later(writer)
+    for flush in (whole, broken, whole):
+        pipeline.flush_later(flush)
     pipeline.flush()
     assert flushed == ["whole", "broken", "whole"]
     assert "its transport is closed" in caplog.text

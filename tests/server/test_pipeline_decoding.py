@@ -17,7 +17,6 @@ from server.live import make_pipeline
 from server.recording_call import BODY, RecordingCall, ask, asked, expect_internal, fail, outcomes
 from server.waiting import until
 
-from embedserve import codec_executor
 from embedserve.codec import json_codec, protobuf_codec
 from embedserve.codec.codec import JSON, PROTOBUF, Codec
 from embedserve.config import Limits
@@ -27,7 +26,7 @@ from embedserve.errors import (
     OverloadedError,
     RequestTooLargeError,
 )
-from embedserve.pipeline import RequestPipeline
+from embedserve.pipeline import RequestPipeline, codec_executor
 from embedserve_proto import embedding_pb2 as pb
 
 LARGE = json.dumps({"features": {"user": [1, 2] * json_codec.NOW_BYTES_MAX}}).encode()
@@ -118,7 +117,7 @@ async def test_a_deadline_that_passes_meanwhile_is_told(
 async def test_no_more_than_so_many_bytes_wait_to_be_decoded(
     pipeline: RequestPipeline, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(codec_executor, "ASIDE_BYTES_MAX", 2 * len(LARGE))
+    monkeypatch.setattr(codec_executor, "WAITING_BYTES_MAX", 2 * len(LARGE))
     waiting = [ask_large(pipeline, held(gate)) for _ in range(2)]
     over = ask_large(pipeline, held(gate))
     assert isinstance(over.error, OverloadedError)
@@ -135,7 +134,7 @@ async def test_no_more_than_so_many_bytes_wait_to_be_decoded(
 async def test_a_lone_request_is_decoded_however_large_it_is(
     pipeline: RequestPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(codec_executor, "ASIDE_BYTES_MAX", 1)
+    monkeypatch.setattr(codec_executor, "WAITING_BYTES_MAX", 1)
     call = ask_large(pipeline, JSON)
     await until(lambda: call.told)
     assert outcomes(pipeline) == {"OK": 1}

@@ -15,11 +15,10 @@ from server.live import make_pipeline
 from server.recording_call import RecordingCall, ask, asked, expect_internal, fail, outcomes
 from server.waiting import until
 
-from embedserve import codec_executor
 from embedserve.codec import json_codec
 from embedserve.codec.codec import JSON, Codec
 from embedserve.errors import OverloadedError
-from embedserve.pipeline import RequestPipeline
+from embedserve.pipeline import RequestPipeline, codec_executor
 
 EXAMPLES = json_codec.NOW_VALUES_MAX // 9 + 1
 """Of nine values each."""
@@ -87,7 +86,7 @@ async def test_an_answer_that_cannot_be_written_is_answered_in_general(
     pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture, gate: Gate
 ) -> None:
     call = ask_large(pipeline, held(gate))
-    call.failure = ZeroDivisionError("secret of the server")
+    call.writer.failure = ZeroDivisionError("secret of the server")
     gate.opened.set()
     await until(lambda: call.told)
     expect_internal(call, caplog)
@@ -97,7 +96,7 @@ async def test_no_more_than_so_many_bytes_wait_to_be_encoded(
     pipeline: RequestPipeline, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nbytes = EXAMPLES * 9 * 4
-    monkeypatch.setattr(codec_executor, "ASIDE_BYTES_MAX", nbytes)
+    monkeypatch.setattr(codec_executor, "WAITING_BYTES_MAX", nbytes)
     waiting = ask_large(pipeline, held(gate))
     await until(lambda: gate.threads)
     over = ask_large(pipeline, held(gate))

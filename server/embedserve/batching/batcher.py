@@ -21,7 +21,7 @@ import numpy as np
 from embedserve.batching.join import join
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.batching.lookup_executor import FAILED, LookedUp, LookupExecutor
-from embedserve.batching.pending_request import BatchTicket, PendingRequest
+from embedserve.batching.pending_request import NO_REQUEST, BatchTicket, PendingRequest
 from embedserve.batching.request_queue import RequestQueue
 from embedserve.batching.shadow import Shadow
 from embedserve.batching.split import select_output_keys, split
@@ -140,7 +140,8 @@ class Batcher:
         pending.queue = None
         queue = self._queue_for(pending.request)
         queue.withdraw(pending)
-        del pending.request  # frees its arrays: the entry may stay in the deque for a while
+        # Frees its arrays: the entry may stay in the deque for a while.
+        pending.request = NO_REQUEST
         self._try_reopen(queue)
 
     def _queue_for(self, request: LookupRequest) -> RequestQueue:
@@ -348,7 +349,9 @@ class Batcher:
             self._lookups.log_failure(f"splitting the batch of {len(callers)} requests")
             self._fail(callers, EngineError(FAILED))
             return
-        callers[0].ticket.looked_up_s = perf_counter()  # the whole batch shares the ticket
+        ticket = callers[0].ticket  # the whole batch shares it
+        assert ticket is not None
+        ticket.looked_up_s = perf_counter()
         for caller, result in zip(callers, results, strict=True):
             if caller.is_waiting:  # the client may have disconnected in the meantime
                 caller.complete(result)

@@ -10,9 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+
 from embedserve.errors import EmbedServeError
 from embedserve.lookup import LookupRequest, LookupResult
 from embedserve.model_info import ModelInfo
+
+NO_REQUEST = LookupRequest("", (), np.empty(0, np.int64), np.empty(0, np.int32), None, 0)
+"""Request of a pending request that is not queued: no examples, no ids."""
 
 
 class Queue(Protocol):
@@ -43,16 +48,16 @@ class BatchTicket:
 
 
 class PendingRequest(ABC):
-    """One queued request and its response writer. Times are perf_counter seconds.
+    """One request, and the client that waits for it. Times are perf_counter seconds.
 
     Attributes:
+        deadline_s: time after which the client no longer needs the response.
         is_waiting: whether the client still waits. False once the request is abandoned: it leaves
             the queue without a lookup and is not notified.
         queue: queue that holds the request; None before, and once its batch is taken.
-        request: request in the model's order, set when it is queued.
-        queued_s: time when the request was queued.
-        ticket: ticket of its batch, set when the batch is taken.
-        deadline_s: time after which the client no longer needs the response.
+        queued_s: time when the request was queued; 0 before.
+        request: request in the model's order; NO_REQUEST before it is queued, and once withdrawn.
+        ticket: ticket of its batch; None until the batch is taken.
     """
 
     __slots__ = ("deadline_s", "is_waiting", "queue", "queued_s", "request", "ticket")
@@ -62,7 +67,7 @@ class PendingRequest(ABC):
     queue: Queue | None
     queued_s: float
     request: LookupRequest
-    ticket: BatchTicket
+    ticket: BatchTicket | None
 
     @property
     def source(self) -> object:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from embedserve.batching.batcher import AT_ONCE
-from embedserve.codec_executor import ASIDE_BYTES_MAX
 from embedserve.config import Limits, ServeSettings
+from embedserve.pipeline.codec_executor import WAITING_BYTES_MAX
 from embedserve.wire.server import LOOK_BYTES
 
 CONNECTION_BYTES = 16 << 10
@@ -51,7 +51,7 @@ def memory_parts(limits: Limits, has_tls: bool = False, gpus: int = 0) -> dict[s
         "requests that have not come whole, answers that are not read": (
             limits.connection_bytes_max + LOOK_BYTES
         ),
-        "large requests and answers that wait to be read and written": ASIDE_BYTES_MAX,
+        "large requests and answers that wait to be read and written": WAITING_BYTES_MAX,
         "one of them that is": max(
             JSON_BYTES_PER_VALUE * values_max,
             READ_BYTES_PER_VALUE * limits.request_values_max + limits.request_text_bytes_max,

@@ -29,6 +29,7 @@ from embedserve.metrics.shared_counters import WorkerCounters
 from embedserve.model_info import ModelInfo
 from embedserve.models.model_registry import ModelRegistry
 from embedserve.pipeline import RequestPipeline
+from embedserve.pipeline.telemetry import RequestTelemetry, Traces
 from embedserve.processes.cpu_quota import available_cores
 from embedserve.processes.example_request import example_features
 from embedserve.processes.loading import restore_one
@@ -36,7 +37,6 @@ from embedserve.processes.ports import Ports
 from embedserve.processes.version_manager import Restored, VersionManager
 from embedserve.processes.watchdog import watched
 from embedserve.shared_memory.region_registry import RegionRegistry
-from embedserve.tracing.request_telemetry import RequestTelemetry, Traces
 from embedserve.wire.allowed_hosts import AllowedHosts
 from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.server import WireServer

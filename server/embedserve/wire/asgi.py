@@ -22,8 +22,8 @@ from embedserve.metrics.rate_limited_logger import SHOWN_CHARACTERS_MAX
 from embedserve.pipeline import (
     REQUEST_S_MAX,
     RequestContext,
-    RequestOptions,
     RequestPipeline,
+    ResponseWriter,
     late_request,
 )
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header
@@ -63,19 +63,22 @@ class ClientGoneError(Exception):
     """The client closed its connection, so no response is possible."""
 
 
-class AsgiRequestContext(RequestContext):
-    """An embed request received through ASGI.
+class AsgiWriter(ResponseWriter):
+    """Response writer of an embed request received through ASGI.
 
     Attributes:
         answered: future of the response: (status, headers, chunks of the body, bytes).
     """
 
-    __slots__ = ("_scope", "answered")
+    __slots__ = ("_codec", "_scope", "answered")
 
-    def __init__(
-        self, options: RequestOptions, start_s: float, pipeline: RequestPipeline, scope: Scope
-    ) -> None:
-        super().__init__(options, start_s, pipeline)
+    def __init__(self, codec: Codec, scope: Scope) -> None:
+        """
+        Args:
+            codec: codec of the response.
+            scope: ASGI scope of the request.
+        """
+        self._codec = codec
         self._scope = scope
         loop = asyncio.get_running_loop()
         self.answered: asyncio.Future[tuple[int, Headers, ResponseChunks, int]] = (
@@ -101,11 +104,10 @@ class AsgiRequestContext(RequestContext):
     def write_response(
         self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
     ) -> None:
-        headers = [*answer_headers(self.options.response_codec, parts), *(headers or ())]
-        self._end(200, headers, parts, nbytes)
+        self._end(200, [*answer_headers(self._codec, parts), *(headers or ())], parts, nbytes)
 
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
-        headers, body = error_answer(error, headers, self.options.response_codec.encode_error)
+        headers, body = error_answer(error, headers, self._codec.encode_error)
         self._end(error.http_status, headers, (body,), len(body))
 
     def _end(self, status: int, headers: Headers, parts: ResponseChunks, nbytes: int) -> None:
@@ -138,29 +140,30 @@ class EmbedEndpoint:
             encode = error_encoder(scope["path"])
             await _send(send, error.http_status, *error_answer(error, told, encode))
             return
-        call = AsgiRequestContext(options, start_s, self._pipeline, scope)
+        writer = AsgiWriter(options.response_codec, scope)
+        call = RequestContext(options, start_s, self._pipeline, writer)
         try:
-            authorization = call.header(b"authorization")
+            authorization = writer.header(b"authorization")
             authenticator = self._pipeline.authenticator
             if authenticator is None or authenticator.admit(call, authorization):
                 self._pipeline.submit(call, await self._read_body(options.codec, receive))
-            await self._answer(call, receive, send)
+            await self._answer(writer, receive, send)
         except EmbedServeError as error:
             call.reject(error)
-            status, headers, parts, _ = call.answered.result()
+            status, headers, parts, _ = writer.answered.result()
             await _send(send, status, headers, b"".join(parts))
         except ClientGoneError:
             pass
         finally:
             call.cancel()
 
-    async def _answer(self, call: AsgiRequestContext, receive: Receive, send: Send) -> None:
-        """Sends the response to ``call``, unless its client disconnects first."""
+    async def _answer(self, writer: AsgiWriter, receive: Receive, send: Send) -> None:
+        """Sends the response of ``writer``, unless its client disconnects first."""
         gone = asyncio.ensure_future(receive())
         try:
-            await asyncio.wait((call.answered, gone), return_when=asyncio.FIRST_COMPLETED)
-            if call.answered.done():
-                status, headers, parts, nbytes = call.answered.result()
+            await asyncio.wait((writer.answered, gone), return_when=asyncio.FIRST_COMPLETED)
+            if writer.answered.done():
+                status, headers, parts, nbytes = writer.answered.result()
                 await _send(send, status, headers, await _joined(parts, nbytes))
         finally:
             gone.cancel()

@@ -309,7 +309,7 @@ class Http2Transport(asyncio.Protocol):
             self._is_flush_due = False
         elif self._pipeline.models.is_closed:
             # Under overload many rejections follow: they are batched, as each write wakes a client.
-            self._pipeline.flush_later(self)
+            self._pipeline.flush_later(self.flush)
         else:
             self.flush()
 
@@ -328,7 +328,7 @@ class Http2Transport(asyncio.Protocol):
     def _on_output(self) -> None:
         if not self._is_flush_due:
             self._is_flush_due = True
-            self._pipeline.flush_later(self)
+            self._pipeline.flush_later(self.flush)
 
     def flush(self) -> None:
         """Writes pending output until the transport is full."""

@@ -24,7 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from embedserve.codec.codec import INFER_MESSAGE, INFER_STREAMED, PREDICT, PROTOBUF, Codec
 from embedserve.errors import DRAINING, INTERNAL, EmbedServeError, EngineError, NotReadyError
 from embedserve.lookup import ResponseChunks
-from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
+from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline, ResponseWriter
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header
 from embedserve.wire.grpc import open_inference_grpc
 from embedserve.wire.grpc.embed_stream import REQUESTS_MAX
@@ -39,32 +39,23 @@ TIMEOUT_S_MAX = 1e9
 """Seconds above which a remaining time means no deadline; grpcio then reports a huge number."""
 
 
-class GrpcioRequestContext(RequestContext):
-    """An embed request received through grpcio.
+class GrpcioWriter(ResponseWriter):
+    """Response writer of an embed request received through grpcio.
 
     Attributes:
         ended: future of the encoded response message, or of the error.
-        told: extra trailing metadata, such as the request id.
+        trailers: extra trailing metadata, such as the request id.
     """
 
-    __slots__ = ("_metadata", "_peer", "ended", "told")
+    __slots__ = ("_metadata", "_peer", "ended", "trailers")
 
-    def __init__(
-        self,
-        options: RequestOptions,
-        pipeline: RequestPipeline,
-        metadata: Iterable[tuple[str, str | bytes]],
-        peer: str,
-    ) -> None:
+    def __init__(self, metadata: Iterable[tuple[str, str | bytes]], peer: str) -> None:
         """
         Args:
-            options: request options.
-            pipeline: request pipeline.
             metadata: invocation metadata of the call.
             peer: address of the client in grpcio's format, such as ipv4:192.0.2.1:40000.
         """
-        super().__init__(options, perf_counter(), pipeline)
-        self.told: HeaderList = []
+        self.trailers: HeaderList = []
         self._metadata = metadata
         self._peer = peer
         self.ended: asyncio.Future[bytes | EmbedServeError] = (
@@ -83,16 +74,19 @@ class GrpcioRequestContext(RequestContext):
     def write_response(
         self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
     ) -> None:
-        self.told = headers or []
+        self.trailers = headers or []
         self._end(b"".join(parts))
 
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
-        self.told = headers
+        self.trailers = headers
         self._end(error)
 
     def _end(self, end: bytes | EmbedServeError) -> None:
         if not self.ended.done():
             self.ended.set_result(end)
+
+
+Call = tuple[RequestContext, GrpcioWriter]
 
 
 class GrpcioServer:
@@ -183,7 +177,7 @@ class GrpcioServer:
         self._draining.set()
         await self._server.stop(drain_s)
 
-    def _call(self, codec: Codec, context: grpc.aio.ServicerContext) -> GrpcioRequestContext:
+    def _call(self, codec: Codec, context: grpc.aio.ServicerContext) -> Call:
         remaining_s = context.time_remaining()
         if remaining_s is not None and remaining_s > TIMEOUT_S_MAX:
             remaining_s = None
@@ -191,32 +185,34 @@ class GrpcioServer:
         metadata = context.invocation_metadata() or ()
         has_id = any(name == REQUEST_ID.decode() for name, _ in metadata)
         options = RequestOptions("", codec, codec, remaining_s, metrics, has_id)
-        return GrpcioRequestContext(options, self._pipeline, metadata, context.peer())
+        writer = GrpcioWriter(metadata, context.peer())
+        return RequestContext(options, perf_counter(), self._pipeline, writer), writer
 
     async def _embed(self, codec: Codec, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        call = self._call(codec, context)
+        call, writer = self._call(codec, context)
         self._pipeline.submit(call, body)
         try:
-            end = await call.ended
+            end = await writer.ended
         finally:
             call.cancel()
         if isinstance(end, EmbedServeError):
-            await _abort(context, end, call.told)
-        context.set_trailing_metadata(_metadata(call.told))
+            await _abort(context, end, writer.trailers)
+        context.set_trailing_metadata(_metadata(writer.trailers))
         return end
 
     async def _embed_stream(
         self, codec: Codec, bodies: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
         """Yields responses in request order; a task reads ahead while responses are awaited."""
-        calls: deque[GrpcioRequestContext] = deque()
+        calls: deque[Call] = deque()
         changed = asyncio.Event()
         reading = asyncio.create_task(self._read(codec, bodies, context, calls, changed))
         try:
             while True:
                 changed.clear()
                 if calls:
-                    end = await calls[0].ended
+                    _, writer = calls[0]
+                    end = await writer.ended
                     calls.popleft()
                     changed.set()
                     yield (
@@ -232,7 +228,7 @@ class GrpcioServer:
                 await _abort(context, NotReadyError(DRAINING))
         finally:
             reading.cancel()
-            for call in calls:
+            for call, _ in calls:
                 call.cancel()
 
     async def _read(
@@ -240,7 +236,7 @@ class GrpcioServer:
         codec: Codec,
         bodies: AsyncIterator[bytes],
         context: grpc.aio.ServicerContext,
-        calls: deque[GrpcioRequestContext],
+        calls: deque[Call],
         changed: asyncio.Event,
     ) -> bool:
         """Submits the requests of a stream. Returns False if a drain ended it before the client."""
@@ -255,8 +251,8 @@ class GrpcioServer:
                 body = coming.result()
                 if body is None:
                     return True
-                call = self._call(codec, context)
-                calls.append(call)
+                call, writer = self._call(codec, context)
+                calls.append((call, writer))
                 self._pipeline.submit(call, body)
                 changed.set()
                 while len(calls) >= REQUESTS_MAX:

@@ -10,14 +10,14 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
-from embedserve.access.authenticator import Authenticator, Certificate
+from embedserve.access.authenticator import Authenticator
 from embedserve.errors import EmbedServeError
 from embedserve.lookup import ResponseChunks
 from embedserve.pipeline import (
     REQUEST_S_MAX,
     RequestContext,
-    RequestOptions,
     RequestPipeline,
+    ResponseWriter,
     late_request,
 )
 from embedserve.tracing.request_id import HeaderList
@@ -33,62 +33,10 @@ COPY_BYTES_MAX = 64 << 10
 """Bytes of a response body up to which it is copied behind its headers, for a single write."""
 
 
-class Http1RequestContext(RequestContext):
-    """An embed request on the fast path: headers that match a template, and a body."""
-
-    __slots__ = ("_connection", "_form", "_head")
-
-    def __init__(
-        self,
-        options: RequestOptions,
-        start_s: float,
-        connection: Http1Connection,
-        form: HeaderTemplate,
-        head: bytes,
-    ) -> None:
-        super().__init__(options, start_s, connection.request_pipeline)
-        self._connection = connection
-        self._form = form
-        self._head = head
-
-    @property
-    def origin(self) -> object:
-        return self._connection
-
-    @property
-    def certificate(self) -> Certificate | None:
-        return self._connection.certificate
-
-    @property
-    def peer(self) -> str:
-        return self._connection.peer
-
-    @property
-    def can_delay_rejection(self) -> bool:
-        return not self._connection.is_last  # a rejection before the body arrives must not wait
-
-    def header(self, name: bytes) -> bytes | None:
-        return self._form.header(self._head, name)
-
-    def write_response(
-        self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
-    ) -> None:
-        codec = self.options.response_codec
-        content_type, more = codec.content_type, b"" if headers is None else lines_of(headers)
-        if codec.head_bytes is not None:
-            (_, content_type), *others = answer_headers(codec, parts)
-            more += lines_of(others)
-        self._connection.write(STATUS_LINES[200], content_type, more, parts, nbytes)
-
-    def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
-        encode = self.options.response_codec.encode_error
-        ((_, content_type), *more), body = error_answer(error, headers, encode)
-        line = STATUS_LINES[error.http_status]
-        self._connection.write(line, content_type, lines_of(more), (body,), len(body))
-
-
-class Http1Connection(UvicornConnection):
+class Http1Connection(UvicornConnection, ResponseWriter):
     """uvicorn's connection with a fast path for embed requests.
+
+    It writes the responses of these requests itself, as it has one of them at a time.
 
     Attributes:
         is_last: whether the next response is the last on the connection.
@@ -97,13 +45,15 @@ class Http1Connection(UvicornConnection):
     def __init__(
         self,
         pipeline: RequestPipeline,
-        forms: HeaderTemplateCache,
+        templates: HeaderTemplateCache,
         registry: ConnectionManager,
         **uvicorns: Any,
     ) -> None:
-        super().__init__(pipeline, registry, forms.allowed_hosts, **uvicorns)
-        self._forms = forms
-        self._call: Http1RequestContext | None = None  # request being read or answered
+        super().__init__(pipeline, registry, templates.allowed_hosts, **uvicorns)
+        self._templates = templates
+        self._call: RequestContext | None = None  # request being read or answered
+        self._template: HeaderTemplate | None = None  # of the headers of the last request
+        self._head = b""  # these headers
         self._body = ByteQueue()
         self._missing_bytes = 0
         self.is_last = False
@@ -120,26 +70,27 @@ class Http1Connection(UvicornConnection):
             self.hold(data)
         else:
             end = data.find(b"\r\n\r\n") + 4
-            found = self._forms.match(data, end) if end > 4 else None
+            found = self._templates.match(data, end) if end > 4 else None
             if found is None or found[1] > found[0].body_bytes_max:
                 self.parse(data)
             else:
                 self._start(*found, data, end)
 
-    def _start(self, form: HeaderTemplate, length: int, data: bytes, body_start: int) -> None:
+    def _start(self, template: HeaderTemplate, length: int, data: bytes, body_start: int) -> None:
         start_s = perf_counter()
         try:
-            options = form.asked_by(data)
+            options = template.asked_by(data)
         except EmbedServeError:
             self.parse(data)  # the endpoint rejects it
             return
-        call = self._call = Http1RequestContext(options, start_s, self, form, data[:body_start])
+        self._template, self._head = template, data[:body_start]
+        call = self._call = RequestContext(options, start_s, self.request_pipeline, self)
         missing = length - (len(data) - body_start)
         if missing < 0:
             self.hold(data[missing:])
         authenticator = self.request_pipeline.authenticator
         if authenticator is not None:
-            gap = form.authorization
+            gap = template.authorization
             authorization = None if gap is None else data[gap].strip(BLANKS)
             if missing > 0:
                 if not self._admit_early(authenticator, call, authorization):
@@ -156,7 +107,7 @@ class Http1Connection(UvicornConnection):
             self.request_pipeline.submit(call, data[body_start:missing])
 
     def _admit_early(
-        self, authenticator: Authenticator, call: Http1RequestContext, authorization: bytes | None
+        self, authenticator: Authenticator, call: RequestContext, authorization: bytes | None
     ) -> bool:
         """Authenticates a request before its body arrives. Returns False if it is rejected.
 
@@ -183,7 +134,38 @@ class Http1Connection(UvicornConnection):
         elif len(data) >= READ_BYTES:
             yield_to_others(self.transport)
 
-    def write(
+    # The response
+
+    @property
+    def origin(self) -> object:
+        return self
+
+    @property
+    def can_delay_rejection(self) -> bool:
+        return not self.is_last  # a rejection before the body arrives must not wait
+
+    def header(self, name: bytes) -> bytes | None:
+        return None if self._template is None else self._template.header(self._head, name)
+
+    def write_response(
+        self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+    ) -> None:
+        assert self._call is not None
+        codec = self._call.options.response_codec
+        content_type, more = codec.content_type, b"" if headers is None else lines_of(headers)
+        if codec.head_bytes is not None:
+            (_, content_type), *others = answer_headers(codec, parts)
+            more += lines_of(others)
+        self._write(STATUS_LINES[200], content_type, more, parts, nbytes)
+
+    def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
+        assert self._call is not None
+        encode = self._call.options.response_codec.encode_error
+        ((_, content_type), *more), body = error_answer(error, headers, encode)
+        line = STATUS_LINES[error.http_status]
+        self._write(line, content_type, lines_of(more), (body,), len(body))
+
+    def _write(
         self, line: bytes, content_type: bytes, more: bytes, parts: ResponseChunks, nbytes: int
     ) -> None:
         """Writes the response to the current request, then continues with the next.

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from embedserve.access.authenticator import headers_by_name
 from embedserve.codec.codec import JSON
 from embedserve.errors import EmbedServeError, RequestTooLargeError
 from embedserve.lookup import ResponseChunks
 from embedserve.metrics.metrics import ProtocolMetrics
-from embedserve.pipeline import RequestOptions, RequestPipeline
+from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
 from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.byte_queue import ByteQueue
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.route_resolver import Http2Request
 from embedserve.wire.http2.stream import NULL_HANDLER, Handler, Stream
-from embedserve.wire.http2_request import Http2RequestContext
 from embedserve.wire.rest import (
     Route,
     answer_headers,
@@ -25,16 +25,13 @@ from embedserve.wire.rest import (
     read_headers,
     record_early_rejection,
 )
+from embedserve.wire.stream_writer import StreamWriter
 
 
-class Http2RestContext(Http2RequestContext):
-    """A REST embed request over HTTP/2, from its header block to its response.
+class RestCall(StreamWriter):
+    """A REST embed request over HTTP/2, from its header block to its response."""
 
-    Attributes:
-        is_refused: whether the request is rejected, perhaps after a delay; its body is discarded.
-    """
-
-    __slots__ = ("_body", "is_refused")
+    __slots__ = ("_body", "_options")
 
     def __init__(
         self,
@@ -43,47 +40,54 @@ class Http2RestContext(Http2RequestContext):
         headers: Mapping[bytes, bytes],
         stream: Stream,
     ) -> None:
+        self._options = options
         super().__init__(options, pipeline, headers, stream)
         self._body = ByteQueue()
-        self.is_refused = False
+        call, size = self._call, stream.missing_bytes
+        if call is None or self.is_rejected:
+            return
+        has_size = size is None or self._check_size(call, size, is_whole=True)
+        if has_size and pipeline.models.is_closed:
+            pipeline.reject_if_overloaded(call)
 
     def receive(self, data: bytes, is_end: bool) -> None:
-        if self.is_refused:
+        call, body = self._call, self._body
+        if call is None or self.is_rejected:
             return
-        body = self._body
-        if not self.has_size(body.nbytes + len(data), is_whole=False):
+        if not self._check_size(call, body.nbytes + len(data), is_whole=False):
             return
         if not is_end:
             body.append(data)
-            self._want_more()
+            self._expect_more(call)
             return
         if body.nbytes:
             body.append(data)
             data = body.take_all()
             self._stream.consumed(self._stream.held_bytes)
-        self.pipeline.submit(self, data)
+        call.pipeline.submit(call, data)
 
-    def has_size(self, nbytes: int, *, is_whole: bool) -> bool:
+    def _check_size(self, call: RequestContext, nbytes: int, *, is_whole: bool) -> bool:
         """Returns whether a body of ``nbytes`` is allowed; rejects the request if it is not."""
         try:
-            self.options.codec.check_size(nbytes, self.pipeline.limits, is_whole=is_whole)
+            call.options.codec.check_size(nbytes, call.pipeline.limits, is_whole=is_whole)
         except RequestTooLargeError as error:
-            self.reject(error)
+            call.reject(error)
             return False
         return True
 
-    def _want_more(self) -> None:
+    def _expect_more(self, call: RequestContext) -> None:
         stream = self._stream
-        left = self.options.codec.bytes_max(self.pipeline.limits) - self._body.nbytes
+        left = call.options.codec.bytes_max(call.pipeline.limits) - self._body.nbytes
         stream.expect(left if stream.missing_bytes is None else stream.missing_bytes)
 
     def write_response(
         self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
     ) -> None:
+        self._call = None
         head = encode(
             [
                 (b":status", b"200"),
-                *answer_headers(self.options.response_codec, parts),
+                *answer_headers(self._options.response_codec, parts),
                 (b"content-length", b"%d" % nbytes),
                 *(headers or ()),
             ]
@@ -91,7 +95,7 @@ class Http2RestContext(Http2RequestContext):
         self._stream.answer(head, parts, nbytes, b"")
 
     def end(self, error: EmbedServeError, headers: HeaderList) -> None:
-        encode = self.options.response_codec.encode_error
+        encode = self._options.response_codec.encode_error
         write_error(self._stream, error, headers, encode_error=encode)
 
 
@@ -123,22 +127,9 @@ def open_embed(
         check_method(request.method.decode("latin-1"))
         options = read_headers(route, request.headers, metrics)
         by_name = headers_by_name(request.headers)
-        authorization = by_name.get(b"authorization")
     except EmbedServeError as error:
         return refused(error, request, pipeline)
-
-    def open_call(stream: Stream) -> Handler:
-        call = Http2RestContext(options, pipeline, by_name, stream)
-        authenticator = pipeline.authenticator
-        if authenticator is not None and not authenticator.admit(call, authorization):
-            call.is_refused = True
-            return call
-        size = stream.missing_bytes
-        if (size is None or call.has_size(size, is_whole=True)) and pipeline.models.is_closed:
-            pipeline.reject_if_overloaded(call)
-        return call
-
-    return open_call
+    return partial(RestCall, options, pipeline, by_name)
 
 
 def refused(

@@ -65,8 +65,8 @@ class UvicornConnection(HttpToolsProtocol):
     """uvicorn's protocol with limits: parses requests and runs the ASGI application for each."""
 
     flow: Flow
-    certificate: Certificate | None
-    peer: str
+    certificate: Certificate | None = None
+    peer: str = ""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from embedserve.config import Limits
 from embedserve.errors import DRAINING
 from embedserve.model_info import PendingVersion
 from embedserve.pipeline import RequestPipeline
-from embedserve.tracing.request_telemetry import RequestTelemetry
+from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 

@@ -18,10 +18,10 @@ from server.fake_engine import FakeEngine
 from server.live import Live, make_pipeline, serving
 from server.waiting import until
 
+from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.tracing import otlp
 from embedserve.tracing.otlp import QUEUE_MAX, SENT_AT_ONCE, STOP_S_MAX, OtlpTraces
 from embedserve.tracing.record import RequestRecord
-from embedserve.tracing.request_telemetry import RequestTelemetry
 from embedserve.tracing.stage_timings import STAGES, StageTimings
 from embedserve.tracing.trace_context import TraceContext
 from embedserve_proto import embedding_pb2 as pb

@@ -26,7 +26,7 @@ from embedserve.access.authenticator import REFUSALS_BURST_S, REFUSALS_PER_S, Au
 from embedserve.access.grants import hash_of
 from embedserve.config import Limits
 from embedserve.pipeline import RequestPipeline
-from embedserve.tracing.request_telemetry import RequestTelemetry
+from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.wire.tls.certificates import Certificates, TlsFiles
 from embedserve_client import (
     EmbedClient,

@@ -14,8 +14,8 @@ from server.http2_client import http2_client
 from server.live import GRPC_SERVERS, Live, live_server
 from server.ways import WAYS, Way, fields_of
 
+from embedserve.pipeline.telemetry import LINES_MAX, RequestTelemetry
 from embedserve.tracing.request_id import ID_BYTES_MAX
-from embedserve.tracing.request_telemetry import LINES_MAX, RequestTelemetry
 
 ID = "x-request-id"
 MADE = re.compile("[0-9a-f]{32}")

@@ -19,7 +19,13 @@ from embedserve.errors import (
     NotReadyError,
 )
 from embedserve.lookup import ResponseChunks
-from embedserve.pipeline import REQUEST_S_MAX, RequestOptions, RequestPipeline, late_request
+from embedserve.pipeline import (
+    REQUEST_S_MAX,
+    RequestContext,
+    RequestOptions,
+    RequestPipeline,
+    late_request,
+)
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header, request_id_of
 from embedserve.wire.grpc.grpc_framing import (
     PREFIX_BYTES,
@@ -39,7 +45,7 @@ from embedserve.wire.grpc.statuses import (
 )
 from embedserve.wire.http2.header_blocks import Headers, encode
 from embedserve.wire.http2.stream import Stream
-from embedserve.wire.http2_request import Http2RequestContext
+from embedserve.wire.stream_writer import StreamWriter
 
 logger = logging.getLogger(__name__)
 
@@ -83,14 +89,7 @@ class UnaryBody:
         return message
 
 
-class DiscardedBody:
-    """The body of a call that is rejected, immediately or after a delay."""
-
-    def receive(self, data: bytes, is_end: bool) -> None:
-        """Discards a chunk."""
-
-
-class GrpcEmbedContext(Http2RequestContext):
+class GrpcEmbedCall(StreamWriter):
     """An Embed call as stream handler, from its header block to its response.
 
     While a queue is full the call may be rejected before its message arrives.
@@ -108,43 +107,42 @@ class GrpcEmbedContext(Http2RequestContext):
     ) -> None:
         super().__init__(options, pipeline, headers, stream)
         self._encoding = encoding
-        self._message: UnaryBody | DiscardedBody | None = None
-        authenticator = pipeline.authenticator
-        if authenticator is not None and not authenticator.admit(
-            self, headers.get(b"authorization")
-        ):
-            self._message = DiscardedBody()
-            return
-        if pipeline.models.is_closed:
-            pipeline.reject_if_overloaded(self)
+        self._message: UnaryBody | None = None
+        if pipeline.models.is_closed and self._call is not None and not self.is_rejected:
+            pipeline.reject_if_overloaded(self._call)
 
     def receive(self, data: bytes, is_end: bool) -> None:
+        call = self._call
+        if call is None or self.is_rejected:
+            return
         if self._message is None:
-            bytes_max = self.pipeline.limits.body_bytes_max
+            bytes_max = call.pipeline.limits.body_bytes_max
             if is_end and self._encoding == b"identity":
                 whole = only_message(data, bytes_max)
                 if whole is not None:
-                    self.pipeline.submit(self, whole)
+                    call.pipeline.submit(call, whole)
                     return
             self._message = UnaryBody(self._stream, self._encoding, bytes_max)
         try:
             message = self._message.receive(data, is_end)
         except WireError as error:
-            self._fail_framing(error)
+            self._fail_framing(call, error)
             return
         if message is not None:
-            self.pipeline.submit(self, message)
+            call.pipeline.submit(call, message)
 
-    def _fail_framing(self, error: WireError) -> None:
+    def _fail_framing(self, call: RequestContext, error: WireError) -> None:
         def write(headers: HeaderList) -> None:
+            self._call = None
             block = only_trailers([*wire_error_trailers(error), *headers])
             self._stream.send_head(block, is_end=True)
 
-        self.reject_with(error.code, error.message, write)
+        call.reject_with(error.code, error.message, write)
 
     def write_response(
         self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
     ) -> None:
+        self._call = None
         prefix, stream = b"\0" + nbytes.to_bytes(4, "big"), self._stream
         end = OK_BLOCK if headers is None else OK_BLOCK + encode(headers)
         stream.connection.frame_writer.write_response(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from embedserve.access.authenticator import Certificate
 from embedserve.errors import EmbedServeError
 from embedserve.lookup import ResponseChunks
-from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
+from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline, ResponseWriter
 from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.grpc.calls import ANSWER_BYTES_MAX, BidiStream
 from embedserve.wire.http2.stream import Stream
@@ -29,26 +29,28 @@ REQUESTS_MAX = 256
 """Requests of one stream that wait for a response or for sending it; more are left unread."""
 
 
-class StreamedRequestContext(RequestContext):
-    """One request of a stream.
+class StreamedResponse(ResponseWriter):
+    """The response to one request of a stream, kept until the earlier responses are sent.
 
     Attributes:
-        is_done: whether the response is encoded.
-        parts: chunks of the encoded response, once ``is_done``.
+        call: the request; None once its response is encoded.
+        parts: chunks of the encoded response.
         nbytes: total bytes of ``parts``.
         reserved_bytes: bytes reserved for the response in the stream's response budget.
     """
 
-    __slots__ = ("_stream", "is_done", "nbytes", "parts", "reserved_bytes")
+    __slots__ = ("_options", "_stream", "call", "nbytes", "parts", "reserved_bytes")
 
     def __init__(self, options: RequestOptions, stream: EmbedStream) -> None:
-        super().__init__(options, perf_counter(), stream.pipeline)
-        self.deadline_s = stream.deadline_s
+        self._options = options
         self._stream = stream
-        self.is_done = False
         self.parts: ResponseChunks = ()
         self.nbytes = 0
         self.reserved_bytes = 0
+        self.call: RequestContext | None = RequestContext(
+            options, perf_counter(), stream.pipeline, self
+        )
+        self.call.deadline_s = stream.deadline_s
 
     @property
     def origin(self) -> object:
@@ -65,14 +67,12 @@ class StreamedRequestContext(RequestContext):
     def header(self, name: bytes) -> bytes | None:
         return self._stream.headers.get(name)
 
-    @property
     def request_id(self) -> bytes:
-        """Request id of the whole stream, which is sent in its trailers."""
+        """Returns the request id of the whole stream, which is sent in its trailers."""
         return self._stream.request_id
 
     def on_enqueued(self) -> None:
-        assert self.queue is not None
-        self._stream.reserve(self, self.request.response_bytes(self.queue.model))
+        self._stream.reserve(self)
         self._stream.go_on()
 
     def write_response(
@@ -81,11 +81,11 @@ class StreamedRequestContext(RequestContext):
         self._end(parts, nbytes)
 
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
-        body = self.options.response_codec.encode_streamed_error(error)
+        body = self._options.response_codec.encode_streamed_error(error)
         self._end((body,), len(body))
 
     def _end(self, parts: ResponseChunks, nbytes: int) -> None:
-        self.is_done = True
+        self.call = None
         self.parts = parts
         self.nbytes = nbytes
         if not self._stream.write_those_done(self):
@@ -110,10 +110,10 @@ class EmbedStream(BidiStream):
         answer_bytes_max: int = ANSWER_BYTES_MAX,
     ) -> None:
         super().__init__(encoding, pipeline.limits.body_bytes_max, headers, stream)
-        self._asked = options
+        self._options = options
         self._authorization = headers.get(b"authorization")
         self.pipeline = pipeline
-        self._requests: deque[StreamedRequestContext] = deque()
+        self._responses: deque[StreamedResponse] = deque()
         self._answer_bytes = 0
         self._answer_bytes_max = answer_bytes_max
         self._draining_since_s = 0.0
@@ -122,43 +122,51 @@ class EmbedStream(BidiStream):
 
     def has_room(self) -> bool:
         return (
-            len(self._requests) < REQUESTS_MAX
+            len(self._responses) < REQUESTS_MAX
             and self._answer_bytes + self._stream.unsent_bytes < self._answer_bytes_max
         )
 
     def is_idle(self) -> bool:
-        return not self._requests
+        return not self._responses
 
     @property
     def connection(self) -> Http2Connection:
         return self._stream.connection
 
     def take(self, message: bytes) -> None:
-        request = StreamedRequestContext(self._asked, self)
-        self._requests.append(request)
-        authenticator = self.pipeline.authenticator
-        if authenticator is None or authenticator.admit(request, self._authorization):
-            self.pipeline.submit(request, message)
-        if request.queue is not None:
-            self.reserve(request, request.request.response_bytes(request.queue.model))
-        elif not request.is_done:  # in decoding: the response size is unknown
-            self.reserve(request, self._answer_bytes_max)
+        response = StreamedResponse(self._options, self)
+        self._responses.append(response)
+        call, authenticator = response.call, self.pipeline.authenticator
+        assert call is not None
+        if authenticator is None or authenticator.admit(call, self._authorization):
+            self.pipeline.submit(call, message)
+        self.reserve(response)
 
-    def reserve(self, request: StreamedRequestContext, nbytes: int) -> None:
-        """Reserves ``nbytes`` of the response budget for the response to ``request``."""
-        self._answer_bytes += nbytes - request.reserved_bytes
-        request.reserved_bytes = nbytes
+    def reserve(self, response: StreamedResponse) -> None:
+        """Reserves the bytes of ``response`` in the response budget.
 
-    def write_those_done(self, request: StreamedRequestContext) -> bool:
-        """Sends the response to ``request`` and the finished responses behind it.
+        While the request is decoded its size is unknown, and all of the budget is reserved.
+        """
+        call = response.call
+        if call is None:
+            return
+        queue = call.queue
+        nbytes = self._answer_bytes_max
+        if queue is not None:
+            nbytes = call.request.response_bytes(queue.model)
+        self._answer_bytes += nbytes - response.reserved_bytes
+        response.reserved_bytes = nbytes
+
+    def write_those_done(self, response: StreamedResponse) -> bool:
+        """Sends ``response`` and the finished responses behind it.
 
         Returns False if an earlier response is not ready yet.
         """
-        requests = self._requests
-        if requests[0] is not request:
+        responses = self._responses
+        if responses[0] is not response:
             return False
-        while requests and requests[0].is_done:
-            first = requests.popleft()
+        while responses and responses[0].call is None:
+            first = responses.popleft()
             self._answer_bytes -= first.reserved_bytes
             self.write(first.parts, first.nbytes)
         self.go_on()
@@ -175,6 +183,8 @@ class EmbedStream(BidiStream):
 
     def reset(self) -> None:
         super().reset()
-        requests, self._requests = self._requests, deque()
-        for request in requests:
-            request.cancel()
+        responses, self._responses = self._responses, deque()
+        for response in responses:
+            if response.call is not None:
+                response.call.cancel()
+                response.call = None

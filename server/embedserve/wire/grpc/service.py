@@ -17,7 +17,7 @@ from embedserve.pipeline import ROUTING_KEY, RequestOptions, RequestPipeline
 from embedserve.shared_memory.region_registry import EVERYBODY
 from embedserve.tracing.request_id import REQUEST_ID, request_id_header
 from embedserve.wire.grpc import health, open_inference_grpc, reflection
-from embedserve.wire.grpc.calls import GrpcEmbedContext, GrpcUnaryCall
+from embedserve.wire.grpc.calls import GrpcEmbedCall, GrpcUnaryCall
 from embedserve.wire.grpc.embed_stream import EmbedStream
 from embedserve.wire.grpc.grpc_framing import Deframer, WireError, timeout_s
 from embedserve.wire.grpc.statuses import error_block, only_trailers, wire_error_trailers
@@ -139,9 +139,7 @@ class GrpcService:
     def _embed(
         self, codec: Codec, encoding: bytes, options: RequestOptions, headers: HeadersByName
     ) -> Open:
-        return partial(
-            GrpcEmbedContext, options.with_codec(codec), self._pipeline, encoding, headers
-        )
+        return partial(GrpcEmbedCall, options.with_codec(codec), self._pipeline, encoding, headers)
 
     def _embed_stream(
         self, codec: Codec, encoding: bytes, options: RequestOptions, headers: HeadersByName

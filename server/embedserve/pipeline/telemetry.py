@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.tracing.record import RequestRecord
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, usable_id
 from embedserve.tracing.slow_requests import SlowRequests
 from embedserve.tracing.trace_context import TRACEPARENT, TraceContext
-from embedserve.tracing.traced_request import TracedRequest
+
+if TYPE_CHECKING:
+    from embedserve.pipeline.request_context import RequestContext
 
 logger = logging.getLogger("embedserve.requests")
 
@@ -68,7 +70,7 @@ class RequestTelemetry:
         self._log = RateLimitedLogger(logger, LINES_MAX)
         self.slow = SlowRequests()
 
-    def response_headers(self, call: TracedRequest, encoded_s: float) -> HeaderList:
+    def response_headers(self, call: RequestContext, encoded_s: float) -> HeaderList:
         """Returns the telemetry headers of a response.
 
         The request id is sent if the caller sent an id or the response is slow. The stage timings
@@ -81,13 +83,13 @@ class RequestTelemetry:
             headers.append((SERVER_TIMING, call.times(encoded_s).server_timing()))
         return headers
 
-    def request_id_headers(self, call: TracedRequest) -> HeaderList:
+    def request_id_headers(self, call: RequestContext) -> HeaderList:
         """Returns the telemetry headers for a fast request whose caller sent an id. It is on the
         hot path of these requests."""
-        given = usable_id(call.header(REQUEST_ID))
+        given = usable_id(call.writer.header(REQUEST_ID))
         return [(REQUEST_ID, given)] if given else self.response_headers(call, call.start_s)
 
-    def error_headers(self, call: TracedRequest, end_s: float) -> HeaderList:
+    def error_headers(self, call: RequestContext, end_s: float) -> HeaderList:
         """Returns the telemetry headers of a rejection, which always include the request id."""
         self._has_id(call)
         told = [(REQUEST_ID, call.request_id)]
@@ -95,31 +97,31 @@ class RequestTelemetry:
             told.append((SERVER_TIMING, call.times(end_s).server_timing()))
         return told
 
-    def _has_id(self, call: TracedRequest) -> bool:
+    def _has_id(self, call: RequestContext) -> bool:
         """Returns whether the caller sent a request id; logs an unusable id."""
-        given = call.header(REQUEST_ID)
+        given = call.writer.header(REQUEST_ID)
         if given is not None and not usable_id(given):
             self._log.log(logging.WARNING, "x-request-id is not used", given.decode("latin-1"))
         return given is not None
 
     def ended(
-        self, call: TracedRequest, seconds: float, record: Callable[[], RequestRecord]
+        self, call: RequestContext, seconds: float, record: Callable[[], RequestRecord]
     ) -> None:
         """Traces ``call`` if it is sampled. Logs it and adds it to ``slow`` if its duration of
         ``seconds`` reaches the slow-request limit."""
-        seen = self.traced(call, record)
+        record = self.traced(call, record)
         if seconds >= self._slow_s:
-            self._log.log(logging.WARNING, "slow request", fields=lambda: seen().fields())
-            self.slow.add(seconds, lambda: seen().fields())
+            self._log.log(logging.WARNING, "slow request", fields=lambda: record().fields())
+            self.slow.add(seconds, lambda: record().fields())
 
     def traced(
-        self, call: TracedRequest, record: Callable[[], RequestRecord]
+        self, call: RequestContext, record: Callable[[], RequestRecord]
     ) -> Callable[[], RequestRecord]:
         """Exports ``call`` if it is sampled. Returns a function for its record, which then includes
         the trace context; else returns ``record``."""
         if self.traces is None:
             return record
-        context = self.traces.sampled(call.header(TRACEPARENT))
+        context = self.traces.sampled(call.writer.header(TRACEPARENT))
         if context is None:
             return record
         made = record()

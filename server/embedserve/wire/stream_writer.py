@@ -1,4 +1,4 @@
-"""Base class of embed requests that have an HTTP/2 stream each, over gRPC or REST."""
+"""Response writers of embed requests that have an HTTP/2 stream each, over gRPC or REST."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from embedserve.pipeline import (
     RequestContext,
     RequestOptions,
     RequestPipeline,
+    ResponseWriter,
     late_request,
 )
 from embedserve.tracing.request_id import HeaderList
@@ -22,10 +23,20 @@ LATE_STREAMS_MAX = 16
 """Open streams of a connection up to which its rejections may be delayed."""
 
 
-class Http2RequestContext(RequestContext):
-    """An embed request as stream handler. Subclasses read the request and write the response."""
+class StreamWriter(ResponseWriter):
+    """Handler of the stream of one embed request. Subclasses read the body and write the response.
 
-    __slots__ = ("_headers", "_stream")
+    A subclass drops ``_call`` when it writes the response: the request refers to its writer, and
+    such a cycle would live until the next garbage collection.
+
+    Attributes:
+        is_rejected: whether the caller is not admitted. The body is discarded, because the
+            rejection may be written after a delay.
+    """
+
+    __slots__ = ("_call", "_headers", "_stream", "is_rejected")
+
+    _call: RequestContext | None
 
     def __init__(
         self,
@@ -34,9 +45,13 @@ class Http2RequestContext(RequestContext):
         headers: Mapping[bytes, bytes],
         stream: Stream,
     ) -> None:
-        super().__init__(options, perf_counter(), pipeline)
         self._headers = headers
         self._stream = stream
+        call = self._call = RequestContext(options, perf_counter(), pipeline, self)
+        authenticator = pipeline.authenticator
+        self.is_rejected = authenticator is not None and not authenticator.admit(
+            call, headers.get(b"authorization")
+        )
 
     @property
     def origin(self) -> object:
@@ -64,19 +79,23 @@ class Http2RequestContext(RequestContext):
         """Ends the stream with ``error`` and the extra ``headers``, such as the request id."""
 
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
+        self._call = None
         if isinstance(error, OverloadedError):
             self._stream.keep_bodies_back()
         self.end(error, headers)
 
     def reset(self) -> None:
-        self.cancel()
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None
 
     def resume(self) -> None:
         """Does nothing: the complete response is written in one call."""
 
     def check_time(self, now_s: float) -> None:
-        if not self._stream.is_received and now_s - self.start_s > REQUEST_S_MAX:
-            self.reject(late_request())
+        call = self._call
+        if call and not self._stream.is_received and now_s - call.start_s > REQUEST_S_MAX:
+            call.reject(late_request())
 
     def drain(self) -> None:
         """Does nothing: the request was accepted and is answered."""

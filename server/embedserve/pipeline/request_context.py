@@ -1,0 +1,296 @@
+"""Context of a request, the same for every protocol: from its first byte until its response.
+
+What telemetry reports of a request (its id, stage timings and trace context) is computed only when
+it is reported. A request that is not reported pays nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from embedserve.access.authenticator import CallerQuota, Certificate
+from embedserve.batching.pending_request import NO_REQUEST, PendingRequest
+from embedserve.codec.codec import Codec
+from embedserve.errors import INTERNAL, EmbedServeError, EngineError, ServedVersion
+from embedserve.lookup import LookupResult, ResponseChunks
+from embedserve.metrics.metrics import ProtocolMetrics
+from embedserve.model_info import ModelInfo
+from embedserve.pipeline.response_writer import ResponseWriter
+from embedserve.shared_memory.region_registry import EVERYBODY
+from embedserve.tracing.record import RequestRecord
+from embedserve.tracing.request_id import HeaderList
+from embedserve.tracing.stage_timings import StageTimings
+from embedserve.tracing.trace_context import TRACEPARENT, read_traceparent
+
+if TYPE_CHECKING:
+    from embedserve.pipeline.request_pipeline import RequestPipeline
+
+NEVER = float("inf")
+LARGE_RESPONSE_BYTES = 64 << 10
+"""Bytes of an encoded response above which `on_large_response` callbacks are called. They bound the
+memory pinned by unsent responses. Responses up to 64 KiB fit in a socket's send buffer."""
+ROUTING_KEY = b"x-routing-key"
+"""Header whose value pins requests to one version where several versions share a model's
+traffic."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestOptions:
+    """Options parsed from the request headers, shared by requests with identical headers.
+
+    Attributes:
+        model: model in the URL; "" selects the model that the body names, or the default model.
+        codec: codec of the request body.
+        response_codec: codec of the response.
+        timeout_s: seconds from the request's first byte until its deadline; None for no deadline.
+        metrics: metrics of the protocol.
+        has_id: whether the request has an X-Request-Id header, which the response repeats.
+    """
+
+    model: str
+    codec: Codec
+    response_codec: Codec
+    timeout_s: float | None
+    metrics: ProtocolMetrics
+    has_id: bool = False
+
+    def with_codec(self, codec: Codec) -> RequestOptions:
+        """Returns a copy that uses ``codec`` for both the body and the response."""
+        return replace(self, codec=codec, response_codec=codec)
+
+
+class RequestContext(PendingRequest):
+    """Context of one request, counted once. Times are perf_counter seconds.
+
+    Attributes:
+        options: options parsed from its headers.
+        start_s: time when its first byte arrived.
+        pipeline: pipeline that it is submitted to.
+        writer: writer of its response.
+        quota: caller of the request from its admission until its end; None without authentication.
+    """
+
+    __slots__ = ("_request_id", "options", "pipeline", "quota", "start_s", "writer")
+
+    def __init__(
+        self,
+        options: RequestOptions,
+        start_s: float,
+        pipeline: RequestPipeline,
+        writer: ResponseWriter,
+    ) -> None:
+        self.options = options
+        self.start_s = start_s
+        self.pipeline = pipeline
+        self.writer = writer
+        self.quota: CallerQuota | None = None
+        self._request_id = b""
+        timeout_s = options.timeout_s
+        self.deadline_s = NEVER if timeout_s is None else start_s + timeout_s
+        self.is_waiting = True
+        self.queue = None
+        self.queued_s = 0.0
+        self.request = NO_REQUEST
+        self.ticket = None
+
+    # The caller
+
+    @property
+    def source(self) -> object:
+        return self.quota or self.writer.origin
+
+    @property
+    def owner(self) -> str:
+        """Name of the authenticated caller, who owns its shared-memory regions; EVERYBODY without
+        authentication."""
+        quota = self.quota
+        return EVERYBODY if quota is None else quota.grant.name
+
+    @property
+    def certificate(self) -> Certificate | None:
+        return self.writer.certificate
+
+    @property
+    def can_delay_rejection(self) -> bool:
+        return self.writer.can_delay_rejection
+
+    @property
+    def routing_key(self) -> bytes:
+        return self.writer.header(ROUTING_KEY) or b""
+
+    # Its end
+
+    def complete(self, result: LookupResult) -> None:
+        try:
+            encoded = self.options.response_codec.try_encode_inline(result)
+            if encoded is None:
+                self.pipeline.encode_later(self, result)
+            else:
+                self.write(*encoded)
+        except EmbedServeError as error:
+            self.reject(error)
+        except Exception:
+            self.fail()
+
+    def write(self, parts: ResponseChunks, nbytes: int) -> None:
+        """Writes the encoded response and counts the request as answered."""
+        self.is_waiting = False
+        encoded_s = perf_counter()
+        seconds = encoded_s - self.start_s
+        options, telemetry = self.options, self.pipeline.telemetry
+        if seconds >= telemetry.watched_s or nbytes > LARGE_RESPONSE_BYTES:
+            self._write_observed(parts, nbytes, encoded_s)
+        else:
+            quota = self.quota
+            if quota is not None:
+                quota.active -= 1
+                quota.answered += 1
+                self.quota = None
+            self.writer.write_response(
+                parts, nbytes, telemetry.request_id_headers(self) if options.has_id else None
+            )
+        options.metrics.answered(seconds, nbytes)
+        assert self.ticket is not None
+        self.ticket.answered(seconds)
+
+    def _write_observed(self, parts: ResponseChunks, nbytes: int, encoded_s: float) -> None:
+        """Writes a response that is large, or whose request may have to be logged or traced, or
+        needs timing headers. Slow path of `write`."""
+        telemetry, quota = self.pipeline.telemetry, self.quota
+        self._leave("OK")
+        self.writer.write_response(parts, nbytes, telemetry.response_headers(self, encoded_s))
+        if nbytes > LARGE_RESPONSE_BYTES:
+            self.pipeline.record_large_response(nbytes)
+        end_s = perf_counter()
+        record = partial(self._record, "OK", quota, end_s, encoded_s)
+        telemetry.ended(self, end_s - self.start_s, record)
+
+    def reject(self, error: EmbedServeError) -> None:
+        write = partial(self.writer.write_error, error)
+        self.reject_with(error.code, error.message, write, error.model)
+
+    def reject_with(
+        self,
+        outcome: str,
+        message: str,
+        write: Callable[[HeaderList], None],
+        model: ServedVersion | None = None,
+    ) -> None:
+        """Ends and counts the request as rejected.
+
+        Args:
+            outcome: name of the gRPC code that the request is counted under.
+            message: message for the log.
+            write: function that writes the error to the client, given the telemetry headers.
+            model: version that rejected the request, if it had not reached a queue.
+        """
+        self.is_waiting = False
+        end_s = perf_counter()
+        self.pipeline.metrics.ended(self.version or model, outcome, end_s - self.start_s)
+        telemetry = self.pipeline.telemetry
+        record = telemetry.traced(self, partial(self._record, outcome, self.quota, end_s))
+        self._leave(outcome)
+        self.options.metrics.refused(
+            outcome, message, end_s - self.start_s, lambda: record().fields()
+        )
+        write(telemetry.error_headers(self, end_s))
+
+    def reject_after(self, error: EmbedServeError, wait_s: float) -> None:
+        """Rejects a request before it is submitted, after ``wait_s`` seconds; 0: immediately."""
+        if wait_s:
+            asyncio.get_running_loop().call_later(wait_s, self._reject_if_waiting, error)
+        else:
+            self.reject(error)
+
+    def _reject_if_waiting(self, error: EmbedServeError) -> None:
+        if self.is_waiting:
+            self.reject(error)
+
+    def fail(self) -> None:
+        """Logs the unexpected exception that is being handled, and rejects the request with an
+        internal error."""
+        log, named = self.options.metrics.log, lambda: {"request_id": self.request_id.decode()}
+        log.log(logging.ERROR, "a request failed", with_traceback=True, fields=named)
+        self.reject(EngineError(INTERNAL))
+
+    def cancel(self) -> None:
+        """Cancels the request because its client went away. It leaves the queue, and nothing is
+        written. Does nothing once the request has ended."""
+        if self.is_waiting:
+            end_s = perf_counter()
+            seconds = end_s - self.start_s
+            record = partial(self._record, "CANCELLED", self.quota, end_s)
+            self.pipeline.telemetry.ended(self, seconds, record)
+            self.pipeline.metrics.ended(self.version, "CANCELLED", seconds)
+            self.abandon()
+            self._leave("CANCELLED")
+            self.options.metrics.cancelled(seconds)
+
+    def _leave(self, outcome: str) -> None:
+        """Ends the request with ``outcome``: its caller no longer counts it as in flight."""
+        if self.quota is not None:
+            self.quota.leave(outcome)
+            self.quota = None
+
+    # What telemetry reports
+
+    @property
+    def request_id(self) -> bytes:
+        """Request id sent by the caller, or else an id generated on first use."""
+        if not self._request_id:
+            self._request_id = self.writer.request_id()
+        return self._request_id
+
+    @property
+    def version(self) -> ModelInfo | None:
+        """Version that serves the request: that of its batch or else of its queue. None before it
+        is enqueued."""
+        if self.ticket is not None:
+            return self.ticket.model
+        return None if self.queue is None else self.queue.model
+
+    def times(self, end_s: float, encoded_s: float | None = None) -> StageTimings:
+        """Returns the stage timings of the request up to ``end_s``.
+
+        Args:
+            encoded_s: time when the response was encoded; None if there is no response.
+        """
+        begins = [self.start_s]
+        if self.queued_s:
+            begins.append(self.queued_s)
+        if self.ticket is not None:
+            begins.append(self.ticket.taken_s)
+            if self.ticket.looked_up_s is not None:
+                begins.append(self.ticket.looked_up_s)
+        if encoded_s is not None:
+            begins.append(encoded_s)
+        return StageTimings(tuple(begins), end_s)
+
+    def _record(
+        self,
+        outcome: str,
+        quota: CallerQuota | None,
+        end_s: float,
+        encoded_s: float | None = None,
+    ) -> RequestRecord:
+        """Returns the record of the request of ``quota``, which ended at ``end_s``."""
+        model, request, writer = self.version, self.request, self.writer
+        return RequestRecord(
+            request_id=self.request_id.decode("ascii"),
+            protocol=self.options.metrics.protocol,
+            outcome=outcome,
+            timings=self.times(end_s, encoded_s),
+            model=self.options.model if model is None else model.served_as,
+            version=0 if model is None else model.version,
+            examples=request.batch_size,
+            ids=request.ids.size,
+            caller="" if quota is None else quota.grant.name,
+            address=self.pipeline.addresses.find(writer.peer, writer.header),
+            trace=read_traceparent(writer.header(TRACEPARENT)),
+        )

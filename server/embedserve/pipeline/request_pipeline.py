@@ -1,0 +1,214 @@
+"""The request pipeline: the only path from bytes to a batch and back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+
+from embedserve.access.authenticator import Authenticator
+from embedserve.access.client_address import ClientAddresses
+from embedserve.batching.split import copy_if_view
+from embedserve.codec.codec import Decode, TryDecodeInline
+from embedserve.errors import DeadlineExceededError, EmbedServeError
+from embedserve.lookup import EncodedResponse, LookupRequest, LookupResult, with_size
+from embedserve.metrics.metrics import Metrics
+from embedserve.metrics.rate_limited_logger import RateLimitedLogger
+from embedserve.models.model_registry import ModelRegistry
+from embedserve.pipeline.codec_executor import CodecExecutor
+from embedserve.pipeline.request_context import NEVER, RequestContext
+from embedserve.pipeline.telemetry import RequestTelemetry
+from embedserve.shared_memory.region_registry import NONE, RegionRegistry
+
+logger = logging.getLogger(__name__)
+
+REQUEST_S_MAX = 30.0
+"""Seconds that the body of one request may take to arrive. Slower requests are rejected with
+DEADLINE_EXCEEDED."""
+ORIGIN = b"origin"
+"""Header that browsers add to the requests of a page to another site."""
+CHUNK_YIELD_S = 0.0001
+"""Seconds of sleep between two chunks of a large response, so that the event loop can take the GIL.
+Without it the loop waits a full 5 ms switch interval each time."""
+
+
+class RequestPipeline:
+    """Request pipeline of a process: the only path from bytes to a batch and back.
+
+    Attributes:
+        models: registry of the served models.
+        metrics: metrics of the process; those of each protocol are in ``metrics.protocols``.
+        authenticator: authenticator of callers; None: no authentication.
+        telemetry: telemetry that logs, traces and times requests.
+        shared_memory: regions of shared memory where tensors may be located; None: disabled.
+        addresses: resolver of client addresses behind proxies.
+        limits: limits on the work that the server accepts.
+    """
+
+    def __init__(
+        self,
+        models: ModelRegistry,
+        metrics: Metrics,
+        authenticator: Authenticator | None = None,
+        telemetry: RequestTelemetry | None = None,
+        shared_memory: RegionRegistry | None = None,
+        addresses: ClientAddresses | None = None,
+    ) -> None:
+        self.addresses = addresses or ClientAddresses()
+        self.models = models
+        self.authenticator = authenticator
+        self.shared_memory = shared_memory
+        self.metrics = metrics
+        self.telemetry = telemetry or RequestTelemetry()
+        self._large_response_callbacks: list[Callable[[int], None]] = []
+        self.limits = models.limits
+        self._codec_executor = CodecExecutor()
+        self._log = RateLimitedLogger(logger)
+        self._unflushed: list[Callable[[], None]] = []
+        self._queue_reopened_callbacks: list[Callable[[], None]] = []
+        models.call_back(self.flush, self._notify_queue_reopened)
+
+    def submit(self, call: RequestContext, body: bytes) -> None:
+        """Submits a request with its whole body. Never raises.
+
+        ``call`` is completed, rejected or failed, either immediately or when its batch ends.
+        """
+        options = call.options
+        try:
+            if self.models.is_full:
+                self.models.check_open(options.model, body, options.codec, is_quick=True)
+            if call.deadline_s != NEVER:
+                _check_deadline(call)
+            if self.shared_memory is None:
+                request = options.codec.try_decode_inline(body, options.model, self.limits)
+            else:
+                request = self._decoders(call)[0](body, options.model, self.limits)
+            if request is None:
+                self._decode_later(call, body)
+            else:
+                quota = call.quota
+                if quota is not None and quota.models is not None:
+                    quota.check_model(request.model, self.models.default_model)
+                self.models.enqueue(request, call)
+        except EmbedServeError as error:
+            call.reject(error)
+        except Exception:
+            call.fail()
+
+    def _decode_later(self, call: RequestContext, body: bytes) -> None:
+        options = call.options
+        _, decode_whole = self._decoders(call)
+
+        def decode() -> LookupRequest:
+            if self.models.is_full:  # The queue may have filled while the body waited.
+                self.models.check_open(options.model, body, options.codec)
+            return decode_whole(body, options.model, self.limits)
+
+        def enqueue(request: LookupRequest) -> None:
+            if call.quota is not None:
+                call.quota.check_model(request.model, self.models.default_model)
+            self.models.enqueue(request, call)
+            call.writer.on_enqueued()
+
+        self._codec_executor.submit(call, "body", len(body), decode, enqueue)
+
+    def _decoders(self, call: RequestContext) -> tuple[TryDecodeInline, Decode]:
+        """Returns (inline decoder, full decoder) for the body.
+
+        They are bound to the caller's shared-memory regions. Requests from a browser page, which
+        have an Origin header, get no regions.
+        """
+        codec, shared = call.options.codec, self.shared_memory
+        if shared is None or codec.in_regions is None:
+            return codec.try_decode_inline, codec.decode
+        is_page = call.writer.header(ORIGIN) is not None
+        return codec.in_regions(NONE if is_page else shared.of(call.owner))
+
+    def encode_later(self, call: RequestContext, result: LookupResult) -> None:
+        """Encodes ``result`` in the codec thread, then writes it to ``call``.
+
+        Copies ``result`` out of its batch first, so that it does not keep the batch alive.
+
+        Raises:
+            OverloadedError: too many bytes wait for the codec thread already.
+        """
+        result.values = copy_if_view(result.values)
+        result.extra_chunks = [copy_if_view(piece) for piece in result.extra_chunks]
+        nbytes = result.values.nbytes + sum(piece.nbytes for piece in result.extra_chunks)
+        encode = partial(_encode, call, result)
+        self._codec_executor.submit(
+            call, "answer", nbytes, encode, lambda encoded: call.write(*encoded)
+        )
+
+    def reject_if_overloaded(self, call: RequestContext) -> None:
+        """Rejects ``call`` before its body arrives if its queue is full.
+
+        Called only while `models.is_closed`.
+        """
+        try:
+            self.models.check_any_open(call.options.model)
+        except EmbedServeError as error:
+            call.reject(error)
+
+    def flush_later(self, flush: Callable[[], None]) -> None:
+        """Calls ``flush``, which writes a connection's buffered responses, when the current batch
+        has been completed, or in the next event-loop iteration at the latest."""
+        if not self._unflushed:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._unflushed.append(flush)
+
+    def flush(self) -> None:
+        """Calls all functions that wait in `flush_later`."""
+        unflushed, self._unflushed = self._unflushed, []
+        for flush in unflushed:
+            try:
+                flush()
+            except Exception:
+                # The other connections are flushed nevertheless.
+                self._log.log(logging.ERROR, "an answer could not be written", with_traceback=True)
+
+    def on_queue_reopened(self, callback: Callable[[], None]) -> None:
+        """Registers ``callback``, called whenever a queue that was full accepts requests again."""
+        self._queue_reopened_callbacks.append(callback)
+
+    def on_large_response(self, callback: Callable[[int], None]) -> None:
+        """Registers ``callback``, called with the size in bytes of each response that was written
+        and exceeds LARGE_RESPONSE_BYTES."""
+        self._large_response_callbacks.append(callback)
+
+    def record_large_response(self, nbytes: int) -> None:
+        for callback in self._large_response_callbacks:
+            callback(nbytes)
+
+    def _notify_queue_reopened(self) -> None:
+        for callback in self._queue_reopened_callbacks:
+            callback()
+
+
+def late_request() -> DeadlineExceededError:
+    """Returns the error for a request whose body did not arrive within REQUEST_S_MAX."""
+    return DeadlineExceededError(f"the request had not come whole after {REQUEST_S_MAX:g} s")
+
+
+def _check_deadline(call: RequestContext) -> None:
+    now_s = perf_counter()
+    if now_s >= call.deadline_s:
+        waited_ms = (now_s - call.start_s) * 1000
+        raise DeadlineExceededError(
+            f"the deadline had passed when the request was read, {waited_ms:.1f} ms after its start"
+        )
+
+
+def _encode(call: RequestContext, result: LookupResult) -> EncodedResponse:
+    """Encodes ``result`` in the codec thread. Stops early once ``call`` no longer waits."""
+    parts: list[bytes | memoryview] = []
+    for part in call.options.response_codec.encode(result):
+        if parts:
+            time.sleep(CHUNK_YIELD_S)
+        parts.append(part)
+        if not call.is_waiting:
+            break
+    return with_size(parts)

@@ -1,0 +1,63 @@
+"""The connection's side of a request: its headers, its peer, and its response on the wire."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from embedserve.access.authenticator import Certificate
+from embedserve.errors import EmbedServeError
+from embedserve.lookup import ResponseChunks
+from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_of
+
+
+class ResponseWriter(ABC):
+    """Writes the response of one request in its protocol, and knows the connection of the request.
+
+    Attributes:
+        certificate: client certificate from the TLS handshake; None if there was none.
+        peer: address of the connection's other end; "" if unknown.
+    """
+
+    __slots__ = ()
+
+    @property
+    def certificate(self) -> Certificate | None:
+        return None
+
+    @property
+    def peer(self) -> str:
+        return ""
+
+    @property
+    def origin(self) -> object:
+        """Origin of the request, such as its connection, that stands for an unauthenticated client
+        in fair sharing. By default each request is its own origin."""
+        return self
+
+    @property
+    def can_delay_rejection(self) -> bool:
+        """Whether a rejection may be delayed without holding up requests of other clients."""
+        return True
+
+    def header(self, name: bytes) -> bytes | None:
+        """Returns a header that differs from request to request, such as the request id or the
+        trace context; None if absent. ``name`` is in lower case."""
+        return None
+
+    def request_id(self) -> bytes:
+        """Returns the request id sent by the caller, or else a new id."""
+        return request_id_of(self.header(REQUEST_ID))
+
+    @abstractmethod
+    def write_response(
+        self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+    ) -> None:
+        """Writes the encoded response of ``nbytes`` bytes, and the telemetry ``headers`` if any."""
+
+    @abstractmethod
+    def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
+        """Writes ``error`` in the protocol's format, with the telemetry ``headers``."""
+
+    def on_enqueued(self) -> None:  # noqa: B027  # most writers do nothing then
+        """Called when a request that was decoded off the event loop has been enqueued. A request
+        decoded inline is already enqueued when `submit` returns."""
