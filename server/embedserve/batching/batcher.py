@@ -96,7 +96,7 @@ class Batcher:
         at_once = AT_ONCE * engine.replicas if waits else 1
         self._small = RequestQueue(queue, model, limits, self._work_bytes, at_once)
         self._large = RequestQueue(queue + of_large, model, limits, self._work_bytes, at_once)
-        self._lanes = (self._small, self._large)
+        self._queues = (self._small, self._large)
         # The queue of requests that are not known to be large.
         self._first = self._small if self._inline_bytes_max else self._large
         self._is_scheduled = False
@@ -114,7 +114,7 @@ class Batcher:
                 source. ``pending`` is not notified.
         """
         examples, ids = request.batch_size, request.ids.size
-        # Inlines _queue_for, as this runs for every request.
+        # Inlines _is_large, as this runs for every request.
         work_bytes = examples * self._bytes_per_example + ids * self._bytes_per_id
         queue = self._large if work_bytes > self._inline_bytes_max else self._small
         if (
@@ -138,17 +138,16 @@ class Batcher:
     def withdraw(self, pending: PendingRequest) -> None:
         """Removes ``pending`` from its queue and from the queue's totals."""
         pending.queue = None
-        queue = self._queue_for(pending.request)
+        request = pending.request
+        queue = self._large if self._is_large(request.batch_size, request.ids.size) else self._small
         queue.withdraw(pending)
         # Frees its arrays: the entry may stay in the deque for a while.
         pending.request = NO_REQUEST
-        self._try_reopen(queue)
+        if queue.full:
+            self._try_reopen(queue)
 
-    def _queue_for(self, request: LookupRequest) -> RequestQueue:
-        return self._large if self._is_large(request) else self._small
-
-    def _is_large(self, one: LookupRequest | Batch) -> bool:
-        return self._work_bytes(one.batch_size, one.ids.size) > self._inline_bytes_max
+    def _is_large(self, examples: int, ids: int) -> bool:
+        return self._work_bytes(examples, ids) > self._inline_bytes_max
 
     def _count_queue(self) -> tuple[int, int]:
         small, large = self._small, self._large
@@ -175,8 +174,7 @@ class Batcher:
         """Raises OverloadedError while the queue for a request of this estimated size is full."""
         # One less: JSON has another pair of brackets around the bags of a feature.
         examples = max(bags // len(self.model.features) - 1, 0)
-        is_large = self._work_bytes(examples, ids) > self._inline_bytes_max
-        (self._large if is_large else self._first).check_open()
+        (self._large if self._is_large(examples, ids) else self._first).check_open()
 
     def note_damage(self) -> None:
         """Marks the model as damaged in the metrics; called only while this version is active."""
@@ -207,17 +205,19 @@ class Batcher:
         """
         if self._is_scheduled or (self._limits.delay_ms_max and self._waits_for_company(loop)):
             return
-        self._stop_timer()
+        if self._timer is not None:
+            self._stop_timer(self._timer)
         self._is_scheduled = True
         loop.call_soon(self._step, loop)
 
     def _waits_for_company(self, loop: asyncio.AbstractEventLoop) -> bool:
-        ready = [queue for queue in self._lanes if queue.is_ready()]
+        ready = [queue for queue in self._queues if queue.is_ready()]
         if any(queue.fills_a_batch() for queue in ready):
             return False
         start_s = min(queue.first_s() for queue in ready) + self._limits.delay_ms_max / 1000
         if self._timer is None or start_s < self._timer_s:
-            self._stop_timer()
+            if self._timer is not None:
+                self._stop_timer(self._timer)
             self._timer = loop.call_later(start_s - perf_counter(), self._step, loop)
             self._timer_s = start_s
         return True
@@ -238,22 +238,22 @@ class Batcher:
         self._retire_if_idle(on_retired)
 
     def _retire_if_idle(self, on_retired: Callable[[], None]) -> None:
-        if not any(queue.requests or queue.under_way for queue in self._lanes):
+        if not any(queue.requests or queue.under_way for queue in self._queues):
             self._on_retired = None
             del self._lookups  # a reference to this batcher must not keep the rows mapped
             on_retired()
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _stop_timer(self, timer: asyncio.TimerHandle) -> None:
+        timer.cancel()
+        self._timer = None
 
     def _step(self, loop: asyncio.AbstractEventLoop) -> None:
         """Runs one batch of each queue that is ready: takes, joins, looks up and splits it."""
         self._is_scheduled = False
-        self._stop_timer()
-        for queue in self._lanes:
-            if queue.is_ready():
+        if self._timer is not None:
+            self._stop_timer(self._timer)
+        for queue in self._queues:
+            if queue.examples and not queue.is_working:
                 self._run(loop, queue)
         self._go_on(loop)
 
@@ -274,7 +274,8 @@ class Batcher:
         """Takes the requests of the next batch, without abandoned and expired requests."""
         now_s = perf_counter()
         callers = queue.take(now_s)
-        self._try_reopen(queue)
+        if queue.full:
+            self._try_reopen(queue)
         requests = self._counts.requests
         requests.bound()
         taken = BatchTicket(self.model, now_s, requests.answered)
@@ -284,7 +285,7 @@ class Batcher:
         return callers
 
     def _try_reopen(self, queue: RequestQueue) -> None:
-        if queue.full and queue.try_reopen():
+        if queue.try_reopen():
             self.on_room()
 
     def _join(self, callers: list[PendingRequest]) -> tuple[list[PendingRequest], Batch | None]:
@@ -314,7 +315,7 @@ class Batcher:
         self._counts.lookups.observe(batch)
         if batch.unknown_counts is not None:
             self._counts.unknown_ids += batch.unknown_counts.sum(axis=0)
-        if not self._is_large(batch):
+        if self._work_bytes(batch.batch_size, batch.ids.size) <= self._inline_bytes_max:
             self._finish(callers, batch, [self._lookups.run(batch)])
             return
 

@@ -40,7 +40,11 @@ class Source:
 
 
 class FairQueue:
-    """Queue of pending requests, fair between their sources."""
+    """Queue of pending requests, fair between their sources.
+
+    Attributes:
+        source_of: the source of each queued request.
+    """
 
     def __init__(self) -> None:
         self._now = 0
@@ -48,12 +52,9 @@ class FairQueue:
         # is removed only when the clock reaches its start: until then it has used up its share.
         self._starts: list[tuple[int, int, Source]] = []
         self._sources: dict[object, Source] = {}
-        self._source_of: dict[PendingRequest, Source] = {}
+        self.source_of: dict[PendingRequest, Source] = {}
         self._pushes = 0  # orders entries with the same start by insertion
         self._gone = 0
-
-    def __len__(self) -> int:
-        return len(self._source_of)
 
     def put(self, pending: PendingRequest) -> None:
         key, request = pending.source, pending.request
@@ -65,14 +66,14 @@ class FairQueue:
         source.callers.append(pending)
         source.examples += request.batch_size
         source.ids += request.ids.size
-        self._source_of[pending] = source
+        self.source_of[pending] = source
 
     def first(self) -> PendingRequest | None:
         """Returns the request to take next, None if the queue is empty."""
         while self._starts:
             start, _, source = self._starts[0]
             callers = source.callers
-            while callers and callers[0] not in self._source_of:
+            while callers and callers[0] not in self.source_of:
                 callers.popleft()
                 self._gone -= 1
             if callers:
@@ -86,7 +87,7 @@ class FairQueue:
         """Removes the request that ``first`` returned and charges ``work`` to its source."""
         start, _, source = self._starts[0]
         caller = source.callers.popleft()
-        self._uncount(caller, self._source_of.pop(caller))
+        self._uncount(caller, self.source_of.pop(caller))
         self._now = start
         self._pushes += 1
         heapq.heapreplace(self._starts, (start + work, self._pushes, source))
@@ -94,16 +95,16 @@ class FairQueue:
 
     def withdraw(self, pending: PendingRequest) -> bool:
         """Removes ``pending``, whose request is still set; returns False if it is not queued."""
-        source = self._source_of.pop(pending, None)
+        source = self.source_of.pop(pending, None)
         if source is None:
             return False
         self._uncount(pending, source)
         self._gone += 1
         self._forget_if_empty()
-        if self._gone >= GONE_MIN and self._gone >= len(self):
+        if self._gone >= GONE_MIN and self._gone >= len(self.source_of):
             self._gone = 0
             for one in self._sources.values():
-                one.callers = deque([other for other in one.callers if other in self._source_of])
+                one.callers = deque([other for other in one.callers if other in self.source_of])
         return True
 
     def _uncount(self, pending: PendingRequest, source: Source) -> None:
@@ -111,7 +112,7 @@ class FairQueue:
         source.ids -= pending.request.ids.size
 
     def _forget_if_empty(self) -> None:
-        if not self._source_of:
+        if not self.source_of:
             self._starts.clear()
             self._sources.clear()
             self._gone = 0

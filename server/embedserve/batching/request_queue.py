@@ -153,14 +153,17 @@ class RequestQueue:
         if self._backlog.withdraw(pending):
             return
         self._withdrawn += 1
-        if self._withdrawn >= GONE_MIN and 2 * self._withdrawn >= len(self.callers):
+        if not self.examples:
+            self.callers.clear()
+            self._withdrawn = 0
+        elif self._withdrawn >= GONE_MIN and 2 * self._withdrawn >= len(self.callers):
             self.callers = deque([one for one in self.callers if one.queue is not None])
             self._withdrawn = 0
 
     @property
     def requests(self) -> int:
         """Number of requests that wait."""
-        return len(self.callers) + len(self._backlog) - self._withdrawn
+        return len(self.callers) + len(self._backlog.source_of) - self._withdrawn
 
     def begin(self) -> None:
         """Records the start of a lookup in a thread; ``end`` records its completion."""
@@ -172,8 +175,8 @@ class RequestQueue:
         self.is_working = False
 
     def is_ready(self) -> bool:
-        """Whether a batch may be taken; it is empty if all its requests were withdrawn."""
-        return bool(self.callers or self._backlog) and not self.is_working
+        """Whether a batch may be taken."""
+        return bool(self.examples) and not self.is_working
 
     def first_s(self) -> float:
         """Returns the time when the next request was queued."""
@@ -193,23 +196,18 @@ class RequestQueue:
 
     def fills_a_batch(self) -> bool:
         """Whether the queued requests fill a batch, so that more waiting gains nothing."""
-        output_bytes = self._output_bytes(self.examples, self.ids)
+        output_bytes = self.examples * self._bytes_per_example + self.ids * self._bytes_per_id
         return self.ids >= self._ids_max or output_bytes >= self._output_bytes_max
 
     def take(self, now_s: float) -> list[PendingRequest]:
         """Takes the requests of the next batch: as many as it may hold, and at least one.
 
-        Requests whose deadline has passed are rejected instead.
+        Requests whose deadline has passed are rejected instead. The queue is emptied first, as a
+        rejection may queue or withdraw other requests.
         """
-        if self._backlog or self._withdrawn or self._is_too_much(self.examples, self.ids):
+        is_simple = not (self._backlog.source_of or self._withdrawn)
+        if not is_simple or self._is_too_much(self.examples, self.ids):
             return self._take_some(now_s)
-        return self._take_all(now_s)
-
-    def _take_all(self, now_s: float) -> list[PendingRequest]:
-        """Takes all requests.
-
-        The queue is emptied first, as a rejection may queue or withdraw other requests.
-        """
         callers, self.callers = self.callers, deque()
         self.examples = self.ids = 0
         for caller in callers:
@@ -245,10 +243,8 @@ class RequestQueue:
 
     def _is_too_much(self, examples: int, ids: int) -> bool:
         """Whether the sizes exceed the limits for a batch of several requests."""
-        return ids > self._ids_max or self._output_bytes(examples, ids) > self._output_bytes_max
-
-    def _output_bytes(self, examples: int, ids: int) -> int:
-        return examples * self._bytes_per_example + ids * self._bytes_per_id
+        output_bytes = examples * self._bytes_per_example + ids * self._bytes_per_id
+        return ids > self._ids_max or output_bytes > self._output_bytes_max
 
     def _reject_expired(self, pending: PendingRequest, now_s: float) -> bool:
         """Rejects a request whose deadline passed in the queue; returns False for a filter."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from time import perf_counter
 
 from embedserve.access.authenticator import headers_by_name
 from embedserve.codec.codec import JSON
@@ -41,18 +42,21 @@ class RestCall(StreamWriter):
         stream: Stream,
     ) -> None:
         self._options = options
-        super().__init__(options, pipeline, headers, stream)
+        self._headers = headers
+        self._stream = stream
+        self._is_rejected = False
         self._body = ByteQueue()
-        call, size = self._call, stream.missing_bytes
-        if call is None or self.is_rejected:
+        call = self._call = RequestContext(options, perf_counter(), pipeline, self)
+        if pipeline.authenticator is not None and not self.admit(call, pipeline.authenticator):
             return
+        size = stream.missing_bytes
         has_size = size is None or self._check_size(call, size, is_whole=True)
         if has_size and pipeline.models.is_closed:
             pipeline.reject_if_overloaded(call)
 
     def receive(self, data: bytes, is_end: bool) -> None:
         call, body = self._call, self._body
-        if call is None or self.is_rejected:
+        if call is None or self._is_rejected:
             return
         if not self._check_size(call, body.nbytes + len(data), is_whole=False):
             return

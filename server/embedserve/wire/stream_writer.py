@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from time import perf_counter
 
-from embedserve.access.authenticator import Certificate
+from embedserve.access.authenticator import Authenticator, Certificate
 from embedserve.errors import EmbedServeError, OverloadedError
 from embedserve.pipeline import (
     REQUEST_S_MAX,
     RequestContext,
-    RequestOptions,
-    RequestPipeline,
     ResponseWriter,
     late_request,
 )
@@ -26,32 +23,25 @@ LATE_STREAMS_MAX = 16
 class StreamWriter(ResponseWriter):
     """Handler of the stream of one embed request. Subclasses read the body and write the response.
 
-    A subclass drops ``_call`` when it writes the response: the request refers to its writer, and
-    such a cycle would live until the next garbage collection.
-
-    Attributes:
-        is_rejected: whether the caller is not admitted. The body is discarded, because the
-            rejection may be written after a delay.
+    The constructors of the subclasses set all attributes: a call for each request would cost a
+    percent of its time. A subclass drops ``_call`` when it writes the response. The request refers
+    to its writer, and such a cycle would live until the next garbage collection.
     """
 
-    __slots__ = ("_call", "_headers", "_stream", "is_rejected")
+    __slots__ = ("_call", "_headers", "_is_rejected", "_stream")
 
     _call: RequestContext | None
+    _headers: Mapping[bytes, bytes]
+    _stream: Stream
+    _is_rejected: bool
+    """Whether the caller is not admitted. The body is then discarded, because the rejection may be
+    written after a delay."""
 
-    def __init__(
-        self,
-        options: RequestOptions,
-        pipeline: RequestPipeline,
-        headers: Mapping[bytes, bytes],
-        stream: Stream,
-    ) -> None:
-        self._headers = headers
-        self._stream = stream
-        call = self._call = RequestContext(options, perf_counter(), pipeline, self)
-        authenticator = pipeline.authenticator
-        self.is_rejected = authenticator is not None and not authenticator.admit(
-            call, headers.get(b"authorization")
-        )
+    def admit(self, call: RequestContext, authenticator: Authenticator) -> bool:
+        """Returns whether the caller may make the request; rejects the request if not."""
+        is_admitted = authenticator.admit(call, self._headers.get(b"authorization"))
+        self._is_rejected = not is_admitted
+        return is_admitted
 
     @property
     def origin(self) -> object:

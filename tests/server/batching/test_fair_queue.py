@@ -111,7 +111,7 @@ def test_while_two_wait_they_are_given_alike(
     apart = dict.fromkeys(combinations("abc", 2), 0)  # what each had when both began to wait
     for step in [*steps, *["take"] * len(steps)]:
         alive = [caller for callers in waiting.values() for caller in callers]
-        assert len(queued.queue) == len(alive)
+        assert len(queued.queue.source_of) == len(alive)
         if isinstance(step, tuple):
             waiting[step[0]].append(queued.put(*step))
         elif alive and step == "give up":

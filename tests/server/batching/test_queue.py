@@ -17,7 +17,12 @@ from server.waiting import until
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.fair_queue import GONE_MIN
 from embedserve.config import Limits
-from embedserve.errors import EngineError, InvalidRequestError, OverloadedError
+from embedserve.errors import (
+    DeadlineExceededError,
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+)
 from embedserve.metrics.model_metrics import ModelMetrics
 
 ONE: Bags = {"user": [[1]]}
@@ -204,15 +209,31 @@ async def test_the_end_of_a_batch_that_has_no_answers_is_told_too(
     assert told == [True]
 
 
-async def test_the_end_of_a_batch_that_all_left_is_told(
+async def test_the_end_of_a_batch_whose_requests_all_expired_is_told(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
     batcher = make_batcher(Limits())
     has_ended = asyncio.Event()
     batcher.on_answered = has_ended.set
-    submit(batcher, engine.request(ONE)).cancel()
+    late = submit(batcher, engine.request(ONE), deadline_s=0.0)
     await asyncio.wait_for(has_ended.wait(), 5)
+    assert isinstance(late.exception(), DeadlineExceededError)
     assert engine.lookups == []
+
+
+async def test_requests_that_all_left_are_not_kept(
+    engine: FakeEngine, make_batcher: MakeBatcher
+) -> None:
+    batcher = make_batcher(Limits())
+    left = [submit(batcher, engine.request(ONE)) for _ in range(3)]
+    alive = [weakref.ref(one) for one in left]
+    for one in left:
+        one.cancel()
+    left.clear()
+    del one
+    await asyncio.sleep(0)
+    gc.collect()
+    assert [one() for one in alive] == [None, None, None]
 
 
 async def test_one_that_is_retired_answers_what_waits_and_lets_go_of_its_engine(

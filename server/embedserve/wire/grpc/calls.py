@@ -105,15 +105,20 @@ class GrpcEmbedCall(StreamWriter):
         headers: Mapping[bytes, bytes],
         stream: Stream,
     ) -> None:
-        super().__init__(options, pipeline, headers, stream)
         self._encoding = encoding
+        self._headers = headers
+        self._stream = stream
+        self._is_rejected = False
         self._message: UnaryBody | None = None
-        if pipeline.models.is_closed and self._call is not None and not self.is_rejected:
-            pipeline.reject_if_overloaded(self._call)
+        call = self._call = RequestContext(options, perf_counter(), pipeline, self)
+        if pipeline.authenticator is not None and not self.admit(call, pipeline.authenticator):
+            return
+        if pipeline.models.is_closed:
+            pipeline.reject_if_overloaded(call)
 
     def receive(self, data: bytes, is_end: bool) -> None:
         call = self._call
-        if call is None or self.is_rejected:
+        if call is None or self._is_rejected:
             return
         if self._message is None:
             bytes_max = call.pipeline.limits.body_bytes_max
