@@ -1,21 +1,25 @@
-"""Generates docs/settings.md and docs/metrics.md from the code; run by `make docs`.
+"""Generates docs/settings.md, docs/metrics.md and docs/cli.md from the code; run by `make docs`.
 
-A setting is described by its field in config.py, and a metric by its family in /metrics.
-Corrections of these pages belong there. It also converts Prometheus' rules to the Kubernetes
-resource with the same rules. A test compares the committed files with the generated ones.
+A setting is described by its field in config.py, a metric by its family in /metrics, a command by
+its help texts. Corrections of these pages belong there. It also converts Prometheus' rules to the
+Kubernetes resource with the same rules. A test compares the committed files with the generated
+ones.
 """
 
 from __future__ import annotations
 
+import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import Metric
+from typer.main import get_group
 
 from embedserve.access.authenticator import UNKNOWN
+from embedserve.commands.cli import app
 from embedserve.config import DEFAULT_LIMITS, Limits, ServeSettings
 from embedserve.metrics.caller_metrics import CALLERS_MAX, OTHERS
 from embedserve.metrics.histogram import COUNT_BUCKETS, LOOKUP_SECONDS_BUCKETS, SECONDS_BUCKETS
@@ -156,6 +160,102 @@ def _label_values() -> str:
     )
 
 
+CLI_HEAD = """# Commands
+
+This page lists every command of `embedserve` with its arguments, options and an example, for
+those who run or script them. `embedserve COMMAND --help` shows the same. `embedserve --version`
+prints the version.
+
+A command that fails prints one line to stderr and exits with status 1. Status 2 is an invalid
+option. All commands need the server's installation ([install.md](install.md)).
+"""
+
+COMMANDS: Mapping[str, Mapping[str, str]] = {
+    "Publish": {
+        "describe": "embedserve describe CHECKPOINT --expected expected.safetensors "
+        "--output tables.yaml",
+        "plan": "embedserve plan tables.yaml --world-size 4 --sharding auto --device-memory 24GB",
+        "publish": "embedserve publish CHECKPOINT tables.yaml store --model dlrm "
+        "--expected expected.safetensors",
+        "demo": "embedserve demo store --if-missing",
+    },
+    "Serve": {
+        "serve": "embedserve serve store --model dlrm@stable --follow alias --workers 4",
+        "health": "embedserve health --ready",
+        "admin": "embedserve admin http://127.0.0.1:8002 load dlrm@7",
+        "shadow": "embedserve shadow http://127.0.0.1:8000",
+        "token": "embedserve token ranker --models dlrm --expires 90d >> tokens",
+    },
+    "Versions in a store": {
+        "inspect": "embedserve inspect store dlrm 7",
+        "verify": "embedserve verify store dlrm 7",
+        "diff": "embedserve diff store dlrm 6 7",
+        "alias": 'embedserve alias store dlrm stable 7 --why "recall is up by 0.3 %"',
+        "rollback": 'embedserve rollback store dlrm --why "CTR fell"',
+        "note": 'embedserve note store dlrm 7 "trained without last week\'s clicks"',
+        "prune": "embedserve prune store dlrm --keep 5 --dry-run",
+        "delete": "embedserve delete store dlrm 3",
+    },
+}
+"""An example of each command, by the headings of the page."""
+
+
+def cli_page() -> str:
+    """Returns the page of commands.
+
+    Raises:
+        ValueError: a command has no example, or an example has no command.
+    """
+    commands: Mapping[str, Any] = get_group(app).commands
+    listed = {name for examples in COMMANDS.values() for name in examples}
+    if listed != set(commands):
+        raise ValueError(f"COMMANDS and the commands differ: {listed ^ set(commands)}")
+    parts = [_made_by("the commands, server/embedserve/commands/"), CLI_HEAD]
+    for title, examples in COMMANDS.items():
+        parts.append(f"## {title}\n")
+        for name, example in examples.items():
+            parts += _command(name, commands[name], example)
+    return _joined(parts)
+
+
+def _command(name: str, command: Any, example: str) -> Iterator[str]:
+    yield f"### embedserve {name}\n"
+    yield inspect.cleandoc(command.help) + "\n"
+    yield f"    {example}\n"
+    rows = [_argument(one) for one in command.params if one.param_type_name == "argument"]
+    if rows:
+        yield _table(("argument", "meaning"), rows)
+    if name == "serve":
+        yield (
+            "Options: `--config FILE` reads settings from a TOML file; every setting of "
+            "[settings.md](settings.md) is an option.\n"
+        )
+        return
+    rows = [_option(one) for one in command.params if one.param_type_name == "option"]
+    if rows:
+        yield _table(("option", "default", "meaning"), rows)
+
+
+def _argument(one: Any) -> Sequence[str]:
+    name = one.name.upper() + (" …" if one.nargs < 0 else "")
+    return f"`{name}`" if one.required else f"`[{name}]`", _cell(one.help)
+
+
+def _option(one: Any) -> Sequence[str]:
+    """Returns the cells of an option. Defaults that its help text explains are left out."""
+    value = "" if one.is_flag else f" {one.name.upper()}"
+    default = "required" if one.required else ""
+    if one.default not in (None, "", False) and not one.required:
+        default = f"`{one.default:g}`" if isinstance(one.default, float) else f"`{one.default}`"
+    variable = f" Variable: `{one.envvar}`." if one.envvar else ""
+    flags = ", ".join(f"`{flag}{value}`" for flag in one.opts)
+    return flags, default, _cell(one.help) + variable
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
 RULE_HEAD = """# Made by docs/generate.py (make docs) out of deploy/monitoring/rules.yaml.
 # Gives the Prometheus Operator the recorded series and the alerts.
 apiVersion: monitoring.coreos.com/v1
@@ -197,6 +297,7 @@ def _joined(parts: Sequence[str]) -> str:
 MADE: Mapping[str, Callable[[], str]] = {
     "docs/settings.md": settings_page,
     "docs/metrics.md": metrics_page,
+    "docs/cli.md": cli_page,
     "deploy/kubernetes/base/prometheus-rule.yaml": prometheus_rule,
 }
 """Functions that generate the files, by file name."""
