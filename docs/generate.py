@@ -34,32 +34,35 @@ MADE_BY = "<!-- Made by docs/generate.py (make docs) out of {source}: change tha
 
 SETTINGS_HEAD = """# Settings of `embedserve serve`
 
-Each is a flag, an environment variable, or a key of the TOML file that `--config FILE`
-(`EMBEDSERVE_CONFIG`) names; the first of these wins. An unknown key, or a value that is out of
-bounds, stops the start with one line that names it.
+This page lists every setting of a server, for operators. Each is a flag, an environment variable,
+or a key of the TOML file that `--config FILE` (`EMBEDSERVE_CONFIG`) names. A flag takes precedence
+over a variable, and a variable over the file. An unknown key, or a value that is out of bounds,
+stops the start with one line that names it.
 
     embedserve serve store --http-port 8010
     EMBEDSERVE_HTTP_PORT=8010 embedserve serve store
     embedserve serve --config serve.toml            # http_port = 8010
 
-The store itself is an argument, `EMBEDSERVE_STORE` or the key `store`: a folder, or a URL such as
-`s3://bucket/store`. A setting that may be repeated is a list in the file, and several words in
-its variable.
+The store is an argument, `EMBEDSERVE_STORE` or the key `store`: a folder, or a URL such as
+`s3://bucket/store`. A repeatable setting is a list in the file, and several words in its variable.
 """
 
 MEMORY_HEAD = """## Memory
 
-What clients can make a process use beside the tables and what it takes when idle, with the
-defaults of its limits (`server/embedserve/processes/memory_bounds.py` has the sum for others;
-`tests/hostile/test_memory.py` holds a server to it):
+This table has the most memory that clients can make a process use, besides its tables and its idle
+memory, with the default limits. `server/embedserve/processes/memory_bounds.py` computes it for
+other limits, and `tests/hostile/test_memory.py` verifies it.
 """
 
 METRICS_HEAD = """# Metrics
 
-`GET /metrics` on the HTTP port has them in Prometheus' text format. With several workers any of
-them answers for all: counters and histograms are sums over the workers that there are and were;
-what waits and what is used are sums over those that are ready. What another worker counted is
-shown at most half a second late. [monitoring.md](monitoring.md#what-to-watch) says which to watch.
+This page lists every metric of a server, for operators.
+[monitoring.md](monitoring.md#what-to-watch) explains which to watch.
+
+`GET /metrics` on the HTTP port returns them in Prometheus' text format. With several workers each
+worker returns the metrics of all. Counters and histograms are sums over all workers, including
+those that have ended. Gauges of waiting requests and of resources are sums over the workers that
+are ready. Counts of another worker are at most half a second old.
 
 A counter's name ends in `_total`; a histogram `NAME` is exposed as `NAME_bucket` with the label
 `le`, `NAME_sum` and `NAME_count`.
@@ -75,10 +78,12 @@ def settings_page() -> str:
     parts.append(MEMORY_HEAD)
     rows = [(human_bytes(size), what) for what, size in memory_parts(DEFAULT_LIMITS).items()]
     total = human_bytes(memory_bytes_max(DEFAULT_LIMITS))
-    rows.append((f"**{total}**", "in all, for one model"))
+    rows.append((f"**{total}**", "in total, for one model"))
     over_tls = human_bytes(memory_bytes_max(DEFAULT_LIMITS, has_tls=True))
     each = human_bytes(CONNECTION_TLS_BYTES)
-    rows.append((f"**{over_tls}**", f"in all, where connections are over TLS: {each} more each"))
+    rows.append(
+        (f"**{over_tls}**", f"in total over TLS, which takes {each} more for each connection")
+    )
     parts.append(_table(("at most", ""), rows))
     return _joined(parts)
 
@@ -120,13 +125,13 @@ def metrics_page() -> str:
     ours = [family for family in families if family.name.startswith("embedserve_")]
     others = [family for family in families if family not in ours]
     parts = [_made_by("a server's own collector, server/embedserve/metrics/"), METRICS_HEAD]
-    parts.append("## Of embedserve\n")
+    parts.append("## Metrics of embedserve\n")
     parts.append(_table(METRIC_COLUMNS, map(_metric_row, ours)))
     parts.append(f"## Values of labels, and buckets\n\n{_label_values()}")
-    parts.append("## Of the processes\n")
+    parts.append("## Metrics of the processes\n")
     parts.append(
-        "`python_gc_…` are left out where there are several workers: each has its own, and none "
-        "can be asked for another's.\n"
+        "With several workers there are no `python_gc_…` metrics, because each worker can only "
+        "report its own.\n"
     )
     parts.append(_table(METRIC_COLUMNS, map(_metric_row, others)))
     return _joined(parts)
@@ -149,9 +154,9 @@ def _label_values() -> str:
     before = ", ".join(f"{bound * 1e6:.0f}" for bound in shorter)
     return (
         f"- `protocol`: {_named(PROTOCOLS)}.\n"
-        f"- `outcome`: {_named(OUTCOMES)}; of a handshake {_named(HANDSHAKE_OUTCOMES)}.\n"
-        f"- `caller`: a name of the file of tokens, up to {CALLERS_MAX} of them; `{UNKNOWN}` for "
-        f"those whom nobody knows, `{OTHERS}` for all others.\n"
+        f"- `outcome`: {_named(OUTCOMES)}; for TLS handshakes {_named(HANDSHAKE_OUTCOMES)}.\n"
+        f"- `caller`: a name in the token file, up to {CALLERS_MAX} of them; `{UNKNOWN}` for "
+        f"unknown callers, `{OTHERS}` for names beyond these.\n"
         "- `model`, `feature`: names as published. `rank`: from 0.\n"
         f"- Seconds have buckets from {seconds}, six a decade; "
         f"`embedserve_lookup_seconds` has {before} microseconds before them.\n"
