@@ -26,9 +26,7 @@ def run(line: str, folder: Path) -> str:
     """Runs a command of the page and returns what it writes."""
     program, *arguments = shlex.split(line)
     if program in MODULES:
-        done = run_warm(
-            [*PYTHON, *MODULES[program], *arguments], cwd=folder, timeout=COMMAND_S_MAX
-        )
+        done = run_warm([*PYTHON, *MODULES[program], *arguments], cwd=folder, timeout=COMMAND_S_MAX)
     else:
         done = subprocess.run(
             [program, *arguments], cwd=folder, capture_output=True, text=True, check=False
