@@ -94,8 +94,8 @@ proto: install
 	    --grpc_python_out=. embedserve_proto/embedding.proto embedserve_proto/open_inference.proto \
 	    embedserve_proto/predictor.proto
 
-# docs/settings.md, docs/metrics.md and the Kubernetes resource of Prometheus' rules are committed,
-# too; a test compares them.
+# docs/settings.md, docs/metrics.md, docs/cli.md and the Kubernetes resource of Prometheus' rules are
+# committed, too; a test compares them.
 docs: install
 	PYTHONPATH=server:model_store:clients:proto $(BIN)/python docs/generate.py
 

@@ -1,21 +1,25 @@
-"""Generates docs/settings.md and docs/metrics.md from the code; run by `make docs`.
+"""Generates docs/settings.md, docs/metrics.md and docs/cli.md from the code; run by `make docs`.
 
-A setting is described by its field in config.py, and a metric by its family in /metrics.
-Corrections of these pages belong there. It also converts Prometheus' rules to the Kubernetes
-resource with the same rules. A test compares the committed files with the generated ones.
+A setting is described by its field in config.py, a metric by its family in /metrics, a command by
+its help texts. Corrections of these pages belong there. It also converts Prometheus' rules to the
+Kubernetes resource with the same rules. A test compares the committed files with the generated
+ones.
 """
 
 from __future__ import annotations
 
+import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import Metric
+from typer.main import get_group
 
 from embedserve.access.authenticator import UNKNOWN
+from embedserve.commands.cli import app
 from embedserve.config import DEFAULT_LIMITS, Limits, ServeSettings
 from embedserve.metrics.caller_metrics import CALLERS_MAX, OTHERS
 from embedserve.metrics.histogram import COUNT_BUCKETS, LOOKUP_SECONDS_BUCKETS, SECONDS_BUCKETS
@@ -30,32 +34,35 @@ MADE_BY = "<!-- Made by docs/generate.py (make docs) out of {source}: change tha
 
 SETTINGS_HEAD = """# Settings of `embedserve serve`
 
-Each is a flag, an environment variable, or a key of the TOML file that `--config FILE`
-(`EMBEDSERVE_CONFIG`) names; the first of these wins. An unknown key, or a value that is out of
-bounds, stops the start with one line that names it.
+This page lists every setting of a server, for operators. Each is a flag, an environment variable,
+or a key of the TOML file that `--config FILE` (`EMBEDSERVE_CONFIG`) names. A flag takes precedence
+over a variable, and a variable over the file. An unknown key, or a value that is out of bounds,
+stops the start with one line that names it.
 
     embedserve serve store --http-port 8010
     EMBEDSERVE_HTTP_PORT=8010 embedserve serve store
     embedserve serve --config serve.toml            # http_port = 8010
 
-The store itself is an argument, `EMBEDSERVE_STORE` or the key `store`: a folder, or a URL such as
-`s3://bucket/store`. A setting that may be repeated is a list in the file, and several words in
-its variable.
+The store is an argument, `EMBEDSERVE_STORE` or the key `store`: a folder, or a URL such as
+`s3://bucket/store`. A repeatable setting is a list in the file, and several words in its variable.
 """
 
 MEMORY_HEAD = """## Memory
 
-What clients can make a process use beside the tables and what it takes when idle, with the
-defaults of its limits (`server/embedserve/processes/memory_bounds.py` has the sum for others;
-`tests/hostile/test_memory.py` holds a server to it):
+This table has the most memory that clients can make a process use, besides its tables and its idle
+memory, with the default limits. `server/embedserve/processes/memory_bounds.py` computes it for
+other limits, and `tests/hostile/test_memory.py` verifies it.
 """
 
 METRICS_HEAD = """# Metrics
 
-`GET /metrics` on the HTTP port has them in Prometheus' text format. With several workers any of
-them answers for all: counters and histograms are sums over the workers that there are and were;
-what waits and what is used are sums over those that are ready. What another worker counted is
-shown at most half a second late. [monitoring.md](monitoring.md#what-to-watch) says which to watch.
+This page lists every metric of a server, for operators.
+[monitoring.md](monitoring.md#what-to-watch) explains which to watch.
+
+`GET /metrics` on the HTTP port returns them in Prometheus' text format. With several workers each
+worker returns the metrics of all. Counters and histograms are sums over all workers, including
+those that have ended. Gauges of waiting requests and of resources are sums over the workers that
+are ready. Counts of another worker are at most half a second old.
 
 A counter's name ends in `_total`; a histogram `NAME` is exposed as `NAME_bucket` with the label
 `le`, `NAME_sum` and `NAME_count`.
@@ -71,10 +78,12 @@ def settings_page() -> str:
     parts.append(MEMORY_HEAD)
     rows = [(human_bytes(size), what) for what, size in memory_parts(DEFAULT_LIMITS).items()]
     total = human_bytes(memory_bytes_max(DEFAULT_LIMITS))
-    rows.append((f"**{total}**", "in all, for one model"))
+    rows.append((f"**{total}**", "in total, for one model"))
     over_tls = human_bytes(memory_bytes_max(DEFAULT_LIMITS, has_tls=True))
     each = human_bytes(CONNECTION_TLS_BYTES)
-    rows.append((f"**{over_tls}**", f"in all, where connections are over TLS: {each} more each"))
+    rows.append(
+        (f"**{over_tls}**", f"in total over TLS, which takes {each} more for each connection")
+    )
     parts.append(_table(("at most", ""), rows))
     return _joined(parts)
 
@@ -116,13 +125,13 @@ def metrics_page() -> str:
     ours = [family for family in families if family.name.startswith("embedserve_")]
     others = [family for family in families if family not in ours]
     parts = [_made_by("a server's own collector, server/embedserve/metrics/"), METRICS_HEAD]
-    parts.append("## Of embedserve\n")
+    parts.append("## Metrics of embedserve\n")
     parts.append(_table(METRIC_COLUMNS, map(_metric_row, ours)))
     parts.append(f"## Values of labels, and buckets\n\n{_label_values()}")
-    parts.append("## Of the processes\n")
+    parts.append("## Metrics of the processes\n")
     parts.append(
-        "`python_gc_…` are left out where there are several workers: each has its own, and none "
-        "can be asked for another's.\n"
+        "With several workers there are no `python_gc_…` metrics, because each worker can only "
+        "report its own.\n"
     )
     parts.append(_table(METRIC_COLUMNS, map(_metric_row, others)))
     return _joined(parts)
@@ -145,15 +154,111 @@ def _label_values() -> str:
     before = ", ".join(f"{bound * 1e6:.0f}" for bound in shorter)
     return (
         f"- `protocol`: {_named(PROTOCOLS)}.\n"
-        f"- `outcome`: {_named(OUTCOMES)}; of a handshake {_named(HANDSHAKE_OUTCOMES)}.\n"
-        f"- `caller`: a name of the file of tokens, up to {CALLERS_MAX} of them; `{UNKNOWN}` for "
-        f"those whom nobody knows, `{OTHERS}` for all others.\n"
+        f"- `outcome`: {_named(OUTCOMES)}; for TLS handshakes {_named(HANDSHAKE_OUTCOMES)}.\n"
+        f"- `caller`: a name in the token file, up to {CALLERS_MAX} of them; `{UNKNOWN}` for "
+        f"unknown callers, `{OTHERS}` for names beyond these.\n"
         "- `model`, `feature`: names as published. `rank`: from 0.\n"
         f"- Seconds have buckets from {seconds}, six a decade; "
         f"`embedserve_lookup_seconds` has {before} microseconds before them.\n"
         f"- Examples and ids of a batch: powers of two, {COUNT_BUCKETS[0]:g} to "
         f"{COUNT_BUCKETS[-1]:.0f}.\n"
     )
+
+
+CLI_HEAD = """# Commands
+
+This page lists every command of `embedserve` with its arguments, options and an example, for
+those who run or script them. `embedserve COMMAND --help` shows the same. `embedserve --version`
+prints the version.
+
+A command that fails prints one line to stderr and exits with status 1. Status 2 is an invalid
+option. All commands need the server's installation ([install.md](install.md)).
+"""
+
+COMMANDS: Mapping[str, Mapping[str, str]] = {
+    "Publish": {
+        "describe": "embedserve describe CHECKPOINT --expected expected.safetensors "
+        "--output tables.yaml",
+        "plan": "embedserve plan tables.yaml --world-size 4 --sharding auto --device-memory 24GB",
+        "publish": "embedserve publish CHECKPOINT tables.yaml store --model dlrm "
+        "--expected expected.safetensors",
+        "demo": "embedserve demo store --if-missing",
+    },
+    "Serve": {
+        "serve": "embedserve serve store --model dlrm@stable --follow alias --workers 4",
+        "health": "embedserve health --ready",
+        "admin": "embedserve admin http://127.0.0.1:8002 load dlrm@7",
+        "shadow": "embedserve shadow http://127.0.0.1:8000",
+        "token": "embedserve token ranker --models dlrm --expires 90d >> tokens",
+    },
+    "Versions in a store": {
+        "inspect": "embedserve inspect store dlrm 7",
+        "verify": "embedserve verify store dlrm 7",
+        "diff": "embedserve diff store dlrm 6 7",
+        "alias": 'embedserve alias store dlrm stable 7 --why "recall is up by 0.3 %"',
+        "rollback": 'embedserve rollback store dlrm --why "CTR fell"',
+        "note": 'embedserve note store dlrm 7 "trained without last week\'s clicks"',
+        "prune": "embedserve prune store dlrm --keep 5 --dry-run",
+        "delete": "embedserve delete store dlrm 3",
+    },
+}
+"""An example of each command, by the headings of the page."""
+
+
+def cli_page() -> str:
+    """Returns the page of commands.
+
+    Raises:
+        ValueError: a command has no example, or an example has no command.
+    """
+    commands: Mapping[str, Any] = get_group(app).commands
+    listed = {name for examples in COMMANDS.values() for name in examples}
+    if listed != set(commands):
+        raise ValueError(f"COMMANDS and the commands differ: {listed ^ set(commands)}")
+    parts = [_made_by("the commands, server/embedserve/commands/"), CLI_HEAD]
+    for title, examples in COMMANDS.items():
+        parts.append(f"## {title}\n")
+        for name, example in examples.items():
+            parts += _command(name, commands[name], example)
+    return _joined(parts)
+
+
+def _command(name: str, command: Any, example: str) -> Iterator[str]:
+    yield f"### embedserve {name}\n"
+    yield inspect.cleandoc(command.help) + "\n"
+    yield f"    {example}\n"
+    rows = [_argument(one) for one in command.params if one.param_type_name == "argument"]
+    if rows:
+        yield _table(("argument", "meaning"), rows)
+    if name == "serve":
+        yield (
+            "Options: `--config FILE` reads settings from a TOML file; every setting of "
+            "[settings.md](settings.md) is an option.\n"
+        )
+        return
+    rows = [_option(one) for one in command.params if one.param_type_name == "option"]
+    if rows:
+        yield _table(("option", "default", "meaning"), rows)
+
+
+def _argument(one: Any) -> Sequence[str]:
+    name = one.name.upper() + (" …" if one.nargs < 0 else "")
+    return f"`{name}`" if one.required else f"`[{name}]`", _cell(one.help)
+
+
+def _option(one: Any) -> Sequence[str]:
+    """Returns the cells of an option. Defaults that its help text explains are left out."""
+    value = "" if one.is_flag else f" {one.name.upper()}"
+    default = "required" if one.required else ""
+    if one.default not in (None, "", False) and not one.required:
+        default = f"`{one.default:g}`" if isinstance(one.default, float) else f"`{one.default}`"
+    variable = f" Variable: `{one.envvar}`." if one.envvar else ""
+    flags = ", ".join(f"`{flag}{value}`" for flag in one.opts)
+    return flags, default, _cell(one.help) + variable
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 RULE_HEAD = """# Made by docs/generate.py (make docs) out of deploy/monitoring/rules.yaml.
@@ -197,6 +302,7 @@ def _joined(parts: Sequence[str]) -> str:
 MADE: Mapping[str, Callable[[], str]] = {
     "docs/settings.md": settings_page,
     "docs/metrics.md": metrics_page,
+    "docs/cli.md": cli_page,
     "deploy/kubernetes/base/prometheus-rule.yaml": prometheus_rule,
 }
 """Functions that generate the files, by file name."""

@@ -52,6 +52,11 @@ def test_the_readme_is_short_and_names_the_two_commands() -> None:
     assert "make test" in text
 
 
+def test_the_page_of_proxies_has_the_files_that_are_tested() -> None:
+    shown = {block.text for block in blocks(DOCS / "proxies.md")}
+    assert shown == {path.read_text("utf-8") for path in (ROOT / "deploy" / "proxies").iterdir()}
+
+
 def test_the_readmes_example_of_a_client_imports_no_torch() -> None:
     """Importing torchrec prints a warning of torch's."""
     (example,) = (

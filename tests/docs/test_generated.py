@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
@@ -12,7 +13,9 @@ import pytest
 from documents import ROOT
 from prometheus_client import Metric
 from server.fake_models import ruled_info
+from typer.main import get_group
 
+from embedserve.commands.cli import app
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.metrics.metrics import Metrics
 from embedserve.processes.memory_bounds import memory_bytes_max
@@ -92,6 +95,16 @@ def test_the_page_has_every_metric_with_the_labels_of_its_samples(family: Metric
         assert [name.strip("`") for name in labels.split(", ") if name] == [
             name for name in sample.labels if name != "le"
         ]
+
+
+@pytest.mark.parametrize(
+    "example", [one for examples in generator().COMMANDS.values() for one in examples.values()]
+)
+def test_an_example_of_a_command_is_accepted_by_it(example: str) -> None:
+    typed, _, _ = example.partition(" >> ")
+    program, name, *arguments = shlex.split(typed)
+    assert program == "embedserve"
+    get_group(app).commands[name].make_context(name, arguments)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/sizing.md"])

@@ -148,6 +148,7 @@ DOCUMENTS = (
     "README.md",
     "docs/rest.md",
     "docs/grpc.md",
+    "docs/clients.md",
     "docs/open-inference-protocol.md",
     "docs/torchrec-predictor.md",
     "docs/store.md",

@@ -1,84 +1,26 @@
-"""nginx and HAProxy from Debian, as child processes with all their files in one folder."""
+"""nginx, HAProxy and Envoy with the configurations of deploy/proxies, as child processes with all
+their files in one folder."""
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from interop.tools import tool
+from interop.drivers import python_programs
+from interop.tools import ROOT, tool
 from running_servers import free_port
 
 START_S_MAX = 30
-NGINX = """
-daemon off;
-master_process off;
-pid {folder}/pid;
-error_log {folder}/log warn;
-events {{ worker_connections 256; }}
-http {{
-    access_log off;
-    client_body_temp_path {folder}/client_body;
-    proxy_temp_path {folder}/proxy;
-    fastcgi_temp_path {folder}/fastcgi;
-    uwsgi_temp_path {folder}/uwsgi;
-    scgi_temp_path {folder}/scgi;
-    client_max_body_size 64m;
-    upstream rest {{ {to_http} keepalive 8; }}
-    upstream grpc {{ {to_grpc} keepalive 8; }}
-    server {{
-        listen 127.0.0.1:{http};
-        location / {{
-            proxy_pass http://rest;
-            proxy_next_upstream error timeout http_503 non_idempotent;
-            proxy_http_version 1.1;
-            proxy_set_header Connection "";
-            proxy_set_header Host localhost;
-        }}
-    }}
-    server {{
-        listen 127.0.0.1:{grpc} http2;
-        location / {{
-            grpc_pass grpc://grpc;
-            grpc_set_header Host localhost;
-            grpc_next_upstream error timeout non_idempotent;
-        }}
-        error_page 502 = @unavailable;
-        location @unavailable {{ add_header grpc-status 14; return 204; }}
-    }}
-}}
-"""
-"""HTTP/1.1 to the one port and HTTP/2 to the other, both over connections that are kept. A request
-that one server refuses goes to another where there is one (deploy/README.md). What nginx itself
-refuses of gRPC, it refuses in gRPC's way."""
-HAPROXY = """
-global
-    nbthread 1
-    log stdout format raw local0
-defaults
-    mode http
-    log global
-    option httplog
-    retries 0
-    timeout connect 60s
-    timeout client 60s
-    timeout server 60s
-frontend http
-    bind 127.0.0.1:{http}
-    default_backend rest
-frontend grpc
-    bind 127.0.0.1:{grpc} proto h2
-    default_backend grpc
-backend rest
-    server one 127.0.0.1:{to_http} proto h2
-backend grpc
-    server one 127.0.0.1:{to_grpc} proto h2
-"""
-"""HTTP/2 to both ports, of many clients over few connections."""
+CONFIGURATIONS = ROOT / "deploy" / "proxies"
+"""Whole configurations, which docs/proxies.md shows: two servers, 10.0.0.1 and 10.0.0.2."""
+ADDRESS_FORMS = ("{}:{}", "address: {}, port_value: {}")
+"""An address in the files of nginx and HAProxy, and in Envoy's."""
 
 
 @dataclass(frozen=True)
@@ -97,28 +39,64 @@ class Proxy:
     log: Path
 
 
+def configuration(
+    name: str, to: Sequence[Ports], listening: Mapping[str, str], more: Mapping[str, str]
+) -> str:
+    """Returns a file of deploy/proxies for the servers ``to``, one or two.
+
+    Args:
+        listening: the file's own addresses, and what they are here.
+        more: other replacements, each of a text that the file has.
+    """
+    text = (CONFIGURATIONS / name).read_text("utf-8")
+    if len(to) == 1:
+        text = "".join(one for one in text.splitlines(True) if "10.0.0.2" not in one)
+    replaced = {**listening, **more}
+    for number, ports in enumerate(to, 1):
+        for theirs, ours in ((8000, ports.http), (8001, ports.grpc)):
+            (form,) = (
+                one for one in ADDRESS_FORMS if one.format(f"10.0.0.{number}", theirs) in text
+            )
+            old, new = f"10.0.0.{number}", "127.0.0.1"
+            replaced[form.format(old, theirs)] = form.format(new, ours)
+    for old in replaced:
+        assert old in text, f"{name} has no {old!r}"
+    wanted = re.compile("|".join(map(re.escape, replaced)))
+    return wanted.sub(lambda found: replaced[found[0]], text)
+
+
 @contextmanager
 def nginx(folder: Path, *to: Ports) -> Iterator[Proxy]:
-    """Before each of the servers ``to``."""
+    """HTTP/1.1 to the one port and HTTP/2 to the other, over connections that are kept."""
     config, ports = folder / "nginx.conf", Ports(free_port(), free_port())
-    config.write_text(
-        NGINX.format(
-            folder=folder,
-            http=ports.http,
-            grpc=ports.grpc,
-            to_http=_upstreams(one.http for one in to),
-            to_grpc=_upstreams(one.grpc for one in to),
-        )
-    )
-    command = [tool("nginx"), "-e", "stderr", "-p", str(folder), "-c", str(config)]
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    temporary = "".join(f" {kind}_temp_path {folder}/{kind};" for kind in kinds)
+    listening = {
+        "listen 8000;": f"listen 127.0.0.1:{ports.http};",
+        "listen 8001 http2;": f"listen 127.0.0.1:{ports.grpc} http2;",
+    }
+    config.write_text(configuration(config.name, to, listening, {"http {": "http {" + temporary}))
+    process = f"daemon off; master_process off; pid {folder}/pid; error_log {folder}/log warn;"
+    command = [tool("nginx"), "-e", "stderr", "-p", str(folder), "-c", str(config), "-g", process]
     with _running("nginx", command, folder, ports) as proxy:
         yield proxy
 
 
 @contextmanager
-def haproxy(folder: Path, to: Ports) -> Iterator[Proxy]:
+def haproxy(folder: Path, *to: Ports, has_checks: bool = True) -> Iterator[Proxy]:
+    """HTTP/2 to both ports, of many clients over few connections.
+
+    Args:
+        has_checks: whether HAProxy itself finds out which servers are ready; before a Service of
+            Kubernetes it does not.
+    """
     ports = Ports(free_port(), free_port())
-    text = HAPROXY.format(http=ports.http, grpc=ports.grpc, to_http=to.http, to_grpc=to.grpc)
+    listening = {
+        "bind :8000": f"bind 127.0.0.1:{ports.http}",
+        "bind :8001": f"bind 127.0.0.1:{ports.grpc}",
+    }
+    unchecked = {} if has_checks else {" check inter 1s fall 1": ""}
+    text = configuration("haproxy.cfg", to, listening, unchecked)
     with haproxy_of(folder, text, ports) as proxy:
         yield proxy
 
@@ -132,14 +110,29 @@ def haproxy_of(folder: Path, text: str, ports: Ports) -> Iterator[Proxy]:
         yield proxy
 
 
-PROXIES: dict[str, Callable[[Path, Ports], AbstractContextManager[Proxy]]] = {
+@contextmanager
+def envoy(folder: Path, *to: Ports) -> Iterator[Proxy]:
+    """HTTP/2 to both ports; Envoy comes from the package index."""
+    (program,) = python_programs("envoy").parent.glob("lib/python3*/site-packages/envoy/_bin/envoy")
+    program.chmod(0o755)
+    config, ports = folder / "envoy.yaml", Ports(free_port(), free_port())
+    form = ADDRESS_FORMS[1]
+    listening = {
+        form.format("0.0.0.0", 8000): form.format("127.0.0.1", ports.http),
+        form.format("0.0.0.0", 8001): form.format("127.0.0.1", ports.grpc),
+    }
+    config.write_text(configuration(config.name, to, listening, {}))
+    options = ("--concurrency", "1", "--disable-hot-restart", "--log-level", "warning")
+    with _running("envoy", [str(program), "-c", str(config), *options], folder, ports) as proxy:
+        yield proxy
+
+
+PROXIES: dict[str, Callable[..., AbstractContextManager[Proxy]]] = {
     "nginx": nginx,
     "haproxy": haproxy,
+    "envoy": envoy,
 }
-
-
-def _upstreams(ports: Iterable[int]) -> str:
-    return " ".join(f"server 127.0.0.1:{port} fail_timeout=1s;" for port in ports)
+"""Each takes a folder and the servers that it stands before."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Behind nginx and HAProxy: unary calls, streams and REST, answered as without them."""
+"""Behind nginx, HAProxy and Envoy: unary calls, streams and REST, answered as without them."""
 
 from __future__ import annotations
 

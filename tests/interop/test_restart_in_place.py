@@ -1,7 +1,7 @@
-"""One of two servers behind nginx is restarted on its ports, under load, and no request is lost.
+"""One of two servers behind a proxy is restarted on its ports, under load, and no request is lost.
 
-nginx knows no readiness. While the server loads it refuses connections on its gRPC port and answers
-503 on its HTTP port, and nginx has the other server answer.
+While the server loads it refuses connections on its gRPC port and answers 503 on its HTTP port, and
+the proxy has the other server answer. HAProxy and Envoy check readiness, too; nginx cannot.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from interop.proxies import Ports, nginx
+from interop.proxies import PROXIES, Ports
 from interop.test_proxy_restart import ANSWERED, OPTIONS, Load, rest, stream, unary
 from prometheus_client.parser import text_string_to_metric_families
 from running_servers import Running, free_port, running
@@ -36,10 +36,10 @@ def pair() -> list[Ports]:
 
 
 @pytest.fixture
-def load(pair: list[Ports], tmp_path: Path) -> Iterator[Load]:
+def load(pair: list[Ports], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Load]:
     load = Load()
     with ExitStack() as open_:
-        proxy = open_.enter_context(nginx(tmp_path, *pair))
+        proxy = open_.enter_context(PROXIES[request.param](tmp_path, *pair))
         for number in range(CLIENTS):
             client = httpx.Client(base_url=proxy.http, timeout=STEP_S_MAX)
             load.add(f"REST {number}", rest(open_.enter_context(client)))
@@ -51,8 +51,12 @@ def load(pair: list[Ports], tmp_path: Path) -> Iterator[Load]:
         load.stop()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_restart_in_place_behind_nginx_loses_nothing(
+@pytest.mark.parametrize(
+    ("load", "workers"),
+    [("nginx", 1), ("nginx", 2), ("haproxy", 2), ("envoy", 2)],
+    indirect=["load"],
+)
+def test_a_restart_in_place_behind_a_proxy_loses_nothing(
     store: Path, tmp_path: Path, pair: list[Ports], load: Load, workers: int
 ) -> None:
     options, late = ("--workers", workers, "--wait"), tmp_path / "late"
@@ -69,6 +73,7 @@ def test_a_restart_in_place_behind_nginx_loses_nothing(
 
     with ThreadPoolExecutor(1) as thread, running(store, tmp_path / "one", ports_used=one):
         with running(store, tmp_path / "first", *options, ports_used=other) as server:
+            load.wait_until_answered()
             load.start()
             load.until_each(ANSWERS, ANSWERED)
             server.process.terminate()

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -108,8 +109,8 @@ def load(service: Service, tmp_path: Path) -> Iterator[Load]:
     own = Proxy("service", f"http://127.0.0.1:{ports.http}", f"127.0.0.1:{ports.grpc}", tmp_path)
     with ExitStack() as open_:
         proxies = [own]
-        for start in (nginx, haproxy):
-            folder = tmp_path / start.__name__
+        for start in (nginx, partial(haproxy, has_checks=False)):
+            folder = tmp_path / f"proxy-{len(proxies)}"
             folder.mkdir()
             proxies.append(open_.enter_context(start(folder, ports)))
         for proxy in proxies:

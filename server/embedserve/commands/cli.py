@@ -38,6 +38,21 @@ from embedserve.commands.store_commands import (
 )
 from embedserve.commands.switch import Command, Group, switch
 
+Checkpoint = Annotated[
+    Path,
+    typer.Argument(
+        help="Folder of torch.distributed.checkpoint, file of torch.save, or file or folder of "
+        "safetensors."
+    ),
+]
+Prefix = Annotated[
+    str,
+    typer.Option(
+        help="Dotted path of the collection to use, such as model.sparse.ebc. Required if the "
+        "checkpoint has several."
+    ),
+]
+
 app = typer.Typer(
     name="embedserve",
     cls=Group,
@@ -69,10 +84,12 @@ app.command()(with_settings_as_options(serve))
 
 @app.command()
 def demo(
-    store: Annotated[Path, typer.Argument(help="The model store; made if missing.")],
+    store: Annotated[Path, typer.Argument(help="Folder of the model store; created if missing.")],
     model: Annotated[str, typer.Option(help="Name of the model.")] = "movies",
-    dtype: Annotated[str, typer.Option(help="float32, float16, int8 or int4.")] = "float32",
-    sharding: Annotated[str, typer.Option(help="table_wise or row_wise.")] = "row_wise",
+    dtype: Annotated[
+        str, typer.Option(help="Type of stored rows: float32, float16, int8 or int4.")
+    ] = "float32",
+    sharding: Annotated[str, typer.Option(help="Sharding: table_wise or row_wise.")] = "row_wise",
     world_size: Annotated[int, typer.Option(help="Ranks of the sharding plan.")] = 2,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Also save the trained state dict here.")
@@ -91,89 +108,82 @@ def demo(
 
 @app.command()
 def publish(
-    checkpoint: Annotated[
-        Path,
-        typer.Argument(
-            help="A folder of torch.distributed.checkpoint, a file of torch.save, or safetensors."
-        ),
-    ],
+    checkpoint: Checkpoint,
     tables: Annotated[
-        Path, typer.Argument(help="YAML or JSON: name, size, features and pooling of each table.")
+        Path, typer.Argument(help="Description of the tables, YAML or JSON, as describe drafts it.")
     ],
-    store: Annotated[str, typer.Argument(help="The model store; made if missing.")],
+    store: Annotated[
+        str, typer.Argument(help="Model store, a folder or a URL; a folder is created if missing.")
+    ],
     model: Annotated[str, typer.Option(help="Name of the model.")],
-    prefix: Annotated[
-        str,
-        typer.Option(
-            help="Where there are several collections, the dotted path of one in the keys, such as "
-            "model.sparse.ebc."
-        ),
-    ] = "",
+    prefix: Prefix = "",
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="float32, float16, int8 or int4, or by table: user=int8,movie=float16. "
-            "Default: as the description says."
+            help="Type of stored rows: float32, float16, int8 or int4; or by table, such as "
+            "user=int8,movie=float16. Default: from the description."
         ),
     ] = None,
     sharding: Annotated[
         str | None,
         typer.Option(
-            help="table_wise, row_wise, column_wise, data_parallel or auto, or by table: "
-            "user=row_wise,movie=auto, or a plan.json. Default: as the description says, or "
-            "table_wise."
+            help="Sharding: table_wise, row_wise, column_wise, data_parallel or auto; or by "
+            "table, such as user=row_wise,movie=auto; or a file written by plan --output. "
+            "Default: from the description, else table_wise."
         ),
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option(help="Ranks of the sharding plan. Default: 1, or the plan's.")
+        int | None, typer.Option(help="Ranks of the sharding plan. Default: from the plan, else 1.")
     ] = None,
     constraints: Annotated[
         Path | None,
-        typer.Option(help="YAML or JSON: for tables, what torchrec's ParameterConstraints take."),
+        typer.Option(help="YAML or JSON: fields of TorchRec's ParameterConstraints by table."),
     ] = None,
     device_memory: Annotated[
-        str | None, typer.Option(help="Of each rank, such as 80GB; a plan that needs more fails.")
+        str | None,
+        typer.Option(help="Memory of each rank, such as 80GB. A plan that needs more fails."),
     ] = None,
     max_error: Annotated[
         float | None,
         typer.Option(
-            help="Publish nothing if a table's pooled answers have a larger relative L2 error.",
+            help="Largest relative L2 error of a table's pooled outputs. Beyond it nothing is "
+            "published.",
             min=0,
         ),
     ] = None,
     expected: Annotated[
         Path | None,
         typer.Option(
-            help="What write_expected wrote of the training model: its own answers, which the "
-            "description must give."
+            help="File written by write_expected in the training. Its outputs are compared "
+            "with those of the described tables; nothing is published if they differ."
         ),
     ] = None,
     accept_unchecked: Annotated[
         bool,
         switch(
             "--accept-unchecked",
-            help="Publish also where the inputs of --expected cannot tell of each feature whether "
-            "it is described rightly.",
+            help="Publish even if the inputs of --expected cannot verify the description of "
+            "every feature.",
         ),
     ] = False,
     accept_draft: Annotated[
         bool,
         switch(
             "--accept-draft",
-            help='Publish also what describe guessed and is marked "check".',
+            help='Publish even if lines of the description are marked "check", as guesses.',
         ),
     ] = False,
     layout_changed: Annotated[
         bool,
         switch(
             "--layout-changed",
-            help="Publish also where keys, their order, widths or tables, pooling, id rules or "
-            "weights are not those of the version before.",
+            help="Publish even if keys, their order, widths or tables, pooling, id rules or "
+            "weights differ from those of the previous version.",
         ),
     ] = False,
     meta: Annotated[
         list[str] | None,
-        typer.Option(help="KEY=VALUE to keep with the version, such as run=8141; may be repeated."),
+        typer.Option(help="KEY=VALUE to store with the version, such as run=8141. Repeatable."),
     ] = None,
 ) -> None:
     """Publish the embedding tables of a checkpoint as the next version of a model."""
@@ -199,27 +209,16 @@ def publish(
 
 @app.command()
 def describe(
-    checkpoint: Annotated[
-        Path,
-        typer.Argument(
-            help="A folder of torch.distributed.checkpoint, a file of torch.save, or safetensors."
-        ),
-    ],
-    prefix: Annotated[
-        str,
-        typer.Option(
-            help="Where there are several collections, the dotted path of one in the keys, such as "
-            "model.sparse.ebc."
-        ),
-    ] = "",
+    checkpoint: Checkpoint,
+    prefix: Prefix = "",
     output: Annotated[
-        Path | None, typer.Option(help="A new file for the draft. Default: print it.")
+        Path | None, typer.Option(help="New file for the draft. Default: print it.")
     ] = None,
     expected: Annotated[
         Path | None,
         typer.Option(
-            help="What write_expected wrote of the training model: fills in features, pooling, "
-            "order and weights where the answers show them."
+            help="File written by write_expected in the training. Fills in features, pooling, "
+            "order and weights as far as its outputs show them."
         ),
     ] = None,
 ) -> None:
@@ -235,37 +234,41 @@ def plan(
     source: Annotated[
         str,
         typer.Argument(
-            help="A description of tables (YAML or JSON), or a model store, a folder or a URL."
+            help="Description of the tables (YAML or JSON), or a model store: a folder or a URL."
         ),
     ],
-    model: Annotated[str, typer.Argument(help="Of a store: the model whose plan to show.")] = "",
+    model: Annotated[str, typer.Argument(help="Name of the model, if SOURCE is a store.")] = "",
     version: Annotated[
-        str | None, typer.Argument(help="Of the model, or an alias. Default: the newest.")
+        str | None, typer.Argument(help="Number or alias of a version. Default: the newest.")
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option(help="Ranks. Default: 1, or as the plan says.")
+        int | None, typer.Option(help="Ranks of the plan. Default: from the stored plan, else 1.")
     ] = None,
     sharding: Annotated[
         str | None,
         typer.Option(
-            help="auto, table_wise, row_wise, column_wise or data_parallel, for all tables or as "
-            "TABLE=TYPE,…; or a plan.json. Default: as described or stored."
+            help="Sharding: auto, table_wise, row_wise, column_wise or data_parallel; or by table, "
+            "such as user=row_wise,movie=auto; or a file written by plan --output. Default: from "
+            "the description or the stored plan."
         ),
     ] = None,
     constraints: Annotated[
         Path | None,
-        typer.Option(help="YAML or JSON: by table, fields of torchrec's ParameterConstraints."),
+        typer.Option(help="YAML or JSON: fields of TorchRec's ParameterConstraints by table."),
     ] = None,
     device_memory: Annotated[
-        str | None, typer.Option(help="Of each rank, such as 80GB or 24GiB: does the plan fit?")
+        str | None,
+        typer.Option(help="Memory of each rank, such as 80GB or 24GiB. Status 1 if too small."),
     ] = None,
-    device_type: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    output: Annotated[Path | None, typer.Option(help="Write the plan here, for publish.")] = None,
+    device_type: Annotated[str, typer.Option(help="Type of device: cpu or cuda.")] = "cpu",
+    output: Annotated[
+        Path | None, typer.Option(help="File to write the plan to, for publish --sharding.")
+    ] = None,
     from_metrics: Annotated[
         str | None,
         typer.Option(
-            help="Of a server of this version, http://HOST:PORT, https://HOST:PORT or unix:PATH: "
-            "the plan that balances what it was asked."
+            help="Address of a server of this version: http://HOST:PORT, https://HOST:PORT or "
+            "unix:PATH. Shows the plan that balances the requests that it received."
         ),
     ] = None,
     ca: Ca = None,
@@ -275,16 +278,18 @@ def plan(
     cache: Cache = None,
     kubernetes: Annotated[
         bool,
-        switch("--kubernetes", help="Print what a pod needs instead, as kustomize's patch."),
+        switch("--kubernetes", help="Print a kustomize patch with the resources of a pod instead."),
     ] = False,
-    workers: Annotated[int | None, typer.Option(help="Of such a pod.", min=1, max=256)] = None,
-    tables: Annotated[str | None, typer.Option(help="Of such a pod: mapped or resident.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Workers of the pod.", min=1, max=256)] = None,
+    tables: Annotated[
+        str | None, typer.Option(help="Setting tables of the pod: mapped or resident.")
+    ] = None,
     follow: Annotated[
-        str | None, typer.Option(help="Of such a pod: none, alias or latest.")
+        str | None, typer.Option(help="Setting follow of the pod: none, alias or latest.")
     ] = None,
     hot_percent: Annotated[
         float,
-        typer.Option(help="Of mapped rows, those that memory is to hold.", min=0, max=100),
+        typer.Option(help="Percent of mapped rows that the pod's memory holds.", min=0, max=100),
     ] = 100,
 ) -> None:
     """Show where a sharding plan places tables and whether they fit, without loading a table."""

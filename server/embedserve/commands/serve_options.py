@@ -30,14 +30,14 @@ def _serve_parameters() -> Iterator[inspect.Parameter]:
     limits."""
     store = typer.Argument(
         envvar="EMBEDSERVE_STORE",
-        help="The model store: a folder, or a URL such as s3://bucket/store.",
+        help="Model store: a folder, or a URL such as s3://bucket/store.",
     )
     yield _parameter("store", str, store)
     config = typer.Option(
         callback=_read_config,
         is_eager=True,
         envvar="EMBEDSERVE_CONFIG",
-        help="A TOML file with any of these settings, named as here with '_'.",
+        help="TOML file with settings; their keys are the flags with '_' in place of '-'.",
     )
     yield _parameter("config", Path | None, config, None)
     for settings, panel in ((ServeSettings, None), (Limits, "Limits")):

@@ -17,20 +17,21 @@ from embedserve.config import Limits, ServeSettings
 
 Ca = Annotated[
     Path | None,
-    typer.Option(help="PEM file of whom to trust with https://. Default: the system's."),
+    typer.Option(help="PEM file of the CAs to trust with https://. Default: the system's."),
 ]
 Cert = Annotated[
     Path | None,
-    typer.Option(help="PEM file of the certificate to show with https://, if one is wanted."),
+    typer.Option(help="PEM file of the client certificate, if the server requires one."),
 ]
 Key = Annotated[
-    Path | None, typer.Option(help="PEM file of its key. Default: in the file of --cert.")
+    Path | None,
+    typer.Option(help="PEM file of the client certificate's key. Default: the file of --cert."),
 ]
 TokenFile = Annotated[
     Path | None,
     typer.Option(
-        help="File with the token, where the server asks for one. Default: the variable "
-        "EMBEDSERVE_TOKEN, if any."
+        help="File with the token, if the server requires one. Default: the variable "
+        "EMBEDSERVE_TOKEN."
     ),
 ]
 ADDRESS = "http://HOST:PORT, https://HOST:PORT or unix:PATH."
@@ -55,9 +56,13 @@ def serve(**values: Any) -> None:
 
 
 def admin(
-    url: Annotated[str, typer.Argument(help=f"Of a server's management port: {ADDRESS}")],
-    action: Annotated[str, typer.Argument(help="load, unload or reload.", metavar="<action>")],
-    model: Annotated[str, typer.Argument(help="NAME, NAME@VERSION or NAME@ALIAS.")] = "",
+    url: Annotated[str, typer.Argument(help=f"Address of the management port: {ADDRESS}")],
+    action: Annotated[
+        str, typer.Argument(help="Action: load, unload or reload.", metavar="<action>")
+    ],
+    model: Annotated[
+        str, typer.Argument(help="NAME, NAME@VERSION or NAME@ALIAS; not for reload.")
+    ] = "",
     ca: Ca = None,
     cert: Cert = None,
     key: Key = None,
@@ -77,22 +82,27 @@ def admin(
 
 def health(
     host: Annotated[
-        str, typer.Option(envvar="EMBEDSERVE_HOST", help="As serve has it.")
+        str, typer.Option(envvar="EMBEDSERVE_HOST", help="The same as for serve.")
     ] = "127.0.0.1",
     http_port: Annotated[
-        int, typer.Option(envvar="EMBEDSERVE_HTTP_PORT", help="As serve has it.")
+        int, typer.Option(envvar="EMBEDSERVE_HTTP_PORT", help="The same as for serve.")
     ] = 8000,
     http_uds: Annotated[
         str,
         typer.Option(
             envvar="EMBEDSERVE_HTTP_UDS",
-            help="Where serve has it: ask there, where no certificate is wanted.",
+            help="The same as for serve. The command then uses this socket and no TLS.",
         ),
     ] = "",
     tls_cert: Annotated[
-        str, typer.Option(envvar="EMBEDSERVE_TLS_CERT", help="Where serve has it: ask over TLS.")
+        str,
+        typer.Option(
+            envvar="EMBEDSERVE_TLS_CERT", help="The same as for serve. The command then uses TLS."
+        ),
     ] = "",
-    ready: Annotated[bool, switch("--ready", help="Not only live: every model is loaded.")] = False,
+    ready: Annotated[
+        bool, switch("--ready", help="Check that every model is loaded, not only that it runs.")
+    ] = False,
 ) -> None:
     """Exit with 0 if the server on this host responds; for a container's healthcheck or probe."""
     from embedserve.commands.health import check_health, own_server
@@ -105,7 +115,7 @@ def health(
 
 
 def shadow(
-    url: Annotated[str, typer.Argument(help=f"Of a server: {ADDRESS}")],
+    url: Annotated[str, typer.Argument(help=f"Address of a server: {ADDRESS}")],
     ca: Ca = None,
     cert: Cert = None,
     key: Key = None,
@@ -120,23 +130,26 @@ def shadow(
 
 
 def token(
-    name: Annotated[str, typer.Argument(help="Who will have it.")],
-    models: Annotated[str, typer.Option(help="Models that it may ask: a,b. Default: all.")] = "",
-    roles: Annotated[str, typer.Option(help="embed, admin, or both.")] = "embed",
+    name: Annotated[str, typer.Argument(help="Name of the caller, for log and metrics.")],
+    models: Annotated[
+        str, typer.Option(help="Models that the caller may use, such as a,b. Default: all.")
+    ] = "",
+    roles: Annotated[str, typer.Option(help="Roles: embed, admin or embed,admin.")] = "embed",
     expires: Annotated[
         str,
-        typer.Option(help="2027-01-31, or 90d: so many days from now. Default: never."),
+        typer.Option(help="Date such as 2027-01-31, or 90d for 90 days from now. Default: never."),
     ] = "",
     requests_per_second: Annotated[
-        float | None, typer.Option(help="Of each process. Default: no limit.")
+        float | None, typer.Option(help="Rate limit in each process. Default: no limit.")
     ] = None,
     concurrent: Annotated[
-        int | None, typer.Option(help="Requests under way, of each process. Default: no limit.")
+        int | None,
+        typer.Option(help="Limit of requests in flight in each process. Default: no limit."),
     ] = None,
 ) -> None:
-    """Make a token: its line for the file of serve --tokens goes to stdout, the token to stderr.
+    """Create a token. Its line for the file of serve --tokens goes to stdout, the token to stderr.
 
-    The token itself is stored nowhere: hand it to its caller now.
+    The token is stored nowhere: give it to its caller now.
     """
     with cli_errors():
         from embedserve.commands.token import make_token

@@ -13,24 +13,26 @@ import typer
 from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.switch import switch
 
+Store = Annotated[str, typer.Argument(help="Model store: a folder or a URL.")]
+Model = Annotated[str, typer.Argument(help="Name of the model.")]
 Cache = Annotated[
     Path | None,
     typer.Option(
         envvar="EMBEDSERVE_CACHE",
-        help="Folder for what is pulled from a remote store. Default: ~/.cache/embedserve.",
+        help="Folder for versions pulled from a remote store. Default: ~/.cache/embedserve.",
     ),
 ]
 
 
 def inspect_store(
-    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
-    model: Annotated[str, typer.Argument(help="Show one model's versions.")] = "",
+    store: Store,
+    model: Annotated[str, typer.Argument(help="Show the versions of this model.")] = "",
     version: Annotated[
-        str, typer.Argument(help="Show the tables and plan of a version, or of an alias.")
+        str, typer.Argument(help="Show the tables and plan of this version, a number or an alias.")
     ] = "",
     cache: Cache = None,
 ) -> None:
-    """Show what a store, a model or a version holds."""
+    """Show the models of a store, the versions of a model, or the tables of a version."""
     with cli_errors():
         from embedserve_store.commands.inspect import inspect as run
 
@@ -38,9 +40,11 @@ def inspect_store(
 
 
 def verify(
-    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
-    version: Annotated[str | None, typer.Argument(help="Or an alias. Default: the newest.")] = None,
+    store: Store,
+    model: Model,
+    version: Annotated[
+        str | None, typer.Argument(help="Number or alias of a version. Default: the newest.")
+    ] = None,
     cache: Cache = None,
 ) -> None:
     """Reread a version and check every byte against its checksums."""
@@ -54,8 +58,8 @@ def diff(
     versions: Annotated[
         list[str],
         typer.Argument(
-            help="STORE MODEL A B for two versions of a model, or STORE/MODEL/VERSION two times; "
-            "a store is a folder or a URL, a version a number or an alias.",
+            help="STORE MODEL A B for two versions of a model, or STORE/MODEL/VERSION twice. A "
+            "store is a folder or a URL, a version is a number or an alias.",
         ),
     ],
     cache: Cache = None,
@@ -74,29 +78,31 @@ def diff(
 
 
 def alias(
-    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
-    name: Annotated[str, typer.Argument(help="Of the alias: show its history.")] = "",
-    version: Annotated[str, typer.Argument(help="Move it there: a number, or another alias.")] = "",
-    why: Annotated[str, typer.Option(help="Kept with the change.")] = "",
+    store: Store,
+    model: Model,
+    name: Annotated[str, typer.Argument(help="Name of an alias. Alone: show its history.")] = "",
+    version: Annotated[
+        str, typer.Argument(help="Version to move it to: a number or an alias.")
+    ] = "",
+    why: Annotated[str, typer.Option(help="Reason, stored with the change.")] = "",
     share: Annotated[
         float,
         typer.Option(
-            help="Percent of the requests that name the model and no version: servers that follow "
-            "the alias answer them with this version, and the others with the one they name first."
+            help="Percent of the requests without a version that servers which follow the alias "
+            "answer with this version. The rest goes to the version of their first --model."
         ),
     ] = 0.0,
     shadow: Annotated[
         float,
         typer.Option(
-            help="Percent of those servers' other batches: they look them up in this version, too, "
-            "and compare (embedserve shadow)."
+            help="Percent of the other batches that these servers also look up in this version, "
+            "to compare the results (embedserve shadow)."
         ),
     ] = 0.0,
     remove: Annotated[bool, switch("--remove", help="Remove the alias.")] = False,
     new: Annotated[
         bool,
-        switch("--new", help="Make a new alias, also of a name that resembles another."),
+        switch("--new", help="Create the alias even if its name resembles an existing one."),
     ] = False,
     cache: Cache = None,
 ) -> None:
@@ -116,13 +122,13 @@ def alias(
 
 
 def rollback(
-    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
+    store: Store,
+    model: Model,
     to: Annotated[
-        str, typer.Option(help="A number, or an alias. Default: the version before.")
+        str, typer.Option(help="Number or alias of a version. Default: the previous version.")
     ] = "",
-    alias: Annotated[str, typer.Option(help="The alias that goes back.")] = "stable",
-    why: Annotated[str, typer.Option(help="Kept with each change.")] = "",
+    alias: Annotated[str, typer.Option(help="Alias to move.")] = "stable",
+    why: Annotated[str, typer.Option(help="Reason, stored with each change.")] = "",
 ) -> None:
     """Move an alias back to the previous version, and remove aliases with a share or a shadow."""
     with cli_errors():
@@ -132,12 +138,12 @@ def rollback(
 
 
 def note(
-    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
-    version: Annotated[str, typer.Argument(help="A number, or an alias for what it means now.")],
-    text: Annotated[str, typer.Argument(help="What inspect is to show of this version.")],
+    store: Store,
+    model: Model,
+    version: Annotated[str, typer.Argument(help="Number, or alias of its current version.")],
+    text: Annotated[str, typer.Argument(help="Text that inspect shows with this version.")],
 ) -> None:
-    """Keep a note beside a version, which itself never changes."""
+    """Store a note beside a version, which itself never changes."""
     with cli_errors():
         from embedserve_store.commands.note import note as run
 
@@ -145,10 +151,10 @@ def note(
 
 
 def prune(
-    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
-    keep: Annotated[int, typer.Option(help="The newest versions, so many, stay.", min=1)],
-    dry_run: Annotated[bool, switch("--dry-run", help="Only say what would be removed.")] = False,
+    store: Store,
+    model: Model,
+    keep: Annotated[int, typer.Option(help="Number of newest versions to keep.", min=1)],
+    dry_run: Annotated[bool, switch("--dry-run", help="Only show what would be removed.")] = False,
 ) -> None:
     """Remove old versions of a model, except those that an alias names or a server has open."""
     with cli_errors():
@@ -158,9 +164,9 @@ def prune(
 
 
 def delete(
-    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
-    version: Annotated[int, typer.Argument(help="A number: what an alias names stays.")],
+    store: Store,
+    model: Model,
+    version: Annotated[int, typer.Argument(help="Number of the version.")],
 ) -> None:
     """Remove one version of a model, unless it is the newest, has an alias or is open."""
     with cli_errors():

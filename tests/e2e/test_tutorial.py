@@ -1,0 +1,75 @@
+"""docs/tutorial.md from its first command to its last, as pasted, in an empty folder."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from documents import ROOT, Block, blocks
+from forkserver import PYTHON, run_warm
+from running_servers import COMMAND_S_MAX, Running, running
+
+PAGE = ROOT / "docs" / "tutorial.md"
+BLOCKS = list(blocks(PAGE))
+SAVED_AS = re.findall(r"[Ss]ave (?:it|this) as `(\w+\.py)`", PAGE.read_text("utf-8"))
+SERVE = "embedserve serve store --model shop"
+MODULES = {"embedserve": ("-m", "embedserve"), "python": ()}
+
+
+def run(line: str, folder: Path) -> str:
+    """Runs a command of the page and returns what it writes."""
+    program, *arguments = shlex.split(line)
+    if program in MODULES:
+        done = run_warm([*PYTHON, *MODULES[program], *arguments], cwd=folder, timeout=COMMAND_S_MAX)
+    else:
+        done = subprocess.run(
+            [program, *arguments], cwd=folder, capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout + done.stderr)
+
+
+def assert_prints(block: Block, said: str) -> None:
+    """Every line of ``block`` is in ``said``, whatever its spaces; … is anything."""
+    without_spaces = re.sub(r"\s", "", said)
+    for line in block.text.splitlines():
+        pieces = re.sub(r"\s", "", line).split("…")
+        assert re.search(".*".join(map(re.escape, pieces)), without_spaces), (line, said)
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_the_page_leads_from_training_to_the_same_vector(
+    tmp_path: Path, serving: ExitStack
+) -> None:
+    saved_as, server = iter(SAVED_AS), None
+    for block, following in pairwise([*BLOCKS, Block(PAGE, 0, "", "")]):
+        text = served_at(server, block.text)
+        if block.language == "python":
+            (tmp_path / next(saved_as)).write_text(text)
+        elif block.text.strip() == SERVE:
+            log = tmp_path / "log"
+            server = serving.enter_context(running(tmp_path / "store", log, "--model", "shop"))
+        elif block.language == "sh":
+            said = run(text, tmp_path)
+            if following.language in ("text", "json"):
+                assert_prints(following, said)
+    assert server is not None
+    assert next(saved_as, None) is None
+
+
+def served_at(server: Running | None, text: str) -> str:
+    """Returns ``text`` with the address of ``server`` in place of the page's."""
+    if server is None:
+        return text
+    return text.replace("localhost:8000", server.http.removeprefix("http://"))
