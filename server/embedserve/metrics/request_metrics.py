@@ -7,9 +7,9 @@ client creates a series.
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Iterator, Sequence
 
+from embedserve.metrics.families import Sample
 from embedserve.metrics.histogram import PENDING_MAX, SECONDS_BUCKETS, Histogram, histogram_cells
 from embedserve.metrics.shared_counters import WorkerCounters
 
@@ -69,19 +69,21 @@ class RequestMetrics:
         self._answered.clear()
         self.seconds.flush()
 
-    def leave(self) -> None:
-        """Detaches from shared memory: later counts are not exported."""
-        self._cells.detach()
-        self.seconds.leave()
-
-    def total(self, of: NDArray[np.bool_]) -> dict[str, float]:
-        """Returns requests by outcome, zeros included, summed over the workers for which ``of`` is
-        True."""
-        counts = self._cells.total(of)[: len(OUTCOMES)].tolist()
+    def total(self) -> dict[str, float]:
+        """Returns requests by outcome, zeros included, summed over all workers."""
+        counts = self._cells.total()[: len(OUTCOMES)].tolist()
         return dict(zip(OUTCOMES, counts, strict=True))
 
-    def total_seconds(self, of: NDArray[np.bool_]) -> tuple[float, float]:
-        """Returns the total seconds of (answered, failed) requests. Cancelled requests count in
-        neither."""
-        answered_s, failed_s = self._cells.total(of)[-2:].tolist()
+    def total_seconds(self) -> tuple[float, float]:
+        """Returns the total seconds of (answered, failed) requests of all workers. Cancelled
+        requests count in neither."""
+        answered_s, failed_s = self._cells.total()[-2:].tolist()
         return answered_s, failed_s
+
+    def samples(self, labels: Sequence[str]) -> Iterator[Sample]:
+        """Yields the samples of a version with ``labels``. Outcomes without requests are left out,
+        except OK."""
+        for outcome, count in self.total().items():
+            if count or outcome == "OK":
+                yield "embedserve_model_requests", [*labels, outcome], count
+        yield "embedserve_model_request_seconds", labels, self.seconds.samples()
