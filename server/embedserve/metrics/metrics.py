@@ -19,11 +19,11 @@ from prometheus_client.registry import Collector
 from embedserve.errors import ServedVersion
 from embedserve.metrics.caller_metrics import CallerMetrics, caller_cells
 from embedserve.metrics.families import Sample, collect_families
-from embedserve.metrics.histogram import PENDING_MAX, SECONDS_BUCKETS, Histogram, histogram_cells
+from embedserve.metrics.histogram import PENDING_MAX
 from embedserve.metrics.model_metrics import NAMES_SPARE, ModelMetrics, columns_most, name_cells
 from embedserve.metrics.process import PROCESS_CELLS, ProcessMetrics
 from embedserve.metrics.rate_limited_logger import Fields, RateLimitedLogger
-from embedserve.metrics.request_metrics import OUTCOMES
+from embedserve.metrics.request_metrics import OUTCOMES, REQUEST_CELLS, RequestMetrics
 from embedserve.metrics.shared_counters import (
     KeyedTable,
     WorkerCounters,
@@ -43,7 +43,7 @@ LINES_MAX = 10
 """Log lines of requests rejected with one error code, in a period of RateLimitedLogger."""
 
 
-PROTOCOL_CELLS = len(OUTCOMES) + 1 + histogram_cells(SECONDS_BUCKETS)
+PROTOCOL_CELLS = REQUEST_CELLS + 1
 
 
 class ProtocolMetrics:
@@ -51,7 +51,8 @@ class ProtocolMetrics:
 
     Attributes:
         protocol: name of the protocol.
-        outcomes, response_bytes: counts of this process alone.
+        requests: requests by outcome, and their latencies.
+        response_bytes: bytes of encoded responses of this process alone.
         log: rate-limited log of requests that failed.
     """
 
@@ -59,30 +60,27 @@ class ProtocolMetrics:
         counters = counters or single_worker_counters(PROTOCOL_CELLS)
         self.protocol = protocol
         self.log = RateLimitedLogger(logger, LINES_MAX)
+        self.requests = RequestMetrics(counters)
         self.response_bytes = 0
-        self._ended: Counter[str] = Counter()
-        self._answered: list[float] = []  # seconds of requests not yet in _ended or the histogram
-        self._cells = counters.allocate(len(OUTCOMES) + 1)
-        self._before = self._cells.own.copy()
-        self.seconds = Histogram(SECONDS_BUCKETS, counters)
+        self._pending = self.requests.pending
+        self._bytes = counters.allocate(1)
+        self._bytes_before = float(self._bytes.own[0])
+        self._counts_before = self.requests.own_counts()
 
     @property
     def outcomes(self) -> Counter[str]:
-        return self._ended + Counter(OK=len(self._answered))
+        """Requests by outcome, of this process alone."""
+        counts = self.requests.own_counts() - self._counts_before
+        return +Counter(dict(zip(OUTCOMES, map(int, counts), strict=True)))
 
     def answered(self, seconds: float, response_bytes: int) -> None:
         """Counts an answered request. It is called for every request and costs an append and an
         addition."""
-        answered = self._answered
-        answered.append(seconds)
+        pending = self._pending
+        pending.append(seconds)
         self.response_bytes += response_bytes
-        if len(answered) >= PENDING_MAX:
-            self._count_answered()
-
-    def _count_answered(self) -> None:
-        self._ended["OK"] += len(self._answered)
-        self.seconds.observe_many(self._answered)
-        self._answered.clear()
+        if len(pending) >= PENDING_MAX:
+            self.requests.flush()
 
     def refused(
         self, code: str, message: str, seconds: float, fields: Callable[[], Fields] | None = None
@@ -93,29 +91,21 @@ class ProtocolMetrics:
             code, message: those of the EmbedServeError.
             fields: returns further named values for the log line.
         """
-        self._ended[code] += 1
-        self.seconds.observe(seconds)
+        self.requests.ended(code, seconds)
         self.log.log(logging.INFO, f"refused with {code}", message, fields=fields)
 
     def cancelled(self, seconds: float) -> None:
         """Counts a request whose client disconnected before its response."""
-        self._ended["CANCELLED"] += 1
-        self.seconds.observe(seconds)
+        self.requests.ended("CANCELLED", seconds)
 
     def flush(self) -> None:
-        self._count_answered()
-        counts = [self._ended[outcome] for outcome in OUTCOMES]
-        self._cells.own[:] = self._before + [*counts, self.response_bytes]
-        self.seconds.flush()
+        self.requests.flush()
+        self._bytes.own[0] = self._bytes_before + self.response_bytes
 
     def samples(self) -> Iterator[Sample]:
-        """Yields the samples of all workers; outcomes without requests are left out."""
-        *counts, response_bytes = self._cells.total().tolist()
-        for outcome, count in zip(OUTCOMES, counts, strict=True):
-            if count:
-                yield "embedserve_requests", [self.protocol, outcome], count
-        yield "embedserve_request_seconds", [self.protocol], self.seconds.samples()
-        yield "embedserve_response_bytes", [self.protocol], response_bytes
+        """Yields the samples of all workers."""
+        yield from self.requests.samples("embedserve", [self.protocol])
+        yield "embedserve_response_bytes", [self.protocol], float(self._bytes.total()[0])
 
 
 def cells_per_worker(names: int, columns_max: int) -> int:

@@ -120,7 +120,7 @@ class VersionMetrics:
         """Yields the samples over all workers that serve this version."""
         model, unknown_ids = self.model, self.total_unknown_ids()
         labels = [model.name, model.tag, str(model.version)]
-        yield from self.requests.samples(labels)
+        yield from self.requests.samples("embedserve_model", labels, always="OK")
         for family, histogram in zip(VERSION_BUCKETS, self._histograms, strict=True):
             yield family, labels, histogram.samples()
         for i in np.flatnonzero(~model.rejects_unknown):
