@@ -1,9 +1,9 @@
 """Generates docs/settings.md, docs/metrics.md and docs/cli.md from the code; run by `make docs`.
 
-A setting is described by its field in config.py, a metric by its family in /metrics, a command by
-its help texts. Corrections of these pages belong there. It also converts Prometheus' rules to the
-Kubernetes resource with the same rules. A test compares the committed files with the generated
-ones.
+A setting is described by its field in config.py, a metric by its row in
+metrics/families.py, a command by its help texts. Corrections of these pages belong there. It also
+converts Prometheus' rules to the Kubernetes resource with the same rules. A test compares the
+committed files with the generated ones.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import Metric
+from prometheus_client import CollectorRegistry, GCCollector, Metric, PlatformCollector
 from typer.main import get_group
 
 from embedserve.access.authenticator import UNKNOWN
 from embedserve.commands.cli import app
 from embedserve.config import DEFAULT_LIMITS, Limits, ServeSettings
 from embedserve.metrics.caller_metrics import CALLERS_MAX, OTHERS
+from embedserve.metrics.families import FAMILIES, Family
 from embedserve.metrics.histogram import COUNT_BUCKETS, LOOKUP_SECONDS_BUCKETS, SECONDS_BUCKETS
-from embedserve.metrics.metrics import OUTCOMES, PROTOCOLS, Metrics
+from embedserve.metrics.metrics import PROTOCOLS
+from embedserve.metrics.request_metrics import OUTCOMES
 from embedserve.metrics.tls import HANDSHAKE_OUTCOMES
 from embedserve.processes.memory_bounds import CONNECTION_TLS_BYTES, memory_bytes_max, memory_parts
 from embedserve_store.terminal.sizes import human_bytes
@@ -121,10 +123,12 @@ def _default(one: Field[Any]) -> str:
 def metrics_page() -> str:
     """Returns the page of metrics of a server with one worker, which includes the garbage
     collector's."""
-    families = list(Metrics(()).registry().collect())
-    ours = [family for family in families if family.name.startswith("embedserve_")]
-    others = [family for family in families if family not in ours]
-    parts = [_made_by("a server's own collector, server/embedserve/metrics/"), METRICS_HEAD]
+    ours = [family for family in FAMILIES if family.name.startswith("embedserve_")]
+    of_process = [family for family in FAMILIES if family not in ours]
+    python = CollectorRegistry()
+    PlatformCollector(registry=python)
+    GCCollector(registry=python)
+    parts = [_made_by("server/embedserve/metrics/families.py"), METRICS_HEAD]
     parts.append("## Metrics of embedserve\n")
     parts.append(_table(METRIC_COLUMNS, map(_metric_row, ours)))
     parts.append(f"## Values of labels, and buckets\n\n{_label_values()}")
@@ -133,19 +137,29 @@ def metrics_page() -> str:
         "With several workers there are no `python_gc_…` metrics, because each worker can only "
         "report its own.\n"
     )
-    parts.append(_table(METRIC_COLUMNS, map(_metric_row, others)))
+    rows = [*map(_python_row, python.collect()), *map(_metric_row, of_process)]
+    parts.append(_table(METRIC_COLUMNS, rows))
     return _joined(parts)
 
 
-METRIC_COLUMNS = ("metric", "type", "labels", "")
+METRIC_COLUMNS = ("metric", "type", "labels", "unit", "")
 
 
-def _metric_row(family: Metric) -> Sequence[str]:
+def _metric_row(family: Family) -> Sequence[str]:
+    kind = family.kind(family.name, family.help).type
+    return _row(family.name, kind, family.labels, family.unit, family.help)
+
+
+def _python_row(family: Metric) -> Sequence[str]:
     # No public attribute gives the labels of a family without samples.
     labels: Sequence[str] = family._labelnames  # type: ignore[attr-defined]
-    suffix = "_total" if family.type == "counter" else ""
     sentence = family.documentation.rstrip(".") + "."
-    return f"`{family.name}{suffix}`", family.type, _named(labels), sentence
+    return _row(family.name, family.type, labels, "", sentence)
+
+
+def _row(name: str, kind: str, labels: Sequence[str], unit: str, text: str) -> Sequence[str]:
+    suffix = "_total" if kind == "counter" else ""
+    return f"`{name}{suffix}`", kind, _named(labels), unit, text
 
 
 def _label_values() -> str:
@@ -157,10 +171,13 @@ def _label_values() -> str:
         f"- `outcome`: {_named(OUTCOMES)}; for TLS handshakes {_named(HANDSHAKE_OUTCOMES)}.\n"
         f"- `caller`: a name in the token file, up to {CALLERS_MAX} of them; `{UNKNOWN}` for "
         f"unknown callers, `{OTHERS}` for names beyond these.\n"
+        f"- `outcome`: {_named(OUTCOMES)}; of a handshake {_named(HANDSHAKE_OUTCOMES)}.\n"
+        f"- `caller`: a name in the token file, for up to {CALLERS_MAX} callers; `{UNKNOWN}` for "
+        f"unauthenticated callers, `{OTHERS}` for all others.\n"
         "- `model`, `feature`: names as published. `rank`: from 0.\n"
-        f"- Seconds have buckets from {seconds}, six a decade; "
-        f"`embedserve_lookup_seconds` has {before} microseconds before them.\n"
-        f"- Examples and ids of a batch: powers of two, {COUNT_BUCKETS[0]:g} to "
+        f"- Histograms of seconds have buckets from {seconds}, six per decade; "
+        f"`embedserve_lookup_seconds` has {before} microseconds before these.\n"
+        f"- Histograms of examples and of ids have powers of two, {COUNT_BUCKETS[0]:g} to "
         f"{COUNT_BUCKETS[-1]:.0f}.\n"
     )
 

@@ -88,7 +88,7 @@ def test_the_page_has_every_metric_with_the_labels_of_its_samples(family: Metric
     lines = (DOCS / "metrics.md").read_text("utf-8").splitlines()
     suffix = "_total" if family.type == "counter" else ""
     (line,) = [line for line in lines if line.startswith(f"| `{family.name}{suffix}` |")]
-    _, _, kind, labels, sentence, _ = (cell.strip() for cell in line.split("|"))
+    _, _, kind, labels, _, sentence, _ = (cell.strip() for cell in line.split("|"))
     assert kind == family.type
     assert sentence.rstrip(".") == family.documentation.rstrip(".")
     for sample in family.samples:

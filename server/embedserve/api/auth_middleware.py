@@ -18,7 +18,6 @@ from embedserve.access.authenticator import (
 )
 from embedserve.access.client_address import PEER, ClientAddresses
 from embedserve.api.console.routes import PAGE_PATHS
-from embedserve.api.errors_openapi import is_infer
 from embedserve.codec.json_codec import encode_error
 from embedserve.codec.open_inference import body_answers
 from embedserve.errors import EmbedServeError
@@ -52,6 +51,12 @@ def roles_of(path: str) -> frozenset[str]:
     if path in ("/models", "/v2") or path.startswith(("/models/", "/v2/")):
         return CALLERS
     return ADMINS
+
+
+def is_infer(path: str) -> bool:
+    """Returns whether ``path`` belongs to the Open Inference Protocol, whose errors have another
+    format."""
+    return path == "/v2" or path.startswith("/v2/")
 
 
 class AuthMiddleware:

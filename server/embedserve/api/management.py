@@ -28,7 +28,9 @@ from embedserve.api.shared_memory import shared_memory_routes
 from embedserve.api.slow import add_slow
 from embedserve.codec.model_description import describe
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, InvalidRequestError
+from embedserve.metrics.metrics import Metrics
 from embedserve.model_info import ModelInfo
+from embedserve.models.model_registry import ModelRegistry
 from embedserve.pipeline import RequestPipeline
 from embedserve.tracing.request_id import REQUEST_ID
 
@@ -47,15 +49,19 @@ class IdRule(BaseModel):
     """How ids of a table map to row numbers; fields that the rule does not use are left out."""
 
     rule: str = Field(description="rows, modulo or map.")
-    id_type: str | None = Field(None, description="Of map: int64 or string.")
-    entries: int | None = Field(None, description="Of map: ids in the vocabulary.")
-    examples: list[str] | None = Field(None, description="Of a map of strings: some of its ids.")
-    modulus: int | None = Field(None, description="Of modulo: row = id mod modulus + offset.")
+    id_type: str | None = Field(None, description="Only for the rule map: int64 or string.")
+    entries: int | None = Field(
+        None, description="Only for the rule map: number of ids in the vocabulary."
+    )
+    examples: list[str] | None = Field(None, description="Some of the ids of a map of strings.")
+    modulus: int | None = Field(
+        None, description="Only for the rule modulo: row = id mod modulus + offset."
+    )
     offset: int | None = None
     unknown: str | None = Field(
         None,
-        description="What becomes of an id without a row: error refuses its request, skip leaves "
-        "it out, row looks up default_row.",
+        description="Treatment of an id without a row: error rejects its request, skip leaves it "
+        "out, row looks up default_row.",
     )
     default_row: int | None = None
 
@@ -66,7 +72,7 @@ class TableResponse(BaseModel):
     name: str
     num_embeddings: int
     embedding_dim: int
-    pooling: str = Field(description="sum or mean; none of a model that is not pooled.")
+    pooling: str = Field(description="sum or mean; none for an unpooled model.")
     dtype: str
     features: list[str]
     sharding: str
@@ -77,8 +83,8 @@ class NextVersion(BaseModel):
     """A version that is to take over but is not served yet."""
 
     version: int
-    state: str = Field(description="loading, warming, or failed: it stays out.")
-    reason: str = Field(description="Why it failed.")
+    state: str = Field(description="loading, warming, or failed if it will not be served.")
+    reason: str = Field(description="Reason of the failure.")
     since: str = Field(description="ISO 8601, UTC.")
 
 
@@ -90,24 +96,26 @@ class Model(BaseModel):
     features: list[str]
     keys: list[str]
     length_per_key: list[int]
-    unpooled: bool = Field(description="Answers have one row for each id, and lengths.")
+    unpooled: bool = Field(description="Responses have one row for each id, and lengths.")
     tables: list[TableResponse]
     device: str
-    bytes_per_rank: list[int] = Field(description="Of table rows; of replicas, of each.")
-    replicas: int = Field(description="Copies of the tables, each on GPUs of its own; 1 on CPUs.")
+    bytes_per_rank: list[int] = Field(
+        description="Bytes of table rows on each rank, for each replica."
+    )
+    replicas: int = Field(description="Copies of the tables, each on its own GPUs; 1 on CPUs.")
     replanned: bool
     lookup: str = Field(description="How lookups run: traced, scripted or eager.")
     alias: str = Field(
-        description="The alias or number that it is served by; empty where it is the newest."
+        description="Alias or number that it is served by; empty for the newest version."
     )
-    share: float = Field(description="Percent of the requests that name the model and no version.")
+    share: float = Field(description="Percentage of the model's requests without a version.")
     shadow: float = Field(
-        description="Percent of the batches of the version that answers for the model that this "
-        "one looks up, too, to be compared."
+        description="Percentage of the served version's batches that this shadow version looks up, "
+        "too, for comparison."
     )
-    since: str = Field(description="When this version began to answer: ISO 8601, UTC.")
-    next: NextVersion | None = Field(None, description="Where the store is followed.")
-    leaving: list[int] = Field(description="Versions before it that answer what they hold still.")
+    since: str = Field(description="Time since this version serves: ISO 8601, UTC.")
+    next: NextVersion | None = Field(None, description="Only if the store is watched.")
+    leaving: list[int] = Field(description="Previous versions that are draining.")
 
 
 class Models(BaseModel):
@@ -124,8 +132,8 @@ class HealthResponse(BaseModel):
 class Info(BaseModel):
     """How the server runs."""
 
-    version: str = Field(description="Of embedserve.")
-    workers: int = Field(description="Processes that share its ports.")
+    version: str = Field(description="Version of embedserve.")
+    workers: int = Field(description="Number of worker processes.")
     tables: str = Field(description="mapped from the store's files, or resident in memory.")
 
 
@@ -137,11 +145,8 @@ def health_app(pipeline: RequestPipeline) -> FastAPI:
     _add_health(app, pipeline)
     if pipeline.shared_memory is not None:
         app.include_router(shared_memory_routes(pipeline, pipeline.shared_memory))
-        if pipeline.authenticator is not None:
-            app.add_middleware(
-                AuthMiddleware, authenticator=pipeline.authenticator, addresses=pipeline.addresses
-            )
-    _add_error_shape(app)
+        _authenticate(app, pipeline)
+    _add_error_handlers(app)
     return app
 
 
@@ -150,7 +155,7 @@ def management_app(
     operator: AdminOperations | None = None,
     labels: Labels | None = None,
     *,
-    asks: bool = True,
+    authenticates: bool = True,
 ) -> FastAPI:
     """Returns the FastAPI application with every route but the embed routes.
 
@@ -159,7 +164,7 @@ def management_app(
     Args:
         operator: performs the administrators' operations; without it their routes are left out.
         labels: labels of ids, for the console.
-        asks: whether callers are authenticated, where the server has an authenticator.
+        authenticates: whether callers are authenticated, if the server has an authenticator.
     """
     app = FastAPIOffline(
         title="embedserve",
@@ -168,33 +173,61 @@ def management_app(
         generate_unique_id_function=operation_id,
         redirect_slashes=False,  # a redirect would echo the client's Host header
     )
-    served, metrics_of_all = pipeline.models, pipeline.metrics
-    registry = metrics_of_all.registry()
-
     _add_start_page(app, MANAGEMENT_LINKS)
     _add_health(app, pipeline)
+    _add_metrics(app, pipeline.metrics)
+    _add_models(app, pipeline.models)
+    app.include_router(open_inference_routes.routes(pipeline))
+    if pipeline.shared_memory is not None:
+        app.include_router(shared_memory_routes(pipeline, pipeline.shared_memory))
+    add_slow(app, pipeline)
+    add_console(app, pipeline.models, labels or {})
+    if operator is not None:
+        add_admin(app, operator)
+    app.add_middleware(OpenApiPages)
+    if authenticates:
+        _authenticate(app, pipeline)
+    _add_error_handlers(app)
+    describe_routes(app, pipeline)
+    return app
 
+
+def _authenticate(app: FastAPI, pipeline: RequestPipeline) -> None:
+    """Adds AuthMiddleware to ``app``, if the server has an authenticator."""
+    if (access := pipeline.authenticator) is not None:
+        app.add_middleware(AuthMiddleware, authenticator=access, addresses=pipeline.addresses)
+
+
+def _add_metrics(app: FastAPI, metrics: Metrics) -> None:
+    registry = metrics.registry()
     text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
-    @app.get("/metrics", tags=["metrics"], response_class=Response, responses={200: text})
-    async def metrics() -> Response:
+    @app.get(
+        "/metrics",
+        name="metrics",
+        tags=["metrics"],
+        response_class=Response,
+        responses={200: text},
+    )
+    async def scrape() -> Response:
         """Prometheus metrics."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/info", tags=["info"])
     async def info() -> Info:
         """Describes how the server runs; /models lists what it serves."""
-        shape = metrics_of_all
-        return Info(version=__version__, workers=shape.workers, tables=shape.tables)
+        return Info(version=__version__, workers=metrics.workers, tables=metrics.tables)
 
-    def model_of(info: ModelInfo) -> Model:
+
+def _add_models(app: FastAPI, served: ModelRegistry) -> None:
+    def described(info: ModelInfo) -> Model:
         return Model.model_validate(describe(info) | served.status(info))
 
     @app.get("/models", tags=["models"], response_model_exclude_none=True)
     async def models() -> Models:
         """Lists every served version of every model."""
         return Models(
-            models=[model_of(info) for info in served.models()],
+            models=[described(info) for info in served.models()],
             default_model=served.default_model,
         )
 
@@ -206,23 +239,7 @@ def management_app(
     @app.get("/models/{model}", tags=["models"], response_model_exclude_none=True)
     async def model(model: str) -> Model:
         """Returns one served model, NAME, or one of its versions, NAME@VERSION or NAME@ALIAS."""
-        return model_of(served.model(model))
-
-    app.include_router(open_inference_routes.routes(pipeline))
-    if pipeline.shared_memory is not None:
-        app.include_router(shared_memory_routes(pipeline, pipeline.shared_memory))
-    add_slow(app, pipeline)
-    add_console(app, served, labels or {})
-    if operator is not None:
-        add_admin(app, operator)
-    app.add_middleware(OpenApiPages)
-    if asks and pipeline.authenticator is not None:
-        app.add_middleware(
-            AuthMiddleware, authenticator=pipeline.authenticator, addresses=pipeline.addresses
-        )
-    _add_error_shape(app)
-    describe_routes(app, pipeline)
-    return app
+        return described(served.model(model))
 
 
 def _add_start_page(app: FastAPI, links: Sequence[str]) -> None:
@@ -250,37 +267,37 @@ def _add_health(app: FastAPI, pipeline: RequestPipeline) -> None:
         return HealthResponse(status="ready")
 
 
-def _add_error_shape(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI) -> None:
     """Gives every error the JSON format of the embed routes or of the Open Inference Protocol."""
 
-    def answer(request: Request, error: EmbedServeError, status: int) -> Response:
+    def respond(request: Request, error: EmbedServeError, status: int) -> Response:
         given_id = one_header(request.scope["headers"], REQUEST_ID)
         return error_response(error, status, request.scope["path"], given_id)
 
-    async def of_ours(request: Request, error: Exception) -> Response:
+    async def on_server_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, EmbedServeError)
-        return answer(request, error, error.http_status)
+        return respond(request, error, error.http_status)
 
-    async def of_routing(request: Request, error: Exception) -> Response:
+    async def on_routing_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         shaped = InvalidRequestError(f"{request.method} {request.scope['path']}: {error.detail}")
         if error.status_code == 404:
             shaped.code = "NOT_FOUND"
-        response = answer(request, shaped, error.status_code)
+        response = respond(request, shaped, error.status_code)
         response.headers.update(error.headers or {})
         return response
 
-    async def of_body(request: Request, error: Exception) -> Response:
+    async def on_invalid_body(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        return answer(request, InvalidRequestError(f"{field}: {first['msg']}", field), 400)
+        return respond(request, InvalidRequestError(f"{field}: {first['msg']}", field), 400)
 
-    async def unforeseen(request: Request, error: Exception) -> Response:
+    async def on_unexpected_error(request: Request, error: Exception) -> Response:
         """Responds with 500. Starlette then raises ``error`` again, and uvicorn logs it."""
-        return answer(request, EngineError(INTERNAL), EngineError.http_status)
+        return respond(request, EngineError(INTERNAL), EngineError.http_status)
 
-    app.add_exception_handler(EmbedServeError, of_ours)
-    app.add_exception_handler(HTTPException, of_routing)
-    app.add_exception_handler(RequestValidationError, of_body)
-    app.add_exception_handler(Exception, unforeseen)
+    app.add_exception_handler(EmbedServeError, on_server_error)
+    app.add_exception_handler(HTTPException, on_routing_error)
+    app.add_exception_handler(RequestValidationError, on_invalid_body)
+    app.add_exception_handler(Exception, on_unexpected_error)

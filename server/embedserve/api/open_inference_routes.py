@@ -30,14 +30,14 @@ class Server(BaseModel):
     """Name, version and protocol extensions of the server."""
 
     name: str
-    version: str = Field(description="Of embedserve.")
+    version: str = Field(description="Version of embedserve.")
     extensions: list[str]
 
 
 class TensorMetadata(BaseModel):
     name: str
     datatype: str
-    shape: list[int] = Field(description="-1: any size.")
+    shape: list[int] = Field(description="-1 stands for any size.")
 
 
 class ModelMetadata(BaseModel):
@@ -53,7 +53,7 @@ class ModelMetadata(BaseModel):
 class ConfiguredTensor(BaseModel):
     name: str
     data_type: str = Field(description="TYPE_INT64, TYPE_INT32, TYPE_STRING or TYPE_FP32.")
-    dims: list[int] = Field(description="-1: any size.")
+    dims: list[int] = Field(description="-1 stands for any size.")
 
 
 class ConfiguredInput(ConfiguredTensor):
@@ -65,7 +65,7 @@ class ModelConfig(BaseModel):
 
     name: str
     platform: str
-    max_batch_size: int = Field(description="0: shapes say how many examples there are.")
+    max_batch_size: int = Field(description="0: shapes include the batch dimension.")
     input: list[ConfiguredInput]
     output: list[ConfiguredTensor]
 
@@ -77,7 +77,7 @@ class ModelReady(BaseModel):
 
 class Duration(BaseModel):
     count: int
-    ns: int = Field(description="Nanoseconds of all.")
+    ns: int = Field(description="Total time in nanoseconds.")
 
 
 class InferStatistics(BaseModel):
@@ -95,8 +95,8 @@ class ModelStatistics(BaseModel):
     name: str
     version: str
     last_inference: int
-    inference_count: int = Field(description="Examples.")
-    execution_count: int = Field(description="Batches.")
+    inference_count: int = Field(description="Number of examples.")
+    execution_count: int = Field(description="Number of batches.")
     inference_stats: InferStatistics
 
 
@@ -114,7 +114,9 @@ class Indexed(BaseModel):
 
 
 class RepositoryIndexRequest(BaseModel):
-    ready: bool = Field(False, strict=True, description="Only what is ready; left out: all.")
+    ready: bool = Field(
+        False, strict=True, description="Whether to list ready versions only. Default: all."
+    )
 
 
 def health_routes(pipeline: RequestPipeline) -> APIRouter:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 
-from embedserve.api.auth_middleware import ANYBODY, roles_of
-from embedserve.api.embed_openapi import EMBED_SCHEMAS, embed_paths
-from embedserve.api.errors_openapi import ERROR_SCHEMAS, error_responses, is_infer
-from embedserve.api.infer_openapi import INFER_SCHEMAS, infer_paths
+from embedserve.api.auth_middleware import ANYBODY, is_infer, roles_of
 from embedserve.api.shared_memory import PREFIX as SHARED_MEMORY
+from embedserve.api.wire_openapi import (
+    EMBED_PATHS,
+    ERRORS,
+    INFER_PATHS,
+    LOOKUP_ERRORS,
+    SCHEMAS,
+    Schema,
+)
+from embedserve.model_info import ModelInfo
 from embedserve.pipeline import RequestPipeline
 
-Schema = dict[str, Any]
 _FASTAPIS_OWN = ("HTTPValidationError", "ValidationError")
 _TOKEN = {"token": {"type": "http", "scheme": "bearer"}}
 
@@ -29,22 +36,74 @@ def operation_id(route: APIRoute) -> str:
 def describe_routes(app: FastAPI, pipeline: RequestPipeline) -> None:
     """Makes ``app`` describe its own routes and the wire's, with examples of the currently served
     models."""
-    served, asks = pipeline.models, pipeline.authenticator is not None
+    served, needs_token = pipeline.models, pipeline.authenticator is not None
 
     def openapi() -> Schema:
         if app.openapi_schema is None:
-            app.openapi_schema = _of_fastapi(app)
+            app.openapi_schema = _fastapi_schema(app)
         schema = app.openapi_schema
         models = served.models()
-        paths = embed_paths(models, served.default_model) | schema["paths"] | infer_paths(models)
-        if asks:
-            paths = {path: _asking(path, operations) for path, operations in paths.items()}
+        default = [one for one in models if served.default_model in (one.served_as, one.name)][:1]
+        embed = {
+            path: wire_path(path, item, models if "{model}" in path else default)
+            for path, item in EMBED_PATHS.items()
+        }
+        infer = {path: wire_path(path, item, models) for path, item in INFER_PATHS.items()}
+        paths = embed | schema["paths"] | infer
+        if needs_token:
+            paths = {path: _with_token(path, operations) for path, operations in paths.items()}
         return schema | {"paths": paths}
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _of_fastapi(app: FastAPI) -> Schema:
+def wire_path(path: str, item: Schema, models: Sequence[ModelInfo]) -> Schema:
+    """Returns the description ``item`` of a route that the wire serves, with its errors and with
+    examples for ``models``."""
+    operation = deepcopy(item["post"])
+    if examples := {
+        model.served_as: {"summary": f"to {model.name}", "value": _example(path, model)}
+        for model in models
+        if model.example
+    }:
+        operation["requestBody"]["content"]["application/json"]["examples"] = examples
+    if models:
+        name = models[0].name if is_infer(path) else models[0].served_as
+        values = {"model": name, "version": str(models[0].version)}
+        for parameter in operation["parameters"]:
+            if parameter["in"] == "path":
+                parameter["example"] = values[parameter["name"]]
+    operation["responses"] |= error_responses(path, LOOKUP_ERRORS)
+    return {"post": operation}
+
+
+def _example(path: str, model: ModelInfo) -> Schema:
+    if not is_infer(path):
+        return {"features": model.example}
+    inputs: list[Schema] = []
+    for feature, bags in model.example.items():
+        ids = [one for bag in bags for one in bag]
+        lengths = [len(bag) for bag in bags]
+        is_string = any(isinstance(one, str) for one in ids)
+        data = [str(one) for one in ids] if is_string else ids
+        inputs.append(_tensor(f"{feature}.ids", "BYTES" if is_string else "INT64", data))
+        inputs.append(_tensor(f"{feature}.lengths", "INT32", lengths))
+    return {"inputs": inputs}
+
+
+def _tensor(name: str, datatype: str, data: Sequence[Any]) -> Schema:
+    return {"name": name, "datatype": datatype, "shape": [len(data)], "data": data}
+
+
+def error_responses(path: str, statuses: Iterable[str]) -> Schema:
+    """Returns the error responses of an operation of ``path``, by status; "default" is any other
+    error."""
+    name = "InferError" if is_infer(path) else "Error"
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+    return {status: ERRORS[status] | {"content": content} for status in (*statuses, "default")}
+
+
+def _fastapi_schema(app: FastAPI) -> Schema:
     schema = get_openapi(
         title=app.title,
         version=app.version,
@@ -65,7 +124,7 @@ def _of_fastapi(app: FastAPI) -> Schema:
             described.pop("default", None)
     for name in _FASTAPIS_OWN:
         components["schemas"].pop(name, None)
-    components["schemas"] |= EMBED_SCHEMAS | INFER_SCHEMAS | ERROR_SCHEMAS
+    components["schemas"] |= SCHEMAS
     components["securitySchemes"] = _TOKEN
     return schema
 
@@ -86,14 +145,14 @@ def _statuses(path: str) -> tuple[str, ...]:
     return tuple(statuses)
 
 
-def _asking(path: str, operations: Schema) -> Schema:
+def _with_token(path: str, operations: Schema) -> Schema:
     """Returns the operations of a route with authentication: the token, and the errors 401 and
     403."""
     if roles_of(path) == ANYBODY:
         return operations
-    refusals = error_responses(path, ("401", "403"))
+    rejections = error_responses(path, ("401", "403"))
     return {
         method: operation
-        | {"security": [{"token": []}], "responses": refusals | operation["responses"]}
+        | {"security": [{"token": []}], "responses": rejections | operation["responses"]}
         for method, operation in operations.items()
     }

@@ -16,7 +16,7 @@ class Shard(BaseModel):
     row_count: int
     col_offset: int
     col_count: int
-    bytes: int = Field(description="As they are stored.")
+    bytes: int = Field(description="Bytes as stored.")
 
 
 class TableShards(BaseModel):

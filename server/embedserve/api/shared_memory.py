@@ -24,9 +24,9 @@ EMBEDDERS = frozenset({"embed"})
 class Range(BaseModel):
     """The range of a file that a region covers."""
 
-    key: str = Field(description="Of a file in /dev/shm, such as /ranker-0.")
-    offset: int = Field(0, strict=True, description="Where it begins, in bytes.")
-    byte_size: int = Field(strict=True, description="How many it has.")
+    key: str = Field(description="Name of a file in /dev/shm, such as /ranker-0.")
+    offset: int = Field(0, strict=True, description="Start of the range in the file, in bytes.")
+    byte_size: int = Field(strict=True, description="Length of the range, in bytes.")
 
 
 class RegionStatus(BaseModel):
@@ -62,7 +62,7 @@ def shared_memory_routes(pipeline: RequestPipeline, shared: RegionRegistry) -> A
         certificate = request.scope.get(CERTIFICATE)
         return access.check(authorization, certificate, EMBEDDERS, pays=False).grant.name
 
-    def told(owner: str, name: str = "") -> list[RegionStatus]:
+    def status_of(owner: str, name: str = "") -> list[RegionStatus]:
         return [
             RegionStatus(name=one.name, key=one.key, offset=one.offset, byte_size=one.byte_size)
             for one in shared.status(owner, name)
@@ -71,12 +71,12 @@ def shared_memory_routes(pipeline: RequestPipeline, shared: RegionRegistry) -> A
     @router.get("/status")
     async def regions(request: Request) -> list[RegionStatus]:
         """Lists all regions registered by the caller."""
-        return told(owner_of(request))
+        return status_of(owner_of(request))
 
     @router.get("/region/{region}/status")
     async def region(region: str, request: Request) -> list[RegionStatus]:
         """Returns a region registered by the caller; 404 if the caller has none of that name."""
-        return told(owner_of(request), region)
+        return status_of(owner_of(request), region)
 
     @router.post("/region/{region}/register", response_class=Response, openapi_extra=_RANGE)
     async def register_region(region: str, request: Request) -> Response:

@@ -12,10 +12,10 @@ from embedserve.tracing.slow_requests import KEPT_S
 class SlowRequest(BaseModel):
     """A completed request; unknown values are left out, as in the log."""
 
-    when: str = Field(description="When it ended: ISO 8601, UTC.")
+    when: str = Field(description="End of the request: ISO 8601, UTC.")
     request_id: str
     trace_id: str | None = None
-    caller: str | None = Field(None, description="The name of its token or certificate.")
+    caller: str | None = Field(None, description="Name of the caller's token or certificate.")
     protocol: str
     model: str | None = None
     version: int | None = None
@@ -33,8 +33,8 @@ class SlowRequest(BaseModel):
 class Slow(BaseModel):
     """The slowest requests that took longer than `serve --slow-ms`, slowest first."""
 
-    seconds: float = Field(description="How long ago they ended at most.")
-    requests: list[SlowRequest] = Field(description="Of the worker that answers.")
+    seconds: float = Field(description="Greatest age of a listed request.")
+    requests: list[SlowRequest] = Field(description="Requests of the worker that responds.")
 
 
 def add_slow(app: FastAPI, pipeline: RequestPipeline) -> None:
@@ -43,5 +43,5 @@ def add_slow(app: FastAPI, pipeline: RequestPipeline) -> None:
     @app.get("/slow", tags=["metrics"], response_model_exclude_none=True)
     async def slow() -> Slow:
         """Lists the slowest requests of the last minutes, with the time spent in each stage."""
-        told = pipeline.telemetry.slow.fields()
-        return Slow(seconds=KEPT_S, requests=[SlowRequest.model_validate(one) for one in told])
+        requests = pipeline.telemetry.slow.fields()
+        return Slow.model_validate({"seconds": KEPT_S, "requests": requests})

@@ -24,7 +24,7 @@ from embedserve.batching.validation import find_invalid
 from embedserve.errors import InvalidRequestError
 from embedserve.lookup import Batch, LookupRequest
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
-from embedserve.metrics.shadow_metrics import PER_KEY, Differences, ShadowMetrics
+from embedserve.metrics.shadow_metrics import KEY_SUMS, Differences, ShadowMetrics
 from embedserve.model_info import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def compare(
                 "only versions of one layout are compared"
             )
     batch, requested = _joined(requests, model)
-    sums = np.zeros((PER_KEY, len(keys)))
+    sums = np.zeros((len(KEY_SUMS), len(keys)))
     if batch is not None:
         ours = engine.lookup(batch.ids, batch.lengths, batch.weights)
         ours = in_request_order(ours, batch, model)

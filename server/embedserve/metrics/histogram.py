@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from embedserve.metrics.shared_counters import WorkerCounters, single_worker_counters
 
@@ -22,6 +21,10 @@ SECONDS_BUCKETS = tuple(
 LOOKUP_SECONDS_BUCKETS = (0.00001, 0.00002, 0.00003, 0.00005, 0.000075, *SECONDS_BUCKETS)
 COUNT_BUCKETS = tuple(float(2**i) for i in range(21))
 PENDING_MAX = 4096
+"""Observations buffered in a list before they are counted in bulk."""
+
+HistogramSamples = tuple[list[tuple[str, float]], float]
+"""([(bound, cumulative count), …, ("+Inf", count)], sum of all values)."""
 
 
 class Histogram:
@@ -55,15 +58,10 @@ class Histogram:
         own[:-1] += np.bincount(positions, minlength=own.size - 1)
         own[-1] += values.sum()
 
-    def leave(self) -> None:
-        """Detaches from shared memory: later observations are not exported."""
-        self._cells.detach()
-
-    def samples(self, of: NDArray[np.bool_] | None = None) -> tuple[list[tuple[str, float]], float]:
-        """Returns ([(bound, cumulative count), …, ("+Inf", count)], sum of all values), over all
-        workers or over those for which ``of`` is True."""
+    def samples(self) -> HistogramSamples:
+        """Returns the samples over all workers."""
         self.flush()
-        total = self._cells.total(of)
+        total = self._cells.total()
         cumulative = np.cumsum(total[:-1]).tolist()
         bounds = [str(bound) for bound in self.buckets] + ["+Inf"]
         return list(zip(bounds, cumulative, strict=True)), float(total[-1])

@@ -2,12 +2,12 @@
 
 Every id is counted. The ranks of the rows of row-wise tables are found for a sample of the batches,
 within a bounded share of the event loop's time, and the counted reads are divided in the sampled
-proportions. All other counts by table and rank follow from the plan (lookup_samples.py).
+proportions. All other counts by table and rank follow from the plan. Bytes follow from lookups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from random import random
 from time import perf_counter
 from typing import Any
@@ -16,14 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve.lookup import Batch
+from embedserve.metrics.families import Sample
 from embedserve.metrics.shared_counters import Cells, WorkerCounters
 from embedserve.model_info import ModelInfo
 from embedserve_store.format.table_spec import TableSpec
-from embedserve_store.plans.access_counts import AccessCounts, is_divided_by_rows
+from embedserve_store.plans.access_counts import (
+    AccessCounts,
+    is_divided_by_rows,
+    reads_per_rank,
+    row_read_bytes,
+)
 
-OWN_SHARE = 1 / 200
+SAMPLING_SHARE = 1 / 200
 """Largest share of the event loop's time spent on finding the ranks of rows."""
-ROWS_LOOKED_AT_MAX = 4096
+ROWS_SAMPLED_MAX = 4096
 """Rows sampled of one batch, which takes about 0.1 ms. Of a larger batch every second, third, … row
 is sampled."""
 DIVIDED_CELLS = 8192
@@ -40,7 +46,7 @@ class LookupMetrics:
     """Access counts of one version.
 
     Attributes:
-        asked: int64 [F], ids requested by feature, counted by this process.
+        requested_ids: int64 [F], by feature, counted by this process.
     """
 
     def __init__(
@@ -48,81 +54,90 @@ class LookupMetrics:
         model: ModelInfo,
         counters: WorkerCounters,
         columns_max: int,
-        own_share: float = OWN_SHARE,
+        sampling_share: float = SAMPLING_SHARE,
     ) -> None:
-        self.asked = np.zeros(len(model.features), np.int64)
+        self.requested_ids = np.zeros(len(model.features), np.int64)
         self._model = model
-        self._own_share = own_share
-        self._asked = counters.allocate(columns_max)
+        self._sampling_share = sampling_share
+        self._requested = counters.allocate(columns_max)
         self._per_rank = counters.allocate(DIVIDED_CELLS)
-        self._shown = self.asked.copy()
+        self._flushed = self.requested_ids.copy()
         # A skipped id reads no row, except in an unpooled model, where it is read and zeroed.
         self._is_left_out = model.skips_unknown & model.is_pooled
-        self._where = _RowToRank(model)
-        self._attributed = np.zeros(len(self._where.tables))
-        self._look_s = 0.0  # time at which the next batch is sampled
-
-    def leave(self) -> None:
-        """Detaches from shared memory: later counts are not exported."""
-        self._asked.detach()
-        self._per_rank.detach()
+        self._index = _RowToRank(model)
+        self._attributed = np.zeros(len(self._index.tables))
+        self._next_sample_s = 0.0  # time at which the next batch is sampled
 
     def observe(self, batch: Batch) -> None:
         """Counts the ids of a batch that is looked up, and samples its rows when a sample is
         due."""
-        self.asked += batch.ids_per_feature
-        if self._where.tables and batch.ids.size and (start_s := perf_counter()) >= self._look_s:
-            self._where.look(batch)
+        self.requested_ids += batch.ids_per_feature
+        is_indexed = self._index.tables and batch.ids.size
+        if is_indexed and (start_s := perf_counter()) >= self._next_sample_s:
+            self._index.sample(batch)
             end_s = perf_counter()
             # A random pause around the mean: a fixed pause could stay in step with periodic
             # traffic and sample the same requests every time.
-            pause_s = (end_s - start_s) / self._own_share * (0.5 + random())
-            self._look_s = end_s + pause_s
+            pause_s = (end_s - start_s) / self._sampling_share * (0.5 + random())
+            self._next_sample_s = end_s + pause_s
 
     def flush(self, unknown_ids: NDArray[np.int64]) -> None:
         """Writes the counts to shared memory; ``unknown_ids`` [F] are this process's ids without a
         row."""
-        self._asked.own[: self.asked.size] += self.asked - self._shown
-        self._shown[:] = self.asked
-        if self._where.tables:
-            self._divide(self._read(self.asked.astype(np.float64), unknown_ids))
+        self._requested.own[: self.requested_ids.size] += self.requested_ids - self._flushed
+        self._flushed[:] = self.requested_ids
+        if self._index.tables:
+            self._divide(self._read(self.requested_ids.astype(np.float64), unknown_ids))
 
     def _divide(self, read: Cells) -> None:
         """Divides the reads since the last flush among the ranks in the sampled proportions. A
         table without samples is left for a later flush."""
-        looked_at = self._where.take()
-        total = looked_at.sum(axis=1)
-        is_seen = total > 0
-        of_tables = self._where.sum_up(read)
-        more = (of_tables - self._attributed)[is_seen, None] * looked_at[is_seen]
-        own = self._per_rank.own[: looked_at.size].reshape(looked_at.shape)
-        own[is_seen] += more / total[is_seen, None]
-        self._attributed[is_seen] = of_tables[is_seen]
+        sampled = self._index.take_samples()
+        total = sampled.sum(axis=1)
+        has_samples = total > 0
+        of_tables = self._index.sum_by_table(read)
+        more = (of_tables - self._attributed)[has_samples, None] * sampled[has_samples]
+        own = self._per_rank.own[: sampled.size].reshape(sampled.shape)
+        own[has_samples] += more / total[has_samples, None]
+        self._attributed[has_samples] = of_tables[has_samples]
 
     def _read(self, requested: Cells, unknown_ids: NDArray[np.number[Any]]) -> Cells:
         read: Cells = requested - np.where(self._is_left_out, unknown_ids, 0.0)
         return read
 
-    def total_asked(self, of: NDArray[np.bool_]) -> Cells:
-        """Returns float64 [F], requested ids, summed over the workers for which ``of`` is True."""
-        return self._asked.total(of)[: self.asked.size]
-
-    def reads(self, of: NDArray[np.bool_], unknown_ids: Cells) -> AccessCounts:
-        """Returns the rows read, summed over the workers for which ``of`` is True; ``unknown_ids``
-        [F] are the unknown ids of the same workers."""
-        read = self._read(self.total_asked(of), unknown_ids).tolist()
-        by_feature = dict(zip(self._model.features, read, strict=True))
-        per_rank = self._per_rank.total(of)[: self._where.cells].reshape(
-            -1, self._model.plan.world_size
-        )
-        names = [table.name for table in self._where.tables]
+    def reads(self, unknown_ids: Cells) -> AccessCounts:
+        """Returns the rows read by all workers; ``unknown_ids`` [F] are their ids without a
+        row."""
+        model, ranks = self._model, self._model.plan.world_size
+        read = self._read(self._requested.total()[: self.requested_ids.size], unknown_ids).tolist()
+        by_feature = dict(zip(model.features, read, strict=True))
+        per_rank = self._per_rank.total()[: self._index.cells].reshape(-1, ranks)
+        names = [table.name for table in self._index.tables]
         return AccessCounts(
             by_table={
                 table.name: sum(by_feature[feature] for feature in table.feature_names)
-                for table in self._model.tables
+                for table in model.tables
             },
             by_rank=dict(zip(names, per_rank.tolist(), strict=True)),
         )
+
+    def samples(self, labels: Sequence[str], unknown_ids: Cells) -> Iterator[Sample]:
+        """Yields the samples of a version with ``labels``; ``unknown_ids`` are as in ``reads``."""
+        model, plan, reads = self._model, self._model.plan, self.reads(unknown_ids)
+        for feature, count in zip(model.features, self._requested.total().tolist(), strict=False):
+            yield "embedserve_feature_ids", [*labels, feature], count
+        for table in model.tables:
+            count = reads.by_table[table.name]
+            nbytes = count * row_read_bytes(plan.tables[table.name], table, model.device_type)
+            yield "embedserve_table_lookups", [*labels, table.name], count
+            yield "embedserve_table_read_bytes", [*labels, table.name], nbytes
+        for name, counts in reads.by_rank.items():
+            for rank, count in enumerate(counts):
+                yield "embedserve_row_wise_lookups", [*labels, name, str(rank)], count
+        per_rank = reads_per_rank(plan, model.tables, reads, model.device_type)
+        for rank, (lookups, nbytes) in enumerate(zip(*per_rank, strict=True)):
+            yield "embedserve_rank_lookups", [*labels, str(rank)], lookups
+            yield "embedserve_rank_read_bytes", [*labels, str(rank)], nbytes
 
 
 class _RowToRank:
@@ -149,10 +164,10 @@ class _RowToRank:
         # The span keeps the rows of one feature below the ranges of the next.
         span = max(table.num_embeddings for table in model.tables) + 1
         self._bases = np.arange(self._features) * span
-        self._cut(_starts(self.tables, model), span)
+        self._build_ranges(_starts(self.tables, model), span)
         self._counts = np.zeros(len(self._starts))
 
-    def _cut(self, starts: NDArray[np.int64], span: int) -> None:
+    def _build_ranges(self, starts: NDArray[np.int64], span: int) -> None:
         """Builds the ranges from ``starts`` [tables, ranks], the first row of each rank. It runs
         between two batches when another version takes over, so that it has no Python loop over
         features."""
@@ -169,25 +184,25 @@ class _RowToRank:
         rank = np.searchsorted(flat, use * span + rows, side="right") - 1 - use * self._ranks
         self._cells_of_ranges = self._table_of_use[use] * self._ranks + rank
 
-    def look(self, batch: Batch) -> None:
+    def sample(self, batch: Batch) -> None:
         """Counts the sampled rows of a batch by range."""
         # Skipped ids have been removed from the batch and its lengths.
         ends = batch.lengths.reshape(self._features, -1).sum(axis=1).cumsum()
-        step = -(-batch.ids.size // ROWS_LOOKED_AT_MAX)
+        step = -(-batch.ids.size // ROWS_SAMPLED_MAX)
         places = np.arange(int(random() * step), batch.ids.size, step)
         features = np.searchsorted(ends, places, side="right")
         rows = batch.ids[places] + self._bases[features]
         ranges = np.searchsorted(self._starts, rows, side="right") - 1
         self._counts += np.bincount(ranges, minlength=self._counts.size) * step
 
-    def take(self) -> Cells:
+    def take_samples(self) -> Cells:
         """Returns [tables, ranks] sampled rows since the last call, and resets the counts."""
         per_cell = np.zeros(self.cells)
         np.add.at(per_cell, self._cells_of_ranges, self._counts[self._ranges])
         self._counts[:] = 0
         return per_cell.reshape(-1, self._ranks)
 
-    def sum_up(self, read: Cells) -> Cells:
+    def sum_by_table(self, read: Cells) -> Cells:
         """Returns [tables], the sum of ``read`` [F] over the features of each table."""
         total = np.zeros(len(self.tables))
         np.add.at(total, self._table_of_use, read[self._feature_of_use])

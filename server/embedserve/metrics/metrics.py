@@ -1,6 +1,4 @@
-"""The Prometheus metrics of the server. Names and help texts of most metrics are defined here;
-those of processes, TLS, lookups and shadows are in process.py, tls.py, lookup_samples.py and
-shadow_samples.py.
+"""The Prometheus metrics of the server. families.py has the table of names and help texts.
 
 Values are collected in plain lists and integers on the event loop's thread, flushed into this
 worker's row of shared cells, and turned into samples only when /metrics is read. Recording a value
@@ -12,39 +10,30 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from embedserve.errors import ServedVersion
 from embedserve.metrics.caller_metrics import CallerMetrics, caller_cells
-from embedserve.metrics.histogram import PENDING_MAX, SECONDS_BUCKETS, Histogram, histogram_cells
-from embedserve.metrics.lookup_samples import collect_lookups
-from embedserve.metrics.model_metrics import (
-    NAME_LABELS,
-    NAMES_SPARE,
-    VERSION_LABELS,
-    ModelCounterTable,
-    ModelMetrics,
-    columns_most,
-    name_labels,
-    place_cells,
-    version_labels,
-)
+from embedserve.metrics.families import Sample, collect_families
+from embedserve.metrics.histogram import PENDING_MAX
+from embedserve.metrics.model_metrics import NAMES_SPARE, ModelMetrics, columns_most, name_cells
 from embedserve.metrics.process import PROCESS_CELLS, ProcessMetrics
 from embedserve.metrics.rate_limited_logger import Fields, RateLimitedLogger
-from embedserve.metrics.request_metrics import OUTCOMES
-from embedserve.metrics.shadow_samples import collect_shadows
-from embedserve.metrics.shared_counters import WorkerCounters, single_worker_counters
+from embedserve.metrics.request_metrics import OUTCOMES, REQUEST_CELLS, RequestMetrics
+from embedserve.metrics.shared_counters import (
+    KeyedTable,
+    WorkerCounters,
+    key_of,
+    single_worker_counters,
+    table_cells,
+)
 from embedserve.metrics.tls import TLS_CELLS, TlsMetrics
 from embedserve.model_info import ModelInfo
+from embedserve_store.errors import StoreError
 
 logger = logging.getLogger("embedserve.requests")
 
@@ -54,7 +43,7 @@ LINES_MAX = 10
 """Log lines of requests rejected with one error code, in a period of RateLimitedLogger."""
 
 
-PROTOCOL_CELLS = len(OUTCOMES) + 1 + histogram_cells(SECONDS_BUCKETS)
+PROTOCOL_CELLS = REQUEST_CELLS + 1
 
 
 class ProtocolMetrics:
@@ -62,7 +51,8 @@ class ProtocolMetrics:
 
     Attributes:
         protocol: name of the protocol.
-        outcomes, response_bytes: counts of this process alone.
+        requests: requests by outcome, and their latencies.
+        response_bytes: bytes of encoded responses of this process alone.
         log: rate-limited log of requests that failed.
     """
 
@@ -70,30 +60,27 @@ class ProtocolMetrics:
         counters = counters or single_worker_counters(PROTOCOL_CELLS)
         self.protocol = protocol
         self.log = RateLimitedLogger(logger, LINES_MAX)
+        self.requests = RequestMetrics(counters)
         self.response_bytes = 0
-        self._ended: Counter[str] = Counter()
-        self._answered: list[float] = []  # seconds of requests not yet in _ended or the histogram
-        self._cells = counters.allocate(len(OUTCOMES) + 1)
-        self._before = self._cells.own.copy()
-        self.seconds = Histogram(SECONDS_BUCKETS, counters)
+        self._pending = self.requests.pending
+        self._bytes = counters.allocate(1)
+        self._bytes_before = float(self._bytes.own[0])
+        self._counts_before = self.requests.own_counts()
 
     @property
     def outcomes(self) -> Counter[str]:
-        return self._ended + Counter(OK=len(self._answered))
+        """Requests by outcome, of this process alone."""
+        counts = self.requests.own_counts() - self._counts_before
+        return +Counter(dict(zip(OUTCOMES, map(int, counts), strict=True)))
 
     def answered(self, seconds: float, response_bytes: int) -> None:
         """Counts an answered request. It is called for every request and costs an append and an
         addition."""
-        answered = self._answered
-        answered.append(seconds)
+        pending = self._pending
+        pending.append(seconds)
         self.response_bytes += response_bytes
-        if len(answered) >= PENDING_MAX:
-            self._count_answered()
-
-    def _count_answered(self) -> None:
-        self._ended["OK"] += len(self._answered)
-        self.seconds.observe_many(self._answered)
-        self._answered.clear()
+        if len(pending) >= PENDING_MAX:
+            self.requests.flush()
 
     def refused(
         self, code: str, message: str, seconds: float, fields: Callable[[], Fields] | None = None
@@ -104,33 +91,27 @@ class ProtocolMetrics:
             code, message: those of the EmbedServeError.
             fields: returns further named values for the log line.
         """
-        self._ended[code] += 1
-        self.seconds.observe(seconds)
+        self.requests.ended(code, seconds)
         self.log.log(logging.INFO, f"refused with {code}", message, fields=fields)
 
     def cancelled(self, seconds: float) -> None:
         """Counts a request whose client disconnected before its response."""
-        self._ended["CANCELLED"] += 1
-        self.seconds.observe(seconds)
+        self.requests.ended("CANCELLED", seconds)
 
     def flush(self) -> None:
-        self._count_answered()
-        counts = [self._ended[outcome] for outcome in OUTCOMES]
-        self._cells.own[:] = self._before + [*counts, self.response_bytes]
-        self.seconds.flush()
+        self.requests.flush()
+        self._bytes.own[0] = self._bytes_before + self.response_bytes
 
-    def total(self) -> tuple[dict[str, float], float]:
-        """Returns (requests by outcome, bytes of responses) of all workers; outcomes without
-        requests are left out."""
-        *counts, response_bytes = self._cells.total().tolist()
-        named = zip(OUTCOMES, counts, strict=True)
-        return {outcome: count for outcome, count in named if count}, response_bytes
+    def samples(self) -> Iterator[Sample]:
+        """Yields the samples of all workers."""
+        yield from self.requests.samples("embedserve", [self.protocol])
+        yield "embedserve_response_bytes", [self.protocol], float(self._bytes.total()[0])
 
 
 def cells_per_worker(names: int, columns_max: int) -> int:
     """Returns the cells that one worker needs for a server that starts with ``names`` served
     names."""
-    of_names = (names + NAMES_SPARE) * place_cells(columns_max)
+    of_names = table_cells(names + NAMES_SPARE, name_cells(columns_max))
     of_protocols = len(PROTOCOLS) * PROTOCOL_CELLS + caller_cells(OUTCOMES)
     return PROCESS_CELLS + TLS_CELLS + of_protocols + of_names
 
@@ -169,8 +150,8 @@ class Metrics(Collector):
         self.protocols = {name: ProtocolMetrics(counters, name) for name in PROTOCOLS}
         self.callers = CallerMetrics(counters, OUTCOMES)
         self.columns_max = columns_max
-        self._places = ModelCounterTable(counters, names + NAMES_SPARE, columns_max)
-        self._places.clear_others(model.served_as for model in models)
+        self._names = KeyedTable(counters, names + NAMES_SPARE, name_cells(columns_max))
+        self._names.keep(model.served_as for model in models)
         self.models: dict[str, ModelMetrics] = {}
         for model in models:
             self.add(model)
@@ -183,8 +164,15 @@ class Metrics(Collector):
             StoreError: there is no room for another name.
         """
         name = model.served_as
-        metrics = ModelMetrics(model, self._places.take(name), self.columns_max)
-        self.models[name] = metrics
+        i = self._names.find(name)
+        if i is None:
+            count = len(self._names.entries)
+            raise StoreError(
+                f"{name}: this server has room to count {count} names since its start: restart it"
+            )
+        counters = self._names.entries[i]
+        counters.claim(key_of(name))
+        metrics = self.models[name] = ModelMetrics(model, counters, self.columns_max)
         return metrics
 
     def ended(self, model: ServedVersion | None, outcome: str, seconds: float) -> None:
@@ -199,8 +187,8 @@ class Metrics(Collector):
 
     def remove(self, name: str) -> None:
         """Removes the counts of ``name`` from the exported metrics."""
-        self.models.pop(name).version.leave()
-        self._places.clear(name)
+        del self.models[name]
+        self._names.keep(self.models)
 
     def registry(self) -> CollectorRegistry:
         """Returns a registry of these metrics, the platform's and the garbage collector's.
@@ -228,186 +216,18 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         self.flush()
-        yield from self._process.collect()
-        yield from self._collect_workers()
-        yield from self._collect_protocols()
-        yield self._collect_callers()
-        yield from self._collect_requests()
-        yield from self.tls.collect()
-        yield from self._collect_batchers()
-        yield self._collect_unknown_ids()
-        yield from self._collect_models()
-        versions = [metrics.version for metrics in self.models.values()]
-        yield from collect_lookups(versions)
-        yield from collect_shadows(versions)
+        return collect_families(self.samples())
 
-    def _collect_workers(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily(
-            "embedserve_workers",
-            "Processes of this server that are alive and ready.",
-            self._slot.ready_workers(),
-        )
-        yield CounterMetricFamily(
-            "embedserve_worker_restarts",
-            "Processes of this server that ended and were replaced.",
-            self._slot.restarts(),
-        )
-        yield CounterMetricFamily(
-            "embedserve_worker_hangs",
-            "Processes of this server that showed no sign of life and were ended.",
-            self._slot.hangs(),
-        )
-
-    def _collect_protocols(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily(
-            "embedserve_requests",
-            "Requests answered, by protocol and outcome (OK, an error code, or CANCELLED).",
-            labels=["protocol", "outcome"],
-        )
-        seconds = HistogramMetricFamily(
-            "embedserve_request_seconds",
-            "Seconds from a request's arrival to its encoded answer.",
-            labels=["protocol"],
-        )
-        response_bytes = CounterMetricFamily(
-            "embedserve_response_bytes", "Bytes of encoded answers.", labels=["protocol"]
-        )
-        for name, protocol in self.protocols.items():
-            outcomes, nbytes = protocol.total()
-            for outcome, count in outcomes.items():
-                requests.add_metric([name, outcome], count)
-            seconds.add_metric([name], *protocol.seconds.samples())
-            response_bytes.add_metric([name], nbytes)
-        yield requests
-        yield seconds
-        yield response_bytes
-
-    def _collect_callers(self) -> Metric:
-        requests = CounterMetricFamily(
-            "embedserve_caller_requests",
-            "Embed requests of each caller whose token or certificate has a name, by outcome.",
-            labels=["caller", "outcome"],
-        )
-        for name, outcome, count in self.callers.total():
-            requests.add_metric([name, outcome], count)
-        return requests
-
-    def _collect_requests(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily(
-            "embedserve_model_requests",
-            "Requests of the version that they were handed to, by outcome (OK, an error code, or "
-            "CANCELLED); those refused before, such as for an unknown model, are of none.",
-            labels=[*VERSION_LABELS, "outcome"],
-        )
-        seconds = HistogramMetricFamily(
-            "embedserve_model_request_seconds",
-            "Seconds from the arrival of such a request to its encoded answer, or its error.",
-            labels=VERSION_LABELS,
-        )
-        for metrics in self.models.values():
-            labels = version_labels(metrics.model)
-            for outcome, count in metrics.version.total_requests().items():
-                if count or outcome == "OK":
-                    requests.add_metric([*labels, outcome], count)
-            seconds.add_metric(labels, *metrics.version.request_seconds())
-        yield requests
-        yield seconds
-
-    def _collect_batchers(self) -> Iterator[Metric]:
-        models = list(self.models.values())
-        gauges = [model.gauges() for model in models]
-        for gauge, name, help_text in (
-            ("queued_requests", "queue_requests", "Requests waiting for a batch."),
-            (
-                "queued_examples",
-                "queue_examples",
-                "Examples of the requests waiting for a batch.",
-            ),
-        ):
-            yield self._gauge(name, help_text, [sums[gauge] for sums, _ in gauges])
-        for gauge, help_text in (
-            (
-                "damaged",
-                "1 where the model's rows are not what they were at the start: ready no more.",
-            ),
-            (
-                "wanted_version",
-                "The version that the store says is to be served; 0 where it is not followed.",
-            ),
-            (
-                "load_seconds",
-                "Seconds from when the served version was found until it answered; 0 for the one "
-                "that was there at the start.",
-            ),
-            (
-                "behind_seconds",
-                "Seconds since another version was found that is to answer, and does not yet; 0 "
-                "where it does.",
-            ),
-            (
-                "refused",
-                "1 where the version that is to answer cannot be served, and the one before goes "
-                "on: the log and /models say why.",
-            ),
-        ):
-            yield self._gauge(f"model_{gauge}", help_text, [most[gauge] for _, most in gauges])
-        switches = CounterMetricFamily(
-            "embedserve_model_switches",
-            "How often another version of the model took over.",
-            labels=NAME_LABELS,
-        )
-        for model in models:
-            switches.add_metric(name_labels(model.model), model.most_switches())
-        yield switches
-        for attribute, name, help_text in (
-            ("wait_seconds", "embedserve_queue_wait_seconds", "Seconds a request waited."),
-            ("batch_examples", "embedserve_batch_examples", "Examples of a batch."),
-            ("batch_ids", "embedserve_batch_ids", "Ids of a batch."),
-            ("lookup_seconds", "embedserve_lookup_seconds", "Seconds of a batch's lookup."),
-        ):
-            histogram = HistogramMetricFamily(name, help_text, labels=VERSION_LABELS)
-            for model in models:
-                histogram.add_metric(version_labels(model.model), *model.version.samples(attribute))
-            yield histogram
-
-    def _collect_unknown_ids(self) -> Metric:
-        family = CounterMetricFamily(
-            "embedserve_unknown_ids",
-            "Ids without a row that were left out or looked up as the default row, by feature.",
-            labels=[*VERSION_LABELS, "feature"],
-        )
-        for metrics in self.models.values():
-            model = metrics.model
-            is_counted = ~model.rejects_unknown
-            counts = zip(model.features, metrics.version.total_unknown_ids(), strict=True)
-            for (feature, count), shown in zip(counts, is_counted, strict=True):
-                if shown:
-                    family.add_metric([*version_labels(model), feature], count)
-        return family
-
-    def _collect_models(self) -> Iterator[Metric]:
-        infos = [metrics.model for metrics in self.models.values()]
-        yield self._gauge(
-            "model_version", "The served version of the model.", [info.version for info in infos]
-        )
-        yield self._gauge(
-            "model_replanned",
-            "1 where the stored sharding plan did not fit this host and another was made.",
-            [info.replanned for info in infos],
-        )
-        table_bytes = GaugeMetricFamily(
-            "embedserve_table_bytes",
-            "Bytes of table rows on a rank; of replicas, of each.",
-            labels=[*VERSION_LABELS, "rank"],
-        )
-        for info in infos:
-            for rank, nbytes in enumerate(info.bytes_per_rank):
-                table_bytes.add_metric([*version_labels(info), str(rank)], nbytes)
-        yield table_bytes
-
-    def _gauge(self, name: str, help_text: str, values: Sequence[float]) -> Metric:
-        """Returns a gauge with one value for each served name, in the order of ``models``."""
-        family = GaugeMetricFamily(f"embedserve_{name}", help_text, labels=NAME_LABELS)
-        for metrics, value in zip(self.models.values(), values, strict=True):
-            family.add_metric(name_labels(metrics.model), value)
-        return family
+    def samples(self) -> Iterator[Sample]:
+        """Yields all samples over all workers, in the order of their classes."""
+        slot = self._slot
+        yield "embedserve_workers", (), slot.ready_workers()
+        yield "embedserve_worker_restarts", (), slot.restarts()
+        yield "embedserve_worker_hangs", (), slot.hangs()
+        yield from self._process.samples()
+        yield from self.tls.samples()
+        yield from self.callers.samples()
+        for protocol in self.protocols.values():
+            yield from protocol.samples()
+        for model in self.models.values():
+            yield from model.samples()

@@ -1,15 +1,14 @@
-"""Counters of the served versions, in cells of shared memory; metrics.py turns them into
-samples."""
+"""Counters of the served names and versions, in cells of shared memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 from time import perf_counter
-from zlib import crc32
 
 import numpy as np
-from numpy.typing import NDArray
 
+from embedserve.metrics.families import Sample
 from embedserve.metrics.histogram import (
     COUNT_BUCKETS,
     LOOKUP_SECONDS_BUCKETS,
@@ -20,37 +19,34 @@ from embedserve.metrics.histogram import (
 from embedserve.metrics.lookup_metrics import LookupMetrics, lookup_cells
 from embedserve.metrics.request_metrics import REQUEST_CELLS, RequestMetrics
 from embedserve.metrics.shadow_metrics import ShadowMetrics, shadow_cells
-from embedserve.metrics.shared_counters import Cells, WorkerCounters, single_worker_counters
+from embedserve.metrics.shared_counters import (
+    Cells,
+    KeyedCounters,
+    WorkerCounters,
+    single_worker_counters,
+)
 from embedserve.model_info import ModelInfo
-from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest import Manifest
-from embedserve_store.plans.access_counts import AccessCounts
 
-NAME_LABELS = ("model", "alias")
-"""Labels of a served name. "alias" is the text behind the "@" of --model. Where there is none it is
-empty, which Prometheus treats as no label."""
-VERSION_LABELS = (*NAME_LABELS, "version")
-"""Labels of values that start from zero for each version; their series end with the version."""
 COLUMNS_MIN = 1024
 """Least number of features or keys reserved for later versions of a model. Memory that is never
 written costs nothing."""
+QUEUE_GAUGES = ("embedserve_queue_requests", "embedserve_queue_examples")
+"""Gauges that are summed over the workers."""
 MODEL_GAUGES = (
-    "queued_requests",
-    "queued_examples",
-    "damaged",
-    "wanted_version",
-    "load_seconds",
-    "behind_seconds",
-    "refused",
+    "embedserve_model_damaged",
+    "embedserve_model_wanted_version",
+    "embedserve_model_load_seconds",
+    "embedserve_model_behind_seconds",
+    "embedserve_model_refused",
 )
+"""Gauges that are exported as the maximum over the workers."""
 VERSION_BUCKETS = {
-    "wait_seconds": SECONDS_BUCKETS,
-    "batch_examples": COUNT_BUCKETS,
-    "batch_ids": COUNT_BUCKETS,
-    "lookup_seconds": LOOKUP_SECONDS_BUCKETS,
+    "embedserve_queue_wait_seconds": SECONDS_BUCKETS,
+    "embedserve_batch_examples": COUNT_BUCKETS,
+    "embedserve_batch_ids": COUNT_BUCKETS,
+    "embedserve_lookup_seconds": LOOKUP_SECONDS_BUCKETS,
 }
-
-
 NAMES_SPARE = 16
 """Entries reserved for names that are first served after the start."""
 
@@ -66,80 +62,16 @@ def columns_of(model: Manifest) -> int:
     return max(len(model.features), len(model.keys))
 
 
-def place_cells(columns_max: int) -> int:
-    """Returns the number of cells that the entry of one name takes in a worker's row."""
+def name_cells(columns_max: int) -> int:
+    """Returns the number of cells of one served name, without its key."""
+    return len(QUEUE_GAUGES) + len(MODEL_GAUGES) + 1 + (1 + version_cells(columns_max))
+
+
+def version_cells(columns_max: int) -> int:
+    """Returns the number of cells of one version, without its key."""
     buckets = sum(map(histogram_cells, VERSION_BUCKETS.values()))
-    of_version = 1 + columns_max + lookup_cells(columns_max) + shadow_cells(columns_max) + buckets
-    return 1 + len(MODEL_GAUGES) + 1 + of_version + REQUEST_CELLS
-
-
-def name_labels(model: ModelInfo) -> list[str]:
-    """Returns the values of NAME_LABELS for ``model``."""
-    return [model.name, model.tag]
-
-
-def version_labels(model: ModelInfo) -> list[str]:
-    """Returns the values of VERSION_LABELS for ``model``."""
-    return [model.name, model.tag, str(model.version)]
-
-
-class ModelCounterTable:
-    """Entries for the served names in a worker's row. An entry belongs to the same name in all
-    workers."""
-
-    def __init__(self, counters: WorkerCounters, count: int, columns_max: int) -> None:
-        """Allocates ``count`` entries from ``counters``, for versions of up to ``columns_max``
-        features or keys."""
-        self.columns_max = columns_max
-        self._slot = counters
-        self._starts = []
-        self._owners = []
-        for _ in range(count):
-            self._starts.append(counters.taken)
-            self._owners.append(counters.allocate(1))
-            counters.allocate(place_cells(columns_max) - 1)
-
-    def take(self, name: str) -> WorkerCounters:
-        """Returns the entry of ``name``: the entry that another worker or this worker's predecessor
-        uses for it, or else a free entry.
-
-        Raises:
-            StoreError: no entry is free.
-        """
-        owner = _owner(name)
-        taken = [(owners.every[:, 0] == owner).any() for owners in self._owners]
-        free = [not owners.every.any() for owners in self._owners]
-        i = next((i for found in (taken, free) for i, one in enumerate(found) if one), None)
-        if i is None:
-            raise StoreError(
-                f"{name}: this server has room to count {len(free)} names since its start: "
-                "restart it"
-            )
-        start = self._starts[i]
-        if self._owners[i].own[0] != owner:
-            self._slot.empty(start, start + place_cells(self.columns_max))
-            self._owners[i].own[0] = owner
-        return self._slot.rewind_to(start)
-
-    def clear(self, name: str) -> None:
-        """Zeroes and frees this worker's entry of ``name``."""
-        self._empty(lambda owner: owner == _owner(name))
-
-    def clear_others(self, names: Iterable[str]) -> None:
-        """Zeroes the entries that this worker's predecessor left, except those of ``names``."""
-        kept = set(map(_owner, names))
-        self._empty(lambda owner: owner not in kept)
-
-    def _empty(self, is_gone: Callable[[float], bool]) -> None:
-        """Zeroes this worker's entries whose owner satisfies ``is_gone``."""
-        for start, owners in zip(self._starts, self._owners, strict=True):
-            if is_gone(owners.own[0]):
-                self._slot.empty(start, start + place_cells(self.columns_max))
-
-
-def _owner(name: str) -> float:
-    """Returns the value of an entry's owner cell for ``name``; 0 marks a free entry."""
-    return float(crc32(name.encode()) + 1)
+    shadow = 1 + shadow_cells(columns_max)
+    return columns_max + lookup_cells(columns_max) + shadow + REQUEST_CELLS + buckets
 
 
 class VersionMetrics:
@@ -153,87 +85,50 @@ class VersionMetrics:
         requests: requests routed to this version, by outcome, and their latencies.
     """
 
-    def __init__(self, model: ModelInfo, counters: WorkerCounters, columns_max: int) -> None:
+    def __init__(self, model: ModelInfo, counters: KeyedCounters, columns_max: int) -> None:
         """Continues from the values in the cells if they belong to the same version; zeroes them
         otherwise."""
         self.model = model
         self.unknown_ids = np.zeros(len(model.features), np.int64)
-        self._number = counters.allocate(1)
-        start = counters.taken
+        counters.claim(model.version)
         self._unknown = counters.allocate(columns_max)
+        self._unknown_before = self._unknown.own[: len(model.features)].copy()
         self.lookups = LookupMetrics(model, counters, columns_max)
         self.shadow = ShadowMetrics(model, counters, columns_max)
         self.requests = RequestMetrics(counters)
-        self._histograms = {
-            name: Histogram(buckets, counters) for name, buckets in VERSION_BUCKETS.items()
-        }
-        self.wait_seconds = self._histograms["wait_seconds"]
-        self.batch_examples = self._histograms["batch_examples"]
-        self.batch_ids = self._histograms["batch_ids"]
-        self.lookup_seconds = self._histograms["lookup_seconds"]
-        if self._number.own[0] != model.version:
-            self._number.own[0] = 0  # the cells belong to no version while they are zeroed
-            counters.empty(start, counters.taken)
-            self._number.own[0] = model.version
-        self._unknown_before = self._unknown.own[: len(model.features)].copy()
-
-    def leave(self) -> None:
-        """Detaches from shared memory: later counts are not exported."""
-        self._unknown.detach()
-        self.lookups.leave()
-        self.shadow.leave()
-        self.requests.leave()
-        for one in self._histograms.values():
-            one.leave()
+        self._histograms = [Histogram(buckets, counters) for buckets in VERSION_BUCKETS.values()]
+        (
+            self.wait_seconds,
+            self.batch_examples,
+            self.batch_ids,
+            self.lookup_seconds,
+        ) = self._histograms
 
     def flush(self) -> None:
         self._unknown.own[: self.unknown_ids.size] = self._unknown_before + self.unknown_ids
         self.lookups.flush(self.unknown_ids)
         self.requests.flush()
-        for one in self._histograms.values():
+        for one in self._histograms:
             one.flush()
 
-    def of_this_version(self) -> NDArray[np.bool_]:
-        """Returns bool [workers]: the workers that serve this version. During a switch the workers
-        change at slightly different moments."""
-        of: NDArray[np.bool_] = self._number.every[:, 0] == self.model.version
-        return of
+    def total_unknown_ids(self) -> Cells:
+        """Returns float64 [F], ids without a row, over all workers that serve this version. During
+        a switch the workers change at slightly different moments."""
+        return self._unknown.total()[: self.unknown_ids.size]
 
-    def samples(self, name: str) -> tuple[list[tuple[str, float]], float]:
-        """Returns the samples of the histogram ``name``, over all workers that serve this
-        version."""
-        return self._histograms[name].samples(self.of_this_version())
-
-    def total_requests(self) -> dict[str, float]:
-        """Returns requests by outcome, zeros included, over all workers that serve this version."""
-        return self.requests.total(self.of_this_version())
-
-    def total_request_seconds(self) -> tuple[float, float]:
-        """Returns the total seconds of (answered, failed) requests, over all workers that serve
-        this version."""
-        return self.requests.total_seconds(self.of_this_version())
-
-    def request_seconds(self) -> tuple[list[tuple[str, float]], float]:
-        """Returns the samples of the request latency histogram, as ``samples`` does."""
-        return self.requests.seconds.samples(self.of_this_version())
-
-    def total_unknown_ids(self) -> list[float]:
-        """Returns [F], ids without a row, over all workers that serve this version."""
-        unknown: list[float] = self._total_unknown(self.of_this_version()).tolist()
-        return unknown
-
-    def total_asked_ids(self) -> list[float]:
-        """Returns [F], requested ids, over all workers that serve this version."""
-        requested: list[float] = self.lookups.total_asked(self.of_this_version()).tolist()
-        return requested
-
-    def reads(self) -> AccessCounts:
-        """Returns the rows read, over all workers that serve this version."""
-        of = self.of_this_version()
-        return self.lookups.reads(of, self._total_unknown(of))
-
-    def _total_unknown(self, of: NDArray[np.bool_]) -> Cells:
-        return self._unknown.total(of)[: self.unknown_ids.size]
+    def samples(self) -> Iterator[Sample]:
+        """Yields the samples over all workers that serve this version."""
+        model, unknown_ids = self.model, self.total_unknown_ids()
+        labels = [model.name, model.tag, str(model.version)]
+        yield from self.requests.samples("embedserve_model", labels, always="OK")
+        for family, histogram in zip(VERSION_BUCKETS, self._histograms, strict=True):
+            yield family, labels, histogram.samples()
+        for i in np.flatnonzero(~model.rejects_unknown):
+            yield "embedserve_unknown_ids", [*labels, model.features[i]], float(unknown_ids[i])
+        for rank, nbytes in enumerate(model.bytes_per_rank):
+            yield "embedserve_table_bytes", [*labels, str(rank)], nbytes
+        yield from self.lookups.samples(labels, unknown_ids)
+        yield from self.shadow.samples(labels)
 
 
 class ModelMetrics:
@@ -259,22 +154,21 @@ class ModelMetrics:
         counters: WorkerCounters | None = None,
         columns_max: int = COLUMNS_MIN,
     ) -> None:
-        """``counters`` starts at the entry of the served name."""
-        counters = counters or single_worker_counters(place_cells(columns_max))
+        """``counters`` are those of the served name."""
+        counters = counters or single_worker_counters(name_cells(columns_max))
         self.columns_max = columns_max
-        self._owner = counters.allocate(1)
         self.count_queue: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.is_damaged = False
         self.wanted_version = 0
         self.load_seconds = 0.0
         self.found_s: float | None = None
         self.is_refused = False
+        self._queue_gauges = counters.allocate(len(QUEUE_GAUGES))
         self._gauges = counters.allocate(len(MODEL_GAUGES))
         self._switches = counters.allocate(1)
         self.switches = int(self._switches.own[0])
-        self._slot = counters
-        self._start = counters.taken
-        self.version = VersionMetrics(model, counters, columns_max)
+        self._version_counters = counters.allocate_keyed(version_cells(columns_max))
+        self.version = VersionMetrics(model, self._version_counters, columns_max)
 
     @property
     def model(self) -> ModelInfo:
@@ -283,15 +177,14 @@ class ModelMetrics:
 
     def switch(self, model: ModelInfo, load_seconds: float) -> None:
         """Starts the counters of ``model``, the version that takes over, from zero."""
-        self.version.leave()
-        self.version = VersionMetrics(model, self._slot.rewind_to(self._start), self.columns_max)
+        self.version = VersionMetrics(model, self._version_counters, self.columns_max)
         self.is_damaged = False
         self.load_seconds = load_seconds
         self.switches += 1
 
     def flush(self) -> None:
+        self._queue_gauges.own[:] = self.count_queue()
         self._gauges.own[:] = (
-            *self.count_queue(),
             self.is_damaged,
             self.wanted_version,
             self.load_seconds,
@@ -301,22 +194,17 @@ class ModelMetrics:
         self._switches.own[:] = self.switches
         self.version.flush()
 
-    def gauges(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns (sums, maxima) over all ready workers, by MODEL_GAUGES."""
-        ready = self._gauges.of_ready(self._of_this_name())
-        if not len(ready):
-            ready = np.zeros((1, len(MODEL_GAUGES)))
-        sums, most = ready.sum(axis=0).tolist(), ready.max(axis=0).tolist()
-        return dict(zip(MODEL_GAUGES, sums, strict=True)), dict(
-            zip(MODEL_GAUGES, most, strict=True)
-        )
-
-    def most_switches(self) -> float:
-        """Returns the largest count of any worker: all workers switch together, and a replaced
-        worker may have missed some switches."""
-        return float(self._switches.every[self._of_this_name()].max(initial=0.0))
-
-    def _of_this_name(self) -> NDArray[np.bool_]:
-        """Returns bool [workers]: the workers that serve this name."""
-        of: NDArray[np.bool_] = self._owner.every[:, 0] == self._owner.own[0]
-        return of
+    def samples(self) -> Iterator[Sample]:
+        """Yields the samples over all workers that serve this name, those of its version among
+        them."""
+        model = self.model
+        labels = [model.name, model.tag]
+        queues = self._queue_gauges.ready_rows().sum(axis=0)
+        gauges = self._gauges.ready_rows().max(axis=0, initial=0.0)
+        yield from zip(QUEUE_GAUGES, repeat(labels), queues.tolist(), strict=False)
+        yield from zip(MODEL_GAUGES, repeat(labels), gauges.tolist(), strict=False)
+        # The maximum: all workers switch together, and a replaced worker may have missed some.
+        yield "embedserve_model_switches", labels, float(self._switches.rows().max(initial=0.0))
+        yield "embedserve_model_version", labels, model.version
+        yield "embedserve_model_replanned", labels, model.replanned
+        yield from self.version.samples()

@@ -1,17 +1,17 @@
-"""Requests and latencies of one version, by outcome, counted in cells of shared memory.
+"""Requests and latencies of one protocol or version, by outcome, in cells of shared memory.
 
-A request is counted here once its version has been chosen. Requests rejected earlier, such as for
+A request is counted for a version once that has been chosen. Requests rejected earlier, such as for
 an unknown model or a body that cannot be decoded, are counted by protocol only. No name sent by a
 client creates a series.
 """
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Iterator, Sequence
 
+from embedserve.metrics.families import Sample
 from embedserve.metrics.histogram import PENDING_MAX, SECONDS_BUCKETS, Histogram, histogram_cells
-from embedserve.metrics.shared_counters import WorkerCounters
+from embedserve.metrics.shared_counters import Cells, WorkerCounters
 
 OUTCOMES = (
     "OK",
@@ -33,11 +33,12 @@ REQUEST_CELLS = len(OUTCOMES) + 2 + histogram_cells(SECONDS_BUCKETS)
 
 
 class RequestMetrics:
-    """Request counters of one version in this process; the readers sum over all workers.
+    """Request counters of one protocol or version; the readers sum over all workers.
 
     Attributes:
         answered: records the seconds of an answered request, from its arrival to its encoded
             response. It is list.append, because it is called for every request.
+        pending: seconds of answered requests that are not yet counted.
         seconds: histogram of the latency of all requests, whatever their outcome.
     """
 
@@ -45,8 +46,8 @@ class RequestMetrics:
         # A count for each outcome, then the total seconds of answered and of failed requests.
         self._cells = counters.allocate(len(OUTCOMES) + 2)
         self.seconds = Histogram(SECONDS_BUCKETS, counters)
-        self._answered: list[float] = []
-        self.answered = self._answered.append
+        self.pending: list[float] = []
+        self.answered = self.pending.append
 
     def ended(self, outcome: str, seconds: float) -> None:
         """Counts a request that was not answered; ``outcome`` is one of OUTCOMES."""
@@ -58,30 +59,37 @@ class RequestMetrics:
 
     def bound(self) -> None:
         """Flushes once PENDING_MAX answered requests are pending; called after every batch."""
-        if len(self._answered) >= PENDING_MAX:
+        if len(self.pending) >= PENDING_MAX:
             self.flush()
 
     def flush(self) -> None:
         own = self._cells.own
-        own[0] += len(self._answered)
-        own[-2] += sum(self._answered)
-        self.seconds.observe_many(self._answered)
-        self._answered.clear()
+        own[0] += len(self.pending)
+        own[-2] += sum(self.pending)
+        self.seconds.observe_many(self.pending)
+        self.pending.clear()
         self.seconds.flush()
 
-    def leave(self) -> None:
-        """Detaches from shared memory: later counts are not exported."""
-        self._cells.detach()
-        self.seconds.leave()
+    def own_counts(self) -> Cells:
+        """Returns the counts of this worker and its predecessors, in the order of OUTCOMES."""
+        self.flush()
+        return self._cells.own[: len(OUTCOMES)].copy()
 
-    def total(self, of: NDArray[np.bool_]) -> dict[str, float]:
-        """Returns requests by outcome, zeros included, summed over the workers for which ``of`` is
-        True."""
-        counts = self._cells.total(of)[: len(OUTCOMES)].tolist()
+    def total(self) -> dict[str, float]:
+        """Returns requests by outcome, zeros included, summed over all workers."""
+        counts = self._cells.total()[: len(OUTCOMES)].tolist()
         return dict(zip(OUTCOMES, counts, strict=True))
 
-    def total_seconds(self, of: NDArray[np.bool_]) -> tuple[float, float]:
-        """Returns the total seconds of (answered, failed) requests. Cancelled requests count in
-        neither."""
-        answered_s, failed_s = self._cells.total(of)[-2:].tolist()
+    def total_seconds(self) -> tuple[float, float]:
+        """Returns the total seconds of (answered, failed) requests of all workers. Cancelled
+        requests count in neither."""
+        answered_s, failed_s = self._cells.total()[-2:].tolist()
         return answered_s, failed_s
+
+    def samples(self, family: str, labels: Sequence[str], always: str = "") -> Iterator[Sample]:
+        """Yields the samples of ``family``_requests and ``family``_request_seconds. Outcomes
+        without requests are left out, except ``always``."""
+        for outcome, count in self.total().items():
+            if count or outcome == always:
+                yield f"{family}_requests", [*labels, outcome], count
+        yield f"{family}_request_seconds", labels, self.seconds.samples()

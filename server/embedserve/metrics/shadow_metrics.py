@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from embedserve.metrics.families import Sample
 from embedserve.metrics.shared_counters import Cells, WorkerCounters
 from embedserve.model_info import ModelInfo
 
 BATCH_OUTCOMES = ("compared", "skipped", "failed")
 """Outcomes of a batch sampled for the shadow. "skipped": the previous comparison was still
 running."""
-PER_KEY = 5
-"""Sums per key: vectors, cosine distances, squared differences, squares of the served version's
-values, and pairs of zero vectors."""
-PER_FEATURE = 2
-"""Counts per feature: ids without a row in the shadow version, and in the served version."""
+KEY_SUMS = (
+    "embedserve_shadow_vectors",
+    "embedserve_shadow_cosine_distance",
+    "embedserve_shadow_squared_difference",
+    "embedserve_shadow_squares",
+    "embedserve_shadow_empty",
+)
+"""Families of the sums for each key, in the order of Differences.sums."""
+COMPARED = ("shadow", "served")
+"""The two versions that ids without a row are counted in, by feature."""
 
 
 def shadow_cells(columns_max: int) -> int:
     """Returns the number of cells needed for a version with up to ``columns_max`` keys and
     features."""
-    return 1 + len(BATCH_OUTCOMES) + 1 + (PER_KEY + PER_FEATURE) * columns_max
+    return len(BATCH_OUTCOMES) + 1 + (len(KEY_SUMS) + len(COMPARED)) * columns_max
 
 
 @dataclass(frozen=True)
@@ -50,37 +57,32 @@ class Differences:
 
 
 class ShadowMetrics:
-    """Comparison counters of a version that runs as a shadow of another.
-
-    Attributes:
-        against: number of the version that it is compared with; 0 for none.
-    """
+    """Comparison counters of a version that runs as a shadow of another."""
 
     def __init__(self, model: ModelInfo, counters: WorkerCounters, columns_max: int) -> None:
         self._model = model
-        self._against = counters.allocate(1)
+        self._columns_max = columns_max
+        self._counters = counters.allocate_keyed(shadow_cells(columns_max))
+        self._allocate(self.against)
+
+    def _allocate(self, against: int) -> None:
+        counters, columns_max = self._counters, self._columns_max
+        counters.claim(against)
         self._batches = counters.allocate(len(BATCH_OUTCOMES))
         self._refused = counters.allocate(1)
-        self._per_key = counters.allocate(PER_KEY * columns_max)
-        self._per_feature = counters.allocate(PER_FEATURE * columns_max)
-        self._columns_max = columns_max
+        self._per_key = counters.allocate(len(KEY_SUMS) * columns_max)
+        self._unknown_ids = counters.allocate(len(COMPARED) * columns_max)
 
     @property
     def against(self) -> int:
-        return int(self._against.own[0])
+        """Number of the version that this one is compared with; 0 for none."""
+        return int(self._counters.key)
 
     def begin(self, against: int) -> None:
         """Starts a comparison with version ``against``, from zero unless it is already compared
         with it."""
         if self.against != against:
-            self._against.own[0] = 0
-            for cells in (self._batches, self._refused, self._per_key, self._per_feature):
-                cells.own[:] = 0
-            self._against.own[0] = against
-
-    def leave(self) -> None:
-        for cells in (self._batches, self._refused, self._per_key, self._per_feature):
-            cells.detach()
+            self._allocate(against)
 
     def count(self, outcome: str) -> None:
         """Counts a sampled batch; ``outcome`` is one of BATCH_OUTCOMES."""
@@ -88,35 +90,37 @@ class ShadowMetrics:
 
     def add(self, differences: Differences) -> None:
         """Adds the differences of one compared batch."""
-        own = self._per_key.own.reshape(PER_KEY, -1)
+        own = self._per_key.own.reshape(len(KEY_SUMS), -1)
         own[:, differences.keys] += differences.sums
-        unknown = self._per_feature.own.reshape(PER_FEATURE, -1)
+        unknown = self._unknown_ids.own.reshape(len(COMPARED), -1)
         features = len(differences.unknown_ids)
         unknown[0, :features] += differences.unknown_ids
         unknown[1, :features] += differences.served_unknown_ids
         self._refused.own[0] += differences.refused
         self.count("compared")
 
-    def _with_it(self, of: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Returns the workers in ``of`` that compare with the same version as this worker."""
-        with_it: NDArray[np.bool_] = of & (self._against.every[:, 0] == self._against.own[0])
-        return with_it
-
-    def batches(self, of: NDArray[np.bool_]) -> dict[str, float]:
-        """Returns batches by outcome, summed over the workers for which ``of`` is True."""
-        counts = self._batches.total(self._with_it(of)).tolist()
-        return dict(zip(BATCH_OUTCOMES, counts, strict=True))
-
-    def refused(self, of: NDArray[np.bool_]) -> float:
-        return float(self._refused.total(self._with_it(of))[0])
-
-    def per_key(self, of: NDArray[np.bool_]) -> Cells:
-        """Returns float64 [5, keys], with the rows of Differences.sums."""
-        total = self._per_key.total(self._with_it(of)).reshape(PER_KEY, -1)
-        return total[:, : len(self._model.keys)]
-
-    def unknown_ids(self, of: NDArray[np.bool_]) -> Cells:
-        """Returns float64 [2, F]: ids without a row in the shadow version, and in the served
+    def batches(self) -> dict[str, float]:
+        """Returns batches by outcome, summed over the workers that compare with the same
         version."""
-        total = self._per_feature.total(self._with_it(of)).reshape(PER_FEATURE, -1)
-        return total[:, : len(self._model.features)]
+        return dict(zip(BATCH_OUTCOMES, self._batches.total().tolist(), strict=True))
+
+    def per_key(self) -> Cells:
+        """Returns float64 [5, keys], with the rows of Differences.sums."""
+        return self._per_key.total().reshape(len(KEY_SUMS), -1)[:, : len(self._model.keys)]
+
+    def samples(self, version_labels: Sequence[str]) -> Iterator[Sample]:
+        """Yields the samples; there are none without a comparison."""
+        if not self.against:
+            return
+        model, labels = self._model, [*version_labels, str(self.against)]
+        for outcome, count in self.batches().items():
+            yield "embedserve_shadow_batches", [*labels, outcome], count
+        yield "embedserve_shadow_refused", labels, float(self._refused.total()[0])
+        tables = [column.table.name for column in model.manifest.columns]
+        for family, sums in zip(KEY_SUMS, self.per_key().tolist(), strict=True):
+            for table, key, value in zip(tables, model.keys, sums, strict=True):
+                yield family, [*labels, table, key], value
+        unknown = self._unknown_ids.total().reshape(len(COMPARED), -1)
+        for which, counts in zip(COMPARED, unknown.tolist(), strict=True):
+            for feature, count in zip(model.features, counts, strict=False):
+                yield "embedserve_shadow_unknown_ids", [*labels, feature, which], count

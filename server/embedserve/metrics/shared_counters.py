@@ -4,12 +4,16 @@ A worker writes its own row and reads all rows. A row outlives its worker: the r
 from the stored values, so that no counter goes backwards. The first cells of a row are exchanged
 between the worker and the supervisor. No locks are needed: a cell is eight aligned bytes and has
 one writer.
+
+Cells that belong to a name or to a version are allocated together with the cell of a key. They
+start from zero when their key changes, and readers add up only the workers that have the same key.
 """
 
 from __future__ import annotations
 
 import mmap
-from copy import copy
+from collections.abc import Collection, Iterable, Sequence
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +22,12 @@ READY, RESTARTS, HANGS, BEATS = 0, 1, 2, 3
 CONTROL_CELLS = 4
 """Control cells at the start of each row: whether the worker is ready, how often it was replaced,
 how often because of a hang, and its heartbeats. The worker writes the heartbeats."""
+KEY_BYTES = 6
+"""Bytes of the hash of a name: 48 bits fit exactly into a float64 cell."""
 
 Cells = NDArray[np.float64]
+Key = tuple[Cells, float]
+"""All workers' cells of a key, float64 [workers], and this worker's key."""
 
 
 class SharedCounters:
@@ -49,38 +57,52 @@ class CounterCells:
     """A range of cells: this worker's (``own``, float64 [n]) and all workers' (``every``, float64
     [workers, n])."""
 
-    def __init__(self, own: Cells, every: Cells, is_ready: Cells) -> None:
+    def __init__(self, own: Cells, every: Cells, is_ready: Cells, keys: Sequence[Key]) -> None:
         self.own = own
-        self.every = every
+        self._every = every
         self._is_ready = is_ready
+        self._keys = keys
 
-    def total(self, of: NDArray[np.bool_] | None = None) -> Cells:
-        """Returns the sums over all workers, including those that died, or over those for which
-        ``of`` is True."""
-        total: Cells = (self.every if of is None else self.every[of]).sum(axis=0)
+    def rows(self) -> Cells:
+        """Returns [workers with the same keys, n], including workers that died."""
+        return self._rows(np.ones(len(self._every), np.bool_))
+
+    def ready_rows(self) -> Cells:
+        """Returns [ready workers with the same keys, n], for values that a dead worker no longer
+        has."""
+        return self._rows(self._is_ready != 0)
+
+    def _rows(self, is_counted: NDArray[np.bool_]) -> Cells:
+        for keys, key in self._keys:
+            is_counted = is_counted & (keys == key)
+        rows: Cells = self._every[is_counted]
+        return rows
+
+    def total(self) -> Cells:
+        """Returns the sums of ``rows``, float64 [n]."""
+        total: Cells = self.rows().sum(axis=0)
         return total
 
     def detach(self) -> None:
         """Detaches from shared memory: later counts stay private, since the cells are reused."""
         self.own = self.own.copy()
 
-    def of_ready(self, of: NDArray[np.bool_] | None = None) -> Cells:
-        """Returns [ready workers, n], for values that a dead worker no longer has; limited to the
-        workers for which ``of`` is True."""
-        is_shown = self._is_ready != 0
-        rows: Cells = self.every[is_shown if of is None else is_shown & of]
-        return rows
-
 
 class WorkerCounters:
     """One worker's row. Its cells are allocated from the front, in the same order in every
-    worker."""
+    worker.
+
+    Attributes:
+        taken: number of cells allocated.
+    """
 
     def __init__(self, shared_counters: SharedCounters, worker: int) -> None:
         self._rows = shared_counters.rows
+        self._cells = self._rows[:, CONTROL_CELLS:]
+        self._keys: tuple[Key, ...] = ()
+        self._allocated: list[CounterCells | KeyedCounters] = []
         self.worker = worker
         self.taken = 0
-        """Number of cells allocated."""
 
     @property
     def workers(self) -> int:
@@ -106,22 +128,136 @@ class WorkerCounters:
         Raises:
             ValueError: the row has too few cells left.
         """
-        start = CONTROL_CELLS + self.taken
-        every = self._rows[:, start : start + count]
+        every = self.take(count)
+        cells = CounterCells(every[self.worker], every, self._rows[:, READY], self._keys)
+        self._allocated.append(cells)
+        return cells
+
+    def allocate_keyed(self, count: int) -> KeyedCounters:
+        """Returns counters of ``count`` more cells, after the cell of their key."""
+        keyed = KeyedCounters(self, self.take(1 + count))
+        self._allocated.append(keyed)
+        return keyed
+
+    def take(self, count: int) -> Cells:
+        """Returns the next ``count`` cells of all workers, float64 [workers, count].
+
+        Raises:
+            ValueError: the row has too few cells left.
+        """
+        every = self._cells[:, self.taken : self.taken + count]
         if every.shape[1] < count:
             raise ValueError(f"count is {count}: a slot has {every.shape[1]} more cells")
         self.taken += count
-        return CounterCells(every[self.worker], every, self._rows[:, READY])
+        return every
 
-    def rewind_to(self, start: int) -> WorkerCounters:
-        """Returns a view of the same row that allocates its cells again from ``start``."""
-        slot = copy(self)
-        slot.taken = start
-        return slot
 
-    def empty(self, start: int, end: int) -> None:
-        """Zeroes this worker's allocated cells from ``start`` to ``end``."""
-        self._rows[self.worker, CONTROL_CELLS + start : CONTROL_CELLS + end] = 0.0
+class KeyedCounters(WorkerCounters):
+    """Part of a row whose cells belong to a key, which is claimed before they are allocated.
+
+    Attributes:
+        key: this worker's key; 0 for none.
+    """
+
+    def __init__(self, parent: WorkerCounters, every: Cells) -> None:
+        """``every`` are all workers' cells, the key's first: float64 [workers, 1 + n]."""
+        self._rows = parent._rows
+        self._cells = every[:, 1:]
+        self._parent_keys = parent._keys
+        self._allocated = []
+        self.worker = parent.worker
+        self._every_key = every[:, 0]
+        self._own = every[self.worker]
+
+    @property
+    def key(self) -> float:
+        return float(self._own[0])
+
+    def claim(self, key: float) -> None:
+        """Zeroes the cells unless they have this ``key``, and allocates them again from the front.
+        Cells allocated before are detached from shared memory."""
+        if self.key == key:
+            self._detach_cells()
+        else:
+            self.release()
+            self._own[0] = key
+        self._keys = (*self._parent_keys, (self._every_key, key))
+        self._allocated = []
+        self.taken = 0
+
+    def release(self) -> None:
+        """Detaches and zeroes the cells; they have no key then."""
+        self._detach_cells()
+        self._own[0] = 0  # the cells belong to no key while they are zeroed
+        self._own[1:] = 0
+
+    def detach(self) -> None:
+        """Detaches the cells and their key from shared memory."""
+        self._detach_cells()
+        self._own = self._own.copy()
+
+    def _detach_cells(self) -> None:
+        for cells in self._allocated:
+            cells.detach()
+
+
+class KeyedTable:
+    """Entries of equal size in a worker's row, each for one name.
+
+    Attributes:
+        entries: counters of each entry.
+        own: this worker's cells, the key's first: float64 [entries, 1 + n].
+        every: all workers' cells, float64 [workers, entries, 1 + n].
+    """
+
+    def __init__(self, counters: WorkerCounters, entries: int, cells: int) -> None:
+        """Allocates ``entries`` entries of ``cells`` cells each, and their keys."""
+        every = counters.take(table_cells(entries, cells))
+        self.every = every.reshape(counters.workers, entries, 1 + cells)
+        self.own = self.every[counters.worker]
+        self.entries = [KeyedCounters(counters, self.every[:, i]) for i in range(entries)]
+
+    def find(self, name: str, kept: Collection[str] | None = None) -> int | None:
+        """Returns the index of an entry that ``name`` may claim, or None if there is none.
+
+        The entry is the one that this worker or its predecessor uses for ``name``, the one that
+        another worker uses for it, or one that is free in all workers.
+
+        Args:
+            kept: names that keep their entries; None for all names. If it is given, any entry that
+                is free in this worker or has another name is the last choice. Workers then have
+                different entries for a name.
+        """
+        key, own, keys = key_of(name), self.own[:, 0], self.every[:, :, 0]
+        is_open = (own == key) | (own == 0)
+        choices = [own == key, (keys == key).any(axis=0), ~keys.any(axis=0)]
+        if kept is not None:
+            is_gone = ~np.isin(own, [0.0, *map(key_of, kept)])
+            is_open |= is_gone
+            choices += [own == 0, is_gone]
+        for choice in choices:
+            found = choice & is_open
+            if found.any():
+                return int(found.argmax())
+        return None
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Releases this worker's entries of all names but ``names``."""
+        kept = {0.0, *map(key_of, names)}
+        for entry in self.entries:
+            if entry.key not in kept:
+                entry.release()
+
+
+def table_cells(entries: int, cells: int) -> int:
+    """Returns the number of cells that a KeyedTable takes in a worker's row."""
+    return entries * (1 + cells)
+
+
+def key_of(name: str) -> float:
+    """Returns the key of an entry for ``name``; 0 marks a free entry."""
+    digest = blake2b(name.encode(), digest_size=KEY_BYTES).digest()
+    return float(int.from_bytes(digest, "big") + 1)
 
 
 def single_worker_counters(cells: int) -> WorkerCounters:

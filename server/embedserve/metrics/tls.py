@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-
+from embedserve.metrics.families import Sample
 from embedserve.metrics.shared_counters import WorkerCounters
 
 HANDSHAKE_OUTCOMES = ("ok", "no_tls", "certificate", "failed", "too_large", "too_late", "gone")
@@ -36,23 +35,11 @@ class TlsMetrics:
         self._cells.own[:-1] = self._before + [self.handshakes[one] for one in HANDSHAKE_OUTCOMES]
         self._cells.own[-1] = self.expires_s()
 
-    def collect(self) -> Iterator[Metric]:
-        """Yields the TLS metrics; the families have no samples where TLS is not in use."""
-        handshakes = CounterMetricFamily(
-            "embedserve_tls_handshakes",
-            "TLS handshakes that ended, by outcome.",
-            labels=["outcome"],
-        )
-        expiry = GaugeMetricFamily(
-            "embedserve_tls_certificate_expiry_timestamp_seconds",
-            "When the certificate that the server shows ends, in seconds since the epoch; of "
-            "several workers the one that ends first.",
-            labels=[],
-        )
-        of_ready = self._cells.of_ready()[:, -1]
-        if of_ready.any():
+    def samples(self) -> Iterator[Sample]:
+        """Yields the samples; there are none where TLS is not in use."""
+        expires_s = self._cells.ready_rows()[:, -1]
+        if expires_s.any():
             for outcome, count in zip(HANDSHAKE_OUTCOMES, self._cells.total(), strict=False):
-                handshakes.add_metric([outcome], float(count))
-            expiry.add_metric([], float(of_ready[of_ready > 0].min()))
-        yield handshakes
-        yield expiry
+                yield "embedserve_tls_handshakes", [outcome], float(count)
+            earliest_s = float(expires_s[expires_s > 0].min())
+            yield "embedserve_tls_certificate_expiry_timestamp_seconds", (), earliest_s

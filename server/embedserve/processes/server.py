@@ -291,7 +291,7 @@ def _wires(
     asks = not is_loopback(settings.management_host)
     management = WireServer(
         pipeline,
-        management_app(pipeline, operator, labels, asks=asks),
+        management_app(pipeline, operator, labels, authenticates=asks),
         certificates if asks else None,
         GrpcService(pipeline, asks_admins=asks),
         MANAGEMENT_LIMITS,

@@ -164,8 +164,7 @@ async def ask(pipeline: RequestPipeline) -> None:
 
 
 def counted(pipeline: RequestPipeline, outcome: str = "compared") -> float:
-    counts = pipeline.metrics.models["shop@canary"].version
-    return counts.shadow.batches(counts.of_this_version())[outcome]
+    return pipeline.metrics.models["shop@canary"].version.shadow.batches()[outcome]
 
 
 async def until_counted(pipeline: RequestPipeline, count: int, outcome: str = "compared") -> None:
@@ -181,8 +180,7 @@ async def test_a_share_of_the_batches_is_compared(pipeline: RequestPipeline) -> 
         await ask(pipeline)
         await until_counted(pipeline, count)
     assert pipeline.models.status(pipeline.models.model("shop@canary"))["shadow"] == 100.0
-    version_counts = pipeline.metrics.models["shop@canary"].version
-    sums = version_counts.shadow.per_key(version_counts.of_this_version())
+    sums = pipeline.metrics.models["shop@canary"].version.shadow.per_key()
     assert sums[0].tolist() == [3, 0, 0]  # of the other features nobody asked for an id
     assert sums[2].tolist() == [0] * 3
     assert sums[4].tolist() == [0, 3, 3]

@@ -17,7 +17,7 @@ from embedserve.batching.join import join, to_model_order
 from embedserve.lookup import Batch
 from embedserve.metrics.lookup_metrics import (
     DIVIDED_CELLS,
-    ROWS_LOOKED_AT_MAX,
+    ROWS_SAMPLED_MAX,
     LookupMetrics,
     lookup_cells,
 )
@@ -168,14 +168,14 @@ requests = st.fixed_dictionaries(
 @given(batches=st.lists(st.lists(requests, min_size=1, max_size=3), min_size=1, max_size=3))
 def test_where_every_batch_is_looked_at_all_is_exact(batches: list[list[Bags]]) -> None:
     slot = single_worker_counters(lookup_cells(COLUMNS_MIN))
-    lookups = LookupMetrics(MODEL, slot, COLUMNS_MIN, own_share=np.inf)
+    lookups = LookupMetrics(MODEL, slot, COLUMNS_MIN, sampling_share=np.inf)
     no_ids = np.zeros(len(MODEL.features), np.int64)
     for i, requests in enumerate(batches):
         lookups.observe(joined(*requests))
         if i:
             lookups.flush(no_ids)
     lookups.flush(no_ids)
-    reads = lookups.reads(np.array([True]), no_ids.astype(np.float64))
+    reads = lookups.reads(no_ids.astype(np.float64))
     expected = by_hand(*(bags for requests in batches for bags in requests))
     assert {t: n for t, n in reads.by_table.items() if n} == expected["table_lookups"]
     per_rank = [
@@ -220,7 +220,7 @@ def test_what_is_divided_adds_up_to_what_was_read() -> None:
 def test_a_large_batch_is_looked_at_in_part() -> None:
     """As many rows as are promised, spread over all of it."""
     metrics = Metrics([MODEL])
-    ids = np.repeat(np.arange(10), 5 * ROWS_LOOKED_AT_MAX)
+    ids = np.repeat(np.arange(10), 5 * ROWS_SAMPLED_MAX)
     metrics.models["shop"].version.lookups.observe(joined({"y": [ids.tolist()]}))
     counted = shown(metrics)["row_wise_lookups"]
     shares = [counted[f"rows {rank}"] / ids.size for rank in range(3)]

@@ -21,6 +21,7 @@ from server.live import make_pipeline
 
 from embedserve.api.management import management_app
 from embedserve.errors import EmbedServeError
+from embedserve.metrics.families import FAMILIES
 from embedserve.metrics.histogram import PENDING_MAX, Histogram
 from embedserve.metrics.metrics import Metrics, cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
@@ -263,8 +264,30 @@ def test_the_replacement_counts_on() -> None:
     assert value(families, "embedserve_request_seconds_count", protocol="rest") == 2
     assert value(families, "embedserve_response_bytes_total", protocol="rest") == 150
     shop = one.models["shop"]
-    assert shop.version.total_unknown_ids() == [3] * len(shop.model.features)
+    assert shop.version.total_unknown_ids().tolist() == [3] * len(shop.model.features)
     assert value(families, "process_cpu_seconds_total") >= cpu_s
+
+
+def test_every_sample_has_the_labels_of_its_row() -> None:
+    """prometheus_client drops values of labels that it has no names for."""
+    metrics = Metrics([model_info(), replace(ruled_info(), served_name="ruled@canary")])
+    metrics.protocols["rest"].answered(0.02, 100)
+    metrics.models["shop"].version.shadow.begin(6)
+    rows = {row.name: row for row in FAMILIES}
+    metrics.flush()
+    seen = set()
+    for name, labels, _ in metrics.samples():
+        assert len(labels) == len(rows[name].labels), name
+        seen.add(name)
+    unused = {"embedserve_caller_requests", "embedserve_row_wise_lookups"}
+    assert seen == {name for name in rows if "_tls_" not in name} - unused
+    assert len(rows) == len(FAMILIES)
+
+
+def test_the_unit_of_a_row_is_that_of_its_name() -> None:
+    for row in FAMILIES:
+        for unit in ("seconds", "bytes"):
+            assert (row.unit == unit) == row.name.endswith(f"_{unit}"), row.name
 
 
 def test_every_error_has_an_outcome() -> None:
@@ -308,7 +331,7 @@ def test_the_next_version_counts_from_zero_under_its_own_number() -> None:
         shop.wanted_version = 8
     for metrics in workers:
         metrics.flush()
-    assert workers[0].models["shop"].version.total_unknown_ids() == [2, 2]
+    assert workers[0].models["shop"].version.total_unknown_ids().tolist() == [2, 2]
     for families in map(samples_of, workers):
         sums = {
             sample.labels["version"]: sample.value

@@ -109,7 +109,7 @@ async def test_a_canary_that_fails_is_told_from_stable(
         ("canary", "8"): {"INTERNAL": 2},
     }
     assert timed(pipeline.metrics) == {"7": 2, "8": 2}
-    answered_s, failed_s = pipeline.metrics.models["shop@canary"].version.total_request_seconds()
+    answered_s, failed_s = pipeline.metrics.models["shop@canary"].version.requests.total_seconds()
     assert answered_s == 0 < failed_s
 
 
@@ -204,7 +204,7 @@ def test_workers_are_added_up_and_a_replaced_one_counts_on() -> None:
     for metrics in (workers[0], again):
         assert counted(metrics) == {("canary", "8"): {"OK": 7, "INTERNAL": 5}}
         assert timed(metrics) == {"7": 0, "8": 12}
-        seconds = metrics.models["shop@canary"].version.total_request_seconds()
+        seconds = metrics.models["shop@canary"].version.requests.total_seconds()
         assert seconds == (7 * 0.25, 5 * 0.5)
 
 
@@ -243,7 +243,7 @@ def test_what_is_answered_waits_in_a_list_that_is_bounded() -> None:
     for _ in range(PENDING_MAX):
         requests.answered(0.5)
     requests.bound()
-    assert requests.total([True])["OK"] == PENDING_MAX  # type: ignore[arg-type]
+    assert requests.total()["OK"] == PENDING_MAX
 
 
 @pytest.mark.parametrize("outcome", [one for one in OUTCOMES if one != "OK"])

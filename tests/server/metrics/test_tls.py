@@ -8,9 +8,8 @@ from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.metrics.tls import HANDSHAKE_OUTCOMES, TLS_CELLS, TlsMetrics
 
 
-def shown(one: TlsMetrics) -> dict[str, float]:
-    samples = (sample for family in one.collect() for sample in family.samples)
-    return {sample.labels.get("outcome", "expiry"): sample.value for sample in samples}
+def shown(one: TlsMetrics) -> dict[str, object]:
+    return {labels[0] if labels else "expiry": value for _, labels, value in one.samples()}
 
 
 def test_counts_are_added_and_the_earliest_end_is_told() -> None:

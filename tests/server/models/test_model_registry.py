@@ -138,15 +138,18 @@ async def test_a_model_whose_rows_have_changed_is_not_ready_and_answers_on(
     await models.check_integrity()
     models.check_ready()
     metrics = pipeline.metrics.models["shop"]
-    metrics.flush()
-    assert metrics.gauges()[1]["damaged"] == 0
+
+    def damaged() -> object:
+        metrics.flush()
+        return next(v for name, _, v in metrics.samples() if name == "embedserve_model_damaged")
+
+    assert damaged() == 0
     engine.damage = StoreError("tables.safetensors: changed")
     for _ in range(2):
         await models.check_integrity()
     with pytest.raises(NotReadyError, match=r"tables\.safetensors: changed"):
         models.check_ready()
-    metrics.flush()
-    assert metrics.gauges()[1]["damaged"] == 1
+    assert damaged() == 1
     assert caplog.text.count("not ready any more: tables.safetensors: changed") == 1
     result = await submit_to(models, make_request(USER))
     assert np.array_equal(result.values, engine.expected(USER))

@@ -128,7 +128,8 @@ class Serving:
         models, metrics = self.pipeline.models, self.pipeline.metrics
         status = models.status(models.model(self.name))
         metrics.flush()
-        return status["next"], bool(metrics.models[self.name].gauges()[1]["refused"])
+        values = {name: value for name, _, value in metrics.models[self.name].samples()}
+        return status["next"], bool(values["embedserve_model_refused"])
 
     async def look(self) -> int:
         """Looks at the store; gives the version that answers then."""

@@ -12,7 +12,8 @@ import pytest
 from server.fake_engine import FakeEngine
 from server.live import GRPC_SERVERS, Live, serving
 
-from embedserve.api.embed_openapi import embed_paths
+from embedserve.api.openapi import wire_path
+from embedserve.api.wire_openapi import EMBED_PATHS
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.pending_request import PendingRequest
 from embedserve.config import Limits
@@ -221,7 +222,7 @@ async def test_an_unforeseen_error_does_not_end_a_stream(live: Live, models: Fai
 
 @pytest.mark.parametrize("path", ["/embed", "/models/{model}/embed"])
 def test_openapi_lists_every_status_of_the_embed_routes(path: str) -> None:
-    responses = embed_paths([], "")[path]["post"]["responses"]
+    responses = wire_path(path, EMBED_PATHS[path], [])["post"]["responses"]
     statuses = {str(status) for status, _ in STATUSES.values()}
     # A POST is never refused for its method.
     assert responses.keys() == (statuses | {"200", "default"}) - {"405"}

@@ -87,9 +87,9 @@ def statistics(info: ModelInfo, metrics: VersionMetrics) -> dict[str, Any]:
     Queue and compute counts are updated when a batch is taken. All counts are in requests, as in
     Triton, and as perf_analyzer expects.
     """
-    outcomes = metrics.total_requests()
+    outcomes = metrics.requests.total()
     failures = sum(count for outcome, count in outcomes.items() if outcome not in NO_FAILURES)
-    answered_s, failed_s = metrics.total_request_seconds()
+    answered_s, failed_s = metrics.requests.total_seconds()
     waits, waited_ns = _total(metrics.wait_seconds)
     batches, looked_up_ns = _total(metrics.lookup_seconds)
     _, examples = metrics.batch_examples.samples()
