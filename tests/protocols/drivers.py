@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ class Driver:
         self.protocol = PROTOCOLS[name]
         self.live = live
         self.engines = engines
+        self._placed = placed
         self.format = self.protocol.make_format(placed)
 
     def can(self, *options: str) -> bool:
@@ -109,6 +111,26 @@ class Driver:
     def outcomes(self) -> dict[str, int]:
         """Requests by outcome, so far."""
         return self.live.outcomes(self.frontend)
+
+    def has_more(self, before: Mapping[str, int], **counts: int) -> bool:
+        """Whether exactly ``counts`` requests were counted since ``before``."""
+        return Counter(self.outcomes()) - Counter(before) == Counter(counts)
+
+    def expect_more(self, before: Mapping[str, int], **counts: int) -> None:
+        """The same as an assertion."""
+        assert Counter(self.outcomes()) - Counter(before) == Counter(counts)
+
+    def over(self, name: str) -> Driver:
+        """A driver of another protocol for the same server."""
+        return Driver(name, self.live, self.engines, self._placed)
+
+    def http_status(self, status: int) -> int | None:
+        """The status of a Response, where HTTP's is ``status``."""
+        return None if self.protocol.is_grpc else status
+
+    @property
+    def is_http1(self) -> bool:
+        return self.protocol.connection is Http1Connection
 
     @property
     def engine(self) -> FakeEngine:
@@ -139,10 +161,10 @@ class Driver:
     async def _register(self, placed: Placed, request: Request) -> None:
         region, size = placed.last.name, placed.last.stat().st_size
         headers = {k: v for k, v in request.headers.items() if k == "authorization"}
-        body = json.dumps({"key": region, "byte_size": size})
-        await self.live.http.post(
-            f"/v2/systemsharedmemory/region/{region}/register", content=body, headers=headers
-        )
+        body = json.dumps({"key": region, "byte_size": size}).encode()
+        path = f"/v2/systemsharedmemory/region/{region}/register"
+        async with connected(Http1Connection, self.live.http_port, False) as connection:
+            await connection.ask(Sent(path, headers, body))
 
     async def start(self, connection: Connection, *requests: Request) -> list[Exchange]:
         """Sends requests without waiting for responses."""

@@ -61,8 +61,7 @@ class Servers:
         key = id(setup), PROTOCOLS[protocol].grpc_server
         if key not in self._started:
             self._started[key] = await self._stack.enter_async_context(self.own(protocol, setup))
-        like = self._started[key]
-        return Driver(protocol, like.live, like.engines, self._placed)
+        return self._started[key].over(protocol)
 
     @asynccontextmanager
     async def own(self, protocol: str, setup: Setup) -> AsyncIterator[Driver]:

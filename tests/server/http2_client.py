@@ -19,6 +19,7 @@ from h2.events import (
 )
 
 READ_S_MAX = 10.0
+GOAWAY = 7
 
 
 Fields = dict[str, str] | list[tuple[str, str]]
@@ -52,6 +53,7 @@ class Http2Client:
         self._connection.initiate_connection()
         self._answers: dict[int, Answer] = {}
         self._unsent: dict[int, tuple[bytes, bool]] = {}
+        self._unread = b""
         self._reading = asyncio.Lock()
         self._flush()
 
@@ -133,10 +135,23 @@ class Http2Client:
                     await self._read()
         return answer
 
+    def _whole_frames(self) -> bytes:
+        """What has come of whole frames, without GOAWAY: h2 takes no frame after one."""
+        frames = b""
+        while len(self._unread) >= 9:
+            end = 9 + int.from_bytes(self._unread[:3])
+            if len(self._unread) < end:
+                break
+            if self._unread[3] != GOAWAY:
+                frames += self._unread[:end]
+            self._unread = self._unread[end:]
+        return frames
+
     async def _read(self) -> None:
         data = await asyncio.wait_for(self._reader.read(1 << 16), READ_S_MAX)
         assert data, "the server closed the connection"
-        for event in self._connection.receive_data(data):
+        self._unread += data
+        for event in self._connection.receive_data(self._whole_frames()):
             if isinstance(event, ResponseReceived | TrailersReceived):
                 answer = self._answers[event.stream_id]
                 answer.headers |= {str(name): str(value) for name, value in event.headers}
