@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from protocols.drivers import PROTOCOLS, Driver
 from protocols.formats import Placed
 from server.fake_engine import FakeEngine
@@ -22,6 +23,14 @@ from embedserve.config import Limits
 from embedserve.model_info import ModelInfo
 from embedserve.shared_memory.region_registry import RegionRegistry
 from embedserve.tracing.request_telemetry import RequestTelemetry
+
+MATRIX = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings(
+        "ignore:Overriding the .event_loop_policy. fixture:pytest.PytestDeprecationWarning"
+    ),
+]
+"""Marks of a module whose tests share servers."""
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from protocols.drivers import PROTOCOLS, Driver
 from protocols.requests import Request, Response, check_vectors
-from protocols.servers import Servers, Setup
+from protocols.servers import MATRIX, Servers, Setup
 from server.fake_models import model_info
 from server.waiting import until
 
 from embedserve.config import Limits
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = MATRIX
 
 RIGHT = Request({"user": [[1]], "movie": [[2]], "tag": [[3]]})
 ACCESS = Setup(

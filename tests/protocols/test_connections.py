@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 from protocols.requests import Request, check_vectors
-from protocols.servers import Servers, Setup
+from protocols.servers import MATRIX, Servers, Setup
 from server.waiting import until
 
 from embedserve.config import Limits
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = MATRIX
 
 SHOP = Setup()
 IN_THREAD = Setup(limits=Limits(inline_bytes_max=0))

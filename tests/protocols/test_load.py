@@ -10,12 +10,12 @@ from contextlib import contextmanager
 import pytest
 from protocols.drivers import Driver
 from protocols.requests import Request, check_vectors
-from protocols.servers import Servers, Setup
+from protocols.servers import MATRIX, Servers, Setup
 from server.waiting import until
 
 from embedserve.config import Limits
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = MATRIX
 
 FIRST = Request({"user": [[1]], "movie": [[2]], "tag": [[3]]})
 SECOND = Request({"user": [[4]], "movie": [[5]], "tag": [[]]})

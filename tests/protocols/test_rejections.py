@@ -10,13 +10,13 @@ import pytest
 from protocols.drivers import Driver
 from protocols.formats import CODES
 from protocols.requests import Request, Response, Sent, check_vectors
-from protocols.servers import Servers, Setup
+from protocols.servers import MATRIX, Servers, Setup
 from server.fake_engine import Bags
 from server.fake_models import ruled_info, unpooled_info
 
 from embedserve.config import Limits
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = MATRIX
 
 RIGHT = Request({"user": [[1], [2]], "movie": [[3], []], "tag": [[], [4]]})
 SHOP = Setup()

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from protocols.drivers import Driver
 from protocols.requests import Request, Response, check_vectors
-from protocols.servers import Servers, Setup
+from protocols.servers import MATRIX, Servers, Setup
 from server.ways import fields_of
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = MATRIX
 
 RIGHT = Request({"user": [[1]], "movie": [[2]], "tag": [[3]]})
 WRONG = Request({"user": [[7]], "movie": [[]], "tag": [[]]})

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from protocols.requests import Request, check_vectors
-from protocols.servers import Servers, Setup
+from protocols.servers import MATRIX, Servers, Setup
 from server.fake_engine import Bags
 from server.fake_models import model_info, ruled_info, unpooled_info
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = MATRIX
 
 BAGS: Bags = {"user": [[4], [], [6]], "movie": [[], [10, 10], []], "tag": [[1], [2, 3], []]}
 PLAIN = Request(BAGS)
@@ -144,7 +144,7 @@ async def test_a_vector_for_each_id_of_an_unpooled_model(servers: Servers, proto
         check_vectors(await driver.ask(some), driver.engine, some)
 
 
-WIDE = Setup([model_info("wide", {"user": (7, 64), "movie": (5, 32), "tag": (3, 64)})])
+WIDE = Setup([model_info("wide", {"user": (7, 256), "movie": (5, 128), "tag": (3, 256)})])
 
 
 async def test_large_requests_and_responses_arrive_whole(servers: Servers, protocol: str) -> None:
@@ -153,7 +153,7 @@ async def test_large_requests_and_responses_arrive_whole(servers: Servers, proto
         pytest.skip("nothing large goes over the connection")
     driver = await servers.driver(protocol, WIDE)
     random = np.random.default_rng(1)
-    examples = 2500
+    examples = 800
     bags: Bags = {
         feature: random.integers(0, rows, (examples, 16)).tolist()
         for feature, rows in (("user", 7), ("movie", 5), ("tag", 3))
