@@ -61,8 +61,10 @@ class Format:
         can: optional things that its requests may say.
         has_field: whether its errors have a field.
         not_a_message: bytes that are no request.
+        is_text: whether the body is JSON alone.
     """
 
+    is_text = False
     is_grpc = False
     has_field = True
     can = frozenset({"model", "version", "dtype", "keys", "strings", "NaN", "default model"})
@@ -104,6 +106,10 @@ def embed_path(request: Request) -> str:
 
 
 class Json(Format):
+    """JSON to /embed."""
+
+    is_text = True
+
     def encode(self, request: Request, engine: FakeEngine) -> Sent:
         body: dict[str, Any] = {"features": request.bags}
         options = {
@@ -284,6 +290,7 @@ def inferred(answered: Answered) -> Vectors:
 class Infer(Format):
     """The Open Inference Protocol over REST, in JSON."""
 
+    is_text = True
     has_field = False
     can = frozenset({"model", "version", "dtype", "keys", "strings"})
     is_binary = False
@@ -310,6 +317,7 @@ class Infer(Format):
 class InferBinary(Infer):
     """The same with tensors in binary."""
 
+    is_text = False
     can = Infer.can | {"NaN"}
     is_binary = True
 

@@ -18,6 +18,7 @@ from server.fake_models import model_info, ruled_info, unpooled_info
 from server.live import make_pipeline, serving
 
 from embedserve.access.authenticator import Authenticator
+from embedserve.access.client_address import ClientAddresses
 from embedserve.access.grants import hash_of
 from embedserve.config import Limits
 from embedserve.model_info import ModelInfo
@@ -50,6 +51,7 @@ class Setup:
     tokens: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     slow_ms: float = 0.0
     tells_times: bool = False
+    trusted_proxies: Sequence[str] = ()
     drain_s: float = 5.0
 
 
@@ -90,6 +92,7 @@ class Servers:
                 shared_memory=RegionRegistry("/", setup.limits, str(self._folder)),
             )
             pipeline.telemetry = RequestTelemetry(setup.slow_ms, tells_times=setup.tells_times)
+            pipeline.addresses = ClientAddresses(setup.trusted_proxies)
             grpc_server = PROTOCOLS[protocol].grpc_server
             async with serving(pipeline, setup.drain_s, grpc_server) as live:
                 try:

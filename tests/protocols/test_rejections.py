@@ -3,6 +3,7 @@ and words, one count, and nothing else on its connection is affected."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -173,10 +174,11 @@ async def test_an_empty_body_is_rejected(servers: Servers, protocol: str) -> Non
     await check_rejected(driver, replace(right, body=b""), Rejection(400, None, ""))
 
 
+BODY_MAX, TEXT_MAX = 20_000, 18_000
 LIMITED = Setup(
     limits=Limits(
-        body_bytes_max=20_000,
-        request_text_bytes_max=20_000,
+        body_bytes_max=BODY_MAX,
+        request_text_bytes_max=TEXT_MAX,
         request_examples_max=8,
         request_ids_max=20,
         request_features_max=3,
@@ -218,19 +220,51 @@ async def test_a_request_over_a_limit_is_rejected_alone(
     await check_rejected(driver, wrong, expected)
 
 
+def limit_of(driver: Driver) -> str:
+    """The limit of bodies: of JSON that of text."""
+    if driver.format.is_text:
+        return rf"{TEXT_MAX} \(--request-text-bytes-max\)"
+    return rf"{BODY_MAX} \(--body-bytes-max\)"
+
+
 @pytest.mark.parametrize("excess", [1, 100_000])
 async def test_a_body_over_the_limit_is_rejected(
     servers: Servers, protocol: str, excess: int
 ) -> None:
-    """A stream ends with it."""
+    """Whether its length is declared or counted; a stream ends with it."""
     driver = await servers.driver(protocol, LIMITED)
     right = await driver.encode(RIGHT)
     before = driver.outcomes().get("RESOURCE_EXHAUSTED", 0)
-    response = await driver.ask_raw(replace(right, body=right.body.ljust(20_000 + excess)))
-    words = "20000" if driver.protocol.is_grpc else "the limit is 20000"
-    field = None if driver.protocol.is_grpc else "body"
+    body = right.body.ljust(BODY_MAX + excess)
+    response = await driver.ask_raw(replace(right, body=body))
     assert response.code == "RESOURCE_EXHAUSTED"
     if driver.protocol.grpc_server == "native":
-        check_rejection(driver, response, Rejection(413, field, words))
+        expected = Rejection(413, None, f"{len(body)}")
+        if not driver.protocol.is_grpc:
+            is_declared = driver.is_http1 and not driver.protocol.is_chunked
+            expected = Rejection(413, "body", f"body has {len(body)} bytes" if is_declared else "")
+            said = rf"body has (at least )?\d+ bytes, the limit is {limit_of(driver)}"
+            assert re.fullmatch(said, response.message)
+        check_rejection(driver, response, expected)
         assert driver.outcomes()["RESOURCE_EXHAUSTED"] == before + (not driver.protocol.is_stream)
     check_vectors(await driver.ask(RIGHT), driver.engine, RIGHT)
+
+
+async def test_a_body_as_large_as_the_limit_is_read(servers: Servers, protocol: str) -> None:
+    driver = await servers.driver(protocol, LIMITED)
+    right = await driver.encode(RIGHT)
+    if driver.format.is_text:
+        body = right.body.ljust(TEXT_MAX)
+    elif driver.protocol.is_grpc or protocol.startswith("protobuf"):
+        # an unknown field of so many bytes
+        size = BODY_MAX - len(right.body) - 5
+        body = right.body + b"\xa2\x06" + encoded_varint(size) + bytes(size)
+        assert len(body) == BODY_MAX
+    else:
+        pytest.skip("the body has no room for more")
+    check_vectors(await driver.ask_raw(replace(right, body=body)), driver.engine, RIGHT)
+
+
+def encoded_varint(size: int) -> bytes:
+    """A number in three bytes."""
+    return bytes([size & 0x7F | 0x80, size >> 7 & 0x7F | 0x80, size >> 14])

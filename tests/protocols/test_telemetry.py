@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 from protocols.drivers import Driver
+from protocols.logs import fields_of
 from protocols.requests import Request, Response, check_vectors
 from protocols.servers import MATRIX, Servers, Setup
-from server.ways import fields_of
 
 pytestmark = MATRIX
 

@@ -40,6 +40,9 @@ REQUESTS = {
     "no ids at all": Request({"user": [[], [], []]}),
     "last rows": Request({"user": [[0, 6]], "movie": [[10]], "tag": [[4]]}),
     "weights": Request(BAGS, {"tag": [[0.5], [2.0, -1.0], []]}),
+    "weights of every feature": Request(
+        BAGS, {name: [[2.0] * len(bag) for bag in bags] for name, bags in BAGS.items()}
+    ),
     "weights of zero": Request({"tag": [[1, 2]]}, {"tag": [[0.0, 1e-30]]}),
 }
 
