@@ -128,6 +128,22 @@ async def test_a_caller_with_too_many_requests_in_flight_is_told_so(
         check_vectors(await driver.ask(one), driver.engine, one)
 
 
+async def test_a_request_that_was_cancelled_is_in_flight_no_more(
+    servers: Servers, protocol: str
+) -> None:
+    driver = await servers.driver(protocol, ACCESS)
+    one, before = of(RIGHT, "Bearer es_one"), driver.outcomes()
+    driver.engine.lookups.clear()
+    driver.engine.hold()
+    async with driver.connect() as connection:
+        (first,) = await driver.start(connection, one)
+        await until(lambda: driver.engine.lookups)
+        first.cancel()
+        await until(lambda: driver.has_more(before, CANCELLED=1))
+    driver.engine.release()
+    check_vectors(await driver.ask(one), driver.engine, one)
+
+
 async def test_a_stranger_is_rejected_before_the_body_comes(
     servers: Servers, protocol: str
 ) -> None:

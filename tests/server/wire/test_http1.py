@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
 import socket
 from collections import Counter
@@ -95,10 +94,6 @@ async def test_the_loop_is_that_of_the_parameter(request: pytest.FixtureRequest)
 def was_uvicorns(server: OurServer) -> bool:
     """Whether uvicorn has answered a request of the open connection."""
     return server.connection.cycle is not None
-
-
-def _has_cancelled(server: OurServer, count: int) -> bool:
-    return server.outcomes().get("CANCELLED", 0) == count
 
 
 def _has_looked_up(engine: FakeEngine, count: int) -> bool:
@@ -355,43 +350,6 @@ async def test_refused_requests_are_answered_in_order_when_reads_are_full(
     answers = await server.talk(sent)
     assert answers.count(b"HTTP/1.1 400 Bad Request\r\n") == 1200
     assert comparable(answers) == comparable(await plain.talk(sent))
-
-
-def busy_connections(server: OurServer) -> int:
-    return sum(one.is_busy() for one in server.http1())
-
-
-async def test_a_client_that_hangs_up_leaves_the_queue(
-    slow: OurServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    neighbour, stays = await slow.open_held(engine, post(BODY))
-    for request in (post(OTHER), chunked(OTHER), post(OTHER)[:-1]):
-        _, goes = await slow.open()
-        before = slow.outcomes().get("CANCELLED", 0)
-        goes.write(request)
-        await until(lambda: busy_connections(slow) == 2)
-        goes.close()
-        await until(partial(_has_cancelled, slow, before + 1))
-    engine.release()
-    assert (await read_answer(neighbour))[0] == 200
-    stays.write(post(BODY))
-    assert (await read_answer(neighbour))[0] == 200
-    assert slow.outcomes() == {"CANCELLED": 3, "OK": 2}
-    assert [lookup.batch_size for lookup in engine.lookups] == [1, 1]
-    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
-    stays.close()
-
-
-async def test_a_client_that_hangs_up_during_its_lookup_is_not_answered(
-    slow: OurServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    _, writer = await slow.open_held(engine, post(BODY))
-    writer.transport.abort()
-    await until(lambda: slow.outcomes() == {"CANCELLED": 1})
-    engine.release()
-    assert b"HTTP/1.1 200 OK" in await slow.talk(post(OTHER) + LAST)
-    assert slow.outcomes() == {"CANCELLED": 1, "OK": 1}
-    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
 
 
 async def test_what_a_client_left_behind_is_not_answered(
