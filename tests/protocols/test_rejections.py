@@ -251,6 +251,20 @@ async def test_a_body_over_the_limit_is_rejected(
     check_vectors(await driver.ask(RIGHT), driver.engine, RIGHT)
 
 
+async def test_a_body_over_the_limit_is_rejected_before_its_end(
+    servers: Servers, protocol: str
+) -> None:
+    driver = await servers.driver(protocol, LIMITED)
+    if driver.protocol.grpc_server != "native":
+        pytest.skip("grpcio reads it to its end")
+    body = (await driver.encode(RIGHT)).body.ljust(1_000_000)
+    async with driver.connect() as connection:
+        exchange = connection.begin(replace(await driver.encode(RIGHT), body=body))
+        exchange.write(connection.frame(body)[: BODY_MAX + 6])
+        response = await driver.read(exchange)
+    assert response.code == "RESOURCE_EXHAUSTED"
+
+
 async def test_a_body_as_large_as_the_limit_is_read(servers: Servers, protocol: str) -> None:
     driver = await servers.driver(protocol, EXACT)
     right = await driver.encode(RIGHT)

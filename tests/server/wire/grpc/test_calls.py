@@ -159,6 +159,9 @@ OUTCOME_OF = {3: "INVALID_ARGUMENT", 8: "RESOURCE_EXHAUSTED", 12: "UNIMPLEMENTED
         (b"", 12, "exactly one message: none came"),
         (framed(MESSAGE) * 2, 12, "exactly one message: more came"),
         (framed(MESSAGE)[:-1], 13, "ended within a message"),
+        (b"\0\0\0", 13, "ended within a message"),
+        (framed(MESSAGE) + b"\0", 12, "exactly one message"),
+        (framed(b"") * 100, 12, "exactly one message: more came"),
         (b"\1" + framed(MESSAGE)[1:], 13, "compressed"),
         (b"\0" + (BODY_MAX + 1).to_bytes(4, "big"), 8, "has 300001 bytes, the limit is 300000"),
         (framed(b"\xff"), 3, "body is not an EmbedRequest"),
@@ -212,7 +215,11 @@ async def test_messages_may_be_compressed(peer: GrpcPeer, encoding: bytes, code:
         assert peer.ends[1][b"grpc-accept-encoding"] == b"identity,deflate,gzip"
 
 
-@pytest.mark.parametrize("path", ["/", "/embedserve.v1.EmbeddingService/Nothing", "/embed"])
+@pytest.mark.parametrize(
+    "path",
+    ["/", "//", "/embed", f"{EMBED}/", f"/{SERVICE_NAME}", f"/{SERVICE_NAME}/Nothing"]
+    + ["/embedserve.v1.Nothing/Embed", "/" + "a" * 1000],
+)
 async def test_an_unknown_method_is_unimplemented(peer: GrpcPeer, path: str) -> None:
     peer.call(1, path, framed(MESSAGE))
     assert peer.status(1) == (12, f"there is no method {path}")
