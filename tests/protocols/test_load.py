@@ -167,6 +167,7 @@ async def test_what_was_accepted_is_answered_in_a_drain(servers: Servers, protoc
                 driver.live.stop.set()
                 await until(lambda: driver.live.pipeline.models.not_ready)
             check_vectors(await driver.read(first), driver.engine, FIRST)
+            assert connection.is_closed == driver.is_http1  # HTTP/2 has GOAWAY
         await driver.live.running
         with pytest.raises(ConnectionError):
             await driver.ask_raw(late)

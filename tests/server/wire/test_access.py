@@ -70,12 +70,6 @@ def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor, tmp_path: Path) -
 
 
 @pytest.fixture
-async def server(pipeline: RequestPipeline) -> AsyncIterator[OurServer]:
-    async with our_server(pipeline) as server:
-        yield server
-
-
-@pytest.fixture
 async def live(pipeline: RequestPipeline) -> AsyncIterator[Live]:
     async with serving(pipeline) as live:
         yield live

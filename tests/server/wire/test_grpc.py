@@ -21,11 +21,6 @@ REQUEST = pb.EmbedRequest(keys=["tag", "user"], ids=[1, 2, 3, 4], lengths=[1, 2,
 LIMITS = Limits(inline_bytes_max=0, body_bytes_max=100_000)
 
 
-@pytest.fixture
-def limits() -> Limits:
-    return LIMITS
-
-
 @pytest.fixture(params=GRPC_SERVERS)
 def grpc_server(request: pytest.FixtureRequest) -> str:
     server: str = request.param

@@ -11,14 +11,10 @@ from server.fake_engine import FakeEngine
 from server.live import GRPC_SERVERS, IN_THREAD, Live
 from server.waiting import until
 
-from embedserve.config import Limits
 from embedserve.wire.grpc.embed_stream import REQUESTS_MAX
 from embedserve_proto import embedding_pb2 as pb
 
-
-@pytest.fixture
-def limits() -> Limits:
-    return IN_THREAD
+LIMITS = IN_THREAD
 
 
 @pytest.fixture(params=GRPC_SERVERS)
