@@ -11,6 +11,7 @@ import pytest
 from server.fake_engine import FakeEngine, model_info
 from server.gate import Gate
 from server.live import Live, live_server, make_pipeline
+from server.raw_http import OurServer, our_server
 from server.small_store import publish_small_model
 from server.waiting import given_up_after
 
@@ -66,8 +67,11 @@ def make_batcher(
 
 
 @pytest.fixture
-def limits() -> Limits:
-    return Limits(body_bytes_max=1000, request_examples_max=8)
+def limits(request: pytest.FixtureRequest) -> Limits:
+    """The LIMITS of the test's module, or small ones."""
+    small = Limits(body_bytes_max=1000, request_examples_max=8)
+    limits: Limits = getattr(request.module, "LIMITS", small)
+    return limits
 
 
 @pytest.fixture
@@ -81,6 +85,13 @@ async def rest(pipeline: RequestPipeline) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
+
+
+@pytest.fixture
+async def server(pipeline: RequestPipeline) -> AsyncIterator[OurServer]:
+    """The wire over that pipeline, with small socket buffers."""
+    async with our_server(pipeline) as server:
+        yield server
 
 
 @pytest.fixture

@@ -9,9 +9,17 @@ from dataclasses import dataclass, field
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
-from h2.events import DataReceived, ResponseReceived, StreamEnded, StreamReset
+from h2.errors import ErrorCodes
+from h2.events import (
+    DataReceived,
+    ResponseReceived,
+    StreamEnded,
+    StreamReset,
+    TrailersReceived,
+)
 
 READ_S_MAX = 10.0
+GOAWAY = 7
 
 
 Fields = dict[str, str] | list[tuple[str, str]]
@@ -19,7 +27,8 @@ Fields = dict[str, str] | list[tuple[str, str]]
 
 @dataclass
 class Answer:
-    """What came on one stream; ``reset`` is the code it was reset with, if it was."""
+    """What came on one stream; ``reset`` is the code it was reset with, if it was. ``headers`` has
+    the trailers, too."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -29,7 +38,7 @@ class Answer:
 
 
 class Http2Client:
-    """One connection; requests may be sent before others are answered."""
+    """One connection; requests may be sent, and waited for, before others are answered."""
 
     def __init__(
         self,
@@ -43,6 +52,9 @@ class Http2Client:
         self._connection = H2Connection(H2Configuration(header_encoding="utf-8"))
         self._connection.initiate_connection()
         self._answers: dict[int, Answer] = {}
+        self._unsent: dict[int, tuple[bytes, bool]] = {}
+        self._unread = b""
+        self._reading = asyncio.Lock()
         self._flush()
 
     def _flush(self) -> None:
@@ -57,20 +69,8 @@ class Http2Client:
     ) -> Answer:
         """The answer to one request, whose body may be larger than any window."""
         number = self.send(method, path, headers, is_end=not body)
-        while body:
-            size = min(
-                self._connection.local_flow_control_window(number),
-                self._connection.max_outbound_frame_size,
-                len(body),
-            )
-            if not size:
-                await self._read()
-                if self._answers[number].is_whole:
-                    break
-                continue
-            self._connection.send_data(number, body[:size], end_stream=size == len(body))
-            body = body[size:]
-            self._flush()
+        if body:
+            self.write(number, body, is_end=True)
         return await self.answer(number)
 
     def send(
@@ -90,29 +90,73 @@ class Http2Client:
         self._flush()
         return number
 
+    def write(self, number: int, data: bytes, *, is_end: bool = False) -> None:
+        """Sends more of a body; what has no window yet is sent while an answer is waited for."""
+        self._unsent[number] = (self._unsent.pop(number, (b"", False))[0] + data, is_end)
+        self._push(number)
+
+    def _push(self, number: int) -> None:
+        data, is_end = self._unsent.pop(number)
+        sent = 0
+        while sent < len(data) or (is_end and not data):
+            size = min(
+                self._connection.local_flow_control_window(number),
+                self._connection.max_outbound_frame_size,
+                len(data) - sent,
+            )
+            if data and not size:
+                self._unsent[number] = (data[sent:], is_end)
+                break
+            sent += size
+            is_last = is_end and sent == len(data)
+            self._connection.send_data(number, data[sent - size : sent], end_stream=is_last)
+            if is_last:
+                break
+        self._flush()
+
     def post(self, path: str, body: bytes) -> int:
         """Sends a small request; gives its stream's number."""
         number = self.send("POST", path, is_end=False)
-        self._connection.send_data(number, body, end_stream=True)
-        self._flush()
+        self.write(number, body, is_end=True)
         return number
+
+    def cancel(self, number: int) -> None:
+        """Resets a stream with CANCEL."""
+        self._unsent.pop(number, None)
+        self._connection.reset_stream(number, ErrorCodes.CANCEL)
+        self._flush()
 
     async def answer(self, number: int) -> Answer:
         """The answer on a stream, once it is whole or was reset."""
         answer = self._answers[number]
         while not answer.is_whole:
-            await self._read()
+            async with self._reading:
+                if not answer.is_whole:
+                    await self._read()
         return answer
+
+    def _whole_frames(self) -> bytes:
+        """What has come of whole frames, without GOAWAY: h2 takes no frame after one."""
+        frames = b""
+        while len(self._unread) >= 9:
+            end = 9 + int.from_bytes(self._unread[:3])
+            if len(self._unread) < end:
+                break
+            if self._unread[3] != GOAWAY:
+                frames += self._unread[:end]
+            self._unread = self._unread[end:]
+        return frames
 
     async def _read(self) -> None:
         data = await asyncio.wait_for(self._reader.read(1 << 16), READ_S_MAX)
         assert data, "the server closed the connection"
-        for event in self._connection.receive_data(data):
-            if isinstance(event, ResponseReceived):
-                headers = {str(name): str(value) for name, value in event.headers}
+        self._unread += data
+        for event in self._connection.receive_data(self._whole_frames()):
+            if isinstance(event, ResponseReceived | TrailersReceived):
                 answer = self._answers[event.stream_id]
-                answer.status = int(headers.pop(":status"))
-                answer.headers = headers
+                answer.headers |= {str(name): str(value) for name, value in event.headers}
+                if ":status" in answer.headers:
+                    answer.status = int(answer.headers.pop(":status"))
             elif isinstance(event, DataReceived):
                 self._answers[event.stream_id].body += event.data
                 self._connection.acknowledge_received_data(
@@ -120,9 +164,15 @@ class Http2Client:
                 )
             elif isinstance(event, StreamEnded):
                 self._answers[event.stream_id].is_whole = True
-            elif isinstance(event, StreamReset) and not self._answers[event.stream_id].is_whole:
-                self._answers[event.stream_id].reset = event.error_code
-                self._answers[event.stream_id].is_whole = True
+                self._unsent.pop(event.stream_id, None)
+            elif isinstance(event, StreamReset):
+                answer = self._answers[event.stream_id]
+                self._unsent.pop(event.stream_id, None)
+                if not answer.is_whole:
+                    answer.reset = event.error_code
+                    answer.is_whole = True
+        for number in list(self._unsent):
+            self._push(number)
         self._flush()
 
 

@@ -131,7 +131,7 @@ def read_body(body: bytes, head_bytes: str | None) -> Answered:
         dtype = np.dtype(DTYPES[one["datatype"]])
         size = one.get("parameters", {}).get("binary_data_size")
         if size is None:
-            values = np.array([np.nan if v is None else v for v in one["data"]]).astype(dtype)
+            values = np.array([np.inf if v is None else v for v in one["data"]]).astype(dtype)
         else:
             values, rest = np.frombuffer(rest[:size], dtype), rest[size:]
         outputs[one["name"]] = values.reshape(one["shape"])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from time import perf_counter
 
-import numpy as np
 import pytest
 from server.fake_engine import FakeEngine, model_info
 from server.live import make_pipeline
@@ -37,20 +36,9 @@ from embedserve.tracing.request_id import HeaderList
 from embedserve_proto import embedding_pb2 as pb
 
 BAD = b'{"features": {"user": [99]}}'
+LIMITS = Limits(inline_bytes_max=0, queue_examples_max=1)
 LARGE_LIMITS = Limits(inline_bytes_max=2000, queue_examples_max=1, request_values_max=1 << 20)
 """A request of 200 ids is large."""
-
-
-@pytest.fixture
-def limits() -> Limits:
-    return Limits(inline_bytes_max=0, queue_examples_max=1)
-
-
-@pytest.fixture
-def executor() -> Iterator[ThreadPoolExecutor]:
-    """A thread for each model."""
-    with ThreadPoolExecutor(2) as executor:
-        yield executor
 
 
 @pytest.fixture
@@ -102,19 +90,6 @@ def ask_each(pipeline: RequestPipeline, codec: Codec, *bodies: bytes) -> list[Re
     for call, body in zip(calls, bodies, strict=True):
         pipeline.submit(call, body)
     return calls
-
-
-async def test_an_answer_is_encoded_and_counted_once(
-    pipeline: RequestPipeline, engine: FakeEngine
-) -> None:
-    call = ask(pipeline)
-    await until(lambda: call.told)
-    (body,) = call.told
-    assert isinstance(body, bytes)
-    values = np.frombuffer(pb.EmbedResponse.FromString(body).values, "<f4")
-    assert np.array_equal(values, engine.expected({"user": [[1]]})[0])
-    assert outcomes(pipeline) == {"OK": 1}
-    assert metrics_of(pipeline).response_bytes == len(body)
 
 
 async def test_while_its_model_is_full_a_request_is_refused_undecoded(
@@ -264,22 +239,6 @@ async def test_the_deadline_counts_from_the_first_byte(
     assert len(engine.lookups) == 1
 
 
-async def test_a_deadline_that_passes_in_the_queue_is_told(
-    pipeline: RequestPipeline, engine: FakeEngine
-) -> None:
-    engine.hold()
-    running = ask(pipeline)
-    await until(lambda: engine.lookups)
-    late = ask(pipeline)
-    assert late.queue is not None
-    late.deadline_s = perf_counter()
-    engine.release()
-    await until(lambda: running.told and late.told)
-    assert isinstance(late.error, DeadlineExceededError)
-    assert len(engine.lookups) == 1
-    assert outcomes(pipeline) == {"OK": 1, "DEADLINE_EXCEEDED": 1}
-
-
 async def test_an_unforeseen_error_in_decoding_is_answered_in_general(
     pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -328,58 +287,6 @@ async def test_an_answer_that_cannot_be_written_fails_alone(
     expect_internal(first, caplog)
     assert isinstance(second.told[0], bytes)
     assert outcomes(pipeline) == {"OK": 1, "INTERNAL": 1}
-
-
-@pytest.mark.parametrize(
-    ("body", "model", "code"),
-    [
-        (b"{", "", "INVALID_ARGUMENT"),
-        (BAD, "", "INVALID_ARGUMENT"),
-        (BODY, "nobody", "NOT_FOUND"),
-    ],
-)
-async def test_a_refusal_is_told_and_counted_once(
-    pipeline: RequestPipeline, body: bytes, model: str, code: str
-) -> None:
-    call = ask(pipeline, body, model=model)
-    await until(lambda: call.told)
-    assert call.error.code == code
-    assert not call.is_waiting
-    call.cancel()
-    assert outcomes(pipeline) == {code: 1}
-
-
-async def test_a_client_that_goes_away_leaves_the_queue_and_is_counted_once(
-    pipeline: RequestPipeline, engine: FakeEngine
-) -> None:
-    engine.hold()
-    running = ask(pipeline)
-    await until(lambda: engine.lookups)
-    waiting = ask(pipeline)
-    waiting.cancel()
-    waiting.cancel()
-    assert pipeline.metrics.models["shop"].count_queue()[0] == 0
-    assert outcomes(pipeline) == {"CANCELLED": 1}
-    engine.release()
-    await until(lambda: running.told)
-    running.cancel()
-    assert waiting.told == []
-    assert len(engine.lookups) == 1
-    assert outcomes(pipeline) == {"CANCELLED": 1, "OK": 1}
-
-
-async def test_a_client_that_goes_away_during_its_lookup_is_told_nothing(
-    pipeline: RequestPipeline, engine: FakeEngine
-) -> None:
-    engine.hold()
-    call = ask(pipeline)
-    await until(lambda: engine.lookups)
-    call.cancel()
-    engine.release()
-    again = ask(pipeline)
-    await until(lambda: again.told)
-    assert call.told == []
-    assert outcomes(pipeline) == {"CANCELLED": 1, "OK": 1}
 
 
 class Output:

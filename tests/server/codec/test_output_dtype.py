@@ -58,19 +58,6 @@ def check_whole(answer: pb.EmbedResponse, engine: FakeEngine) -> None:
     assert answer.values == engine.expected(BAGS).astype("<f4").tobytes()
 
 
-async def test_rest_answers_protobuf_in_float16(
-    live: Live, engine: FakeEngine, halves: np.ndarray
-) -> None:
-    answers = [
-        await live.http.post(
-            "/embed", content=request.SerializeToString(), headers={"content-type": PROTOBUF}
-        )
-        for request in (HALVES, WHOLE)
-    ]
-    check(pb.EmbedResponse.FromString(answers[0].content), halves)
-    check_whole(pb.EmbedResponse.FromString(answers[1].content), engine)
-
-
 async def test_json_may_ask_for_protobuf_in_float16(live: Live, halves: np.ndarray) -> None:
     answer = await live.http.post(
         "/embed",
@@ -78,11 +65,6 @@ async def test_json_may_ask_for_protobuf_in_float16(live: Live, halves: np.ndarr
         headers={"accept": PROTOBUF},
     )
     check(pb.EmbedResponse.FromString(answer.content), halves)
-
-
-async def test_grpc_answers_in_float16(live: Live, engine: FakeEngine, halves: np.ndarray) -> None:
-    check(await live.stub.Embed(HALVES), halves)
-    check_whole(await live.stub.Embed(WHOLE), engine)
 
 
 async def test_each_request_of_a_stream_says_its_dtype(
@@ -96,15 +78,6 @@ async def test_each_request_of_a_stream_says_its_dtype(
     error = pb.Error(code="INVALID_ARGUMENT", message=PROBLEM, field="output_dtype")
     assert answers[2] == pb.EmbedResponse(error=error)
     check(answers[3], halves)
-
-
-async def test_rows_of_an_unpooled_model_are_answered_in_float16(live: Live) -> None:
-    asked: dict[str, Any] = {"model": "sequence", "keys": ["last"], "ids": [1, 2], "lengths": [2]}
-    whole = await live.stub.Embed(pb.EmbedRequest(**asked))
-    answer = await live.stub.Embed(pb.EmbedRequest(**asked, output_dtype=pb.FLOAT16))
-    check(answer, np.frombuffer(whole.values, "<f4").astype(np.float16))
-    assert len(answer.values) == 2 * 4 * 2
-    assert answer.lengths == whole.lengths
 
 
 async def test_an_unknown_number_is_refused_with_field_and_value(live: Live) -> None:

@@ -102,26 +102,6 @@ def test_an_answer_in_pieces_stays_in_pieces(engine: FakeEngine, keys: tuple[str
     assert np.array_equal(np.concatenate(pieces), selected(engine, keys))
 
 
-async def test_rows_of_some_keys_of_an_unpooled_model(live: Live) -> None:
-    asked: dict[str, Any] = {
-        "model": "sequence",
-        "keys": ["last", "item"],
-        "ids": [1, 2, 5, 6, 7],
-        "lengths": [2, 0, 1, 2],
-    }
-    whole = await live.stub.Embed(pb.EmbedRequest(**asked))
-    rows = dict(zip(whole.keys, np.array(whole.lengths).reshape(-1, 2).tolist(), strict=True))
-    ends = np.cumsum([sum(lengths) for lengths in rows.values()])
-    values = np.split(np.frombuffer(whole.values, "<f4").reshape(-1, 4), ends[:-1])
-    by_key = dict(zip(rows, values, strict=True))
-    keys = [whole.keys[0], whole.keys[-1]]
-    some = await live.stub.Embed(pb.EmbedRequest(**asked, output_keys=keys))
-    assert list(some.keys) == keys
-    assert list(some.lengths) == [n for key in keys for n in rows[key]]
-    assert some.values == b"".join(by_key[key].tobytes() for key in keys)
-    assert 0 < len(some.values) < len(whole.values)
-
-
 WRONG = [
     (["user", "film"], "output_keys[1]", "output_keys[1] is 'film': model 'shop' has no such key"),
     (["user", "user"], "output_keys", "output_keys names 'user' twice"),

@@ -10,7 +10,8 @@ import pytest
 from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from server.fake_engine import FakeEngine, model_info
-from server.pipelines import IN_THREAD, make_pipeline
+from server.live import IN_THREAD
+from server.pipelines import make_pipeline
 from server.recording_call import RecordingCall, ask, asked
 from server.waiting import until
 
@@ -32,6 +33,7 @@ USER = b'{"features": {"user": [1]}}'
 FILM = b'{"features": {"film": [1]}}'
 Counted = dict[tuple[str, str], dict[str, float]]
 """(alias, version) to requests by outcome."""
+LIMITS = replace(IN_THREAD, queue_examples_max=1)
 
 
 def version_of(number: int, alias: str, features: dict[str, tuple[int, int]]) -> ModelInfo:
@@ -55,11 +57,6 @@ def stable() -> FakeEngine:
 @pytest.fixture
 def canary() -> FakeEngine:
     return FakeEngine(CANARY)
-
-
-@pytest.fixture
-def limits() -> Limits:
-    return replace(IN_THREAD, queue_examples_max=1)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator
@@ -15,10 +14,9 @@ import grpc
 import pytest
 from certificates import Authority, client_context
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from server.fake_engine import FEATURES, FakeEngine, model_info
+from server.fake_engine import FakeEngine, model_info
 from server.http2_client import Http2Client
 from server.live import Live, make_pipeline, serving
-from server.predictions import prediction_request
 from server.raw_http import OurServer, chunked, our_server, post, read_answer
 from server.waiting import until
 
@@ -40,7 +38,6 @@ from embedserve_client.rest.client import AsyncEmbedClient
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto import open_inference_pb2 as oip
 from embedserve_proto.open_inference_pb2_grpc import GRPCInferenceServiceStub
-from embedserve_proto.predictor_pb2_grpc import PredictorStub
 
 BODY = b'{"features": {"user": [[1]]}}'
 MAKES = (post, chunked)
@@ -53,16 +50,6 @@ TOKENS: dict[str, dict[str, Any]] = {
     "es_boss": {"roles": ["admin"]},
     "es_slow": {"requests_per_second": 0.01},
     "es_one": {"concurrent": 1},
-}
-OF_EMBED = {
-    None: 401,
-    "es_right": 200,
-    "es_shop": 200,
-    "es_unknown": 401,
-    "hunter2": 401,
-    "es_late": 401,
-    "es_lost": 401,
-    "es_boss": 403,
 }
 CODES = {200: "OK", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 429: "RESOURCE_EXHAUSTED"}
 
@@ -83,12 +70,6 @@ def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor, tmp_path: Path) -
 
 
 @pytest.fixture
-async def server(pipeline: RequestPipeline) -> AsyncIterator[OurServer]:
-    async with our_server(pipeline) as server:
-        yield server
-
-
-@pytest.fixture
 async def live(pipeline: RequestPipeline) -> AsyncIterator[Live]:
     async with serving(pipeline) as live:
         yield live
@@ -96,26 +77,6 @@ async def live(pipeline: RequestPipeline) -> AsyncIterator[Live]:
 
 def line_of(token: str | None) -> list[str]:
     return [] if token is None else [f"Authorization: Bearer {token}"]
-
-
-@pytest.mark.parametrize("make", MAKES, ids=["a known head", "uvicorn's"])
-async def test_http1(server: OurServer, make: Any) -> None:
-    reader, writer = await server.open()
-    for token, wanted in [*OF_EMBED.items(), *OF_EMBED.items()]:
-        writer.write(make(BODY, *line_of(token)))
-        status, headers, body = await read_answer(reader)
-        assert (token, status) == (token, wanted)
-        if status != 200:
-            assert json.loads(body)["error"]["code"] == CODES[status]
-        assert (b"www-authenticate" in headers) == (status == 401)
-
-
-async def test_http2(server: OurServer) -> None:
-    client = Http2Client(*await server.open())
-    for token, wanted in [*OF_EMBED.items(), *OF_EMBED.items()]:
-        headers = {} if token is None else {"authorization": f"Bearer {token}"}
-        answer = await client.request("POST", "/embed", BODY, headers)
-        assert (token, answer.status) == (token, wanted)
 
 
 async def test_metrics_and_the_log_name_who_asked(
@@ -158,66 +119,11 @@ async def code_of(call: Any) -> str:
     return "OK"
 
 
-async def test_grpc(live: Live) -> None:
-    for token, wanted in [*OF_EMBED.items(), *OF_EMBED.items()]:
-        metadata = metadata_of(token)
-        assert await code_of(live.stub.Embed(REQUEST, metadata=metadata)) == CODES[wanted]
-        of_models = {200: "OK", 403: "OK", 401: "UNAUTHENTICATED"}[wanted]
-        models = live.stub.ListModels(pb.ListModelsRequest(), metadata=metadata)
-        assert await code_of(models) == of_models
-
-
-async def test_grpc_streams(live: Live) -> None:
-    for token, wanted in OF_EMBED.items():
-        async with AsyncGrpcEmbedClient(live.grpc_target, token=token) as client:
-            answers = client.embed_stream([{"user": [[1]]}] * 3)
-            if wanted == 200:
-                assert all([answer.result() async for answer in answers])
-            else:
-                with pytest.raises({401: Unauthenticated, 403: PermissionDenied}[wanted]):
-                    await anext(answers)
+async def test_each_request_of_a_stream_counts_for_the_rate(live: Live) -> None:
     async with AsyncGrpcEmbedClient(live.grpc_target, token="es_slow") as client:
         answers = client.embed_stream([{"user": [[1]]}] * 3)
         kinds = [type(answer) async for answer in answers]  # opening it costs nothing
     assert kinds == [EmbedResult, Overloaded, Overloaded]
-
-
-async def test_a_model_that_is_not_its_own_is_refused_be_there_one_or_not(live: Live) -> None:
-    headers = {"authorization": "Bearer es_shop"}
-    for name, wanted in {"shop": 200, "films": 403, "none": 403}.items():
-        answer = await live.http.post(f"/models/{name}/embed", content=BODY, headers=headers)
-        assert (name, answer.status_code) == (name, wanted)
-        request = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1], model=name)
-        code = await code_of(live.stub.Embed(request, metadata=metadata_of("es_shop")))
-        assert code == CODES[wanted]
-
-
-async def test_over_its_rate_or_its_concurrency(live: Live, engine: FakeEngine) -> None:
-    slow = {"authorization": "Bearer es_slow"}
-    assert (await live.http.post("/embed", content=BODY, headers=slow)).status_code == 200
-    answer = await live.http.post("/embed", content=BODY, headers=slow)
-    assert (answer.status_code, answer.headers["retry-after"]) == (429, "60")
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await live.stub.Embed(REQUEST, metadata=metadata_of("es_slow"))
-    assert dict(raised.value.trailing_metadata() or ())["retry-after"] == "60"
-    access = live.pipeline.authenticator
-    assert access is not None
-    clients = access._clients
-    engine.hold()
-    one = {"authorization": "Bearer es_one"}
-    first = asyncio.create_task(live.http.post("/embed", content=BODY, headers=one))
-    await until(lambda: clients["one"].active)
-    answer = await live.http.post("/embed", content=BODY, headers=one)
-    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-    gone = asyncio.create_task(
-        live.http.post("/embed", content=BODY, headers={"authorization": "Bearer es_right"})
-    )
-    await until(lambda: clients["right"].active)
-    gone.cancel()
-    engine.release()
-    assert (await first).status_code == 200
-    assert (await live.http.post("/embed", content=BODY, headers=one)).status_code == 200
-    await until(lambda: not any(client.active for client in clients.values()))
 
 
 REFUSALS = int(REFUSALS_BURST_S * REFUSALS_PER_S) + 40
@@ -295,15 +201,6 @@ async def test_management(live: Live) -> None:
     assert await code_of(check) == "OK"
 
 
-@pytest.mark.parametrize("make", MAKES, ids=["a known head", "uvicorn's"])
-async def test_a_stranger_is_refused_before_the_body_comes(server: OurServer, make: Any) -> None:
-    reader, writer = await server.open()
-    writer.write(make(bytes(100_000))[:1000])
-    status, _, _ = await read_answer(reader)
-    assert status == 401
-    writer.close()
-
-
 async def test_pipelined_requests_of_strangers_and_friends(server: OurServer) -> None:
     reader, writer = await server.open()
     tokens = ["es_right", None, "es_right", "es_unknown", "es_shop"]
@@ -369,56 +266,6 @@ async def test_the_names_of_certificates(
             client = Http2Client(*await server.open(contexts[name]))
             assert (await client.request("POST", "/embed", BODY)).status == wanted
             assert (await client.request("GET", "/models")).status == wanted
-
-
-INFER = b'{"inputs": [{"name": "user", "datatype": "INT64", "shape": [1, 1], "data": [1]}]}'
-
-
-async def test_the_open_inference_protocol_over_rest(server: OurServer) -> None:
-    reader, writer = await server.open()
-    client = Http2Client(*await server.open())
-    for token, wanted in OF_EMBED.items():
-        writer.write(post(INFER, *line_of(token), url="/v2/models/shop/infer"))
-        status, _, body = await read_answer(reader)
-        assert (token, status) == (token, wanted)
-        assert isinstance(json.loads(body).get("error", ""), str)
-        headers = {} if token is None else {"authorization": f"Bearer {token}"}
-        answer = await client.request("POST", "/v2/models/shop/infer", INFER, headers)
-        assert (token, answer.status) == (token, wanted)
-    films = post(INFER, *line_of("es_shop"), url="/v2/models/films/infer")
-    writer.write(films)
-    assert (await read_answer(reader))[0] == 403
-    for path, wanted in (("/v2/health/ready", 200), ("/v2/models/shop", 401), ("/v2", 401)):
-        assert (await client.request("GET", path)).status == wanted
-
-
-async def test_the_open_inference_protocol_over_grpc(live: Live) -> None:
-    async with grpc.aio.insecure_channel(live.grpc_target) as channel:
-        stub = GRPCInferenceServiceStub(channel)
-        assert (await stub.ServerReady(oip.ServerReadyRequest())).ready
-        shop = oip.ModelMetadataRequest(name="shop")
-        asked = oip.ModelInferRequest(model_name="shop")
-        tensor = asked.inputs.add(name="user", datatype="INT64", shape=[1, 1])
-        tensor.contents.int64_contents.append(1)
-        for token, wanted in OF_EMBED.items():
-            metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-            assert await code_of(stub.ModelInfer(asked, metadata=metadata)) == CODES[wanted]
-            # Refused by its head; what is written to a call that has ended grpc.aio calls INTERNAL.
-            messages = [asked] if wanted == 200 else []
-            stream = stub.ModelStreamInfer(iter(messages), metadata=metadata)
-            assert await code_of(anext(aiter(stream))) == CODES[wanted]
-        assert await code_of(stub.ModelMetadata(shop)) == "UNAUTHENTICATED"
-        boss = (("authorization", "Bearer es_boss"),)
-        assert await code_of(stub.ModelMetadata(shop, metadata=boss)) == "OK"
-
-
-async def test_torchrecs_predictor(live: Live) -> None:
-    async with grpc.aio.insecure_channel(live.grpc_target) as channel:
-        stub = PredictorStub(channel)
-        asked = prediction_request(tuple(FEATURES), {"user": [[1]]})
-        for token, wanted in OF_EMBED.items():
-            metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-            assert await code_of(stub.Predict(asked, metadata=metadata)) == CODES[wanted]
 
 
 STATISTICS = {

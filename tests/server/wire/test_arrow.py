@@ -7,7 +7,6 @@ from typing import Any
 
 import httpx
 import numpy as np
-import pyarrow as pa
 import pytest
 from server.arrow_streams import (
     ARROW,
@@ -103,70 +102,6 @@ async def test_any_form_of_answer_to_any_form_of_request(
         else:
             values = vectors(read_answer(answer.content)["values"])
         assert np.array_equal(values, engine.expected(BAGS))
-
-
-async def test_strings_and_unknown_ids(live: Live) -> None:
-    bags: Bags = {"tag": [["drama", "none"], [], ["映画"]], "user": [[-1], [5], [0, 0]]}
-    path = "/models/ruled/embed"
-    answer = await ask(live, stream_of(columns_of({"user": bags["user"]}).append_column(
-        "tag", pa.array(bags["tag"]))), path)  # fmt: skip
-    assert answer.status_code == 200, answer.text
-    expected = await by_protobuf(live, path, message_of(bags))
-    table = read_answer(answer.content)
-    assert vectors(table["values"]).tobytes() == expected.values
-    assert said_in(table)["unknown_ids"] == dict(expected.unknown_ids) == {"tag": 1, "user": 1}
-
-
-async def test_lists_of_an_unpooled_model(live: Live) -> None:
-    bags: Bags = {"last": [[1, 2], []], "item": [[5], [6, 7]]}
-    path = "/models/sequence/embed"
-    table = read_answer((await ask(live, stream_of(columns_of(bags)), path)).content)
-    expected = await by_protobuf(live, path, message_of(bags))
-    assert table.column_names == list(expected.keys)
-    joined = np.concatenate([vectors(table[key]) for key in table.column_names])
-    assert joined.tobytes() == expected.values
-    lengths = [len(bag) for key in table.column_names for bag in table[key].to_pylist()]
-    assert lengths == list(expected.lengths)
-
-
-WRONG = {
-    "an id": (
-        stream_of(columns_of({"user": [[1], [2, 99]]})),
-        *(400, "features.user[1][1]", "is 99: ids of 'user' are row numbers from 0 to 6"),
-    ),
-    "a feature": (
-        stream_of(columns_of({"film": [[1]]})),
-        *(400, "features.film", "film"),
-    ),
-    "a weight": (
-        stream_of(columns_of({"user": [[1]]}, {"user": [[float("nan")]]})),
-        *(400, "weights.user[0][0]", "is nan: weights are finite numbers"),
-    ),
-    "a key": (
-        stream_of(columns_of({"user": [[1]]}), options={"output_keys": '["film"]'}),
-        *(400, "output_keys[0]", "has no such key"),
-    ),
-    "a version": (
-        stream_of(columns_of({"user": [[1]]}), options={"version": "4"}),
-        *(404, "version", "4"),
-    ),
-    "no Arrow": (b"{}", 400, "body", "body is not an Arrow stream"),
-    "many examples": (
-        stream_of(columns_of({"user": [[1]] * 9})),
-        *(413, "features", "--request-examples-max"),
-    ),
-    "a large body": (bytes(20_001), 413, "body", "--body-bytes-max"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-async def test_what_is_wrong_is_said_with_field_and_value(live: Live, name: str) -> None:
-    body, status, field, said = WRONG[name]
-    answer = await ask(live, body)
-    assert (answer.status_code, answer.headers["content-type"]) == (status, JSON)
-    error = answer.json()["error"]
-    assert error["field"] == field
-    assert said in error["message"]
 
 
 async def test_it_is_described(live: Live) -> None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 from certificates import Authority
+from protocols.logs import fields_of
 from server.fake_engine import FakeEngine
 from server.http2_client import http2_client
-from server.live import GRPC_SERVERS, live_server, make_pipeline, serving
+from server.live import live_server, make_pipeline, serving
 from server.waiting import until
-from server.ways import WAYS, Way, fields_of
 
 from embedserve.access.authenticator import Authenticator
 from embedserve.access.client_address import ClientAddresses
@@ -25,33 +24,6 @@ from embedserve.access.grants import hash_of
 REFUSED = "refused with INVALID_ARGUMENT"
 FORGED = "198.51.100.9"
 CLIENT = "192.0.2.7"
-
-
-@pytest.fixture(params=WAYS)
-async def way(request: pytest.FixtureRequest, engine: FakeEngine) -> AsyncIterator[Way]:
-    name: str = request.param
-    server = name if name in GRPC_SERVERS else "native"
-    async with live_server(engine, grpc_server=server) as live:
-        yield Way(name, live)
-
-
-async def test_a_bad_request_is_logged_with_the_address(
-    way: Way, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    await way.ask(is_wrong=True, x_forwarded_for=FORGED, forwarded=f"for={FORGED}")
-    (fields,) = fields_of(caplog, REFUSED)
-    assert fields["address"] == "127.0.0.1"
-
-
-async def test_a_trusted_proxy_tells_the_address(
-    way: Way, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    way.live.pipeline.addresses = ClientAddresses(["127.0.0.1", "10.0.0.0/8"])
-    await way.ask(is_wrong=True, x_forwarded_for=f"{FORGED}, {CLIENT}, 10.1.1.1")
-    await way.ask(is_wrong=True, forwarded=f"for={CLIENT};proto=https")
-    assert [fields["address"] for fields in fields_of(caplog, REFUSED)] == [CLIENT, CLIENT]
 
 
 async def test_lines_of_one_header_are_one_list(

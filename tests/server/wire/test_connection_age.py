@@ -28,12 +28,7 @@ CALLS = 40
 """Between two ends of an age."""
 REQUEST = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1])
 ANSWER_S_MAX = 10
-
-
-@pytest.fixture
-async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
-    async with our_server(make_pipeline(engine, executor=executor)) as server:
-        yield server
+LIMITS = Limits()
 
 
 @pytest.fixture

@@ -6,14 +6,10 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 import pytest
-from server.fake_engine import FakeEngine
-from server.live import make_pipeline
-from server.raw_http import OurServer, chunked, get, our_server, post, read_answer
+from server.raw_http import OurServer, chunked, get, post, read_answer
 from server.waiting import until
 
 from embedserve.config import Limits
@@ -21,17 +17,10 @@ from embedserve.wire.connections import STREAM_BYTES
 from embedserve.wire.http2.frames import DATA, END_HEADERS, HEADERS, PREFACE, head
 
 CONNECTIONS_MAX = 4
-BYTES_MAX = 300_000
 BODY = b" " * 200_000
 LIVE = get("/health/live")
-GRPC = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/embed")]
-
-
-@pytest.fixture
-async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
-    limits = Limits(connections_max=CONNECTIONS_MAX, connection_bytes_max=BYTES_MAX)
-    async with our_server(make_pipeline(engine, executor=executor, limits=limits)) as server:
-        yield server
+BYTES_MAX = 300_000
+LIMITS = Limits(connections_max=CONNECTIONS_MAX, connection_bytes_max=BYTES_MAX)
 
 
 async def is_closed(reader: asyncio.StreamReader) -> bool:

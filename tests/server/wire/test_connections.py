@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Any
 
@@ -15,8 +13,8 @@ from h2.connection import H2Connection
 from h2.settings import SettingCodes
 from hyperframe.frame import GoAwayFrame, PingFrame
 from server.fake_engine import FakeEngine
-from server.live import IN_THREAD, PROTOBUF, make_pipeline
-from server.raw_http import OurServer, our_server, post
+from server.live import IN_THREAD, PROTOBUF
+from server.raw_http import OurServer, post
 from server.waiting import until
 from server.wire.http2.peer import body_of, frames_of, has_ended
 
@@ -33,11 +31,7 @@ WINDOW = 1 << 20
 """Room for all of the answer: 160 KB, forty times what the sockets hold."""
 
 
-@pytest.fixture
-async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
-    pipeline = make_pipeline(engine, executor=executor, limits=IN_THREAD)
-    async with our_server(pipeline) as server:
-        yield server
+LIMITS = IN_THREAD
 
 
 def asking_client(examples: int = EXAMPLES) -> H2Connection:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import grpc
-import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from server.fake_engine import Bags, FakeEngine
-from server.live import GRPC_SERVERS, PROTOBUF, Live, live_server
+from server.live import GRPC_SERVERS, Live, live_server
 from server.waiting import until
 
 from embedserve.config import Limits
@@ -23,19 +21,10 @@ REQUEST = pb.EmbedRequest(keys=["tag", "user"], ids=[1, 2, 3, 4], lengths=[1, 2,
 LIMITS = Limits(inline_bytes_max=0, body_bytes_max=100_000)
 
 
-@pytest.fixture
-def limits() -> Limits:
-    return LIMITS
-
-
 @pytest.fixture(params=GRPC_SERVERS)
 def grpc_server(request: pytest.FixtureRequest) -> str:
     server: str = request.param
     return server
-
-
-def values_of(answer: pb.EmbedResponse) -> np.ndarray:
-    return np.frombuffer(answer.values, "<f4").reshape(answer.batch_size, -1)
 
 
 async def status_of(call: grpc.aio.UnaryUnaryCall) -> tuple[grpc.StatusCode, str]:
@@ -44,77 +33,9 @@ async def status_of(call: grpc.aio.UnaryUnaryCall) -> tuple[grpc.StatusCode, str
     return caught.value.code(), str(caught.value.details())
 
 
-async def test_embed_answers_the_pooled_vectors(live: Live, engine: FakeEngine) -> None:
-    answer = await live.stub.Embed(REQUEST)
-    assert (answer.model, answer.version, answer.batch_size) == ("shop", 7, 2)
-    assert list(answer.keys) == ["user", "movie", "tag"]
-    assert np.array_equal(values_of(answer), engine.expected(BAGS))
-    assert not answer.HasField("error")
-
-
-@pytest.mark.parametrize(
-    ("request_", "code", "details"),
-    [
-        (pb.EmbedRequest(model="shoes", keys=["user"], lengths=[0]), "NOT_FOUND", "'shoes'"),
-        (pb.EmbedRequest(keys=["actor"], lengths=[0]), "INVALID_ARGUMENT", "features.actor"),
-        (
-            pb.EmbedRequest(keys=["user"], ids=[7], lengths=[1]),
-            "INVALID_ARGUMENT",
-            "features.user[0][0] is 7",
-        ),
-        (pb.EmbedRequest(keys=["user"], ids=[7], lengths=[2]), "INVALID_ARGUMENT", "add up to 2"),
-    ],
-)
-async def test_a_bad_request_is_refused_with_field_and_value(
-    live: Live, request_: pb.EmbedRequest, code: str, details: str
-) -> None:
-    status = await status_of(live.stub.Embed(request_))
-    assert status[0] is grpc.StatusCode[code]
-    assert details in status[1]
-
-
-async def test_bytes_that_are_no_message_are_refused(live: Live) -> None:
-    call = live.channel.unary_unary(f"/{SERVICE_NAME}/Embed")
-    code, details = await status_of(call(b"\x00"))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "body is not an EmbedRequest" in details
-
-
-async def test_an_oversized_message_is_refused(live: Live) -> None:
-    request = pb.EmbedRequest(keys=["user"], lengths=[0], ids_bytes=bytes(200_000))
-    code, _ = await status_of(live.stub.Embed(request))
-    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
 async def test_an_unknown_method_is_said_so(live: Live) -> None:
     code, _ = await status_of(live.channel.unary_unary(f"/{SERVICE_NAME}/Nothing")(b""))
     assert code is grpc.StatusCode.UNIMPLEMENTED
-
-
-async def test_a_cancelled_call_leaves_the_queue(live: Live, engine: FakeEngine) -> None:
-    engine.hold()
-    running = asyncio.ensure_future(live.stub.Embed(REQUEST))
-    await until(lambda: engine.lookups)
-    waiting = live.stub.Embed(REQUEST)
-    await until(lambda: live.queued() == 1)
-    waiting.cancel()
-    await until(lambda: live.outcomes("grpc") == {"CANCELLED": 1})
-    engine.release()
-    await running
-    await live.stub.Embed(REQUEST)
-    assert len(engine.lookups) == 2
-
-
-async def test_a_deadline_that_passes_costs_no_lookup(live: Live, engine: FakeEngine) -> None:
-    engine.hold()
-    running = asyncio.ensure_future(live.stub.Embed(REQUEST))
-    await until(lambda: engine.lookups)
-    code, _ = await status_of(live.stub.Embed(REQUEST, timeout=0.05))
-    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-    engine.release()
-    await running
-    await live.stub.Embed(REQUEST)
-    assert len(engine.lookups) == 2
 
 
 async def test_models_are_listed_and_described(live: Live) -> None:
@@ -144,32 +65,6 @@ async def test_reflection_lists_the_services_and_gives_the_contract(live: Live) 
     names = {service.name for service in services.list_services_response.service}
     assert {SERVICE_NAME, "grpc.health.v1.Health"} <= names
     assert contract.file_descriptor_response.file_descriptor_proto == [pb.DESCRIPTOR.serialized_pb]
-
-
-async def test_rest_and_grpc_answer_the_same_bits(live: Live) -> None:
-    weights = {"tag": [[0.1], [2.5, -3.0]], "user": [[1e-3], []]}
-    for request, body in (
-        (REQUEST, {"features": BAGS}),
-        (
-            pb.EmbedRequest(
-                keys=["tag", "user"],
-                ids=[1, 2, 3, 4],
-                lengths=[1, 2, 1, 0],
-                weights=[0.1, 2.5, -3.0, 1e-3],
-            ),
-            {"features": BAGS, "weights": weights},
-        ),
-    ):
-        raw = live.channel.unary_unary(f"/{SERVICE_NAME}/Embed")
-        over_grpc = await raw(request.SerializeToString())
-        headers = {"content-type": PROTOBUF}
-        over_rest = await live.http.post(
-            "/embed", content=request.SerializeToString(), headers=headers
-        )
-        assert over_rest.content == over_grpc
-        answer = await live.http.post("/embed", content=json.dumps(body))
-        as_json = np.array(answer.json()["values"], np.float32)
-        assert as_json.tobytes() == pb.EmbedResponse.FromString(over_grpc).values
 
 
 async def test_while_the_queue_for_large_requests_is_full_a_small_one_uploads(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
 import socket
 from collections import Counter
@@ -34,6 +33,7 @@ from server.raw_http import (
 from server.waiting import until
 
 from embedserve.config import Limits
+from embedserve.pipeline import RequestPipeline
 from embedserve.wire.connections import DRAIN_IDLE_S, FIRST_BYTES_S_MAX
 from embedserve.wire.uvicorn_connection import KEEP_ALIVE_S
 from embedserve_proto import embedding_pb2 as pb
@@ -62,20 +62,19 @@ def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLo
 
 
 @pytest.fixture
-async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
+def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor, limits: Limits) -> RequestPipeline:
     """Looks up inline."""
     films = FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
-    pipeline = make_pipeline(engine, films, executor=executor, limits=LIMITS)
-    async with our_server(pipeline) as server:
-        yield server
+    return make_pipeline(engine, films, executor=executor, limits=limits)
 
 
 @pytest.fixture
 async def plain(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[PlainServer]:
     """uvicorn alone over an equal pipeline."""
     films = FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
-    pipeline = make_pipeline(engine, films, executor=executor, limits=LIMITS)
-    async with plain_server(pipeline) as server:
+    async with plain_server(
+        make_pipeline(engine, films, executor=executor, limits=LIMITS)
+    ) as server:
         yield server
 
 
@@ -95,10 +94,6 @@ async def test_the_loop_is_that_of_the_parameter(request: pytest.FixtureRequest)
 def was_uvicorns(server: OurServer) -> bool:
     """Whether uvicorn has answered a request of the open connection."""
     return server.connection.cycle is not None
-
-
-def _has_cancelled(server: OurServer, count: int) -> bool:
-    return server.outcomes().get("CANCELLED", 0) == count
 
 
 def _has_looked_up(engine: FakeEngine, count: int) -> bool:
@@ -357,43 +352,6 @@ async def test_refused_requests_are_answered_in_order_when_reads_are_full(
     assert comparable(answers) == comparable(await plain.talk(sent))
 
 
-def busy_connections(server: OurServer) -> int:
-    return sum(one.is_busy() for one in server.http1())
-
-
-async def test_a_client_that_hangs_up_leaves_the_queue(
-    slow: OurServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    neighbour, stays = await slow.open_held(engine, post(BODY))
-    for request in (post(OTHER), chunked(OTHER), post(OTHER)[:-1]):
-        _, goes = await slow.open()
-        before = slow.outcomes().get("CANCELLED", 0)
-        goes.write(request)
-        await until(lambda: busy_connections(slow) == 2)
-        goes.close()
-        await until(partial(_has_cancelled, slow, before + 1))
-    engine.release()
-    assert (await read_answer(neighbour))[0] == 200
-    stays.write(post(BODY))
-    assert (await read_answer(neighbour))[0] == 200
-    assert slow.outcomes() == {"CANCELLED": 3, "OK": 2}
-    assert [lookup.batch_size for lookup in engine.lookups] == [1, 1]
-    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
-    stays.close()
-
-
-async def test_a_client_that_hangs_up_during_its_lookup_is_not_answered(
-    slow: OurServer, engine: FakeEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    _, writer = await slow.open_held(engine, post(BODY))
-    writer.transport.abort()
-    await until(lambda: slow.outcomes() == {"CANCELLED": 1})
-    engine.release()
-    assert b"HTTP/1.1 200 OK" in await slow.talk(post(OTHER) + LAST)
-    assert slow.outcomes() == {"CANCELLED": 1, "OK": 1}
-    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
-
-
 async def test_what_a_client_left_behind_is_not_answered(
     server: OurServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -441,18 +399,6 @@ async def test_pipelined_large_answers_reach_a_slow_reader_whole(slow: OurServer
     assert pb.EmbedResponse.FromString(answers[1][2]).batch_size == 2000
     assert [body for _, _, body in answers] == [answers[0][2], answers[1][2]] * 3
     assert (await read_answer(reader))[0] == 200
-    assert await reader.read() == b""
-    writer.close()
-
-
-async def test_a_drain_answers_what_is_under_way_and_closes(
-    slow: OurServer, engine: FakeEngine
-) -> None:
-    reader, writer = await slow.open_held(engine, post(BODY))
-    slow.connection.drain()
-    engine.release()
-    status, headers, _ = await read_answer(reader)
-    assert (status, headers[b"connection"]) == (200, b"close")
     assert await reader.read() == b""
     writer.close()
 
@@ -564,25 +510,6 @@ async def test_a_drain_waits_for_the_rest_of_a_body_and_answers_an_error_with_cl
     assert (status, headers[b"connection"]) == (400, b"close")
     assert await reader.read() == b""
     writer.close()
-
-
-async def test_a_deadline_that_passes_in_the_queue_is_answered_504(
-    slow: OurServer, engine: FakeEngine
-) -> None:
-    first, one = await slow.open_held(engine, post(BODY))
-    second, other = await slow.open()
-    other.write(post(BODY, "X-Timeout-Ms: 300"))
-    metrics = next(iter(slow.pipeline.metrics.models.values()))
-    await until(lambda: metrics.count_queue()[0] == 1 or slow.outcomes())
-    seen_s = perf_counter()
-    await until(lambda: perf_counter() > seen_s + 0.3)
-    engine.release()
-    assert (await read_answer(first))[0] == 200
-    status, _, body = await read_answer(second)
-    assert (status, json.loads(body)["error"]["code"]) == (504, "DEADLINE_EXCEEDED")
-    assert slow.outcomes() == {"OK": 1, "DEADLINE_EXCEEDED": 1}
-    one.close()
-    other.close()
 
 
 FAST, UVICORNS = post(BODY), get("/health/live")

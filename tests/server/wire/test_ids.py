@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from server.fake_engine import Bags, FakeEngine
 from server.fake_models import ruled_info, unpooled_info
-from server.live import PROTOBUF, Live, live_server
+from server.live import Live, live_server
 from server.openapi import validate
 
-from embedserve.wire.grpc.service import SERVICE_NAME
 from embedserve_client import (
     AsyncEmbedClient,
     AsyncGrpcEmbedClient,
@@ -21,8 +20,6 @@ from embedserve_client import (
     EmbedServeClientError,
     StreamRequest,
 )
-from embedserve_client.core.batch import batch_of
-from embedserve_client.core.messages import request_of
 
 RULED = FakeEngine(ruled_info())
 UNPOOLED = FakeEngine(unpooled_info())
@@ -52,21 +49,6 @@ def json_values(answer: dict[str, Any]) -> np.ndarray:
     if isinstance(values, dict):
         values = [row for key in answer["keys"] for row in values[key]]
     return np.array(values, np.float32)
-
-
-@pytest.mark.parametrize(("engine", "bags", "unknown"), CASES)
-async def test_rest_and_grpc_answer_the_same(
-    live: Live, engine: FakeEngine, bags: Bags, unknown: dict[str, int]
-) -> None:
-    name = engine.model.name
-    message = request_of(batch_of(bags), name).SerializeToString()
-    over_grpc = await live.channel.unary_unary(f"/{SERVICE_NAME}/Embed")(message)
-    headers = {"content-type": PROTOBUF}
-    over_rest = await live.http.post("/embed", content=message, headers=headers)
-    assert over_rest.content == over_grpc
-    answer = (await live.http.post(f"/models/{name}/embed", json={"features": bags})).json()
-    assert np.array_equal(json_values(answer), engine.expected(bags))
-    assert answer["unknown_ids"] == unknown
 
 
 @pytest.mark.parametrize(("engine", "bags", "unknown"), CASES)
@@ -143,12 +125,6 @@ async def test_integers_may_be_given_as_strings_by_every_client(
     async with rest, grpc:
         for client in (rest, grpc):
             check(await client.embed(as_strings, model=name), engine, bags, unknown)
-
-
-async def test_weights_are_refused_where_nothing_is_pooled(live: Live) -> None:
-    body = {"features": {"item": [1]}, "weights": {"item": [1.0]}}
-    answer = await live.http.post("/models/sequence/embed", json=body)
-    assert (answer.status_code, answer.json()["error"]["field"]) == (400, "weights")
 
 
 async def test_the_openapi_document_describes_strings_unknown_ids_and_rows(live: Live) -> None:

@@ -3,91 +3,15 @@ log has, too; with where the time went where that is wanted."""
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from server.fake_engine import FakeEngine
 from server.http2_client import http2_client
-from server.live import GRPC_SERVERS, Live, live_server
-from server.ways import WAYS, Way, fields_of
-
-from embedserve.pipeline.telemetry import LINES_MAX, RequestTelemetry
-from embedserve.tracing.request_id import ID_BYTES_MAX
+from server.live import Live
 
 ID = "x-request-id"
 MADE = re.compile("[0-9a-f]{32}")
-STAGES = ["read", "queue", "lookup", "encode"]
-
-
-@pytest.fixture(params=WAYS)
-async def way(request: pytest.FixtureRequest, engine: FakeEngine) -> AsyncIterator[Way]:
-    name: str = request.param
-    server = name if name in GRPC_SERVERS else "native"
-    async with live_server(engine, grpc_server=server) as live:
-        live.pipeline.telemetry = RequestTelemetry()
-        yield Way(name, live)
-
-
-async def test_an_id_is_repeated(way: Way) -> None:
-    for is_wrong in (False, True):
-        told = await way.ask(is_wrong, x_request_id="a7/Z~")
-        assert (told.is_ok, told.headers[ID]) == (not is_wrong, "a7/Z~")
-
-
-async def test_a_request_without_an_id_has_one_once_it_fails(
-    way: Way, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    told = await way.ask()
-    assert told.is_ok
-    assert ID not in told.headers
-    told = await way.ask(is_wrong=True)
-    assert not told.is_ok
-    assert MADE.fullmatch(told.headers[ID])
-    (fields,) = fields_of(caplog, "refused with INVALID_ARGUMENT: features.user")
-    assert fields["request_id"] == told.headers[ID]
-    assert [fields[name] for name in ("model", "version", "examples", "ids")] == ["shop", 7, 1, 1]
-    assert {"read_ms", "queue_ms", "lookup_ms", "total_ms"} <= fields.keys()
-
-
-async def test_an_id_that_cannot_be_used_is_replaced_and_named_now_and_then(
-    way: Way, caplog: pytest.LogCaptureFixture
-) -> None:
-    for _ in range(2 * LINES_MAX):
-        told = await way.ask(x_request_id="x" * (ID_BYTES_MAX + 1))
-        assert told.is_ok
-        assert MADE.fullmatch(told.headers[ID])
-    said = [line for line in caplog.messages if line.startswith("x-request-id is not used: 'x")]
-    assert len(said) <= LINES_MAX
-
-
-async def test_a_slow_request_is_logged_with_where_its_time_went(
-    way: Way, engine: FakeEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    way.live.pipeline.telemetry = RequestTelemetry(slow_ms=50)
-    assert ID not in (await way.ask()).headers
-    engine.delay_s = 0.06
-    told = await way.ask()
-    (fields,) = fields_of(caplog, "slow request")
-    assert told.headers[ID] == fields["request_id"]
-    assert fields["outcome"] == "OK"
-    stages = [fields[f"{name}_ms"] for name in (*STAGES, "write")]
-    assert fields["lookup_ms"] >= 60
-    assert sum(stages) == pytest.approx(fields["total_ms"], abs=0.01)
-
-
-async def test_answers_tell_their_times_where_that_is_wanted(way: Way) -> None:
-    if way.name == "stream":
-        return  # it has one end, and many requests
-    way.live.pipeline.telemetry = RequestTelemetry(tells_times=True)
-    for is_wrong in (False, True):
-        told = await way.ask(is_wrong)
-        parts = dict(part.split(";dur=") for part in told.headers["server-timing"].split(", "))
-        assert list(parts) == [*(STAGES[:3] if is_wrong else STAGES), "total"]
-        assert sum(map(float, parts.values())) == pytest.approx(2 * float(parts["total"]), abs=0.01)
 
 
 @pytest.mark.parametrize(

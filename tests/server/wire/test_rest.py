@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -98,13 +97,6 @@ async def test_an_unknown_path_is_answered_in_the_same_shape(
     assert error_of(answer)["code"] == "NOT_FOUND"
 
 
-async def test_an_unknown_model_is_answered_404(rest: httpx.AsyncClient) -> None:
-    answer = await rest.post("/models/shoes/embed", content=AS_JSON)
-    assert answer.status_code == 404
-    message = "model is 'shoes': this server has shop"
-    assert error_of(answer) == {"code": "NOT_FOUND", "message": message, "field": "model"}
-
-
 async def test_the_url_names_the_model_even_if_the_message_names_another(
     rest: httpx.AsyncClient,
 ) -> None:
@@ -112,67 +104,6 @@ async def test_the_url_names_the_model_even_if_the_message_names_another(
     headers = {"content-type": PROTOBUF}
     assert (await rest.post("/models/shop/embed", content=body, headers=headers)).is_success
     assert (await rest.post("/embed", content=body, headers=headers)).status_code == 404
-
-
-@pytest.mark.parametrize(
-    ("body", "headers", "status", "field"),
-    [
-        (b"", {}, 400, "body"),
-        (b"\x00", {"content-type": PROTOBUF}, 400, "body"),
-        (b'{"features": {"actor": [1]}}', {}, 400, "features.actor"),
-        (b'{"features": {"user": [[0], [7]]}}', {}, 400, "features.user[1][0]"),
-        (b'{"features": {"user": %s}}' % str([[0]] * 9).encode(), {}, 413, "features"),
-        (AS_JSON, {"x-timeout-ms": "soon"}, 400, "X-Timeout-Ms"),
-        (AS_JSON, {"x-timeout-ms": "0"}, 400, "X-Timeout-Ms"),
-        (AS_JSON, {"x-timeout-ms": "-5"}, 400, "X-Timeout-Ms"),
-        (AS_JSON, {"x-timeout-ms": "nan"}, 400, "X-Timeout-Ms"),
-        (AS_JSON, {"x-timeout-ms": "inf"}, 400, "X-Timeout-Ms"),
-        (AS_JSON, {"content-encoding": "gzip"}, 415, "Content-Encoding"),
-    ],
-)
-async def test_a_bad_request_is_refused_with_its_field(
-    rest: httpx.AsyncClient, body: bytes, headers: dict[str, str], status: int, field: str
-) -> None:
-    answer = await rest.post("/embed", content=body, headers=headers)
-    assert answer.status_code == status
-    assert error_of(answer)["field"] == field
-
-
-async def test_the_value_of_a_bad_header_is_named(rest: httpx.AsyncClient) -> None:
-    answer = await rest.post("/embed", content=AS_JSON, headers={"x-timeout-ms": "1,5"})
-    assert "X-Timeout-Ms is '1,5'" in error_of(answer)["message"]
-    answer = await rest.post("/embed", content=AS_JSON, headers={"content-encoding": "br"})
-    assert "Content-Encoding is 'br'" in error_of(answer)["message"]
-
-
-@pytest.mark.parametrize("headers", [{"content-encoding": "identity"}, {"x-timeout-ms": "2500.5"}])
-async def test_headers_that_change_nothing_here_are_taken(
-    rest: httpx.AsyncClient, headers: dict[str, str]
-) -> None:
-    assert (await rest.post("/embed", content=AS_JSON, headers=headers)).status_code == 200
-
-
-async def test_a_body_in_chunks_is_one_body(rest: httpx.AsyncClient, engine: FakeEngine) -> None:
-    async def chunks() -> AsyncIterator[bytes]:
-        for i in range(0, len(AS_JSON), 7):
-            yield AS_JSON[i : i + 7]
-
-    answer = await rest.post("/embed", content=chunks())
-    assert np.array_equal(values_of(answer), engine.expected(BAGS))
-
-
-@pytest.mark.parametrize("size", [1000, 1001])
-async def test_the_limit_on_the_body_is_exact(rest: httpx.AsyncClient, size: int) -> None:
-    answer = await rest.post("/embed", content=AS_JSON.ljust(size))
-    if size == 1000:
-        assert answer.status_code == 200
-    else:
-        assert answer.status_code == 413
-        error = error_of(answer)
-        assert error["field"] == "body"
-        assert error["message"] == (
-            "body has at least 1001 bytes, the limit is 1000 (--body-bytes-max)"
-        )
 
 
 async def test_a_body_past_the_limit_is_refused_before_its_end(pipeline: RequestPipeline) -> None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 
-import numpy as np
 import pytest
-from server.arrow_streams import ARROW, columns_of, stream_of
-from server.fake_engine import Bags, FakeEngine
+from server.fake_engine import FakeEngine
 from server.http2_client import Http2Client, http2_client
 from server.live import PROTOBUF, Live, live_server
-from server.waiting import until
 
 from embedserve.config import Limits
 from embedserve_proto import embedding_pb2 as pb
@@ -34,27 +31,18 @@ async def client(live: Live, request: pytest.FixtureRequest) -> AsyncIterator[Ht
         yield client
 
 
-STREAM = stream_of(columns_of({"user": [[1], [2, 3]]}))
 CASES: dict[str, tuple[str, str, bytes, dict[str, str]]] = {
     "json": ("POST", "/embed", BODY, {}),
     "named model": ("POST", "/models/shop/embed", BODY, {}),
     "query": ("POST", "/embed?a=1", BODY, {}),
-    "protobuf": ("POST", "/embed", MESSAGE, {"content-type": PROTOBUF}),
     "protobuf, answered as json": (
         "POST",
         "/embed",
         MESSAGE,
         {"content-type": PROTOBUF, "accept": "application/json"},
     ),
-    "arrow": ("POST", "/embed", STREAM, {"content-type": ARROW}),
-    "not arrow": ("POST", "/embed", b"{", {"content-type": ARROW}),
-    "nothing": ("POST", "/embed", b"", {}),
-    "not json": ("POST", "/embed", b"{", {}),
     "no row": ("POST", "/embed", b'{"features": {"user": [[99]]}}', {}),
-    "unknown model": ("POST", "/models/nobody/embed", BODY, {}),
     "unknown path": ("POST", "/nothing", BODY, {}),
-    "compressed": ("POST", "/embed", BODY, {"content-encoding": "gzip"}),
-    "bad timeout": ("POST", "/embed", BODY, {"x-timeout-ms": "soon"}),
     "other method": ("GET", "/embed", b"", {}),
     "models": ("GET", "/models", b"", {}),
     "one model": ("GET", "/models/shop", b"", {}),
@@ -83,32 +71,6 @@ async def test_a_request_is_answered_as_over_http1(
     assert answer.headers.items() == over_http1.headers.items() - of_http1.items()
     outcomes = live.outcomes("rest")
     assert all(count == 2 for count in outcomes.values()), outcomes
-
-
-async def test_requests_of_one_connection_share_a_batch(
-    live: Live, client: Http2Client, engine: FakeEngine
-) -> None:
-    engine.hold()
-    first = client.post("/embed", BODY)
-    await until(lambda: engine.lookups)
-    others = [client.post("/embed", BODY) for _ in range(10)]
-    await until(lambda: live.queued() == 10)
-    engine.release()
-    answers = [await client.answer(number) for number in (first, *others)]
-    assert {(one.status, one.body) for one in answers} == {(200, answers[0].body)}
-    assert [lookup.batch_size for lookup in engine.lookups] == [1, 10]
-
-
-async def test_a_large_request_and_answer_arrive_whole(
-    client: Http2Client, engine: FakeEngine
-) -> None:
-    bags: Bags = {"user": [[i % 7] for i in range(50_000)]}
-    body = json.dumps({"features": bags}).encode().ljust(1_500_000)
-    answer = await client.request("POST", "/embed", body, {"accept": PROTOBUF})
-    assert answer.status == 200
-    values = np.frombuffer(pb.EmbedResponse.FromString(answer.body).values, "<f4")
-    expected = engine.tables["t_user"][np.arange(50_000) % 7]
-    assert np.array_equal(values.reshape(50_000, -1)[:, :4], expected)
 
 
 async def test_a_head_that_is_too_large_is_answered_431(live: Live, client: Http2Client) -> None:

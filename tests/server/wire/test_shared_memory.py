@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 import numpy as np
 import pytest
 from server.fake_engine import Bags, FakeEngine
@@ -206,14 +205,6 @@ async def as_binary(live: Live, placed: Placed, model: str = "shop") -> Outputs:
     return await post(live, placed, model, is_binary=True)
 
 
-async def over_http2(live: Live, placed: Placed, model: str = "shop") -> Outputs:
-    body, headers = placed.body(is_binary=False)
-    base_url = f"http://127.0.0.1:{live.http_port}"
-    async with httpx.AsyncClient(http1=False, http2=True, base_url=base_url) as client:
-        answer = await client.post(f"/v2/models/{model}/infer", content=body, headers=headers)
-    return read_body(answer.content, answer.headers.get(LENGTH_HEADER))
-
-
 def stub(live: Live) -> GRPCInferenceServiceStub:
     return GRPCInferenceServiceStub(live.channel)
 
@@ -233,7 +224,7 @@ async def as_stream(live: Live, placed: Placed, model: str = "shop") -> Outputs:
 
 
 FORMS: Mapping[str, Infer] = {
-    one.__name__: one for one in (as_json, as_binary, over_http2, as_message, as_stream)
+    one.__name__: one for one in (as_json, as_binary, as_message, as_stream)
 }
 
 
@@ -344,47 +335,6 @@ async def test_some_lie_in_memory_and_some_in_the_body(
     assert {name: one.place for name, one in answered.items()} == dict.fromkeys(COLUMNS)
 
 
-async def test_float16(live: Live, engine: FakeEngine, memory: Memory, infer: Infer) -> None:
-    expected, inputs = engine.expected(BAGS).astype(np.float16), jagged(BAGS)
-    outs = places_of(expected, ("user", "pooled"))
-    ins = dict(enumerate(memory.put(inputs)))
-    placed = Placed(inputs, ins, outs, parameters={"output_dtype": "FP16"})
-    await register(live, memory)
-    check(memory, placed, await infer(live, placed, "shop"), expected)
-
-
-async def test_strings(live: Live, memory: Memory, infer: Infer) -> None:
-    bags: Bags = {"tag": [["drama"], ["映画"]], "user": [[0], [5]]}
-    inputs = jagged(bags)
-    placed = Placed(inputs, dict(enumerate(memory.put(inputs))), {"tag": (0, 1000)})
-    await register(live, memory)
-    answered = await infer(live, placed, "ruled")
-    told = await live.http.post("/models/ruled/embed", json={"features": bags})
-    values, keys, widths = (told.json()[name] for name in ("values", "keys", "length_per_key"))
-    start = sum(widths[: keys.index("tag")])
-    width = widths[keys.index("tag")]
-    expected = np.array(values, np.float32)[:, start : start + width]
-    assert answered["tag"].shape == [2, width]
-    assert np.array_equal(memory.values((0, expected.nbytes)), expected.reshape(-1))
-
-
-async def test_an_unpooled_models_rows(live: Live, memory: Memory, infer: Infer) -> None:
-    bags: Bags = {"item": [[1, 2], [5]], "last": [[], []]}
-    inputs = jagged(bags)
-    expected = (await live.http.post("/models/sequence/embed", json={"features": bags})).json()
-    outs: dict[str, tuple[int, int] | None] = {
-        key: (1000 * at, 1000) for at, key in enumerate(expected["keys"])
-    }
-    placed = Placed(inputs, dict(enumerate(memory.put(inputs))), outs)
-    await register(live, memory)
-    answered = await infer(live, placed, "sequence")
-    for key, place in outs.items():
-        assert place is not None
-        rows = np.array(expected["values"][key], np.float32).reshape(-1, 4)
-        assert answered[key].shape == list(rows.shape)
-        assert np.array_equal(memory.values((place[0], rows.nbytes)), rows.ravel())
-
-
 async def test_much_is_read_and_written_beside_the_event_loop(
     executor: ThreadPoolExecutor, memory: Memory
 ) -> None:
@@ -410,18 +360,6 @@ async def test_much_is_read_and_written_beside_the_event_loop(
             await infer(live, Placed(inputs, ins, halves), "wide")
             read = memory.values((0, expected.nbytes))
             assert np.array_equal(read, np.stack(np.split(expected, 2, axis=1)).ravel())
-
-
-async def test_answers_of_several_pieces(
-    engine: FakeEngine, executor: ThreadPoolExecutor, memory: Memory, infer: Infer
-) -> None:
-    limits = Limits(inline_bytes_max=0)
-    expected, inputs = engine.expected(BAGS), jagged(BAGS)
-    ins, outs = dict(enumerate(memory.put(inputs))), places_of(expected, ("user", "tag"))
-    async with serving(exchange_over(engine, executor, memory, limits)) as live:
-        await register(live, memory)
-        placed = Placed(inputs, ins, outs)
-        check(memory, placed, await infer(live, placed, "shop"), expected)
 
 
 async def test_what_lies_in_memory_is_of_no_known_form(

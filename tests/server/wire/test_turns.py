@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import uvloop
-from server.fake_engine import FakeEngine
-from server.live import PROTOBUF, make_pipeline
-from server.raw_http import OurServer, our_server, post, read_answer
+from server.live import PROTOBUF
+from server.raw_http import OurServer, post, read_answer
 from server.waiting import until
 
+from embedserve.config import Limits
 from embedserve.wire.connections import LingeringClose
 from embedserve.wire.http2.frames import PREFACE
 
@@ -22,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 SENT_BYTES = 16 << 20
 PIECE_BYTES_MAX = 256 << 10
+LIMITS = Limits()
 
 
 @pytest.fixture
@@ -29,12 +28,6 @@ def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
     """The loop that serves: it reads a connection 32 times in one turn, where it may."""
     policy: asyncio.AbstractEventLoopPolicy = uvloop.EventLoopPolicy()
     return policy
-
-
-@pytest.fixture
-async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
-    async with our_server(make_pipeline(engine, executor=executor)) as server:
-        yield server
 
 
 class Turns:

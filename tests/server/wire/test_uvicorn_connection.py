@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from time import perf_counter
 
 import pytest
 from server.fake_engine import FakeEngine
-from server.live import make_pipeline
-from server.raw_http import Answer, OurServer, chunked, cut, get, our_server, post, read_answer
+from server.raw_http import Answer, OurServer, chunked, cut, get, post, read_answer
 from server.waiting import until
 
 from embedserve.config import Limits
@@ -28,15 +26,9 @@ UNREAD_BYTES_MAX = 1_000_000
 LARGE = json.dumps({"features": {"user": [[i % 7] for i in range(8000)]}}).encode()
 """Its answer has 350 KB or so, and the sockets hold few of them."""
 LIVE = get("/health/live")
-
-
-@pytest.fixture
-async def server(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
-    limits = Limits(
-        body_bytes_max=BODY_BYTES_MAX, connection_bytes_max=UNREAD_BYTES_MAX, inline_bytes_max=0
-    )
-    async with our_server(make_pipeline(engine, executor=executor, limits=limits)) as server:
-        yield server
+LIMITS = Limits(
+    body_bytes_max=BODY_BYTES_MAX, connection_bytes_max=UNREAD_BYTES_MAX, inline_bytes_max=0
+)
 
 
 async def ask(server: OurServer, *packets: bytes) -> tuple[Answer, bytes]:

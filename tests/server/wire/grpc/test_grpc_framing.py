@@ -126,6 +126,9 @@ def test_an_unknown_encoding_is_refused() -> None:
         (b"250m", 0.25),
         (b"99999999u", 99.999999),
         (b"5n", 5e-9),
+        (b"0n", 0),
+        (b"00000001H", 3600),
+        (b"99999999H", 99999999 * 3600),
     ],
 )
 def test_timeouts_have_units(value: bytes, seconds: float) -> None:
@@ -133,7 +136,20 @@ def test_timeouts_have_units(value: bytes, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [b"", b"m", b"5", b"5s", b"-5m", b"1.5S", b"123456789n", "٣S".encode()]
+    "value",
+    [
+        b"",
+        b"m",
+        b"5",
+        b"5s",
+        b"-5m",
+        b"1.5S",
+        b"123456789n",
+        b"1S 1S",
+        b"1X",
+        b"\xff",
+        "٣S".encode(),
+    ],
 )
 def test_what_is_no_timeout_is_refused(value: bytes) -> None:
     with pytest.raises(WireError, match="grpc-timeout is"):

@@ -164,6 +164,17 @@ def test_what_cannot_be_understood_is_not_remembered_and_harms_no_other() -> Non
         b"\x82\x3f\xe1\x1f",
         b"\x3f\xe1\xff\xff\xff\x0f",
         b"\x40",
+        b"\xff\x80\xff\xff\xff\x07",  # a far index
+        b"\xff" + b"\x80" * 10_000,  # an integer without end
+        b"\xff\x80",  # an integer cut short
+        b"\x00\x01a\x7f\xff\xff\xff\x07",  # a length past the block
+        b"\x00\x01a\x7f" + b"\xff" * 9 + b"\x00",  # a length of 2^63
+        b"\x00\x01a\x84\xff\xff\xff\xff",  # Huffman's end of string
+        b"\x00\x01a\x82\xff\xff",  # Huffman padding over 7 bits
+        b"\x00\x01a\x81\x00",  # Huffman padding of zeros
+        b"\x82\x20",  # a table size after a field
+        b"\x3f\xe2\x1f\x82",  # a table over the limit
+        bytes(range(255, 0, -1)) * 8,
     ],
 )
 def test_what_cannot_be_decoded_ends_the_connection(block: bytes) -> None:

@@ -43,6 +43,7 @@ Sent = Callable[[Peer], list[Frame | bytes]]
 
 STREAM_ERRORS: dict[str, tuple[Sent, ErrorCode]] = {
     "5.1 data after the end": (lambda peer: [data(1, b"x")], ErrorCode.STREAM_CLOSED),
+    "5.1 empty data after the end": (lambda peer: [data(1, b"")], ErrorCode.STREAM_CLOSED),
     "5.1 headers after the end": (
         lambda peer: [peer.headers(1, TRAILERS)],
         ErrorCode.STREAM_CLOSED,
@@ -90,6 +91,22 @@ CONNECTION_ERRORS: dict[str, tuple[Sent, ErrorCode]] = {
         lambda peer: [raw(0, 0, 1, bytes(16385))],
         ErrorCode.FRAME_SIZE_ERROR,
     ),
+    "4.2 headers too large": (
+        lambda peer: [raw(1, 0x4, 3, bytes(16385))],
+        ErrorCode.FRAME_SIZE_ERROR,
+    ),
+    "4.2 data of 2^24-1 bytes": (
+        lambda peer: [b"\xff\xff\xff\0\0\0\0\0\1"],
+        ErrorCode.FRAME_SIZE_ERROR,
+    ),
+    "4.2 an unknown frame of 2^24-1 bytes": (
+        lambda peer: [b"\xff\xff\xff\x42\0\0\0\0\1"],
+        ErrorCode.FRAME_SIZE_ERROR,
+    ),
+    "4.2 HTTP/1 after the start": (
+        lambda peer: [b"GET / HTTP/1.1\r\nHost: test\r\n\r\n"],
+        ErrorCode.FRAME_SIZE_ERROR,
+    ),
     "4.3 a block that cannot be decoded": (
         lambda peer: [raw(1, 0x5, 3, BOGUS)],
         ErrorCode.COMPRESSION_ERROR,
@@ -107,6 +124,10 @@ CONNECTION_ERRORS: dict[str, tuple[Sent, ErrorCode]] = {
     "5.1.1 an even stream": (lambda peer: [peer.headers(2)], ErrorCode.PROTOCOL_ERROR),
     "5.1.1 a stream passed over": (
         lambda peer: [peer.headers(9), peer.headers(5)],
+        ErrorCode.PROTOCOL_ERROR,
+    ),
+    "5.1.1 a stream after the last": (
+        lambda peer: [peer.headers(2**31 - 1), peer.headers(3)],
         ErrorCode.PROTOCOL_ERROR,
     ),
     "5.1.1 headers on no stream": (
@@ -138,15 +159,17 @@ CONNECTION_ERRORS: dict[str, tuple[Sent, ErrorCode]] = {
         lambda peer: [raw(1, 0x1, 3, b""), PingFrame(0)],
         ErrorCode.PROTOCOL_ERROR,
     ),
+    "5.5 an unknown frame within a block": (
+        lambda peer: [raw(1, 0x1, 3, b""), raw(0x42, 0, 3, b"")],
+        ErrorCode.PROTOCOL_ERROR,
+    ),
     "6.3 a priority of no stream": (
         lambda peer: [raw(2, 0, 0, bytes(5))],
         ErrorCode.PROTOCOL_ERROR,
     ),
     "6.4 a reset of no stream": (lambda peer: [raw(3, 0, 0, bytes(4))], ErrorCode.PROTOCOL_ERROR),
-    "6.4 a reset of another length": (
-        lambda peer: [raw(3, 0, 1, bytes(5))],
-        ErrorCode.FRAME_SIZE_ERROR,
-    ),
+    "6.4 a reset too short": (lambda peer: [raw(3, 0, 1, bytes(3))], ErrorCode.FRAME_SIZE_ERROR),
+    "6.4 a reset too long": (lambda peer: [raw(3, 0, 1, bytes(5))], ErrorCode.FRAME_SIZE_ERROR),
     "6.5 settings of a stream": (lambda peer: [raw(4, 0, 1, b"")], ErrorCode.PROTOCOL_ERROR),
     "6.5 an ack with settings": (
         lambda peer: [raw(4, 0x1, 0, bytes(6))],
@@ -178,8 +201,12 @@ CONNECTION_ERRORS: dict[str, tuple[Sent, ErrorCode]] = {
     ),
     "6.6 a push": (lambda peer: [raw(5, 0x4, 1, bytes(4))], ErrorCode.PROTOCOL_ERROR),
     "6.7 a ping of a stream": (lambda peer: [raw(6, 0, 1, bytes(8))], ErrorCode.PROTOCOL_ERROR),
-    "6.7 a ping of another length": (
+    "6.7 a ping too short": (
         lambda peer: [raw(6, 0, 0, bytes(7))],
+        ErrorCode.FRAME_SIZE_ERROR,
+    ),
+    "6.7 a ping too long": (
+        lambda peer: [raw(6, 0, 0, bytes(9))],
         ErrorCode.FRAME_SIZE_ERROR,
     ),
     "6.8 a goaway of a stream": (lambda peer: [raw(7, 0, 1, bytes(8))], ErrorCode.PROTOCOL_ERROR),
@@ -209,6 +236,14 @@ CONNECTION_ERRORS: dict[str, tuple[Sent, ErrorCode]] = {
             raw(1, 0x1, 3, bytes(16384)),
             continuation(3, bytes(BLOCK_BYTES_MAX - 16384 + 1)),
         ],
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+    "10.5.1 trailers too large": (
+        lambda peer: [peer.headers(1, [(b"x", b"0" * 4000)] * 17)],
+        ErrorCode.ENHANCE_YOUR_CALM,
+    ),
+    "10.5.1 very many fields": (
+        lambda peer: [peer.headers(3, [*POST, *[(b"a", b"b")] * 2000])],
         ErrorCode.ENHANCE_YOUR_CALM,
     ),
     "10.5.1 a header list too large": (
@@ -250,6 +285,9 @@ def test_reserved_bits_are_ignored() -> None:
     ping = PingFrame(0, b"12345678").serialize()
     (ack,) = peer.send(ping[:5] + b"\x80" + ping[6:])
     assert isinstance(ack, PingFrame)
+    request = peer.headers(1).serialize()
+    assert peer.send(request[:5] + b"\x80" + request[6:]) == []
+    assert peer.handlers[1].is_whole
 
 
 def test_late_windows_and_resets_of_streams_that_ended_are_ignored() -> None:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
 import pytest
 from certificates import Authority, client_context
-from server.fake_engine import FakeEngine
-from server.live import make_pipeline
 from server.raw_http import OurServer, get, our_server, read_answer
 from server.waiting import until
 
@@ -25,16 +21,7 @@ from embedserve.wire.tls.handshake import HANDSHAKE_BYTES_MAX, HANDSHAKE_S_MAX, 
 
 CONNECTIONS_MAX = 4
 LIVE = get("/health/live")
-
-
-@pytest.fixture
-async def server(
-    engine: FakeEngine, executor: ThreadPoolExecutor, certificates: Certificates
-) -> AsyncIterator[OurServer]:
-    limits = Limits(connections_max=CONNECTIONS_MAX)
-    pipeline = make_pipeline(engine, executor=executor, limits=limits)
-    async with our_server(pipeline, certificates) as server:
-        yield server
+LIMITS = Limits(connections_max=CONNECTIONS_MAX)
 
 
 async def rest_of(reader: asyncio.StreamReader) -> bytes:

@@ -5,22 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 import grpc
 import httpx
 import pytest
 from certificates import Authority
-from server.fake_engine import FakeEngine
 from server.http2_client import Http2Client
-from server.live import make_pipeline
-from server.raw_http import OurServer, get, our_server, post, read_answer
+from server.raw_http import OurServer, get, post, read_answer
 from server.waiting import until
 
 from embedserve.config import Limits
-from embedserve.wire.tls.certificates import Certificates
 from embedserve.wire.tls.transport import TlsTransport
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
@@ -30,20 +25,11 @@ EXAMPLES = 16_000
 BODY = json.dumps({"features": {"user": [[1]]}}).encode()
 LARGE = json.dumps({"features": {"user": [[1]] * EXAMPLES}}).encode()
 LARGE_ANSWER = "Accept: application/x-protobuf"
+LIMITS = Limits(connection_bytes_max=BYTES_MAX)
 
 
 def reading(writer: asyncio.StreamWriter) -> asyncio.Transport:
     return cast(asyncio.Transport, writer.transport)
-
-
-@pytest.fixture
-async def server(
-    engine: FakeEngine, executor: ThreadPoolExecutor, certificates: Certificates
-) -> AsyncIterator[OurServer]:
-    limits = Limits(connection_bytes_max=BYTES_MAX)
-    pipeline = make_pipeline(engine, executor=executor, limits=limits)
-    async with our_server(pipeline, certificates) as server:
-        yield server
 
 
 async def test_http1_and_grpc_on_one_port(

@@ -1,0 +1,219 @@
+"""Connections that carry encoded requests: HTTP/1.1, HTTP/2, gRPC calls and gRPC streams."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from protocols.requests import Raw, Sent
+from server.http2_client import Http2Client
+
+ANSWER_S_MAX = 20.0
+
+
+class Exchange:
+    """A request that was begun, and its response."""
+
+    @abstractmethod
+    def write(self, data: bytes, *, is_end: bool = False) -> None:
+        """Sends more of the body."""
+
+    @abstractmethod
+    async def answer(self) -> Raw:
+        """Waits for the whole response."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Goes away as a client of this protocol does."""
+
+
+class Connection:
+    """A connection to the server.
+
+    Attributes:
+        is_closed: whether the server has announced that it closes it.
+    """
+
+    is_closed = False
+
+    @abstractmethod
+    def begin(self, sent: Sent) -> Exchange:
+        """Sends everything but the body."""
+
+    def start(self, *sent: Sent) -> list[Exchange]:
+        """Sends requests, one after the other, without waiting for responses."""
+        exchanges = []
+        for one in sent:
+            exchanges.append(self.begin(one))
+            exchanges[-1].write(one.body, is_end=True)
+        return exchanges
+
+    async def ask(self, sent: Sent) -> Raw:
+        """Sends a request and waits for its response."""
+        (exchange,) = self.start(sent)
+        return await exchange.answer()
+
+    def frame(self, body: bytes) -> bytes:
+        """Returns the bytes that a whole body is on this connection."""
+        return body
+
+
+class Http1Connection(Connection):
+    """HTTP/1.1: pipelined requests; a client that goes away closes the connection.
+
+    Args:
+        is_chunked: bodies are sent in chunks, which uvicorn reads, not our own fast path.
+    """
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_chunked: bool
+    ) -> None:
+        self._reader, self.writer = reader, writer
+        self.is_chunked = is_chunked
+        self._waiting: deque[asyncio.Future[Raw]] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, sent: Sent) -> Exchange:
+        length = f"content-length: {len(sent.body)}"
+        lines = [
+            f"POST {sent.path} HTTP/1.1",
+            "host: test",
+            *(f"{name}: {value}" for name, value in sent.headers.items()),
+            "transfer-encoding: chunked" if self.is_chunked else length,
+        ]
+        self.writer.write("\r\n".join([*lines, "", ""]).encode())
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._read())
+        return _Http1Exchange(self, future)
+
+    async def _read(self) -> None:
+        while self._waiting:
+            try:
+                raw = await self._read_one()
+            except (EOFError, OSError) as error:
+                for future in self._waiting:
+                    future.set_exception(error)
+                    future.exception()
+                return
+            self._waiting.popleft().set_result(raw)
+
+    async def _read_one(self) -> Raw:
+        head = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        line, *lines = head[:-4].split("\r\n")
+        headers = dict(one.lower().split(": ", 1) for one in lines)
+        names = {one.split(": ", 1)[0].lower(): one.split(": ", 1)[1] for one in lines}
+        body = await self._reader.readexactly(int(headers["content-length"]))
+        self.is_closed = self.is_closed or headers.get("connection") == "close"
+        return Raw(int(line.split()[1]), names, body)
+
+
+class _Http1Exchange(Exchange):
+    def __init__(self, connection: Http1Connection, future: asyncio.Future[Raw]) -> None:
+        self._connection, self._future = connection, future
+
+    def write(self, data: bytes, *, is_end: bool = False) -> None:
+        if self._connection.is_chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+            data += b"0\r\n\r\n" if is_end else b""
+        self._connection.writer.write(data)
+
+    async def answer(self) -> Raw:
+        return await asyncio.wait_for(self._future, ANSWER_S_MAX)
+
+    def cancel(self) -> None:
+        self._connection.writer.transport.abort()
+
+
+class Http2Connection(Connection):
+    """HTTP/2: a stream for each request; a client that goes away resets it."""
+
+    def __init__(self, client: Http2Client) -> None:
+        self.client = client
+
+    def begin(self, sent: Sent) -> Exchange:
+        return _Http2Exchange(self.client, self.open(sent))
+
+    def open(self, sent: Sent) -> int:
+        """Opens a stream; returns its number."""
+        return self.client.send("POST", sent.path, dict(sent.headers), is_end=False)
+
+
+class _Http2Exchange(Exchange):
+    def __init__(self, client: Http2Client, number: int, at: int | None = None) -> None:
+        self._client, self._number, self._at = client, number, at
+
+    def write(self, data: bytes, *, is_end: bool = False) -> None:
+        self._client.write(self._number, data, is_end=is_end)
+
+    async def answer(self) -> Raw:
+        answer = await asyncio.wait_for(self._client.answer(self._number), ANSWER_S_MAX)
+        body = answer.body
+        if self._at is not None:
+            messages = unframed(body)
+            body = framed(messages[self._at]) if self._at < len(messages) else b""
+        return Raw(answer.status, answer.headers, body)
+
+    def cancel(self) -> None:
+        self._client.cancel(self._number)
+
+
+class GrpcConnection(Http2Connection):
+    """Unary gRPC calls."""
+
+    def open(self, sent: Sent) -> int:
+        headers = {"content-type": "application/grpc", "te": "trailers", **sent.headers}
+        return self.client.send("POST", sent.path, headers, is_end=False)
+
+    def start(self, *sent: Sent) -> list[Exchange]:
+        return super().start(*(Sent(one.path, one.headers, framed(one.body)) for one in sent))
+
+    def frame(self, body: bytes) -> bytes:
+        return framed(body)
+
+
+class StreamConnection(GrpcConnection):
+    """gRPC streams: requests that are started together are messages of one stream."""
+
+    def begin(self, sent: Sent) -> Exchange:
+        return _Http2Exchange(self.client, self.open(sent), 0)
+
+    def start(self, *sent: Sent) -> list[Exchange]:
+        number = self.open(sent[0])
+        self.client.write(number, b"".join(framed(one.body) for one in sent), is_end=True)
+        return [_Http2Exchange(self.client, number, at) for at in range(len(sent))]
+
+
+def framed(message: bytes) -> bytes:
+    """A message with gRPC's five bytes before it."""
+    return b"\0" + len(message).to_bytes(4) + message
+
+
+def unframed(data: bytes) -> list[bytes]:
+    """The messages of a body."""
+    messages = []
+    while data:
+        end = 5 + int.from_bytes(data[1:5])
+        messages.append(data[5:end])
+        data = data[end:]
+    return messages
+
+
+@asynccontextmanager
+async def connected(
+    kind: type[Connection], port: int, is_chunked: bool
+) -> AsyncIterator[Connection]:
+    """A connection of ``kind`` to a loopback port, until the block ends."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        if kind is Http1Connection:
+            yield Http1Connection(reader, writer, is_chunked)
+        else:
+            assert issubclass(kind, Http2Connection)
+            yield kind(Http2Client(reader, writer))
+    finally:
+        writer.transport.abort()

@@ -1,0 +1,190 @@
+"""One driver for each protocol: how it connects, how it encodes, and what it can say."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from protocols import formats
+from protocols.connections import (
+    Connection,
+    Exchange,
+    GrpcConnection,
+    Http1Connection,
+    Http2Connection,
+    StreamConnection,
+    connected,
+)
+from protocols.formats import Format, Placed
+from protocols.requests import Raw, Request, Response, Sent
+from server.fake_engine import FakeEngine
+from server.live import Live
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A row of the matrix.
+
+    Attributes:
+        make_format: the format's, of the folder of shared memory.
+        is_chunked: HTTP/1.1 bodies in chunks, which uvicorn reads.
+        grpc_server: which server answers the gRPC port.
+    """
+
+    connection: type[Connection]
+    make_format: Callable[[Placed], Format]
+    is_chunked: bool = False
+    grpc_server: str = "native"
+
+    @property
+    def is_grpc(self) -> bool:
+        return issubclass(self.connection, GrpcConnection)
+
+    @property
+    def is_stream(self) -> bool:
+        return self.connection is StreamConnection
+
+
+def _plain(make: type[Format]) -> Callable[[Placed], Format]:
+    return lambda _: make()
+
+
+def _row(connection: type[Connection], make: type[Format], **options: object) -> Protocol:
+    return Protocol(connection, _plain(make), **options)  # type: ignore[arg-type]
+
+
+PROTOCOLS: Mapping[str, Protocol] = {
+    "json": _row(Http1Connection, formats.Json),
+    "json-chunked": _row(Http1Connection, formats.Json, is_chunked=True),
+    "json-http2": _row(Http2Connection, formats.Json),
+    "protobuf": _row(Http1Connection, formats.Protobuf),
+    "protobuf-http2": _row(Http2Connection, formats.Protobuf),
+    "arrow": _row(Http1Connection, formats.Arrow),
+    "arrow-http2": _row(Http2Connection, formats.Arrow),
+    "grpc": _row(GrpcConnection, formats.Message),
+    "grpc-grpcio": _row(GrpcConnection, formats.Message, grpc_server="grpcio"),
+    "stream": _row(StreamConnection, formats.StreamMessage),
+    "stream-grpcio": _row(StreamConnection, formats.StreamMessage, grpc_server="grpcio"),
+    "infer": _row(Http1Connection, formats.Infer),
+    "infer-binary": _row(Http1Connection, formats.InferBinary),
+    "infer-binary-chunked": _row(Http1Connection, formats.InferBinary, is_chunked=True),
+    "infer-binary-http2": _row(Http2Connection, formats.InferBinary),
+    "infer-grpc": _row(GrpcConnection, formats.InferMessage),
+    "infer-grpcio": _row(GrpcConnection, formats.InferMessage, grpc_server="grpcio"),
+    "infer-typed": _row(GrpcConnection, formats.InferTyped),
+    "infer-stream": _row(StreamConnection, formats.InferStream),
+    "predictor": _row(GrpcConnection, formats.Predict),
+    "predictor-grpcio": _row(GrpcConnection, formats.Predict, grpc_server="grpcio"),
+    "shared-memory": Protocol(Http1Connection, formats.SharedMemory),
+    "shared-memory-grpc": Protocol(GrpcConnection, formats.SharedMemoryMessage),
+}
+
+
+class Driver:
+    """Asks a live server over one protocol.
+
+    Attributes:
+        protocol: its row.
+        engines: the server's; the first is the default model's.
+    """
+
+    def __init__(self, name: str, live: Live, engines: list[FakeEngine], placed: Placed) -> None:
+        self.name = name
+        self.protocol = PROTOCOLS[name]
+        self.live = live
+        self.engines = engines
+        self._placed = placed
+        self.format = self.protocol.make_format(placed)
+
+    def can(self, *options: str) -> bool:
+        """Whether requests of this protocol have such options."""
+        return self.format.can >= set(options)
+
+    @property
+    def frontend(self) -> str:
+        """The protocol's name in the metrics."""
+        return "grpc" if self.protocol.is_grpc else "rest"
+
+    def outcomes(self) -> dict[str, int]:
+        """Requests by outcome, so far."""
+        return self.live.outcomes(self.frontend)
+
+    def has_more(self, before: Mapping[str, int], **counts: int) -> bool:
+        """Whether exactly ``counts`` requests were counted since ``before``."""
+        return Counter(self.outcomes()) - Counter(before) == Counter(counts)
+
+    def expect_more(self, before: Mapping[str, int], **counts: int) -> None:
+        """The same as an assertion."""
+        assert Counter(self.outcomes()) - Counter(before) == Counter(counts)
+
+    def over(self, name: str) -> Driver:
+        """A driver of another protocol for the same server."""
+        return Driver(name, self.live, self.engines, self._placed)
+
+    def http_status(self, status: int) -> int | None:
+        """The status of a Response, where HTTP's is ``status``."""
+        return None if self.protocol.is_grpc else status
+
+    @property
+    def is_http1(self) -> bool:
+        return self.protocol.connection is Http1Connection
+
+    @property
+    def engine(self) -> FakeEngine:
+        """The default model's."""
+        return self.engines[0]
+
+    def engine_of(self, request: Request) -> FakeEngine:
+        name = request.model.partition("@")[0]
+        named = [one for one in self.engines if one.model.name == name]
+        return named[0] if named else self.engines[0]
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[Connection]:
+        """A connection of its own, until the block ends."""
+        port = self.live.http_port
+        if self.protocol.is_grpc:
+            port = int(self.live.grpc_target.rpartition(":")[2])
+        async with connected(self.protocol.connection, port, self.protocol.is_chunked) as one:
+            yield one
+
+    async def encode(self, request: Request) -> Sent:
+        """Encodes a request; what lies in shared memory is written and registered before."""
+        sent = self.format.encode(request, self.engine_of(request))
+        if isinstance(self.format, formats.SharedMemory | formats.SharedMemoryMessage):
+            await self._register(self.format.placed, request)
+        return sent
+
+    async def _register(self, placed: Placed, request: Request) -> None:
+        region, size = placed.last.name, placed.last.stat().st_size
+        headers = {k: v for k, v in request.headers.items() if k == "authorization"}
+        body = json.dumps({"key": region, "byte_size": size}).encode()
+        path = f"/v2/systemsharedmemory/region/{region}/register"
+        async with connected(Http1Connection, self.live.http_port, False) as connection:
+            await connection.ask(Sent(path, headers, body))
+
+    async def start(self, connection: Connection, *requests: Request) -> list[Exchange]:
+        """Sends requests without waiting for responses."""
+        return connection.start(*[await self.encode(one) for one in requests])
+
+    async def read(self, exchange: Exchange) -> Response:
+        return self.format.read(await exchange.answer())
+
+    async def ask(self, request: Request, connection: Connection | None = None) -> Response:
+        """Sends a request, over a connection of its own unless one is given."""
+        return await self.ask_raw(await self.encode(request), connection)
+
+    async def ask_raw(self, sent: Sent, connection: Connection | None = None) -> Response:
+        """The same of an encoded request."""
+        async with AsyncExitStack() as stack:
+            if connection is None:
+                connection = await stack.enter_async_context(self.connect())
+            return self.format.read(await connection.ask(sent))
+
+    async def raw(self, request: Request) -> Raw:
+        """A response as it came."""
+        async with self.connect() as connection:
+            return await connection.ask(await self.encode(request))

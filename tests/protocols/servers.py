@@ -1,0 +1,106 @@
+"""Live servers in the test's event loop, shared by the tests of a module."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from protocols.drivers import PROTOCOLS, Driver
+from protocols.formats import Placed
+from server.fake_engine import FakeEngine
+from server.fake_models import model_info, ruled_info, unpooled_info
+from server.live import make_pipeline, serving
+
+from embedserve.access.authenticator import Authenticator
+from embedserve.access.client_address import ClientAddresses
+from embedserve.access.grants import hash_of
+from embedserve.config import Limits
+from embedserve.model_info import ModelInfo
+from embedserve.pipeline.telemetry import RequestTelemetry
+from embedserve.shared_memory.region_registry import RegionRegistry
+
+MATRIX = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings(
+        "ignore:Overriding the .event_loop_policy. fixture:pytest.PytestDeprecationWarning"
+    ),
+]
+"""Marks of a module whose tests share servers."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a server is started with.
+
+    Attributes:
+        models: descriptions of its models; the first is the default one.
+        tokens: settings of each token; with none, everybody may ask.
+        slow_ms, tells_times: of its telemetry.
+    """
+
+    models: Sequence[ModelInfo] = field(
+        default_factory=lambda: [model_info(), ruled_info(), unpooled_info()]
+    )
+    limits: Limits = field(default_factory=Limits)
+    tokens: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    slow_ms: float = 0.0
+    tells_times: bool = False
+    trusted_proxies: Sequence[str] = ()
+    drain_s: float = 5.0
+
+
+class Servers:
+    """Starts a server for each setup once, and stops all at the end.
+
+    The servers of a module live in its event loop: tests that share them leave no request behind.
+    """
+
+    def __init__(self, folder: Path, stack: AsyncExitStack) -> None:
+        self._folder = folder
+        self._placed = Placed(folder)
+        self._stack = stack
+        self._started: dict[tuple[int, str], Driver] = {}
+
+    async def driver(self, protocol: str, setup: Setup) -> Driver:
+        """Returns a driver of ``protocol``; ``setup`` is a constant of the module."""
+        key = id(setup), PROTOCOLS[protocol].grpc_server
+        if key not in self._started:
+            self._started[key] = await self._stack.enter_async_context(self.own(protocol, setup))
+        return self._started[key].over(protocol)
+
+    @asynccontextmanager
+    async def own(self, protocol: str, setup: Setup) -> AsyncIterator[Driver]:
+        """A server for one test, until the block ends."""
+        engines = [FakeEngine(info, seed=seed) for seed, info in enumerate(setup.models)]
+        authenticator = None
+        if setup.tokens:
+            path = self._folder / f"tokens-{id(setup)}"
+            path.write_text("\n".join(_token_line(*one) for one in setup.tokens.items()))
+            authenticator = Authenticator(str(path))
+        with ThreadPoolExecutor(1) as executor:
+            pipeline = make_pipeline(
+                *engines,
+                executor=executor,
+                limits=setup.limits,
+                authenticator=authenticator,
+                shared_memory=RegionRegistry("/", setup.limits, str(self._folder)),
+            )
+            pipeline.telemetry = RequestTelemetry(setup.slow_ms, tells_times=setup.tells_times)
+            pipeline.addresses = ClientAddresses(setup.trusted_proxies)
+            grpc_server = PROTOCOLS[protocol].grpc_server
+            async with serving(pipeline, setup.drain_s, grpc_server) as live:
+                try:
+                    yield Driver(protocol, live, engines, self._placed)
+                finally:
+                    for engine in engines:
+                        engine.release()
+
+
+def _token_line(token: str, settings: Mapping[str, Any]) -> str:
+    return json.dumps({"name": token[3:], "sha256": hash_of(token.encode()), **settings})

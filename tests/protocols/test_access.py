@@ -1,0 +1,156 @@
+"""Tokens are asked for, and their limits hold, alike over every protocol."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from protocols.drivers import PROTOCOLS, Driver
+from protocols.requests import Request, Response, check_vectors
+from protocols.servers import MATRIX, Servers, Setup
+from server.fake_models import model_info
+from server.waiting import until
+
+from embedserve.config import Limits
+
+pytestmark = MATRIX
+
+RIGHT = Request({"user": [[1]], "movie": [[2]], "tag": [[3]]})
+ACCESS = Setup(
+    [model_info(), model_info("films")],
+    Limits(inline_bytes_max=0, body_bytes_max=20_000),
+    {
+        "es_right": {},
+        "es_shop": {"models": ["shop"]},
+        "es_films": {"models": ["films"]},
+        "es_late": {"expires": "2020-01-01"},
+        "es_lost": {"revoked": True},
+        "es_boss": {"roles": ["admin"]},
+        "es_one": {"concurrent": 1},
+    },
+)
+REJECTED = {
+    "": ("UNAUTHENTICATED", 401),
+    "Bearer es_unknown": ("UNAUTHENTICATED", 401),
+    "Bearer hunter2": ("UNAUTHENTICATED", 401),
+    "Basic es_right": ("UNAUTHENTICATED", 401),
+    "es_right": ("UNAUTHENTICATED", 401),
+    "Bearer es_late": ("UNAUTHENTICATED", 401),
+    "Bearer es_lost": ("UNAUTHENTICATED", 401),
+    "Bearer es_boss": ("PERMISSION_DENIED", 403),
+    "Bearer es_films": ("PERMISSION_DENIED", 403),
+}
+
+
+@pytest.fixture(autouse=True)
+def skip_grpcio(protocol: str) -> None:
+    if PROTOCOLS[protocol].grpc_server != "native":
+        pytest.skip("serve takes no tokens with --grpc-server grpcio")
+
+
+def of(request: Request, authorization: str) -> Request:
+    headers = {"authorization": authorization} if authorization else {}
+    return replace(request, headers=headers)
+
+
+def check_code(driver: Driver, response: Response, code: str, status: int) -> None:
+    assert (response.code, response.status) == (code, driver.http_status(status))
+    is_rest = not driver.protocol.is_grpc
+    assert ("www-authenticate" in response.headers) == (is_rest and status == 401)
+
+
+@pytest.mark.parametrize("authorization", REJECTED)
+async def test_a_caller_without_the_right_is_rejected(
+    servers: Servers, protocol: str, authorization: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over the same connection the next caller is answered, and nothing repeats a token."""
+    caplog.set_level("DEBUG", "embedserve")
+    driver = await servers.driver(protocol, ACCESS)
+    code, status = REJECTED[authorization]
+    async with driver.connect() as connection:
+        for _ in range(2):
+            response = await driver.ask(of(RIGHT, authorization), connection)
+            check_code(driver, response, code, status)
+            assert "x-request-id" in response.headers
+            right = of(RIGHT, "Bearer es_right")
+            check_vectors(await driver.ask(right, connection), driver.engine, right)
+    assert "es_" not in response.message + caplog.text
+    assert "hunter2" not in response.message + caplog.text
+
+
+async def test_a_model_that_is_not_the_callers_is_rejected_whether_it_exists(
+    servers: Servers, protocol: str
+) -> None:
+    driver = await servers.driver(protocol, ACCESS)
+    if not driver.can("model"):
+        pytest.skip("requests name no model")
+    for name, code in {
+        "shop": "OK",
+        "films": "PERMISSION_DENIED",
+        "none": "PERMISSION_DENIED",
+    }.items():
+        response = await driver.ask(of(replace(RIGHT, model=name), "Bearer es_shop"))
+        assert (name, response.code) == (name, code)
+
+
+async def test_a_caller_over_its_rate_is_told_when_to_come_again(
+    servers: Servers, protocol: str
+) -> None:
+    if protocol.startswith("shared-memory"):
+        pytest.skip("registering a region is a request of its rate")
+    setup = replace(ACCESS, tokens={"es_slow": {"requests_per_second": 0.01}, "es_right": {}})
+    async with servers.own(protocol, setup) as driver:
+        slow = of(RIGHT, "Bearer es_slow")
+        check_vectors(await driver.ask(slow), driver.engine, slow)
+        response = await driver.ask(slow)
+        check_code(driver, response, "RESOURCE_EXHAUSTED", 429)
+        if not driver.protocol.is_stream:
+            assert response.headers["retry-after"] == "60"
+        right = of(RIGHT, "Bearer es_right")
+        check_vectors(await driver.ask(right), driver.engine, right)
+        assert driver.outcomes() == {"OK": 2, "RESOURCE_EXHAUSTED": 1}
+
+
+async def test_a_caller_with_too_many_requests_in_flight_is_told_so(
+    servers: Servers, protocol: str
+) -> None:
+    driver = await servers.driver(protocol, ACCESS)
+    one = of(RIGHT, "Bearer es_one")
+    driver.engine.lookups.clear()
+    driver.engine.hold()
+    async with driver.connect() as connection:
+        (first,) = await driver.start(connection, one)
+        await until(lambda: driver.engine.lookups)
+        response = await driver.ask(one)
+        driver.engine.release()
+        check_code(driver, response, "RESOURCE_EXHAUSTED", 429)
+        check_vectors(await driver.read(first), driver.engine, one)
+        check_vectors(await driver.ask(one), driver.engine, one)
+
+
+async def test_a_request_that_was_cancelled_is_in_flight_no_more(
+    servers: Servers, protocol: str
+) -> None:
+    driver = await servers.driver(protocol, ACCESS)
+    one, before = of(RIGHT, "Bearer es_one"), driver.outcomes()
+    driver.engine.lookups.clear()
+    driver.engine.hold()
+    async with driver.connect() as connection:
+        (first,) = await driver.start(connection, one)
+        await until(lambda: driver.engine.lookups)
+        first.cancel()
+        await until(lambda: driver.has_more(before, CANCELLED=1))
+    driver.engine.release()
+    check_vectors(await driver.ask(one), driver.engine, one)
+
+
+async def test_a_stranger_is_rejected_before_the_body_comes(
+    servers: Servers, protocol: str
+) -> None:
+    driver = await servers.driver(protocol, ACCESS)
+    sent = await driver.encode(RIGHT)
+    async with driver.connect() as connection:
+        exchange = connection.begin(replace(sent, body=bytes(10_000)))
+        exchange.write(connection.frame(bytes(10_000))[:100])
+        response = await driver.read(exchange)
+        check_code(driver, response, "UNAUTHENTICATED", 401)

@@ -1,0 +1,94 @@
+"""What a connection carries: many requests, a slow body, one that stops, responses nobody reads."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from protocols.requests import Request, check_vectors
+from protocols.servers import MATRIX, Servers, Setup
+from server.waiting import until
+
+from embedserve.config import Limits
+
+pytestmark = MATRIX
+
+SHOP = Setup()
+IN_THREAD = Setup(limits=Limits(inline_bytes_max=0))
+
+
+def request_for(number: int) -> Request:
+    """Requests that differ in their vectors and in their lengths."""
+    return Request(
+        {
+            "user": [[number % 7] * (number % 5)],
+            "movie": [[number % 11, (number + 3) % 11]],
+            "tag": [[]] if number % 3 else [[number % 5]],
+        }
+    )
+
+
+@pytest.mark.parametrize("setup", [SHOP, IN_THREAD], ids=["inline", "in a thread"])
+async def test_each_request_in_flight_has_its_own_vectors(
+    servers: Servers, protocol: str, setup: Setup
+) -> None:
+    driver = await servers.driver(protocol, setup)
+    requests = [request_for(number) for number in range(60)]
+    async with driver.connect() as connection:
+        exchanges = await driver.start(connection, *requests)
+        for request, exchange in zip(requests, exchanges, strict=True):
+            check_vectors(await driver.read(exchange), driver.engine, request)
+
+
+@pytest.mark.parametrize("size", [1, 7, 100])
+async def test_a_body_in_pieces_is_one_body(servers: Servers, protocol: str, size: int) -> None:
+    driver = await servers.driver(protocol, SHOP)
+    request = request_for(3)
+    async with driver.connect() as connection:
+        sent = await driver.encode(request)
+        exchange = connection.begin(sent)
+        body = connection.frame(sent.body)
+        for at in range(0, len(body), size):
+            exchange.write(body[at : at + size], is_end=at + size >= len(body))
+            await asyncio.sleep(0)
+        check_vectors(await driver.read(exchange), driver.engine, request)
+        check_vectors(await driver.ask(request_for(4), connection), driver.engine, request_for(4))
+
+
+async def test_a_client_that_goes_away_within_its_body_is_counted(
+    servers: Servers, protocol: str
+) -> None:
+    driver = await servers.driver(protocol, SHOP)
+    if driver.protocol.is_stream or driver.protocol.grpc_server != "native":
+        pytest.skip("nothing was asked yet")
+    before = driver.outcomes()
+    async with driver.connect() as connection:
+        sent = await driver.encode(request_for(3))
+        exchange = connection.begin(sent)
+        exchange.write(connection.frame(sent.body)[:-2])
+        await asyncio.sleep(0.05)  # the server has begun to read
+        exchange.cancel()
+        await until(lambda: driver.has_more(before, CANCELLED=1))
+    check_vectors(await driver.ask(request_for(1)), driver.engine, request_for(1))
+
+
+async def test_a_body_longer_or_shorter_than_declared_is_no_request(
+    servers: Servers, protocol: str
+) -> None:
+    """Of gRPC, whose messages say their length; of HTTP/2, whose content-length is checked."""
+    driver = await servers.driver(protocol, SHOP)
+    if driver.is_http1 or driver.protocol.grpc_server != "native":
+        pytest.skip("a next request begins there, or grpcio's own")
+    sent = await driver.encode(request_for(3))
+    body = sent.body
+    if driver.protocol.is_grpc:
+        body = b"\0" + (len(body) + 1).to_bytes(4) + body
+    else:
+        sent = replace(sent, headers={**sent.headers, "content-length": str(len(body) + 1)})
+    async with driver.connect() as connection:
+        exchange = connection.begin(sent)
+        exchange.write(body, is_end=True)
+        raw = await exchange.answer()
+    assert raw.status != 200 or raw.headers["grpc-status"] != "0"
+    check_vectors(await driver.ask(request_for(1)), driver.engine, request_for(1))

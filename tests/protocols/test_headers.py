@@ -1,0 +1,87 @@
+"""Headers that every protocol over HTTP has, and those of the way to the server."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+from protocols.drivers import PROTOCOLS
+from protocols.logs import fields_of
+from protocols.requests import Request, check_vectors
+from protocols.servers import MATRIX, Servers, Setup
+
+pytestmark = MATRIX
+
+RIGHT = Request({"user": [[1]], "movie": [[2]], "tag": [[3]]})
+WRONG = Request({"user": [[7]], "movie": [[]], "tag": [[]]})
+SHOP = Setup()
+PROXIED = Setup(trusted_proxies=["127.0.0.1", "10.0.0.0/8"])
+REST = [name for name, row in PROTOCOLS.items() if not row.is_grpc]
+FORGED = "198.51.100.9"
+CLIENT = "192.0.2.7"
+REJECTED = {
+    **{("x-timeout-ms", value): 400 for value in ("soon", "0", "-5", "nan", "inf", "1,5")},
+    ("content-encoding", "gzip"): 415,
+    ("content-encoding", "br"): 415,
+}
+
+
+@pytest.mark.parametrize("protocol", REST)
+@pytest.mark.parametrize(("name", "value"), REJECTED)
+async def test_a_header_that_cannot_be_kept_is_rejected_by_name_and_value(
+    servers: Servers, protocol: str, name: str, value: str
+) -> None:
+    driver = await servers.driver(protocol, SHOP)
+    before = driver.outcomes()
+    async with driver.connect() as connection:
+        raw = await connection.ask(await driver.encode(replace(RIGHT, headers={name: value})))
+    assert raw.status == REJECTED[name, value]
+    error = json.loads(raw.body)["error"]
+    shown = name.title()
+    if driver.format.has_field:
+        assert error["field"] == shown
+        error = error["message"]
+    assert f"{shown} is {value!r}" in error
+    driver.expect_more(before, INVALID_ARGUMENT=1)
+
+
+@pytest.mark.parametrize("protocol", REST)
+@pytest.mark.parametrize(
+    ("name", "value"), [("content-encoding", "identity"), ("x-timeout-ms", "25000.5")]
+)
+async def test_a_header_that_changes_nothing_is_taken(
+    servers: Servers, protocol: str, name: str, value: str
+) -> None:
+    driver = await servers.driver(protocol, SHOP)
+    request = replace(RIGHT, headers={name: value})
+    async with driver.connect() as connection:
+        for _ in range(2):
+            check_vectors(await driver.ask(request, connection), driver.engine, request)
+
+
+async def test_a_rejected_request_is_logged_with_the_clients_address(
+    servers: Servers, protocol: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever is no trusted proxy cannot say another."""
+    caplog.set_level(logging.INFO)
+    forged = {"x-forwarded-for": FORGED, "forwarded": f"for={FORGED}"}
+    async with servers.own(protocol, SHOP) as driver:
+        await driver.ask(replace(WRONG, headers=forged))
+    (fields,) = fields_of(caplog, "refused with INVALID_ARGUMENT")
+    assert fields["address"] == "127.0.0.1"
+
+
+async def test_a_trusted_proxy_tells_the_clients_address(
+    servers: Servers, protocol: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with servers.own(protocol, PROXIED) as driver:
+        for headers in (
+            {"x-forwarded-for": f"{FORGED}, {CLIENT}, 10.1.1.1"},
+            {"forwarded": f"for={CLIENT};proto=https"},
+        ):
+            await driver.ask(replace(WRONG, headers=headers))
+    told = [fields["address"] for fields in fields_of(caplog, "refused with INVALID_ARGUMENT")]
+    assert told == [CLIENT, CLIENT]

@@ -1,0 +1,189 @@
+"""Requests that wait, come too late or too many, are cancelled or drained: alike over every
+protocol."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from protocols.drivers import Driver
+from protocols.requests import Request, check_vectors
+from protocols.servers import MATRIX, Servers, Setup
+from server.waiting import until
+
+from embedserve.config import Limits
+
+pytestmark = MATRIX
+
+FIRST = Request({"user": [[1]], "movie": [[2]], "tag": [[3]]})
+SECOND = Request({"user": [[4]], "movie": [[5]], "tag": [[]]})
+THIRD = Request({"user": [[6]], "movie": [[]], "tag": [[4]]})
+WRONG = Request({"user": [[7]], "movie": [[]], "tag": [[]]})
+IN_THREAD = Setup(limits=Limits(inline_bytes_max=0))
+NARROW = Setup(limits=Limits(inline_bytes_max=0, queue_examples_max=1))
+
+
+@contextmanager
+def held(driver: Driver) -> Iterator[None]:
+    """Lookups wait until the block ends."""
+    driver.engine.lookups.clear()
+    driver.engine.hold()
+    try:
+        yield
+    finally:
+        driver.engine.release()
+
+
+async def test_requests_in_flight_share_a_batch(servers: Servers, protocol: str) -> None:
+    """Over one connection (HTTP/1.1: one each, where it answers one at a time); one that is wrong
+    is rejected alone."""
+    driver = await servers.driver(protocol, IN_THREAD)
+    requests = [SECOND, WRONG, THIRD, SECOND]
+    async with driver.connect() as busy, driver.connect() as one, driver.connect() as two:
+        with held(driver):
+            (first,) = await driver.start(busy, FIRST)
+            await until(lambda: driver.engine.lookups)
+            if driver.is_http1:
+                exchanges = await driver.start(one, *requests[:1])
+                exchanges += await driver.start(two, *requests[1:2])
+                waiting = 2
+            else:
+                exchanges = await driver.start(one, *requests)
+                waiting = 4
+            await until(lambda: driver.live.queued() == waiting)
+        check_vectors(await driver.read(first), driver.engine, FIRST)
+        responses = [await driver.read(exchange) for exchange in exchanges]
+    for request, response in zip(requests, responses, strict=False):
+        if request is WRONG:
+            assert (response.code, "features.user[0][0] is 7" in response.message) == (
+                "INVALID_ARGUMENT",
+                True,
+            )
+        else:
+            check_vectors(response, driver.engine, request)
+    assert [one.batch_size for one in driver.engine.lookups] == [1, len(responses) - 1]
+
+
+async def test_a_full_queue_rejects_with_retry_after(servers: Servers, protocol: str) -> None:
+    driver = await servers.driver(protocol, NARROW)
+    before = driver.outcomes()
+    async with driver.connect() as one, driver.connect() as two:
+        with held(driver):
+            (first,) = await driver.start(one, FIRST)
+            await until(lambda: driver.engine.lookups)
+            (second,) = await driver.start(two, SECOND)
+            await until(lambda: driver.live.queued() == 1)
+            rejected = await driver.ask(THIRD)
+        assert rejected.code == "RESOURCE_EXHAUSTED"
+        assert rejected.status == driver.http_status(429)
+        if not driver.protocol.is_stream:
+            assert rejected.headers["retry-after"] == "1"
+        check_vectors(await driver.read(first), driver.engine, FIRST)
+        check_vectors(await driver.read(second), driver.engine, SECOND)
+    check_vectors(await driver.ask(THIRD), driver.engine, THIRD)
+    driver.expect_more(before, OK=3, RESOURCE_EXHAUSTED=1)
+
+
+async def test_a_deadline_that_passes_in_the_queue_costs_no_lookup(
+    servers: Servers, protocol: str
+) -> None:
+    driver = await servers.driver(protocol, IN_THREAD)
+    before = driver.outcomes()
+    late = Request(SECOND.bags, timeout_s=0.2)
+    async with driver.connect() as one, driver.connect() as two:
+        with held(driver):
+            (first,) = await driver.start(one, FIRST)
+            await until(lambda: driver.engine.lookups)
+            (second,) = await driver.start(two, late)
+            await until(lambda: driver.live.queued() == 1)
+            await asyncio.sleep(0.25)
+        check_vectors(await driver.read(first), driver.engine, FIRST)
+        response = await driver.read(second)
+    assert response.code == "DEADLINE_EXCEEDED"
+    assert response.status == driver.http_status(504)
+    assert len(driver.engine.lookups) == 1
+    if driver.protocol.grpc_server == "native":
+        await until(lambda: driver.has_more(before, OK=1, DEADLINE_EXCEEDED=1))
+
+
+async def test_a_deadline_that_has_passed_is_told_at_once(servers: Servers, protocol: str) -> None:
+    driver = await servers.driver(protocol, IN_THREAD)
+    if protocol == "stream-grpcio":
+        pytest.skip("grpcio ends such a stream before its first message")
+    driver.engine.lookups.clear()
+    response = await driver.ask(Request(FIRST.bags, timeout_s=1e-6))
+    assert response.code == "DEADLINE_EXCEEDED"
+    assert driver.engine.lookups == []
+
+
+async def test_a_deadline_in_the_future_is_kept(servers: Servers, protocol: str) -> None:
+    driver = await servers.driver(protocol, IN_THREAD)
+    request = Request(FIRST.bags, timeout_s=50)
+    check_vectors(await driver.ask(request), driver.engine, request)
+
+
+async def test_a_client_that_goes_away_leaves_the_queue(servers: Servers, protocol: str) -> None:
+    driver = await servers.driver(protocol, IN_THREAD)
+    before = driver.outcomes()
+    async with driver.connect() as one, driver.connect() as two:
+        with held(driver):
+            (first,) = await driver.start(one, FIRST)
+            await until(lambda: driver.engine.lookups)
+            (second,) = await driver.start(two, SECOND)
+            await until(lambda: driver.live.queued() == 1)
+            second.cancel()
+            await until(lambda: driver.has_more(before, CANCELLED=1))
+        check_vectors(await driver.read(first), driver.engine, FIRST)
+    check_vectors(await driver.ask(THIRD), driver.engine, THIRD)
+    assert [one.batch_size for one in driver.engine.lookups] == [1, 1]
+    driver.expect_more(before, OK=2, CANCELLED=1)
+
+
+async def test_a_client_that_goes_away_during_its_lookup_is_counted(
+    servers: Servers, protocol: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = await servers.driver(protocol, IN_THREAD)
+    before = driver.outcomes()
+    async with driver.connect() as connection:
+        with held(driver):
+            (first,) = await driver.start(connection, FIRST)
+            await until(lambda: driver.engine.lookups)
+            first.cancel()
+            await until(lambda: driver.has_more(before, CANCELLED=1))
+    check_vectors(await driver.ask(THIRD), driver.engine, THIRD)
+    driver.expect_more(before, OK=1, CANCELLED=1)
+    assert [one for one in caplog.records if one.levelname != "INFO"] == []
+
+
+async def test_what_was_accepted_is_answered_in_a_drain(servers: Servers, protocol: str) -> None:
+    async with servers.own(protocol, IN_THREAD) as driver:
+        late = await driver.encode(SECOND)
+        async with driver.connect() as connection:
+            with held(driver):
+                (first,) = await driver.start(connection, FIRST)
+                await until(lambda: driver.engine.lookups)
+                driver.live.stop.set()
+                await until(lambda: driver.live.pipeline.models.not_ready)
+            check_vectors(await driver.read(first), driver.engine, FIRST)
+            assert connection.is_closed == driver.is_http1  # HTTP/2 has GOAWAY
+        await driver.live.running
+        with pytest.raises(ConnectionError):
+            await driver.ask_raw(late)
+
+
+async def test_a_failed_lookup_is_reported_in_general_terms(
+    servers: Servers, protocol: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And in full in the log, at a limited rate: each has a server of its own."""
+    async with servers.own(protocol, IN_THREAD) as driver:
+        driver.engine.failure = ZeroDivisionError("secret of the server")
+        response = await driver.ask(FIRST)
+        assert (response.code, response.status) == ("INTERNAL", driver.http_status(500))
+        assert "secret" not in response.message
+        assert "retry-after" not in response.headers
+        assert "ZeroDivisionError: secret of the server" in caplog.text
+        driver.engine.failure = None
+        check_vectors(await driver.ask(FIRST), driver.engine, FIRST)
+        assert driver.outcomes() == {"OK": 1, "INTERNAL": 1}

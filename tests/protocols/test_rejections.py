@@ -1,0 +1,289 @@
+"""A request that cannot be answered is rejected alike over every protocol: code or status, field
+and words, one count, and nothing else on its connection is affected."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+from protocols.drivers import Driver
+from protocols.formats import CODES
+from protocols.requests import Request, Response, Sent, check_vectors
+from protocols.servers import MATRIX, Servers, Setup
+from server.fake_engine import Bags
+from server.fake_models import ruled_info, unpooled_info
+
+from embedserve.config import Limits
+
+pytestmark = MATRIX
+
+RIGHT = Request({"user": [[1], [2]], "movie": [[3], []], "tag": [[], [4]]})
+SHOP = Setup()
+RULED = Setup([ruled_info()])
+SEQUENCE = Setup([unpooled_info()])
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """An expected error.
+
+    Attributes:
+        status: of HTTP.
+        field: None if it depends on the protocol.
+        words: part of the message.
+        needs: options that the protocol must have.
+    """
+
+    status: int
+    field: str | None
+    words: str
+    needs: Sequence[str] = ()
+
+
+def check_rejection(driver: Driver, response: Response, expected: Rejection) -> None:
+    assert response.code == CODES[expected.status], response
+    if response.status is not None:
+        assert response.status == expected.status
+    assert expected.words in response.message
+    is_inference = driver.name.startswith(("infer", "shared-memory"))  # fields are tensors there
+    if expected.field is not None and not is_inference:
+        assert response.field == expected.field
+    if driver.name != "stream-grpcio":
+        assert len(response.headers["x-request-id"]) == 32
+
+
+async def check_rejected(driver: Driver, wrong: Request | Sent, expected: Rejection) -> None:
+    """The wrong request is rejected and counted once; right ones before, after and beside it, on
+    its connection, are answered."""
+    before = driver.outcomes()
+    async with driver.connect() as connection:
+        sent = wrong if isinstance(wrong, Sent) else await driver.encode(wrong)
+        right = [await driver.encode(RIGHT) for _ in range(3)]
+        exchanges = connection.start(right[0], sent, right[1])
+        first, rejected, second = [await driver.read(one) for one in exchanges]
+        check_rejection(driver, rejected, expected)
+        third = await driver.ask_raw(right[2], connection)
+        for response in (first, second, third):
+            check_vectors(response, driver.engine, RIGHT)
+    code = CODES[expected.status]
+    after = driver.outcomes()
+    assert after.pop(code) == before.pop(code, 0) + 1
+    assert after.pop("OK") == before.pop("OK", 0) + 3
+    assert after == before
+
+
+NAMED = ("model",)
+WRONG: Mapping[str, tuple[Request, Rejection]] = {
+    "unknown model": (
+        replace(RIGHT, model="shoes"),
+        Rejection(404, "model", "model is 'shoes': this server has shop, ruled, sequence", NAMED),
+    ),
+    "unknown model that cannot be printed": (
+        replace(RIGHT, model='a"<|>\u00e9'),
+        Rejection(404, "model", "model is 'a\"<|>\u00e9'", NAMED),
+    ),
+    "unknown version": (
+        replace(RIGHT, model="shop", version="9"),
+        Rejection(404, None, "9", ("version",)),
+    ),
+    "unknown alias": (
+        replace(RIGHT, model="shop@canary"),
+        Rejection(404, None, "canary", NAMED),
+    ),
+    "unknown feature": (
+        Request({"user": [[1]], "actor": [[1]]}),
+        Rejection(400, "features.actor", "model 'shop' has no such feature", NAMED),
+    ),
+    "id past the table": (
+        Request({"user": [[0], [1, 7]], "movie": [[], []], "tag": [[], []]}),
+        Rejection(400, "features.user[1][1]", "is 7: ids of 'user' are row numbers from 0 to 6"),
+    ),
+    "id below zero": (
+        Request({"user": [[0], [-1]], "movie": [[], []], "tag": [[], []]}),
+        Rejection(400, "features.user[1][0]", "is -1: ids of 'user' are row numbers from 0 to 6"),
+    ),
+    "string that is no integer": (
+        Request({"user": [["1"], ["abc"]]}),
+        Rejection(400, "features.user[1][0]", "is 'abc'", ("strings",)),
+    ),
+    "weight that is not finite": (
+        Request(RIGHT.bags, {"tag": [[], [float("nan")]]}),
+        Rejection(400, "weights.tag[1][0]", "weights are finite", ("NaN",)),
+    ),
+    "unknown key": (
+        replace(RIGHT, output_keys=["user", "film"]),
+        Rejection(400, "output_keys[1]", "[1] is 'film': model 'shop' has no such key", ("keys",)),
+    ),
+    "key named twice": (
+        replace(RIGHT, output_keys=["user", "user"]),
+        Rejection(400, "output_keys", "names 'user' twice", ("keys",)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+async def test_a_wrong_request_is_rejected_alone(
+    servers: Servers, protocol: str, name: str
+) -> None:
+    driver = await servers.driver(protocol, SHOP)
+    wrong, expected = WRONG[name]
+    if not driver.can(*expected.needs):
+        pytest.skip("such a request cannot be sent")
+    await check_rejected(driver, wrong, expected)
+
+
+async def test_ids_that_a_vocabulary_lacks_are_rejected(servers: Servers, protocol: str) -> None:
+    driver = await servers.driver(protocol, RULED)
+    bags: Bags = {name: [[]] for name in driver.engine.model.features} | {"shelf": [[100, -1]]}
+    response = await driver.ask(Request(bags))
+    words = "is -1: not one of the 3 ids of 'shelf'"
+    check_rejection(driver, response, Rejection(400, "features.shelf[0][1]", words))
+
+
+async def test_an_integer_where_strings_are_is_rejected(servers: Servers, protocol: str) -> None:
+    driver = await servers.driver(protocol, RULED)
+    bags: Bags = {name: [[], []] for name in driver.engine.model.features} | {"tag": [[], [7]]}
+    expected = Rejection(400, "features.tag[1][0]", "is 7: ids of 'tag' are strings")
+    check_rejection(driver, await driver.ask(Request(bags)), expected)
+
+
+async def test_weights_of_an_unpooled_model_are_rejected(servers: Servers, protocol: str) -> None:
+    driver = await servers.driver(protocol, SEQUENCE)
+    bags: Bags = {name: [[1]] for name in driver.engine.model.features}
+    bags["tag"] = [[]]
+    request = Request(
+        bags, {"tag": [[]]} if protocol.startswith("predictor") else {"item": [[1.0]]}
+    )
+    response = await driver.ask(request)
+    check_rejection(driver, response, Rejection(400, None, "weights"))
+
+
+async def test_what_is_no_message_is_rejected(servers: Servers, protocol: str) -> None:
+    driver = await servers.driver(protocol, SHOP)
+    right = await driver.encode(RIGHT)
+    await check_rejected(
+        driver, replace(right, body=driver.format.not_a_message), Rejection(400, None, "body")
+    )
+
+
+async def test_an_empty_body_is_rejected(servers: Servers, protocol: str) -> None:
+    driver = await servers.driver(protocol, SHOP)
+    right = await driver.encode(RIGHT)
+    await check_rejected(driver, replace(right, body=b""), Rejection(400, None, ""))
+
+
+BODY_MAX, TEXT_MAX = 20_000, 18_000
+LIMITED = Setup(
+    limits=Limits(
+        body_bytes_max=BODY_MAX,
+        request_text_bytes_max=TEXT_MAX,
+        request_examples_max=8,
+        request_ids_max=20,
+        request_features_max=3,
+    )
+)
+EXACT = Setup(limits=Limits(body_bytes_max=BODY_MAX, request_text_bytes_max=BODY_MAX))
+NARROW = Setup(limits=Limits(request_output_bytes_max=100))
+LARGE: Mapping[str, tuple[Setup, Request, Rejection]] = {
+    "examples": (
+        LIMITED,
+        Request({"user": [[1]] * 9, "movie": [[]] * 9, "tag": [[]] * 9}),
+        Rejection(413, None, "the limit is 8 (--request-examples-max)"),
+    ),
+    "ids": (
+        LIMITED,
+        Request({"user": [[1] * 21], "movie": [[]], "tag": [[]]}),
+        Rejection(413, None, "the limit is 20 (--request-ids-max)"),
+    ),
+    "features": (
+        LIMITED,
+        Request({"user": [[1]], "movie": [[]], "tag": [[]], "more": [[]]}),
+        Rejection(413, None, "the limit is 3 (--request-features-max)", NAMED),
+    ),
+    "vectors": (
+        NARROW,
+        Request({"user": [[1]] * 3, "movie": [[]] * 3, "tag": [[]] * 3}),
+        Rejection(413, None, "the limit is 100 (--request-output-bytes-max)"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+async def test_a_request_over_a_limit_is_rejected_alone(
+    servers: Servers, protocol: str, name: str
+) -> None:
+    setup, wrong, expected = LARGE[name]
+    driver = await servers.driver(protocol, setup)
+    if not driver.can(*expected.needs):
+        pytest.skip("such a request cannot be sent")
+    await check_rejected(driver, wrong, expected)
+
+
+def limit_of(driver: Driver) -> str:
+    """The limit of bodies: of JSON that of text."""
+    if driver.format.is_text:
+        return rf"{TEXT_MAX} \(--request-text-bytes-max\)"
+    return rf"{BODY_MAX} \(--body-bytes-max\)"
+
+
+@pytest.mark.parametrize("excess", [1, 100_000])
+async def test_a_body_over_the_limit_is_rejected(
+    servers: Servers, protocol: str, excess: int
+) -> None:
+    """Whether its length is declared or counted; a stream ends with it."""
+    driver = await servers.driver(protocol, LIMITED)
+    right = await driver.encode(RIGHT)
+    before = driver.outcomes().get("RESOURCE_EXHAUSTED", 0)
+    body = right.body.ljust(BODY_MAX + excess)
+    response = await driver.ask_raw(replace(right, body=body))
+    assert response.code == "RESOURCE_EXHAUSTED"
+    if driver.protocol.grpc_server == "native":
+        expected = Rejection(413, None, f"{len(body)}")
+        if not driver.protocol.is_grpc:
+            is_declared = driver.is_http1 and not driver.protocol.is_chunked
+            expected = Rejection(413, "body", f"body has {len(body)} bytes" if is_declared else "")
+            said = rf"body has (at least )?\d+ bytes, the limit is {limit_of(driver)}"
+            assert re.fullmatch(said, response.message)
+        check_rejection(driver, response, expected)
+        assert driver.outcomes()["RESOURCE_EXHAUSTED"] == before + (not driver.protocol.is_stream)
+    check_vectors(await driver.ask(RIGHT), driver.engine, RIGHT)
+
+
+async def test_a_body_over_the_limit_is_rejected_before_its_end(
+    servers: Servers, protocol: str
+) -> None:
+    driver = await servers.driver(protocol, LIMITED)
+    if driver.protocol.grpc_server != "native":
+        pytest.skip("grpcio reads it to its end")
+    body = (await driver.encode(RIGHT)).body.ljust(1_000_000)
+    async with driver.connect() as connection:
+        exchange = connection.begin(replace(await driver.encode(RIGHT), body=body))
+        sent = connection.frame(body)
+        exchange.write(sent[:15_000])
+        await asyncio.sleep(0.02)  # the rest is another read
+        exchange.write(sent[15_000 : BODY_MAX + 6])
+        response = await driver.read(exchange)
+    assert response.code == "RESOURCE_EXHAUSTED"
+
+
+async def test_a_body_as_large_as_the_limit_is_read(servers: Servers, protocol: str) -> None:
+    driver = await servers.driver(protocol, EXACT)
+    right = await driver.encode(RIGHT)
+    if driver.format.is_text:
+        body = right.body.ljust(BODY_MAX)
+    elif driver.protocol.is_grpc or protocol.startswith("protobuf"):
+        # an unknown field of so many bytes
+        size = BODY_MAX - len(right.body) - 5
+        body = right.body + b"\xa2\x06" + encoded_varint(size) + bytes(size)
+        assert len(body) == BODY_MAX
+    else:
+        pytest.skip("the body has no room for more")
+    check_vectors(await driver.ask_raw(replace(right, body=body)), driver.engine, RIGHT)
+
+
+def encoded_varint(size: int) -> bytes:
+    """A number in three bytes."""
+    return bytes([size & 0x7F | 0x80, size >> 7 & 0x7F | 0x80, size >> 14])

@@ -1,0 +1,105 @@
+"""Responses repeat the request's id, errors always have one, and tell times where that is set."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+
+import pytest
+from protocols.drivers import Driver
+from protocols.logs import fields_of
+from protocols.requests import Request, Response, check_vectors
+from protocols.servers import MATRIX, Servers, Setup
+
+pytestmark = MATRIX
+
+RIGHT = Request({"user": [[1]], "movie": [[2]], "tag": [[3]]})
+WRONG = Request({"user": [[7]], "movie": [[]], "tag": [[]]})
+ID = "x-request-id"
+MADE = re.compile("[0-9a-f]{32}")
+ID_CHARACTERS_MAX = 128
+STAGES = ["read", "queue", "lookup", "encode"]
+PLAIN = Setup()
+SLOW = Setup(slow_ms=50)
+TIMED = Setup(tells_times=True)
+LINES_MAX = 10
+"""Lines of one kind in 10 seconds."""
+
+
+async def ask_with(driver: Driver, request: Request, **headers: str) -> Response:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return await driver.ask(replace(request, headers=named))
+
+
+@pytest.fixture(autouse=True)
+def no_stream_of_grpcio(protocol: str) -> None:
+    if protocol == "stream-grpcio":
+        pytest.skip("grpcio's streams have no ids")
+
+
+async def test_an_id_is_repeated(servers: Servers, protocol: str) -> None:
+    driver = await servers.driver(protocol, PLAIN)
+    for request in (RIGHT, WRONG):
+        response = await ask_with(driver, request, x_request_id="a7/Z~")
+        assert response.headers[ID] == "a7/Z~"
+
+
+async def test_a_failed_request_without_an_id_is_given_the_one_of_the_log(
+    servers: Servers, protocol: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with servers.own(protocol, PLAIN) as driver:
+        response = await driver.ask(RIGHT)
+        check_vectors(response, driver.engine, RIGHT)
+        assert ID not in response.headers
+        response = await driver.ask(WRONG)
+    assert MADE.fullmatch(response.headers[ID])
+    (fields,) = fields_of(caplog, "refused with INVALID_ARGUMENT: features.user")
+    assert fields["request_id"] == response.headers[ID]
+    assert [fields[name] for name in ("model", "version", "examples", "ids")] == ["shop", 7, 1, 1]
+    assert {"read_ms", "queue_ms", "lookup_ms", "total_ms"} <= fields.keys()
+
+
+@pytest.mark.parametrize("unusable", ["x" * (ID_CHARACTERS_MAX + 1), "two words"])
+async def test_an_id_that_cannot_be_used_is_replaced(
+    servers: Servers, protocol: str, unusable: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with servers.own(protocol, PLAIN) as driver, driver.connect() as connection:
+        request = replace(RIGHT, headers={ID: unusable})
+        for _ in range(2 * LINES_MAX):
+            response = await driver.ask(request, connection)
+            check_vectors(response, driver.engine, RIGHT)
+            assert MADE.fullmatch(response.headers[ID])
+    lines = [one for one in caplog.messages if one.startswith("x-request-id is not used: ")]
+    assert 1 <= len(lines) <= LINES_MAX
+
+
+async def test_a_slow_request_is_logged_with_where_its_time_went(
+    servers: Servers, protocol: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with servers.own(protocol, SLOW) as driver:
+        driver.engine.delay_s = 0.06
+        response = await driver.ask(RIGHT)
+    (fields,) = fields_of(caplog, "slow request")
+    assert response.headers[ID] == fields["request_id"]
+    assert fields["outcome"] == "OK"
+    assert fields["lookup_ms"] >= 60
+    stages = [fields[f"{name}_ms"] for name in (*STAGES, "write")]
+    assert sum(stages) == pytest.approx(fields["total_ms"], abs=0.01)
+
+
+async def test_responses_tell_their_times_where_that_is_set(
+    servers: Servers, protocol: str
+) -> None:
+    """A stream has one end, and many requests."""
+    driver = await servers.driver(protocol, TIMED)
+    for request in (RIGHT, WRONG):
+        response = await driver.ask(request)
+        if driver.protocol.is_stream:
+            assert "server-timing" not in response.headers
+            continue
+        told = response.headers["server-timing"]
+        parts = dict(part.split(";dur=") for part in told.split(", "))
+        assert list(parts) == [*(STAGES if request is RIGHT else STAGES[:3]), "total"]
+        assert sum(map(float, parts.values())) == pytest.approx(2 * float(parts["total"]), abs=0.01)
