@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from documents import ROOT
 from forkserver import PYTHON, run_warm
-from gpu_check import STEPS, Asked, Row, run
+from gpu_check import STEPS, run
+from gpu_timings import Asked, Row
 
 CHECK_S_MAX = 300
 PYTHONPATH = ":".join(("server", "model_store", "clients", "proto", "tests", "bench"))

@@ -1,6 +1,7 @@
 """Isolation of callers: the latency of one caller while another offers ten times its rate limit.
 
-    python bench/noisy_neighbor.py [--rounds 5] [--seconds 8] [--limit 1000]
+    PYTHONPATH=bench python bench/experiments/noisy_neighbor.py \\
+        [--rounds 5] [--seconds 8] [--limit 1000]
 
 The server runs on core 0, both callers on core 1. The calm caller sends half of its limit over a
 few connections in an open loop, and all its requests are timed. The greedy caller has the same

@@ -1,6 +1,7 @@
 """CPU time of the server per request, by wire format.
 
-    python bench/wire_formats.py [--workload bulk] [--rounds 15] [--requests 20]
+    PYTHONPATH=bench python bench/experiments/wire_formats.py \\
+        [--workload bulk] [--rounds 15] [--requests 20]
 
 A server on core 0 serves one client on core 1, which sends one request after another and reads
 every response completely. Formats take turns. The reported ratio is the median, over rounds, of a

@@ -1,6 +1,6 @@
 """Latency of `bulk` for a caller on the same host: TCP, a Unix socket, or shared memory.
 
-    python bench/same_host.py [--rounds 3] [--seconds 3]
+    PYTHONPATH=bench python bench/experiments/same_host.py [--rounds 3] [--seconds 3]
 
 Triton is measured too if it is installed, and the kernel alone for reference. The server runs on
 one core, the caller on the other, with one request after another. A round starts each server once,
