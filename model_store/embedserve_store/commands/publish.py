@@ -23,9 +23,8 @@ SKIPPED_SHOWN = 10
 
 
 @dataclass(frozen=True)
-class PublishOptions:
-    """Command line options of `embedserve publish`, besides the checkpoint, description, store and
-    model."""
+class PublishFlags:
+    """Command line flags of `embedserve publish`, not parsed yet; besides --model."""
 
     prefix: str = ""
     dtype: str | None = None
@@ -43,7 +42,7 @@ class PublishOptions:
 
 
 def publish_checkpoint(
-    checkpoint: Path, description: Path, store: str, model: str, options: PublishOptions
+    checkpoint: Path, description: Path, store: str, model: str, flags: PublishFlags
 ) -> None:
     """Publishes a version, and reports what was published and which checkpoint entries were
     skipped.
@@ -53,25 +52,25 @@ def publish_checkpoint(
         ValueError: an option cannot be parsed.
     """
     hush_torch()
-    memory = options.device_memory
+    memory = flags.device_memory
     with sigterm_interrupts(), table_progress() as progress, transfer_progress() as uploading:
         published = publish(
             checkpoint,
             store,
             model=model,
             tables=read_description(description),
-            prefix=options.prefix,
-            dtype=parse_per_table_option(options.dtype) if options.dtype else None,
-            sharding=parse_sharding(options.sharding) if options.sharding else None,
-            world_size=options.world_size,
-            constraints=read_constraints(options.constraints) if options.constraints else None,
+            prefix=flags.prefix,
+            dtype=parse_per_table_option(flags.dtype) if flags.dtype else None,
+            sharding=parse_sharding(flags.sharding) if flags.sharding else None,
+            world_size=flags.world_size,
+            constraints=read_constraints(flags.constraints) if flags.constraints else None,
             device_memory_bytes=parse_bytes(memory) if memory else None,
-            max_error=options.max_error,
-            expected=options.expected,
-            accept_unchecked=options.accept_unchecked,
-            accept_draft=options.accept_draft,
-            layout_changed=options.layout_changed,
-            meta=_parse_meta(options.meta),
+            max_error=flags.max_error,
+            expected=flags.expected,
+            accept_unchecked=flags.accept_unchecked,
+            accept_draft=flags.accept_draft,
+            layout_changed=flags.layout_changed,
+            meta=_parse_meta(flags.meta),
             progress=progress,
             upload_progress=uploading,
         )

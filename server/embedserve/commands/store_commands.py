@@ -13,6 +13,8 @@ import typer
 from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.switch import switch
 
+Store = Annotated[str, typer.Argument(help="The model store, a folder or a URL.")]
+Model = Annotated[str, typer.Argument(help="Name of the model.")]
 Cache = Annotated[
     Path | None,
     typer.Option(
@@ -23,7 +25,7 @@ Cache = Annotated[
 
 
 def inspect_store(
-    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
+    store: Store,
     model: Annotated[str, typer.Argument(help="Show one model's versions.")] = "",
     version: Annotated[
         str, typer.Argument(help="Show the tables and plan of a version, or of an alias.")
@@ -38,8 +40,8 @@ def inspect_store(
 
 
 def verify(
-    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
+    store: Store,
+    model: Model,
     version: Annotated[str | None, typer.Argument(help="Or an alias. Default: the newest.")] = None,
     cache: Cache = None,
 ) -> None:
@@ -74,8 +76,8 @@ def diff(
 
 
 def alias(
-    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
+    store: Store,
+    model: Model,
     name: Annotated[str, typer.Argument(help="Of the alias: show its history.")] = "",
     version: Annotated[str, typer.Argument(help="Move it there: a number, or another alias.")] = "",
     why: Annotated[str, typer.Option(help="Kept with the change.")] = "",
@@ -116,8 +118,8 @@ def alias(
 
 
 def rollback(
-    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
+    store: Store,
+    model: Model,
     to: Annotated[
         str, typer.Option(help="A number, or an alias. Default: the version before.")
     ] = "",
@@ -132,8 +134,8 @@ def rollback(
 
 
 def note(
-    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
+    store: Store,
+    model: Model,
     version: Annotated[str, typer.Argument(help="A number, or an alias for what it means now.")],
     text: Annotated[str, typer.Argument(help="What inspect is to show of this version.")],
 ) -> None:
@@ -145,8 +147,8 @@ def note(
 
 
 def prune(
-    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
+    store: Store,
+    model: Model,
     keep: Annotated[int, typer.Option(help="The newest versions, so many, stay.", min=1)],
     dry_run: Annotated[bool, switch("--dry-run", help="Only say what would be removed.")] = False,
 ) -> None:
@@ -158,8 +160,8 @@ def prune(
 
 
 def delete(
-    store: Annotated[str, typer.Argument(help="The model store, a folder or a URL.")],
-    model: Annotated[str, typer.Argument(help="Name of the model.")],
+    store: Store,
+    model: Model,
     version: Annotated[int, typer.Argument(help="A number: what an alias names stays.")],
 ) -> None:
     """Remove one version of a model, unless it is the newest, has an alias or is open."""
