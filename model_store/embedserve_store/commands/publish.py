@@ -9,15 +9,13 @@ from pathlib import Path
 
 from embedserve_store import PublishedVersion, publish, read_description
 from embedserve_store.commands.inspect import compared_lines
-from embedserve_store.commands.per_table_option import parse_per_table_option
-from embedserve_store.commands.sharding import parse_sharding
+from embedserve_store.commands.per_table_option import parse_per_table_option, parse_sharding
 from embedserve_store.format.manifest import FROM_DESCRIPTION, GOLDENS
 from embedserve_store.plans.constraints import read_constraints
 from embedserve_store.publishing.pooled_error import PooledError
-from embedserve_store.terminal.console import hush_torch, say, table_progress
+from embedserve_store.terminal.console import hush_torch, say, table_progress, transfer_progress
 from embedserve_store.terminal.sigterm import sigterm_interrupts
 from embedserve_store.terminal.sizes import human_bytes, parse_bytes
-from embedserve_store.terminal.stores import transfer_progress
 
 SKIPPED_SHOWN = 10
 
