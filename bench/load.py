@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 LOAD_CORE = "1"
 PACKAGES = {"wrk": "wrk", "h2load": "nghttp2-client", "redis-benchmark": "redis-tools"}
@@ -116,12 +117,18 @@ end
 def http(script: Path, port: int, connections: int, seconds: float) -> Figures:
     command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds:g}s", "--timeout", "10s"]
     output = run([*command, "-s", str(script), f"http://127.0.0.1:{port}"], seconds)
+    got = parse_wrk(output)
+    rate = got["requests"] / got["seconds"]
+    return Figures(rate, got["p50_ms"], got["p99_ms"], got["max_ms"], int(got["errors"]))
+
+
+def parse_wrk(output: str) -> dict[str, Any]:
+    """Returns the figures that a wrk script printed as JSON; exits if there are none."""
     found = re.search(r"^FIGURES (.*)$", output, re.MULTILINE)
     if found is None:
         sys.exit(f"wrk printed no figures:\n{output}")
-    got = json.loads(found[1])
-    rate = got["requests"] / got["seconds"]
-    return Figures(rate, got["p50_ms"], got["p99_ms"], got["max_ms"], int(got["errors"]))
+    figures: dict[str, Any] = json.loads(found[1])
+    return figures
 
 
 def framed(message: bytes) -> bytes:

@@ -32,6 +32,7 @@ from pathlib import Path
 import kernel
 import numpy as np
 import running
+from processes import cpu_seconds
 from servers.base import Server
 from servers.embedserve import EmbedServe
 from servers.open_inference import Tensor
@@ -42,8 +43,6 @@ CLIENT_CORE = 1
 KEY = f"/embedserve-bench-{os.getpid()}"
 HEAD_BYTES_MAX = 64 << 10
 SHARED_MEMORY = "/v2/systemsharedmemory/region"
-
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 Ask = Callable[[int], np.ndarray]
 """Sends the request with the given number, and returns its vectors."""
@@ -204,13 +203,6 @@ def unix(path: Path) -> socket.socket:
     return sock
 
 
-def processor_s(pid: int) -> float:
-    """Returns the CPU seconds of a process and all its descendants."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    own = (int(fields[11]) + int(fields[12])) / TICKS_PER_S
-    return own + sum(map(processor_s, running.children(pid)))
-
-
 def drive(ask: Ask, work: Workload, pid: int, seconds: float) -> Figures:
     """Measures one way. The first pass is not timed, and one of its results is checked."""
     request = work.requests[0]
@@ -218,13 +210,13 @@ def drive(ask: Ask, work: Workload, pid: int, seconds: float) -> Figures:
     for number in range(len(work.requests)):
         ask(number)
     times: list[float] = []
-    start, server_s = time.perf_counter(), processor_s(pid)
+    start, server_s = time.perf_counter(), cpu_seconds(pid)
     while time.perf_counter() - start < seconds:
         begin = time.perf_counter()
         ask(len(times) % len(work.requests))
         times.append(time.perf_counter() - begin)
     rate = len(times) / (time.perf_counter() - start)
-    server_ms = (processor_s(pid) - server_s) / len(times) * 1e3
+    server_ms = (cpu_seconds(pid) - server_s) / len(times) * 1e3
     return Figures(statistics.median(times) * 1e3, rate, server_ms)
 
 

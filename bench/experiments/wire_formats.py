@@ -16,11 +16,11 @@ import http.client
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 import pyarrow as pa
+from processes import cpu_seconds
 from running import PORT, SERVER_CORE, running
 from servers.embedserve import MESSAGE, PROTOBUF, EmbedServe
 from workloads import Request, Workload, workload
@@ -88,13 +88,6 @@ def values_of(form: Form, work: Workload, answer: bytes) -> np.ndarray:
     return np.concatenate(flat, axis=1)
 
 
-def processor_s(pid: int) -> float:
-    """Returns the CPU seconds of all threads of a process, from the kernel's nanosecond
-    counters."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(one.read_text().split()[0]) for one in tasks) / 1e9
-
-
 class Asker:
     """One connection, and the bodies in one format."""
 
@@ -114,10 +107,10 @@ class Asker:
 
 def measure(pid: int, asker: Asker, requests: int) -> float:
     """Returns the server's CPU milliseconds per request."""
-    before_s = processor_s(pid)
+    before_s = cpu_seconds(pid)
     for at in range(requests):
         asker.ask(at)
-    return (processor_s(pid) - before_s) / requests * 1000
+    return (cpu_seconds(pid) - before_s) / requests * 1000
 
 
 def main() -> None:

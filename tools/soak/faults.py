@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 from threading import Event
 
+from processes import children
 from running_servers import Running, running
 from soak.tally import Loss, Phases
 
@@ -84,10 +85,6 @@ def planned(
     return sorted(plan)
 
 
-def worker_pids(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def held_ports(pid: int) -> frozenset[int]:
     """Ports of the clients whose connections a process has."""
     inodes, ports = set(), set()
@@ -137,13 +134,8 @@ class Servers:
 
     def pids(self) -> list[int]:
         """Of all processes, as far as they have not just ended."""
-        found = []
-        for server in list(self.now):
-            try:
-                found += [server.process.pid, *worker_pids(server.process.pid)]
-            except OSError:
-                continue
-        return found
+        pids = [server.process.pid for server in self.now]
+        return [one for pid in pids for one in (pid, *children(pid))]
 
 
 class Faults:
@@ -181,14 +173,14 @@ class Faults:
 
     def _kill(self, fault: Fault) -> None:
         server = self._servers.now[-1]
-        pid = self._random.choice(worker_pids(server.process.pid))
+        pid = self._random.choice(children(server.process.pid))
         os.kill(pid, signal.SIGSTOP)  # what it holds does not change meanwhile
         fault.held = held_ports(pid)
         self._await_another(fault, server, pid, signal.SIGKILL)
 
     def _hang(self, fault: Fault) -> None:
         server = self._servers.now[-1]
-        pid = self._random.choice(worker_pids(server.process.pid))
+        pid = self._random.choice(children(server.process.pid))
         os.kill(pid, signal.SIGSTOP)
         fault.held = held_ports(pid)
         self._await_another(fault, server, pid)
@@ -200,7 +192,7 @@ class Faults:
         if number is not None:
             os.kill(pid, number)
         fault.gone_s = fault.at_s + WHOLE_S_MAX
-        _wait(lambda: pid not in worker_pids(server.process.pid), "the worker has not ended")
+        _wait(lambda: pid not in children(server.process.pid), "the worker has not ended")
         fault.gone_s = time.monotonic()
         _wait(
             lambda: server.log.read_text().count("is ready again") > again,

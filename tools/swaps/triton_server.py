@@ -31,7 +31,7 @@ from servers.open_inference import (
     infer_headers,
 )
 from servers.triton import LOAD, MODEL, Triton, add_version, tensors_of
-from soak.swapped import DIM, TABLES, Asking, Codec, Swapped, row_values
+from swaps.server import DIM, TABLES, CallTarget, Codec, SwapServer, row_values
 from workloads import Request as Jagged
 
 _, BINARY, GRPC = Triton.ways
@@ -67,14 +67,14 @@ def decode_grpc(body: bytes) -> tuple[int, np.ndarray]:
     return version, values.ravel()
 
 
-class TritonSwapped(Swapped):
+class TritonServer(SwapServer):
     """Installs its environment where it is missing, which takes minutes."""
 
     rest = Codec(encode_rest, decode_rest, headers)
     grpc = Codec(encode_grpc, decode_grpc)
     method = GRPC.path
     ready_path = "/v2/health/ready"
-    askings = (Asking(BINARY.path, b"", is_followed=True),)
+    targets = (CallTarget(BINARY.path, b"", is_followed=True),)
 
     def __init__(self, folder: Path, chosen: argparse.Namespace) -> None:
         self._repository = folder / "repository"

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from running_servers import command
 from safetensors.numpy import save_file
-from soak.swapped import DIM, TABLES, Asking, Codec, Swapped, row_values
+from swaps.server import DIM, TABLES, CallTarget, Codec, SwapServer, row_values
 
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_store import set_alias
@@ -67,19 +67,19 @@ def publish(store: Path, version: int, rows: int, sharding: str, ranks: int) -> 
     checkpoint.unlink()
 
 
-class Embedserve(Swapped):
+class EmbedserveServer(SwapServer):
     """Half of its callers name the alias, the others no model; with a canary these meet it, too."""
 
     rest = grpc = CODEC
     method = "/embedserve.v1.EmbeddingService/Embed"
     ready_path = "/health/ready"
-    askings = (
-        Asking(
+    targets = (
+        CallTarget(
             f"/models/{MODEL}@{ALIAS}/embed",
             pb.EmbedRequest(model=f"{MODEL}@{ALIAS}").SerializeToString(),
             is_followed=True,
         ),
-        Asking("/embed", b"", is_followed=False),
+        CallTarget("/embed", b"", is_followed=False),
     )
 
     def __init__(self, folder: Path, chosen: argparse.Namespace) -> None:

@@ -1,6 +1,6 @@
 """What `make swaps` asks of a server whose versions take turns, and what a right answer is.
 
-The servers themselves are soak.swapped_embedserve and soak.swapped_triton.
+The servers themselves are swaps.embedserve_server and swaps.triton_server.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Asking:
+class CallTarget:
     """One way in which steady callers ask.
 
     Attributes:
@@ -91,18 +91,18 @@ class Asking:
     is_followed: bool
 
 
-class Swapped(ABC):
+class SwapServer(ABC):
     """A server, its versions, and how to ask it.
 
     Attributes:
-        askings: that callers of each protocol take turns with; the last one is wrk's, too.
+        targets: that callers of each protocol take turns with; the last one is wrk's, too.
         method: of gRPC.
         ready_path: answers with 200 once the server does.
     """
 
     rest: Codec
     grpc: Codec
-    askings: Sequence[Asking]
+    targets: Sequence[CallTarget]
     method: str
     ready_path: str
 

@@ -26,9 +26,10 @@ from pathlib import Path
 from random import Random
 from time import monotonic, sleep
 
+from processes import children
 from running_servers import command, free_port
-from soak.swapped import Request
-from soak.swapped_embedserve import ALIAS, CODEC, LAYOUTS, MODEL, publish
+from swaps.embedserve_server import ALIAS, CODEC, LAYOUTS, MODEL, publish
+from swaps.server import Request
 
 from embedserve.errors import LOADING
 from embedserve_store import set_alias
@@ -68,8 +69,7 @@ class Server:
             self.process = self._start()
 
     def workers(self) -> list[int]:
-        pid = self.process.pid
-        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+        return children(self.process.pid)
 
     def ready_workers(self) -> int:
         """As /metrics says; 0 while it does not answer."""
@@ -115,7 +115,7 @@ def serving(store: Path, log: Path) -> Iterator[Server]:
         server.stop()
 
 
-class Killed:
+class KillRun:
     """What came of the kills.
 
     Attributes:
@@ -207,7 +207,7 @@ def main() -> None:
             publish(store, version, ROWS, *LAYOUTS[0])
         set_alias(store, MODEL, ALIAS, 1)
         with serving(store, folder / "server.log") as server:
-            killed = Killed(server, store, chosen.seed)
+            killed = KillRun(server, store, chosen.seed)
             for number in range(chosen.kills):
                 killed.kill(number, SPAN_S * number / chosen.kills)
     for what, count in sorted(killed.counts.items()):

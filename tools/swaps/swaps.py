@@ -6,7 +6,7 @@ and is in the shadow, and moves, too. wrk asks as fast as it is answered, from t
 compares every answer with those that the versions give to its request; beside it some callers of
 REST and gRPC ask requests of their own at a steady pace, compare each answer with the rows of the
 version that it names, and note how long it took. Prints what came of it, and draws waits and memory
-over time. With `--server triton` the same is done to NVIDIA's Triton, as soak.swapped_triton says.
+over time. With `--server triton` the same is done to NVIDIA's Triton, as swaps.triton_server says.
 
     make swaps SWAPS="--swaps 100 --workers 2 --output folder"
     make swaps SWAPS="--swaps 100 --server triton --output folder"
@@ -16,10 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -33,15 +30,17 @@ from random import Random
 from statistics import median
 from time import monotonic
 
+from load import LOAD_CORE, need, parse_wrk, pinned
 from pictures import Panel, draw
+from processes import descendants, memory_bytes
+from running import SERVER_CORE
 from running_servers import free_port
-from soak.steady import Seen, ask_grpc, ask_rest
-from soak.swapped import Request, Swapped
-from soak.swapped_embedserve import Embedserve
-from soak.swapped_triton import TritonSwapped
+from swaps.callers import CallResults, ask_grpc, ask_rest
+from swaps.embedserve_server import EmbedserveServer
+from swaps.server import Request, SwapServer
+from swaps.triton_server import TritonServer
 
-SERVERS = {"embedserve": Embedserve, "triton": TritonSwapped}
-SERVER_CORE, LOAD_CORE = 0, 1
+SERVERS = {"embedserve": EmbedserveServer, "triton": TritonServer}
 ROLLBACK_EVERY = CANARY_EVERY = 10
 """Switches; the canary moves between two rollbacks."""
 WRK_CONNECTIONS = 32
@@ -80,10 +79,6 @@ end
 """
 
 
-def pinned(core: int, arguments: Sequence[object]) -> list[str]:
-    return ["taskset", "-c", str(core), *map(str, arguments)]
-
-
 @dataclass(frozen=True)
 class Switch:
     """One: when it was asked for, when the version was seen first, and when both were over."""
@@ -103,25 +98,13 @@ def forget(tables: Path) -> None:
         os.close(opened)
 
 
-def processes_of(pid: int) -> list[int]:
-    """A process and all below it, whichever of its threads started them."""
-    found = [pid]
-    for one in found:  # which grows
-        for children in Path(f"/proc/{one}/task").glob("*/children"):
-            with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended since
-                found += map(int, children.read_text().split())
-    return found
-
-
 def memory_mb(pid: int) -> float:
-    """Anonymous memory of a process and all below it."""
+    """Returns the MiB of anonymous memory of a process and all processes below it."""
     total = 0
-    for one in processes_of(pid):
+    for one in descendants(pid):
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
-            for line in Path(f"/proc/{one}/smaps_rollup").read_text().splitlines():
-                if line.startswith("Anonymous:"):
-                    total += int(line.split()[1])
-    return total / 1024
+            total += memory_bytes(one)["Anonymous"]
+    return total / 2**20
 
 
 class Swaps:
@@ -134,8 +117,8 @@ class Swaps:
         load: what wrk counted.
     """
 
-    def __init__(self, folder: Path, server: Swapped, chosen: argparse.Namespace) -> None:
-        self.seen = Seen()
+    def __init__(self, folder: Path, server: SwapServer, chosen: argparse.Namespace) -> None:
+        self.seen = CallResults()
         self.switches: list[Switch] = []
         self.memory: list[tuple[float, float]] = []
         self.start_s = 0.0
@@ -183,7 +166,7 @@ class Swaps:
         return f"http://127.0.0.1:{self._ports[0]}{path}"
 
     async def _swap(self, pid: int) -> None:
-        asking = self._start_callers()
+        callers = self._start_callers()
         versions = self._versions
         for version in (*versions[1:], versions[0]):  # so that every answer is known to wrk
             await asyncio.sleep(CALM_S)
@@ -208,18 +191,15 @@ class Swaps:
             if number % CANARY_EVERY == CANARY_EVERY // 2:
                 canary = versions[number % len(versions)]
                 await asyncio.to_thread(self._server.move_canary, canary)
-            for task in asking:
+            for task in callers:
                 if task.done():
                     task.result()
         await asyncio.sleep(self._chosen.every_s)
         await self._note_memory(pid)
         wrk.send_signal(signal.SIGINT)  # at which it says what it counted
         output, _ = await wrk.communicate()
-        found = re.search(rb"^FIGURES (.*)$", output, re.MULTILINE)
-        if found is None:
-            sys.exit(f"wrk printed no figures: {output!r}")
-        self.load = json.loads(found[1])
-        for task in asking:
+        self.load = parse_wrk(output.decode())
+        for task in callers:
             task.cancel()
 
     def waits(self) -> tuple[list[float], list[float]]:
@@ -232,7 +212,7 @@ class Swaps:
         return during, calm
 
     def _start_callers(self) -> list[asyncio.Task[None]]:
-        askings = self._server.askings
+        targets = self._server.targets
         protocols = zip((ask_rest, ask_grpc), self._ports, (self._rest, self._grpc), strict=True)
         return [
             asyncio.create_task(
@@ -242,7 +222,7 @@ class Swaps:
                     requests,
                     self.seen,
                     Random(f"{ask.__name__} {caller}"),
-                    askings[caller % len(askings)],
+                    targets[caller % len(targets)],
                 )
             )
             for ask, port, requests in protocols
@@ -278,8 +258,8 @@ class Swaps:
         script = self._folder / "wrk.lua"
         script.write_text(WRK % (quoted(first.message), known, headers))
         seconds = int(self._chosen.swaps * (self._chosen.every_s + SWITCH_S_MAX) + 60)
-        url = self._url(self._server.askings[-1].path)
-        asked = ["wrk", "-t1", f"-c{WRK_CONNECTIONS}", f"-d{seconds}s", "-s", script, url]
+        url = self._url(self._server.targets[-1].path)
+        asked = ["wrk", "-t1", f"-c{WRK_CONNECTIONS}", f"-d{seconds}s", "-s", str(script), url]
         return await asyncio.create_subprocess_exec(
             *pinned(LOAD_CORE, asked), stdout=asyncio.subprocess.PIPE
         )
@@ -365,14 +345,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--output", type=Path, help="folder for the log and the picture")
     chosen = parser.parse_args()
-    for tool in ("wrk", "taskset"):
-        if shutil.which(tool) is None:
-            sys.exit(f"{tool} is missing")
+    need("wrk")
     folder = chosen.output or Path(tempfile.mkdtemp(prefix="swaps-"))
     folder.mkdir(parents=True, exist_ok=True)
     if chosen.store:
         chosen.store.mkdir(parents=True, exist_ok=True)
-    os.sched_setaffinity(0, {LOAD_CORE})
+    os.sched_setaffinity(0, {int(LOAD_CORE)})
     with tempfile.TemporaryDirectory(prefix="swaps-") as where:
         swaps = Swaps(folder, SERVERS[chosen.server](chosen.store or Path(where), chosen), chosen)
         swaps.run()
