@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 from gpu_timings import (
-    Asked,
+    CheckOptions,
     Row,
     a_large_table,
     copying,
@@ -44,10 +44,10 @@ from embedserve.engine.gpus import WORK_BYTES, gpus_for, resolve_devices
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
 QUICK_CASES = ("float32 row_wise", "int8 row_wise unpooled")
 
-Step = Callable[[Asked], Iterable[Row]]
+Step = Callable[[CheckOptions], Iterable[Row]]
 
 
-def installed(asked: Asked) -> Iterator[Row]:
+def installed(asked: CheckOptions) -> Iterator[Row]:
     yield "Python", sys.version.split()[0]
     for name in PACKAGES:
         try:
@@ -71,7 +71,7 @@ def installed(asked: Asked) -> Iterator[Row]:
         )
 
 
-def right_answers(asked: Asked) -> Iterator[Row]:
+def right_answers(asked: CheckOptions) -> Iterator[Row]:
     """Checks every dtype under every sharding, over all GPUs: plain, weighted, one example, empty
     bags."""
     for case in CASES:
@@ -82,7 +82,7 @@ def right_answers(asked: Asked) -> Iterator[Row]:
         yield str(case), f"right, after {time.perf_counter() - start:.1f} s"
 
 
-def replicas(asked: Asked) -> Iterator[Row]:
+def replicas(asked: CheckOptions) -> Iterator[Row]:
     """Checks the same with all tables on each of several GPUs, through each of them."""
     count = gpus_for(asked.devices).count
     if count < 2:
@@ -97,7 +97,7 @@ def replicas(asked: Asked) -> Iterator[Row]:
         yield f"{case}, {count} GPUs", f"right, after {time.perf_counter() - start:.1f} s"
 
 
-def largest_ids(asked: Asked) -> Iterator[Row]:
+def largest_ids(asked: CheckOptions) -> Iterator[Row]:
     what = f"ids up to {ROWS_MAX - 1:,}"
     gpus = gpus_for(asked.devices)
     if asked.is_cuda and gpus.free_bytes[0] < 16 * ROWS_MAX + WORK_BYTES:
@@ -107,7 +107,7 @@ def largest_ids(asked: Asked) -> Iterator[Row]:
     yield what, "right"
 
 
-def unified_memory(asked: Asked) -> Iterator[Row]:
+def unified_memory(asked: CheckOptions) -> Iterator[Row]:
     yield "quant_uvm, quant_uvm_caching", "left out: tables are served from GPUs' own memory alone"
 
 
@@ -127,7 +127,7 @@ STEPS: tuple[Step, ...] = (
 )
 
 
-def run(asked: Asked, steps: Sequence[Step] = STEPS) -> int:
+def run(asked: CheckOptions, steps: Sequence[Step] = STEPS) -> int:
     """Runs the steps and prints their results. Returns the status: 1 if a step failed, which skips
     the steps after it."""
     rows: list[tuple[str, str, str]] = []
@@ -166,7 +166,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="embedserve-gpu-check-") as folder:
-        return run(Asked(options.devices, options.quick, Path(folder)))
+        return run(CheckOptions(options.devices, options.quick, Path(folder)))
 
 
 if __name__ == "__main__":

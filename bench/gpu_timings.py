@@ -49,7 +49,7 @@ Row = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Asked:
+class CheckOptions:
     """Options of a check.
 
     Attributes:
@@ -76,7 +76,7 @@ class Asked:
         return [workload(name, one) for name in ("small", "bulk") for one in ids]
 
 
-def loading(asked: Asked) -> Iterator[Row]:
+def loading(asked: CheckOptions) -> Iterator[Row]:
     """Measures sharding a model and attaching its rows, which are copied to GPUs and mapped on the
     CPU."""
     for work in asked.workloads("uniform"):
@@ -92,7 +92,7 @@ def loading(asked: Asked) -> Iterator[Row]:
         )
 
 
-def a_large_table(asked: Asked) -> Iterator[Row]:
+def a_large_table(asked: CheckOptions) -> Iterator[Row]:
     """Measures the time from a version to a warm engine, with 20 GB of zeros that take no disk
     space."""
     nbytes = QUICK_LARGE_BYTES if asked.is_quick else LARGE_BYTES
@@ -124,7 +124,7 @@ def _most_held() -> int:
     return int(status.split("VmHWM:")[1].split()[0]) << 10
 
 
-def copying(asked: Asked) -> Iterator[Row]:
+def copying(asked: CheckOptions) -> Iterator[Row]:
     """Measures copies between host and GPU memory, the upper bound for lookups."""
     nbytes = QUICK_COPY_BYTES if asked.is_quick else COPY_BYTES
     host = torch.ones(nbytes, dtype=torch.uint8)
@@ -152,7 +152,7 @@ def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
     return min(taken)
 
 
-def gathering_rows(asked: Asked) -> Iterator[Row]:
+def gathering_rows(asked: CheckOptions) -> Iterator[Row]:
     """Measures FBGEMM's kernel alone: rows of 256 bytes from a table that no cache holds."""
     size = gather_bandwidth.QUICK if asked.is_quick else gather_bandwidth.WHOLE
     free = gpus_for(asked.devices).free_bytes or (available_bytes(),)
@@ -163,7 +163,7 @@ def gathering_rows(asked: Asked) -> Iterator[Row]:
     yield from gather_bandwidth.gathered(torch.device("cuda:0" if asked.is_cuda else "cpu"), size)
 
 
-def looking_up(asked: Asked) -> Iterator[Row]:
+def looking_up(asked: CheckOptions) -> Iterator[Row]:
     """Compares the kernel alone with the engine, on one device, and with a copy in host memory."""
     for work in asked.workloads("uniform", "zipf"):
         engine = restore(kernel.version_of(work), asked.one_device)
@@ -175,7 +175,7 @@ def looking_up(asked: Asked) -> Iterator[Row]:
             yield f"{work.name} {work.ids}, {name}", f"{ms:.4f} ms"
 
 
-def several_at_once(asked: Asked) -> Iterator[Row]:
+def several_at_once(asked: CheckOptions) -> Iterator[Row]:
     """Calls the engine from several threads, as the server does with two batches in flight."""
     for work in asked.workloads("uniform"):
         engine = restore(kernel.version_of(work), asked.one_device)
@@ -212,7 +212,7 @@ def _look_up_for(
     return taken
 
 
-def serving(asked: Asked) -> Iterator[Row]:
+def serving(asked: CheckOptions) -> Iterator[Row]:
     """Loads a server over loopback through gRPC, from one caller and then from several."""
     for work in asked.workloads("uniform"):
         log = asked.folder / f"{work.name}.log"
@@ -250,7 +250,7 @@ def _ask_for(ask: Callable[[Request], Any], work: Workload, seconds: float) -> l
     return taken
 
 
-def _at_once(ask: Callable[[Request], Any], work: Workload, asked: Asked) -> str:
+def _at_once(ask: Callable[[Request], Any], work: Workload, asked: CheckOptions) -> str:
     seconds = QUICK_ASKED_S if asked.is_quick else ASKED_S
     with ThreadPoolExecutor(CALLERS) as pool:
         of_all = list(pool.map(lambda _: _ask_for(ask, work, seconds), range(CALLERS)))

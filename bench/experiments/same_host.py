@@ -44,7 +44,7 @@ KEY = f"/embedserve-bench-{os.getpid()}"
 HEAD_BYTES_MAX = 64 << 10
 SHARED_MEMORY = "/v2/systemsharedmemory/region"
 
-Ask = Callable[[int], np.ndarray]
+SendRequest = Callable[[int], np.ndarray]
 """Sends the request with the given number, and returns its vectors."""
 
 
@@ -59,7 +59,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Target:
     """A server, and the model and output to request from it.
 
     Attributes:
@@ -136,7 +136,7 @@ def of_features(work: Workload, request: Request) -> list[Tensor]:
     return tensors
 
 
-def over_a_socket(sock: socket.socket, asked: Asked, work: Workload) -> Ask:
+def over_a_socket(sock: socket.socket, asked: Target, work: Workload) -> SendRequest:
     """Returns a function that sends tensors in binary after the JSON, in both directions."""
     connection = Connection(sock, work.answer_bytes)
     outputs = [{"name": asked.output, "parameters": {"binary_data": True}}]
@@ -160,8 +160,8 @@ def over_a_socket(sock: socket.socket, asked: Asked, work: Workload) -> Ask:
 
 
 def through_memory(
-    sock: socket.socket, ids: np.ndarray, vectors: np.ndarray, asked: Asked, work: Workload
-) -> Ask:
+    sock: socket.socket, ids: np.ndarray, vectors: np.ndarray, asked: Target, work: Workload
+) -> SendRequest:
     connection = Connection(sock, work.answer_bytes)
     for name, region in (("ids", ids), ("vectors", vectors)):
         told = {"key": f"{KEY}-{name}", "offset": 0, "byte_size": region.nbytes}
@@ -203,7 +203,7 @@ def unix(path: Path) -> socket.socket:
     return sock
 
 
-def drive(ask: Ask, work: Workload, pid: int, seconds: float) -> Figures:
+def drive(ask: SendRequest, work: Workload, pid: int, seconds: float) -> Figures:
     """Measures one way. The first pass is not timed, and one of its results is checked."""
     request = work.requests[0]
     work.check(request, ask(0).reshape(request.examples, -1))
@@ -220,7 +220,7 @@ def drive(ask: Ask, work: Workload, pid: int, seconds: float) -> Figures:
     return Figures(statistics.median(times) * 1e3, rate, server_ms)
 
 
-def measure(asked: Asked, work: Workload, path: Path, seconds: float) -> dict[str, Figures]:
+def measure(asked: Target, work: Workload, path: Path, seconds: float) -> dict[str, Figures]:
     """Starts the server once and returns the figures by way.
 
     Args:
@@ -255,9 +255,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "http.sock"
         ours = EmbedServe("--http-uds", str(path), "--shared-memory", "/embedserve-bench-")
-        servers = [Asked(ours, work.tables.name, "pooled", partial(of_features, work))]
+        servers = [Target(ours, work.tables.name, "pooled", partial(of_features, work))]
         if not Triton().missing():
-            servers.append(Asked(Triton(), MODEL, "values", tensors_of))
+            servers.append(Target(Triton(), MODEL, "values", tensors_of))
         for _ in range(options.rounds):
             for asked in servers:
                 for name, one in measure(asked, work, path, options.seconds).items():

@@ -88,7 +88,7 @@ def values_of(form: Form, work: Workload, answer: bytes) -> np.ndarray:
     return np.concatenate(flat, axis=1)
 
 
-class Asker:
+class WireClient:
     """One connection, and the bodies in one format."""
 
     def __init__(self, form: Form, work: Workload) -> None:
@@ -105,7 +105,7 @@ class Asker:
         return content
 
 
-def measure(pid: int, asker: Asker, requests: int) -> float:
+def measure(pid: int, asker: WireClient, requests: int) -> float:
     """Returns the server's CPU milliseconds per request."""
     before_s = cpu_seconds(pid)
     for at in range(requests):
@@ -123,7 +123,7 @@ def main() -> None:
     work.tables.make()
     os.sched_setaffinity(0, {CLIENT_CORE})
     with running(EmbedServe(), work, SERVER_CORE) as server:
-        askers = [Asker(form, work) for form in FORMS]
+        askers = [WireClient(form, work) for form in FORMS]
         check(askers, work)
         taken: dict[str, list[float]] = {form.name: [] for form in FORMS}
         for turn in range(chosen.rounds):
@@ -137,7 +137,7 @@ def main() -> None:
               f"{ratio:.3f} of protobuf's")  # fmt: skip
 
 
-def check(askers: list[Asker], work: Workload) -> None:
+def check(askers: list[WireClient], work: Workload) -> None:
     """Checks that all formats get the same values, and warms them up."""
     expected = values_of(REFERENCE, work, askers[0].ask(0))
     for asker in askers:

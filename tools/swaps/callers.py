@@ -1,4 +1,4 @@
-"""The steady callers of `make swaps`: each asks by REST or gRPC at its pace, and compares."""
+"""Steady callers of `make swaps`: each sends REST or gRPC requests at its pace, and checks them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import grpc
 from swaps.server import CallTarget, Request
 
 RATE = 50.0
-"""Of each caller a second."""
+"""Requests per second of each caller."""
 
 
 @dataclass
 class CallResults:
-    """What the steady callers saw.
+    """Responses that the steady callers got.
 
     Attributes:
-        waits: (when asked, seconds) of each answer.
-        answers: by version.
-        first_s: when a version answered first since it was awaited.
+        waits: (start, seconds) of each response.
+        answers: responses by version.
+        first_s: time of the first response of each version, since it was awaited.
     """
 
     waits: list[tuple[float, float]] = field(default_factory=list)
@@ -52,7 +52,7 @@ async def ask_rest(
     random: Random,
     target: CallTarget,
 ) -> None:
-    """Posts to the path of ``target``."""
+    """Posts requests to the path of ``target`` until it is cancelled."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         while True:

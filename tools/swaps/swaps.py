@@ -1,12 +1,12 @@
-"""make swaps: changes the version that answers, again and again, under full load.
+"""make swaps: changes the served version repeatedly, under full load.
 
-Publishes some versions of a model of eight tables, serves them with `--follow alias` on one core,
-and moves the alias; each tenth time back to where it was. With `--canary` another alias has a share
-and is in the shadow, and moves, too. wrk asks as fast as it is answered, from the other core, and
-compares every answer with those that the versions give to its request; beside it some callers of
-REST and gRPC ask requests of their own at a steady pace, compare each answer with the rows of the
-version that it names, and note how long it took. Prints what came of it, and draws waits and memory
-over time. With `--server triton` the same is done to NVIDIA's Triton, as swaps.triton_server says.
+Publishes several versions of a model with eight tables, serves them with `--follow alias` on one
+core, and moves the alias. Every tenth move goes back. With `--canary` another alias has a share and
+a shadow, and moves, too. From the other core wrk sends requests as fast as it gets responses, and
+compares every response with the versions' known responses. Some callers of REST and gRPC send
+requests at a steady pace, compare each response with the rows of the version that it names, and
+measure latency. Prints the results, and draws latencies and memory over time. With `--server
+triton` it measures NVIDIA's Triton instead (swaps.triton_server).
 
     make swaps SWAPS="--swaps 100 --workers 2 --output folder"
     make swaps SWAPS="--swaps 100 --server triton --output folder"
@@ -42,21 +42,21 @@ from swaps.triton_server import TritonServer
 
 SERVERS = {"embedserve": EmbedserveServer, "triton": TritonServer}
 ROLLBACK_EVERY = CANARY_EVERY = 10
-"""Switches; the canary moves between two rollbacks."""
+"""Switches between two rollbacks. The canary moves halfway between."""
 WRK_CONNECTIONS = 32
 CALLERS = 4
-"""Of each protocol."""
+"""Steady callers of each protocol."""
 REQUESTS = 64
 MEMORY_EVERY = 10
-"""Switches."""
+"""Switches between two samples of memory."""
 READY_S_MAX = 300.0
 BEGIN_S = 2.0
-"""Until wrk and the server have got used to each other."""
+"""Seconds of load before the first measured switch."""
 SWITCH_S_MAX = 30.0
 CALM_S = 1.0
-"""Before the first switch to each version."""
+"""Seconds before the first switch to each version."""
 AFTER_S = 0.2
-"""Past the first answer of the next version, in which a wait counts as one of the switch."""
+"""Seconds after the next version's first response that still count as part of the switch."""
 WRK = """
 local body = "%s"
 local known = {%s}
@@ -81,7 +81,8 @@ end
 
 @dataclass(frozen=True)
 class Switch:
-    """One: when it was asked for, when the version was seen first, and when both were over."""
+    """A switch: when it was requested, when the version was seen first, and when the switch was
+    over."""
 
     version: int
     at_s: float
@@ -90,7 +91,7 @@ class Switch:
 
 
 def forget(tables: Path) -> None:
-    """Drops a version's rows, which nobody has mapped, from the page cache."""
+    """Drops a version's rows, which no process has mapped, from the page cache."""
     opened = os.open(tables, os.O_RDONLY)
     try:
         os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -108,13 +109,13 @@ def memory_mb(pid: int) -> float:
 
 
 class Swaps:
-    """A server whose version is changed, and what was seen of its switches.
+    """Changes the version of a server, and records the switches.
 
     Attributes:
-        memory: (when, MB of all its processes), between two switches.
-        first_waits: seconds that steady callers waited during the first switch to each version,
-            and between two of these, before wrk loads the server.
-        load: what wrk counted.
+        memory: (time, MiB of all its processes) between two switches.
+        first_waits: latencies of steady callers during the first switch to each version, and
+            between these switches, before wrk loads the server.
+        load: figures of wrk.
     """
 
     def __init__(self, folder: Path, server: SwapServer, chosen: argparse.Namespace) -> None:
@@ -203,7 +204,8 @@ class Swaps:
             task.cancel()
 
     def waits(self) -> tuple[list[float], list[float]]:
-        """Seconds that steady callers waited, of requests during switches and of all others."""
+        """Returns the latencies of steady callers in seconds: of requests during switches, and of
+        all others."""
         during: list[float] = []
         calm: list[float] = []
         for at_s, wait_s in self.seen.waits:
@@ -230,11 +232,11 @@ class Swaps:
         ]
 
     async def _note_memory(self, pid: int) -> None:
-        """The kernel takes its time for it."""
+        """Samples the memory in a thread, because the kernel takes long to add it up."""
         self.memory.append((monotonic(), await asyncio.to_thread(memory_mb, pid)))
 
     async def _move(self, version: int) -> None:
-        """Returns once the version was seen."""
+        """Switches to a version, and returns once it was seen."""
         self.seen.first_s.pop(version, None)
         if self._chosen.cold:
             await asyncio.to_thread(forget, self._server.tables(version))
@@ -272,7 +274,7 @@ async def _until(is_so: Callable[[], bool]) -> None:
 
 
 def milliseconds(waits: Sequence[float]) -> str:
-    """p50, p99 and the longest."""
+    """Formats p50, p99 and the maximum."""
     ordered = sorted(waits)
     marks = (ordered[len(ordered) // 2], ordered[int(0.99 * len(ordered))], ordered[-1])
     return "p50 {:.1f}, p99 {:.1f}, longest {:.1f} ms".format(*(1e3 * mark for mark in marks))
