@@ -19,6 +19,7 @@ import gather_bandwidth
 import kernel
 import numpy as np
 import torch
+from load import quantile
 from lookup_cases import mostly_zeros
 from running_servers import running
 from workloads import Request, Tables, Workload, workload
@@ -254,8 +255,8 @@ def _at_once(ask: Callable[[Request], Any], work: Workload, asked: CheckOptions)
     seconds = QUICK_ASKED_S if asked.is_quick else ASKED_S
     with ThreadPoolExecutor(CALLERS) as pool:
         of_all = list(pool.map(lambda _: _ask_for(ask, work, seconds), range(CALLERS)))
-    taken = sorted(one for of_one in of_all for one in of_one)
-    p99 = taken[int(0.99 * (len(taken) - 1))]
+    taken = [one for of_one in of_all for one in of_one]
+    p99 = quantile(taken, 0.99)
     rate = len(taken) / seconds
     answers = rate * work.answer_bytes / 1e9
     return f"{rate:,.0f} requests/s, {answers:.3f} GB/s of answers, p99 {p99 * 1e3:.3f} ms"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from hostile.canary_client import anonymous_kib
+from load import quantile
 from soak.faults import Servers
 from soak.tally import Phases, Tally
 
@@ -34,7 +35,7 @@ class Sample:
 
     @property
     def p99_ms(self) -> float:
-        return self.waits_ms[int(0.99 * len(self.waits_ms))] if self.waits_ms else float("nan")
+        return quantile(self.waits_ms, 0.99) if self.waits_ms else float("nan")
 
     @property
     def slowest_ms(self) -> float:

@@ -30,7 +30,7 @@ from random import Random
 from statistics import median
 from time import monotonic
 
-from load import LOAD_CORE, need, parse_wrk, pinned
+from load import LOAD_CORE, need, parse_wrk, pinned, quantile
 from pictures import Panel, draw
 from processes import descendants, memory_bytes
 from running import SERVER_CORE
@@ -275,8 +275,7 @@ async def _until(is_so: Callable[[], bool]) -> None:
 
 def milliseconds(waits: Sequence[float]) -> str:
     """Formats p50, p99 and the maximum."""
-    ordered = sorted(waits)
-    marks = (ordered[len(ordered) // 2], ordered[int(0.99 * len(ordered))], ordered[-1])
+    marks = [quantile(waits, share) for share in (0.5, 0.99, 1.0)]
     return "p50 {:.1f}, p99 {:.1f}, longest {:.1f} ms".format(*(1e3 * mark for mark in marks))
 
 
@@ -311,7 +310,7 @@ def draw_report(swaps: Swaps, path: Path) -> None:
     for at_s, wait in swaps.seen.waits:
         waits[max(0, int(at_s - start_s))].append(1e3 * wait)
     nan = float("nan")
-    p99s = [sorted(one)[int(0.99 * len(one))] if one else nan for one in waits]
+    p99s = [quantile(one, 0.99) if one else nan for one in waits]
     memory = [nan] * count
     for at_s, value in swaps.memory:
         memory[min(count - 1, int(at_s - start_s))] = value
